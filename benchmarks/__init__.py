@@ -1,0 +1,1 @@
+"""Benchmarks of distributed matrix multiplication, side by side with its peers."""

@@ -1,0 +1,130 @@
+"""Options, read from ``dask.config`` once, on the client.
+
+The configuration of a client does not reach the workers or the scheduler, so what a run needs of it
+travels inside its Problem, as an `Options`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import dask.config
+import yaml
+from dask.utils import parse_bytes, parse_timedelta
+
+from dask_distmm.errors import PlanError
+
+__all__ = ["DEFAULTS", "Machine", "Options", "read_options", "register_defaults"]
+
+DEFAULTS: dict[str, Any] = yaml.safe_load(
+    importlib.resources.files("dask_distmm").joinpath("distmm.yaml").read_text()
+)
+
+
+def register_defaults() -> None:
+    """Add the shipped ``distmm.yaml`` to Dask's defaults; what the user has set wins."""
+    dask.config.update_defaults(DEFAULTS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """Measured constants of one engine on this kind of machine, for the cost model.
+
+    Parameters
+    ----------
+    gflops
+        10^9 operations per second and thread, ``(type, rate)`` pairs; ``"other"`` for all others.
+    bandwidth, memory_bandwidth
+        Bytes per second: received by one worker; of a sum or copy in memory.
+    latency
+        Seconds per message.
+    """
+
+    gflops: tuple[tuple[str, float], ...]
+    bandwidth: float
+    memory_bandwidth: float
+    latency: float
+
+    def rate(self, dtype: str) -> float:
+        """Operations per second of one thread that computes in `dtype`."""
+        rates = dict(self.gflops)
+        return rates.get(dtype, rates["other"]) * 1e9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What a run needs of the configuration. Times in seconds, sizes in bytes."""
+
+    retries: int
+    limit_fraction: float
+    vote_timeout: float
+    transfer_timeout: float
+    panel_bytes: int
+    prefetch_panels: int
+    pack_below: int
+    machine: Machine
+
+
+def read_options(engine: str = "numpy") -> Options:
+    """Read and check the options from ``dask.config``.
+
+    Parameters
+    ----------
+    engine
+        The engine whose machine constants are wanted.
+
+    Raises
+    ------
+    PlanError
+        A value has the wrong type or range; the message names its key.
+    """
+
+    def number(key: str, low: float, high: float = float("inf")) -> float:
+        value = _get(key)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high:
+            raise PlanError(f"config distmm.{key} is {value!r}; expected a number from {low} to {high}")
+        return float(value)
+
+    def parsed(key: str, parse: Any) -> Any:
+        value = _get(key)
+        try:
+            return parse(value)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            raise PlanError(
+                f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}"
+            ) from error
+
+    gflops = _get(f"machine.{engine}.gflops")
+    if not isinstance(gflops, Mapping) or "other" not in gflops:
+        raise PlanError(f"config distmm.machine.{engine}.gflops is {gflops!r}; expected a mapping with 'other'")
+    machine = Machine(
+        gflops=tuple(sorted((str(name), number(f"machine.{engine}.gflops.{name}", 1e-9)) for name in gflops)),
+        bandwidth=number(f"machine.{engine}.bandwidth", 1.0),
+        memory_bandwidth=number(f"machine.{engine}.memory-bandwidth", 1.0),
+        latency=number(f"machine.{engine}.latency", 0.0),
+    )
+    return Options(
+        retries=int(number("retries", 0)),
+        limit_fraction=number("memory.limit-fraction", 1e-9, 1.0),
+        vote_timeout=float(parsed("timeouts.vote", parse_timedelta)),
+        transfer_timeout=float(parsed("timeouts.transfer", parse_timedelta)),
+        panel_bytes=int(parsed("numpy.panel-bytes", parse_bytes)),
+        prefetch_panels=int(number("numpy.prefetch-panels", 1)),
+        pack_below=int(number("numpy.pack-below", 0)),
+        machine=machine,
+    )
+
+
+def _get(key: str) -> Any:
+    return dask.config.get(f"distmm.{key}", default=_default(key))
+
+
+def _default(key: str) -> Any:
+    value: Any = DEFAULTS["distmm"]
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,62 @@
+"""Which types there are: of A, of B, of the result, and the one that is computed and summed in.
+
+Results have NumPy's type (``np.result_type``). What differs is the type inside: 16-bit floats are
+computed and summed in float32 and rounded once, as GPUs do; narrow integers and bool are computed in
+float64, where their sums are exact, because BLAS is about 100 times as fast as NumPy's integer loops.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+__all__ = ["compute_dtype", "dtype_from_name", "supported"]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+# Narrow integers: a product is below 2**32, so sums of up to 2**21 of them are exact in float64.
+_EXACT_IN_FLOAT64 = frozenset("bBhH")
+
+
+def dtype_from_name(name: str) -> np.dtype:
+    """Return the dtype called `name`, ``"bfloat16"`` included.
+
+    Raises
+    ------
+    TypeError
+        There is no such type.
+    """
+    return _BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def supported(dtype: DTypeLike) -> bool:
+    """Whether the numpy engine multiplies arrays of this type: bool, all integers, floats and complex."""
+    dtype = np.dtype(dtype)
+    return dtype == _BFLOAT16 or (dtype.kind in "biufc" and dtype.isnative)
+
+
+@functools.lru_cache(maxsize=256)
+def compute_dtype(dtype: np.dtype, k: int) -> np.dtype:
+    """Return the type that a product of results in `dtype` is computed and summed in.
+
+    Parameters
+    ----------
+    dtype
+        Type of the result.
+    k
+        Length of the contraction: beyond 2**21 float64 would no longer be exact for 16-bit integers.
+
+    Returns
+    -------
+    numpy.dtype
+        float32 for float16 and bfloat16; float64 for bool and integers of up to 16 bits;
+        otherwise `dtype` itself. Integers of 32 and 64 bits wrap around, as in NumPy.
+    """
+    if dtype == np.float16 or dtype == _BFLOAT16:
+        return np.dtype(np.float32)
+    if (dtype.char in _EXACT_IN_FLOAT64 and k <= 2**21) or dtype == np.bool_:
+        return np.dtype(np.float64)
+    return dtype

@@ -1,0 +1,95 @@
+"""``gemm(a, b, c)``: c += a @ b, in place, on matrices as they lie in memory.
+
+NumPy's ``matmul`` can't add to its output; a sum over panels of k would read and write every result once
+more for each panel. BLAS can. SciPy documents how to reach its BLAS from outside:
+``scipy.linalg.cython_blas.__pyx_capi__`` holds each routine's address in a capsule whose name is the
+routine's C signature. A call through ctypes releases the GIL, so Dask's event loop goes on meanwhile.
+
+A row-major matrix is the column-major one of its transpose, so ``C += A B`` in rows is ``C' += B' A'`` in
+columns, and every matrix whose rows or columns are contiguous is used without a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import scipy.linalg.cython_blas
+from numpy.typing import NDArray
+
+__all__ = ["gemm"]
+
+_PREFIX = {"f": "s", "d": "d", "F": "c", "D": "z"}
+
+
+def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any]) -> None:
+    """Compute ``c += a @ b`` in place.
+
+    Parameters
+    ----------
+    a, b, c
+        Matrices (m, k), (k, n) and (m, n) of one type. float32, float64, complex64 and complex128 go to
+        BLAS, other types to ``numpy.matmul`` (for bool, ``+`` is "or").
+    """
+    routine = _routine(c.dtype.char)
+    if 0 in (*a.shape, *b.shape):
+        return
+    if routine is None or a.dtype != c.dtype or b.dtype != c.dtype or max(*a.shape, *b.shape) >= 2**31:
+        np.add(c, np.matmul(a, b), out=c)
+        return
+    if not _column_major(c):
+        a, b, c = b.T, a.T, c.T
+        if not _column_major(c):
+            raise ValueError(f"c has strides {c.T.strides}: neither its rows nor its columns are contiguous")
+    one = np.ones(1, c.dtype)
+    a, transa = _operand(a)
+    b, transb = _operand(b)
+    m, n, k = (ctypes.c_int(size) for size in (*c.shape, a.shape[1]))
+    lda, ldb = _leading(a.T if transa == b"T" else a), _leading(b.T if transb == b"T" else b)
+    ref = ctypes.byref
+    routine(
+        transa, transb, ref(m), ref(n), ref(k), one.ctypes.data, a.ctypes.data, ref(lda),
+        b.ctypes.data, ref(ldb), one.ctypes.data, c.ctypes.data, ref(_leading(c)),
+    )  # fmt: skip
+
+
+def _column_major(x: NDArray[Any]) -> bool:
+    """Whether the columns of `x` are contiguous and do not overlap."""
+    rows, cols = x.shape
+    step, lead = x.strides
+    size = x.itemsize
+    return (rows <= 1 or step == size) and (cols <= 1 or (lead % size == 0 and lead >= rows * size))
+
+
+def _operand(x: NDArray[Any]) -> tuple[NDArray[Any], bytes]:
+    """Return `x`, copied only if it must be, and how BLAS has to read it."""
+    if _column_major(x):
+        return x, b"N"
+    return (x if _column_major(x.T) else np.ascontiguousarray(x)), b"T"
+
+
+def _leading(x: NDArray[Any]) -> ctypes.c_int:
+    """Return the leading dimension of a column-major matrix."""
+    return ctypes.c_int(max(1, x.shape[0], x.strides[1] // x.itemsize if x.shape[1] > 1 else 0))
+
+
+@functools.cache
+def _routine(char: str) -> Callable[..., None] | None:
+    """Return SciPy's BLAS gemm for a type, or None if there is none with 32-bit integer arguments."""
+    if char not in _PREFIX:
+        return None
+    capsule = scipy.linalg.cython_blas.__pyx_capi__[f"{_PREFIX[char]}gemm"]
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    name = api.PyCapsule_GetName(capsule)
+    if not re.match(rb"void \(char \*, char \*, int \*, int \*, int \*, ", name):
+        return None
+    text, integer, data = ctypes.c_char_p, ctypes.POINTER(ctypes.c_int), ctypes.c_void_p
+    kinds = [text, text, integer, integer, integer, data, data, integer, data, integer, data, data, integer]
+    return ctypes.CFUNCTYPE(None, *kinds)(api.PyCapsule_GetPointer(capsule, name))

@@ -1,0 +1,102 @@
+"""In which order a rank walks over its part of k, and what it needs from whom for each panel. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.plan import Plan
+from dask_distmm.plan.cuts import overlaps
+from dask_distmm.plan.memory import operand_grids, panel_width
+from dask_distmm.plan.plan import Rect
+
+__all__ = ["Panel", "Piece", "panels", "split_at_chunks"]
+
+
+class Piece(NamedTuple):
+    """A rectangle of a chunk of A (operand 0) or B (1), and where it lies in the whole matrix."""
+
+    operand: int
+    chunk: int
+    r0: int
+    c0: int
+    rows: int
+    cols: int
+    row: int
+    col: int
+
+
+class Panel(NamedTuple):
+    """A stretch of k: pieces that are at home, and pieces to ask each other participant for."""
+
+    k0: int
+    k1: int
+    local: list[Piece]
+    remote: dict[int, list[Piece]]
+
+
+def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
+    """Return the panels of a rank in the order in which it multiplies them.
+
+    Every element of ``A[rows, depth]`` and ``B[depth, cols]`` is in exactly one piece. Panels that need
+    nothing from others come first; the rest begins at another place on each rank.
+    """
+    assert plan.where_a is not None
+    assert plan.where_b is not None
+    _, q, s = plan.grid
+    i, j, depth = plan.coords(rank)
+    k0, k1 = plan.k_range(rank)
+    problem = plan.problem
+    grids = operand_grids(plan)
+    pieces: list[Piece] = []
+    for operand, chunks, part in ((0, problem.a_chunks, i * s + depth), (1, problem.b_chunks, depth * q + j)):
+        for c in redistribution(ChunkGrid(chunks), grids[operand]).for_dst(part):
+            pieces.append(Piece(operand, c.src, c.src_row, c.src_col, c.nrows, c.ncols, c.row, c.col))
+
+    width = panel_width(problem, plan.region(rank), k1 - k0)
+    edges = {k0, k1}
+    for piece in pieces:
+        edges.add(piece.col if piece.operand == 0 else piece.row)
+    cuts = _coalesce(sorted(edges), width)
+    made = [Panel(low, high, [], {}) for low, high in zip(cuts[:-1], cuts[1:], strict=True)]
+    where = (plan.where_a, plan.where_b)
+    for piece in pieces:
+        start = piece.col if piece.operand == 0 else piece.row
+        stop = start + (piece.cols if piece.operand == 0 else piece.rows)
+        holder = int(where[piece.operand][piece.chunk])
+        for number, low, high in overlaps(cuts, start, stop):
+            cut = _along_k(piece, low - start, high - low)
+            made[number].local.append(cut) if holder == me else made[number].remote.setdefault(holder, []).append(cut)
+    turn = rank * len(made) // len(plan.ranks)
+    order = sorted(range(len(made)), key=lambda x: (bool(made[x].remote), (x - turn) % len(made)))
+    return [made[x] for x in order]
+
+
+def _along_k(piece: Piece, offset: int, size: int) -> Piece:
+    if piece.operand == 0:
+        return piece._replace(c0=piece.c0 + offset, cols=size, col=piece.col + offset)
+    return piece._replace(r0=piece.r0 + offset, rows=size, row=piece.row + offset)
+
+
+def _coalesce(edges: list[int], width: int) -> tuple[int, ...]:
+    """Join stretches between edges up to `width`; cut longer ones evenly."""
+    cuts = [edges[0]]
+    for previous, edge in zip(edges[:-1], edges[1:], strict=True):
+        if edge - cuts[-1] > width and cuts[-1] != previous:
+            cuts.append(previous)
+        while edge - cuts[-1] > width:
+            left = edge - cuts[-1]
+            cuts.append(cuts[-1] + -(-left // -(-left // width)))
+    if cuts[-1] != edges[-1]:
+        cuts.append(edges[-1])
+    return tuple(cuts)
+
+
+def split_at_chunks(plan: Plan, rect: Rect) -> Iterator[tuple[int, Rect]]:
+    """Cut a part of D at the chunks of the result; yield (number of the chunk, part of it)."""
+    rows, cols = plan.chunk_cuts
+    ncols = plan.problem.chunk_counts("d")[1]
+    for i, r0, r1 in overlaps(rows, rect[0], rect[1]):
+        for j, c0, c1 in overlaps(cols, rect[2], rect[3]):
+            yield i * ncols + j, (r0, r1, c0, c1)

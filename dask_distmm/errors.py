@@ -1,0 +1,93 @@
+"""Every error that dask_distmm raises, under one root.
+
+An error says what was found, what is expected and what to do. All of them survive pickling with
+their attributes: they are raised on a worker or the scheduler and read by the user at the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = [
+    "DistMMError",
+    "EngineError",
+    "PlanError",
+    "ProjectedMemoryError",
+    "ProtocolError",
+    "RunFailedError",
+]
+
+
+class DistMMError(Exception):
+    """Root of all errors of this package."""
+
+
+class PlanError(DistMMError, ValueError):
+    """The multiply can't be planned: shapes, chunks, options or workers do not fit.
+
+    Raised at the call where that is possible, before anything is computed.
+    """
+
+
+class ProjectedMemoryError(DistMMError, MemoryError):
+    """The projected memory of a worker is above its limit. Nothing was moved.
+
+    Parameters
+    ----------
+    message
+        What was projected, what the limit is, what to do.
+    projected
+        Projected bytes for each worker address.
+    limit
+        Limit in bytes for each worker address.
+    """
+
+    def __init__(
+        self, message: str, projected: Mapping[str, int] | None = None, limit: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.projected = dict(projected or {})
+        self.limit = dict(limit or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.projected, self.limit)
+
+
+class EngineError(DistMMError):
+    """An engine is missing on a worker, or failed inside a multiply."""
+
+
+class ProtocolError(DistMMError):
+    """A control or data message was refused: malformed, stale, or for another run."""
+
+
+class RunFailedError(DistMMError, RuntimeError):
+    """A run failed on one or more ranks. No result of it is visible.
+
+    Parameters
+    ----------
+    message
+        The whole story in one text.
+    run_id
+        Number of the run.
+    phase
+        Phase in which it failed: ``"voting"`` or ``"running"``.
+    ranks
+        For each rank or worker that failed, ``address -> reason``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        run_id: int | None = None,
+        phase: str | None = None,
+        ranks: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.run_id = run_id
+        self.phase = phase
+        self.ranks = dict(ranks or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.run_id, self.phase, self.ranks)

@@ -1,0 +1,35 @@
+"""Where the elements of a matrix live, and what must move when that changes.
+
+Pure arithmetic on NumPy index arrays: nothing here knows of Dask, workers or networks, and nothing here
+touches matrix data.  A two-dimensional layout is the product of two one-dimensional ones, so the modules
+build on one another in this order:
+
+- `axis`: one dimension cut into segments, and how two such cuts intersect;
+- `grid`: processes arranged in rows and columns;
+- `blockcyclic`: ScaLAPACK's layout of a matrix over a process grid;
+- `chunkgrid`: Dask's layout, a grid of chunks of any sizes;
+- `redistribute`: the copies which turn one layout into another.
+"""
+
+from dask_distmm.layout.axis import Axis, AxisCopies, intersect
+from dask_distmm.layout.blockcyclic import BlockCyclic, indxg2l, indxg2p, indxl2g, numroc
+from dask_distmm.layout.chunkgrid import ChunkGrid
+from dask_distmm.layout.grid import ProcessGrid
+from dask_distmm.layout.redistribute import Copies, Copy, Distribution, redistribution
+
+__all__ = [
+    "Axis",
+    "AxisCopies",
+    "BlockCyclic",
+    "ChunkGrid",
+    "Copies",
+    "Copy",
+    "Distribution",
+    "ProcessGrid",
+    "indxg2l",
+    "indxg2p",
+    "indxl2g",
+    "intersect",
+    "numroc",
+    "redistribution",
+]

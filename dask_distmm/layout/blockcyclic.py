@@ -1,0 +1,228 @@
+"""ScaLAPACK's layout: blocks of a matrix dealt out over a process grid.
+
+Along each dimension the matrix is cut into equal blocks (the last may be smaller) and these go to the process
+rows, or columns, in turn, as cards are dealt out.  Each process packs its blocks together into one local
+matrix.  Nine rows in blocks of two over two process rows::
+
+    global row      0 1 | 2 3 | 4 5 | 6 7 | 8
+    process row      0  |  1  |  0  |  1  | 0
+    local row       0 1 | 0 1 | 2 3 | 2 3 | 4
+
+The functions here carry the names of those in ScaLAPACK's TOOLS directory, ``numroc.f``, ``indxg2p.f``,
+``indxg2l.f`` and ``indxl2g.f``, and compute the same; arguments which the Fortran ones declare and ignore are
+left out.  **ScaLAPACK counts rows and columns from 1, these functions count from 0**; process coordinates
+count from 0 in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from dask_distmm.layout.axis import Axis, Index, check_int
+from dask_distmm.layout.grid import ProcessGrid
+
+IntOrArray = TypeVar("IntOrArray", int, Index)
+
+
+def numroc(n: int, nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
+    """Count the rows or columns that a process holds (ScaLAPACK TOOLS, NUMROC).
+
+    Parameters
+    ----------
+    n : int
+        Number of rows or columns of the matrix, 0 or more.
+    nb : int
+        Rows or columns of a block, 1 or more.
+    iproc : int
+        Coordinate of the process.
+    isrcproc : int
+        Coordinate of the process which holds the first block.
+    nprocs : int
+        Number of processes along this dimension.
+
+    Raises
+    ------
+    ValueError
+        If a number is out of its range.
+    """
+    n = check_int("n", n, 0)
+    turn = _turn(nb, iproc, isrcproc, nprocs)
+    # Every full round gives each process one block; what is left is dealt out in turn, nb at a time.
+    rounds, left = divmod(n, nb * nprocs)
+    return rounds * nb + min(max(left - turn * nb, 0), nb)
+
+
+def indxg2p(indxglob: IntOrArray, nb: int, isrcproc: int, nprocs: int) -> IntOrArray:
+    """Return the process coordinate which holds a global index (ScaLAPACK TOOLS, INDXG2P; here from 0).
+
+    Parameters
+    ----------
+    indxglob : int or ndarray of int64
+        Global index, counted from 0.
+    nb, isrcproc, nprocs : int
+        As for `numroc`.
+
+    Raises
+    ------
+    ValueError
+        If `nb`, `isrcproc` or `nprocs` is out of its range.
+    """
+    _turn(nb, 0, isrcproc, nprocs)
+    return (indxglob // nb + isrcproc) % nprocs
+
+
+def indxg2l(indxglob: IntOrArray, nb: int, nprocs: int) -> IntOrArray:
+    """Return the local index of a global index in its process (ScaLAPACK TOOLS, INDXG2L; here from 0).
+
+    Parameters
+    ----------
+    indxglob : int or ndarray of int64
+        Global index, counted from 0.
+    nb, nprocs : int
+        As for `numroc`.
+
+    Raises
+    ------
+    ValueError
+        If `nb` or `nprocs` is out of its range.
+    """
+    _turn(nb, 0, 0, nprocs)
+    return indxglob // (nb * nprocs) * nb + indxglob % nb
+
+
+def indxl2g(indxloc: IntOrArray, nb: int, iproc: int, isrcproc: int, nprocs: int) -> IntOrArray:
+    """Return the global index of a local index (ScaLAPACK TOOLS, INDXL2G; here from 0).
+
+    Parameters
+    ----------
+    indxloc : int or ndarray of int64
+        Local index in process `iproc`, counted from 0.
+    nb, iproc, isrcproc, nprocs : int
+        As for `numroc`.
+
+    Raises
+    ------
+    ValueError
+        If `nb`, `iproc`, `isrcproc` or `nprocs` is out of its range.
+    """
+    turn = _turn(nb, iproc, isrcproc, nprocs)
+    return (indxloc // nb * nprocs + turn) * nb + indxloc % nb
+
+
+def _turn(nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
+    """Check the arguments and return which turn in a round is the process's, from 0."""
+    check_int("nb", nb, 1)
+    check_int("nprocs", nprocs, 1)
+    for name, value in (("iproc", iproc), ("isrcproc", isrcproc)):
+        if check_int(name, value, 0) >= nprocs:
+            raise ValueError(f"{name} is {value}, expected it in range({nprocs}): pass an existing process")
+    return (iproc - isrcproc) % nprocs
+
+
+def _pair(name: str, values: tuple[int, int], least: int) -> tuple[int, int]:
+    if len(values) != 2:
+        raise ValueError(f"{name} is {values}, expected two numbers: pass (rows, columns)")
+    return check_int(f"{name}[0]", values[0], least), check_int(f"{name}[1]", values[1], least)
+
+
+@dataclass(frozen=True)
+class BlockCyclic:
+    """The two-dimensional block-cyclic layout of a matrix over a process grid; its parts are ranks.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Rows and columns of the matrix, 0 or more each.
+    blocks : tuple of int
+        Rows and columns of a block (ScaLAPACK's MB, NB), 1 or more each.
+    grid : ProcessGrid
+        The processes.
+    source : tuple of int
+        Process row and column of the first block (ScaLAPACK's RSRC, CSRC).
+
+    Raises
+    ------
+    ValueError
+        If a number is out of its range.
+    """
+
+    shape: tuple[int, int]
+    blocks: tuple[int, int]
+    grid: ProcessGrid
+    source: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        object.__setattr__(self, "shape", _pair("shape", self.shape, 0))
+        object.__setattr__(self, "blocks", _pair("blocks", self.blocks, 1))
+        object.__setattr__(self, "source", _pair("source", self.source, 0))
+        if self.source[0] >= self.grid.nprow or self.source[1] >= self.grid.npcol:
+            raise ValueError(
+                f"source is {self.source}, expected it inside {self.grid.nprow} x {self.grid.npcol}: "
+                f"pass coordinates of {self.grid}"
+            )
+
+    @cached_property
+    def rows(self) -> Axis:
+        """Layout of the rows over the process rows."""
+        return Axis.block_cyclic(self.shape[0], self.blocks[0], self.grid.nprow, self.source[0])
+
+    @cached_property
+    def cols(self) -> Axis:
+        """Layout of the columns over the process columns."""
+        return Axis.block_cyclic(self.shape[1], self.blocks[1], self.grid.npcol, self.source[1])
+
+    @property
+    def nranks(self) -> int:
+        """Number of processes."""
+        return self.grid.size
+
+    @property
+    def nparts(self) -> int:
+        """Number of parts, which are the ranks."""
+        return self.grid.size
+
+    def part(self, prow: Index, pcol: Index) -> Index:
+        """Return the ranks at process coordinates: int64 arrays which broadcast, unchecked."""
+        return self.grid.ranks(prow, pcol)
+
+    def coords(self, part: int) -> tuple[int, int]:
+        """Return the process row and column of a rank.
+
+        Raises
+        ------
+        IndexError
+            If there is no such rank.
+        """
+        return self.grid.coords(part)
+
+    def local_shape(self, part: int) -> tuple[int, int]:
+        """Return the rows and columns which a rank holds.
+
+        Raises
+        ------
+        IndexError
+            If there is no such rank.
+        """
+        prow, pcol = self.grid.coords(part)
+        return (
+            numroc(self.shape[0], self.blocks[0], prow, self.source[0], self.grid.nprow),
+            numroc(self.shape[1], self.blocks[1], pcol, self.source[1], self.grid.npcol),
+        )
+
+    def owner(self, i: int, j: int) -> int:
+        """Return the rank which holds element ``(i, j)``, counted from 0.
+
+        Raises
+        ------
+        IndexError
+            If there is no such element.
+        """
+        if not (0 <= i < self.shape[0] and 0 <= j < self.shape[1]):
+            raise IndexError(f"element is ({i}, {j}), expected it in shape {self.shape}: pass indices from 0")
+        return self.grid.rank(
+            indxg2p(i, self.blocks[0], self.source[0], self.grid.nprow),
+            indxg2p(j, self.blocks[1], self.source[1], self.grid.npcol),
+        )

@@ -1,0 +1,263 @@
+"""From one layout of a matrix to another: which rectangles to copy.
+
+Both layouts are products of a row axis and a column axis, so the copies between them are too: each copy of
+the row axes (`dask_distmm.layout.axis.intersect`) with each copy of the column axes is one rectangle, which
+is contiguous in a local matrix of the source and in one of the destination::
+
+                     column copies                    r row copies and c column copies
+                     x      y                         take r + c entries to store
+             a    [ a,x ] [ a,y ]                     and are r * c rectangles
+    row      b    [ b,x ] [ b,y ]
+    copies   c    [ c,x ] [ c,y ]
+
+The list is minimal since each factor is: two rectangles could be one only if they agreed in one dimension and
+were neighbours on both sides in the other, and such neighbours are one copy of that dimension already.
+It is therefore kept as its two factors, and rectangles are made while iterating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dask_distmm.layout.axis import Axis, AxisCopies, Index, check_int, int64_array, intersect
+
+# Products handled at once in `Copies.traffic`: bounds its temporary arrays to some tens of MiB.
+_TRAFFIC_BATCH = 2**20
+
+
+class Distribution(Protocol):
+    """A layout of a matrix which is the product of two axes; `BlockCyclic` and `ChunkGrid` are such.
+
+    Its parts, numbered from 0, are the pairs of a part of the row axis and a part of the column axis.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        ...
+
+    @property
+    def rows(self) -> Axis:
+        """Layout of the rows."""
+        ...
+
+    @property
+    def cols(self) -> Axis:
+        """Layout of the columns."""
+        ...
+
+    @property
+    def nparts(self) -> int:
+        """Number of parts, ``rows.nparts * cols.nparts``."""
+        ...
+
+    def part(self, prow: Index, pcol: Index) -> Index:
+        """Return part numbers from parts of the axes: int64 arrays which broadcast."""
+        ...
+
+    def coords(self, part: int) -> tuple[int, int]:
+        """Return the parts of the axes from a part number, or raise IndexError."""
+        ...
+
+    def local_shape(self, part: int) -> tuple[int, int]:
+        """Return the rows and columns of a part's local matrix, or raise IndexError."""
+        ...
+
+
+class Copy(NamedTuple):
+    """One rectangle to copy: ``dst_tile[copy.dst_index] = src_tile[copy.src_index]``.
+
+    Attributes
+    ----------
+    src, dst : int
+        Part of the source and of the destination.
+    src_row, src_col : int
+        Where the rectangle begins in the source's local matrix.
+    dst_row, dst_col : int
+        Where it begins in the destination's local matrix.
+    nrows, ncols : int
+        Its size, 1 or more each.
+    row, col : int
+        Global indices of its first element.  If source or destination is a `ChunkGrid` then the rectangle
+        is one of the whole matrix too; between two `BlockCyclic` layouts it need not be.
+    """
+
+    src: int
+    dst: int
+    src_row: int
+    src_col: int
+    dst_row: int
+    dst_col: int
+    nrows: int
+    ncols: int
+    row: int
+    col: int
+
+    @property
+    def src_index(self) -> tuple[slice, slice]:
+        """The rectangle in the source's local matrix."""
+        return (
+            slice(self.src_row, self.src_row + self.nrows),
+            slice(self.src_col, self.src_col + self.ncols),
+        )
+
+    @property
+    def dst_index(self) -> tuple[slice, slice]:
+        """The rectangle in the destination's local matrix."""
+        return (
+            slice(self.dst_row, self.dst_row + self.nrows),
+            slice(self.dst_col, self.dst_col + self.ncols),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """The minimal list of rectangles that turns one layout into another, stored as a product.
+
+    Iterating gives a `Copy` for each, by rising `row`, then `col`.
+
+    Attributes
+    ----------
+    src, dst : Distribution
+        The two layouts.
+    rows, cols : AxisCopies
+        The copies of the two dimensions.
+    """
+
+    src: Distribution
+    dst: Distribution
+    rows: AxisCopies
+    cols: AxisCopies
+
+    def __len__(self) -> int:
+        """Return the number of rectangles."""
+        return len(self.rows) * len(self.cols)
+
+    def bytes(self, itemsize: int) -> int:
+        """Return the bytes of all rectangles together, for elements of `itemsize` bytes."""
+        return int(self.rows.size.sum()) * int(self.cols.size.sum()) * itemsize
+
+    def __iter__(self) -> Iterator[Copy]:
+        """Iterate over all rectangles."""
+        return self._product(np.arange(len(self.rows)), np.arange(len(self.cols)))
+
+    def for_src(self, part: int) -> Iterator[Copy]:
+        """Iterate over the rectangles which leave a part of the source, looking at no others.
+
+        Raises
+        ------
+        IndexError
+            If the source has no such part.
+        """
+        prow, pcol = self.src.coords(part)
+        return self._product(self.rows.of_src(prow), self.cols.of_src(pcol))
+
+    def for_dst(self, part: int) -> Iterator[Copy]:
+        """Iterate over the rectangles which reach a part of the destination, looking at no others.
+
+        Raises
+        ------
+        IndexError
+            If the destination has no such part.
+        """
+        prow, pcol = self.dst.coords(part)
+        return self._product(self.rows.of_dst(prow), self.cols.of_dst(pcol))
+
+    def traffic(self, src_owner: ArrayLike | None = None, nowners: int | None = None) -> Index:
+        """Count the elements which move from each part of the source to each part of the destination.
+
+        With many parts, say 100,000 chunks on a few workers, say with `src_owner` where they are: then
+        only the matrix of workers is made.
+
+        Parameters
+        ----------
+        src_owner : array_like of int, shape (src.nparts,), optional
+            The owner of each part of the source, from 0.  Without it each part is its own owner.
+        nowners : int, optional
+            Number of owners, if some at the end own nothing; ``max(src_owner) + 1`` without it.
+
+        Returns
+        -------
+        ndarray of int64, shape (nowners, dst.nparts)
+            Numbers of elements; they add up to the elements of the matrix.
+
+        Raises
+        ------
+        ValueError
+            If `src_owner` has another shape or names an owner outside ``range(nowners)``.
+        """
+        owner = int64_array("src_owner", np.arange(self.src.nparts) if src_owner is None else src_owner)
+        if nowners is None:
+            nowners = int(owner.max(initial=-1)) + 1
+        nowners = check_int("nowners", nowners, 0)
+        if len(owner) != self.src.nparts:
+            raise ValueError(
+                f"src_owner has {len(owner)} entries, expected {self.src.nparts}: "
+                "give one owner per part of the source"
+            )
+        if owner.size and not (owner.min() >= 0 and owner.max() < nowners):
+            raise ValueError(
+                f"src_owner reaches from {owner.min()} to {owner.max()}, expected it in range({nowners}): "
+                "number the owners from 0 or raise nowners"
+            )
+        row_src, row_dst, nrows = self.rows.pairs()
+        col_src, col_dst, ncols = self.cols.pairs()
+        ndst = self.dst.nparts
+        traffic = np.zeros(nowners * ndst, dtype=np.int64)
+        # The overlap of two parts is the product of their overlaps in the two dimensions.
+        step = max(1, _TRAFFIC_BATCH // max(1, len(ncols)))
+        for first in range(0, len(nrows), step):
+            batch = slice(first, first + step)
+            src = self.src.part(row_src[batch, None], col_src)
+            dst = self.dst.part(row_dst[batch, None], col_dst)
+            np.add.at(traffic, (owner[src] * ndst + dst).ravel(), (nrows[batch, None] * ncols).ravel())
+        return traffic.reshape(nowners, ndst)
+
+    def _product(self, row_copies: Index, col_copies: Index) -> Iterator[Copy]:
+        rows, cols = self.rows, self.cols
+        src_pcol, dst_pcol = cols.src_part[col_copies], cols.dst_part[col_copies]
+        # Python's ints are what messages and slices want, and tolist() makes them fast.
+        col_fields = [
+            field[col_copies].tolist() for field in (cols.src_offset, cols.dst_offset, cols.size, cols.start)
+        ]
+        for at in row_copies:
+            src_row, dst_row = int(rows.src_offset[at]), int(rows.dst_offset[at])
+            nrows, row = int(rows.size[at]), int(rows.start[at])
+            src = self.src.part(rows.src_part[at : at + 1], src_pcol).tolist()
+            dst = self.dst.part(rows.dst_part[at : at + 1], dst_pcol).tolist()
+            for s, d, src_col, dst_col, ncols, col in zip(src, dst, *col_fields, strict=True):
+                yield Copy(s, d, src_row, src_col, dst_row, dst_col, nrows, ncols, row, col)
+
+
+def redistribution(src: Distribution, dst: Distribution) -> Copies:
+    """Find the fewest rectangular copies which turn layout `src` of a matrix into layout `dst`.
+
+    Fewest in this sense: no two of them could be one rectangle that is contiguous in the local matrices of
+    both sides.
+
+    Parameters
+    ----------
+    src, dst : Distribution
+        Layouts of one matrix.
+
+    Returns
+    -------
+    Copies
+        The list; making it costs time and memory by the segments of the axes, not by the rectangles.
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ.
+    """
+    if src.shape != dst.shape:
+        raise ValueError(
+            f"the layouts have shapes {src.shape} and {dst.shape}, expected equal ones: "
+            "give two layouts of the same matrix"
+        )
+    return Copies(src, dst, intersect(src.rows, dst.rows), intersect(src.cols, dst.cols))

@@ -1,0 +1,11 @@
+"""Planning, without I/O: ``plan(problem, roster)`` returns one frozen `Plan`.
+
+`problem` what is multiplied, `plan` how; `methods` the ways to cut it, `cost` and `memory` what each would
+take, `planner` the choice, `show` the plan as text.
+"""
+
+from dask_distmm.plan.plan import Estimate, Packing, Plan
+from dask_distmm.plan.planner import plan
+from dask_distmm.plan.problem import METHODS, Chunks, Problem, Worker
+
+__all__ = ["METHODS", "Chunks", "Estimate", "Packing", "Plan", "Problem", "Worker", "plan"]

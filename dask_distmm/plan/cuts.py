@@ -1,0 +1,83 @@
+"""Where the cuts of m, n and k go.
+
+A cut follows chunk edges where that costs little balance, since a chunk that lies in one rank's part need
+not be taken apart. Where chunks are too coarse for that, the cut is even and goes through them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+
+from dask_distmm.plan.problem import Problem
+
+__all__ = ["Bounds", "cut", "grid_cuts", "overlaps", "reduce_cuts"]
+
+# The cuts of a range: strictly increasing, from 0 to its length.
+Bounds = tuple[int, ...]
+
+# The largest part may exceed an even share by this factor for the sake of whole chunks.
+_IMBALANCE = 1.05
+
+
+def cut(length: int, parts: int, *chunkings: Sequence[int]) -> Bounds:
+    """Cut ``range(length)`` into `parts` parts of about the same size, none empty.
+
+    Parameters
+    ----------
+    length, parts
+        ``1 <= parts <= length``.
+    chunkings
+        Chunk sizes whose edges are preferred, where all of them agree on one.
+
+    Returns
+    -------
+    tuple of int
+        ``parts + 1`` strictly increasing numbers from 0 to `length`.
+    """
+    even = np.arange(parts + 1) * length // parts
+    edges: np.ndarray | None = None
+    for sizes in chunkings:
+        found = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        edges = np.unique(found) if edges is None else np.intersect1d(edges, found)
+    if edges is not None and len(edges) > parts:
+        right = np.clip(np.searchsorted(edges, even), 1, len(edges) - 1)
+        left = right - 1
+        snapped = np.where(even - edges[left] < edges[right] - even, edges[left], edges[right])
+        snapped[0], snapped[-1] = 0, length
+        sizes_ = np.diff(snapped)
+        if sizes_.min() > 0 and sizes_.max() <= _IMBALANCE * -(-length // parts):
+            even = snapped
+    return tuple(even.tolist())
+
+
+def grid_cuts(problem: Problem, grid: tuple[int, int, int]) -> tuple[Bounds, Bounds, Bounds]:
+    """Cut m, n and k of `problem` for a p x q x s grid of ranks."""
+    p, q, s = grid
+    return (
+        cut(problem.m, p, problem.out_chunks[0], problem.a_chunks[0]),
+        cut(problem.n, q, problem.out_chunks[1], problem.b_chunks[1]),
+        cut(problem.k, s, problem.a_chunks[1], problem.b_chunks[0]),
+    )
+
+
+def reduce_cuts(problem: Problem, parts: int) -> tuple[Bounds, Bounds]:
+    """Cut D into `parts` slabs along its longer axis, for adding up partial sums."""
+    if problem.m >= problem.n:
+        return cut(problem.m, parts, problem.out_chunks[0]), (0, problem.n)
+    return (0, problem.m), cut(problem.n, parts, problem.out_chunks[1])
+
+
+def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Return (part, start, stop) of the parts of `cuts` that overlap a range, clipped to it."""
+    first = int(bisect.bisect_right(cuts, start)) - 1
+    found = []
+    for part in range(first, len(cuts) - 1):
+        if cuts[part] >= stop:
+            break
+        low, high = max(start, cuts[part]), min(stop, cuts[part + 1])
+        if low < high:
+            found.append((part, low, high))
+    return found

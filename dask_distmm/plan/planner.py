@@ -1,0 +1,242 @@
+"""``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory.
+
+The estimate of a way is::
+
+    seconds = compute + transfer + messages * latency
+    compute = max over ranks of  flops / (rate * threads)  +  packed bytes / memory bandwidth
+    transfer = max over ranks of  received bytes / bandwidth  +  added-up bytes / memory bandwidth
+
+Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as
+possible are at home (a linear assignment problem).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.plan.cuts import Bounds, grid_cuts, reduce_cuts
+from dask_distmm.plan.memory import operand_grids, packing, panel_width, project
+from dask_distmm.plan.methods import candidates
+from dask_distmm.plan.plan import Estimate, Plan
+from dask_distmm.plan.problem import METHODS, Problem, Worker
+
+__all__ = ["check_memory", "plan"]
+
+
+def plan(
+    problem: Problem,
+    roster: Sequence[Worker],
+    where_a: NDArray[np.int32] | None = None,
+    where_b: NDArray[np.int32] | None = None,
+    sources: Sequence[Worker] = (),
+    engine: str = "numpy",
+) -> Plan:
+    """Choose how `problem` runs on the workers of `roster`.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied; none of m, n and k may be 0.
+    roster
+        Workers that can be ranks, at least one.
+    where_a, where_b
+        For each chunk of A and B in C order, the worker that holds it, as an index into
+        ``[*roster, *sources]``. None: not known, taken as spread evenly.
+    sources
+        Workers that hold chunks but can't be ranks.
+    engine
+        Name of the engine that multiplies.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    PlanError
+        There is no worker, the method is unknown, or it does not fit the problem.
+    ProjectedMemoryError
+        Every way projects more memory on some worker than it may hold.
+    """
+    if not roster:
+        raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    if problem.method not in ("auto", *METHODS):
+        raise PlanError(f"unknown method {problem.method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
+    if 0 in (problem.m, problem.n, problem.k):
+        raise PlanError(f"nothing to plan: m, n, k = {problem.m}, {problem.n}, {problem.k}")
+    participants = (*roster, *sources)
+    found = [
+        _consider(problem, participants, len(roster), method, grid, where_a, where_b, engine)
+        for method, grid in candidates(problem, len(roster), problem.method)
+    ]
+    if not found:
+        raise PlanError(
+            f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "
+            f"on {len(roster)} workers; use method='auto'"
+        )
+    found.sort(key=lambda p: p.estimate.seconds if p.estimate else 0.0)
+    alternatives = tuple(p.estimate for p in found if p.estimate)
+    for chosen in found:
+        if not _over_limit(chosen):
+            return dataclasses.replace(chosen, alternatives=alternatives)
+    check_memory(min(found, key=lambda p: max(p.projected_bytes.values())))
+    raise AssertionError("unreachable")
+
+
+def check_memory(plan: Plan) -> None:
+    """Raise `ProjectedMemoryError` if `plan` projects more than a worker may hold."""
+    over = _over_limit(plan)
+    if not over:
+        return
+    limit = {w.address: int(w.memory_limit * plan.problem.options.limit_fraction) for w in plan.participants}
+    worst = max(over, key=lambda address: over[address] / limit[address])
+    raise ProjectedMemoryError(
+        f"the multiply of {plan.problem.m} x {plan.problem.k} by {plan.problem.k} x {plan.problem.n} "
+        f"({plan.problem.dtype}) would hold {_gib(over[worst])} on worker {worst} with method {plan.method!r}, the "
+        f"leanest there is; it may hold {_gib(limit[worst])} ({plan.problem.options.limit_fraction:.0%} of its memory "
+        "limit). Use more workers or a higher memory_limit, or raise the config distmm.memory.limit-fraction",
+        plan.projected_bytes,
+        limit,
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _over_limit(plan: Plan) -> dict[str, int]:
+    return {
+        worker.address: plan.projected_bytes[worker.address]
+        for worker in plan.participants
+        if worker.memory_limit
+        and plan.projected_bytes[worker.address] > worker.memory_limit * plan.problem.options.limit_fraction
+    }
+
+
+def _consider(
+    problem: Problem,
+    participants: tuple[Worker, ...],
+    nroster: int,
+    method: str,
+    grid: tuple[int, int, int],
+    where_a: NDArray[np.int32] | None,
+    where_b: NDArray[np.int32] | None,
+    engine: str,
+) -> Plan:
+    """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
+    rows, cols, depth = grid_cuts(problem, grid)
+    made = Plan(
+        problem=problem,
+        engine=engine,
+        method=method,
+        participants=participants,
+        ranks=tuple(range(int(np.prod(grid)))),
+        rows=rows,
+        cols=cols,
+        depth=depth,
+        owners=_owners(problem, method, (rows, cols), grid[2]),
+        where_a=where_a,
+        where_b=where_b,
+        packing=packing(problem, (rows, cols, depth)),
+    )
+    needed, held = _needed_and_held(made, nroster)
+    _, chosen = linear_sum_assignment(-held)
+    made = dataclasses.replace(made, ranks=tuple(chosen.tolist()))
+    made.projected_bytes.update(project(made))
+    at_home = held[np.arange(len(needed)), chosen]
+    return dataclasses.replace(made, estimate=_estimate(made, needed - at_home))
+
+
+def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], s: int) -> NDArray[np.int32]:
+    """Give every chunk of D to the rank that ends up with the largest part of it."""
+    nrows, ncols = problem.chunk_counts("d")
+    if s > 1 and method == "allreduce":
+        return (np.arange(nrows * ncols, dtype=np.int64) * s // (nrows * ncols)).astype(np.int32)
+    if s > 1:
+        cuts = reduce_cuts(problem, s)
+    row, col = (_largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
+    return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
+
+
+def _largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
+    """Return for each chunk the part of `cuts` that covers most of it."""
+    edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    low = np.maximum(edges[:-1, None], np.asarray(cuts[:-1]))
+    high = np.minimum(edges[1:, None], np.asarray(cuts[1:]))
+    return np.asarray(np.argmax(high - low, axis=1))
+
+
+def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the input bytes that each rank needs, and how many of them each worker of the roster has."""
+    problem, (p, q, s) = made.problem, made.grid
+    npart = len(made.participants)
+    rows, cols, depth = (np.diff(cut).astype(float) for cut in (made.rows, made.cols, made.depth))
+    total = []
+    for chunks, where, parts, needed, itemsize in (
+        (problem.a_chunks, made.where_a, operand_grids(made)[0], np.outer(rows, depth), problem.itemsize("a")),
+        (problem.b_chunks, made.where_b, operand_grids(made)[1], np.outer(depth, cols), problem.itemsize("b")),
+    ):
+        if where is None:
+            held = np.broadcast_to(needed / npart, (npart, *needed.shape))
+        else:
+            held = redistribution(ChunkGrid(chunks), parts).traffic(where, npart).reshape(npart, *needed.shape)
+        total.append((needed * itemsize, held * float(itemsize)))
+    (need_a, held_a), (need_b, held_b) = total
+    need = need_a[:, None, :] + need_b.T[None, :, :]
+    held = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
+    return need.reshape(p * q * s), held.reshape(npart, p * q * s).T[:, :nroster]
+
+
+def _estimate(made: Plan, received: NDArray[np.float64]) -> Estimate:
+    """Apply the formulas at the top of this module."""
+    problem, machine = made.problem, made.problem.options.machine
+    p, q, s = made.grid
+    nranks = len(made.ranks)
+    threads = np.array([made.participants[index].nthreads for index in made.ranks])
+    regions = np.array([made.region(rank) for rank in range(nranks)])
+    kranges = np.array([made.k_range(rank) for rank in range(nranks)])
+    height, width, k = regions[:, 1] - regions[:, 0], regions[:, 3] - regions[:, 2], np.diff(kranges)[:, 0]
+    itemsize = problem.compute_type.itemsize
+
+    flops = problem.flops * (height / problem.m) * (width / problem.n) * (k / problem.k)
+    packed = (made.packing.a * height * k + made.packing.b * k * width + made.packing.d * height * width) * itemsize
+    compute = flops / (machine.rate(problem.compute_type.name) * threads) + packed / machine.memory_bandwidth
+
+    finals = [made.final_rects(rank) for rank in range(nranks)]
+    final = np.array([sum((r[1] - r[0]) * (r[3] - r[2]) for r in rects) for rects in finals], float)
+    added = (s - 1) * final * itemsize
+    delivered = _delivered(made) * problem.itemsize("d")
+    received = received + added + delivered
+    panels = max(-(-int(k[r]) // panel_width(problem, made.region(r), int(k[r]))) for r in range(nranks))
+    messages = 4 + (min(panels, 2) + (s > 1) + bool(delivered.any())) * (len(made.participants) > 1)
+    transfer = float(np.max(received / machine.bandwidth + added / machine.memory_bandwidth))
+    compute_seconds = float(compute.max())
+    return Estimate(
+        method=made.method,
+        grid=(p, q, s),
+        seconds=compute_seconds + transfer + messages * machine.latency,
+        compute_seconds=compute_seconds,
+        transfer_seconds=transfer,
+        bytes_moved=int(received.sum()),
+        peak_bytes=max(made.projected_bytes.values()),
+    )
+
+
+def _delivered(made: Plan) -> NDArray[np.float64]:
+    """Elements of finished chunks of D that each rank gets from other ranks."""
+    nranks = len(made.ranks)
+    if made.grid[2] > 1 and made.method == "allreduce":
+        return np.zeros(nranks)
+    rects = [made.final_rects(rank)[0] for rank in range(nranks)]
+    rows = tuple(sorted({r for rect in rects for r in rect[:2]}))
+    cols = tuple(sorted({c for rect in rects for c in rect[2:]}))
+    parts = ChunkGrid((tuple(np.diff(rows).tolist()), tuple(np.diff(cols).tolist())))
+    moved = redistribution(ChunkGrid(made.problem.out_chunks), parts).traffic(made.owners, nranks)
+    return np.asarray(moved.sum(axis=1) - np.diagonal(moved), float)

@@ -1,0 +1,173 @@
+"""What is to be multiplied (Problem), and with whom (Worker): the two inputs of planning.
+
+Both are frozen values of plain types. They cross the network as the plain dicts of `to_wire` and are
+checked by `from_wire`, so that no message of ours needs unpickling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.config import Machine, Options
+from dask_distmm.dtypes import compute_dtype, dtype_from_name
+from dask_distmm.errors import PlanError, ProtocolError
+
+__all__ = ["METHODS", "Chunks", "Problem", "Worker"]
+
+Chunks = tuple[tuple[int, ...], tuple[int, ...]]
+
+METHODS = ("local", "allgather", "reducescatter", "allreduce", "summa")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as planning sees it.
+
+    Parameters
+    ----------
+    address
+        Its address in the Dask cluster.
+    nthreads
+        Number of its threads.
+    memory_limit
+        In bytes; 0 where it has none.
+    """
+
+    address: str
+    nthreads: int = 1
+    memory_limit: int = 0
+
+    def to_wire(self) -> tuple[str, int, int]:
+        """As plain types."""
+        return (self.address, self.nthreads, self.memory_limit)
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Worker:
+        """Make it from what `to_wire` gave, checked."""
+        address, nthreads, memory_limit = wire
+        if not isinstance(address, str):
+            raise ProtocolError(f"a worker's address is a str, found {address!r}")
+        return cls(address, int(nthreads), int(memory_limit))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """One multiply ``D = A @ B``: A is m x k, B is k x n, D is m x n.
+
+    Parameters
+    ----------
+    name
+        Name of the result array; names the multiply everywhere.
+    a_chunks, b_chunks, out_chunks
+        Dask's chunk sizes along both axes.
+    a_dtype, b_dtype, dtype
+        Names of the types of A, B and D.
+    method, engine
+        As asked for; ``"auto"`` leaves the choice to the cost model.
+    workers
+        Addresses to use, or their number, or None for all.
+    same
+        B is A: its chunks are staged once.
+    options
+        What the run needs of the client's configuration.
+    """
+
+    name: str
+    a_chunks: Chunks
+    b_chunks: Chunks
+    out_chunks: Chunks
+    a_dtype: str
+    b_dtype: str
+    dtype: str
+    method: str
+    engine: str
+    workers: tuple[str, ...] | int | None
+    same: bool
+    options: Options
+
+    def __post_init__(self) -> None:
+        if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
+            raise PlanError(f"A has {sum(self.a_chunks[1])} columns, B {sum(self.b_chunks[0])} rows: they must agree")
+        for axis, size in enumerate((self.m, self.n)):
+            if sum(self.out_chunks[axis]) != size:
+                raise PlanError(
+                    f"out_chunks[{axis}] adds up to {sum(self.out_chunks[axis])}, expected {size}: "
+                    "give chunk sizes that add up to the result's shape"
+                )
+
+    @property
+    def m(self) -> int:
+        """Rows of A and D."""
+        return sum(self.a_chunks[0])
+
+    @property
+    def n(self) -> int:
+        """Columns of B and D."""
+        return sum(self.b_chunks[1])
+
+    @property
+    def k(self) -> int:
+        """Length of the contraction."""
+        return sum(self.a_chunks[1])
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations: 2 m n k, four times as many for complex types."""
+        return 2.0 * self.m * self.n * self.k * (4 if self.result_type.kind == "c" else 1)
+
+    @property
+    def result_type(self) -> np.dtype:
+        """NumPy type of D."""
+        return dtype_from_name(self.dtype)
+
+    @property
+    def compute_type(self) -> np.dtype:
+        """NumPy type that is computed and summed in."""
+        return compute_dtype(self.result_type, self.k)
+
+    def chunk_counts(self, operand: str) -> tuple[int, int]:
+        """Chunks along rows and columns of operand ``"a"``, ``"b"`` or ``"d"``."""
+        chunks = {"a": self.a_chunks, "b": self.b_chunks, "d": self.out_chunks}[operand]
+        return len(chunks[0]), len(chunks[1])
+
+    def itemsize(self, operand: str) -> int:
+        """Bytes of an element of operand ``"a"``, ``"b"`` or ``"d"``."""
+        return dtype_from_name({"a": self.a_dtype, "b": self.b_dtype, "d": self.dtype}[operand]).itemsize
+
+    def to_wire(self) -> dict[str, Any]:
+        """As a dict of plain types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Problem:
+        """Make it from what `to_wire` gave, checked.
+
+        Raises
+        ------
+        ProtocolError
+            Something is missing, unknown or of the wrong type.
+        """
+        try:
+            fields = dict(wire)
+            options = dict(fields.pop("options"))
+            machine = dict(options.pop("machine"))
+            machine["gflops"] = tuple((str(name), float(rate)) for name, rate in machine["gflops"])
+            for key in ("a_chunks", "b_chunks", "out_chunks"):
+                rows, cols = fields[key]
+                fields[key] = (tuple(map(int, rows)), tuple(map(int, cols)))
+                if any(size < 0 for size in (*fields[key][0], *fields[key][1])):
+                    raise ValueError(f"negative chunk sizes in {key}")
+            workers = fields["workers"]
+            fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
+            problem = cls(options=Options(machine=Machine(**machine), **options), **fields)
+            problem.compute_type  # noqa: B018 - the types must exist
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"malformed problem: {error!r}") from error
+        if not isinstance(problem.name, str):
+            raise ProtocolError(f"malformed problem: its name is {problem.name!r}")
+        return problem
+
+

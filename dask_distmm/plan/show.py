@@ -1,0 +1,79 @@
+"""A Plan as text."""
+
+from __future__ import annotations
+
+from dask_distmm.plan.plan import Estimate, Plan
+
+__all__ = ["plan_text", "size_text", "time_text"]
+
+
+def size_text(size: float) -> str:
+    """Return bytes in a readable unit."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds in a readable unit."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _grid(grid: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, grid))
+
+
+_WHAT = {
+    "local": "one worker multiplies alone",
+    "allgather": "each worker has a slab of one operand and gathers the other",
+    "summa": "each worker has a block of D and gathers its rows of A and columns of B",
+    "reducescatter": "each worker sums over its part of k, D is added up in slabs",
+    "allreduce": "each worker sums over its part of k, each chunk of D is added up where it stays",
+}
+
+
+def plan_text(plan: Plan) -> str:
+    """Return what `explain` prints."""
+    problem = plan.problem
+
+    def chunks(operand: str) -> str:
+        nrows, ncols = problem.chunk_counts(operand)
+        return f"{nrows} x {ncols} chunks"
+
+    rows, cols, depth = plan.block_sizes
+    placed = "where they lie" if plan.where_a is not None else "spread evenly (not known yet)"
+    packed = [name for name, on in zip("ABD", (plan.packing.a, plan.packing.b, plan.packing.d), strict=True) if on]
+    lines = [
+        f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
+        f"  A         {problem.m} x {problem.k} {problem.a_dtype}, {chunks('a')}",
+        f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
+        f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {problem.compute_type}",
+        f"  method    {_WHAT[plan.method]}",
+        f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
+        f"  inputs    {placed}; packed: {', '.join(packed) or 'nothing'}",
+        f"  work      {problem.flops:.3g} flops, {size_text(plan.bytes_moved)} moved between workers",
+    ]
+    if plan.projected_bytes:
+        address = max(plan.projected_bytes, key=lambda key: plan.projected_bytes[key])
+        limit = next(w.memory_limit for w in plan.participants if w.address == address)
+        bound = f", of a limit of {size_text(limit)}" if limit else ""
+        lines.append(f"  memory    up to {size_text(plan.projected_bytes[address])} a worker ({address}){bound}")
+    if plan.estimate:
+        lines.append(
+            f"  time      {time_text(plan.estimate.seconds)} estimated: {time_text(plan.estimate.compute_seconds)} "
+            f"multiplying, {time_text(plan.estimate.transfer_seconds)} moving"
+        )
+    others = [e for e in plan.alternatives if e is not plan.estimate]
+    if others:
+        lines.append("  against   " + "\n            ".join(_against(e, plan.estimate) for e in others))
+    return "\n".join(lines)
+
+
+def _against(estimate: Estimate, chosen: Estimate | None) -> str:
+    text = f"{estimate.method} {_grid(estimate.grid)}: {time_text(estimate.seconds)}"
+    text += f", {size_text(estimate.bytes_moved)} moved, {size_text(estimate.peak_bytes)} a worker"
+    if chosen and estimate.seconds < chosen.seconds:
+        text += " (too much memory)"
+    return text
