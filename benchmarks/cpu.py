@@ -65,13 +65,13 @@ def make_peers(options: argparse.Namespace, stack: contextlib.ExitStack) -> list
         if name not in options.peers:
             continue
         if name == "numpy":
-            made[name] = NumpyProcess(lanes)
+            made[name] = NumpyProcess(lanes, session.suspended)
         elif name == "dask":
             made[name] = DaskMatmul(session, options.chunks)
         elif name == "distmm":
             made[name] = Distmm(session, options.chunks)
         else:
-            made[name] = Pdgemm(lanes, tuned=name == "pdgemm-tuned", timeout=options.timeout)
+            made[name] = Pdgemm(lanes, tuned=name == "pdgemm-tuned", timeout=options.timeout, quiet=session.suspended)
         stack.callback(made[name].close)
     return list(made.values())
 

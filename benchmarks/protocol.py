@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 Matrix = npt.NDArray[Any]
+# Within such a context the other engines' standing processes leave the machine alone.
+Quiet = Callable[[], AbstractContextManager[None]]
 SAMPLED_ROWS = 8
 
 

@@ -57,9 +57,7 @@ def result(measured: Measured) -> dict[str, Any]:
 
 def memory_summary(samples: Iterable[Sample]) -> dict[str, Any] | None:
     """Return the largest growth of any worker in any round; None where no memory was measured."""
-    readings = [
-        reading for sample in samples for reading in sample.details.get("memory", {}).values() if reading
-    ]
+    readings = [reading for sample in samples for reading in sample.details.get("memory", {}).values() if reading]
     if not readings:
         return None
     ratios = [reading["ratio"] for reading in readings if reading["ratio"] is not None]
@@ -79,8 +77,7 @@ def add_ratios(results: list[dict[str, Any]], references: Sequence[str]) -> None
         for name in references:
             others = [one for one in done if (one["peer"], one["size"]) == (name, entry["size"])]
             labelled = {
-                name if one["grid"] is None else f"{name}@{grid_label(one['grid'])}": one["median"]
-                for one in others
+                name if one["grid"] is None else f"{name}@{grid_label(one['grid'])}": one["median"] for one in others
             }
             if any(one["grid"] is not None for one in others):
                 labelled = {f"{name}@best": min(labelled.values()), **labelled}
@@ -131,14 +128,11 @@ def table(report: dict[str, Any]) -> str:
         rows.append(row)
     columns = max(len(row) for row in rows if "FAILED" not in row[-1])
     widths = [
-        max(len(row[at]) for row in rows if at < len(row) and not row[at].startswith("FAILED"))
-        for at in range(columns)
+        max(len(row[at]) for row in rows if at < len(row) and not row[at].startswith("FAILED")) for at in range(columns)
     ]
     lines = []
     for row in rows:
-        cells = [
-            cell.ljust(widths[at]) if at in (1, 2) else cell.rjust(widths[at]) for at, cell in enumerate(row)
-        ]
+        cells = [cell.ljust(widths[at]) if at in (1, 2) else cell.rjust(widths[at]) for at, cell in enumerate(row)]
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "-" * len(lines[0]))
     if shown:
@@ -169,23 +163,18 @@ def plot(report: dict[str, Any], path: Path) -> None:
             else:
                 # What has no chunks is level over all grids.
                 largest = [entry for entry in points if entry["size"] == sizes[-1]]
-                chosen = [
-                    next((one for one in largest if one["grid"] in (grid, None)), None) for grid in grids
-                ]
+                chosen = [next((one for one in largest if one["grid"] in (grid, None)), None) for grid in grids]
             drawn = [(x, entry) for x, entry in enumerate(chosen) if entry is not None]
             _line(axes, drawn, reference, peer, f"C{at}", "osD^vP"[at % 6])
-        axes.set_xticks(
-            range(len(values)), [grid_label(value) if panel == "grid" else str(value) for value in values]
-        )
+        axes.set_xticks(range(len(values)), [grid_label(value) if panel == "grid" else str(value) for value in values])
         axes.set_ylabel(f"Speed, % of {reference}")
         axes.set_xlabel("Matrix size N (rows)" if panel == "size" else "Chunk grid (chunks per side)")
-        axes.set_title(
-            "Each at its fastest chunk grid" if panel == "size" else f"By chunk grid, N = {sizes[-1]}"
-        )
+        axes.set_title("Each at its fastest chunk grid" if panel == "size" else f"By chunk grid, N = {sizes[-1]}")
         axes.set_xlim(-0.3, len(values) - 0.7)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend()
+    # One legend below all panels, where it hides no line.
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(peers))
     figure.savefig(path, dpi=130)
 
 
@@ -200,6 +189,4 @@ def _line(axes: Any, drawn: list[tuple[int, dict[str, Any]]], reference: str, *s
     low = [y - y * entry["median"] / entry["max"] for y, (_, entry) in zip(share, drawn, strict=True)]
     high = [y * entry["median"] / entry["min"] - y for y, (_, entry) in zip(share, drawn, strict=True)]
     label, color, marker = style
-    axes.errorbar(
-        [x for x, _ in drawn], share, [low, high], label=label, color=color, marker=marker, capsize=3
-    )
+    axes.errorbar([x for x, _ in drawn], share, [low, high], label=label, color=color, marker=marker, capsize=3)

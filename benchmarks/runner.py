@@ -56,9 +56,7 @@ def run(
     """
     everything: list[Measured] = []
     for size in sizes:
-        entries = [
-            (peer, Measured(peer.name, Case(size, dtype, grid))) for peer in peers for grid in peer.grids()
-        ]
+        entries = [(peer, Measured(peer.name, Case(size, dtype, grid))) for peer in peers for grid in peer.grids()]
         everything += [measured for _, measured in entries]
         for turn in range(repeat + 1):
             progress(f"N={size}: " + (f"round {turn} of {repeat}" if turn else "warm-up"))
@@ -67,23 +65,24 @@ def run(
                 peer, measured = entries[index]
                 if measured.failure is not None:
                     continue
-                _once(peer, measured, fresh_seed(seed, size, turn, index), warmup=turn == 0)
-                if measured.failure is not None:
-                    progress(f"  {measured.peer} {measured.case}: {measured.failure}")
+                failure = _once(peer, measured, fresh_seed(seed, size, turn, index), warmup=turn == 0)
+                if failure is not None:
+                    measured.failure = failure
+                    progress(f"  {measured.peer} {measured.case}: {failure}")
     return everything
 
 
-def _once(peer: Peer, measured: Measured, seed: int, *, warmup: bool) -> None:
-    """Take one sample; whatever goes wrong is written down, as a benchmark of peers must survive one."""
+def _once(peer: Peer, measured: Measured, seed: int, *, warmup: bool) -> str | None:
+    """Take one sample; whatever goes wrong is returned, as a benchmark of peers must survive one."""
     try:
         sample = peer.measure(measured.case, seed, warmup=warmup)
     except Exception as error:
-        measured.failure = f"{type(error).__name__}: {error}"[:500]
-        return
+        return f"{type(error).__name__}: {error}"[:500]
     # A NaN is not at most 1 either.
     if not sample.error <= 1:
-        measured.failure = f"wrong result: {sample.error:.3g} times the rounding error that is possible"
-    elif warmup:
+        return f"wrong result: {sample.error:.3g} times the rounding error that is possible"
+    if warmup:
         measured.warmup = sample
     else:
         measured.samples.append(sample)
+    return None

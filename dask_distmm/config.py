@@ -18,7 +18,7 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dask_distmm.errors import PlanError
 
-__all__ = ["DEFAULTS", "Machine", "Options", "read_options", "register_defaults"]
+__all__ = ["DEFAULTS", "Machine", "Options", "read_options", "register_defaults", "setting"]
 
 DEFAULTS: dict[str, Any] = yaml.safe_load(
     importlib.resources.files("dask_distmm").joinpath("distmm.yaml").read_text()
@@ -84,13 +84,13 @@ def read_options(engine: str = "numpy") -> Options:
     """
 
     def number(key: str, low: float, high: float = float("inf")) -> float:
-        value = _get(key)
+        value = setting(key)
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high:
             raise PlanError(f"config distmm.{key} is {value!r}; expected a number from {low} to {high}")
         return float(value)
 
     def parsed(key: str, parse: Any) -> Any:
-        value = _get(key)
+        value = setting(key)
         try:
             return parse(value)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -98,7 +98,7 @@ def read_options(engine: str = "numpy") -> Options:
                 f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}"
             ) from error
 
-    gflops = _get(f"machine.{engine}.gflops")
+    gflops = setting(f"machine.{engine}.gflops")
     if not isinstance(gflops, Mapping) or "other" not in gflops:
         raise PlanError(f"config distmm.machine.{engine}.gflops is {gflops!r}; expected a mapping with 'other'")
     machine = Machine(
@@ -119,7 +119,8 @@ def read_options(engine: str = "numpy") -> Options:
     )
 
 
-def _get(key: str) -> Any:
+def setting(key: str) -> Any:
+    """Return one option: the user's, or the shipped default."""
     return dask.config.get(f"distmm.{key}", default=_default(key))
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster, wait
@@ -16,8 +20,8 @@ from benchmarks.protocol import Case, Sample, sample_rows, scaled_error
 
 MEMORY_METHOD = (
     "Per worker process. baseline_bytes: resident set (VmRSS) before the inputs exist. inputs_bytes: bytes "
-    "of the chunks of A and B that the worker holds. before_bytes: VmRSS with the inputs in memory, read just "
-    "after the peak counter was reset (clear_refs 5). peak_bytes: VmHWM after the product is done. "
+    "of the chunks of A and B that the worker holds. before_bytes: VmRSS with the inputs in memory, read "
+    "just after the peak counter was reset (clear_refs 5). peak_bytes: VmHWM after the product is done. "
     "growth_bytes = peak_bytes - before_bytes: what the product added, the output included. "
     "total_bytes = peak_bytes - baseline_bytes: growth over an empty worker, inputs included. "
     "projected_bytes: what the engine said beforehand, where it says so; "
@@ -56,16 +60,33 @@ class ClusterSession:
     def client(self) -> Client:
         """The client of the cluster."""
         if self._client is None:
-            self._cluster = LocalCluster(
-                host="127.0.0.1",
-                n_workers=self.workers,
-                threads_per_worker=self.threads,
-                processes=True,
-                dashboard_address=None,
-            )
+            # Suspended workers send no heartbeats, and must not be given up for that.
+            with dask.config.set({"distributed.scheduler.worker-ttl": None}):
+                self._cluster = LocalCluster(
+                    host="127.0.0.1",
+                    n_workers=self.workers,
+                    threads_per_worker=self.threads,
+                    processes=True,
+                    dashboard_address=None,
+                )
             self._client = Client(self._cluster)
             self._client.wait_for_workers(self.workers)
         return self._client
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Stop the worker processes for a while: idle ones still take several percent of a core each."""
+        if self._client is None:
+            yield
+            return
+        pids = list(self._client.run(os.getpid).values())
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
 
     def wait_until_empty(self, seconds: float = 10.0) -> None:
         """Wait until the workers have dropped their results, so that no run sees another's memory."""

@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.protocol import Case, Sample
+from benchmarks.protocol import Case, Quiet, Sample
 
 BLOCKS = [64, 128, 256]
 PACKAGES = "libscalapack-openmpi-dev openmpi-bin libopenblas0-pthread"
@@ -28,9 +29,9 @@ class Pdgemm:
     Each launch multiplies once, untimed, before it times.
     """
 
-    def __init__(self, ranks: int, *, tuned: bool = False, timeout: float = 600.0) -> None:
+    def __init__(self, ranks: int, *, tuned: bool = False, timeout: float = 600.0, quiet: Quiet = nullcontext) -> None:
         self.name = "pdgemm-tuned" if tuned else "pdgemm"
-        self.tuned = tuned
+        self.tuned, self.quiet = tuned, quiet
         rows = next(rows for rows in range(math.isqrt(ranks), 0, -1) if ranks % rows == 0)
         self.process_grid = [rows, ranks // rows]
         self.timeout = timeout
@@ -66,7 +67,8 @@ class Pdgemm:
     def measure(self, case: Case, seed: int, *, warmup: bool) -> Sample:
         """Time one product; the warm-up picks the block size for the case."""
         blocks = BLOCKS if warmup or case not in self.best else [self.best[case]]
-        ranks = self._launch(case, seed, blocks, warmups=1)
+        with self.quiet():
+            ranks = self._launch(case, seed, blocks, warmups=1)
         # Rank 0 leaves the closing barrier when all are done, so that its clock covers everybody.
         fastest = min(ranks[0]["blocks"], key=lambda found: found["seconds"][0])
         self.best[case] = fastest["block"]

@@ -70,9 +70,7 @@ class Blacs:
         info = ctypes.c_int()
         # In order: rows, columns, row block, column block, source row, source column, context, leading.
         values = [n, n, block, block, 0, 0, self.context.value, max(1, local_rows)]
-        self.library.descinit_(
-            result, *(ctypes.byref(ctypes.c_int(value)) for value in values), ctypes.byref(info)
-        )
+        self.library.descinit_(result, *(ctypes.byref(ctypes.c_int(value)) for value in values), ctypes.byref(info))
         if info.value:
             raise RuntimeError(f"descinit: argument {-info.value} is wrong")
         return result

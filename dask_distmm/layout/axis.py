@@ -39,15 +39,7 @@ Index = NDArray[np.int64]
 
 
 def check_int(name: str, value: SupportsIndex, least: int) -> int:
-    """Return `value` as a Python int, having checked that it is an integer and at least `least`.
-
-    Raises
-    ------
-    TypeError
-        If `value` is not an integer (a float is not one, even when it is whole).
-    ValueError
-        If `value` is below `least`.
-    """
+    """Return `value` as an int; TypeError unless it is an integer type, ValueError if below `least`."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -58,13 +50,7 @@ def check_int(name: str, value: SupportsIndex, least: int) -> int:
 
 
 def int64_array(name: str, values: ArrayLike) -> Index:
-    """Return a one-dimensional int64 copy of `values`, refusing what would lose information.
-
-    Raises
-    ------
-    ValueError
-        If `values` is not one-dimensional, or not of an integer type.
-    """
+    """Return a one-dimensional int64 copy of `values`; ValueError for other dimensions or types."""
     given = np.asarray(values)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ValueError(
@@ -406,5 +392,7 @@ def intersect(a: Axis, b: Axis) -> AxisCopies:
     first = order[heads]
     by_start = np.argsort(start[first])
     first = first[by_start]
-    places = (src_part, src_offset, dst_part, dst_offset, start)
-    return AxisCopies(*(array[first] for array in places), joined[by_start])
+    src_part, src_offset, dst_part, dst_offset = (
+        array[first] for array in (src_part, src_offset, dst_part, dst_offset)
+    )
+    return AxisCopies(src_part, src_offset, dst_part, dst_offset, start[first], joined[by_start])

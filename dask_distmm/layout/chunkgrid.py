@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from math import isnan
 
 from dask_distmm.layout.axis import Axis, Index, check_int
 
@@ -135,7 +136,7 @@ class ChunkGrid:
 def _sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if not sizes:
         raise ValueError(f"there are no chunks of {name}, expected one or more: use (0,) for no {name}")
-    if any(size != size for size in sizes):  # nan: what Dask has for a size that it does not know yet
+    if any(isnan(size) for size in sizes):  # what Dask has for a size that it does not know yet
         raise ValueError(
             f"a chunk's number of {name} is unknown (nan), expected known sizes: "
             "call compute_chunk_sizes() on the array first"

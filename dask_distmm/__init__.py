@@ -1,0 +1,54 @@
+"""``A @ B`` on Dask arrays as one collective matrix multiply across the cluster.
+
+>>> import dask.array as da, dask_distmm
+>>> from distributed import Client
+>>> client = Client()                                  # doctest: +SKIP
+>>> dask_distmm.enable()                               # doctest: +SKIP
+>>> C = A @ B                                          # doctest: +SKIP
+>>> dask_distmm.explain(A, B)                          # doctest: +SKIP
+
+Importing this starts nothing and imports neither CUDA nor a dashboard.
+"""
+
+from dask_distmm._version import __version__
+from dask_distmm.config import register_defaults as _register_defaults
+from dask_distmm.config import setting as _setting
+
+_register_defaults()
+
+from dask_distmm.api import NotCollective, explain, matmul  # noqa: E402
+from dask_distmm.errors import (  # noqa: E402
+    DistMMError,
+    EngineError,
+    PlanError,
+    ProjectedMemoryError,
+    ProtocolError,
+    RunFailedError,
+)
+from dask_distmm.operator import disable, enable, enabled, is_enabled  # noqa: E402
+from dask_distmm.plan import Plan  # noqa: E402
+from dask_distmm.preload import dask_setup  # noqa: E402
+
+__all__ = [
+    "DistMMError",
+    "EngineError",
+    "NotCollective",
+    "Plan",
+    "PlanError",
+    "ProjectedMemoryError",
+    "ProtocolError",
+    "RunFailedError",
+    "__version__",
+    "dask_setup",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
+    "is_enabled",
+    "matmul",
+]
+
+
+
+if _setting("enabled") is True:
+    enable()

@@ -1,0 +1,249 @@
+"""``matmul`` and ``explain``: check, plan as far as the cluster is known, hand over to the graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask.array.core import normalize_chunks
+from dask.array.utils import meta_from_array
+from dask.base import tokenize
+
+from dask_distmm import operator
+from dask_distmm.cluster import Snapshot, current_client, snapshot
+from dask_distmm.config import read_options, setting
+from dask_distmm.dtypes import supported
+from dask_distmm.engines.base import ENGINES
+from dask_distmm.errors import PlanError
+from dask_distmm.graph import build_graph
+from dask_distmm.plan import METHODS, Chunks, Plan, Problem, Worker, plan
+
+__all__ = ["NotCollective", "explain", "matmul"]
+
+
+class NotCollective:
+    """What `explain` returns where Dask's own function would run. False in a condition.
+
+    Parameters
+    ----------
+    reason
+        Why.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"Dask's own matmul would run: {self.reason}"
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    method: str | None = None,
+    engine: str | None = None,
+    out_chunks: Any = None,
+    workers: Sequence[str] | int | None = None,
+) -> da.Array:
+    """Multiply two matrices as one collective run on the cluster. Lazy.
+
+    Parameters
+    ----------
+    a, b : dask.array.Array or array_like
+        (m, k) and (k, n); 1-D operands are taken as NumPy's matmul does. More dimensions, types that no
+        engine multiplies (object, sparse, masked), and programs without a cluster go to Dask's own function.
+    method : str, optional
+        ``"local"``, ``"allgather"``, ``"reducescatter"``, ``"allreduce"``, ``"summa"``, or ``"auto"`` (the
+        default, from the config ``distmm.method``): the quickest by the cost model, see `explain`.
+    engine : str, optional
+        ``"numpy"``, or ``"auto"`` (the default, from the config ``distmm.engine``).
+    out_chunks : optional
+        Chunks of the result, in any form that Dask takes; ``(a.chunks[0], b.chunks[1])`` by default.
+    workers : sequence of str or int, optional
+        Addresses of the workers that may multiply, or how many; all by default.
+
+    Returns
+    -------
+    dask.array.Array
+        (m, n) with NumPy's dtype for the product of the two.
+
+    Raises
+    ------
+    PlanError
+        Shapes do not match, a scalar was given, chunk sizes are unknown, a name is unknown, or `workers` are
+        not in the cluster. Also a ValueError.
+    ProjectedMemoryError
+        A worker would have to hold more than it may. Also a MemoryError.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import matmul
+    >>> x = da.ones((1000, 500), chunks=(250, 500))
+    >>> matmul(x.T, x).chunks
+    ((500,), (500,))
+    """
+    method, engine = _names(method, engine)
+    a, b = (da.asanyarray(x) for x in (a, b))
+    _check_shapes(a, b)
+    if why_not(a, b) is not None:
+        return operator.dask_matmul(a, b)
+    if a.ndim == 1 or b.ndim == 1:
+        if out_chunks is not None:
+            raise PlanError("out_chunks can be given for 2-D operands only")
+        row, col = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
+        result = matmul(row, col, method=method, engine=engine, workers=workers)
+        return result[(0 if a.ndim == 1 else slice(None), 0 if b.ndim == 1 else slice(None))]
+    if a.numblocks == (0, 0) or 0 in (*a.shape, *b.shape):
+        chunks = _out_chunks(a, b, out_chunks)
+        return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
+    problem = make_problem(a, b, method, engine, out_chunks, workers)
+    client = current_client()
+    known = snapshot(client, problem.workers) if client is not None else None
+    if known is not None:
+        plan(problem, known.workers)
+    dtype = problem.result_type
+    meta = meta_from_array(a._meta, ndim=2, dtype=dtype)
+    return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=dtype, meta=meta)
+
+
+def explain(
+    a: Any,
+    b: Any,
+    *,
+    method: str | None = None,
+    engine: str | None = None,
+    out_chunks: Any = None,
+    workers: Sequence[str] | int | None = None,
+) -> Plan | NotCollective:
+    """Return the plan for ``matmul(a, b)`` on the cluster as it is now, without computing anything.
+
+    Parameters
+    ----------
+    a, b, method, engine, out_chunks, workers
+        As for `matmul`. Without a cluster ``workers=4`` plans for four imagined ones, with one thread each and
+        no memory limit.
+
+    Returns
+    -------
+    Plan or NotCollective
+        Method, grid, block sizes, bytes, memory and time, with all that the method was chosen against; or the
+        reason why Dask's own function would run.
+
+    Raises
+    ------
+    PlanError, ProjectedMemoryError
+        As `matmul`.
+    """
+    method, engine = _names(method, engine)
+    a, b = (da.asanyarray(x) for x in (a, b))
+    _check_shapes(a, b)
+    client = current_client()
+    imagined = client is None and isinstance(workers, int)
+    reason = why_not(a, b, cluster=not imagined)
+    if reason is not None:
+        return NotCollective(reason)
+    a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
+    if 0 in (*a.shape, *b.shape):
+        return NotCollective("the product is empty or all zeros, nothing is multiplied")
+    problem = make_problem(a, b, method, engine, out_chunks, workers)
+    if imagined:
+        assert isinstance(workers, int)
+        known: Snapshot | None = Snapshot([Worker(f"worker-{i}") for i in range(workers)], [], [None, None])
+    else:
+        assert client is not None
+        known = snapshot(client, problem.workers, [a, b])
+    if known is None:
+        return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
+    return plan(problem, known.workers, *known.placed, sources=known.sources)
+
+
+def why_not(a: da.Array, b: da.Array, *, cluster: bool = True) -> str | None:
+    """Return why a product can't run here and goes to Dask's own function, or None if it can."""
+    if a.ndim > 2 or b.ndim > 2:
+        return f"the operands have {a.ndim} and {b.ndim} dimensions; products of more than 2 are not collective yet"
+    for name, array in (("A", a), ("B", b)):
+        if type(array._meta) is not np.ndarray:
+            return f"the chunks of {name} are {type(array._meta).__name__}; the numpy engine takes numpy.ndarray"
+        if not supported(array.dtype):
+            return f"no engine multiplies the type {array.dtype} of {name}"
+    if cluster and current_client() is None:
+        return "there is no cluster; create a distributed.Client"
+    return None
+
+
+def why_leave(a: da.Array, b: da.Array, minimum_flops: float) -> str | None:
+    """Return why ``a @ b`` under `enable` is left to Dask's own function, or None if it is taken."""
+    reason = why_not(a, b)
+    if reason is not None:
+        return reason
+    if any(np.isnan(size) for size in itertools.chain(*a.chunks, *b.chunks)):
+        return "the chunk sizes are unknown; call compute_chunk_sizes()"
+    k = a.shape[-1]
+    if k != b.shape[0]:
+        return "the shapes don't match"
+    flops = 2.0 * (a.size // k if k else 0) * b.size
+    if flops < minimum_flops:
+        return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {minimum_flops:.3g})"
+    return None
+
+
+def make_problem(
+    a: da.Array, b: da.Array, method: str, engine: str, out_chunks: Any, workers: Sequence[str] | int | None
+) -> Problem:
+    """Return the Problem of multiplying two 2-D Dask arrays."""
+    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
+        raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
+    if workers is not None and not isinstance(workers, int):
+        workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))
+        if not workers or not all(isinstance(address, str) for address in workers):
+            raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.scheduler_info()")
+    chunks = _out_chunks(a, b, out_chunks)
+    options = read_options()
+    dtype = np.result_type(a.dtype, b.dtype)
+    fields = (a.chunks, b.chunks, chunks, a.dtype.name, b.dtype.name, dtype.name, method, engine, workers)
+    token = tokenize(a.name, b.name, fields, options)
+    return Problem(f"matmul-{token}", *fields, a.name == b.name, options)
+
+
+def _names(method: str | None, engine: str | None) -> tuple[str, str]:
+    method = setting("method") if method is None else method
+    engine = setting("engine") if engine is None else engine
+    if method not in ("auto", *METHODS):
+        raise PlanError(f"unknown method {method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
+    if engine not in ("auto", *ENGINES):
+        raise PlanError(f"unknown engine {engine!r}; known are 'auto', {', '.join(map(repr, ENGINES))}")
+    return method, engine
+
+
+def _check_shapes(a: da.Array, b: da.Array) -> None:
+    for name, array in (("first", a), ("second", b)):
+        if array.ndim == 0:
+            raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
+        if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
+            raise PlanError(
+                f"the {name} operand has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first"
+            )
+    if a.shape[-1] != (b.shape[-2] if b.ndim > 1 else b.shape[0]):
+        raise PlanError(
+            f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
+            f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal"
+        )
+
+
+def _out_chunks(a: da.Array, b: da.Array, out_chunks: Any) -> Chunks:
+    if out_chunks is None:
+        return a.chunks[0], b.chunks[1]
+    shape = (a.shape[0], b.shape[1])
+    try:
+        rows, cols = normalize_chunks(out_chunks, shape, dtype=np.result_type(a.dtype, b.dtype))
+    except (ValueError, TypeError) as error:
+        raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
+    return rows, cols

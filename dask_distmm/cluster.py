@@ -1,0 +1,103 @@
+"""The cluster as the client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import dask
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.errors import EngineError, PlanError
+from dask_distmm.plan import Worker
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = ["Snapshot", "current_client", "snapshot"]
+
+_installed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+class Snapshot:
+    """Who can take part now, and where the chunks of some arrays are.
+
+    Parameters
+    ----------
+    workers
+        Workers that can multiply.
+    sources
+        Others that hold chunks.
+    placed
+        For each array that was asked for, the index into ``[*workers, *sources]`` of each chunk's holder, or
+        None where not all of its chunks are in memory.
+    """
+
+    def __init__(self, workers: list[Worker], sources: list[Worker], placed: list[NDArray[np.int32] | None]) -> None:
+        self.workers, self.sources, self.placed = workers, sources, placed
+
+
+def current_client() -> Client | None:
+    """Return the client that Dask would compute with here, or None if it would not use a cluster."""
+    chosen = dask.config.get("scheduler", None)
+    if chosen is not None and chosen not in ("dask.distributed", "distributed"):
+        return None
+    from distributed import get_client
+
+    try:
+        client = get_client()
+    except ValueError:
+        return None
+    return client if client.status == "running" else None
+
+
+def snapshot(
+    client: Client, workers: tuple[str, ...] | int | None, arrays: Sequence[Any] = ()
+) -> Snapshot | None:
+    """Ask the scheduler; None if that would block an event loop (asynchronous clients).
+
+    Raises
+    ------
+    PlanError
+        `workers` are not in the cluster.
+    EngineError
+        dask_distmm is missing on the scheduler, or differs between workers.
+    """
+    if client.asynchronous or _in_event_loop():
+        return None
+    from dask_distmm.scheduler import DistMMSchedulerPlugin
+
+    scheduler_id = str(client.scheduler_info(n_workers=0)["id"])
+    if _installed.get(client) != scheduler_id:
+        try:
+            client.register_plugin(DistMMSchedulerPlugin())
+        except ModuleNotFoundError as error:
+            raise EngineError(f"the scheduler can't import dask_distmm ({error}): install it there") from error
+        _installed[client] = scheduler_id
+    answer = client.sync(
+        client.scheduler.distmm_roster,
+        wanted=workers,
+        names=[array.name for array in arrays],
+        counts=[array.numblocks for array in arrays],
+    )
+    if not isinstance(answer, dict):
+        _installed.pop(client, None)
+        raise EngineError(f"the scheduler answered {answer!r} to distmm_roster: was it restarted? Try again")
+    if answer["status"] != "OK":
+        raise (PlanError if answer["kind"] == "PlanError" else EngineError)(answer["message"])
+    return Snapshot(
+        [Worker.from_wire(w) for w in answer["workers"]],
+        [Worker.from_wire(w) for w in answer["sources"]],
+        [None if raw is None else np.frombuffer(raw, np.int32) for raw in answer["placed"]],
+    )
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

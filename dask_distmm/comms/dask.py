@@ -1,0 +1,58 @@
+"""Matrices over Dask's own comms: whatever protocol and encryption the cluster uses, these do too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import Boxes
+from dask_distmm.errors import EngineError, ProtocolError
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+__all__ = ["DaskComm"]
+
+
+class DaskComm:
+    """The `Comm` of one run on one worker.
+
+    Parameters
+    ----------
+    worker
+        This Dask worker.
+    run_id
+        Number of the run; peers refuse requests for another.
+    addresses
+        Of all participants, in their order.
+    timeout
+        Seconds within which a peer must deliver what it has had from the start.
+    """
+
+    def __init__(self, worker: Worker, run_id: int, addresses: Sequence[str], timeout: float) -> None:
+        self._worker, self._run_id, self._addresses, self._timeout = worker, run_id, addresses, timeout
+
+    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
+        """Ask a participant for boxes of its matrices; see `Comm.fetch`."""
+        request = self._request(self._addresses[peer], kind, boxes, flat)
+        return asyncio.run_coroutine_threadsafe(request, self._worker.loop.asyncio_loop)
+
+    async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
+        call = self._worker.rpc(address).distmm_fetch(run_id=self._run_id, kind=kind, boxes=boxes.tobytes(), flat=flat)
+        try:
+            # Sums are there when the peer has multiplied, which may take any time; chunks are there now.
+            answer = await asyncio.wait_for(call, self._timeout if kind == "input" else None)
+        except TimeoutError:
+            raise EngineError(
+                f"worker {address} did not deliver its chunks within {self._timeout:g} s (config "
+                "distmm.timeouts.transfer)"
+            ) from None
+        if not isinstance(answer, dict) or answer.get("status") != "OK":
+            reason = answer.get("message", answer) if isinstance(answer, dict) else answer
+            raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {reason}")
+        data: Sequence[NDArray[Any]] = answer["data"]
+        return data

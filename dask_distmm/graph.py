@@ -1,0 +1,185 @@
+"""The task graph of a multiply: contribute tasks, one barrier, collect tasks.
+
+::
+
+    A(i,j) -> contribute \\                       / collect (0,0) -> D(0,0)
+    ...                   > barrier (one a run) <  ...
+    B(i,j) -> contribute /                       \\ collect (p,q) -> D(p,q)
+
+The graph does not know the cluster: who multiplies what is decided when the barrier runs, on the scheduler.
+No task waits for another one's task; only the barrier waits, for the run.
+
+The same graph runs without a cluster too (``compute(scheduler="threads")``): then contribute tasks pass
+their chunks on and the barrier multiplies alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+from dask._task_spec import List, Task, TaskRef
+from dask.highlevelgraph import HighLevelGraph
+from distributed import Reschedule, get_worker
+from numpy.typing import NDArray
+
+from dask_distmm.engines import get_engine
+from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, RunFailedError
+from dask_distmm.keys import barrier_key, stage_name
+from dask_distmm.plan import Plan, Problem, Worker, plan
+from dask_distmm.worker import WorkerSide, worker_side
+
+__all__ = ["barrier", "build_graph", "collect", "contribute"]
+
+
+class Step(Task):  # type: ignore[misc]
+    """A task that Dask's optimizer must not fuse with others: its key is known to the plugins."""
+
+    __slots__ = ()
+
+    @property
+    def block_fusion(self) -> bool:
+        """Keep this task and its key as they are."""
+        return True
+
+
+def build_graph(problem: Problem, a: Any, b: Any) -> HighLevelGraph:
+    """Return the graph of ``a @ b`` under the array name ``problem.name``.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied.
+    a, b
+        Dask arrays of 2 dimensions.
+    """
+    staged: list[list[Hashable]] = []
+    layer: dict[Hashable, Task] = {}
+    for operand, array in (("a", a),) if problem.same else (("a", a), ("b", b)):
+        name = stage_name(problem.name, operand)
+        nrows, ncols = array.numblocks
+        keys = [(name, i, j) for i in range(nrows) for j in range(ncols)]
+        for key in keys:
+            _, i, j = key
+            layer[key] = Step(key, contribute, problem.name, operand, i, j, TaskRef((array.name, i, j)))
+        staged.append(list(keys))
+    gate = barrier_key(problem.name)
+    arguments = [List(*map(TaskRef, keys)) for keys in staged]
+    layer[gate] = Step(gate, barrier, problem.to_wire(), *arguments)
+    nrows, ncols = problem.chunk_counts("d")
+    for index, (i, j) in enumerate(itertools.product(range(nrows), range(ncols))):
+        key = (problem.name, i, j)
+        layer[key] = Step(key, collect, problem.name, index, TaskRef(gate))
+    return HighLevelGraph.from_collections(problem.name, layer, dependencies=[a] if problem.same else [a, b])
+
+
+class Alone:
+    """A chunk on its way to a barrier that runs without a cluster, or the chunks of its result."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def contribute(name: str, operand: str, i: int, j: int, chunk: NDArray[Any]) -> str | Alone:
+    """Stage a chunk where it lies; return the worker's address."""
+    side = _side()
+    return Alone(chunk) if side is None else side.stage(name, operand, i, j, chunk)
+
+
+def barrier(wire: dict[str, Any], *receipts: Sequence[Any]) -> int | Alone:
+    """Have the multiply run; return the number of the run.
+
+    Raises
+    ------
+    DistMMError
+        The run failed; one of the types of `dask_distmm.errors`.
+    """
+    side = _side()
+    if side is None or isinstance(receipts[0][0], Alone):
+        return _run_alone(Problem.from_wire(wire), receipts)
+    addresses = sorted({address for operand in receipts for address in operand})
+    number = {address: index for index, address in enumerate(addresses)}
+    where = [np.array([number[address] for address in operand], np.int32).tobytes() for operand in receipts]
+    answer = _request_run(side, wire, addresses, where)
+    if answer["status"] == "restart":
+        # The scheduler has released this task, and what it needs again, already.
+        raise Reschedule
+    if answer["status"] == "failed":
+        raise _rebuild(answer)
+    run_id: int = answer["run_id"]
+    return run_id
+
+
+def _request_run(side: WorkerSide, wire: dict[str, Any], addresses: list[str], where: list[bytes]) -> dict[str, Any]:
+    from dask_distmm.scheduler import install_from_worker
+
+    message = {"problem": wire, "addresses": addresses, "where": where, "worker": side.worker.address}
+    answer = None
+    for attempt in range(2):
+        if attempt or not side.scheduler_ready:
+            install_from_worker(side)
+        answer = side.call_scheduler("distmm_run", **message)
+        if isinstance(answer, dict):
+            return answer
+        # The scheduler knows no such call: it was restarted and has lost the plugin.
+    raise EngineError(f"the scheduler answered {answer!r} to distmm_run: is dask_distmm installed there?")
+
+
+def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
+    """Multiply in this process, where there is no cluster."""
+    operands = [[receipt.value for receipt in operand] for operand in receipts]
+    if problem.same:
+        operands = operands * 2
+    chunks = {(op, i): chunk for op, found in zip("ab", operands, strict=True) for i, chunk in enumerate(found)}
+    where = [np.zeros(len(found), np.int32) for found in operands]
+    made: Plan = plan(problem, [Worker("here")], *where)
+    job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None)
+    job.prepare()
+    return Alone(job.execute())
+
+
+class _NoComm:
+    def fetch(self, peer: int, kind: str, boxes: Any, flat: bool) -> Any:
+        raise AssertionError("a worker alone has no peers")
+
+
+def collect(name: str, index: int, run: int | Alone) -> NDArray[Any]:
+    """Return one chunk of the result."""
+    if isinstance(run, Alone):
+        chunk: NDArray[Any] = run.value[index]
+        return chunk
+    side = _side()
+    if side is None:
+        raise EngineError(f"chunk {index} of {name} is on the cluster; this task does not run there")
+    found = side.collect(run, index)
+    if found is None:
+        # Not on the worker it was pinned to: somebody has overruled that, or its worker is gone.
+        answer = side.call_scheduler("distmm_locate", name=name, run_id=run, index=index)
+        found = side.fetch_output(answer["address"], run, index) if answer["status"] == "OK" else None
+    if found is None:
+        side.call_scheduler("distmm_lost", name=name, run_id=run)
+        # Nothing was computed: give the scheduler time to release this task.
+        time.sleep(0.05)
+        raise Reschedule
+    return found
+
+
+def _side() -> WorkerSide | None:
+    try:
+        worker = get_worker()
+    except ValueError:
+        return None
+    return worker_side(worker)
+
+
+def _rebuild(answer: dict[str, Any]) -> DistMMError:
+    """Make the typed error again from the plain types that crossed the network."""
+    kind, message = answer["kind"], answer["message"]
+    if kind == "ProjectedMemoryError":
+        return ProjectedMemoryError(message, answer["projected"], answer["limit"])
+    if kind == "RunFailedError":
+        return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"])
+    return {"PlanError": PlanError, "EngineError": EngineError}.get(kind, DistMMError)(message)

@@ -1,0 +1,39 @@
+"""The names of tasks, from which scheduler and workers know which multiply a task belongs to.
+
+For a result array called ``matmul-3f...`` there are
+
+- ``("distmm-stage-a-matmul-3f...", i, j)``: contribute, one for each chunk of A, and so for B;
+- ``"distmm-barrier-matmul-3f..."``: the barrier;
+- ``("matmul-3f...", i, j)``: collect, one for each chunk of the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["barrier_key", "barrier_name", "parse_stage_key", "stage_name"]
+
+_STAGE, _BARRIER = "distmm-stage-", "distmm-barrier-"
+
+
+def stage_name(name: str, operand: str) -> str:
+    """Return the first part of the keys of contribute tasks of operand ``"a"`` or ``"b"``."""
+    return f"{_STAGE}{operand}-{name}"
+
+
+def parse_stage_key(key: Any) -> tuple[str, str, tuple[int, int]] | None:
+    """Return (name of the multiply, operand, (i, j)) of a contribute task's key, or None for others."""
+    if not (isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], str) and key[0].startswith(_STAGE)):
+        return None
+    operand, name = key[0][len(_STAGE) :].split("-", 1)
+    return name, operand, (key[1], key[2])
+
+
+def barrier_key(name: str) -> str:
+    """Return the key of the barrier of the multiply called `name`."""
+    return _BARRIER + name
+
+
+def barrier_name(key: Any) -> str | None:
+    """Return the name of the multiply whose barrier has this key, or None for other keys."""
+    return key[len(_BARRIER) :] if isinstance(key, str) and key.startswith(_BARRIER) else None

@@ -1,0 +1,150 @@
+"""``enable``, ``disable``, ``enabled``: route Dask's own ``@``, matmul, dot and tensordot here.
+
+Dask has no hook for this. All its ways to multiply end in two functions, each reachable under two names:
+
+========================================  ==================================
+``@``, ``np.matmul``                      ``dask.array.routines.matmul``
+``da.matmul``                             ``dask.array.matmul``
+``Array.dot``, ``da.dot``, ``da.vdot``    ``dask.array.routines.tensordot``
+``da.tensordot``, ``np.tensordot``        ``dask.array.tensordot``
+========================================  ==================================
+
+While enabled, these four names hold functions of ours. What is not ours they pass on unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
+from typing import Any
+
+import dask.array
+import dask.array.routines
+import dask.config
+import numpy as np
+
+__all__ = ["dask_matmul", "dask_tensordot", "disable", "enable", "enabled", "is_enabled"]
+
+# Dask's own functions, whatever is installed under their names later.
+dask_matmul: Callable[..., Any] = dask.array.routines.matmul
+dask_tensordot: Callable[..., Any] = dask.array.routines.tensordot
+
+_lock = threading.RLock()
+_switched_on = False
+_contexts = 0
+_replaced: dict[tuple[Any, str], Any] = {}
+
+
+def enable() -> None:
+    """Route Dask's matrix products here until `disable`. Doing it again changes nothing."""
+    global _switched_on
+    with _lock:
+        _switched_on = True
+        _install()
+
+
+def disable() -> None:
+    """Undo `enable`: Dask's names hold exactly what they held before.
+
+    Inside ``with enabled():`` of any thread routing goes on until the last such block ends.
+    """
+    global _switched_on
+    with _lock:
+        _switched_on = False
+        _uninstall_if_unused()
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """Route Dask's matrix products here inside a ``with`` block."""
+    global _contexts
+    with _lock:
+        _contexts += 1
+        _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _contexts -= 1
+            _uninstall_if_unused()
+
+
+def is_enabled() -> bool:
+    """Whether Dask's matrix products are routed here now."""
+    return (_switched_on or _contexts > 0) and dask.config.get("distmm.enabled", None) is not False
+
+
+def _install() -> None:
+    if _replaced:
+        return
+    for module in (dask.array.routines, dask.array):
+        for name, ours in (("matmul", _matmul), ("tensordot", _tensordot)):
+            before = getattr(module, name)
+            _replaced[module, name] = before
+            setattr(module, name, _passing_on(ours, before))
+
+
+def _uninstall_if_unused() -> None:
+    if _switched_on or _contexts:
+        return
+    for (module, name), before in _replaced.items():
+        # Where somebody has put a function of their own over ours, theirs stays; ours passes on.
+        if getattr(getattr(module, name), "_distmm", False):
+            setattr(module, name, before)
+    _replaced.clear()
+
+
+def _passing_on(ours: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that tries ours, which answers NotImplemented for what it leaves to Dask."""
+
+    @functools.wraps(before)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        if is_enabled():
+            result = ours(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return before(*args, **kwargs)
+
+    routed._distmm = True  # type: ignore[attr-defined]
+    return routed
+
+
+def _matmul(*args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 2:
+        return NotImplemented
+    return _product(*args)
+
+
+def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
+    """Take a contraction over one axis of matrices and vectors."""
+    try:
+        ndims = np.ndim(lhs), np.ndim(rhs)
+        if isinstance(axes, Iterable):
+            left, right = ([x] if isinstance(x, Integral) else list(x) for x in axes)
+        else:
+            left, right = list(range(ndims[0] - axes, ndims[0])), list(range(axes))
+        if len(left) != 1 or len(right) != 1 or not all(1 <= ndim <= 2 for ndim in ndims):
+            return NotImplemented
+        left_axis, right_axis = (range(ndim)[x[0]] for ndim, x in zip(ndims, (left, right), strict=True))
+    except (TypeError, ValueError, IndexError):
+        return NotImplemented  # Dask's own function has the error to raise
+    a, b = (x if isinstance(x, dask.array.Array) else dask.array.asanyarray(x) for x in (lhs, rhs))
+    if np.promote_types(a.dtype, b.dtype) != np.result_type(a.dtype, b.dtype):
+        return NotImplemented
+    return _product(a if left_axis == ndims[0] - 1 else a.T, b if right_axis == 0 else b.T)
+
+
+def _product(a: Any, b: Any) -> Any:
+    """Multiply here, or answer NotImplemented."""
+    from dask_distmm import api
+    from dask_distmm.config import setting
+
+    if not all(np.ndim(x) in (1, 2) for x in (a, b)):
+        return NotImplemented
+    a, b = (x if isinstance(x, dask.array.Array) else dask.array.asanyarray(x) for x in (a, b))
+    if api.why_leave(a, b, float(setting("minimum-flops"))) is not None:
+        return NotImplemented
+    return api.matmul(a, b)

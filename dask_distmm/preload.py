@@ -1,0 +1,26 @@
+"""``dask scheduler --preload dask_distmm`` and ``dask worker --preload dask_distmm``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["dask_setup"]
+
+
+async def dask_setup(server: Any) -> None:
+    """Put the plugin on a scheduler or worker that starts; called by Dask for ``--preload``.
+
+    Parameters
+    ----------
+    server : distributed.Scheduler or distributed.Worker
+        The server that is starting. Nannies and clients need nothing.
+    """
+    from distributed import Scheduler, Worker
+
+    from dask_distmm.scheduler import DistMMSchedulerPlugin
+    from dask_distmm.worker import NAME, DistMMWorkerPlugin
+
+    if isinstance(server, Scheduler):
+        await server.register_scheduler_plugin(DistMMSchedulerPlugin(), name=NAME, idempotent=True)
+    elif isinstance(server, Worker):
+        await server.plugin_add(DistMMWorkerPlugin(), name=NAME, catch_errors=False)

@@ -1,0 +1,116 @@
+"""The state machine of one run, without I/O: who is expected to answer, who has, and what follows.
+
+::
+
+    staged -> voting -> running -> done
+       \\         \\         \\
+        +---------+---------+----> failed
+
+A run enters ``running`` only when every participant has voted for it, and ``done`` only when every one has
+finished; one failure fails it for all. Answers that do not fit are refused with `ProtocolError` and change
+nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+from dask_distmm.errors import ProtocolError
+
+__all__ = ["Phase", "Run"]
+
+Phase = Literal["staged", "voting", "running", "done", "failed"]
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """One attempt to run one multiply.
+
+    Parameters
+    ----------
+    run_id
+        Number of the run; rises in the order in which runs take place.
+    name
+        Name of the multiply (of its result array).
+    key, worker
+        The barrier task that waits for the run, and the address of the worker that it runs on.
+    participants
+        Addresses of all workers that take part.
+    """
+
+    run_id: int
+    name: str
+    key: str
+    worker: str
+    participants: frozenset[str]
+    phase: Phase = "staged"
+    answered: set[str] = dataclasses.field(default_factory=set)
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    failed_in: Phase | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether the run is neither done nor failed."""
+        return self.phase not in ("done", "failed")
+
+    @property
+    def waiting_for(self) -> frozenset[str]:
+        """Participants that have not answered in this phase."""
+        return self.participants - self.answered
+
+    def begin_vote(self) -> None:
+        """Go from ``staged`` to ``voting``."""
+        self._advance("staged", "voting")
+
+    def begin_running(self) -> None:
+        """Go from ``voting`` to ``running``; all must have voted."""
+        if self.phase == "voting" and self.waiting_for:
+            raise ProtocolError(f"{self} can't start: no vote from {sorted(self.waiting_for)}")
+        self._advance("voting", "running")
+
+    def answer(self, address: str, run_id: int) -> None:
+        """Note that a participant has voted, or has finished; the last to finish makes the run ``done``.
+
+        Raises
+        ------
+        ProtocolError
+            For another run, from a stranger, twice, or when nothing is being waited for.
+        """
+        if run_id != self.run_id:
+            raise ProtocolError(f"an answer for run {run_id} reached {self}")
+        if address not in self.participants:
+            raise ProtocolError(f"{address} takes no part in {self}")
+        if self.phase not in ("voting", "running"):
+            raise ProtocolError(f"{address} answered to {self}, which waits for nobody")
+        if address in self.answered:
+            raise ProtocolError(f"{address} answered twice in {self}")
+        self.answered.add(address)
+        if self.phase == "running" and not self.waiting_for:
+            self.phase = "done"
+
+    def fail(self, failures: dict[str, str]) -> None:
+        """End a live run with reasons by address. What is over stays as it is."""
+        if not self.live:
+            return
+        self.failed_in = self.phase
+        self.phase = "failed"
+        self.failures = dict(failures)
+
+    def lose(self, addresses: Iterable[str]) -> bool:
+        """Fail the run if it is live and needs one of these workers, which are gone."""
+        lost = (self.participants | {self.worker}) & set(addresses)
+        if not self.live or not lost:
+            return False
+        self.fail(dict.fromkeys(sorted(lost), "the worker has left the cluster"))
+        return True
+
+    def _advance(self, before: Phase, after: Phase) -> None:
+        if self.phase != before:
+            raise ProtocolError(f"{self} can't go to {after}")
+        self.phase = after
+        self.answered = set()
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} of {self.name} ({self.phase})"

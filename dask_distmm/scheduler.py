@@ -1,0 +1,477 @@
+"""The scheduler's side: freezes roster and ranks, gives every run its number, sees it through.
+
+A run, from the barrier's call to its answer::
+
+    distmm_run      roster and placement are frozen; the plan is made in a thread
+      wait          for runs with a lower number that use any of the same workers
+      vote          every participant: all staged? all allocated?
+      start         every participant works; the answer comes when it is done
+      pin           collect tasks are restricted to the workers that hold their chunks
+    finish          participants free what only the run needed
+
+What goes wrong ends a run for all participants at once. If a worker was lost the multiply starts again
+(``restart``), up to ``distmm.retries`` times; everything else is one typed error, passed on as plain types.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from distributed import Scheduler, SchedulerPlugin
+from distributed.protocol.pickle import dumps
+from distributed.utils import sync
+
+from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, RunFailedError
+from dask_distmm.keys import barrier_key, barrier_name, stage_name
+from dask_distmm.plan import Plan, Problem, Worker, plan
+from dask_distmm.run import Run
+from dask_distmm.worker import NAME, DistMMWorkerPlugin
+
+if TYPE_CHECKING:
+    from distributed.scheduler import WorkerState
+
+    from dask_distmm.worker import WorkerSide
+
+__all__ = ["DistMMSchedulerPlugin", "install_from_worker"]
+
+logger = logging.getLogger("dask_distmm.scheduler")
+
+
+# Workers that do not even answer to an abort are not waited for longer than this (seconds).
+_ABORT_TIMEOUT = 10.0
+
+
+class _Lost(Exception):
+    """Workers or their data are gone; start again."""
+
+
+class _Released(Exception):
+    """Nobody wants the result any more."""
+
+
+class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
+    """Coordinates all runs of a cluster. One for each scheduler; installing it again does nothing."""
+
+    name = NAME
+    idempotent = True
+
+    def __init__(self) -> None:
+        self.run_ids = itertools.count(1)
+        self.live: dict[int, Run] = {}
+        self.done: dict[str, tuple[Run, Plan]] = {}
+        self.restarts: dict[str, int] = {}
+        self.pinned: dict[str, dict[Any, str]] = {}
+        self.described: dict[str, dict[str, Any]] = {}
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
+        # Before anything is awaited: two clients may install the plugin at the same time.
+        scheduler.add_plugin(self, name=self.name, idempotent=True)
+        if scheduler.plugins[self.name] is not self:
+            return
+        self.scheduler = scheduler
+        self._changed = asyncio.Condition()
+        scheduler.handlers.update(
+            distmm_run=self.run, distmm_roster=self.roster, distmm_locate=self.locate, distmm_lost=self.lost
+        )
+        await scheduler.register_worker_plugin(None, dumps(DistMMWorkerPlugin()), name=NAME, idempotent=True)
+
+    # Handlers
+
+    async def run(self, problem: Any, addresses: list[str], where: list[bytes], worker: str) -> dict[str, Any]:
+        """Run a multiply; called by its barrier, answered when the run is over."""
+        try:
+            parsed = Problem.from_wire(problem)
+            return await self._run(parsed, addresses, where, worker)
+        except DistMMError as error:
+            return _as_plain(error)
+
+    async def roster(self, wanted: Any = None, names: tuple[str, str] | None = None, counts: Any = None) -> dict[str, Any]:
+        """Return the workers that can take part and, for arrays by name, where their chunks are (for `explain`)."""
+        try:
+            workers = await self._roster(tuple(wanted) if isinstance(wanted, list | tuple) else wanted)
+        except DistMMError as error:
+            return _as_plain(error)
+        placed = []
+        number = {worker.address: index for index, worker in enumerate(workers)}
+        extra: dict[str, int] = {}
+        for name, (nrows, ncols) in zip(names or (), counts or (), strict=True):
+            found = []
+            for i, j in itertools.product(range(nrows), range(ncols)):
+                ts = self.scheduler.tasks.get((name, i, j))
+                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
+                known = [number[address] for address in holders if address in number]
+                if known:
+                    found.append(known[0])
+                elif holders:
+                    found.append(extra.setdefault(holders[0], len(workers) + len(extra)))
+                else:
+                    break
+            placed.append(np.array(found, np.int32).tobytes() if len(found) == nrows * ncols else None)
+        sources = [self._worker(self.scheduler.workers[address]) for address in extra]
+        return {
+            "status": "OK",
+            "workers": [w.to_wire() for w in workers],
+            "sources": [w.to_wire() for w in sources],
+            "placed": placed,
+        }
+
+    def locate(self, name: str, run_id: int, index: int) -> dict[str, Any]:
+        """Return the address of the worker that holds a chunk of a result."""
+        run, made = self.done.get(name, (None, None))
+        if run is None or made is None or run.run_id != run_id or not 0 <= index < len(made.owners):
+            return {"status": "unknown"}
+        return {"status": "OK", "address": made.workers[made.owners[index]]}
+
+    def lost(self, name: str, run_id: int) -> None:
+        """Start a multiply again because a chunk of its result is gone."""
+        run, _ = self.done.get(name, (None, None))
+        if run is not None and run.run_id == run_id:
+            self._restart(name, f"distmm-lost-{run_id}")
+
+    # One run
+
+    async def _run(
+        self, problem: Problem, addresses: list[str], where: list[bytes], worker: str
+    ) -> dict[str, Any]:
+        key, retries = barrier_key(problem.name), problem.options.retries
+        for old in [run for run in self.live.values() if run.name == problem.name]:
+            await self._end(old, "the multiply was started again")
+        run_id = next(self.run_ids)
+        run = Run(run_id, problem.name, key, worker, frozenset())
+        self.live[run_id] = run
+        try:
+            made = await self._freeze(run, problem, addresses, where)
+            await self._turn(run)
+            await self._vote(run, made)
+            await self._start(run, made)
+            self._pin(run, made)
+            self.restarts.pop(problem.name, None)
+            return {"status": "OK", "run_id": run_id}
+        except _Released:
+            await self._end(run, "its task was released")
+            return {"status": "restart"}
+        except _Lost as reason:
+            await self._end(run, str(reason))
+            again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + 1
+            if again > retries:
+                del self.restarts[problem.name]
+                return _as_plain(self._failed(run, f"it was started again {retries} times; last: {reason}"))
+            self._event("restart", run, reason=str(reason))
+            self._restart(problem.name, f"distmm-restart-{run_id}")
+            return {"status": "restart"}
+        except BaseException as error:
+            await self._end(run, str(error))
+            raise
+        finally:
+            self.live.pop(run_id, None)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _freeze(self, run: Run, problem: Problem, addresses: list[str], where: list[bytes]) -> Plan:
+        """Fix who takes part, and how."""
+        workers = await self._roster(problem.workers)
+        number = {worker.address: index for index, worker in enumerate(workers)}
+        gone = [address for address in addresses if address not in self.scheduler.workers]
+        if gone:
+            raise _Lost(f"{gone[0]} left with chunks that were staged there")
+        sources = [self._worker(self.scheduler.workers[a]) for a in addresses if a not in number]
+        number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})
+        table = np.array([number[address] for address in addresses], np.int32)
+        found = [table[np.frombuffer(raw, np.int32)] for raw in where]
+        made: Plan = await asyncio.to_thread(plan, problem, workers, *(found * (2 if problem.same else 1)), sources)
+        # Workers that neither multiply nor hold a chunk have no part in it.
+        needed = np.unique(np.concatenate([np.asarray(made.ranks), *found]))
+        run.participants = frozenset(made.participants[index].address for index in needed.tolist())
+        return made
+
+    async def _turn(self, run: Run) -> None:
+        """Wait until no earlier run uses a worker of this one: collectives meet in one order everywhere."""
+
+        def in_the_way(other: Run) -> bool:
+            # One whose participants are not fixed yet may turn out to need the same workers.
+            return other.run_id < run.run_id and (not other.participants or bool(other.participants & run.participants))
+
+        def free() -> bool:
+            return not run.live or not any(map(in_the_way, self.live.values()))
+
+        async with self._changed:
+            await self._changed.wait_for(free)
+        self._check(run)
+
+    async def _vote(self, run: Run, made: Plan) -> None:
+        run.begin_vote()
+        wire = made.to_wire()
+        number = {worker.address: index for index, worker in enumerate(made.participants)}
+
+        async def ask(address: str) -> Any:
+            return await self.scheduler.rpc(address).distmm_prepare(run_id=run.run_id, me=number[address], plan=wire)
+
+        await self._all(run, ask, made.problem.options.vote_timeout)
+
+    async def _start(self, run: Run, made: Plan) -> None:
+        run.begin_running()
+        self._event("start", run, method=made.method, grid=made.grid, engine=made.engine, flops=made.flops)
+
+        async def ask(address: str) -> Any:
+            return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id)
+
+        answers = await self._all(run, ask, None)
+        for address in run.participants:
+            self.scheduler.worker_send(address, {"op": "distmm-finish", "run_id": run.run_id, "name": run.name})
+        seconds = max(answer["seconds"] for answer in answers.values())
+        self._event("done", run, seconds=seconds)
+
+    async def _all(self, run: Run, ask: Callable[[str], Awaitable[Any]], timeout: float | None) -> dict[str, Any]:
+        """Ask all participants at once; the first failure, or the end of the run, ends the waiting."""
+        tasks = {asyncio.ensure_future(ask(address)): address for address in run.participants}
+        changed = asyncio.ensure_future(self._ended(run))
+        answers: dict[str, Any] = {}
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout is None else loop.time() + timeout
+        try:
+            pending: set[asyncio.Future[Any]] = {*tasks, changed}
+            while len(answers) < len(tasks):
+                left = None if deadline is None else max(0.0, deadline - loop.time())
+                finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                self._check(run)
+                if not finished:
+                    late = sorted(run.waiting_for)
+                    reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
+                    raise self._failed(run, reason, dict.fromkeys(late, reason))
+                for task in finished & tasks.keys():
+                    address = tasks[task]
+                    answers[address] = self._judge(run, address, task)
+                    run.answer(address, run.run_id)
+            return answers
+        finally:
+            for task in (*tasks, changed):
+                task.cancel()
+            await asyncio.gather(*tasks, changed, return_exceptions=True)
+
+    def _judge(self, run: Run, address: str, task: asyncio.Future[Any]) -> Any:
+        """Return a participant's good answer; raise what a bad one means."""
+        error = task.exception()
+        if isinstance(error, OSError):  # CommClosedError among them: the worker is going
+            raise _Lost(f"{address}: {error}") from error
+        if error is not None:
+            raise self._failed(run, f"{type(error).__name__}: {error}", {address: str(error)}) from error
+        answer = task.result()
+        status = answer.get("status") if isinstance(answer, Mapping) else None
+        if status == "OK":
+            return answer
+        if status == "missing":
+            raise _Lost(f"{address} no longer has {answer['count']} chunks that were staged there")
+        if answer is None:
+            raise EngineError(f"worker {address} does not know dask_distmm: install it there")
+        reason = answer.get("message", str(answer)) if isinstance(answer, Mapping) else str(answer)
+        detail = answer.get("traceback", "") if isinstance(answer, Mapping) else ""
+        raise self._failed(run, reason + (f"\n{detail}" if detail else ""), {address: reason})
+
+    async def _ended(self, run: Run) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not run.live)
+
+    def _check(self, run: Run) -> None:
+        """Raise if the run was ended from outside."""
+        if run.phase == "failed":
+            if any("released" in reason for reason in run.failures.values()):
+                raise _Released
+            raise _Lost("; ".join(f"{address}: {reason}" for address, reason in run.failures.items()))
+
+    async def _end(self, run: Run, reason: str) -> None:
+        """Make all participants drop a run that did not succeed."""
+        run.fail({run.worker: reason})
+        present = [address for address in run.participants if address in self.scheduler.workers]
+        calls = [self.scheduler.rpc(address).distmm_abort(run_id=run.run_id, reason=reason) for address in present]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), _ABORT_TIMEOUT)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _failed(self, run: Run, reason: str, ranks: Mapping[str, str] | None = None) -> RunFailedError:
+        who = f" on {', '.join(sorted(ranks))}" if ranks else ""
+        phase = run.failed_in or run.phase
+        self._event("failed", run, reason=reason)
+        return RunFailedError(f"run {run.run_id} of {run.name} failed while {phase}{who}: {reason}", run.run_id, phase, ranks)
+
+    def _pin(self, run: Run, made: Plan) -> None:
+        """Restrict collect tasks to the workers that hold their chunks."""
+        self.done[run.name] = run, made
+        ncols = made.problem.chunk_counts("d")[1]
+        workers = made.workers
+        ours = self.pinned.setdefault(run.name, {})
+        gate = self.scheduler.tasks.get(run.key)
+        for ts in gate.dependents if gate is not None else ():
+            if not (isinstance(ts.key, tuple) and len(ts.key) == 3 and ts.key[0] == run.name):
+                continue
+            if ts.worker_restrictions and ts.key not in ours:
+                continue  # the user's own
+            address = workers[made.owners[ts.key[1] * ncols + ts.key[2]]]
+            self.scheduler.set_restrictions({ts.key: {address}})
+            ours[ts.key] = address
+
+    def _restart(self, name: str, stimulus_id: str) -> None:
+        """Release a multiply's barrier and contribute tasks; Dask computes them again if they are wanted."""
+        gate = self.scheduler.tasks.get(barrier_key(name))
+        if gate is None:
+            return
+        self._unpin(name)
+        recommendations = {ts.key: "released" for ts in gate.dependencies if ts.key[0] in _stage_names(name)}
+        recommendations = {key: r for key, r in recommendations.items() if self.scheduler.tasks[key].state == "memory"}
+        if gate.state in ("memory", "processing"):
+            recommendations[gate.key] = "released"
+        self.scheduler.transitions(recommendations, stimulus_id=stimulus_id)
+        self.scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
+
+    def _unpin(self, name: str) -> None:
+        present = {key: None for key in self.pinned.pop(name, {}) if key in self.scheduler.tasks}
+        self.scheduler.set_restrictions(present)
+
+    # What happens on the cluster
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """Free what belongs to a multiply when its barrier is released, forgotten or fails."""
+        if finish not in ("released", "forgotten", "erred") or (name := barrier_name(key)) is None:
+            return
+        run, _ = self.done.pop(name, (None, None))
+        over = finish != "released"
+        if over:
+            self.pinned.pop(name, None)
+            self.restarts.pop(name, None)
+        if run is not None or over:
+            message = {"op": "distmm-forget", "run_id": run.run_id if run else None, "name": name if over else None}
+            for address in self.scheduler.workers if over else run.participants if run else ():
+                if address in self.described and address in self.scheduler.workers:
+                    self.scheduler.worker_send(address, message)
+        for live in self.live.values():
+            if live.name == name and live.live:
+                live.fail({live.worker: "its task was released"})
+                self._notify()
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Forget what was known of an earlier worker of that address."""
+        self.described.pop(worker, None)
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """End runs that need a worker that is gone; start those again whose results it held."""
+        self.described.pop(worker, None)
+        if any([run.lose([worker]) for run in self.live.values()]):
+            self._notify()
+        for name, (run, made) in list(self.done.items()):
+            if worker not in made.workers:
+                continue
+            gate = scheduler.tasks.get(run.key)
+            owed = gate is not None and any(
+                ts.state not in ("memory", "forgotten", "erred") and self.pinned.get(name, {}).get(ts.key) == worker
+                for ts in gate.dependents
+            )
+            if owed:
+                self._restart(name, f"distmm-remove-{worker}")
+
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
+        """Keep workers that take part in a run, or hold results that are not collected yet."""
+        busy = {address for run in self.live.values() for address in run.participants}
+        busy.update(address for _, made in self.done.values() for address in made.workers)
+        return [ws for ws in workers if ws.address not in busy]
+
+    def restart(self, scheduler: Scheduler) -> None:
+        """Drop everything; all workers are new."""
+        for run in self.live.values():
+            run.fail({run.worker: "its task was released"})
+        self.done.clear()
+        self.pinned.clear()
+        self.restarts.clear()
+        self.described.clear()
+        self._notify()
+
+    # The roster
+
+    async def _roster(self, wanted: tuple[str, ...] | int | None) -> list[Worker]:
+        """Return the workers that can take part, in the scheduler's order.
+
+        Raises
+        ------
+        PlanError
+            `wanted` names a worker that is not there, or more than there are.
+        EngineError
+            Workers have different versions of dask_distmm.
+        """
+        running = {address: ws for address, ws in self.scheduler.workers.items() if ws.status.name == "running"}
+        if isinstance(wanted, tuple):
+            missing = [address for address in wanted if address not in running]
+            if missing:
+                raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {', '.join(sorted(running))}")
+            running = {address: running[address] for address in wanted}
+        await self._describe([address for address in running if address not in self.described])
+        able = {address: ws for address, ws in running.items() if self._has_engine(address, "numpy")}
+        versions = {self.described[address]["version"]: address for address in able}
+        if len(versions) > 1:
+            found = ", ".join(f"{version} on {address}" for version, address in versions.items())
+            raise EngineError(f"workers have different versions of dask_distmm: {found}; install the same on all")
+        if not able:
+            raise PlanError(f"none of {len(running)} workers can multiply: start workers with dask_distmm installed")
+        if isinstance(wanted, int):
+            if wanted > len(able):
+                raise PlanError(f"workers={wanted}, but the cluster has {len(able)}")
+            able = dict(itertools.islice(able.items(), wanted))
+        return [self._worker(ws) for ws in able.values()]
+
+    async def _describe(self, addresses: list[str]) -> None:
+        async def ask(address: str) -> None:
+            try:
+                answer = await asyncio.wait_for(self.scheduler.rpc(address).distmm_describe(), 30)
+            except (OSError, TimeoutError):
+                return
+            if isinstance(answer, Mapping) and address in self.scheduler.workers:
+                self.described[address] = dict(answer)
+
+        await asyncio.gather(*map(ask, addresses))
+
+    def _has_engine(self, address: str, engine: str) -> bool:
+        engines = self.described.get(address, {}).get("engines", {})
+        return engine in engines and "error" not in engines[engine]
+
+    def _worker(self, ws: WorkerState) -> Worker:
+        return Worker(ws.address, ws.nthreads, int(ws.memory_limit or 0))
+
+    def _notify(self) -> None:
+        async def notify() -> None:
+            async with self._changed:
+                self._changed.notify_all()
+
+        self.scheduler._ongoing_background_tasks.call_soon(notify)
+
+    def _event(self, action: str, run: Run, **details: Any) -> None:
+        self.scheduler.log_event(NAME, {"action": action, "run": run.run_id, "name": run.name, **details})
+
+
+def install_from_worker(side: WorkerSide) -> None:
+    """Put the scheduler's plugin in place from a task on a worker; does nothing where it is."""
+
+    async def install() -> None:
+        await side.worker.scheduler.register_scheduler_plugin(
+            plugin=dumps(DistMMSchedulerPlugin()), name=NAME, idempotent=True
+        )
+
+    sync(side.worker.loop, install)
+    side.scheduler_ready = True
+
+
+def _stage_names(name: str) -> tuple[str, str]:
+    return stage_name(name, "a"), stage_name(name, "b")
+
+
+def _as_plain(error: DistMMError) -> dict[str, Any]:
+    answer: dict[str, Any] = {"status": "failed", "kind": type(error).__name__, "message": str(error)}
+    if isinstance(error, ProjectedMemoryError):
+        answer |= {"projected": error.projected, "limit": error.limit}
+    if isinstance(error, RunFailedError):
+        answer |= {"run_id": error.run_id, "phase": error.phase, "ranks": error.ranks}
+    return answer

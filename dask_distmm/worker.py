@@ -1,0 +1,318 @@
+"""The worker's side: staged chunks, one run at a time on one engine thread, results until they are collected.
+
+Life of the data on a worker::
+
+    stage()    a contribute task hands over its chunk              staged[name]
+    prepare()  the scheduler asks for a vote: is all there?        runs[run_id]
+    start()    the engine works in its thread; peers fetch()       outputs[run_id]
+    finish()   all ranks are done: chunks and buffers go
+    collect()  collect tasks take chunks of the result
+    forget()   the barrier's result was released: the rest goes
+
+Handlers run on the worker's event loop and never block it: what takes time goes to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from distributed import Worker, WorkerPlugin
+from distributed.protocol import to_serialize
+from distributed.utils import sync
+from numpy.typing import NDArray
+
+from dask_distmm._version import __version__
+from dask_distmm.comms.dask import DaskComm
+from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine
+from dask_distmm.errors import DistMMError, EngineError, ProtocolError
+from dask_distmm.keys import parse_stage_key
+from dask_distmm.plan import Plan
+
+__all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
+
+logger = logging.getLogger("dask_distmm.worker")
+
+NAME = "distmm"
+
+
+class WorkerSide:
+    """All that dask_distmm keeps on one worker. Made once for each worker process' `Worker`.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.staged: dict[str, dict[tuple[str, int, int], NDArray[Any]]] = {}
+        self.runs: dict[int, tuple[Plan, Job]] = {}
+        self.outputs: dict[int, dict[int, NDArray[Any]]] = {}
+        self.newest_run = 0
+        self.progress: dict[int, float] = {}
+        self.scheduler_ready = False
+        # One thread, so that two collectives can never cross.
+        self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine")
+        self.handlers = {
+            "distmm_describe": self.describe,
+            "distmm_prepare": self.prepare,
+            "distmm_start": self.start,
+            "distmm_abort": self.abort,
+            "distmm_fetch": self.fetch,
+        }
+        self.stream_handlers = {"distmm-finish": self.finish, "distmm-forget": self.forget}
+        worker.handlers.update(self.handlers)
+        worker.stream_handlers.update(self.stream_handlers)
+
+    # Called from tasks
+
+    def stage(self, name: str, operand: str, i: int, j: int, chunk: NDArray[Any]) -> str:
+        """Keep chunk (i, j) of an operand for the run of multiply `name`; return this worker's address."""
+        self.staged.setdefault(name, {})[operand, i, j] = chunk
+        return str(self.worker.address)
+
+    def collect(self, run_id: int, index: int) -> NDArray[Any] | None:
+        """Return chunk number `index` of a run's result, or None if it is not here."""
+        return self.outputs.get(run_id, {}).get(index)
+
+    def call_scheduler(self, op: str, **message: Any) -> Any:
+        """Call a handler of the scheduler's plugin from a task's thread, and wait."""
+
+        async def call() -> Any:
+            return await getattr(self.worker.scheduler, op)(**message)
+
+        return sync(self.worker.loop, call)
+
+    def fetch_output(self, address: str, run_id: int, index: int) -> NDArray[Any] | None:
+        """Get a chunk of a result from the worker that has it, from a task's thread."""
+
+        async def call() -> Any:
+            return await self.worker.rpc(address).distmm_fetch(
+                run_id=run_id, kind="output", boxes=np.array([[0, index, 0, 0, 0, 0]], np.int64).tobytes(), flat=False
+            )
+
+        try:
+            answer = sync(self.worker.loop, call)
+        except OSError:
+            return None
+        return answer["data"][0] if answer["status"] == "OK" else None
+
+    # Called by the scheduler
+
+    async def describe(self) -> dict[str, Any]:
+        """Return what planning needs to know of this worker."""
+        engines = {}
+        for name in ENGINES:
+            try:
+                engines[name] = dict(get_engine(name).versions())
+            except EngineError as error:
+                engines[name] = {"error": str(error)}
+        return {"status": "OK", "version": __version__, "engines": engines}
+
+    async def prepare(self, run_id: int, me: int, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """Check that all is here and allocate; the answer is this worker's vote."""
+        if not isinstance(run_id, int) or run_id <= self.newest_run:
+            return _refusal(f"run {run_id!r} is stale: this worker has seen run {self.newest_run}")
+        try:
+            return await asyncio.to_thread(self._prepare, run_id, me, plan)
+        except ProtocolError as error:
+            return _refusal(str(error))
+        except BaseException as error:
+            return _failure(error)
+
+    def _prepare(self, run_id: int, me: int, wire: Mapping[str, Any]) -> dict[str, Any]:
+        plan = Plan.from_wire(wire)
+        if not 0 <= me < len(plan.participants):
+            raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
+        staged = self.staged.get(plan.problem.name, {})
+        chunks: dict[ChunkKey, NDArray[Any]] = {}
+        missing = []
+        for operand, where in (("a", plan.where_a), ("b", plan.where_b)):
+            assert where is not None
+            ncols = plan.problem.chunk_counts(operand)[1]
+            for index in np.flatnonzero(where == me).tolist():
+                chunk = staged.get(("a" if plan.problem.same else operand, *divmod(index, ncols)))
+                if chunk is None:
+                    missing.append((operand, index))
+                else:
+                    chunks[operand, index] = chunk
+        if missing:
+            return {"status": "missing", "count": len(missing)}
+        _check_chunks(plan, chunks)
+        addresses = [worker.address for worker in plan.participants]
+        comm = DaskComm(self.worker, run_id, addresses, plan.problem.options.transfer_timeout)
+
+        def progress(share: float) -> None:
+            self.progress[run_id] = share
+
+        job = get_engine(plan.engine).job(plan, me, chunks, comm, progress)
+        job.prepare()
+        self.newest_run = run_id
+        self.runs[run_id] = plan, job
+        return {"status": "OK"}
+
+    async def start(self, run_id: int) -> dict[str, Any]:
+        """Let the engine do this worker's part; answer when it is done."""
+        if run_id not in self.runs:
+            return _refusal(f"run {run_id!r} was not prepared here, or is over")
+        _, job = self.runs[run_id]
+        loop = asyncio.get_running_loop()
+        try:
+            started = loop.time()
+            result = await loop.run_in_executor(self.engine_thread, job.execute)
+        except BaseException as error:
+            return _failure(error)
+        finally:
+            self.progress.pop(run_id, None)
+        if run_id in self.runs:  # not aborted meanwhile
+            self.outputs[run_id] = dict(result)
+        return {"status": "OK", "seconds": loop.time() - started}
+
+    async def abort(self, run_id: int, reason: str) -> dict[str, Any]:
+        """End a run here."""
+        self._drop(run_id, reason)
+        return {"status": "OK"}
+
+    def _drop(self, run_id: int, reason: str) -> None:
+        if run_id in self.runs:
+            _, job = self.runs.pop(run_id)
+            job.abort(EngineError(f"run {run_id} was ended: {reason}"))
+        self.outputs.pop(run_id, None)
+
+    def finish(self, run_id: int, name: str) -> None:
+        """All ranks are done: what only the run needed goes, results stay."""
+        self.runs.pop(run_id, None)
+        self.staged.pop(name, None)
+
+    def forget(self, run_id: int | None, name: str | None) -> None:
+        """Drop a run with its results, and, if named, all chunks staged for a multiply."""
+        if run_id is not None:
+            self._drop(run_id, "its task was released")
+        if name is not None:
+            self.staged.pop(name, None)
+
+    # Called by other workers
+
+    async def fetch(self, run_id: int, kind: str, boxes: bytes, flat: bool) -> dict[str, Any]:
+        """Return parts of this worker's matrices to a peer of the same run."""
+        try:
+            table = np.frombuffer(boxes, np.int64).reshape(-1, 6)
+            if kind == "output":
+                chunk = self.collect(run_id, int(table[0, 1]))
+                if chunk is None:
+                    return _refusal(f"no result of run {run_id!r} is here")
+                return {"status": "OK", "data": [to_serialize(chunk)]}
+            if run_id not in self.runs:
+                return _refusal(f"run {run_id!r} is not live here")
+            plan, job = self.runs[run_id]
+            _check_boxes(plan, kind, table)
+            await asyncio.wrap_future(job.available(kind))
+            data = await asyncio.to_thread(job.serve, kind, table, bool(flat))
+            return {"status": "OK", "data": [to_serialize(x) for x in data]}
+        except (ProtocolError, TypeError, ValueError, KeyError) as error:
+            return _refusal(repr(error))
+        except Exception as error:
+            return _failure(error)
+
+    def close(self) -> None:
+        """End all runs and the engine thread."""
+        for run_id in list(self.runs):
+            self._drop(run_id, "the worker is closing")
+        self.staged.clear()
+        self.outputs.clear()
+        self.engine_thread.shutdown(wait=False, cancel_futures=True)
+        for op, handler in self.handlers.items():
+            if self.worker.handlers.get(op) == handler:
+                del self.worker.handlers[op]
+        for op, stream_handler in self.stream_handlers.items():
+            if self.worker.stream_handlers.get(op) == stream_handler:
+                del self.worker.stream_handlers[op]
+
+
+class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
+    """Puts a `WorkerSide` on a worker. Installed by the scheduler's plugin, by preload, or by the first task."""
+
+    name = NAME
+    idempotent = True
+
+    def setup(self, worker: Worker) -> None:
+        """Attach; what a task may have staged already is kept."""
+        if NAME not in worker.extensions:
+            worker.extensions[NAME] = WorkerSide(worker)
+        self._side: WorkerSide = worker.extensions[NAME]
+
+    def teardown(self, worker: Worker) -> None:
+        """Detach when the worker closes (a plugin that is only replaced keeps its `WorkerSide`)."""
+        if worker.status.name in ("closing", "closing_gracefully", "closed", "failed"):
+            side = worker.extensions.pop(NAME, None)
+            if side is not None:
+                side.close()
+
+    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+        """Drop what a contribute task staged that was cancelled while it ran: nobody else knows of it."""
+        if start == "cancelled" and finish in ("released", "forgotten") and (stage := parse_stage_key(key)):
+            name, operand, index = stage
+            self._side.staged.get(name, {}).pop((operand, *index), None)
+
+
+def worker_side(worker: Worker) -> WorkerSide:
+    """Return the `WorkerSide` of a worker, made on its event loop if it is missing; from a task's thread."""
+    if NAME not in worker.extensions:
+
+        async def install() -> None:
+            if NAME not in worker.extensions:
+                await worker.plugin_add(DistMMWorkerPlugin(), name=NAME, catch_errors=False)
+
+        sync(worker.loop, install)
+    side: WorkerSide = worker.extensions[NAME]
+    return side
+
+
+def _check_chunks(plan: Plan, chunks: Mapping[ChunkKey, NDArray[Any]]) -> None:
+    """Refuse chunks whose shape or type is not what the graph said."""
+    problem = plan.problem
+    for (operand, index), chunk in chunks.items():
+        sizes = problem.a_chunks if operand == "a" else problem.b_chunks
+        i, j = divmod(index, len(sizes[1]))
+        shape = (sizes[0][i], sizes[1][j])
+        dtype = problem.a_dtype if operand == "a" else problem.b_dtype
+        if getattr(chunk, "shape", None) != shape or chunk.dtype.name != dtype:
+            found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
+            raise EngineError(
+                f"chunk ({i}, {j}) of {operand.upper()} is {found}; the array says {shape} {dtype}: "
+                "correct the chunks or the dtype where the array is made"
+            )
+
+
+def _check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:
+    """Refuse requests for what is outside a chunk or outside D."""
+    if kind not in ("input", "partial", "final"):
+        raise ProtocolError(f"unknown kind of request {kind!r}")
+    problem = plan.problem
+    for operand, index, r0, r1, c0, c1 in boxes.tolist():
+        shape = (problem.m, problem.n)
+        if kind == "input":
+            sizes = (problem.a_chunks, problem.b_chunks)[bool(operand)]
+            if operand not in (0, 1) or not 0 <= index < len(sizes[0]) * len(sizes[1]):
+                raise ProtocolError(f"there is no chunk {index} of operand {operand}")
+            shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
+        if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
+            raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
+
+
+def _refusal(message: str) -> dict[str, Any]:
+    return {"status": "refused", "message": message}
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """Return an error as plain types."""
+    text = f"{type(error).__name__}: {error}"
+    detail = "" if isinstance(error, DistMMError) else "".join(traceback.format_exception(error)[-6:])
+    return {"status": "failed", "message": text, "traceback": detail}

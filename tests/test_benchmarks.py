@@ -1,0 +1,125 @@
+"""The benchmark command at a small size, and its report on made-up figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import report
+from benchmarks.protocol import Case, Sample, random_matrix, scaled_error
+from benchmarks.runner import Measured, run
+
+ROOT = Path(__file__).parents[1]
+
+
+class Scripted:
+    """A peer that takes a given time, and errs or fails as told."""
+
+    def __init__(
+        self, name: str, seconds: float, grids: tuple[int | None, ...], error: float | Exception = 0.0
+    ) -> None:
+        self.name, self.seconds, self._grids, self.error = name, seconds, grids, error
+        self.seeds: list[int] = []
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def grids(self) -> tuple[int | None, ...]:
+        return self._grids
+
+    def measure(self, case: Case, seed: int, *, warmup: bool) -> Sample:
+        self.seeds.append(seed)
+        if isinstance(self.error, Exception):
+            raise self.error
+        memory = {"w": {"total_bytes": 3 << 20, "growth_bytes": 1 << 20, "ratio": 0.5}}
+        return Sample(self.seconds * (case.grid or 1), self.error, {"memory": memory})
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def measure(*peers: Scripted, repeat: int = 2) -> list[Measured]:
+    """Run peers at one size, silently."""
+    return run(peers, [100], dtype="float64", repeat=repeat, seed=1, progress=lambda line: None)
+
+
+def test_ratios_are_to_each_reference_at_its_best_and_at_each_grid() -> None:
+    base, chunked = Scripted("base", 1.0, (None,)), Scripted("chunked", 2.0, (2, 4))
+    found = report.document(measure(base, chunked), ["base", "chunked"])
+    first = found["results"][0]["ratios"]
+    assert first == {"base": 1.0, "chunked@best": 4.0, "chunked@2x2": 4.0, "chunked@4x4": 8.0}
+    assert found["results"][2]["ratios"]["chunked@best"] == 0.5
+    assert found["results"][1]["memory"]["ratio_max"] == 0.5
+
+
+def test_inputs_are_never_the_same_twice() -> None:
+    base, chunked = Scripted("base", 1.0, (None,)), Scripted("chunked", 2.0, (2, 4))
+    measure(base, chunked, repeat=3)
+    seeds = base.seeds + chunked.seeds
+    assert len(seeds) == len(set(seeds)) == 3 * 4
+
+
+@pytest.mark.parametrize("error", [float("nan"), 1.5, RuntimeError("broken")])
+def test_a_wrong_or_failing_peer_is_reported_and_the_others_go_on(error: float | Exception) -> None:
+    found = report.document(measure(Scripted("base", 1.0, (None,)), Scripted("bad", 1.0, (8,), error)), ["base"])
+    good, bad = found["results"]
+    assert good["seconds"] == [1.0, 1.0]
+    assert bad["failure"]
+    assert "median" not in bad
+    assert "FAILED" in report.table(found)
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_lost_term_is_a_wrong_result() -> None:
+    a, b = (random_matrix(256, "float64", [7, which]) for which in (0, 1))
+    assert scaled_error(a[:3], b, (a @ b)[:3]) <= 1
+    assert scaled_error(a[:3], b, (a[:, :-1] @ b[:-1])[:3]) > 1
+    assert not scaled_error(a[:3], b, np.full((3, 256), np.nan)) <= 1
+
+
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    measured = measure(Scripted("base", 1.0, (None,)), Scripted("chunked", 2.0, (2, 4)))
+    report.plot(report.document(measured, ["base"]), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_command_measures_numpy_and_dask(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "cpu.json"
+    command = [sys.executable, "-m", "benchmarks.cpu", "--peers", "numpy", "dask", "--out", str(out)]
+    settings = ["--size", "256", "--repeat", "2", "--chunks", "2", "4"]
+    done = subprocess.run([*command, *settings], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["schema_version"] == report.SCHEMA_VERSION
+    assert found["settings"]["size"] == [256]
+    assert found["hardware"]["cores_usable"] >= 1
+    assert found["software"]["numpy"] == np.__version__
+    assert [peer["name"] for peer in found["peers"]] == ["numpy", "dask"]
+    assert [(one["peer"], one["grid"]) for one in found["results"]] == [
+        ("numpy", None),
+        ("dask", 2),
+        ("dask", 4),
+    ]
+    for one in found["results"]:
+        assert one["failure"] is None
+        assert len(one["seconds"]) == 2
+        assert 0 < one["min"] <= one["median"] <= one["max"]
+        assert one["error"] <= 1
+        assert set(one["ratios"]) == {"numpy", "dask@best", "dask@2x2", "dask@4x4"}
+        assert one["peer"] in done.stdout
+    if sys.platform == "linux":
+        for one in found["results"][1:]:
+            assert all(len(details["memory"]) == 2 for details in one["details"])
+    # A report is for others to read: it names no place on the machine that made it.
+    assert str(ROOT) not in out.read_text()
+    assert str(tmp_path) not in out.read_text()
