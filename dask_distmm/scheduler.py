@@ -62,7 +62,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     idempotent = True
 
     def __init__(self) -> None:
-        self.run_ids = itertools.count(1)
+        self.newest_run = 0
         self.live: dict[int, Run] = {}
         self.done: dict[str, tuple[Run, Plan]] = {}
         self.restarts: dict[str, int] = {}
@@ -143,7 +143,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         key, retries = barrier_key(problem.name), problem.options.retries
         for old in [run for run in self.live.values() if run.name == problem.name]:
             await self._end(old, "the multiply was started again")
-        run_id = next(self.run_ids)
+        run_id = self.newest_run = self.newest_run + 1
         run = Run(run_id, problem.name, key, worker, frozenset())
         self.live[run_id] = run
         try:

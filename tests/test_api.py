@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_distmm
+from dask_distmm import PlanError, ProjectedMemoryError, explain, matmul
+from dask_distmm.api import NotCollective
+from dask_distmm.testing import assert_product
+
+
+def ones(*shape, chunks=10, dtype=float):
+    return da.ones(shape, chunks=chunks, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (ones(20, 30), ones(20, 30), r"shapes \(20, 30\) and \(20, 30\) don't match"),
+        (ones(20, 30), ones(20), "don't match"),
+        (da.asarray(1.0), ones(20, 30), "scalars"),
+        (ones(20, 30), 2.0, "scalars"),
+        (ones(20, 30)[ones(20, chunks=10) > 0], ones(30, 20), "compute_chunk_sizes"),
+    ],
+)
+def test_bad_operands(inproc_client, a, b, message):
+    with pytest.raises(PlanError, match=message) as caught:
+        matmul(a, b)
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(PlanError, match=message):
+        explain(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "strassen"}, "unknown method 'strassen'.*'summa'"),
+        ({"engine": "tpu"}, "unknown engine 'tpu'.*'numpy'"),
+        ({"workers": ["tcp://127.0.0.1:1"]}, "tcp://127.0.0.1:1.*is not in the cluster"),
+        ({"workers": 5}, "workers=5, but the cluster has 4"),
+        ({"workers": 0}, "at least 1"),
+        ({"workers": [7]}, "expected addresses"),
+        ({"out_chunks": ((5, 5), (20,))}, "out_chunks"),
+    ],
+)
+def test_bad_options(inproc_client, options, message):
+    with pytest.raises(PlanError, match=message):
+        matmul(ones(20, 30), ones(30, 20), **options)
+
+
+def test_bad_configuration(inproc_client):
+    with dask.config.set({"distmm.timeouts.vote": "soon"}), pytest.raises(PlanError, match=r"distmm\.timeouts\.vote"):
+        matmul(ones(20, 30), ones(30, 20))
+    with dask.config.set({"distmm.retries": -1}), pytest.raises(PlanError, match=r"distmm\.retries"):
+        matmul(ones(20, 30), ones(30, 20))
+    with dask.config.set({"distmm.method": "magic"}), pytest.raises(PlanError, match="magic"):
+        matmul(ones(20, 30), ones(30, 20))
+
+
+def test_projected_memory_at_the_call(client):
+    a = da.ones((40_000, 40_000), chunks=4000)
+    with pytest.raises(ProjectedMemoryError, match=r"GiB.*limit-fraction") as caught:
+        matmul(a, a)
+    error = caught.value
+    assert isinstance(error, MemoryError)
+    assert max(error.projected.values()) > 2**31 > max(error.limit.values())
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (5, 0, 7), (5, 7, 0), (0, 0, 0)])
+def test_empty(inproc_client, shape):
+    m, k, n = shape
+    c = matmul(ones(m, k), ones(k, n, dtype="int8"))
+    assert c.dtype == float
+    np.testing.assert_array_equal(c.compute(), np.zeros((m, n)))
+
+
+@pytest.mark.parametrize(("a", "b"), [((30,), (30,)), ((30,), (30, 20)), ((20, 30), (30,))])
+def test_vectors(inproc_client, a, b):
+    rng = np.random.default_rng()
+    x, y = rng.standard_normal(a), rng.standard_normal(b)
+    c = matmul(da.from_array(x, chunks=7), da.from_array(y, chunks=8))
+    assert c.shape == (x @ y).shape
+    np.testing.assert_allclose(c.compute(), x @ y, rtol=1e-12, atol=1e-13)
+
+
+def test_nan_and_infinity(inproc_client):
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((40, 30)), rng.standard_normal((30, 20))
+    a[3, 4], a[5, 6], b[7, 8], b[6, 1] = np.nan, np.inf, -np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        expected = a @ b
+    got = matmul(da.from_array(a, chunks=11), da.from_array(b, chunks=12)).compute()
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+    np.testing.assert_array_equal(np.isinf(got), np.isinf(expected))
+    finite = np.isfinite(expected)
+    np.testing.assert_allclose(got[finite], expected[finite], rtol=1e-12, atol=1e-12)
+
+
+def test_numpy_operands_and_out_chunks(inproc_client):
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((40, 30)), rng.standard_normal((30, 20))
+    c = matmul(a, da.from_array(b, chunks=7), out_chunks=(9, 20))
+    assert c.chunks == ((9, 9, 9, 9, 4), (20,))
+    assert_product(a, b, c.compute())
+
+
+def test_more_dimensions_and_other_types_are_dasks(inproc_client):
+    x = ones(3, 20, 30)
+    c = matmul(x, ones(30, 10))
+    assert c.shape == (3, 20, 10)
+    assert not any("distmm" in str(key) for key in c.dask)
+    objects = da.from_array(np.ones((4, 4), object), chunks=2)
+    assert not any("distmm" in str(key) for key in matmul(objects, objects).dask)
+    masked = da.ma.masked_greater(ones(20, 20), 5)
+    assert not any("distmm" in str(key) for key in matmul(masked, masked).dask)
+
+
+def test_without_a_cluster():
+    a = da.from_array(np.random.default_rng().standard_normal((30, 30)), chunks=10)
+    c = matmul(a, a)
+    assert not any("distmm" in str(key) for key in c.dask)
+    assert_product(a.compute(), a.compute(), c.compute())
+    reason = explain(a, a)
+    assert isinstance(reason, NotCollective)
+    assert not reason
+    assert "no cluster" in repr(reason)
+    made = explain(a, a, workers=4, method="summa")
+    assert made.grid == (2, 2, 1)
+    assert made.workers == ("worker-0", "worker-1", "worker-2", "worker-3")
+
+
+def test_made_for_a_cluster_computed_without(inproc_client):
+    a = da.from_array(np.random.default_rng().standard_normal((30, 30)), chunks=10)
+    c = matmul(a, a, method="summa")
+    assert any("distmm" in str(key) for key in c.dask)
+    for scheduler in ("threads", "sync"):
+        assert_product(a.compute(), a.compute(), c.compute(scheduler=scheduler))
+
+
+def test_explain_knows_placement(inproc_client):
+    a = da.ones((400, 400), chunks=100)
+    lazy = explain(a, a)
+    assert lazy.where_a is None
+    persisted = inproc_client.persist(a)
+    dask.distributed.wait(persisted) if hasattr(dask, "distributed") else None
+    from distributed import wait
+
+    wait(persisted)
+    made = explain(persisted, persisted, method="allgather")
+    assert made.where_a is not None
+    assert len(made.where_a) == 16
+    text = repr(made)
+    for word in ("allgather", "method", "grid", "flops", "memory", "time", "against"):
+        assert word in text or (word == "against" and len(made.alternatives) == 1)
+    assert max(made.projected_bytes.values()) > 0
+    assert made.estimate.seconds > 0
+
+
+def test_names_are_deterministic(inproc_client):
+    a = ones(20, 30)
+    assert matmul(a, a.T).name == matmul(a, a.T).name
+    assert matmul(a, a.T).name != matmul(a, a.T, method="local").name
+    assert dask_distmm.matmul(a, a.T).dask.layers.keys() == matmul(a, a.T).dask.layers.keys()
+
+
+def test_asynchronous_client(inproc_cluster):
+    import asyncio
+
+    from distributed import Client
+
+    async def work() -> np.ndarray:
+        async with Client(inproc_cluster.scheduler_address, asynchronous=True) as client:
+            a = da.from_array(x, chunks=20)
+            return await client.compute(matmul(a, a))
+
+    x = np.random.default_rng().standard_normal((50, 50))
+    assert_product(x, x, asyncio.run(work()))
