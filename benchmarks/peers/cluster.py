@@ -67,7 +67,7 @@ class ClusterSession:
                     n_workers=self.workers,
                     threads_per_worker=self.threads,
                     processes=True,
-                    dashboard_address=None,
+                    dashboard_address="127.0.0.1:0",
                 )
             self._client = Client(self._cluster)
             self._client.wait_for_workers(self.workers)

@@ -1,0 +1,62 @@
+"""Run Dask's own tests of matrix products with dask_distmm enabled, on a cluster of worker processes.
+
+    python tests/run_dask_tests.py [--baseline] [pytest arguments]
+
+Takes the tests from the installed Dask: all of ``test_linalg``, and those of the other modules whose names
+speak of products. Products of any size are routed here (``minimum-flops`` 0), and ``assert_eq`` computes on
+the cluster instead of in this thread. Prints how many collective runs took place; none is a failure.
+``--baseline`` does the same without dask_distmm, to tell its failures from Dask's own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import dask
+import dask.array
+import dask.array.utils
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_distmm
+
+MODULES = ("test_routines", "test_linalg", "test_array_core", "test_array_function", "test_gufunc", "test_masked")
+NAMES = "matmul or dot or tensordot or einsum or linalg or lstsq or svd or qr or solve or cov or corrcoef"
+
+
+def count_runs(dask_scheduler) -> int:
+    return dask_scheduler.plugins["distmm"].newest_run if "distmm" in dask_scheduler.plugins else 0
+
+
+def compute_on_the_cluster() -> None:
+    """Make ``assert_eq`` use the default client."""
+    function = dask.array.utils.assert_eq
+    function.__defaults__ = tuple(None if value == "sync" else value for value in function.__defaults__)
+
+
+def main(arguments: list[str]) -> int:
+    baseline = "--baseline" in arguments
+    arguments = [argument for argument in arguments if argument != "--baseline"]
+    compute_on_the_cluster()
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+        dask.config.set({"distmm.minimum-flops": 0}),
+    ):
+        if not baseline:
+            dask_distmm.enable()
+        status = pytest.main(
+            [
+                "-p", "no:cacheprovider", "-q", "--pyargs", "-c", "/dev/null", "--rootdir", "/",
+                "-k", NAMES, "-W", "ignore", "--timeout", "60",
+                *(f"dask.array.tests.{module}" for module in MODULES), *arguments,
+            ]
+        )  # fmt: skip
+        dask_distmm.disable()
+        runs = client.run_on_scheduler(count_runs)
+    print(f"collective runs: {runs}")
+    return int(status) if runs or baseline else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
