@@ -125,7 +125,10 @@ def too_little_memory(size: int, workers: int, available: int) -> str | None:
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the block: what is half started or half closed can't be cleaned up."""
+    """Let Ctrl-C wait until the end of the block: what is half started or half closed can't be cleaned up.
+
+    After the first one all others are ignored: it ends the program, and that takes a second.
+    """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:  # ignored, or somebody else's
         yield
@@ -135,7 +138,7 @@ def interrupts_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if noted else before)
     if noted:
         raise KeyboardInterrupt
 
@@ -182,6 +185,13 @@ def running_cluster(workers: int) -> Iterator[tuple[Client, Path]]:
             client = stack.enter_context(Client(cluster))
             client.wait_for_workers(workers, timeout=60)
         yield client, folder
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Work that is cut short has Dask and asyncio complain, some of it as late as at the program's end.
+        # What went wrong is on its way to the user already.
+        logging.disable(logging.CRITICAL)
+        raise
     finally:
         with interrupts_deferred():
             stack.close()
@@ -202,7 +212,7 @@ def worst_error(a: NDArray[Any], b: NDArray[Any], magnitude_b: NDArray[Any], c: 
     error = np.abs(c - a @ b)
     bound = a.shape[1] * np.finfo(c.dtype).eps * (np.abs(a) @ magnitude_b)
     share = np.divide(error, bound, out=np.where(error == 0, 0.0, np.inf), where=bound > 0)
-    return float(np.max(np.nan_to_num(share, nan=np.inf)))
+    return float(np.max(np.nan_to_num(share, nan=np.inf, posinf=np.inf)))
 
 
 def check(a: da.Array, b: da.Array, c: da.Array) -> float:
@@ -345,17 +355,18 @@ def principal_components(say: Say, workers: int, folder: Path) -> None:
     say("\n1. Principal components of real data")
     say(
         "  X: scikit-learn's handwritten digits, 1797 images of 64 pixels, with the products of all pairs\n"
-        f"  of them, columns standardised: {x.shape[0]} x {x.shape[1]} {x.dtype}, {size_text(x.nbytes)}, computed by Dask\n"
-        f"  and written to {store}"
+        f"  of them, columns standardised: {x.shape[0]} x {x.shape[1]} {x.dtype}, {size_text(x.nbytes)}, "
+        f"computed by Dask\n  and written to {store}"
     )
     gram = checked(say, "Gram matrix X.T @ X, from the store", x.T, x).compute()
     held = finish(x)
     compare(say, held.T, held)
+    del held  # its keys are those of x: what comes next would not read the store
     found, share = components(gram, COMPONENTS)
     say(f"\n  V: the {COMPONENTS} leading eigenvectors; they carry {100 * share:.1f} % of the variance")
     v = da.from_array(found, chunks=(x.chunks[1], COMPONENTS))
     checked(say, "Projection X @ V, from the store", x, v)
-    compare(say, held, finish(v))
+    compare(say, finish(x), finish(v))
 
 
 def square_product(say: Say, size: int, workers: int) -> None:

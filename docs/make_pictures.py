@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +62,12 @@ class Page:
 
     def box(self, x: float, y: float, w: float, h: float, fill: Color = "none", width: float = 0.8) -> None:
         """Draw a rectangle."""
-        style: dict[str, Any] = {"facecolor": fill, "edgecolor": INK, "linewidth": width, "clip_on": False}
-        self.axes.add_patch(Rectangle((x, y), w, h, **style))
+        self.axes.add_patch(Rectangle((x, y), w, h, fc=fill, ec=INK, lw=width, clip_on=False))
 
     def text(self, x: float, y: float, text: str, size: float = 9, align: str = "left", **style: Any) -> None:
         """Write text, centred vertically on y."""
-        style = {"size": size, "ha": align, "va": "center", "color": INK, "linespacing": 1.35} | style
-        self.axes.text(x, y, text, **style)
+        usual: dict[str, Any] = {"size": size, "ha": align, "va": "center", "color": INK, "linespacing": 1.35}
+        self.axes.text(x, y, text, **(usual | style))
 
     def title(self, x: float, y: float, text: str, align: str = "left") -> None:
         """Write text in bold."""
@@ -81,8 +79,8 @@ class Page:
 
     def arrow(self, start: Point, end: Point, color: str = INK) -> None:
         """Draw an arrow."""
-        arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
-        self.axes.annotate("", end, start, arrowprops=arrow)
+        style = {"arrowstyle": "-|>", "color": color, "lw": 1.0, "shrinkA": 0, "shrinkB": 0}
+        self.axes.annotate("", end, start, arrowprops=style)
 
     def disc(self, x: float, y: float, rank: int) -> None:
         """Write a rank's number on its colour."""
@@ -101,13 +99,12 @@ def why() -> Page:
             page.box(left + 25 * j, 58 + 25 * i, 25, 25, tint(0, 1 if name == "A" else 0.4) if hot else PALE)
     page.text(135, 108, "@", 12, "center")
     page.text(265, 108, "=", 12, "center")
-    page.text(20, 182, "The blue chunk of A meets 4 chunks of B in 4 tasks, wherever\nthese run. Each makes a matrix;")
-    page.text(20, 206, "further tasks sum 4 of these to one chunk of D.")
-
+    page.text(20, 182, "The blue chunk of A meets 4 chunks of B in 4 tasks, wherever")
+    page.text(20, 200, "these run. Further tasks sum 4 products to a chunk of D.")
     page.title(430, 20, "dask_distmm: one collective")
     for index, (x, ways) in enumerate([(434, 8)] * 8 + [(698, 4)] * 4):
         y = 48 + 18 * index if ways == 8 else 66 + 27 * (index - 8)
-        page.line((x + 7, y + 7), (x + 65, y + 7), color=GREY)
+        page.line((x + 14, y + 7), (x + 60, y + 7), color=GREY)
         for left, rank in ((x, index // 2), (x + 60, index % 4)):
             page.box(left, y, 14, 14, tint(rank, 0.6) if (left == x) == (ways == 8) else WHITE)
         page.arrow(*(((508, y + 7), (580, 119)) if ways == 8 else ((640, 119), (696, y + 7))), GREY)
@@ -116,7 +113,6 @@ def why() -> Page:
     for x, y, label in ((441, 204, "chunks"), (511, 204, "contribute"), (611, 160, "one run on\nall workers"),
                         (704, 204, "collect"), (763, 204, "D")):  # fmt: skip
         page.text(x, y, label, 9, "center")
-
     page.title(20, 250, "Tasks of A @ B for n x n chunks, without those of A and B, before Dask's optimizer")
     for row, n in enumerate((4, 8, 16)):
         page.title(20, 301 + 84 * row, f"n = {n}")
@@ -131,8 +127,7 @@ def why() -> Page:
 def task_counts(n: int) -> tuple[int, int]:
     """Return how many tasks stock Dask and we add for n x n chunks."""
     a, b = da.zeros((8 * n, 8 * n), chunks=8), da.ones((8 * n, 8 * n), chunks=8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Dask's PerformanceWarning: n times as many chunks
+    with warnings.catch_warnings(action="ignore"):  # Dask's PerformanceWarning: n times as many chunks
         stock = len((a @ b).__dask_graph__()) - 2 * n * n
     problem = problem_of(a, b, "auto", "auto", None, None)
     return stock, len(build_graph(problem, a, b).layers[problem.name])
@@ -172,12 +167,9 @@ def box() -> Page:
     page.text(190, 215, "D, m x n", 9.5, "center", color=WHITE, weight="bold")
     page.text(310, 184, "A, m x k", 9.5, "center", weight="bold", rotation=-90)
     page.title(230, 105, "B, k x n", "center")
-    for x, y, label in (
-        (260, 309, "n: columns of B and D"),
-        (98, 215, "m: rows of\nA and D"),
-        (128, 92, "k: what is\nsummed over"),
-    ):
-        page.text(x, y, label, 9, "right")
+    page.text(260, 309, "n: columns of B and D", 9, "right")
+    page.text(98, 215, "m: rows of\nA and D", 9, "right")
+    page.text(128, 92, "k: what is\nsummed over", 9, "right")
     left, top, row, col, size = 450, 135, 100, 60, 160
     solid(page, forced("local"), left, top, size, 0.3, numbers=False)
     for r, c, color in ((row, col, INK), (row, size, RANKS[0]), (0, col, RANKS[0])):
@@ -199,11 +191,11 @@ def methods() -> Page:
     notes = {
         "local": "One worker, rank 0, takes it all.\nGood for small products.",
         "allgather": "A slab of A, all of B. Good when\nB is the smaller operand.\n(1 x 4 x 1 is the other way round.)",
-        "summa": "Rows of A, columns of B. Good when A\nand B are both large: each rank needs\nonly a part of both.",
-        "reducescatter": "A slab of k: a sum over it for all of D\n(light). Then it adds up all ranks' sums\n"
-        "for one slab of D (solid). Good when k is\nlong and D is small.",
-        "allreduce": "The same, but it adds up the chunks of\nD that it keeps (solid). Good when D's\n"
-        "chunks do not follow the slabs.",
+        "summa": "Rows of A, columns of B.\nGood when A and B are both large.",
+        "reducescatter": "A slab of k: a sum over it for all of D\n(light). All ranks' sums for one slab of D\n"
+        "are added up (solid). Good when k is long.",
+        "allreduce": "The same, but what is added up are the\nchunks of D that the rank keeps. Good\n"
+        "when these do not follow the slabs.",
     }
     for row, (method, note) in enumerate(notes.items()):
         made, top = forced(method, 2 if method == "allreduce" else 4), 40 + 152 * row
@@ -245,12 +237,8 @@ def cuts() -> Page:
             r0, r1, c0, c1 = made.chunk_rect(index)
             page.disc(left + (c0 + c1) / 2 * scale, top + (r0 + r1) / 2 * scale, owner)
         page.text(left, 302, f"rows cut at {', '.join(map(str, made.rows))}")
-    page.text(
-        25, 337, "Thin lines: chunks of D. Thick: cuts. Colour: the rank that computes. Disc: the rank that owns."
-    )
-    page.text(
-        25, 362, "Crossed with a dashed line: computed by one rank, owned by another; sent to the owner at the end."
-    )
+    page.text(25, 337, "Thin lines: chunks of D. Thick: cuts. Colour: the rank that computes. Disc: the owner.")
+    page.text(25, 362, "Crossed with a dashed line: computed by a rank that is not the owner, sent there at the end.")
     return page
 
 
@@ -271,7 +259,6 @@ def walk() -> Page:
             page.box(120 + 76 * step, y, 72, 26, RANKS[source], 2.4 if home else 0.6)
             page.text(156 + 76 * step, y + 13, f"{panel.k0 // 384}{home}", 9, "center", color=on(source))
     page.text(120, 190, "First what is at home, then on from there: here no worker is asked by two ranks in one step.")
-
     page.title(20, 226, "Rank 0 in time, if a panel takes 0.8 of a multiply to arrive")
     start, link = 0.0, 0.0
     asked: list[Point] = []
@@ -311,14 +298,11 @@ def choice() -> Page:
             y += 23
             name, width = f"{e.method} {' x '.join(map(str, e.grid))}", 490 / max(e.seconds for e in ways)
             page.text(190, y, name, 9, "right", weight="normal" if number else "bold")
-            page.box(200, y - 9, width * e.compute_seconds, 18, RANKS[0])
-            page.box(200 + width * e.compute_seconds, y - 9, width * e.transfer_seconds, 18, RANKS[1])
+            page.box(200, y - 9, width * e.compute_seconds, 18, GREY)
+            page.box(200 + width * e.compute_seconds, y - 9, width * e.transfer_seconds, 18, PALE)
             page.text(207 + width * e.seconds, y, f"{e.seconds:.2f} s")
         y += 34
-    for x, rank, label in ((200, 0, "multiplying"), (330, 1, "receiving and adding up")):
-        page.box(x, y - 15, 20, 14, RANKS[rank])
-        page.text(x + 27, y - 8, label)
-
+    page.text(200, y - 10, "left, dark: multiplying; right, light: receiving and adding up")
     y += 30
     where = np.array([2, 2, 0, 0, 3, 3, 1, 1], np.int32).repeat(8)
     where[::7] = np.arange(10) % 4
@@ -346,7 +330,7 @@ def run() -> Page:
         page.line((x, 50), (x, 680), color=GREY, width=0.7, style=":")
         page.box(x - 54, 10, 108, 40, PALE)
         page.text(x, 30, label, 8.5, "center", weight="bold")
-    page.box(344, 152, 12, 416, tint(0))
+    page.box(344, 152, 12, 416, GREY)
     gap = {"facecolor": WHITE, "edgecolor": "none", "pad": 0.4}
     for way, y, text in (
         ("cs", 78, "graph: compute D"), ("ts", 165, "barrier: run it"), ("sx", 240, ""), ("st", 240, "vote?"),
@@ -357,16 +341,16 @@ def run() -> Page:
         start, end = (lanes[lane] for lane in way)
         if {*way} == {"e", "x"}:
             start, end = (534, 686) if way == "ex" else (686, 534)
-        page.arrow((start, y), (end, y), RANKS[0] if "e" in way else INK)
+        page.arrow((start, y), (end, y), GREY if "e" in way else INK)
         middle = 277 if abs(end - start) > 200 else (start + end) / 2
         page.text(middle, y - 9, text, 9, "center", bbox=gap if text else None)
-    for ways, y, height, rank, text in (
-        ("tx", 112, 24, 2, "stage chunks"), ("s", 195, 38, 1, "roster, run id,\nplan, its turn"),
-        ("tx", 264, 34, 2, "all staged?\nallocate"), ("s", 529, 24, 1, "pin the collects"),
-        ("ey", 394, 92, 3, "multiply\npanel by panel,\nadd up,\nhand over"), ("tx", 596, 24, 2, "collect"),
+    for ways, y, height, fill, text in (
+        ("tx", 112, 24, WHITE, "stage chunks"), ("s", 195, 38, PALE, "roster, run id,\nplan, its turn"),
+        ("tx", 264, 34, WHITE, "all staged?\nallocate"), ("s", 529, 24, PALE, "pin the collects"),
+        ("ey", 394, 92, "#CCCCCC", "multiply\npanel by panel,\nadd up,\nhand over"), ("tx", 596, 24, WHITE, "collect"),
     ):  # fmt: skip
         for x in (lanes[lane] for lane in ways):
-            page.box(x - 54, y - height / 2, 108, height, tint(rank, 0.35))
+            page.box(x - 54, y - height / 2, 108, height, fill)
             page.text(x, y, text, 9, "center")
     return page
 
@@ -382,10 +366,8 @@ def blocks() -> Page:
     for i, j in itertools.product(range(0, 9, 2), range(0, 10, 2)):
         rank, height = layout.owner(i, j), cell * min(2, 9 - i)
         (_, at_i), (_, at_j) = layout.rows.locate(i), layout.cols.locate(j)
-        for x, y, label in (
-            (20 + cell * j, top + cell * i, str(rank)),
-            (280 + 142 * (rank % 2) + cell * int(at_j), top + 130 * (rank // 2) + cell * int(at_i), f"{i},{j}"),
-        ):
+        local = 280 + 142 * (rank % 2) + cell * int(at_j), top + 130 * (rank // 2) + cell * int(at_i)
+        for (x, y), label in (((20 + cell * j, top + cell * i), str(rank)), (local, f"{i},{j}")):
             page.box(x, y, 2 * cell, height, RANKS[rank])
             page.text(x + cell, y + height / 2, label, 9, "center", color=on(rank))
     for copy in copies:
@@ -400,25 +382,18 @@ def blocks() -> Page:
     return page
 
 
-PICTURES: dict[str, Callable[[], Page]] = {
-    "why": why, "box": box, "methods": methods, "cuts": cuts, "panels": walk, "choice": choice, "run": run,
-    "block-cyclic": blocks,
-}  # fmt: skip
-
-
-def write(folder: Path, suffix: str) -> Iterator[Path]:
-    """Draw all pictures into a folder."""
+def main() -> None:
+    """Draw all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write PNGs there, and no SVG")
+    png = parser.parse_args().png
+    folder, suffix = (png, "png") if png else (Path(__file__).parent / "pictures", "svg")
     folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.hashsalt": "dask_distmm", "svg.fonttype": "none"}):
-        for name, draw in PICTURES.items():
-            path = folder / f"{name}.{suffix}"
-            draw().figure.savefig(path, dpi=100, metadata={"Date": None, "Creator": None} if suffix == "svg" else None)
-            yield path
+    mpl.rcParams.update({"svg.hashsalt": "dask_distmm", "svg.fonttype": "none"})
+    for draw in (why, box, methods, cuts, walk, choice, run, blocks):
+        path = folder / f"{draw.__name__}.{suffix}"
+        draw().figure.savefig(path, dpi=100, metadata=None if png else {"Date": None, "Creator": None})
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="write PNGs there, and no SVG")
-    target = parser.parse_args().png
-    for written in write(target or Path(__file__).parent / "pictures", "png" if target else "svg"):
-        print(written.name, written.stat().st_size)
+    main()

@@ -1,0 +1,104 @@
+"""The command line: both ways in, help, wrong arguments, errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from dask_distmm import __version__, demo
+from dask_distmm.cli import main
+from dask_distmm.errors import RunFailedError
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_it_is_a_group_with_the_name_of_the_entry_point() -> None:
+    assert isinstance(main, click.Group)
+    assert main.name == "distmm"
+    assert set(main.commands) == {"demo"}
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help(option: str) -> None:
+    result = invoke(option)
+    assert result.exit_code == 0
+    assert "demo" in result.output
+    result = invoke("demo", option)
+    assert result.exit_code == 0
+    for text in ("--size", "default: 4096", "--workers", "at least 2", "--debug", "real data"):
+        assert text in " ".join(result.output.split())
+
+
+def test_version() -> None:
+    assert invoke("--version").output == f"dask_distmm, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("way", "usage"),
+    [(["dask", "distmm"], "Usage: python -m dask distmm demo"), (["dask_distmm"], "Usage: python -m dask_distmm demo")],
+    ids=["dask distmm", "python -m dask_distmm"],
+)
+def test_both_ways_in(way: list[str], usage: str) -> None:
+    command = [sys.executable, "-W", "error", "-m", *way, "demo", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert usage in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--size", "0"], ["--size", "-5"], ["--size", "many"], ["--workers", "0"], ["--sizes", "5"], ["extra"]],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_said(arguments: list[str]) -> None:
+    result = invoke("demo", *arguments)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+    assert arguments[0] in result.stderr
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+    def run(*arguments: Any) -> None:
+        raise RunFailedError("rank 1 failed\nand many details")
+
+    monkeypatch.setattr(demo, "run", run)
+    return RunFailedError
+
+
+def test_an_error_is_one_line(failing: type[Exception]) -> None:
+    result = invoke("demo", "--size", "8")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: RunFailedError: rank 1 failed (--debug shows the traceback)\n"
+
+
+def test_debug_lets_the_traceback_out(failing: type[Exception]) -> None:
+    result = invoke("demo", "--size", "8", "--debug")
+    assert isinstance(result.exception, failing)
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", run)
+    result = invoke("demo", "--size", "8")
+    assert result.exit_code == 130
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_size_and_workers_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(demo, "run", lambda *arguments: seen.append(arguments[:2]))
+    monkeypatch.setattr(demo, "default_workers", lambda: 7)
+    monkeypatch.setattr(demo, "available_memory", lambda: 2**40)
+    assert invoke("demo", "--size", "8", "--workers", "3").exit_code == 0
+    assert invoke("demo").exit_code == 0
+    assert seen == [(8, 3), (4096, 7)]
