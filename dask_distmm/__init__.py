@@ -49,6 +49,5 @@ __all__ = [
 ]
 
 
-
 if _setting("enabled") is True:
     enable()

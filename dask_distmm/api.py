@@ -162,7 +162,8 @@ def explain(
         known = snapshot(client, problem.workers, [a, b])
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
-    return plan(problem, known.workers, *known.placed, sources=known.sources)
+    where_a, where_b = known.placed
+    return plan(problem, known.workers, where_a=where_a, where_b=where_b, sources=known.sources)
 
 
 def why_not(a: da.Array, b: da.Array, *, cluster: bool = True) -> str | None:

@@ -54,9 +54,7 @@ def current_client() -> Client | None:
     return client if client.status == "running" else None
 
 
-def snapshot(
-    client: Client, workers: tuple[str, ...] | int | None, arrays: Sequence[Any] = ()
-) -> Snapshot | None:
+def snapshot(client: Client, workers: tuple[str, ...] | int | None, arrays: Sequence[Any] = ()) -> Snapshot | None:
     """Ask the scheduler; None if that would block an event loop (asynchronous clients).
 
     Raises

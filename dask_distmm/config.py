@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,9 +19,7 @@ from dask_distmm.errors import PlanError
 
 __all__ = ["DEFAULTS", "Machine", "Options", "read_options", "register_defaults", "setting"]
 
-DEFAULTS: dict[str, Any] = yaml.safe_load(
-    importlib.resources.files("dask_distmm").joinpath("distmm.yaml").read_text()
-)
+DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dask_distmm").joinpath("distmm.yaml").read_text())
 
 
 def register_defaults() -> None:
@@ -85,7 +82,7 @@ def read_options(engine: str = "numpy") -> Options:
 
     def number(key: str, low: float, high: float = float("inf")) -> float:
         value = setting(key)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise PlanError(f"config distmm.{key} is {value!r}; expected a number from {low} to {high}")
         return float(value)
 
@@ -94,9 +91,7 @@ def read_options(engine: str = "numpy") -> Options:
         try:
             return parse(value)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise PlanError(
-                f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}"
-            ) from error
+            raise PlanError(f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}") from error
 
     gflops = setting(f"machine.{engine}.gflops")
     if not isinstance(gflops, Mapping) or "other" not in gflops:

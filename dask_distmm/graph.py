@@ -1,10 +1,10 @@
-"""The task graph of a multiply: contribute tasks, one barrier, collect tasks.
+r"""The task graph of a multiply: contribute tasks, one barrier, collect tasks.
 
 ::
 
-    A(i,j) -> contribute \\                       / collect (0,0) -> D(0,0)
+    A(i,j) -> contribute \                       / collect (0,0) -> D(0,0)
     ...                   > barrier (one a run) <  ...
-    B(i,j) -> contribute /                       \\ collect (p,q) -> D(p,q)
+    B(i,j) -> contribute /                       \ collect (p,q) -> D(p,q)
 
 The graph does not know the cluster: who multiplies what is decided when the barrier runs, on the scheduler.
 No task waits for another one's task; only the barrier waits, for the run.
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines import get_engine
 from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, RunFailedError
 from dask_distmm.keys import barrier_key, stage_name
-from dask_distmm.plan import Plan, Problem, Worker, plan
+from dask_distmm.plan import Problem, Worker, plan
 from dask_distmm.worker import WorkerSide, worker_side
 
 __all__ = ["barrier", "build_graph", "collect", "contribute"]
@@ -134,8 +134,8 @@ def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
     if problem.same:
         operands = operands * 2
     chunks = {(op, i): chunk for op, found in zip("ab", operands, strict=True) for i, chunk in enumerate(found)}
-    where = [np.zeros(len(found), np.int32) for found in operands]
-    made: Plan = plan(problem, [Worker("here")], *where)
+    where_a, where_b = (np.zeros(len(found), np.int32) for found in operands)
+    made = plan(problem, [Worker("here")], where_a=where_a, where_b=where_b)
     job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None)
     job.prepare()
     return Alone(job.execute())

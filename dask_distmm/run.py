@@ -1,9 +1,9 @@
-"""The state machine of one run, without I/O: who is expected to answer, who has, and what follows.
+r"""The state machine of one run, without I/O: who is expected to answer, who has, and what follows.
 
 ::
 
     staged -> voting -> running -> done
-       \\         \\         \\
+       \         \         \
         +---------+---------+----> failed
 
 A run enters ``running`` only when every participant has voted for it, and ``done`` only when every one has

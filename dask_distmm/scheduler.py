@@ -92,7 +92,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         except DistMMError as error:
             return _as_plain(error)
 
-    async def roster(self, wanted: Any = None, names: tuple[str, str] | None = None, counts: Any = None) -> dict[str, Any]:
+    async def roster(
+        self, wanted: Any = None, names: tuple[str, str] | None = None, counts: Any = None
+    ) -> dict[str, Any]:
         """Return the workers that can take part and, for arrays by name, where their chunks are (for `explain`)."""
         try:
             workers = await self._roster(tuple(wanted) if isinstance(wanted, list | tuple) else wanted)
@@ -137,9 +139,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # One run
 
-    async def _run(
-        self, problem: Problem, addresses: list[str], where: list[bytes], worker: str
-    ) -> dict[str, Any]:
+    async def _run(self, problem: Problem, addresses: list[str], where: list[bytes], worker: str) -> dict[str, Any]:
         key, retries = barrier_key(problem.name), problem.options.retries
         for old in [run for run in self.live.values() if run.name == problem.name]:
             await self._end(old, "the multiply was started again")
@@ -185,7 +185,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})
         table = np.array([number[address] for address in addresses], np.int32)
         found = [table[np.frombuffer(raw, np.int32)] for raw in where]
-        made: Plan = await asyncio.to_thread(plan, problem, workers, *(found * (2 if problem.same else 1)), sources)
+        made = await asyncio.to_thread(plan, problem, workers, where_a=found[0], where_b=found[-1], sources=sources)
         # Workers that neither multiply nor hold a chunk have no part in it.
         needed = np.unique(np.concatenate([np.asarray(made.ranks), *found]))
         run.participants = frozenset(made.participants[index].address for index in needed.tolist())
@@ -230,7 +230,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def _all(self, run: Run, ask: Callable[[str], Awaitable[Any]], timeout: float | None) -> dict[str, Any]:
         """Ask all participants at once; the first failure, or the end of the run, ends the waiting."""
-        tasks = {asyncio.ensure_future(ask(address)): address for address in run.participants}
+        tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
         changed = asyncio.ensure_future(self._ended(run))
         answers: dict[str, Any] = {}
         loop = asyncio.get_running_loop()
@@ -268,6 +268,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return answer
         if status == "missing":
             raise _Lost(f"{address} no longer has {answer['count']} chunks that were staged there")
+        if status == "lost":
+            raise _Lost(f"{address}: {answer['message']}")
         if answer is None:
             raise EngineError(f"worker {address} does not know dask_distmm: install it there")
         reason = answer.get("message", str(answer)) if isinstance(answer, Mapping) else str(answer)
@@ -299,7 +301,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         who = f" on {', '.join(sorted(ranks))}" if ranks else ""
         phase = run.failed_in or run.phase
         self._event("failed", run, reason=reason)
-        return RunFailedError(f"run {run.run_id} of {run.name} failed while {phase}{who}: {reason}", run.run_id, phase, ranks)
+        return RunFailedError(
+            f"run {run.run_id} of {run.name} failed while {phase}{who}: {reason}", run.run_id, phase, ranks
+        )
 
     def _pin(self, run: Run, made: Plan) -> None:
         """Restrict collect tasks to the workers that hold their chunks."""
@@ -362,7 +366,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """End runs that need a worker that is gone; start those again whose results it held."""
         self.described.pop(worker, None)
-        if any([run.lose([worker]) for run in self.live.values()]):
+        lost = [run for run in self.live.values() if run.lose([worker])]
+        if lost:
             self._notify()
         for name, (run, made) in list(self.done.items()):
             if worker not in made.workers:

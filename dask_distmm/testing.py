@@ -86,6 +86,7 @@ def random_chunks(rng: np.random.Generator, length: int, most: int) -> tuple[int
 
 def random_matrix(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype, order: str) -> NDArray[Any]:
     """Return a random matrix of any supported type, in C or F order."""
+    data: NDArray[Any]
     if dtype.kind == "b":
         data = rng.random(shape) < 0.1
     elif dtype.kind in "iu":
@@ -243,9 +244,7 @@ def conformance(
     if own_out_chunks:
         out = (random_chunks(rng, m, most_chunks), random_chunks(rng, n, most_chunks))
     options = dataclasses.replace(read_options(), pack_below=pack_below, panel_bytes=2**14)
-    problem = make_problem(
-        a_chunks, b_chunks, dtype, b_dtype=b_dtype, method=method, out_chunks=out, options=options
-    )
+    problem = make_problem(a_chunks, b_chunks, dtype, b_dtype=b_dtype, method=method, out_chunks=out, options=options)
     a, b = (
         random_matrix(rng, size, dtype_from_name(name), order)
         for size, name, order in (((m, k), problem.a_dtype, orders[0]), ((k, n), problem.b_dtype, orders[1]))
@@ -258,7 +257,8 @@ def conformance(
     ]
     roster = [Worker(f"w{index}") for index in range(nranks)]
     extra = [Worker(f"s{index}") for index in range(sources)]
-    made = Plan.from_wire(plan(problem, roster, *where, sources=extra, engine=engine.name).to_wire())
+    made = plan(problem, roster, where_a=where[0], where_b=where[1], sources=extra, engine=engine.name)
+    made = Plan.from_wire(made.to_wire())
     try:
         result = run_jobs(engine, made, chunks)
         nrows, ncols = problem.chunk_counts("d")
@@ -275,9 +275,7 @@ def conformance(
     return made
 
 
-def _with_guards(
-    operand: str, matrix: NDArray[Any], sizes: Chunks, transposed: bool
-) -> dict[ChunkKey, NDArray[Any]]:
+def _with_guards(operand: str, matrix: NDArray[Any], sizes: Chunks, transposed: bool) -> dict[ChunkKey, NDArray[Any]]:
     """Cut a matrix into chunks that lie in larger, poisoned arrays."""
     found: dict[ChunkKey, NDArray[Any]] = {}
     rows, cols = (np.concatenate([[0], np.cumsum(s)]) for s in sizes)

@@ -210,7 +210,7 @@ class WorkerSide:
                     return _refusal(f"no result of run {run_id!r} is here")
                 return {"status": "OK", "data": [to_serialize(chunk)]}
             if run_id not in self.runs:
-                return _refusal(f"run {run_id!r} is not live here")
+                return {"status": "gone", "message": f"run {run_id!r} is not live here"}
             plan, job = self.runs[run_id]
             _check_boxes(plan, kind, table)
             await asyncio.wrap_future(job.available(kind))
@@ -312,7 +312,9 @@ def _refusal(message: str) -> dict[str, Any]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """Return an error as plain types."""
+    """Return an error as plain types; a connection that broke means a worker that is gone."""
+    if isinstance(error, OSError):
+        return {"status": "lost", "message": f"{type(error).__name__}: {error}"}
     text = f"{type(error).__name__}: {error}"
     detail = "" if isinstance(error, DistMMError) else "".join(traceback.format_exception(error)[-6:])
     return {"status": "failed", "message": text, "traceback": detail}

@@ -167,18 +167,20 @@ def test_workers_by_address_and_number(client):
 
 
 def test_late_worker_takes_part():
-    with LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0") as cluster:
-        with Client(cluster) as client:
-            a = fresh(300, 300, chunks=100)
-            matmul(a, a).compute()
-            cluster.scale(2)
-            client.wait_for_workers(2)
-            b = fresh(300, 300, chunks=100)
-            assert len(dask_distmm.explain(a, b, method="allgather").ranks) == 2
-            c = matmul(a, b, method="allgather").persist()
-            wait(c)
-            assert len({found[0] for found in client.who_has(c).values()}) == 2
-            assert_product(a.compute(), b.compute(), c.compute())
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        a = fresh(300, 300, chunks=100)
+        matmul(a, a).compute()
+        cluster.scale(2)
+        client.wait_for_workers(2)
+        b = fresh(300, 300, chunks=100)
+        assert len(dask_distmm.explain(a, b, method="allgather").ranks) == 2
+        c = matmul(a, b, method="allgather").persist()
+        wait(c)
+        assert len({found[0] for found in client.who_has(c).values()}) == 2
+        assert_product(a.compute(), b.compute(), c.compute())
 
 
 def test_first_use_without_the_client_side():

@@ -51,6 +51,9 @@ class DaskComm:
                 f"worker {address} did not deliver its chunks within {self._timeout:g} s (config "
                 "distmm.timeouts.transfer)"
             ) from None
+        if isinstance(answer, dict) and answer.get("status") == "gone":
+            # Either the run was ended, or another process has taken the worker's place.
+            raise ConnectionError(f"worker {address}: {answer['message']}")
         if not isinstance(answer, dict) or answer.get("status") != "OK":
             reason = answer.get("message", answer) if isinstance(answer, dict) else answer
             raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {reason}")

@@ -11,17 +11,20 @@ columns, and every matrix whose rows or columns are contiguous is used without a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import scipy.linalg.cython_blas
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
 
-__all__ = ["gemm"]
+__all__ = ["blas_threads", "gemm"]
 
 _PREFIX = {"f": "s", "d": "d", "F": "c", "D": "z"}
 
@@ -77,12 +80,34 @@ def _leading(x: NDArray[Any]) -> ctypes.c_int:
     return ctypes.c_int(max(1, x.shape[0], x.strides[1] // x.itemsize if x.shape[1] > 1 else 0))
 
 
+_threads_lock = threading.Lock()
+_threads_users: list[threadpool_limits] = []
+
+
+@contextlib.contextmanager
+def blas_threads(number: int) -> Iterator[None]:
+    """Let BLAS use `number` threads of this process (nannies start workers with one).
+
+    The setting belongs to the process: the first to enter sets it, the last to leave puts back what was.
+    """
+    with _threads_lock:
+        _threads_users.append(threadpool_limits(number, user_api="blas") if not _threads_users else _threads_users[0])
+    try:
+        yield
+    finally:
+        with _threads_lock:
+            limits = _threads_users.pop()
+            if not _threads_users:
+                limits.restore_original_limits()
+
+
 @functools.cache
 def _routine(char: str) -> Callable[..., None] | None:
     """Return SciPy's BLAS gemm for a type, or None if there is none with 32-bit integer arguments."""
     if char not in _PREFIX:
         return None
-    capsule = scipy.linalg.cython_blas.__pyx_capi__[f"{_PREFIX[char]}gemm"]
+    capsules: Mapping[str, Any] = scipy.linalg.cython_blas.__pyx_capi__
+    capsule = capsules[f"{_PREFIX[char]}gemm"]
     api = ctypes.pythonapi
     api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p
@@ -91,5 +116,5 @@ def _routine(char: str) -> Callable[..., None] | None:
     if not re.match(rb"void \(char \*, char \*, int \*, int \*, int \*, ", name):
         return None
     text, integer, data = ctypes.c_char_p, ctypes.POINTER(ctypes.c_int), ctypes.c_void_p
-    kinds = [text, text, integer, integer, integer, data, data, integer, data, integer, data, data, integer]
+    kinds: list[Any] = [text, text, integer, integer, integer, data, data, integer, data, integer, data, data, integer]
     return ctypes.CFUNCTYPE(None, *kinds)(api.PyCapsule_GetPointer(capsule, name))

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm
-from dask_distmm.engines.blas import gemm
+from dask_distmm.engines.blas import blas_threads, gemm
 from dask_distmm.engines.panels import Panel, Piece, panels, split_at_chunks
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
@@ -98,7 +98,8 @@ class NumpyJob:
         """Multiply, add up partial sums, gather the chunks that this rank owns."""
         if self.rank is None:
             return {}
-        self._multiply()
+        with blas_threads(self.plan.participants[self.me].nthreads):
+            self._multiply()
         _open(self._available["partial"])
         if self.plan.grid[2] > 1:
             self._add_up()
@@ -169,7 +170,7 @@ class NumpyJob:
         return Block(r0, r1, c0, c1, data)
 
     def _add_up(self) -> None:
-        """Add the other ranks' partial sums to this rank's part of D, always in the order of ranks."""
+        """Add the other ranks' partial sums to this rank's part of D, in an order that is the same every time."""
         assert self.rank is not None
         cells = [cell for rect in self.plan.final_rects(self.rank) for cell in self._cells(rect)]
         if not cells:
@@ -235,9 +236,7 @@ class NumpyJob:
     # What passes between participants
 
     def _ask(self, peer: int, pieces: list[Piece]) -> _Answer:
-        boxes = np.array(
-            [(p.operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p in pieces], np.int64
-        )
+        boxes = np.array([(p.operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p in pieces], np.int64)
         dtypes = [self.chunk_type(piece.operand) for piece in pieces]
         return self._fetch(peer, "input", boxes, dtypes[0] if len(set(dtypes)) == 1 else None)
 

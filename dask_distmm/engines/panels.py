@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     for piece in pieces:
         edges.add(piece.col if piece.operand == 0 else piece.row)
     cuts = _coalesce(sorted(edges), width)
-    made = [Panel(low, high, [], {}) for low, high in zip(cuts[:-1], cuts[1:], strict=True)]
+    made = [Panel(low, high, [], {}) for low, high in itertools.pairwise(cuts)]
     where = (plan.where_a, plan.where_b)
     for piece in pieces:
         start = piece.col if piece.operand == 0 else piece.row
@@ -82,7 +83,7 @@ def _along_k(piece: Piece, offset: int, size: int) -> Piece:
 def _coalesce(edges: list[int], width: int) -> tuple[int, ...]:
     """Join stretches between edges up to `width`; cut longer ones evenly."""
     cuts = [edges[0]]
-    for previous, edge in zip(edges[:-1], edges[1:], strict=True):
+    for previous, edge in itertools.pairwise(edges):
         if edge - cuts[-1] > width and cuts[-1] != previous:
             cuts.append(previous)
         while edge - cuts[-1] > width:

@@ -197,8 +197,7 @@ class Copies:
         nowners = check_int("nowners", nowners, 0)
         if len(owner) != self.src.nparts:
             raise ValueError(
-                f"src_owner has {len(owner)} entries, expected {self.src.nparts}: "
-                "give one owner per part of the source"
+                f"src_owner has {len(owner)} entries, expected {self.src.nparts}: give one owner per part of the source"
             )
         if owner.size and not (owner.min() >= 0 and owner.max() < nowners):
             raise ValueError(
@@ -222,9 +221,7 @@ class Copies:
         rows, cols = self.rows, self.cols
         src_pcol, dst_pcol = cols.src_part[col_copies], cols.dst_part[col_copies]
         # Python's ints are what messages and slices want, and tolist() makes them fast.
-        col_fields = [
-            field[col_copies].tolist() for field in (cols.src_offset, cols.dst_offset, cols.size, cols.start)
-        ]
+        col_fields = [field[col_copies].tolist() for field in (cols.src_offset, cols.dst_offset, cols.size, cols.start)]
         for at in row_copies:
             src_row, dst_row = int(rows.src_offset[at]), int(rows.dst_offset[at])
             nrows, row = int(rows.size[at]), int(rows.start[at])

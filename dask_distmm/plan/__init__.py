@@ -1,7 +1,7 @@
 """Planning, without I/O: ``plan(problem, roster)`` returns one frozen `Plan`.
 
-`problem` what is multiplied, `plan` how; `methods` the ways to cut it, `cost` and `memory` what each would
-take, `planner` the choice, `show` the plan as text.
+`problem` what is multiplied, `plan` how; `methods` and `cuts` the ways to cut it, `memory` what each
+would hold, `planner` what each would take and the choice, `show` the plan as text.
 """
 
 from dask_distmm.plan.plan import Estimate, Packing, Plan

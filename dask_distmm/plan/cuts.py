@@ -64,8 +64,14 @@ def grid_cuts(problem: Problem, grid: tuple[int, int, int]) -> tuple[Bounds, Bou
 
 
 def reduce_cuts(problem: Problem, parts: int) -> tuple[Bounds, Bounds]:
-    """Cut D into `parts` slabs along its longer axis, for adding up partial sums."""
-    if problem.m >= problem.n:
+    """Cut D into `parts` slabs, for adding up partial sums.
+
+    Along the axis with more chunks where there are enough of them, so that whole chunks stay together;
+    otherwise along the longer axis.
+    """
+    nrows, ncols = problem.chunk_counts("d")
+    by_rows = nrows >= ncols if max(nrows, ncols) >= parts else problem.m >= problem.n
+    if (by_rows and problem.m >= parts) or problem.n < parts:
         return cut(problem.m, parts, problem.out_chunks[0]), (0, problem.n)
     return (0, problem.m), cut(problem.n, parts, problem.out_chunks[1])
 

@@ -230,9 +230,7 @@ class Plan:
         try:
             problem = Problem.from_wire(wire["problem"])
             counts = {op: int(np.prod(problem.chunk_counts(op))) for op in "abd"}
-            where = {
-                op: None if (raw := wire[f"where_{op}"]) is None else np.frombuffer(raw, np.int32) for op in "ab"
-            }
+            where = {op: None if (raw := wire[f"where_{op}"]) is None else np.frombuffer(raw, np.int32) for op in "ab"}
             plan = cls(
                 problem=problem,
                 engine=str(wire["engine"]),
@@ -278,4 +276,4 @@ class Plan:
 
 
 def _in_range(values: NDArray[np.int32], size: int, stop: int) -> bool:
-    return values.size == size and (size == 0 or (values.min() >= 0 and values.max() < stop))
+    return values.size == size and (size == 0 or bool(values.min() >= 0 and values.max() < stop))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,6 +184,7 @@ def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDA
         (problem.a_chunks, made.where_a, operand_grids(made)[0], np.outer(rows, depth), problem.itemsize("a")),
         (problem.b_chunks, made.where_b, operand_grids(made)[1], np.outer(depth, cols), problem.itemsize("b")),
     ):
+        held: NDArray[Any]
         if where is None:
             held = np.broadcast_to(needed / npart, (npart, *needed.shape))
         else:
@@ -190,8 +192,8 @@ def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDA
         total.append((needed * itemsize, held * float(itemsize)))
     (need_a, held_a), (need_b, held_b) = total
     need = need_a[:, None, :] + need_b.T[None, :, :]
-    held = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
-    return need.reshape(p * q * s), held.reshape(npart, p * q * s).T[:, :nroster]
+    home = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
+    return need.reshape(p * q * s), home.reshape(npart, p * q * s).T[:, :nroster]
 
 
 def _estimate(made: Plan, received: NDArray[np.float64]) -> Estimate:

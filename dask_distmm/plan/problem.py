@@ -169,5 +169,3 @@ class Problem:
         if not isinstance(problem.name, str):
             raise ProtocolError(f"malformed problem: its name is {problem.name!r}")
         return problem
-
-

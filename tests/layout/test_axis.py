@@ -18,9 +18,7 @@ def axes(draw: st.DrawFn, length: int) -> Axis:
     kind = draw(st.sampled_from(["chunks", "cyclic", "any"]))
     if kind == "cyclic":
         nprocs = draw(st.integers(1, 5))
-        return Axis.block_cyclic(
-            length, draw(st.integers(1, length + 2)), nprocs, draw(st.integers(0, nprocs - 1))
-        )
+        return Axis.block_cyclic(length, draw(st.integers(1, length + 2)), nprocs, draw(st.integers(0, nprocs - 1)))
     cuts = sorted(draw(st.lists(st.integers(0, length), max_size=8)))
     if kind == "chunks":
         return Axis.from_bounds([0, *cuts, length])
@@ -80,9 +78,7 @@ def test_chunks() -> None:
     assert axis == Axis.from_bounds([0, 0, 3, 3, 5, 5])
 
 
-@pytest.mark.parametrize(
-    "axis", [Axis.from_chunks((0, 0)), Axis.block_cyclic(0, 3, 2), Axis.from_bounds([0])]
-)
+@pytest.mark.parametrize("axis", [Axis.from_chunks((0, 0)), Axis.block_cyclic(0, 3, 2), Axis.from_bounds([0])])
 def test_length_zero(axis: Axis) -> None:
     """Nothing is in bounds [0] and no segment."""
     assert axis.bounds.tolist() == [0]
@@ -158,9 +154,7 @@ def test_arrays_are_its_own() -> None:
         ([0, 3], [0], [0], -1, "nparts is -1"),
     ],
 )
-def test_axis_refuses(
-    bounds: list[int], part: list[int], offset: list[int], nparts: int, message: str
-) -> None:
+def test_axis_refuses(bounds: list[int], part: list[int], offset: list[int], nparts: int, message: str) -> None:
     """Arrays which describe no layout raise ValueError."""
     with pytest.raises(ValueError, match=message):
         Axis(bounds, part, offset, nparts)  # type: ignore[arg-type]
@@ -205,9 +199,7 @@ def test_intersect_moves_each_element_once(pair: tuple[Axis, Axis]) -> None:
     """Each element goes from its place to its place, exactly once; copies are ordered by `start`."""
     a, b = pair
     moves = [
-        ((sp, so + i), (dp, do + i))
-        for sp, so, dp, do, _, size in axis_copies(intersect(a, b))
-        for i in range(size)
+        ((sp, so + i), (dp, do + i)) for sp, so, dp, do, _, size in axis_copies(intersect(a, b)) for i in range(size)
     ]
     assert sorted(moves) == sorted(zip(places_of(a), places_of(b), strict=True))
     start = intersect(a, b).start

@@ -38,9 +38,7 @@ def chunk_grids(draw: st.DrawFn, shape: tuple[int, int]) -> ChunkGrid:
 @st.composite
 def block_cyclics(draw: st.DrawFn, shape: tuple[int, int]) -> BlockCyclic:
     """Draw blocks, a grid, its order, and where the first block is."""
-    grid = ProcessGrid(
-        draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.sampled_from(["row", "col"]))
-    )
+    grid = ProcessGrid(draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.sampled_from(["row", "col"])))
     blocks = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     source = draw(st.integers(0, grid.nprow - 1)), draw(st.integers(0, grid.npcol - 1))
     return BlockCyclic(shape, blocks, grid, source)
@@ -73,9 +71,7 @@ def dealt(length: int, block: int, nprocs: int, source: int) -> list[list[int]]:
 def held(layout: Distribution) -> list[tuple[list[int], list[int]]]:
     """Return which rows and columns each part holds, from the definition and not from the axes."""
     if isinstance(layout, ChunkGrid):
-        rows, cols = (
-            [list(range(a, b)) for a, b in pairwise(accumulate(sizes, initial=0))] for sizes in layout.chunks
-        )
+        rows, cols = ([list(range(a, b)) for a, b in pairwise(accumulate(sizes, initial=0))] for sizes in layout.chunks)
         return list(product(rows, cols))
     assert isinstance(layout, BlockCyclic)
     grid, (m, n), (mb, nb) = layout.grid, layout.shape, layout.blocks
@@ -159,9 +155,7 @@ def joins(a: Copy, b: Copy) -> bool:
     if (a.src, a.dst) != (b.src, b.dst):
         return False
     steps = {(b.src_row - a.src_row, b.src_col - a.src_col), (b.dst_row - a.dst_row, b.dst_col - a.dst_col)}
-    return (steps == {(a.nrows, 0)} and a.ncols == b.ncols) or (
-        steps == {(0, a.ncols)} and a.nrows == b.nrows
-    )
+    return (steps == {(a.nrows, 0)} and a.ncols == b.ncols) or (steps == {(0, a.ncols)} and a.nrows == b.nrows)
 
 
 @few
