@@ -7,7 +7,14 @@ outputs and guard zones poisoned, inputs unchanged.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
+import importlib
+import itertools
+import os
+import signal
 import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +29,12 @@ from dask_distmm.engines.base import Boxes, ChunkKey, Engine, Job
 from dask_distmm.plan import Chunks, Plan, Problem, Worker, plan
 
 __all__ = [
+    "FAULT_POINTS",
     "LocalComm",
+    "assert_nothing_left",
     "assert_product",
     "conformance",
+    "inject",
     "make_problem",
     "random_chunks",
     "random_matrix",
@@ -295,3 +305,71 @@ def _with_guards(operand: str, matrix: NDArray[Any], sizes: Chunks, transposed: 
 def _checksum(data: NDArray[Any] | None) -> int:
     assert data is not None
     return zlib.crc32(np.ascontiguousarray(data).view(np.uint8))
+
+
+FAULT_POINTS = {
+    "stage": ("dask_distmm.worker", "WorkerSide", "stage"),
+    "vote": ("dask_distmm.worker", "WorkerSide", "_prepare"),
+    "execute": ("dask_distmm.engines.numpy", "NumpyJob", "execute"),
+    "tiles": ("dask_distmm.engines.numpy", "NumpyJob", "serve"),
+    "assemble": ("dask_distmm.engines.numpy", "NumpyJob", "_assemble"),
+    "collect": ("dask_distmm.worker", "WorkerSide", "collect"),
+}
+
+
+def inject(point: str, action: str, skip: int = 0) -> None:
+    """Make something go wrong in this process; for ``client.run(inject, ..., workers=[...])``.
+
+    Parameters
+    ----------
+    point
+        Where: a key of `FAULT_POINTS`.
+    action
+        ``"kill"`` (SIGKILL), ``"error"`` (ZeroDivisionError) or ``"memory"`` (MemoryError).
+    skip
+        How often that place is passed before it happens; it happens once.
+    """
+    module, owner, name = FAULT_POINTS[point]
+    kind = getattr(importlib.import_module(module), owner)
+    method = getattr(kind, name)
+    left = itertools.count(-skip)
+
+    @functools.wraps(method)
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if next(left) == 0:
+            setattr(kind, name, method)
+            if action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise {"error": ZeroDivisionError, "memory": MemoryError}[action](f"injected at {point}")
+        return method(*args, **kwargs)
+
+    setattr(kind, name, faulty)
+
+
+def _left_on_worker(dask_worker: Any) -> dict[str, int]:
+    side = dask_worker.extensions.get("distmm")
+    return {} if side is None else {name: len(getattr(side, name)) for name in ("staged", "runs", "outputs", "progress")}
+
+
+def _left_on_scheduler(dask_scheduler: Any) -> dict[str, int]:
+    plugin = dask_scheduler.plugins.get("distmm")
+    return {} if plugin is None else {n: len(getattr(plugin, n)) for n in ("live", "done", "restarts", "pinned")}
+
+
+def assert_nothing_left(client: Any, timeout: float = 20.0) -> None:
+    """Wait until neither workers nor scheduler keep anything of a multiply whose result nobody holds any more.
+
+    Raises
+    ------
+    AssertionError
+        Something is still there after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        gc.collect()
+        found = {**client.run(_left_on_worker), "scheduler": client.run_on_scheduler(_left_on_scheduler)}
+        left = {where: what for where, what in found.items() if any(what.values())}
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)

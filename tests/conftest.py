@@ -5,8 +5,6 @@ Every test that uses them ends with a look at all workers and the scheduler: not
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Iterator
 
 import dask
@@ -14,6 +12,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_distmm
+from dask_distmm.testing import assert_nothing_left
 
 
 @pytest.fixture(autouse=True)
@@ -60,30 +59,3 @@ def take_all() -> Iterator[None]:
     """Route products of any size here."""
     with dask.config.set({"distmm.minimum-flops": 0}):
         yield
-
-
-def leftovers(dask_worker) -> dict[str, int]:
-    side = dask_worker.extensions.get("distmm")
-    if side is None:
-        return {}
-    return {name: len(getattr(side, name)) for name in ("staged", "runs", "outputs", "progress")}
-
-
-def scheduler_leftovers(dask_scheduler) -> dict[str, int]:
-    plugin = dask_scheduler.plugins.get("distmm")
-    if plugin is None:
-        return {}
-    return {name: len(getattr(plugin, name)) for name in ("live", "done", "restarts", "pinned")}
-
-
-def assert_nothing_left(client: Client, timeout: float = 20.0) -> None:
-    """Wait until no worker and not the scheduler keeps anything of a multiply."""
-    deadline = time.monotonic() + timeout
-    while True:
-        gc.collect()
-        found = {**client.run(leftovers), "scheduler": client.run_on_scheduler(scheduler_leftovers)}
-        left = {where: what for where, what in found.items() if any(what.values())}
-        if not left:
-            return
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info
+
+from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.engines.blas import blas_threads, gemm
+from dask_distmm.testing import assert_product, random_matrix
+
+LAYOUTS = {
+    "C": lambda x: np.ascontiguousarray(x),
+    "F": lambda x: np.asfortranarray(x),
+    "C part": lambda x: np.pad(x, 3)[3:-3, 3:-3],
+    "F part": lambda x: np.asfortranarray(np.pad(x, 3))[3:-3, 3:-3],
+    "strided": lambda x: np.repeat(np.repeat(x, 2, 0), 3, 1)[::2, ::3],
+    "reversed": lambda x: np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128", "int64", "uint32", "bool"])
+@pytest.mark.parametrize("a_layout", LAYOUTS)
+@pytest.mark.parametrize("b_layout", LAYOUTS)
+@pytest.mark.parametrize("c_order", "CF")
+def test_gemm_adds_in_place(dtype, a_layout, b_layout, c_order):
+    rng = np.random.default_rng()
+    m, n, k = (int(x) for x in rng.integers(1, 40, 3))
+    a, b = random_matrix(rng, (m, k), np.dtype(dtype), "C"), random_matrix(rng, (k, n), np.dtype(dtype), "C")
+    guarded = np.ones((m + 4, n + 4), dtype, order=c_order)
+    c = guarded[2:-2, 2:-2]
+    c[...] = 0
+    x, y = LAYOUTS[a_layout](a), LAYOUTS[b_layout](b)
+    gemm(x, y, c)
+    assert_product(a, b, c)
+    np.testing.assert_array_equal(x, a)
+    guarded[2:-2, 2:-2] = 1
+    assert (guarded == 1).all(), "written outside of c"
+    if dtype in ("int64", "uint32"):
+        c[...] = 5
+        gemm(x, y, c)
+        np.testing.assert_array_equal(c, a @ b + np.dtype(dtype).type(5))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 7, 5), (7, 1, 5), (7, 5, 1), (0, 3, 4), (3, 0, 4), (3, 4, 0)])
+def test_thin_matrices(shape):
+    m, n, k = shape
+    rng = np.random.default_rng()
+    a, b, c = rng.standard_normal((m, k)), rng.standard_normal((k, n)), np.zeros((m, n))
+    gemm(a, b, c)
+    np.testing.assert_allclose(c, a @ b, rtol=1e-13, atol=1e-13)
+
+
+def test_refuses_what_it_could_only_copy():
+    c = np.zeros((8, 8))[::2, ::2]
+    with pytest.raises(ValueError, match="neither its rows nor its columns"):
+        gemm(np.ones((4, 4)), np.ones((4, 4)), c)
+
+
+def test_other_types_are_numpys():
+    a = np.ones((3, 4), dtype_from_name("longdouble"))
+    c = np.zeros((3, 3), a.dtype)
+    gemm(a, a.T, c)
+    np.testing.assert_array_equal(c, np.full((3, 3), 4))
+
+
+def blas_thread_counts():
+    return {info["filepath"]: info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"}
+
+
+def test_blas_threads_are_set_and_put_back():
+    gemm(np.ones((2, 2)), np.ones((2, 2)), np.zeros((2, 2)))
+    before = blas_thread_counts()
+    with blas_threads(1):
+        assert set(blas_thread_counts().values()) == {1}
+        with blas_threads(1):
+            pass
+        assert set(blas_thread_counts().values()) == {1}
+    assert blas_thread_counts() == before

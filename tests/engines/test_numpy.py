@@ -1,0 +1,147 @@
+"""The conformance suite on the numpy engine, and its faults."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from dask_distmm.engines import get_engine
+from dask_distmm.errors import EngineError
+from dask_distmm.plan import METHODS, Worker, plan
+from dask_distmm.testing import LocalComm, conformance, make_problem, run_jobs
+
+ENGINE = get_engine("numpy")
+DTYPES = (
+    "float16 bfloat16 float32 float64 longdouble complex64 complex128 clongdouble bool "
+    "int8 int16 int32 int64 uint8 uint16 uint32 uint64"
+).split()
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@pytest.mark.parametrize("pack_below", [0, 384], ids=["as they lie", "packed"])
+def test_methods(method, nranks, pack_below):
+    made = conformance(ENGINE, method, nranks, shape=(67, 59, 471), pack_below=pack_below, sources=nranks % 3)
+    if method not in ("auto", "local"):
+        assert len(made.ranks) == nranks
+
+
+@pytest.mark.parametrize("orders", ["CC", "CF", "FC", "FF"])
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("method", ["allgather", "reducescatter", "allreduce", "summa"])
+def test_orders_and_transposes(method, orders, transposed):
+    for pack_below in (0, 384):
+        conformance(ENGINE, method, 4, orders=orders, transposed=transposed, pack_below=pack_below)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", ["allgather", "reducescatter", "allreduce", "summa"])
+def test_dtypes(method, dtype):
+    for pack_below in (0, 384):
+        conformance(ENGINE, method, 3, dtype, pack_below=pack_below)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("float32", "float64"), ("int8", "float32"), ("bfloat16", "float32"), ("int32", "complex64")]
+)
+def test_mixed_dtypes(a, b):
+    conformance(ENGINE, "summa", 4, a, b_dtype=b)
+    conformance(ENGINE, "reducescatter", 4, b, b_dtype=a)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 50, 40), (50, 1, 40), (50, 40, 1), (2, 3, 500), (500, 3, 2)])
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+def test_thin_shapes(method, shape):
+    conformance(ENGINE, method, 4, shape=shape, own_out_chunks=True)
+
+
+@pytest.mark.parametrize("method", ["allgather", "reducescatter", "allreduce", "summa"])
+def test_out_chunks_of_their_own(method):
+    for pack_below in (0, 384):
+        conformance(ENGINE, method, 5, own_out_chunks=True, most_chunks=9, pack_below=pack_below)
+
+
+def setup(nranks=3, size=60, **changes):
+    rng = np.random.default_rng()
+    sizes = (size // 3,) * 3
+    problem = make_problem((sizes, sizes), (sizes, sizes), **changes)
+    where = rng.integers(0, nranks, 9).astype(np.int32)
+    made = plan(problem, [Worker(f"w{i}") for i in range(nranks)], where_a=where, where_b=where)
+    chunks = {(op, i): rng.standard_normal((size // 3, size // 3)) for op in "ab" for i in range(9)}
+    return made, chunks
+
+
+@pytest.mark.parametrize("method", ["allgather", "reducescatter", "summa"])
+def test_a_rank_that_fails_ends_all(method, monkeypatch):
+    made, chunks = setup(method=method)
+    monkeypatch.setattr("dask_distmm.engines.numpy.gemm", fail_in_one_thread())
+    with pytest.raises(ZeroDivisionError):
+        run_jobs(ENGINE, made, chunks, timeout=20)
+
+
+def fail_in_one_thread():
+    first: list[int] = []
+    lock = threading.Lock()
+
+    def gemm(a, b, c) -> None:
+        with lock:
+            first.append(threading.get_ident())
+        if first[0] == threading.get_ident():
+            raise ZeroDivisionError
+
+    return gemm
+
+
+def test_aborted_while_waiting():
+    """A rank that waits for a peer that never answers ends with the error it is given."""
+    made, chunks = setup(2, method="allgather")
+    jobs = []
+    comm = LocalComm(jobs, hook=lambda peer, kind: threading.Event().wait(1) and None)
+    mine = {key: chunk for key, chunk in chunks.items() if made.where_a[key[1]] == made.ranks[0]}
+    job = ENGINE.job(made, made.ranks[0], mine, comm, lambda share: None)
+    other = ENGINE.job(made, made.ranks[1], {}, comm, lambda share: None)
+    jobs.extend([job, other] if made.ranks[0] == 0 else [other, job])
+    job.prepare()
+    threading.Timer(0.3, job.abort, [EngineError("enough")]).start()
+    with pytest.raises((EngineError, KeyError)):
+        job.execute()
+    comm.close()
+
+
+def test_wrong_chunks_are_refused():
+    made, chunks = setup(1)
+    chunks["a", 0] = [[1.0]]
+    with pytest.raises(EngineError, match="map_blocks"):
+        ENGINE.job(made, 0, chunks, None, lambda share: None)
+
+
+def test_unknown_engine():
+    with pytest.raises(EngineError, match="'numpy'"):
+        get_engine("abacus")
+
+
+@pytest.mark.parametrize("method", ["allgather", "summa", "reducescatter"])
+def test_requests_grow_with_workers_and_panels_not_with_chunks(method):
+    """Few messages for many chunks: one to each peer for each panel."""
+    counts = []
+    for pieces in (4, 24):
+        sizes = (240 // pieces,) * pieces
+        problem = make_problem((sizes, sizes), (sizes, sizes), method=method)
+        where = (np.arange(pieces**2) % 3).astype(np.int32)
+        made = plan(problem, [Worker(f"w{i}") for i in range(3)], where_a=where, where_b=where)
+        rng = np.random.default_rng()
+        chunks = {(op, i): rng.standard_normal((240 // pieces,) * 2) for op in "ab" for i in range(pieces**2)}
+        seen: list[LocalComm] = []
+
+        class Spy(LocalComm):
+            def __init__(self, jobs) -> None:
+                super().__init__(jobs)
+                seen.append(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dask_distmm.testing.LocalComm", Spy)
+            run_jobs(ENGINE, made, chunks)
+        counts.append(len(seen[0].requests))
+    assert counts[1] <= counts[0] + 6

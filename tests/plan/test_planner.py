@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_distmm.config import read_options
+from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
+from dask_distmm.plan import METHODS, Plan, Worker, plan
+from dask_distmm.testing import make_problem, random_chunks
+
+
+def roster(number, memory_limit=0, nthreads=1):
+    return [Worker(f"tcp://10.0.0.{i}:1", nthreads, memory_limit) for i in range(number)]
+
+
+def square(size, chunk, **changes):
+    sizes = (chunk,) * (size // chunk)
+    return make_problem((sizes, sizes), (sizes, sizes), **changes)
+
+
+@st.composite
+def problems(draw):
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    m, n, k = (draw(st.integers(1, 60)) for _ in range(3))
+    a = (random_chunks(rng, m, 6), random_chunks(rng, k, 6))
+    b = (random_chunks(rng, k, 6), random_chunks(rng, n, 6))
+    out = (random_chunks(rng, m, 6), random_chunks(rng, n, 6)) if draw(st.booleans()) else (a[0], b[1])
+    return make_problem(a, b, out_chunks=out, method=draw(st.sampled_from(["auto", *METHODS])))
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.integers(1, 9), st.integers(0, 2), st.booleans(), st.data())
+def test_every_plan_is_whole(problem, nworkers, nsources, known, data):
+    """The box is covered once, no rank is empty, every chunk has an owner and every part a holder."""
+    where = [None, None]
+    if known:
+        rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+        where = [
+            rng.integers(0, nworkers + nsources, int(np.prod(problem.chunk_counts(op)))).astype(np.int32)
+            for op in "ab"
+        ]
+    sources = [Worker(f"source-{i}") for i in range(nsources)]
+    made = plan(problem, roster(nworkers), where_a=where[0], where_b=where[1], sources=sources)
+    nranks = len(made.ranks)
+    assert 1 <= nranks <= nworkers
+    assert len(set(made.ranks)) == nranks
+    assert max(made.ranks) < nworkers, "a source can't be a rank"
+
+    work = np.zeros((problem.m, problem.n, problem.k), int)
+    final = np.zeros((problem.m, problem.n), int)
+    for rank in range(nranks):
+        r0, r1, c0, c1 = made.region(rank)
+        k0, k1 = made.k_range(rank)
+        assert r0 < r1
+        assert c0 < c1
+        assert k0 < k1
+        work[r0:r1, c0:c1, k0:k1] += 1
+        for f0, f1, g0, g1 in made.final_rects(rank):
+            final[f0:f1, g0:g1] += 1
+    assert (work == 1).all()
+    assert (final == 1).all()
+
+    for index in range(len(made.owners)):
+        r0, r1, c0, c1 = made.chunk_rect(index)
+        held = np.zeros((r1 - r0, c1 - c0), int)
+        for rank, (h0, h1, g0, g1) in made.final_holders(index):
+            assert 0 <= rank < nranks
+            held[h0 - r0 : h1 - r0, g0 - c0 : g1 - c0] += 1
+        assert (held == 1).all()
+    assert set(made.projected_bytes) == {worker.address for worker in made.participants}
+
+    if known:
+        again = Plan.from_wire(made.to_wire())
+        for field in ("problem", "engine", "method", "participants", "ranks", "rows", "cols", "depth", "packing"):
+            assert getattr(again, field) == getattr(made, field)
+        np.testing.assert_array_equal(again.owners, made.owners)
+        np.testing.assert_array_equal(again.where_a, made.where_a)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_asked_for_takes_all_workers(method):
+    made = plan(square(120, 30, method=method), roster(4))
+    assert made.method == method
+    assert len(made.ranks) == (1 if method == "local" else 4)
+
+
+def test_tiny_problems_use_fewer_ranks():
+    assert len(plan(make_problem(((2,), (50,)), ((50,), (1,)), method="allgather"), roster(6)).ranks) == 2
+    assert plan(make_problem(((1,), (1,)), ((1,), (1,))), roster(8)).method == "local"
+
+
+def test_the_cost_model_knows_the_shapes():
+    big = roster(8)
+    slabs = (10_000,) * 8
+    tall = make_problem((slabs, (512,)), ((512,), (512,)))
+    assert plan(tall, big).grid == (8, 1, 1)
+    wide = make_problem(((512,), (512,)), ((512,), slabs))
+    assert plan(wide, big).grid == (1, 8, 1)
+    # A Gram matrix whose slabs lie one on each worker: sums are far less to move than slabs.
+    where = np.arange(8, dtype=np.int32)
+    gram = make_problem(((512,), (100_000,) * 8), ((100_000,) * 8, (512,)))
+    made = plan(gram, big, where_a=where, where_b=where)
+    assert made.grid == (1, 1, 8)
+    assert made.ranks == tuple(range(8))
+    assert plan(square(32_768, 4096), roster(16)).method == "summa"
+
+
+def test_ranks_go_where_the_bytes_are():
+    problem = square(4096, 1024, method="allgather")
+    # Rows of A lie on workers 3, 2, 1, 0, in this order; B on all of them alike.
+    where_a = np.repeat([3, 2, 1, 0], 4).astype(np.int32)
+    where_b = np.tile([3, 2, 1, 0], 4).astype(np.int32)
+    made = plan(problem, roster(4), where_a=where_a, where_b=where_b)
+    assert made.ranks == (3, 2, 1, 0)
+    blind = plan(problem, roster(4))
+    assert made.bytes_moved < blind.bytes_moved
+    # Exactly: each rank gets the three quarters of one operand that it lacks.
+    assert made.bytes_moved == 4 * 3 * 4096 * 1024 * 8
+
+
+def test_explanation_says_what_it_was_against():
+    made = plan(square(8192, 2048), roster(4, 2**34))
+    seconds = [estimate.seconds for estimate in made.alternatives]
+    assert seconds == sorted(seconds)
+    assert {estimate.method for estimate in made.alternatives} == set(METHODS)
+    assert made.estimate is made.alternatives[0] or made.estimate == made.alternatives[0]
+    text = repr(made)
+    assert all(method in text for method in METHODS)
+    assert "16.0 GiB" in text
+
+
+def test_leaner_method_before_giving_up():
+    problem = square(8192, 1024)
+    free = plan(problem, roster(4))
+    by_peak = sorted({estimate.peak_bytes for estimate in free.alternatives})
+    quickest = free.estimate.peak_bytes
+    leaner = [size for size in by_peak if size < quickest]
+    if leaner:
+        limit = int(leaner[-1] / 0.9) + 1
+        tight = plan(problem, roster(4, limit))
+        assert max(tight.projected_bytes.values()) <= 0.9 * limit
+        assert tight.estimate.seconds >= free.estimate.seconds
+    with pytest.raises(ProjectedMemoryError, match=r"leanest.*limit-fraction") as caught:
+        plan(problem, roster(4, by_peak[0] // 2))
+    assert max(caught.value.projected.values()) == by_peak[0]
+
+
+def test_errors():
+    with pytest.raises(PlanError, match="no worker"):
+        plan(square(100, 50), [])
+    with pytest.raises(PlanError, match="unknown method"):
+        plan(dataclasses.replace(square(100, 50), method="cannon"), roster(2))
+    with pytest.raises(PlanError, match="must agree"):
+        make_problem(((10,), (20,)), ((10,), (20,)))
+    with pytest.raises(PlanError, match="adds up to 7"):
+        make_problem(((10,), (20,)), ((20,), (10,)), out_chunks=((7,), (10,)))
+
+
+def mangled(wire, path, value):
+    wire = dict(wire)
+    if len(path) == 1:
+        wire[path[0]] = value
+    else:
+        wire[path[0]] = mangled(wire[path[0]], path[1:], value)
+    return wire
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("rows",), [0, 50]),
+        (("rows",), [0, 60, 50, 100]),
+        (("rows",), "abc"),
+        (("depth",), [0]),
+        (("ranks",), [0, 0]),
+        (("ranks",), [0, 9]),
+        (("owners",), b"\x00"),
+        (("owners",), np.full(4, 7, np.int32).tobytes()),
+        (("where_a",), np.full(4, -1, np.int32).tobytes()),
+        (("where_b",), None),
+        (("method",), "magic"),
+        (("participants",), [(1, 2, 3)]),
+        (("problem",), None),
+        (("problem", "a_chunks"), ((-1, 101), (100,))),
+        (("problem", "dtype"), "float63"),
+        (("problem", "options"), {}),
+    ],
+)
+def test_malformed_plans_are_refused(path, value):
+    where = np.zeros(4, np.int32)
+    wire = plan(square(100, 50, method="allgather"), roster(2), where_a=where, where_b=where).to_wire()
+    Plan.from_wire(wire)
+    if value is None and path == ("where_b",):
+        wire = {key: x for key, x in wire.items() if key != "where_b"}
+    else:
+        wire = mangled(wire, path, value)
+    with pytest.raises((ProtocolError, PlanError)):
+        Plan.from_wire(wire)
+
+
+def test_hundred_thousand_chunks_stay_small_on_the_wire():
+    problem = square(31_600, 100)
+    where = np.zeros(316 * 316, np.int32)
+    wire = plan(problem, roster(8), where_a=where, where_b=where).to_wire()
+    assert sum(len(value) for value in wire.values() if isinstance(value, bytes)) == 3 * 4 * 316 * 316
+    assert read_options().prefetch_panels >= 1

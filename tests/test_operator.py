@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import threading
+
+import dask
+import dask.array as da
+import dask.array.routines
+import numpy as np
+import pytest
+
+import dask_distmm
+from dask_distmm.testing import assert_product
+
+NAMES = [(da, "matmul"), (da, "tensordot"), (dask.array.routines, "matmul"), (dask.array.routines, "tensordot")]
+
+
+def held():
+    return [getattr(module, name) for module, name in NAMES]
+
+
+def ours(array) -> bool:
+    return any("distmm-barrier" in str(key) for key in array.dask)
+
+
+def operands():
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((40, 30)), rng.standard_normal((30, 20))
+    return a, b, da.from_array(a, chunks=9), da.from_array(b, chunks=8)
+
+
+WAYS = {
+    "@": lambda a, b: a @ b,
+    "reflected @": lambda a, b: np.asarray(a) @ b,
+    "np.matmul": np.matmul,
+    "da.matmul": lambda a, b: da.matmul(a, b),
+    "da.dot": lambda a, b: da.dot(a, b),
+    "Array.dot": lambda a, b: a.dot(b),
+    "np.dot": np.dot,
+    "da.tensordot": lambda a, b: da.tensordot(a, b, axes=1),
+    "np.tensordot": lambda a, b: np.tensordot(a, b, axes=((1,), (0,))),
+    "tensordot ints": lambda a, b: da.tensordot(a, b, axes=(1, 0)),
+    "tensordot negative": lambda a, b: da.tensordot(a, b, axes=([-1], [-2])),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_multiply(inproc_client, take_all, way):
+    a, b, x, y = operands()
+    first = a if way == "reflected @" else x
+    with dask_distmm.enabled():
+        c = WAYS[way](first, y)
+        assert ours(c)
+    assert not ours(WAYS[way](first, y))
+    assert_product(a, b, c.compute())
+
+
+@pytest.mark.parametrize("axes", [((0,), (0,)), ((1,), (1,)), ((0,), (1,))])
+def test_transposed_contractions(inproc_client, take_all, axes):
+    a, b, x, y = operands()
+    if axes == ((0,), (0,)):
+        x, a = x.T, a.T
+    elif axes == ((1,), (1,)):
+        y, b = y.T, b.T
+    else:
+        x, y, a, b = x.T, y.T, a.T, b.T
+    with dask_distmm.enabled():
+        c = da.tensordot(x, y, axes=axes)
+    assert ours(c)
+    np.testing.assert_allclose(c.compute(), np.tensordot(a, b, axes=axes), rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_not_ours_goes_on_unchanged(inproc_client, take_all):
+    _, _, x, y = operands()
+    cube = da.ones((3, 40, 30), chunks=10)
+    with dask_distmm.enabled():
+        for product in (
+            cube @ y,
+            da.tensordot(cube, cube, axes=3),
+            da.tensordot(x, x, axes=2),
+            da.tensordot(x, y.T, axes=0),
+            da.from_array(np.ones((4, 4), object), chunks=2) @ da.ones((4, 4), chunks=2, dtype=object),
+            da.ma.masked_greater(x, 0) @ y,
+        ):
+            assert not ours(product)
+        with pytest.raises(ValueError, match="chunks|shape|align|dimension"):
+            (x @ x).compute()
+        with pytest.raises((TypeError, ValueError)):
+            x @ 3
+        unknown = x[x[:, 0] > 0] @ y
+        assert not ours(unknown)
+        assert unknown.compute().shape[1] == 20
+
+
+def test_too_little_work_is_dasks(inproc_client):
+    _, _, x, y = operands()
+    with dask_distmm.enabled():
+        assert not ours(x @ y)
+        with dask.config.set({"distmm.minimum-flops": 2 * 40 * 30 * 20}):
+            assert ours(x @ y)
+        with dask.config.set({"distmm.minimum-flops": 2 * 40 * 30 * 20 + 1}):
+            assert not ours(x @ y)
+
+
+def test_no_cluster_is_dasks(take_all):
+    a, b, x, y = operands()
+    with dask_distmm.enabled():
+        c = x @ y
+        assert not ours(c)
+        assert_product(a, b, c.compute())
+
+
+def test_another_scheduler_is_dasks(inproc_client, take_all):
+    _, _, x, y = operands()
+    with dask_distmm.enabled(), dask.config.set(scheduler="threads"):
+        assert not ours(x @ y)
+
+
+def test_disable_restores_exactly():
+    before = held()
+    dask_distmm.enable()
+    first = held()
+    assert all(now is not then for now, then in zip(first, before, strict=True))
+    dask_distmm.enable()
+    assert held() == first
+    dask_distmm.disable()
+    assert held() == before
+    dask_distmm.disable()
+    assert held() == before
+
+
+def test_contexts_nest_and_mix():
+    before = held()
+    with dask_distmm.enabled():
+        with dask_distmm.enabled():
+            dask_distmm.disable()
+            assert dask_distmm.is_enabled()
+        assert dask_distmm.is_enabled()
+    assert held() == before
+    dask_distmm.enable()
+    with dask_distmm.enabled():
+        pass
+    assert dask_distmm.is_enabled()
+    dask_distmm.disable()
+    assert held() == before
+
+
+def test_a_patch_on_top_of_ours_stays(monkeypatch):
+    before = da.matmul
+    dask_distmm.enable()
+    below = da.matmul
+
+    def theirs(a, b):
+        return below(a, b)
+
+    da.matmul = theirs
+    try:
+        dask_distmm.disable()
+        assert da.matmul is theirs
+        assert_product(np.eye(3), np.eye(3), da.matmul(np.eye(3), np.eye(3)).compute())
+    finally:
+        da.matmul = before
+
+
+def test_threads():
+    before = held()
+    errors = []
+
+    def work() -> None:
+        try:
+            for _ in range(200):
+                with dask_distmm.enabled():
+                    assert dask_distmm.is_enabled()
+                    assert getattr(da.matmul, "_distmm", False)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not errors
+    assert held() == before
+
+
+def test_config_switches_off(inproc_client, take_all):
+    _, _, x, y = operands()
+    with dask_distmm.enabled(), dask.config.set({"distmm.enabled": False}):
+        assert not dask_distmm.is_enabled()
+        assert not ours(x @ y)

@@ -1,0 +1,101 @@
+"""The state machine of a run: no order of messages may bring it into a state that is not in its picture."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_distmm.errors import ProtocolError
+from dask_distmm.run import Run
+
+WORKERS = ("a", "b", "c")
+
+
+def make(**changes) -> Run:
+    return Run(**({"run_id": 3, "name": "m", "key": "k", "worker": "a", "participants": frozenset(WORKERS)} | changes))
+
+
+def test_the_straight_way():
+    run = make()
+    run.begin_vote()
+    for worker in WORKERS:
+        assert worker in run.waiting_for
+        run.answer(worker, 3)
+    run.begin_running()
+    for worker in WORKERS:
+        assert run.live
+        run.answer(worker, 3)
+    assert run.phase == "done"
+    assert not run.live
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda run: run.answer("a", 2),
+        lambda run: run.answer("stranger", 3),
+        lambda run: run.answer("a", 3),
+        lambda run: run.begin_vote(),
+        lambda run: run.begin_running(),
+    ],
+    ids=["old run", "stranger", "twice", "vote again", "start before all have voted"],
+)
+def test_refused_without_a_change(wrong):
+    run = make()
+    run.begin_vote()
+    run.answer("a", 3)
+    before = (run.phase, set(run.answered))
+    with pytest.raises(ProtocolError):
+        wrong(run)
+    assert (run.phase, run.answered) == before
+
+
+@pytest.mark.parametrize("lost", WORKERS)
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_losing_a_worker(lost, steps):
+    run = make()
+    if steps:
+        run.begin_vote()
+    if steps == 2:
+        for worker in WORKERS:
+            run.answer(worker, 3)
+        run.begin_running()
+    phase = run.phase
+    assert not run.lose(["bystander"])
+    assert run.lose([lost])
+    assert run.phase == "failed"
+    assert run.failed_in == phase
+    assert set(run.failures) == {lost}
+    assert not run.lose([lost])
+
+
+messages = st.one_of(
+    st.tuples(st.just("answer"), st.sampled_from([*WORKERS, "x"]), st.sampled_from([2, 3, 4])),
+    st.tuples(st.just("begin_vote")),
+    st.tuples(st.just("begin_running")),
+    st.tuples(st.just("fail"), st.just({"a": "why"})),
+    st.tuples(st.just("lose"), st.lists(st.sampled_from([*WORKERS, "x"]))),
+)
+
+
+@given(st.lists(messages, max_size=30))
+def test_any_order_of_messages(sequence):
+    run = make()
+    votes: set[str] = set()
+    order = ["staged", "voting", "running", "done"]
+    for name, *arguments in sequence:
+        before, answered = run.phase, set(run.answered)
+        try:
+            getattr(run, name)(*arguments)
+        except ProtocolError:
+            assert (run.phase, run.answered) == (before, answered)
+            continue
+        if before in ("done", "failed"):
+            assert run.phase == before
+        elif run.phase not in (before, "failed"):
+            assert order.index(run.phase) == order.index(before) + 1
+        if before == "voting":
+            votes |= run.answered | answered
+        if run.phase == "running":
+            assert votes >= set(WORKERS)
