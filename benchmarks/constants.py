@@ -97,7 +97,10 @@ def measure(cores: int, seconds: float, repeat: int) -> dict[str, Any]:
             found = list(pool.map(gemm_rate, [dtype] * cores, [size] * cores, [seconds] * cores))
             rates[name] = float(f"{statistics.mean(found):.3g}")
         memory = statistics.mean(pool.map(memory_rate, [seconds] * cores))
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster, Client(cluster) as c:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as c,
+    ):
         bandwidth, latency = transfer_rate(c, repeat)
     return {
         "gflops": rates,

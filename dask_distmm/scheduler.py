@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,9 +26,10 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.protocol.pickle import dumps
 from distributed.utils import sync
 
-from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, RunFailedError
+from dask_distmm.errors import DistMMError, EngineError, ProjectedMemoryError, RunFailedError
 from dask_distmm.keys import barrier_key, barrier_name, stage_name
-from dask_distmm.plan import Plan, Problem, Worker, plan
+from dask_distmm.plan import Plan, Problem, plan
+from dask_distmm.roster import Roster, as_worker
 from dask_distmm.run import Run
 from dask_distmm.worker import NAME, DistMMWorkerPlugin
 
@@ -67,7 +67,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.done: dict[str, tuple[Run, Plan]] = {}
         self.restarts: dict[str, int] = {}
         self.pinned: dict[str, dict[Any, str]] = {}
-        self.described: dict[str, dict[str, Any]] = {}
 
     async def start(self, scheduler: Scheduler) -> None:
         """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
@@ -76,9 +75,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if scheduler.plugins[self.name] is not self:
             return
         self.scheduler = scheduler
+        self.roster = Roster(scheduler)
         self._changed = asyncio.Condition()
         scheduler.handlers.update(
-            distmm_run=self.run, distmm_roster=self.roster, distmm_locate=self.locate, distmm_lost=self.lost
+            distmm_run=self.run, distmm_roster=self.describe, distmm_locate=self.locate, distmm_lost=self.lost
         )
         await scheduler.register_worker_plugin(None, dumps(DistMMWorkerPlugin()), name=NAME, idempotent=True)
 
@@ -92,31 +92,15 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         except DistMMError as error:
             return _as_plain(error)
 
-    async def roster(
-        self, wanted: Any = None, names: tuple[str, str] | None = None, counts: Any = None
+    async def describe(
+        self, wanted: Any = None, names: Sequence[str] = (), counts: Sequence[tuple[int, int]] = ()
     ) -> dict[str, Any]:
-        """Return the workers that can take part and, for arrays by name, where their chunks are (for `explain`)."""
+        """Return the workers that can take part and, for arrays by name, where their chunks are."""
         try:
-            workers = await self._roster(tuple(wanted) if isinstance(wanted, list | tuple) else wanted)
+            workers = await self.roster.workers(tuple(wanted) if isinstance(wanted, list | tuple) else wanted)
         except DistMMError as error:
             return _as_plain(error)
-        placed = []
-        number = {worker.address: index for index, worker in enumerate(workers)}
-        extra: dict[str, int] = {}
-        for name, (nrows, ncols) in zip(names or (), counts or (), strict=True):
-            found = []
-            for i, j in itertools.product(range(nrows), range(ncols)):
-                ts = self.scheduler.tasks.get((name, i, j))
-                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
-                known = [number[address] for address in holders if address in number]
-                if known:
-                    found.append(known[0])
-                elif holders:
-                    found.append(extra.setdefault(holders[0], len(workers) + len(extra)))
-                else:
-                    break
-            placed.append(np.array(found, np.int32).tobytes() if len(found) == nrows * ncols else None)
-        sources = [self._worker(self.scheduler.workers[address]) for address in extra]
+        sources, placed = self.roster.placed(workers, names, counts)
         return {
             "status": "OK",
             "workers": [w.to_wire() for w in workers],
@@ -176,12 +160,12 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def _freeze(self, run: Run, problem: Problem, addresses: list[str], where: list[bytes]) -> Plan:
         """Fix who takes part, and how."""
-        workers = await self._roster(problem.workers)
+        workers = await self.roster.workers(problem.workers)
         number = {worker.address: index for index, worker in enumerate(workers)}
         gone = [address for address in addresses if address not in self.scheduler.workers]
         if gone:
             raise _Lost(f"{gone[0]} left with chunks that were staged there")
-        sources = [self._worker(self.scheduler.workers[a]) for a in addresses if a not in number]
+        sources = [as_worker(self.scheduler.workers[a]) for a in addresses if a not in number]
         number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})
         table = np.array([number[address] for address in addresses], np.int32)
         found = [table[np.frombuffer(raw, np.int32)] for raw in where]
@@ -352,7 +336,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if run is not None or over:
             message = {"op": "distmm-forget", "run_id": run.run_id if run else None, "name": name if over else None}
             for address in self.scheduler.workers if over else run.participants if run else ():
-                if address in self.described and address in self.scheduler.workers:
+                if address in self.roster and address in self.scheduler.workers:
                     self.scheduler.worker_send(address, message)
         for live in self.live.values():
             if live.name == name and live.live:
@@ -361,11 +345,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Forget what was known of an earlier worker of that address."""
-        self.described.pop(worker, None)
+        self.roster.forget(worker)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """End runs that need a worker that is gone; start those again whose results it held."""
-        self.described.pop(worker, None)
+        self.roster.forget(worker)
         lost = [run for run in self.live.values() if run.lose([worker])]
         if lost:
             self._notify()
@@ -393,58 +377,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.done.clear()
         self.pinned.clear()
         self.restarts.clear()
-        self.described.clear()
+        self.roster.clear()
         self._notify()
-
-    # The roster
-
-    async def _roster(self, wanted: tuple[str, ...] | int | None) -> list[Worker]:
-        """Return the workers that can take part, in the scheduler's order.
-
-        Raises
-        ------
-        PlanError
-            `wanted` names a worker that is not there, or more than there are.
-        EngineError
-            Workers have different versions of dask_distmm.
-        """
-        running = {address: ws for address, ws in self.scheduler.workers.items() if ws.status.name == "running"}
-        if isinstance(wanted, tuple):
-            missing = [address for address in wanted if address not in running]
-            if missing:
-                raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {', '.join(sorted(running))}")
-            running = {address: running[address] for address in wanted}
-        await self._describe([address for address in running if address not in self.described])
-        able = {address: ws for address, ws in running.items() if self._has_engine(address, "numpy")}
-        versions = {self.described[address]["version"]: address for address in able}
-        if len(versions) > 1:
-            found = ", ".join(f"{version} on {address}" for version, address in versions.items())
-            raise EngineError(f"workers have different versions of dask_distmm: {found}; install the same on all")
-        if not able:
-            raise PlanError(f"none of {len(running)} workers can multiply: start workers with dask_distmm installed")
-        if isinstance(wanted, int):
-            if wanted > len(able):
-                raise PlanError(f"workers={wanted}, but the cluster has {len(able)}")
-            able = dict(itertools.islice(able.items(), wanted))
-        return [self._worker(ws) for ws in able.values()]
-
-    async def _describe(self, addresses: list[str]) -> None:
-        async def ask(address: str) -> None:
-            try:
-                answer = await asyncio.wait_for(self.scheduler.rpc(address).distmm_describe(), 30)
-            except (OSError, TimeoutError):
-                return
-            if isinstance(answer, Mapping) and address in self.scheduler.workers:
-                self.described[address] = dict(answer)
-
-        await asyncio.gather(*map(ask, addresses))
-
-    def _has_engine(self, address: str, engine: str) -> bool:
-        engines = self.described.get(address, {}).get("engines", {})
-        return engine in engines and "error" not in engines[engine]
-
-    def _worker(self, ws: WorkerState) -> Worker:
-        return Worker(ws.address, ws.nthreads, int(ws.memory_limit or 0))
 
     def _notify(self) -> None:
         async def notify() -> None:

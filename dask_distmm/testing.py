@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -187,13 +187,15 @@ def run_jobs(
         with ThreadPoolExecutor(len(jobs)) as pool:
             futures = [pool.submit(job.execute) for job in jobs]
             result: dict[int, NDArray[Any]] = {}
+            finished, waiting = wait(futures, timeout, return_when=FIRST_EXCEPTION)
+            failed = [error for future in finished if (error := future.exception())]
+            if failed or waiting:
+                error = failed[0] if failed else TimeoutError(f"{len(waiting)} jobs hang")
+                for job in jobs:
+                    job.abort(error)
+                raise error
             for future in futures:
-                try:
-                    part = future.result(timeout)
-                except BaseException as error:
-                    for job in jobs:
-                        job.abort(error)
-                    raise
+                part = future.result()
                 assert not set(part) & set(result), "two ranks own one chunk"
                 result.update(part)
         return result
@@ -348,7 +350,9 @@ def inject(point: str, action: str, skip: int = 0) -> None:
 
 def _left_on_worker(dask_worker: Any) -> dict[str, int]:
     side = dask_worker.extensions.get("distmm")
-    return {} if side is None else {name: len(getattr(side, name)) for name in ("staged", "runs", "outputs", "progress")}
+    return (
+        {} if side is None else {name: len(getattr(side, name)) for name in ("staged", "runs", "outputs", "progress")}
+    )
 
 
 def _left_on_scheduler(dask_scheduler: Any) -> dict[str, int]:

@@ -31,7 +31,7 @@ def test_the_schema_refuses(wrong):
 
 
 def test_units():
-    with dask.config.set({"distmm.timeouts.vote": "2 min", "distmm.numpy.panel-bytes": "1 kiB"}):
+    with dask.config.set({"distmm.timeouts.vote": "2m", "distmm.numpy.panel-bytes": "1 kiB"}):
         options = read_options()
     assert options.vote_timeout == 120
     assert options.panel_bytes == 1024

@@ -21,6 +21,7 @@ ORDER = [
     ["graph", "cluster"],
     ["scheduler"],
     ["worker"],
+    ["roster"],
     ["run"],
     ["comms"],
     ["engines"],
@@ -95,4 +96,4 @@ def test_importing_is_cheap():
 
 def test_modules_fit_in_a_head():
     long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for _, path, _ in modules()}
-    assert not {name: size for name, size in long.items() if size > 480}
+    assert not {name: size for name, size in long.items() if size > 450}

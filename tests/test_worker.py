@@ -150,7 +150,13 @@ def test_requests_outside_of_a_chunk(side):
         own = WorkerSide(Loop())
         staged(own)
         await own.prepare(run_id=1, me=0, plan=small_plan().to_wire())
-        for box in ([0, 0, 0, 5, 0, 5], [0, 2, 0, 1, 0, 1], [2, 0, 0, 1, 0, 1], [0, 0, 2, 2, 0, 1], [1, 0, -1, 1, 0, 1]):
+        for box in (
+            [0, 0, 0, 5, 0, 5],
+            [0, 2, 0, 1, 0, 1],
+            [2, 0, 0, 1, 0, 1],
+            [0, 0, 2, 2, 0, 1],
+            [1, 0, -1, 1, 0, 1],
+        ):
             answer = await own.fetch(run_id=1, kind="input", boxes=np.array([box], np.int64).tobytes(), flat=False)
             assert answer["status"] == "refused", box
         own.close()

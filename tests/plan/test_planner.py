@@ -40,8 +40,7 @@ def test_every_plan_is_whole(problem, nworkers, nsources, known, data):
     if known:
         rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
         where = [
-            rng.integers(0, nworkers + nsources, int(np.prod(problem.chunk_counts(op)))).astype(np.int32)
-            for op in "ab"
+            rng.integers(0, nworkers + nsources, int(np.prod(problem.chunk_counts(op)))).astype(np.int32) for op in "ab"
         ]
     sources = [Worker(f"source-{i}") for i in range(nsources)]
     made = plan(problem, roster(nworkers), where_a=where[0], where_b=where[1], sources=sources)
