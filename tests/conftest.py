@@ -17,6 +17,8 @@ from dask_distmm.testing import assert_nothing_left
 
 @pytest.fixture(autouse=True)
 def _clean_state() -> Iterator[None]:
+    # A client that is closed while another one lives leaves its mark here.
+    dask.config.config.pop("scheduler", None)
     yield
     dask_distmm.disable()
     assert not dask_distmm.is_enabled()

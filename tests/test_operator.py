@@ -77,12 +77,11 @@ def test_what_is_not_ours_goes_on_unchanged(inproc_client, take_all):
             cube @ y,
             da.tensordot(cube, cube, axes=3),
             da.tensordot(x, x, axes=2),
-            da.tensordot(x, y.T, axes=0),
             da.from_array(np.ones((4, 4), object), chunks=2) @ da.ones((4, 4), chunks=2, dtype=object),
             da.ma.masked_greater(x, 0) @ y,
         ):
             assert not ours(product)
-        with pytest.raises(ValueError, match="chunks|shape|align|dimension"):
+        with pytest.raises(ValueError, match="Chunks|shape|align"):
             (x @ x).compute()
         with pytest.raises((TypeError, ValueError)):
             x @ 3
