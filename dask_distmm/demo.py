@@ -163,7 +163,7 @@ def make_cluster(workers: int, folder: Path) -> Any:
     options = {
         "n_workers": workers,
         "threads_per_worker": 1,
-        "dashboard_address": None,
+        "dashboard_address": "127.0.0.1:0",
         "silence_logs": logging.ERROR,
         "local_directory": str(folder),
     }

@@ -143,6 +143,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return {"status": "restart"}
         except _Lost as reason:
             await self._end(run, str(reason))
+            if run.key not in self.scheduler.tasks:
+                return {"status": "restart"}
             again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + 1
             if again > retries:
                 del self.restarts[problem.name]
@@ -291,12 +293,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def _pin(self, run: Run, made: Plan) -> None:
         """Restrict collect tasks to the workers that hold their chunks."""
+        gate = self.scheduler.tasks.get(run.key)
+        newer = any(other.run_id > run.run_id and other.name == run.name for other in self.live.values())
+        if newer or gate is None or gate.state != "processing":
+            # Released between the last rank's answer and now.
+            raise _Released
         self.done[run.name] = run, made
         ncols = made.problem.chunk_counts("d")[1]
         workers = made.workers
         ours = self.pinned.setdefault(run.name, {})
-        gate = self.scheduler.tasks.get(run.key)
-        for ts in gate.dependents if gate is not None else ():
+        for ts in gate.dependents:
             if not (isinstance(ts.key, tuple) and len(ts.key) == 3 and ts.key[0] == run.name):
                 continue
             if ts.worker_restrictions and ts.key not in ours:
@@ -335,13 +341,19 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self.restarts.pop(name, None)
         if run is not None or over:
             message = {"op": "distmm-forget", "run_id": run.run_id if run else None, "name": name if over else None}
-            for address in self.scheduler.workers if over else run.participants if run else ():
-                if address in self.roster and address in self.scheduler.workers:
-                    self.scheduler.worker_send(address, message)
+            addresses = list(self.scheduler.workers) if over else list(run.participants) if run else []
+            # After what Dask is about to tell the workers of these tasks: a contribute task that is running now
+            # is then either done, and its chunk dropped, or known to be cancelled.
+            asyncio.get_running_loop().call_soon(self._tell, addresses, message)
         for live in self.live.values():
             if live.name == name and live.live:
                 live.fail({live.worker: "its task was released"})
                 self._notify()
+
+    def _tell(self, addresses: Sequence[str], message: dict[str, Any]) -> None:
+        for address in addresses:
+            if address in self.roster and address in self.scheduler.workers:
+                self.scheduler.worker_send(address, message)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Forget what was known of an earlier worker of that address."""

@@ -257,7 +257,9 @@ class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         """Drop what a contribute task staged that was cancelled while it ran: nobody else knows of it."""
-        if start == "cancelled" and finish in ("released", "forgotten") and (stage := parse_stage_key(key)):
+        # The end of a cancelled task is announced as the transition that it would have made.
+        over = start == "cancelled" and finish in ("released", "forgotten", "memory", "error", "rescheduled")
+        if over and (stage := parse_stage_key(key)):
             name, operand, index = stage
             self._side.staged.get(name, {}).pop((operand, *index), None)
 

@@ -169,5 +169,5 @@ def test_lost_too_often(client):
 def test_wrong_chunks_are_named(client):
     _, _, x, y = operands()
     wrong = x.map_blocks(lambda block: block[:-1], dtype=float, chunks=x.chunks, meta=np.empty((0, 0)))
-    with pytest.raises(RunFailedError, match=r"chunk \(\d, \d\) of A is \(59, 60\) float64.*says \(60, 60\)"):
+    with pytest.raises(RunFailedError, match=r"chunk \(\d, \d\) of A is \(59, \d+\) float64.*says \(60, \d+\)"):
         client.compute(matmul(wrong, y)).result(timeout=60)
