@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+import sys
+
 import dask
 import dask.array as da
 import numpy as np
 import pytest
+from distributed import Client, wait
 
 import dask_distmm
 from dask_distmm import PlanError, ProjectedMemoryError, explain, matmul
-from dask_distmm.api import NotCollective
+from dask_distmm.api import NotCollective, make_problem
+from dask_distmm.graph import build_graph
 from dask_distmm.testing import assert_product
 
 
@@ -144,9 +151,6 @@ def test_explain_knows_placement(inproc_client):
     lazy = explain(a, a)
     assert lazy.where_a is None
     persisted = inproc_client.persist(a)
-    dask.distributed.wait(persisted) if hasattr(dask, "distributed") else None
-    from distributed import wait
-
     wait(persisted)
     made = explain(persisted, persisted, method="allgather")
     assert made.where_a is not None
@@ -166,10 +170,6 @@ def test_names_are_deterministic(inproc_client):
 
 
 def test_asynchronous_client(inproc_cluster):
-    import asyncio
-
-    from distributed import Client
-
     async def work() -> np.ndarray:
         async with Client(inproc_cluster.scheduler_address, asynchronous=True) as client:
             a = da.from_array(x, chunks=20)
@@ -177,3 +177,26 @@ def test_asynchronous_client(inproc_cluster):
 
     x = np.random.default_rng().standard_normal((50, 50))
     assert_product(x, x, asyncio.run(work()))
+
+
+def unchecked(a, b, **options):
+    """Make the product without what `matmul` checks against the cluster at the call."""
+    problem = make_problem(a, b, "auto", "auto", None, options.get("workers"))
+    return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=problem.result_type)
+
+
+def test_the_same_errors_when_the_run_starts(client):
+    a = da.from_array(np.random.default_rng().standard_normal((60, 60)), chunks=20)
+    with dask.config.set({"distmm.memory.limit-fraction": 1e-6}):
+        c = unchecked(a, a)
+    with pytest.raises(ProjectedMemoryError, match="limit-fraction") as caught:
+        c.compute()
+    assert max(caught.value.projected.values()) > max(caught.value.limit.values()) > 0
+    with pytest.raises(PlanError, match="not in the cluster"):
+        unchecked(a, a, workers=["tcp://127.0.0.1:1"]).compute()
+
+
+def test_enabled_by_the_environment():
+    program = "import dask.array as da, dask_distmm; assert dask_distmm.is_enabled(); assert da.matmul._distmm"
+    environment = os.environ | {"DASK_DISTMM__ENABLED": "true"}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)
