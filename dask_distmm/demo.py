@@ -22,7 +22,7 @@ from typing import Any
 import dask
 import dask.array as da
 import numpy as np
-import psutil  # type: ignore[import-untyped]
+import psutil
 from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster, futures_of, wait
 from distributed.system import MEMORY_LIMIT

@@ -306,7 +306,7 @@ def _with_guards(operand: str, matrix: NDArray[Any], sizes: Chunks, transposed: 
 
 def _checksum(data: NDArray[Any] | None) -> int:
     assert data is not None
-    return zlib.crc32(np.ascontiguousarray(data).view(np.uint8))
+    return zlib.crc32(data.tobytes())
 
 
 FAULT_POINTS = {
