@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from distributed import Client, LocalCluster, get_client, wait
+from distributed import Client, LocalCluster, wait
 from threadpoolctl import threadpool_limits
 
 from dask_distmm.dtypes import dtype_from_name
@@ -73,8 +73,6 @@ def fetch(address: str, key: str) -> float:
     from distributed.worker import get_data_from_worker
 
     worker = get_worker()
-    get_client()
-
     async def get() -> None:
         await get_data_from_worker(worker.rpc, [key], address, who=worker.address)
 
