@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -19,13 +20,14 @@ from dask_distmm.testing import FAULT_POINTS, assert_nothing_left, assert_produc
 def cluster() -> Iterator[LocalCluster]:
     # LocalCluster gives up a worker that is not there 15 s after an earlier one of its name has gone, even if
     # it has been back meanwhile and was killed again just now.
-    with (
-        dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}),
-        LocalCluster(
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}):
+        cluster = LocalCluster(
             n_workers=3, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0", memory_limit="2GiB"
-        ) as cluster,
-    ):
+        )
         yield cluster
+        # Closing nannies whose workers were killed many times can take for ever; Dask ends them at exit.
+        with contextlib.suppress(TimeoutError):
+            cluster.close(timeout=20)
 
 
 @pytest.fixture
