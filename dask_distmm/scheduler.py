@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from dask_distmm.worker import WorkerSide
 
 __all__ = ["DistMMSchedulerPlugin", "install_from_worker"]
-
-logger = logging.getLogger("dask_distmm.scheduler")
 
 
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).

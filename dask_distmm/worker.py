@@ -15,7 +15,6 @@ Handlers run on the worker's event loop and never block it: what takes time goes
 from __future__ import annotations
 
 import asyncio
-import logging
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +34,6 @@ from dask_distmm.keys import parse_stage_key
 from dask_distmm.plan import Plan
 
 __all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
-
-logger = logging.getLogger("dask_distmm.worker")
 
 NAME = "distmm"
 
