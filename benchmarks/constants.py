@@ -73,6 +73,7 @@ def fetch(address: str, key: str) -> float:
     from distributed.worker import get_data_from_worker
 
     worker = get_worker()
+
     async def get() -> None:
         await get_data_from_worker(worker.rpc, [key], address, who=worker.address)
 

@@ -13,13 +13,14 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 
 from dask_distmm import operator
+from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, current_client, snapshot
 from dask_distmm.config import read_options, setting
-from dask_distmm.dtypes import supported
+from dask_distmm.dtypes import supported, takes
 from dask_distmm.engines.base import ENGINES
 from dask_distmm.errors import PlanError
 from dask_distmm.graph import build_graph
-from dask_distmm.plan import METHODS, Chunks, Plan, Problem, Worker, plan
+from dask_distmm.plan import METHODS, Chunks, Plan, Problem, Worker
 
 __all__ = ["NotCollective", "explain", "matmul"]
 
@@ -63,7 +64,8 @@ def matmul(
         ``"local"``, ``"allgather"``, ``"reducescatter"``, ``"allreduce"``, ``"summa"``, or ``"auto"`` (the
         default, from the config ``distmm.method``): the quickest by the cost model, see `explain`.
     engine : str, optional
-        ``"numpy"``, or ``"auto"`` (the default, from the config ``distmm.engine``).
+        ``"cublasmp"`` (GPUs), ``"numpy"``, or ``"auto"`` (the default, from the config ``distmm.engine``): cublasmp
+        where workers have it, else numpy.
     out_chunks : optional
         Chunks of the result, in any form that Dask takes; ``(a.chunks[0], b.chunks[1])`` by default.
     workers : sequence of str or int, optional
@@ -106,11 +108,11 @@ def matmul(
         return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
     problem = make_problem(a, b, method, engine, out_chunks, workers)
     client = current_client()
-    known = snapshot(client, problem.workers) if client is not None else None
+    known = snapshot(client, problem) if client is not None else None
     if known is not None:
-        plan(problem, known.workers)
+        known.plan(problem)
     dtype = problem.result_type
-    meta = meta_from_array(a._meta, ndim=2, dtype=dtype)
+    meta = meta_from_array(b._meta if array_kind(b._meta) == "cupy" else a._meta, ndim=2, dtype=dtype)
     return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=dtype, meta=meta)
 
 
@@ -156,25 +158,29 @@ def explain(
     problem = make_problem(a, b, method, engine, out_chunks, workers)
     if imagined:
         assert isinstance(workers, int)
-        known: Snapshot | None = Snapshot([Worker(f"worker-{i}") for i in range(workers)], [], [None, None])
+        imaginary = [Worker(f"worker-{i}") for i in range(workers)]
+        chosen = problem.engine if problem.engine != "auto" else {"numpy": "numpy", "cupy": "cublasmp"}[problem.array]
+        known: Snapshot | None = Snapshot(imaginary, [], [None, None], chosen, [])
     else:
         assert client is not None
-        known = snapshot(client, problem.workers, [a, b])
+        known = snapshot(client, problem, [a, b])
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
-    where_a, where_b = known.placed
-    return plan(problem, known.workers, where_a=where_a, where_b=where_b, sources=known.sources)
+    return known.plan(problem)
 
 
 def why_not(a: da.Array, b: da.Array, *, cluster: bool = True) -> str | None:
     """Return why a product can't run here and goes to Dask's own function, or None if it can."""
     if a.ndim > 2 or b.ndim > 2:
         return f"the operands have {a.ndim} and {b.ndim} dimensions; products of more than 2 are not collective yet"
-    for name, array in (("A", a), ("B", b)):
-        if type(array._meta) is not np.ndarray:
-            return f"the chunks of {name} are {type(array._meta).__name__}; the numpy engine takes numpy.ndarray"
-        if not supported(array.dtype):
-            return f"no engine multiplies the type {array.dtype} of {name}"
+    kinds = {name: array_kind(array._meta) for name, array in (("A", a), ("B", b))}
+    for name, kind in kinds.items():
+        if kind not in ("numpy", "cupy"):
+            return f"the chunks of {name} are {kind}; engines take numpy.ndarray and cupy.ndarray"
+    kind = "cupy" if "cupy" in kinds.values() else "numpy"
+    dtypes = [array.dtype.name for array in (a, b)]
+    if not all(supported(array.dtype) for array in (a, b)) or not any(takes(name, kind, dtypes) for name in ENGINES):
+        return f"no engine multiplies {kind} arrays of the types {' and '.join(dtypes)}"
     if cluster and current_client() is None:
         return "there is no cluster; create a distributed.Client"
     return None
@@ -211,7 +217,8 @@ def make_problem(
     dtype = np.result_type(a.dtype, b.dtype)
     fields = (a.chunks, b.chunks, chunks, a.dtype.name, b.dtype.name, dtype.name, method, engine, workers)
     token = tokenize(a.name, b.name, fields, options)
-    return Problem(f"matmul-{token}", *fields, a.name == b.name, options)
+    array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
+    return Problem(f"matmul-{token}", *fields, a.name == b.name, options, array)
 
 
 def _names(method: str | None, engine: str | None) -> tuple[str, str]:

@@ -11,8 +11,8 @@ import dask
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import EngineError, PlanError
-from dask_distmm.plan import Worker
+from dask_distmm.errors import EngineError, MissingEngineError, PlanError
+from dask_distmm.plan import Plan, Problem, Worker, plan
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -34,10 +34,34 @@ class Snapshot:
     placed
         For each array that was asked for, the index into ``[*workers, *sources]`` of each chunk's holder, or
         None where not all of its chunks are in memory.
+    engine
+        Name of the engine that would multiply.
+    groups
+        Addresses of ranks that have a communicator already.
     """
 
-    def __init__(self, workers: list[Worker], sources: list[Worker], placed: list[NDArray[np.int32] | None]) -> None:
-        self.workers, self.sources, self.placed = workers, sources, placed
+    def __init__(
+        self,
+        workers: list[Worker],
+        sources: list[Worker],
+        placed: list[NDArray[np.int32] | None],
+        engine: str,
+        groups: list[tuple[str, ...]],
+    ) -> None:
+        self.workers, self.sources, self.placed, self.engine, self.groups = workers, sources, placed, engine, groups
+
+    def plan(self, problem: Problem) -> Plan:
+        """Return the plan for a problem, as things are."""
+        where_a, where_b = self.placed or (None, None)
+        return plan(
+            problem,
+            self.workers,
+            where_a=where_a,
+            where_b=where_b,
+            sources=self.sources,
+            engine=self.engine,
+            groups=self.groups,
+        )
 
 
 def current_client() -> Client | None:
@@ -54,8 +78,8 @@ def current_client() -> Client | None:
     return client if client.status == "running" else None
 
 
-def snapshot(client: Client, workers: tuple[str, ...] | int | None, arrays: Sequence[Any] = ()) -> Snapshot | None:
-    """Ask the scheduler; None if that would block an event loop (asynchronous clients).
+def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Snapshot | None:
+    """Ask the scheduler who would multiply; None if that would block an event loop (asynchronous clients).
 
     Raises
     ------
@@ -77,7 +101,10 @@ def snapshot(client: Client, workers: tuple[str, ...] | int | None, arrays: Sequ
         _installed[client] = scheduler_id
     answer = client.sync(
         client.scheduler.distmm_roster,
-        wanted=workers,
+        engine=problem.engine,
+        array=problem.array,
+        dtypes=[problem.a_dtype, problem.b_dtype, problem.dtype],
+        wanted=problem.workers,
         names=[array.name for array in arrays],
         counts=[array.numblocks for array in arrays],
     )
@@ -85,11 +112,14 @@ def snapshot(client: Client, workers: tuple[str, ...] | int | None, arrays: Sequ
         _installed.pop(client, None)
         raise EngineError(f"the scheduler answered {answer!r} to distmm_roster: was it restarted? Try again")
     if answer["status"] != "OK":
-        raise (PlanError if answer["kind"] == "PlanError" else EngineError)(answer["message"])
+        kinds = {"PlanError": PlanError, "MissingEngineError": MissingEngineError}
+        raise kinds.get(answer["kind"], EngineError)(answer["message"])
     return Snapshot(
         [Worker.from_wire(w) for w in answer["workers"]],
         [Worker.from_wire(w) for w in answer["sources"]],
         [None if raw is None else np.frombuffer(raw, np.int32) for raw in answer["placed"]],
+        answer["engine"],
+        [tuple(group) for group in answer["groups"]],
     )
 
 

@@ -34,17 +34,25 @@ class Machine:
     Parameters
     ----------
     gflops
-        10^9 operations per second and thread, ``(type, rate)`` pairs; ``"other"`` for all others.
+        10^9 operations per second and thread (of a CPU) or device, ``(type, rate)`` pairs; ``"other"`` for all
+        others.
     bandwidth, memory_bandwidth
         Bytes per second: received by one worker; of a sum or copy in memory.
     latency
         Seconds per message.
+    network_bandwidth
+        Bytes per second received by one worker from another host; 0: as `bandwidth`.
+    exposed
+        For each method the share of its own transfers that is not hidden behind the multiply, ``(method, share)``
+        pairs; 1 for those not named.
     """
 
     gflops: tuple[tuple[str, float], ...]
     bandwidth: float
     memory_bandwidth: float
     latency: float
+    network_bandwidth: float = 0.0
+    exposed: tuple[tuple[str, float], ...] = ()
 
     def rate(self, dtype: str) -> float:
         """Operations per second of one thread that computes in `dtype`."""
@@ -60,19 +68,21 @@ class Options:
     limit_fraction: float
     vote_timeout: float
     transfer_timeout: float
+    grace_timeout: float
     panel_bytes: int
     prefetch_panels: int
     pack_below: int
-    machine: Machine
+    max_groups: int
+    keep_workspace_bytes: int
+    machines: tuple[tuple[str, Machine], ...]
+
+    def machine(self, engine: str) -> Machine:
+        """Constants of the machine for one engine."""
+        return dict(self.machines)[engine]
 
 
-def read_options(engine: str = "numpy") -> Options:
+def read_options() -> Options:
     """Read and check the options from ``dask.config``.
-
-    Parameters
-    ----------
-    engine
-        The engine whose machine constants are wanted.
 
     Raises
     ------
@@ -93,24 +103,33 @@ def read_options(engine: str = "numpy") -> Options:
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise PlanError(f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}") from error
 
-    gflops = setting(f"machine.{engine}.gflops")
-    if not isinstance(gflops, Mapping) or "other" not in gflops:
-        raise PlanError(f"config distmm.machine.{engine}.gflops is {gflops!r}; expected a mapping with 'other'")
-    machine = Machine(
-        gflops=tuple(sorted((str(name), number(f"machine.{engine}.gflops.{name}", 1e-9)) for name in gflops)),
-        bandwidth=number(f"machine.{engine}.bandwidth", 1.0),
-        memory_bandwidth=number(f"machine.{engine}.memory-bandwidth", 1.0),
-        latency=number(f"machine.{engine}.latency", 0.0),
-    )
+    def machine(engine: str) -> Machine:
+        gflops, exposed = setting(f"machine.{engine}.gflops"), setting(f"machine.{engine}.exposed") or {}
+        if not isinstance(gflops, Mapping) or "other" not in gflops:
+            raise PlanError(f"config distmm.machine.{engine}.gflops is {gflops!r}; expected a mapping with 'other'")
+        if not isinstance(exposed, Mapping):
+            raise PlanError(f"config distmm.machine.{engine}.exposed is {exposed!r}; expected a mapping")
+        return Machine(
+            gflops=tuple(sorted((str(name), number(f"machine.{engine}.gflops.{name}", 1e-9)) for name in gflops)),
+            bandwidth=number(f"machine.{engine}.bandwidth", 1.0),
+            memory_bandwidth=number(f"machine.{engine}.memory-bandwidth", 1.0),
+            latency=number(f"machine.{engine}.latency", 0.0),
+            network_bandwidth=number(f"machine.{engine}.network-bandwidth", 0.0),
+            exposed=tuple(sorted((str(n), number(f"machine.{engine}.exposed.{n}", 0.0)) for n in exposed)),
+        )
+
     return Options(
         retries=int(number("retries", 0)),
         limit_fraction=number("memory.limit-fraction", 1e-9, 1.0),
         vote_timeout=float(parsed("timeouts.vote", parse_timedelta)),
         transfer_timeout=float(parsed("timeouts.transfer", parse_timedelta)),
+        grace_timeout=float(parsed("timeouts.grace", parse_timedelta)),
         panel_bytes=int(parsed("numpy.panel-bytes", parse_bytes)),
         prefetch_panels=int(number("numpy.prefetch-panels", 1)),
         pack_below=int(number("numpy.pack-below", 0)),
-        machine=machine,
+        max_groups=int(number("cublasmp.max-groups", 1)),
+        keep_workspace_bytes=int(parsed("cublasmp.keep-workspace", parse_bytes)),
+        machines=tuple((engine, machine(engine)) for engine in _default("machine")),
     )
 
 

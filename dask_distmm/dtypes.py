@@ -8,12 +8,13 @@ float64, where their sums are exact, because BLAS is about 100 times as fast as 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-__all__ = ["compute_dtype", "dtype_from_name", "supported"]
+__all__ = ["compute_dtype", "dtype_from_name", "supported", "takes"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -36,6 +37,26 @@ def supported(dtype: DTypeLike) -> bool:
     """Whether the numpy engine multiplies arrays of this type: bool, all integers, floats and complex."""
     dtype = np.dtype(dtype)
     return dtype == _BFLOAT16 or (dtype.kind in "biufc" and dtype.isnative)
+
+
+_ON_GPUS = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+
+
+def takes(engine: str, array: str, dtypes: Sequence[str]) -> bool:
+    """Whether an engine multiplies arrays of these types.
+
+    Parameters
+    ----------
+    engine
+        Its name.
+    array
+        What the chunks are: ``"numpy"`` or ``"cupy"``.
+    dtypes
+        Names of the types of A, B and the result.
+    """
+    if engine == "numpy":
+        return array == "numpy" and all(supported(dtype_from_name(name)) for name in dtypes)
+    return array in ("numpy", "cupy") and _ON_GPUS.issuperset(dtypes)
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ from typing import Any
 __all__ = [
     "DistMMError",
     "EngineError",
+    "MissingEngineError",
     "PlanError",
     "ProjectedMemoryError",
     "ProtocolError",
@@ -56,6 +57,10 @@ class ProjectedMemoryError(DistMMError, MemoryError):
 
 class EngineError(DistMMError):
     """An engine is missing on a worker, or failed inside a multiply."""
+
+
+class MissingEngineError(EngineError):
+    """No worker has an engine that multiplies such arrays."""
 
 
 class ProtocolError(DistMMError):

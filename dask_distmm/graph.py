@@ -15,6 +15,7 @@ their chunks on and the barrier multiplies alone.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import time
 from collections.abc import Hashable, Sequence
@@ -24,8 +25,8 @@ import numpy as np
 from dask._task_spec import List, Task, TaskRef
 from dask.highlevelgraph import HighLevelGraph
 from distributed import Reschedule, get_worker
-from numpy.typing import NDArray
 
+from dask_distmm.chunks import order_of, stage
 from dask_distmm.engines import get_engine
 from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, RunFailedError
 from dask_distmm.keys import barrier_key, stage_name
@@ -83,8 +84,8 @@ class Alone:
         self.value = value
 
 
-def contribute(name: str, operand: str, i: int, j: int, chunk: NDArray[Any]) -> str | Alone:
-    """Stage a chunk where it lies; return the worker's address."""
+def contribute(name: str, operand: str, i: int, j: int, chunk: Any) -> tuple[str, str] | Alone:
+    """Stage a chunk where it lies; return the worker's address, and the chunk's memory order."""
     side = _side()
     return Alone(chunk) if side is None else side.stage(name, operand, i, j, chunk)
 
@@ -100,10 +101,11 @@ def barrier(wire: dict[str, Any], *receipts: Sequence[Any]) -> int | Alone:
     side = _side()
     if side is None or isinstance(receipts[0][0], Alone):
         return _run_alone(Problem.from_wire(wire), receipts)
-    addresses = sorted({address for operand in receipts for address in operand})
+    addresses = sorted({address for operand in receipts for address, _ in operand})
     number = {address: index for index, address in enumerate(addresses)}
-    where = [np.array([number[address] for address in operand], np.int32).tobytes() for operand in receipts]
-    answer = _request_run(side, wire, addresses, where)
+    where = [np.array([number[address] for address, _ in operand], np.int32).tobytes() for operand in receipts]
+    orders = [collections.Counter(order for _, order in operand).most_common(1)[0][0] for operand in receipts]
+    answer = _request_run(side, wire, {"addresses": addresses, "where": where, "orders": orders})
     if answer["status"] == "restart":
         # The scheduler has released this task, and what it needs again, already.
         raise Reschedule
@@ -113,10 +115,10 @@ def barrier(wire: dict[str, Any], *receipts: Sequence[Any]) -> int | Alone:
     return run_id
 
 
-def _request_run(side: WorkerSide, wire: dict[str, Any], addresses: list[str], where: list[bytes]) -> dict[str, Any]:
+def _request_run(side: WorkerSide, wire: dict[str, Any], staging: dict[str, Any]) -> dict[str, Any]:
     from dask_distmm.scheduler import install_from_worker
 
-    message = {"problem": wire, "addresses": addresses, "where": where, "worker": side.worker.address}
+    message = {"problem": wire, "worker": side.worker.address, **staging}
     answer = None
     for attempt in range(2):
         if attempt or not side.scheduler_ready:
@@ -130,13 +132,16 @@ def _request_run(side: WorkerSide, wire: dict[str, Any], addresses: list[str], w
 
 def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
     """Multiply in this process, where there is no cluster."""
-    operands = [[receipt.value for receipt in operand] for operand in receipts]
+    staged = [[stage(receipt.value) for receipt in operand] for operand in receipts]
+    operands = [[found.array for found in operand] for operand in staged]
     if problem.same:
         operands = operands * 2
     chunks = {(op, i): chunk for op, found in zip("ab", operands, strict=True) for i, chunk in enumerate(found)}
     where_a, where_b = (np.zeros(len(found), np.int32) for found in operands)
-    made = plan(problem, [Worker("here")], where_a=where_a, where_b=where_b)
-    job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None)
+    engine = problem.engine if problem.engine != "auto" else {"numpy": "numpy", "cupy": "cublasmp"}[problem.array]
+    orders = (order_of(operands[0][0]), order_of(operands[1][0]))
+    made = plan(problem, [Worker("here")], where_a=where_a, where_b=where_b, engine=engine, orders=orders)
+    job = get_engine(engine).job(made, 0, chunks, _NoComm(), lambda share: None)
     job.prepare()
     return Alone(job.execute())
 
@@ -146,11 +151,10 @@ class _NoComm:
         raise AssertionError("a worker alone has no peers")
 
 
-def collect(name: str, index: int, run: int | Alone) -> NDArray[Any]:
+def collect(name: str, index: int, run: int | Alone) -> Any:
     """Return one chunk of the result."""
     if isinstance(run, Alone):
-        chunk: NDArray[Any] = run.value[index]
-        return chunk
+        return run.value[index]
     side = _side()
     if side is None:
         raise EngineError(f"chunk {index} of {name} is on the cluster; this task does not run there")

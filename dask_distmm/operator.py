@@ -26,6 +26,8 @@ import dask.array.routines
 import dask.config
 import numpy as np
 
+from dask_distmm.errors import MissingEngineError
+
 __all__ = ["dask_matmul", "dask_tensordot", "disable", "enable", "enabled", "is_enabled"]
 
 # Dask's own functions, whatever is installed under their names later.
@@ -147,4 +149,7 @@ def _product(a: Any, b: Any) -> Any:
     a, b = (x if isinstance(x, dask.array.Array) else dask.array.asanyarray(x) for x in (a, b))
     if api.why_leave(a, b, float(setting("minimum-flops"))) is not None:
         return NotImplemented
-    return api.matmul(a, b)
+    try:
+        return api.matmul(a, b)
+    except MissingEngineError:
+        return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine

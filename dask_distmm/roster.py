@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_distmm.errors import EngineError, PlanError
+from dask_distmm.dtypes import takes
+from dask_distmm.engines.base import ENGINES
+from dask_distmm.errors import EngineError, MissingEngineError, PlanError
 from dask_distmm.plan import Worker
 
 if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import WorkerState
 
-__all__ = ["Roster", "as_worker"]
+__all__ = ["Roster"]
 
 # A worker that does not say what it has within this time (seconds) is left out.
 _DESCRIBE_TIMEOUT = 30.0
@@ -46,11 +48,17 @@ class Roster:
         """Forget all workers."""
         self._described.clear()
 
-    async def workers(self, wanted: tuple[str, ...] | int | None) -> list[Worker]:
-        """Return the workers that can take part, in the scheduler's order.
+    async def choose(
+        self, engine: str, array: str, dtypes: Sequence[str], wanted: tuple[str, ...] | int | None
+    ) -> tuple[str, list[Worker]]:
+        """Return the engine that multiplies, and the workers that can take part, in the scheduler's order.
 
         Parameters
         ----------
+        engine
+            Its name, or ``"auto"`` for the first one that a worker has and that takes such arrays.
+        array, dtypes
+            What the chunks of the result are, ``"numpy"`` or ``"cupy"``; and the types of all arrays.
         wanted
             Addresses, or how many, or None for all.
 
@@ -58,8 +66,10 @@ class Roster:
         ------
         PlanError
             `wanted` names a worker that is not there, or more than there are; or there is none at all.
+        MissingEngineError
+            No worker has an engine for such arrays.
         EngineError
-            Workers have different versions of dask_distmm.
+            Workers have different versions of dask_distmm or of the engine's libraries.
         """
         running = {address: ws for address, ws in self._scheduler.workers.items() if ws.status.name == "running"}
         if isinstance(wanted, tuple):
@@ -68,18 +78,54 @@ class Roster:
                 raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {', '.join(sorted(running))}")
             running = {address: running[address] for address in wanted}
         await self._describe([address for address in running if address not in self._described])
-        able = {address: ws for address, ws in running.items() if self._has_engine(address, "numpy")}
-        versions = {self._described[address]["version"]: address for address in able}
-        if len(versions) > 1:
-            found = ", ".join(f"{version} on {address}" for version, address in versions.items())
-            raise EngineError(f"workers have different versions of dask_distmm: {found}; install the same on all")
+        fitting = [name for name in ENGINES if takes(name, array, dtypes) and engine in ("auto", name)]
+        able: dict[str, WorkerState] = {}
+        for engine in fitting:
+            able = {address: ws for address, ws in running.items() if self._has_engine(address, engine)}
+            if able:
+                break
         if not able:
-            raise PlanError(f"none of {len(running)} workers can multiply: start workers with dask_distmm installed")
+            raise MissingEngineError(self._why_none(fitting, array, dtypes, list(running)))
+        self._check_versions(engine, list(able))
         if isinstance(wanted, int):
             if wanted > len(able):
                 raise PlanError(f"workers={wanted}, but the cluster has {len(able)}")
             able = dict(itertools.islice(able.items(), wanted))
-        return [as_worker(ws) for ws in able.values()]
+        return engine, [self.worker(ws, engine) for ws in able.values()]
+
+    def worker(self, ws: WorkerState, engine: str) -> Worker:
+        """Return a worker as planning sees it, with the memory that an engine works in."""
+        described = self._described.get(ws.address, {})
+        memory = described.get("memory", {}).get(engine) or int(ws.memory_limit or 0)
+        return Worker(ws.address, ws.nthreads, memory, described.get("host", ""))
+
+    def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
+        """Refuse workers that differ in the version of this package or of the engine's libraries."""
+        for what, read in (
+            ("dask_distmm", lambda described: described["version"]),
+            (f"the libraries of engine {engine!r}", lambda described: described["engines"][engine]),
+        ):
+            versions: dict[str, str] = {}
+            for address in addresses:
+                found = read(self._described[address])
+                text = found if isinstance(found, str) else ", ".join(f"{n} {v}" for n, v in sorted(found.items()))
+                versions.setdefault(text, address)
+            if len(versions) > 1:
+                listed = "; ".join(f"{version} on {address}" for version, address in versions.items())
+                raise EngineError(f"workers have different versions of {what}: {listed}. Install the same on all")
+
+    def _why_none(self, fitting: Sequence[str], array: str, dtypes: Sequence[str], addresses: Sequence[str]) -> str:
+        """Say why no worker can multiply."""
+        if not addresses:
+            return "the cluster has no running worker"
+        if not fitting:
+            return f"no engine multiplies {array} arrays of {' and '.join(dict.fromkeys(dtypes))}"
+        for address in addresses:
+            engines = self._described.get(address, {}).get("engines", {})
+            for engine in fitting:
+                if engine in engines:
+                    return f"no worker has engine {engine!r}; {address} says: {engines[engine].get('error')}"
+        return f"none of {len(addresses)} workers has dask_distmm: install it there"
 
     def placed(
         self, workers: Sequence[Worker], names: Sequence[str], counts: Sequence[tuple[int, int]]
@@ -117,7 +163,7 @@ class Roster:
                 else:
                     break
             placed.append(np.array(found, np.int32).tobytes() if len(found) == nrows * ncols else None)
-        return [as_worker(self._scheduler.workers[address]) for address in others], placed
+        return [self.worker(self._scheduler.workers[address], "") for address in others], placed
 
     async def _describe(self, addresses: Sequence[str]) -> None:
         async def ask(address: str) -> None:
@@ -133,8 +179,3 @@ class Roster:
     def _has_engine(self, address: str, engine: str) -> bool:
         engines = self._described.get(address, {}).get("engines", {})
         return engine in engines and "error" not in engines[engine]
-
-
-def as_worker(ws: WorkerState) -> Worker:
-    """Return a worker of the scheduler as planning sees it."""
-    return Worker(ws.address, ws.nthreads, int(ws.memory_limit or 0))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,10 @@ from distributed.protocol.pickle import dumps
 from distributed.utils import sync
 
 from dask_distmm.errors import DistMMError, EngineError, ProjectedMemoryError, RunFailedError
+from dask_distmm.groups import Group, Groups
 from dask_distmm.keys import barrier_key, barrier_name, stage_name
 from dask_distmm.plan import Plan, Problem, plan
-from dask_distmm.roster import Roster, as_worker
+from dask_distmm.roster import Roster
 from dask_distmm.run import Run
 from dask_distmm.worker import NAME, DistMMWorkerPlugin
 
@@ -52,6 +54,15 @@ class _Released(Exception):
     """Nobody wants the result any more."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Staging:
+    """Where A's and B's chunks are staged: addresses, an index into them for each chunk, the memory orders."""
+
+    addresses: list[str]
+    where: list[bytes]
+    orders: tuple[str, str]
+
+
 class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     """Coordinates all runs of a cluster. One for each scheduler; installing it again does nothing."""
 
@@ -73,6 +84,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return
         self.scheduler = scheduler
         self.roster = Roster(scheduler)
+        self.groups = Groups()
         self._changed = asyncio.Condition()
         scheduler.handlers.update(
             distmm_run=self.run, distmm_roster=self.describe, distmm_locate=self.locate, distmm_lost=self.lost
@@ -81,25 +93,36 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # Handlers
 
-    async def run(self, problem: Any, addresses: list[str], where: list[bytes], worker: str) -> dict[str, Any]:
+    async def run(
+        self, problem: Any, addresses: list[str], where: list[bytes], orders: list[str], worker: str
+    ) -> dict[str, Any]:
         """Run a multiply; called by its barrier, answered when the run is over."""
         try:
             parsed = Problem.from_wire(problem)
-            return await self._run(parsed, addresses, where, worker)
+            return await self._run(parsed, _Staging(addresses, where, (orders[0], orders[-1])), worker)
         except DistMMError as error:
             return _as_plain(error)
 
     async def describe(
-        self, wanted: Any = None, names: Sequence[str] = (), counts: Sequence[tuple[int, int]] = ()
+        self,
+        engine: str,
+        array: str,
+        dtypes: Sequence[str],
+        wanted: Any = None,
+        names: Sequence[str] = (),
+        counts: Sequence[tuple[int, int]] = (),
     ) -> dict[str, Any]:
-        """Return the workers that can take part and, for arrays by name, where their chunks are."""
+        """Return the engine and workers that would multiply and, for arrays by name, where their chunks are."""
+        wanted = tuple(wanted) if isinstance(wanted, list | tuple) else wanted
         try:
-            workers = await self.roster.workers(tuple(wanted) if isinstance(wanted, list | tuple) else wanted)
+            engine, workers = await self.roster.choose(engine, array, dtypes, wanted)
         except DistMMError as error:
             return _as_plain(error)
         sources, placed = self.roster.placed(workers, names, counts)
         return {
             "status": "OK",
+            "engine": engine,
+            "groups": self.groups.orders(engine),
             "workers": [w.to_wire() for w in workers],
             "sources": [w.to_wire() for w in sources],
             "placed": placed,
@@ -120,20 +143,22 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # One run
 
-    async def _run(self, problem: Problem, addresses: list[str], where: list[bytes], worker: str) -> dict[str, Any]:
+    async def _run(self, problem: Problem, staging: _Staging, worker: str) -> dict[str, Any]:
         key, retries = barrier_key(problem.name), problem.options.retries
         for old in [run for run in self.live.values() if run.name == problem.name]:
             await self._end(old, "the multiply was started again")
         run_id = self.newest_run = self.newest_run + 1
         run = Run(run_id, problem.name, key, worker, frozenset())
         self.live[run_id] = run
+        made = None
         try:
-            made = await self._freeze(run, problem, addresses, where)
+            made = await self._freeze(run, problem, staging)
             await self._turn(run)
             await self._vote(run, made)
             await self._start(run, made)
             self._pin(run, made)
             self.restarts.pop(problem.name, None)
+            self._release(self.groups.surplus(problem.options.max_groups), problem.options.grace_timeout)
             return {"status": "OK", "run_id": run_id}
         except _Released:
             await self._end(run, "its task was released")
@@ -150,25 +175,43 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self._restart(problem.name, f"distmm-restart-{run_id}")
             return {"status": "restart"}
         except BaseException as error:
+            running = run.phase == "running"
             await self._end(run, str(error))
+            if running and made is not None and (group := self.groups.drop(made.group)):
+                # What it was in the middle of is not known.
+                self._release([group], problem.options.grace_timeout)
             raise
         finally:
             self.live.pop(run_id, None)
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _freeze(self, run: Run, problem: Problem, addresses: list[str], where: list[bytes]) -> Plan:
+    async def _freeze(self, run: Run, problem: Problem, staging: _Staging) -> Plan:
         """Fix who takes part, and how."""
-        workers = await self.roster.workers(problem.workers)
+        dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
+        engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers)
         number = {worker.address: index for index, worker in enumerate(workers)}
-        gone = [address for address in addresses if address not in self.scheduler.workers]
+        gone = [address for address in staging.addresses if address not in self.scheduler.workers]
         if gone:
             raise _Lost(f"{gone[0]} left with chunks that were staged there")
-        sources = [as_worker(self.scheduler.workers[a]) for a in addresses if a not in number]
+        others = [self.scheduler.workers[address] for address in staging.addresses if address not in number]
+        sources = [self.roster.worker(ws, "") for ws in others]
         number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})
-        table = np.array([number[address] for address in addresses], np.int32)
-        found = [table[np.frombuffer(raw, np.int32)] for raw in where]
-        made = await asyncio.to_thread(plan, problem, workers, where_a=found[0], where_b=found[-1], sources=sources)
+        table = np.array([number[address] for address in staging.addresses], np.int32)
+        found = [table[np.frombuffer(raw, np.int32)] for raw in staging.where]
+        made = await asyncio.to_thread(
+            plan,
+            problem,
+            workers,
+            where_a=found[0],
+            where_b=found[-1],
+            sources=sources,
+            engine=engine,
+            orders=staging.orders,
+            groups=self.groups.orders(engine),
+        )
+        if engine != "numpy" and len(made.ranks) > 1:
+            made = dataclasses.replace(made, group=self.groups.use(engine, made.workers).number)
         # Workers that neither multiply nor hold a chunk have no part in it.
         needed = np.unique(np.concatenate([np.asarray(made.ranks), *found]))
         run.participants = frozenset(made.participants[index].address for index in needed.tolist())
@@ -258,6 +301,30 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         reason = answer.get("message", str(answer)) if isinstance(answer, Mapping) else str(answer)
         detail = answer.get("traceback", "") if isinstance(answer, Mapping) else ""
         raise self._failed(run, reason + (f"\n{detail}" if detail else ""), {address: reason})
+
+    def _release(self, groups: Sequence[Group], grace: float) -> None:
+        """Have groups freed in the background, each in its turn as if it were a run of its ranks."""
+
+        async def release(group: Group) -> None:
+            run_id = self.newest_run = self.newest_run + 1
+            run = Run(run_id, f"group-{group.number}", "", group.workers[0], frozenset(group.workers))
+            self.live[run_id] = run
+            try:
+                await self._turn(run)
+                asked = [
+                    self.scheduler.rpc(a).distmm_release(group=group.number, engine=group.engine, grace=grace)
+                    for a in group.workers
+                ]
+                await asyncio.gather(*asked)
+            except (_Lost, _Released, OSError):
+                pass  # a rank has left: `remove_worker` has told the others, or they end themselves
+            finally:
+                self.live.pop(run_id, None)
+                async with self._changed:
+                    self._changed.notify_all()
+
+        for group in groups:
+            self.scheduler._ongoing_background_tasks.call_soon(release, group)
 
     async def _ended(self, run: Run) -> None:
         async with self._changed:
@@ -359,6 +426,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """End runs that need a worker that is gone; start those again whose results it held."""
         self.roster.forget(worker)
+        for group in self.groups.lose(worker):
+            left = [address for address in group.workers if address != worker]
+            self._tell(left, {"op": "distmm-abandon", "group": group.number, "engine": group.engine})
         lost = [run for run in self.live.values() if run.lose([worker])]
         if lost:
             self._notify()
@@ -387,6 +457,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.pinned.clear()
         self.restarts.clear()
         self.roster.clear()
+        self.groups.clear()
         self._notify()
 
     def _notify(self) -> None:

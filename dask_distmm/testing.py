@@ -163,7 +163,7 @@ class LocalComm:
             except BaseException as error:
                 answer.set_exception(error)
 
-        self.jobs[peer].available(kind).add_done_callback(lambda ready: self.pool.submit(serve, ready))
+        self.jobs[peer].available(kind, boxes).add_done_callback(lambda ready: self.pool.submit(serve, ready))
         return answer
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ def run_jobs(
 
 
 def conformance(
-    engine: Engine,
+    engine: Engine | Any,
     method: str,
     nranks: int,
     dtype: str = "float64",
@@ -224,7 +224,8 @@ def conformance(
     Parameters
     ----------
     engine, method, nranks, dtype
-        What is tested; ``b_dtype`` for operands of two types.
+        What is tested; ``b_dtype`` for operands of two types. For an engine that needs processes, instead of it a
+        function ``run(problem, nranks, chunks, where)`` that returns the chunks of D by number.
     shape
         m, n, k.
     orders
@@ -269,10 +270,11 @@ def conformance(
     ]
     roster = [Worker(f"w{index}") for index in range(nranks)]
     extra = [Worker(f"s{index}") for index in range(sources)]
-    made = plan(problem, roster, where_a=where[0], where_b=where[1], sources=extra, engine=engine.name)
+    name = "numpy" if callable(engine) else engine.name
+    made = plan(problem, roster, where_a=where[0], where_b=where[1], sources=extra, engine=name)
     made = Plan.from_wire(made.to_wire())
     try:
-        result = run_jobs(engine, made, chunks)
+        result = engine(problem, nranks, chunks, where) if callable(engine) else run_jobs(engine, made, chunks)
         nrows, ncols = problem.chunk_counts("d")
         assert sorted(result) == list(range(nrows * ncols)), "chunks are missing"
         for index, chunk in result.items():

@@ -15,6 +15,7 @@ Handlers run on the worker's event loop and never block it: what takes time goes
 from __future__ import annotations
 
 import asyncio
+import platform
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +28,10 @@ from distributed.utils import sync
 from numpy.typing import NDArray
 
 from dask_distmm._version import __version__
+from dask_distmm.chunks import Staged, check_chunks, order_of, stage
 from dask_distmm.comms.dask import DaskComm
 from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine
+from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.keys import parse_stage_key
 from dask_distmm.plan import Plan
@@ -49,9 +52,9 @@ class WorkerSide:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.staged: dict[str, dict[tuple[str, int, int], NDArray[Any]]] = {}
+        self.staged: dict[str, dict[tuple[str, int, int], Staged]] = {}
         self.runs: dict[int, tuple[Plan, Job]] = {}
-        self.outputs: dict[int, dict[int, NDArray[Any]]] = {}
+        self.outputs: dict[int, dict[int, Any]] = {}
         self.newest_run = 0
         self.progress: dict[int, float] = {}
         self.scheduler_ready = False
@@ -63,19 +66,24 @@ class WorkerSide:
             "distmm_start": self.start,
             "distmm_abort": self.abort,
             "distmm_fetch": self.fetch,
+            "distmm_release": self.release,
         }
-        self.stream_handlers = {"distmm-finish": self.finish, "distmm-forget": self.forget}
+        self.stream_handlers = {
+            "distmm-finish": self.finish,
+            "distmm-forget": self.forget,
+            "distmm-abandon": self.abandon,
+        }
         worker.handlers.update(self.handlers)
         worker.stream_handlers.update(self.stream_handlers)
 
     # Called from tasks
 
-    def stage(self, name: str, operand: str, i: int, j: int, chunk: NDArray[Any]) -> str:
-        """Keep chunk (i, j) of an operand for the run of multiply `name`; return this worker's address."""
-        self.staged.setdefault(name, {})[operand, i, j] = chunk
-        return str(self.worker.address)
+    def stage(self, name: str, operand: str, i: int, j: int, chunk: Any) -> tuple[str, str]:
+        """Keep chunk (i, j) of an operand for the run of multiply `name`; return where it lies, and how."""
+        self.staged.setdefault(name, {})[operand, i, j] = stage(chunk)
+        return str(self.worker.address), order_of(chunk)
 
-    def collect(self, run_id: int, index: int) -> NDArray[Any] | None:
+    def collect(self, run_id: int, index: int) -> Any:
         """Return chunk number `index` of a run's result, or None if it is not here."""
         return self.outputs.get(run_id, {}).get(index)
 
@@ -87,7 +95,7 @@ class WorkerSide:
 
         return sync(self.worker.loop, call)
 
-    def fetch_output(self, address: str, run_id: int, index: int) -> NDArray[Any] | None:
+    def fetch_output(self, address: str, run_id: int, index: int) -> Any:
         """Get a chunk of a result from the worker that has it, from a task's thread."""
 
         async def call() -> Any:
@@ -105,20 +113,16 @@ class WorkerSide:
 
     async def describe(self) -> dict[str, Any]:
         """Return what planning needs to know of this worker."""
-        engines = {}
-        for name in ENGINES:
-            try:
-                engines[name] = dict(get_engine(name).versions())
-            except EngineError as error:
-                engines[name] = {"error": str(error)}
-        return {"status": "OK", "version": __version__, "engines": engines}
+        return await asyncio.to_thread(_describe)
 
     async def prepare(self, run_id: int, me: int, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Check that all is here and allocate; the answer is this worker's vote."""
         if not isinstance(run_id, int) or run_id <= self.newest_run:
             return _refusal(f"run {run_id!r} is stale: this worker has seen run {self.newest_run}")
         try:
-            return await asyncio.to_thread(self._prepare, run_id, me, plan)
+            # On the engine's thread: after whatever may still be ending there.
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.engine_thread, self._prepare, run_id, me, plan)
         except ProtocolError as error:
             return _refusal(str(error))
         except BaseException as error:
@@ -129,27 +133,30 @@ class WorkerSide:
         if not 0 <= me < len(plan.participants):
             raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
         staged = self.staged.get(plan.problem.name, {})
-        chunks: dict[ChunkKey, NDArray[Any]] = {}
+        chunks: dict[ChunkKey, Any] = {}
+        ready = []
         missing = []
         for operand, where in (("a", plan.where_a), ("b", plan.where_b)):
             assert where is not None
             ncols = plan.problem.chunk_counts(operand)[1]
             for index in np.flatnonzero(where == me).tolist():
-                chunk = staged.get(("a" if plan.problem.same else operand, *divmod(index, ncols)))
-                if chunk is None:
+                found = staged.get(("a" if plan.problem.same else operand, *divmod(index, ncols)))
+                if found is None:
                     missing.append((operand, index))
                 else:
-                    chunks[operand, index] = chunk
+                    chunks[operand, index] = found.array
+                    if found.ready is not None:
+                        ready.append(found.ready)
         if missing:
             return {"status": "missing", "count": len(missing)}
-        _check_chunks(plan, chunks)
+        check_chunks(plan, chunks)
         addresses = [worker.address for worker in plan.participants]
         comm = DaskComm(self.worker, run_id, addresses, plan.problem.options.transfer_timeout)
 
         def progress(share: float) -> None:
             self.progress[run_id] = share
 
-        job = get_engine(plan.engine).job(plan, me, chunks, comm, progress)
+        job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready)
         job.prepare()
         self.newest_run = run_id
         self.runs[run_id] = plan, job
@@ -171,6 +178,20 @@ class WorkerSide:
         if run_id in self.runs:  # not aborted meanwhile
             self.outputs[run_id] = dict(result)
         return {"status": "OK", "seconds": loop.time() - started}
+
+    async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:
+        """Free what the ranks of a group keep between runs; all of them are asked at the same time."""
+
+        def free() -> None:
+            with Watchdog(grace, f"freeing group {group} of engine {engine}"):
+                get_engine(engine).release(group)
+
+        await asyncio.get_running_loop().run_in_executor(self.engine_thread, free)
+        return {"status": "OK"}
+
+    def abandon(self, group: int, engine: str) -> None:
+        """Forget a group of which a rank is gone."""
+        self.engine_thread.submit(get_engine(engine).abandon, group)
 
     async def abort(self, run_id: int, reason: str) -> dict[str, Any]:
         """End a run here."""
@@ -210,7 +231,7 @@ class WorkerSide:
                 return {"status": "gone", "message": f"run {run_id!r} is not live here"}
             plan, job = self.runs[run_id]
             _check_boxes(plan, kind, table)
-            await asyncio.wrap_future(job.available(kind))
+            await asyncio.wrap_future(job.available(kind, table))
             data = await asyncio.to_thread(job.serve, kind, table, bool(flat))
             return {"status": "OK", "data": [to_serialize(x) for x in data]}
         except (ProtocolError, TypeError, ValueError, KeyError) as error:
@@ -274,26 +295,14 @@ def worker_side(worker: Worker) -> WorkerSide:
     return side
 
 
-def _check_chunks(plan: Plan, chunks: Mapping[ChunkKey, NDArray[Any]]) -> None:
-    """Refuse chunks whose shape or type is not what the graph said."""
-    problem = plan.problem
-    for (operand, index), chunk in chunks.items():
-        sizes = problem.a_chunks if operand == "a" else problem.b_chunks
-        i, j = divmod(index, len(sizes[1]))
-        shape = (sizes[0][i], sizes[1][j])
-        dtype = problem.a_dtype if operand == "a" else problem.b_dtype
-        if getattr(chunk, "shape", None) != shape or chunk.dtype.name != dtype:
-            found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
-            raise EngineError(
-                f"chunk ({i}, {j}) of {operand.upper()} is {found}; the array says {shape} {dtype}: "
-                "correct the chunks or the dtype where the array is made"
-            )
-
-
 def _check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:
     """Refuse requests for what is outside a chunk or outside D."""
-    if kind not in ("input", "partial", "final"):
-        raise ProtocolError(f"unknown kind of request {kind!r}")
+    if kind not in ("input", "partial", "final", "enter") or not len(boxes):
+        raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
+    if kind == "enter":
+        if not 0 < boxes[0, 0] < len(plan.ranks):
+            raise ProtocolError(f"rank {boxes[0, 0]} of {len(plan.ranks)} wants to enter")
+        return
     problem = plan.problem
     for operand, index, r0, r1, c0, c1 in boxes.tolist():
         shape = (problem.m, problem.n)
@@ -304,6 +313,17 @@ def _check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:
             shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
         if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
             raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
+
+
+def _describe() -> dict[str, Any]:
+    engines, memory = {}, {}
+    for name in ENGINES:
+        try:
+            engine = get_engine(name)
+            engines[name], memory[name] = dict(engine.versions()), engine.memory()
+        except EngineError as error:
+            engines[name] = {"error": str(error)}
+    return {"status": "OK", "version": __version__, "engines": engines, "memory": memory, "host": platform.node()}
 
 
 def _refusal(message: str) -> dict[str, Any]:

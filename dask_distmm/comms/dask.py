@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes
+from dask_distmm.comms.base import Boxes
 from dask_distmm.errors import EngineError, ProtocolError
 
 if TYPE_CHECKING:

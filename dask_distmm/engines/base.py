@@ -7,48 +7,25 @@ that travels is the engine's business. Engines are picked by name and imported o
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 
-__all__ = ["ENGINES", "Boxes", "ChunkKey", "Comm", "Engine", "Job", "get_engine"]
+__all__ = ["ENGINES", "Boxes", "ChunkKey", "Comm", "Engine", "Job", "agreed_error", "get_engine", "log"]
 
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
-Boxes = NDArray[np.int64]  # (count, 6): operand (0 A, 1 B), chunk, row start, row stop, column start, column stop
 
-ENGINES = {"numpy": "dask_distmm.engines.numpy"}
+# In the order in which they are taken, of those that all workers have.
+ENGINES = {"cublasmp": "dask_distmm.engines.cublasmp", "numpy": "dask_distmm.engines.numpy"}
 
-
-class Comm(Protocol):
-    """Gets matrices from other participants of one run."""
-
-    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
-        """Ask participant `peer` for boxes of its matrices, without waiting.
-
-        Parameters
-        ----------
-        peer
-            Number of the participant.
-        kind
-            ``"input"``: of staged chunks; ``"partial"``: of its sum over its part of k; ``"final"``: of D.
-        boxes
-            Which parts; for ``"partial"`` and ``"final"`` the first two columns are 0 and the rest is in
-            coordinates of D.
-        flat
-            All boxes in one vector, one after the other in C order, for the sake of many small ones.
-
-        Returns
-        -------
-        Future
-            Of the matrices, or of one vector. Fails if the peer is gone or the run is over.
-        """
-        ...
+log = logging.getLogger("dask_distmm")
 
 
 class Job(Protocol):
@@ -62,7 +39,7 @@ class Job(Protocol):
         """Do the work; return the chunks of D that this rank owns, by number. Blocks."""
         ...
 
-    def available(self, kind: str) -> Future[None]:
+    def available(self, kind: str, boxes: Boxes) -> Future[None]:
         """Return a future that is done as soon as `serve` can answer for this kind."""
         ...
 
@@ -90,6 +67,10 @@ class Engine(Protocol):
         """
         ...
 
+    def memory(self) -> int:
+        """Return the bytes of the memory that the engine works in; 0 for the worker's own."""
+        ...
+
     def job(
         self,
         plan: Plan,
@@ -97,8 +78,17 @@ class Engine(Protocol):
         chunks: Mapping[ChunkKey, NDArray[Any]],
         comm: Comm,
         progress: Callable[[float], None],
+        ready: Sequence[Any] = (),
     ) -> Job:
-        """Return participant `me`'s side of a run, over the chunks it staged."""
+        """Return participant `me`'s side of a run, over the chunks it staged; these are there after `ready`."""
+        ...
+
+    def release(self, group: int) -> None:
+        """Free what the ranks of a group keep between runs. Called on all of them, between two runs."""
+        ...
+
+    def abandon(self, group: int) -> None:
+        """Forget what the ranks of a group kept, since one of them is gone."""
         ...
 
 
@@ -117,3 +107,8 @@ def get_engine(name: str) -> Engine:
     except ImportError as error:
         raise EngineError(f"engine {name!r} can't be imported: {error}") from error
     return engine
+
+
+def agreed_error(problems: Mapping[str, str]) -> EngineError:
+    """Return the error that all ranks raise when some of them have a problem; by the names of those."""
+    return EngineError("; ".join(f"{name}: {text}" for name, text in problems.items()))

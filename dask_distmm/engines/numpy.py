@@ -251,7 +251,7 @@ class NumpyJob:
         flat = dtype is not None and len(shapes) > 1 and size < _FLAT_BYTES * len(shapes)
         return _Answer(self.comm.fetch(peer, kind, boxes, flat), shapes, flat)
 
-    def available(self, kind: str) -> Future[None]:
+    def available(self, kind: str, boxes: Boxes) -> Future[None]:
         """Return the future that says when `serve` can answer."""
         return self._available[kind]
 
@@ -296,6 +296,16 @@ class NumpyEngine:
         """Return no versions: any NumPy works with any other."""
         return {"numpy": importlib.metadata.version("numpy").split(".")[0]}
 
+    def memory(self) -> int:
+        """Return 0: what the worker may use."""
+        return 0
+
+    def release(self, group: int) -> None:
+        """Do nothing: nothing is kept between runs."""
+
+    def abandon(self, group: int) -> None:
+        """Do nothing."""
+
     def job(
         self,
         plan: Plan,
@@ -303,6 +313,7 @@ class NumpyEngine:
         chunks: Mapping[ChunkKey, NDArray[Any]],
         comm: Comm,
         progress: Callable[[float], None] = lambda share: None,
+        ready: Sequence[Any] = (),
     ) -> NumpyJob:
         """Return participant `me`'s side of a run."""
         for (operand, number), chunk in chunks.items():

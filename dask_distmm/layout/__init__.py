@@ -8,13 +8,15 @@ build on one another in this order:
 - `grid`: processes arranged in rows and columns;
 - `blockcyclic`: ScaLAPACK's layout of a matrix over a process grid;
 - `chunkgrid`: Dask's layout, a grid of chunks of any sizes;
-- `redistribute`: the copies which turn one layout into another.
+- `redistribute`: the copies which turn one layout into another;
+- `moves`: these copies as one table, with who sends what to whom.
 """
 
 from dask_distmm.layout.axis import Axis, AxisCopies, intersect
 from dask_distmm.layout.blockcyclic import BlockCyclic, indxg2l, indxg2p, indxl2g, numroc
 from dask_distmm.layout.chunkgrid import ChunkGrid
 from dask_distmm.layout.grid import ProcessGrid
+from dask_distmm.layout.moves import Legs, Moves
 from dask_distmm.layout.redistribute import Copies, Copy, Distribution, redistribution
 
 __all__ = [
@@ -25,6 +27,8 @@ __all__ = [
     "Copies",
     "Copy",
     "Distribution",
+    "Legs",
+    "Moves",
     "ProcessGrid",
     "indxg2l",
     "indxg2p",

@@ -10,10 +10,11 @@ import bisect
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["Bounds", "cut", "grid_cuts", "overlaps", "reduce_cuts"]
+__all__ = ["Bounds", "cut", "grid_cuts", "largest_overlap", "overlaps", "reduce_cuts"]
 
 # The cuts of a range: strictly increasing, from 0 to its length.
 Bounds = tuple[int, ...]
@@ -87,3 +88,11 @@ def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
         if low < high:
             found.append((part, low, high))
     return found
+
+
+def largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
+    """Return for each chunk of certain sizes the part of `cuts` that covers most of it."""
+    edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    low = np.maximum(edges[:-1, None], np.asarray(cuts[:-1]))
+    high = np.minimum(edges[1:, None], np.asarray(cuts[1:]))
+    return np.asarray(np.argmax(high - low, axis=1))

@@ -92,6 +92,13 @@ class Plan:
         int32, one for each chunk of A and B: the participant that staged it. None if not known yet.
     packing
         Which operands are packed.
+    order_a, order_b
+        Memory order of (most of) the chunks of A and B, ``"C"`` or ``"F"``.
+    d_cuts
+        Cuts of D's rows and columns into the slabs that the ranks hold after sums over k are added up; None where
+        they hold what they compute.
+    group
+        Number under which the ranks keep what they share between runs; 0 for none.
     projected_bytes
         Projected peak of this run's memory for each participant's address.
     estimate, alternatives
@@ -110,6 +117,10 @@ class Plan:
     where_a: NDArray[np.int32] | None
     where_b: NDArray[np.int32] | None
     packing: Packing
+    order_a: str = "C"
+    order_b: str = "C"
+    d_cuts: tuple[Bounds, Bounds] | None = None
+    group: int = 0
     projected_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     estimate: Estimate | None = None
     alternatives: tuple[Estimate, ...] = ()
@@ -173,7 +184,7 @@ class Plan:
     @functools.cached_property
     def _final_cuts(self) -> tuple[Bounds, Bounds]:
         """Cuts of D's rows and columns into the slabs in which partial sums are added up."""
-        return reduce_cuts(self.problem, self.grid[2])
+        return self.d_cuts or reduce_cuts(self.problem, self.grid[2])
 
     def final_rects(self, rank: int) -> list[Rect]:
         """Return the parts of D that `rank` has in full, after sums over k are added up."""
@@ -216,6 +227,9 @@ class Plan:
             "where_a": None if self.where_a is None else self.where_a.tobytes(),
             "where_b": None if self.where_b is None else self.where_b.tobytes(),
             "packing": dataclasses.astuple(self.packing),
+            "orders": [self.order_a, self.order_b],
+            "d_cuts": None if self.d_cuts is None else [list(cut) for cut in self.d_cuts],
+            "group": self.group,
         }
 
     @classmethod
@@ -231,6 +245,8 @@ class Plan:
             problem = Problem.from_wire(wire["problem"])
             counts = {op: int(np.prod(problem.chunk_counts(op))) for op in "abd"}
             where = {op: None if (raw := wire[f"where_{op}"]) is None else np.frombuffer(raw, np.int32) for op in "ab"}
+            order_a, order_b = wire["orders"]
+            slabs = wire["d_cuts"]
             plan = cls(
                 problem=problem,
                 engine=str(wire["engine"]),
@@ -244,6 +260,10 @@ class Plan:
                 where_a=where["a"],
                 where_b=where["b"],
                 packing=Packing(*map(bool, wire["packing"])),
+                order_a=str(order_a),
+                order_b=str(order_b),
+                d_cuts=None if slabs is None else (tuple(map(int, slabs[0])), tuple(map(int, slabs[1]))),
+                group=int(wire["group"]),
             )
         except ProtocolError:
             raise
@@ -260,6 +280,7 @@ class Plan:
         checks = {
             "method": plan.method in METHODS,
             "ranks": len(set(plan.ranks)) == nranks == len(plan.ranks) and all(0 <= r < npart for r in plan.ranks),
+            "orders": {plan.order_a, plan.order_b} <= {"C", "F"},
             "owners": _in_range(plan.owners, counts["d"], nranks),
             "where_a": plan.where_a is None or _in_range(plan.where_a, counts["a"], npart),
             "where_b": plan.where_b is None or _in_range(plan.where_b, counts["b"], npart),

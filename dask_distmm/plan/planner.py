@@ -22,7 +22,8 @@ from scipy.optimize import linear_sum_assignment
 
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan.cuts import Bounds, grid_cuts, reduce_cuts
+from dask_distmm.plan import collective
+from dask_distmm.plan.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
 from dask_distmm.plan.memory import operand_grids, packing, panel_width, project
 from dask_distmm.plan.methods import candidates
 from dask_distmm.plan.plan import Estimate, Plan
@@ -38,6 +39,8 @@ def plan(
     where_b: NDArray[np.int32] | None = None,
     sources: Sequence[Worker] = (),
     engine: str = "numpy",
+    orders: tuple[str, str] = ("C", "C"),
+    groups: Sequence[tuple[str, ...]] = (),
 ) -> Plan:
     """Choose how `problem` runs on the workers of `roster`.
 
@@ -54,6 +57,10 @@ def plan(
         Workers that hold chunks but can't be ranks.
     engine
         Name of the engine that multiplies.
+    orders
+        Memory order of (most of) the chunks of A and B, for engines that care.
+    groups
+        Addresses of ranks, in their order, that share something which is costly to make; see `collective`.
 
     Returns
     -------
@@ -73,8 +80,11 @@ def plan(
     if 0 in (problem.m, problem.n, problem.k):
         raise PlanError(f"nothing to plan: m, n, k = {problem.m}, {problem.n}, {problem.k}")
     participants = (*roster, *sources)
+    args = (where_a, where_b, engine)
     found = [
-        _consider(problem, participants, len(roster), method, grid, where_a, where_b, engine)
+        _consider(problem, participants, len(roster), method, grid, *args)
+        if engine == "numpy"
+        else collective.consider(problem, participants, len(roster), method, grid, *args, orders, groups)
         for method, grid in candidates(problem, len(roster), problem.method)
     ]
     if not found:
@@ -162,16 +172,8 @@ def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], s: int) 
         return (np.arange(nrows * ncols, dtype=np.int64) * s // (nrows * ncols)).astype(np.int32)
     if s > 1:
         cuts = reduce_cuts(problem, s)
-    row, col = (_largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
+    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
     return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
-
-
-def _largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
-    """Return for each chunk the part of `cuts` that covers most of it."""
-    edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    low = np.maximum(edges[:-1, None], np.asarray(cuts[:-1]))
-    high = np.minimum(edges[1:, None], np.asarray(cuts[1:]))
-    return np.asarray(np.argmax(high - low, axis=1))
 
 
 def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -198,7 +200,7 @@ def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDA
 
 def _estimate(made: Plan, received: NDArray[np.float64]) -> Estimate:
     """Apply the formulas at the top of this module."""
-    problem, machine = made.problem, made.problem.options.machine
+    problem, machine = made.problem, made.problem.options.machine(made.engine)
     p, q, s = made.grid
     nranks = len(made.ranks)
     threads = np.array([made.participants[index].nthreads for index in made.ranks])

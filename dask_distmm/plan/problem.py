@@ -33,24 +33,27 @@ class Worker:
     nthreads
         Number of its threads.
     memory_limit
-        In bytes; 0 where it has none.
+        In bytes, of the memory that the chosen engine works in; 0 where it has none.
+    host
+        Name of its machine: workers of one host have the quicker links.
     """
 
     address: str
     nthreads: int = 1
     memory_limit: int = 0
+    host: str = ""
 
-    def to_wire(self) -> tuple[str, int, int]:
+    def to_wire(self) -> tuple[str, int, int, str]:
         """As plain types."""
-        return (self.address, self.nthreads, self.memory_limit)
+        return (self.address, self.nthreads, self.memory_limit, self.host)
 
     @classmethod
     def from_wire(cls, wire: Any) -> Worker:
         """Make it from what `to_wire` gave, checked."""
-        address, nthreads, memory_limit = wire
+        address, nthreads, memory_limit, host = wire
         if not isinstance(address, str):
             raise ProtocolError(f"a worker's address is a str, found {address!r}")
-        return cls(address, int(nthreads), int(memory_limit))
+        return cls(address, int(nthreads), int(memory_limit), str(host))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class Problem:
         B is A: its chunks are staged once.
     options
         What the run needs of the client's configuration.
+    array
+        What the chunks of D are: ``"numpy"`` or ``"cupy"``.
     """
 
     name: str
@@ -87,6 +92,7 @@ class Problem:
     workers: tuple[str, ...] | int | None
     same: bool
     options: Options
+    array: str = "numpy"
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -153,8 +159,7 @@ class Problem:
         try:
             fields = dict(wire)
             options = dict(fields.pop("options"))
-            machine = dict(options.pop("machine"))
-            machine["gflops"] = tuple((str(name), float(rate)) for name, rate in machine["gflops"])
+            options["machines"] = tuple((str(name), _machine(found)) for name, found in options["machines"])
             for key in ("a_chunks", "b_chunks", "out_chunks"):
                 rows, cols = fields[key]
                 fields[key] = (tuple(map(int, rows)), tuple(map(int, cols)))
@@ -162,10 +167,17 @@ class Problem:
                     raise ValueError(f"negative chunk sizes in {key}")
             workers = fields["workers"]
             fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
-            problem = cls(options=Options(machine=Machine(**machine), **options), **fields)
+            problem = cls(options=Options(**options), **fields)
             problem.compute_type  # noqa: B018 - the types must exist
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"malformed problem: {error!r}") from error
-        if not isinstance(problem.name, str):
-            raise ProtocolError(f"malformed problem: its name is {problem.name!r}")
+        if not isinstance(problem.name, str) or problem.array not in ("numpy", "cupy"):
+            raise ProtocolError(f"malformed problem: name {problem.name!r}, array {problem.array!r}")
         return problem
+
+
+def _machine(wire: Any) -> Machine:
+    fields = dict(wire)
+    for key in ("gflops", "exposed"):
+        fields[key] = tuple((str(name), float(value)) for name, value in fields[key])
+    return Machine(**fields)

@@ -1,0 +1,94 @@
+"""The engine for GPUs: one cuBLASMp multiply across dask-cuda workers, or cuBLAS where one GPU does.
+
+`rectangles` and `kernels` copy many rectangles at once, `shuffle` redistributes with them and NCCL, `host` moves
+NumPy chunks to the device and back, `library` calls cuBLASMp and cuBLAS, `job` is one participant's side of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cupy as cp
+
+from dask_distmm.engines.base import ChunkKey, Comm, log
+from dask_distmm.engines.cublasmp.job import CublasMpJob
+from dask_distmm.engines.cublasmp.library import Group, check_versions
+from dask_distmm.errors import EngineError
+from dask_distmm.plan import Plan
+
+__all__ = ["ENGINE", "CublasMpEngine"]
+
+
+class CublasMpEngine:
+    """Multiplies on GPUs with cuBLASMp, one GPU a worker process."""
+
+    name = "cublasmp"
+
+    def __init__(self) -> None:
+        self._stream: cp.cuda.Stream | None = None
+        self.groups: dict[int, Group] = {}
+
+    @property
+    def stream(self) -> cp.cuda.Stream:
+        """The engine's own stream, on the process' current device."""
+        if self._stream is None:
+            self._stream = cp.cuda.Stream(non_blocking=True)
+        return self._stream
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries that must agree between workers."""
+        try:
+            count = cp.cuda.runtime.getDeviceCount()
+        except cp.cuda.runtime.CUDARuntimeError as error:
+            raise EngineError(f"no NVIDIA GPU: {error}") from error
+        if not count:
+            raise EngineError("no NVIDIA GPU is visible to this process")
+        try:
+            return check_versions()
+        except (ImportError, RuntimeError) as error:
+            raise EngineError(
+                f"cuBLASMp or NCCL can't be loaded ({error}): install dask_distmm[cu12] or dask_distmm[cu13]"
+            ) from error
+
+    def memory(self) -> int:
+        """Return the bytes of the device."""
+        return int(cp.cuda.runtime.memGetInfo()[1])
+
+    def job(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, Any],
+        comm: Comm,
+        progress: Callable[[float], None] = lambda share: None,
+        ready: Sequence[Any] = (),
+    ) -> CublasMpJob:
+        """Return participant `me`'s side of a run."""
+        for (operand, number), chunk in chunks.items():
+            kind = type(chunk).__module__.split(".")[0]
+            if kind not in ("cupy", "numpy") or chunk.ndim != 2:
+                raise EngineError(
+                    f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the cublasmp engine needs 2-D "
+                    "cupy.ndarray or numpy.ndarray chunks: convert them with map_blocks(cupy.asarray)"
+                )
+        return CublasMpJob(plan, me, chunks, comm, progress, ready, self.stream, self.groups)
+
+    def release(self, group: int) -> None:
+        """Free what the ranks of a group share; all of them do so at the same time."""
+        found = self.groups.pop(group, None)
+        if found is not None:
+            found.close()
+
+    def abandon(self, group: int) -> None:
+        """Forget a group of which a rank is gone: what is shared with it can't be freed before this process ends."""
+        found = self.groups.pop(group, None)
+        if found is not None:
+            log.warning(
+                "a rank of group %s is gone: %d MiB of this GPU stay taken until the worker restarts",
+                group,
+                found.workspace_bytes >> 20,
+            )
+
+
+ENGINE = CublasMpEngine()

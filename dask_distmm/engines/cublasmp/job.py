@@ -1,0 +1,357 @@
+"""One participant's side of one run on GPUs.
+
+::
+
+    prepare()   what this rank will hold is allocated: tiles, D, buffers. Its failure is a vote against the run
+    execute()   chunks of workers that are no ranks are fetched
+                the gate: all ranks go on, or none
+                A's and B's tiles are made: one kernel at home and to pack, one exchange, one kernel to unpack
+                the multiply
+                D's chunks are made from the tiles in the same way
+
+A chunk that is a rank's tile already is used as it lies, and D's tile is the chunk where it is exactly one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+import cupy as cp
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.comms.nccl import make_unique_id
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, log
+from dask_distmm.engines.cublasmp.host import to_device, to_host
+from dask_distmm.engines.cublasmp.library import Group, Memory, multiply_alone
+from dask_distmm.engines.cublasmp.shuffle import Shuffle
+from dask_distmm.engines.gate import Gate
+from dask_distmm.engines.watchdog import Watchdog
+from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.plan import Chunks, Plan
+from dask_distmm.plan.collective import tile_chunk
+from dask_distmm.plan.tiles import Tile, make_tiles
+
+__all__ = ["CublasMpJob"]
+
+
+class CublasMpJob:
+    """One participant's side of one run. See the module's text."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, Any],
+        comm: Comm,
+        progress: Callable[[float], None],
+        ready: Sequence[Any],
+        stream: cp.cuda.Stream,
+        groups: dict[int, Group],
+    ) -> None:
+        self.plan, self.me, self.comm, self.progress = plan, me, comm, progress
+        self.chunks: dict[ChunkKey, Any] = dict(chunks)
+        self.rank = plan.ranks.index(me) if me in plan.ranks else None
+        self.dtype = plan.problem.result_type
+        self.timings: dict[str, float] = {}
+        self._tiles = make_tiles(plan)
+        self._ready, self._stream, self._groups = ready, stream, groups
+        self._gate = Gate(len(plan.ranks))
+        self._unique_id = b""
+        self._inputs: Future[None] = Future()
+        self._inputs.set_result(None)
+        self._error: BaseException | None = None
+        self._committed = self._over = False
+        self._watchdog: Watchdog | None = None
+        self._lock = threading.Lock()
+
+    # Before the vote
+
+    def prepare(self) -> None:
+        """Allocate, in memory of the default stream: its users are those who will free it."""
+        for event in self._ready:
+            cp.cuda.Stream.null.wait_event(event)
+        if self.rank is None:
+            return
+        problem = self.plan.problem
+        self._uploads: list[tuple[NDArray[Any], cp.ndarray]] = []
+        for key, chunk in self.chunks.items():
+            on_device = chunk
+            if isinstance(chunk, np.ndarray):
+                order = "F" if chunk.flags.f_contiguous and not chunk.flags.c_contiguous else "C"
+                on_device = cp.empty(chunk.shape, chunk.dtype, order=order)
+                self._uploads.append((chunk, on_device))
+            if chunk.dtype != self.dtype:
+                # Converted once it is filled, on the run's stream.
+                on_device = _Converted(on_device, cp.empty(chunk.shape, self.dtype))
+            self.chunks[key] = on_device
+        self._operands = {
+            "a": self._operand("a", self._tiles.a, problem.a_chunks, self.plan.where_a),
+            "b": self._operand("b", self._tiles.b, problem.b_chunks, self.plan.where_b),
+        }
+        self._result = self._make_result()
+        self._allocated = cp.cuda.Event(disable_timing=True)
+        self._allocated.record(cp.cuda.Stream.null)
+
+    def _operand(self, name: str, tile: Tile, sizes: Chunks, where: NDArray[np.int32] | None) -> _Operand:
+        """Take a chunk as the tile, or allocate one and find out what goes into it."""
+        assert self.rank is not None
+        assert where is not None
+        arrays = {index: _final(chunk) for (op, index), chunk in self.chunks.items() if op == name}
+        index = tile_chunk(tile, self.rank, sizes)
+        # All ranks see the same plan, but only this one sees how its chunk really lies in memory.
+        as_it_lies = index is not None and where[index] == self.me and _usable(arrays[index], tile.order)
+        if as_it_lies:
+            target = arrays[index]
+        else:
+            make = cp.zeros if tile.zeroed else cp.empty
+            target = make(tile.local(self.rank), self.dtype, order=tile.order)
+        moves = Moves.of(redistribution(ChunkGrid(sizes), tile.layout), where, self.plan.ranks)
+        # Chunks of workers that are no ranks come over Dask's comms.
+        outside = moves.take(~np.isin(moves.src_owner, self.plan.ranks) & (moves.dst_owner == self.me))
+        shuffle = Shuffle(
+            moves.take(np.isin(moves.src_owner, self.plan.ranks)),
+            self.me,
+            self.plan.ranks,
+            self.dtype.itemsize,
+            tile.order,
+            [tile.local(rank)[tile.order == "C"] for rank in range(len(self.plan.ranks))],
+            skip_home=as_it_lies,
+        )
+        return _Operand(arrays, target, shuffle, outside)
+
+    def _make_result(self) -> _Result:
+        """Allocate D's tile and those chunks of D that are not the tile."""
+        assert self.rank is not None
+        plan, tile, sizes = self.plan, self._tiles.d, self.plan.problem.out_chunks
+        if self._tiles.replicated:
+            copies = redistribution(ChunkGrid(((plan.problem.m,), (plan.problem.n,))), ChunkGrid(sizes))
+            owner = np.asarray(plan.ranks)[plan.owners]
+            moves = Moves.of(copies, [self.me], owner)
+            moves = moves.take(moves.dst_owner == self.me)
+        else:
+            copies = redistribution(tile.layout, ChunkGrid(sizes))
+            moves = Moves.of(copies, plan.ranks, np.asarray(plan.ranks)[plan.owners])
+        target = cp.empty(tile.local(self.rank), self.dtype, order=tile.order)
+        owned = plan.owned(self.rank).tolist()
+        index = None if self._tiles.replicated else tile_chunk(tile, self.rank, sizes)
+        if index is not None and owned == [index]:
+            return _Result({index: target}, target, None)
+        rects = {i: plan.chunk_rect(i) for i in owned}
+        chunks = {i: cp.empty((r[1] - r[0], r[3] - r[2]), self.dtype, order=tile.order) for i, r in rects.items()}
+        widths = np.tile(sizes[1], len(sizes[0])) if tile.order == "C" else np.repeat(sizes[0], len(sizes[1]))
+        shuffle = Shuffle(moves, self.me, plan.ranks, self.dtype.itemsize, tile.order, widths.tolist())
+        return _Result(chunks, target, shuffle)
+
+    # The work
+
+    def execute(self) -> dict[int, Any]:
+        """Multiply; return this rank's chunks of D."""
+        if self.rank is None:
+            return {}
+        started = time.perf_counter()
+        try:
+            for operand, name in enumerate("ab"):
+                self._fetch_outside(operand, self._operands[name])
+            if len(self.plan.ranks) == 1:
+                self._raise_if_aborted()
+                self._committed = True
+            else:
+                self._enter()
+            self.timings["gate"] = time.perf_counter() - started
+            return self._work()
+        finally:
+            with self._lock:
+                self._over = True
+                if self._watchdog is not None:
+                    self._watchdog.call_off()
+            self.timings["total"] = time.perf_counter() - started
+            log.debug("run of %s, rank %s: %s", self.plan.problem.name, self.rank, self.timings)
+
+    def _work(self) -> dict[int, Any]:
+        assert self.rank is not None
+        stream, plan = self._stream, self.plan
+        group = self._group() if len(plan.ranks) > 1 else None
+        marks = [_mark(stream)]
+        stream.wait_event(self._allocated)
+        for chunk, target in self._uploads:
+            to_device(chunk, target, stream)
+        for found in self.chunks.values():
+            if isinstance(found, _Converted):
+                with stream:
+                    found.target[...] = found.source
+        comm = group.comm if group is not None else None
+        for operand in self._operands.values():
+            operand.shuffle.run(operand.sources, {self.rank: operand.target}, stream, comm)
+        marks.append(_mark(stream))
+        a, b, d = self._operands["a"].target, self._operands["b"].target, self._result.target
+        shape = (plan.problem.m, plan.problem.n, plan.problem.k)
+        tiles = self._tiles
+        memories = [Memory(x.data.ptr, _ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
+        if group is None:
+            multiply_alone(tiles, shape, self.dtype.name, memories[0], memories[1], memories[2], stream)
+        else:
+            group.multiply(tiles, shape, self.dtype.name, memories[0], memories[1], memories[2])
+        marks.append(_mark(stream))
+        if self._result.shuffle is not None:
+            source = 0 if self._tiles.replicated else self.rank
+            self._result.shuffle.run({source: d}, self._result.chunks, stream, comm)
+        marks.append(_mark(stream))
+        self._wait(marks[-1])
+        for name, first, last in zip(("redistribute", "multiply", "deliver"), marks[:-1], marks[1:], strict=True):
+            self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
+        if group is not None:
+            group.trim(plan.problem.options.keep_workspace_bytes)
+        self.progress(1.0)
+        if plan.problem.array == "numpy":
+            return {index: to_host(chunk, stream) for index, chunk in self._result.chunks.items()}
+        return dict(self._result.chunks)
+
+    def _wait(self, event: cp.cuda.Event) -> None:
+        """Wait without holding Python's lock; a run that was ended is still waited for, within the grace time."""
+        while not event.done:
+            time.sleep(2e-5)
+        self._raise_if_aborted()
+
+    def _group(self) -> Group:
+        """Return the ranks' group; all have it, or all make it now."""
+        number = self.plan.group
+        if number not in self._groups:
+            assert self.rank is not None
+            self._groups[number] = Group(
+                len(self.plan.ranks), self.rank, self._unique_id, self.plan.workers, self._stream
+            )
+        return self._groups[number]
+
+    def _enter(self) -> None:
+        """Go through the gate: from here on no rank leaves before all are through."""
+        if self.rank == 0:
+            self._unique_id = b"" if self.plan.group in self._groups else make_unique_id()
+            opened: Future[Any] = self._gate.entered(0)
+        else:
+            request = np.array([[self.rank, 0, 0, 0, 0, 0]], np.int64)
+            opened = self.comm.fetch(self.plan.ranks[0], "enter", request, False)
+        wait_for([opened])
+        answer = opened.result()
+        if self.rank:
+            self._unique_id = bytes(answer[0])
+        self._committed = True
+        if self._error is not None:
+            self._watch()
+
+    def _fetch_outside(self, number: int, operand: _Operand) -> None:
+        """Get what only workers that are no ranks have staged, and copy it right into place."""
+        moves = operand.outside
+        for peer in np.unique(moves.src_owner).tolist():
+            leg = moves.take(moves.src_owner == peer)
+            boxes = np.empty((len(leg), 6), np.int64)
+            boxes[:, 0], boxes[:, 1] = number, leg.src
+            boxes[:, 2], boxes[:, 3] = leg.src_row, leg.src_row + leg.nrows
+            boxes[:, 4], boxes[:, 5] = leg.src_col, leg.src_col + leg.ncols
+            answer = self.comm.fetch(peer, "input", boxes, False)
+            while not answer.done():
+                self._raise_if_aborted()
+                wait_for([answer], timeout=0.2)
+            for i, data in enumerate(answer.result()):
+                r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
+                operand.target[r : r + data.shape[0], c : c + data.shape[1]] = cp.asarray(data)
+        if len(moves):
+            # The default stream has done this: the run's stream waits for it.
+            self._allocated.record(cp.cuda.Stream.null)
+
+    # What passes between participants
+
+    def available(self, kind: str, boxes: Boxes) -> Future[None]:
+        """Return the future that says when `serve` can answer."""
+        return self._gate.entered(int(boxes[0, 0])) if kind == "enter" else self._inputs
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return boxes of staged chunks, or the id under which the ranks meet."""
+        if kind == "enter":
+            return [np.frombuffer(self._unique_id, np.uint8)]
+        self._raise_if_aborted()
+        found = []
+        for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
+            part = self.chunks["ab"[operand], chunk][r0:r1, c0:c1]
+            found.append(part if part.flags.forc else part.copy())
+        cp.cuda.Stream.null.synchronize()
+        return found
+
+    # The end
+
+    def abort(self, error: BaseException) -> None:
+        """End with `error`: at once before the gate; else when the library returns, or else with the process."""
+        self._error = self._error or error
+        self._gate.close(error)
+        if self._committed:
+            self._watch()
+
+    def _watch(self) -> None:
+        """End the process if the library does not return within its own time and the grace time."""
+        options = self.plan.problem.options
+        estimate = self.plan.flops / options.machine(self.plan.engine).rate("other")
+        with self._lock:
+            if self._over or self._watchdog is not None:
+                return
+            what = f"a collective of which a rank is gone (run of {self.plan.problem.name}, {self._error})"
+            self._watchdog = Watchdog(options.grace_timeout + estimate, what)
+            self._watchdog.start()
+
+    def _raise_if_aborted(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Converted:
+    """A chunk of another type than is computed in, and where it will be in the right one."""
+
+    def __init__(self, source: cp.ndarray, target: cp.ndarray) -> None:
+        self.source, self.target = source, target
+
+
+class _Operand:
+    """A or B on one rank."""
+
+    def __init__(self, sources: dict[int, Any], target: Any, shuffle: Shuffle, outside: Moves) -> None:
+        self.sources, self.target, self.shuffle, self.outside = sources, target, shuffle, outside
+
+
+class _Result:
+    """D on one rank: the tile, the chunks, and how they are made from it."""
+
+    def __init__(self, chunks: dict[int, Any], target: Any, shuffle: Shuffle | None) -> None:
+        self.chunks, self.target, self.shuffle = chunks, target, shuffle
+
+
+def _final(chunk: Any) -> Any:
+    return chunk.target if isinstance(chunk, _Converted) else chunk
+
+
+def _usable(chunk: Any, order: str) -> bool:
+    """Whether the library can use a chunk as it lies: fast axis dense, aligned."""
+    inner, outer = (chunk.strides[1], chunk.strides[0]) if order == "C" else chunk.strides
+    width, height = chunk.shape if order == "F" else chunk.shape[::-1]
+    size = chunk.dtype.itemsize
+    return (
+        chunk.data.ptr % 16 == 0
+        and (inner == size or width == 1)
+        and (height == 1 or (outer >= width * size and outer % size == 0))
+    )
+
+
+def _ld(x: Any, order: str) -> int:
+    """Return the distance of rows (C order) or columns (F order), in elements."""
+    outer, least = (x.strides[0], x.shape[1]) if order == "C" else (x.strides[1], x.shape[0])
+    slow = x.shape[0] if order == "C" else x.shape[1]
+    return max(1, least if slow == 1 else outer // x.dtype.itemsize)
+
+
+def _mark(stream: cp.cuda.Stream) -> cp.cuda.Event:
+    event = cp.cuda.Event()
+    event.record(stream)
+    return event

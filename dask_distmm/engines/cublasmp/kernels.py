@@ -1,0 +1,115 @@
+"""Two CUDA kernels that copy many rectangles in one launch: straight, and transposed."""
+
+from __future__ import annotations
+
+import functools
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.engines.cublasmp.rectangles import INNER, OUTER, Table, split, unit_of, work
+
+__all__ = ["copy_rectangles"]
+
+_TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "uint4"}
+
+_FIND = """
+__device__ __forceinline__ int find(const long long* first, int count, long long block) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    int middle = (low + high) >> 1;
+    if (first[middle] <= block) low = middle; else high = middle;
+  }
+  return low;
+}
+"""
+
+# 256 threads copy 4096 units: a block is 2^shift wide, each thread takes 16 rows, 8 loads in flight.
+_STRAIGHT = """
+extern "C" __global__ void copy_straight(const long long* __restrict__ table, const long long* __restrict__ first,
+                                         int count) {
+  typedef %(type)s T;
+  int which = find(first, count, blockIdx.x);
+  const long long* r = table + 7 * (long long)which;
+  const char* src = (const char*)r[0];
+  char* dst = (char*)r[1];
+  long long width = r[2], height = r[3], src_stride = r[4], dst_stride = r[5];
+  int shift = (int)r[6];
+  long long across = (width + (1 << shift) - 1) >> shift, block = blockIdx.x - first[which];
+  long long i = ((block %% across) << shift) + (threadIdx.x & ((1 << shift) - 1));
+  long long j = (block / across) * (4096 >> shift) + (threadIdx.x >> shift);
+  int step = 256 >> shift;
+  if (i >= width) return;
+  src += i * sizeof(T); dst += i * sizeof(T);
+  for (int half = 0; half < 2; ++half) {
+    T value[8];
+    #pragma unroll
+    for (int u = 0; u < 8; ++u) { long long o = j + u * step; if (o < height) value[u] = *(const T*)(src + o * src_stride); }
+    #pragma unroll
+    for (int u = 0; u < 8; ++u) { long long o = j + u * step; if (o < height) *(T*)(dst + o * dst_stride) = value[u]; }
+    j += 8 * step;
+  }
+}
+"""
+
+# 32 x 8 threads turn a block of 32 x 32 elements around in shared memory; any strides of the source.
+_TRANSPOSED = """
+extern "C" __global__ void copy_transposed(const long long* __restrict__ table, const long long* __restrict__ first,
+                                           int count) {
+  typedef %(type)s T;
+  __shared__ T tile[32][33];
+  int which = find(first, count, blockIdx.x);
+  const long long* r = table + 7 * (long long)which;
+  const char* src = (const char*)r[0];
+  char* dst = (char*)r[1];
+  long long inner = r[2], outer = r[3];
+  long long across = (inner + 31) >> 5, block = blockIdx.x - first[which];
+  long long i0 = (block %% across) << 5, o0 = (block / across) << 5;
+  for (int u = threadIdx.y; u < 32; u += 8) {
+    long long i = i0 + u, o = o0 + threadIdx.x;
+    if (i < inner && o < outer) tile[u][threadIdx.x] = *(const T*)(src + i * r[4] + o * r[5]);
+  }
+  __syncthreads();
+  for (int u = threadIdx.y; u < 32; u += 8) {
+    long long i = i0 + threadIdx.x, o = o0 + u;
+    if (i < inner && o < outer) *(T*)(dst + i * sizeof(T) + o * r[6]) = tile[threadIdx.x][u];
+  }
+}
+"""
+
+
+@functools.lru_cache(maxsize=16)
+def _kernel(name: str, size: int) -> cp.RawKernel:
+    code = {"copy_straight": _STRAIGHT, "copy_transposed": _TRANSPOSED}[name]
+    return cp.RawKernel(_FIND + code % {"type": _TYPES[size]}, name)
+
+
+def copy_rectangles(table: Table, itemsize: int, stream: cp.cuda.Stream) -> None:
+    """Copy all rectangles of a table (see `rectangles`), with one launch for each of the two kinds there are.
+
+    Parameters
+    ----------
+    table
+        Rectangles that do not overlap where they are written.
+    itemsize
+        Bytes of an element: 1, 2, 4, 8 or 16.
+    stream
+        The stream it runs on. Returns at once.
+    """
+    straight, transposed = split(table, itemsize)
+    if len(straight):
+        unit = unit_of(straight, itemsize)
+        rows, first = work(straight, itemsize, unit)
+        _launch("copy_straight", unit, (256,), rows, first, stream)
+    if len(transposed):
+        blocks = -(-transposed[:, INNER] // 32) * -(-transposed[:, OUTER] // 32)
+        _launch("copy_transposed", itemsize, (32, 8), transposed, np.concatenate([[0], np.cumsum(blocks)]), stream)
+
+
+def _launch(name: str, size: int, threads: tuple[int, ...], rows: Table, first: Table, stream: cp.cuda.Stream) -> None:
+    both = np.concatenate([rows.ravel(), first.astype(np.int64)])
+    with stream:
+        # Of the stream's own memory: freed while the kernel may still run, it can only go to later work there.
+        on_device = cp.asarray(both)
+        kernel, blocks = _kernel(name, size), int(first[-1])
+        kernel((blocks,), threads, (on_device[: rows.size], on_device[rows.size :], np.int32(len(rows))))

@@ -1,0 +1,293 @@
+"""cuBLASMp through its bindings, and cuBLAS for one GPU alone: handles, descriptors, workspace, the calls.
+
+A `Group` is what the ranks of a plan share and keep between runs: communicator, process grids, a registered
+workspace, descriptors. Whatever makes or frees one of these is collective, so all ranks do it in the same order:
+they see the same runs in the same order, and each decision rests on these alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib.metadata
+from typing import Any, NamedTuple
+
+import cupy as cp
+import numpy as np
+from nvmath.bindings import cublas, cublasMp
+
+from dask_distmm.comms.nccl import NcclComm, nccl_version
+from dask_distmm.engines.base import agreed_error
+from dask_distmm.errors import EngineError
+from dask_distmm.layout import ProcessGrid
+from dask_distmm.plan.tiles import Stored, Tiles
+
+__all__ = ["Group", "Memory", "check_versions", "multiply_alone"]
+
+_LEAST_CUBLASMP = 1000  # 0.10.0
+_LEAST_NCCL = (2, 30, 7)
+_MOST_DESCRIPTORS = 32
+
+_DATA_TYPES = {
+    "float32": 0,
+    "float64": 1,
+    "float16": 2,
+    "complex64": 4,
+    "complex128": 5,
+    "bfloat16": 14,
+}  # cudaDataType
+_Compute = cublas.ComputeType
+_COMPUTE_TYPES = {
+    "float16": _Compute.COMPUTE_32F,
+    "bfloat16": _Compute.COMPUTE_32F,
+    "float32": _Compute.COMPUTE_32F,
+    "complex64": _Compute.COMPUTE_32F,
+    "float64": _Compute.COMPUTE_64F,
+    "complex128": _Compute.COMPUTE_64F,
+}
+_SCALE_TYPES = {"float16": "float32", "bfloat16": "float32"}
+_OPS = {"N": 0, "T": 1, "C": 2}
+_Attribute = cublasMp.MatmulDescriptorAttribute
+
+
+class Memory(NamedTuple):
+    """A local matrix: its address, and the distance of its columns in elements."""
+
+    pointer: int
+    ld: int
+
+
+def check_versions() -> dict[str, str]:
+    """Return the versions that must agree between ranks.
+
+    Raises
+    ------
+    EngineError
+        A library is too old; the message says what to install.
+    """
+    found = {"cublasmp": int(cublasMp.get_version()), "nccl": nccl_version()}
+    major = cp.cuda.runtime.runtimeGetVersion() // 1000
+    if found["cublasmp"] < _LEAST_CUBLASMP or found["nccl"] < _LEAST_NCCL:
+        raise EngineError(
+            f"cuBLASMp {found['cublasmp']} and NCCL {'.'.join(map(str, found['nccl']))} were found; needed are cuBLASMp "
+            f"0.10 (1000) and NCCL {'.'.join(map(str, _LEAST_NCCL))} or newer: "
+            f'python -m pip install --upgrade "dask_distmm[cu{major}]"'
+        )
+    return {
+        "cublasmp": str(found["cublasmp"]),
+        "nccl": ".".join(map(str, found["nccl"])),
+        "nvmath": importlib.metadata.version("nvmath-python"),
+    }
+
+
+class Group:
+    """What the ranks of one group keep between runs. Making, using and closing it are collective.
+
+    Parameters
+    ----------
+    nranks, rank
+        Number of ranks, and which of them this is.
+    unique_id
+        Under which the ranks find each other.
+    names
+        What to call each rank in messages.
+    stream
+        The stream of the engine.
+    """
+
+    def __init__(
+        self, nranks: int, rank: int, unique_id: bytes, names: tuple[str, ...], stream: cp.cuda.Stream
+    ) -> None:
+        self.comm = NcclComm(nranks, rank, unique_id, stream)
+        self.names, self.stream = names, stream
+        self._handle = cublasMp.create(stream.ptr)
+        self._grids: dict[tuple[int, int, str], int] = {}
+        self._calls: collections.OrderedDict[Any, _Call] = collections.OrderedDict()
+        self._workspace, self._workspace_bytes = 0, 0
+        self._plain: Any = None
+        self._shared = self.comm.shares_memory
+
+    def agree(self, problem: str = "") -> None:
+        """Go on if no rank has a problem; otherwise raise the same `EngineError` on all."""
+        problems = self.comm.agree(problem)
+        if problems:
+            raise agreed_error({self.names[rank]: text for rank, text in problems.items()})
+
+    def multiply(self, tiles: Tiles, shape: tuple[int, int, int], dtype: str, a: Memory, b: Memory, d: Memory) -> None:
+        """Put ``D = A @ B`` on the stream.
+
+        Parameters
+        ----------
+        tiles
+            How the matrices are distributed.
+        shape
+            m, n, k.
+        dtype
+            Type of all three.
+        a, b, d
+            This rank's tiles.
+        """
+        x, y = (b, a) if tiles.flipped else (a, b)
+        key = (tiles, shape, dtype, x.ld, y.ld, d.ld)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = _Call(self, tiles, dtype, x.ld, y.ld, d.ld)
+            if len(self._calls) > _MOST_DESCRIPTORS:
+                self._calls.popitem(last=False)[1].close()
+        self._calls.move_to_end(key)
+        arguments = call.arguments(self._handle, x.pointer, y.pointer, d.pointer)
+        if call.workspace is None:
+            call.workspace = cublasMp.matmul_buffer_size(*arguments)
+        device_bytes, host_bytes = call.workspace
+        workspace = self._reserve(device_bytes)
+        host = np.empty(host_bytes, np.uint8)
+        call.host = host
+        cublasMp.matmul(*arguments, workspace, device_bytes, host.ctypes.data if host_bytes else 0, host_bytes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that is held for the library."""
+        return self._workspace_bytes
+
+    def grid(self, grid: ProcessGrid) -> int:
+        """Return the library's handle of a process grid, made when it is first needed."""
+        order = grid.order if min(grid.nprow, grid.npcol) > 1 else "col"
+        key = (grid.nprow, grid.npcol, order)
+        if key not in self._grids:
+            self._drop_workspace()  # it is registered with all grids
+            layout = cublasMp.GridLayout.COL_MAJOR if order == "col" else cublasMp.GridLayout.ROW_MAJOR
+            self._grids[key] = cublasMp.grid_create(grid.nprow, grid.npcol, int(layout), self.comm.handle)
+        return self._grids[key]
+
+    def _reserve(self, size: int) -> int:
+        """Return a workspace of at least `size` bytes: registered where ranks share memory, else plain."""
+        if size <= self._workspace_bytes:
+            return self._workspace
+        self._drop_workspace()
+        problem = ""
+        try:
+            # The collective allocation below must not fail on one rank alone: try for it here first.
+            trial = cp.cuda.alloc(size) if not self._shared else _try_to_allocate(size)
+        except (cp.cuda.memory.OutOfMemoryError, cp.cuda.runtime.CUDARuntimeError) as error:
+            problem = f"no room for cuBLASMp's workspace of {size / 2**30:.2f} GiB: {error}"
+        self.agree(problem)
+        if self._shared:
+            first, *others = self._grids.values()
+            self._workspace = cublasMp.malloc(first, size)
+            for grid in others:
+                cublasMp.buffer_register(grid, self._workspace, size)
+        else:
+            self._plain, self._workspace = trial, trial.ptr
+        self._workspace_bytes = size
+        return self._workspace
+
+    def _drop_workspace(self) -> None:
+        if not self._workspace_bytes:
+            return
+        self.stream.synchronize()
+        if self._shared:
+            first, *others = self._grids.values()
+            for grid in reversed(others):
+                cublasMp.buffer_deregister(grid, self._workspace)
+            cublasMp.free(first, self._workspace)
+        self._plain, self._workspace, self._workspace_bytes = None, 0, 0
+
+    def trim(self, keep: int) -> None:
+        """Free a workspace of more than `keep` bytes."""
+        if self._workspace_bytes > keep:
+            self._drop_workspace()
+
+    def close(self) -> None:
+        """Free everything, on all ranks."""
+        self._drop_workspace()
+        for call in self._calls.values():
+            call.close()
+        self._calls.clear()
+        for grid in self._grids.values():
+            cublasMp.grid_destroy(grid)
+        self._grids.clear()
+        cublasMp.destroy(self._handle)
+        self.comm.close()
+
+
+class _Call:
+    """The descriptors of one kind of multiply."""
+
+    def __init__(self, group: Group, tiles: Tiles, dtype: str, ldx: int, ldy: int, ldz: int) -> None:
+        first, second = (tiles.b, tiles.a) if tiles.flipped else (tiles.a, tiles.b)
+        stored = first.stored, second.stored, tiles.d.stored
+        self.workspace: tuple[int, int] | None = None
+        self.host: np.ndarray | None = None
+        op_x, op_y = tiles.ops
+        x, y, z = stored
+        self._shape = (
+            x.shape[0] if op_x == "N" else x.shape[1],
+            y.shape[1] if op_y == "N" else y.shape[0],
+            x.shape[1] if op_x == "N" else x.shape[0],
+        )
+        scale = np.dtype(_SCALE_TYPES.get(dtype, dtype))
+        self._alpha, self._beta = np.ones(1, scale), np.zeros(1, scale)
+        # All grids first: making one is collective and frees the workspace.
+        grids = [group.grid(matrix.grid) for matrix in stored]
+        self._matrices = [
+            _describe(matrix, ld, dtype, grid) for matrix, ld, grid in zip(stored, (ldx, ldy, ldz), grids, strict=True)
+        ]
+        self._descriptor = cublasMp.matmul_descriptor_create(int(_COMPUTE_TYPES[dtype]))
+        self._set(_Attribute.TRANSA, _OPS[op_x])
+        self._set(_Attribute.TRANSB, _OPS[op_y])
+        if tiles.replicated:
+            self._set(_Attribute.EPILOGUE, int(cublasMp.MatmulEpilogue.ALLREDUCE))
+
+    def arguments(self, handle: int, x: int, y: int, z: int) -> tuple[int, ...]:
+        """Return the arguments that cublasMpMatmul and its buffer size have in common."""
+        matrix_x, matrix_y, matrix_z = self._matrices
+        alpha, beta = self._alpha.ctypes.data, self._beta.ctypes.data
+        return (
+            *(handle, self._descriptor, *self._shape, alpha),
+            *(x, 1, 1, matrix_x, y, 1, 1, matrix_y, beta),
+            *(0, 1, 1, matrix_z, z, 1, 1, matrix_z),
+        )
+
+    def _set(self, attribute: Any, value: int) -> None:
+        held = np.array([value], cublasMp.get_matmul_descriptor_attribute_dtype(int(attribute)))
+        cublasMp.matmul_descriptor_set_attribute(self._descriptor, int(attribute), held.ctypes.data, held.nbytes)
+
+    def close(self) -> None:
+        for matrix in self._matrices:
+            cublasMp.matrix_descriptor_destroy(matrix)
+        cublasMp.matmul_descriptor_destroy(self._descriptor)
+
+
+def _describe(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
+    return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, _DATA_TYPES[dtype], grid))
+
+
+def _try_to_allocate(size: int) -> None:
+    """Raise if the device has not so much memory left, outside of any pool."""
+    free = cp.cuda.runtime.memGetInfo()[0]
+    if free < size:
+        cp.get_default_memory_pool().free_all_blocks()
+    pointer = cp.cuda.runtime.malloc(size)
+    cp.cuda.runtime.free(pointer)
+
+
+@functools.lru_cache(maxsize=1)
+def _cublas_handle() -> int:
+    return int(cublas.create())
+
+
+def multiply_alone(
+    tiles: Tiles, shape: tuple[int, int, int], dtype: str, a: Memory, b: Memory, d: Memory, stream: cp.cuda.Stream
+) -> None:
+    """Put ``D = A @ B`` on a stream, with cuBLAS. Parameters as for `Group.multiply`."""
+    m, n, k = shape
+    op_x, op_y = tiles.ops
+    x, y, rows, cols = (b, a, n, m) if tiles.flipped else (a, b, m, n)
+    scale = np.dtype(_SCALE_TYPES.get(dtype, dtype))
+    alpha, beta = np.ones(1, scale), np.zeros(1, scale)
+    kind, handle = _DATA_TYPES[dtype], _cublas_handle()
+    cublas.set_stream(handle, stream.ptr)
+    cublas.gemm_ex_64(
+        *(handle, _OPS[op_x], _OPS[op_y], rows, cols, k, alpha.ctypes.data, x.pointer, kind, x.ld),
+        *(y.pointer, kind, y.ld, beta.ctypes.data, d.pointer, kind, d.ld, int(_COMPUTE_TYPES[dtype]), -1),
+    )

@@ -1,0 +1,75 @@
+"""Which groups of ranks share something costly between runs (a communicator), and when it goes. Pure.
+
+The scheduler decides alone: workers make a group when a plan names one that they don't have yet, and free it
+when they are told. So all ranks of a group always agree on whether it is there.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import NamedTuple
+
+__all__ = ["Group", "Groups"]
+
+
+class Group(NamedTuple):
+    """A group of ranks.
+
+    Parameters
+    ----------
+    number
+        Its number; never used again.
+    engine
+        Name of the engine that it belongs to.
+    workers
+        Addresses of its ranks, in their order.
+    """
+
+    number: int
+    engine: str
+    workers: tuple[str, ...]
+
+
+class Groups:
+    """All groups of a cluster, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._groups: collections.OrderedDict[tuple[str, tuple[str, ...]], Group] = collections.OrderedDict()
+        self._newest = 0
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._groups)
+
+    def orders(self, engine: str) -> list[tuple[str, ...]]:
+        """Return the workers of each group of an engine."""
+        return [group.workers for group in self._groups.values() if group.engine == engine]
+
+    def use(self, engine: str, workers: tuple[str, ...]) -> Group:
+        """Return the group of these workers, a new one if there is none."""
+        key = engine, workers
+        if key not in self._groups:
+            self._newest += 1
+            self._groups[key] = Group(self._newest, engine, workers)
+        self._groups.move_to_end(key)
+        return self._groups[key]
+
+    def surplus(self, most: int) -> list[Group]:
+        """Take out and return those by which there are more than `most`, the least recently used ones."""
+        return [self._groups.popitem(last=False)[1] for _ in range(len(self._groups) - most)]
+
+    def drop(self, number: int) -> Group | None:
+        """Take out and return one group, if it is there."""
+        for key, group in self._groups.items():
+            if group.number == number:
+                return self._groups.pop(key)
+        return None
+
+    def lose(self, address: str) -> list[Group]:
+        """Take out and return the groups of a worker that is gone."""
+        gone = [key for key in self._groups if address in key[1]]
+        return [self._groups.pop(key) for key in gone]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._groups.clear()

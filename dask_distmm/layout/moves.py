@@ -1,0 +1,122 @@
+"""Who copies which rectangle of what to whom: redistribution as one table, the same on every rank. Pure.
+
+`Moves` lists the rectangles of a `redistribution` with the participants that hold their source and their
+destination. `Moves.legs` sorts those of one participant: what it copies at home, and what it sends to and
+receives from each other one. Both ends of a leg list the same rectangles in the same order, so that a leg can
+travel as one vector without saying what is in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dask_distmm.layout.axis import Index
+from dask_distmm.layout.redistribute import Copies
+
+__all__ = ["Legs", "Moves"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moves:
+    """A table of rectangles, one entry of each int64 array a rectangle.
+
+    Parameters
+    ----------
+    src, dst
+        Number of the matrix (a chunk, or a rank's tile) that it comes from and goes to.
+    src_owner, dst_owner
+        Participants that hold these.
+    src_row, src_col, dst_row, dst_col
+        Where it begins in either matrix.
+    nrows, ncols
+        Its size, 1 or more each.
+    """
+
+    src: Index
+    dst: Index
+    src_owner: Index
+    dst_owner: Index
+    src_row: Index
+    src_col: Index
+    dst_row: Index
+    dst_col: Index
+    nrows: Index
+    ncols: Index
+
+    @classmethod
+    def of(cls, copies: Copies, src_owner: ArrayLike, dst_owner: ArrayLike) -> Moves:
+        """Make the table from the copies between two layouts and the owners of their parts.
+
+        Parameters
+        ----------
+        copies
+            What `redistribution` found.
+        src_owner, dst_owner
+            For each part of the source and of the destination, the participant that holds it.
+        """
+        rows, cols = copies.rows, copies.cols
+        shape = (len(rows), len(cols))
+
+        def by_row(values: Index) -> Index:
+            return np.broadcast_to(values[:, None], shape).ravel()
+
+        def by_col(values: Index) -> Index:
+            return np.broadcast_to(values, shape).ravel()
+
+        src = np.broadcast_to(copies.src.part(rows.src_part[:, None], cols.src_part), shape).ravel()
+        dst = np.broadcast_to(copies.dst.part(rows.dst_part[:, None], cols.dst_part), shape).ravel()
+        return cls(
+            src=src,
+            dst=dst,
+            src_owner=np.asarray(src_owner, np.int64)[src],
+            dst_owner=np.asarray(dst_owner, np.int64)[dst],
+            src_row=by_row(rows.src_offset),
+            src_col=by_col(cols.src_offset),
+            dst_row=by_row(rows.dst_offset),
+            dst_col=by_col(cols.dst_offset),
+            nrows=by_row(rows.size),
+            ncols=by_col(cols.size),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of rectangles."""
+        return len(self.src)
+
+    @property
+    def sizes(self) -> Index:
+        """Elements of each rectangle."""
+        return self.nrows * self.ncols
+
+    def take(self, which: NDArray[np.intp] | NDArray[np.bool_]) -> Moves:
+        """Return some of the rectangles."""
+        return Moves(**{field.name: getattr(self, field.name)[which] for field in dataclasses.fields(self)})
+
+    def legs(self, me: int) -> Legs:
+        """Sort out what participant `me` has to do."""
+        mine, theirs = self.src_owner == me, self.dst_owner == me
+        away, coming = self.take(mine & ~theirs), self.take(theirs & ~mine)
+        return Legs(
+            home=self.take(mine & theirs),
+            send={int(p): away.take(away.dst_owner == p) for p in np.unique(away.dst_owner)},
+            receive={int(p): coming.take(coming.src_owner == p) for p in np.unique(coming.src_owner)},
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Legs:
+    """One participant's part of a `Moves`.
+
+    Parameters
+    ----------
+    home
+        Rectangles that stay with it.
+    send, receive
+        Rectangles that go to and come from each other participant.
+    """
+
+    home: Moves
+    send: dict[int, Moves]
+    receive: dict[int, Moves]

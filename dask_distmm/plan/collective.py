@@ -1,0 +1,270 @@
+"""Ways to run a problem with a collective library on GPUs: cuts, who is which rank, estimate and memory. Pure.
+
+The estimate of a way is::
+
+    seconds = multiply + exposed * moved by the library / bandwidth + redistribution + fixed
+    multiply       = max over ranks of flops / rate
+    redistribution = max over ranks of  received / bandwidth + copied / memory bandwidth
+
+where `exposed` is the share of the library's own transfers that its method does not hide, as measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.plan.cuts import Bounds, largest_overlap
+from dask_distmm.plan.memory import chunk_bytes
+from dask_distmm.plan.plan import Estimate, Packing, Plan
+from dask_distmm.plan.problem import Chunks, Problem, Worker
+from dask_distmm.plan.tiles import Tile, Tiles, make_tiles
+
+__all__ = ["consider", "tile_chunk", "uniform_cut", "workspace_bytes"]
+
+# cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
+_LIBRARY_BYTES = 96 * 2**20
+# A new communicator takes about this long (seconds, spread over the runs that will use it).
+_NEW_GROUP_SECONDS = 0.05
+_Elements = NDArray[np.float64]
+
+
+def uniform_cut(length: int, parts: int) -> Bounds:
+    """Cut ``range(length)`` into slabs of one size, the last one smaller; as many as are not empty."""
+    size = -(-length // parts)
+    return (*range(0, length, size), length)
+
+
+def consider(
+    problem: Problem,
+    participants: tuple[Worker, ...],
+    nroster: int,
+    method: str,
+    grid: tuple[int, int, int],
+    where_a: NDArray[np.int32] | None,
+    where_b: NDArray[np.int32] | None,
+    engine: str,
+    orders: tuple[str, str],
+    groups: Sequence[tuple[str, ...]],
+) -> Plan:
+    """Return the plan that runs `problem` in one certain way, with its estimate and its memory.
+
+    Parameters
+    ----------
+    orders
+        Memory order of the chunks of A and B.
+    groups
+        Addresses of ranks, in their order, that have a communicator already.
+    """
+    rows, cols, depth = (
+        uniform_cut(length, parts) for length, parts in zip((problem.m, problem.n, problem.k), grid, strict=True)
+    )
+    nranks = (len(rows) - 1) * (len(cols) - 1) * (len(depth) - 1)
+    if nranks == 1:
+        method = "local"
+    d_cuts = None
+    if method == "reducescatter":
+        by_rows = problem.m >= problem.n
+        size = -(-(problem.m if by_rows else problem.n) // nranks)
+        slabs = tuple(min(i * size, problem.m if by_rows else problem.n) for i in range(nranks + 1))
+        d_cuts = (slabs, (0, problem.n)) if by_rows else ((0, problem.m), slabs)
+    made = Plan(
+        problem=problem,
+        engine=engine,
+        method=method,
+        participants=participants,
+        ranks=tuple(range(nranks)),
+        rows=rows,
+        cols=cols,
+        depth=depth,
+        owners=_owners(problem, method, d_cuts or (rows, cols), nranks),
+        where_a=where_a,
+        where_b=where_b,
+        packing=Packing(),
+        order_a=orders[0],
+        order_b=orders[1],
+        d_cuts=d_cuts,
+    )
+    tiles = make_tiles(made)
+    held_a = _held(problem.a_chunks, where_a, tiles.a, len(participants)) * problem.itemsize("a")
+    held_b = _held(problem.b_chunks, where_b, tiles.b, len(participants)) * problem.itemsize("b")
+    made = dataclasses.replace(made, ranks=_ranks(made, (held_a + held_b)[:nroster], groups))
+    moved = _Moved(made, tiles, held_a, held_b)
+    made.projected_bytes.update(_project(made, tiles, moved))
+    return dataclasses.replace(made, estimate=_estimate(made, tiles, moved))
+
+
+def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], nranks: int) -> NDArray[np.int32]:
+    """Leave every chunk of D with the rank that has the largest part of it."""
+    nrows, ncols = problem.chunk_counts("d")
+    if method == "allreduce":
+        return (np.arange(nrows * ncols, dtype=np.int64) * nranks // (nrows * ncols)).astype(np.int32)
+    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
+    return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
+
+
+def _held(chunks: Chunks, where: NDArray[np.int32] | None, tile: Tile, npart: int) -> _Elements:
+    """Elements of each rank's tile (columns) that each participant (rows) has."""
+    if where is None:
+        needed = np.array([np.prod(tile.layout.local_shape(rank)) for rank in range(tile.layout.nparts)], float)
+        return np.broadcast_to(needed / npart, (npart, len(needed)))
+    return redistribution(ChunkGrid(chunks), tile.layout).traffic(where, npart).astype(float)
+
+
+def _ranks(made: Plan, held: _Elements, groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
+    """Match ranks to workers so that most bytes lie right; a group that exists already saves making one."""
+    rank, worker = linear_sum_assignment(-held.T)
+    best = tuple(worker[np.argsort(rank)].tolist())
+    machine = made.problem.options.machine(made.engine)
+    number = {w.address: index for index, w in enumerate(made.participants[: len(held)])}
+    at_home = held[list(best), range(len(best))].sum()
+    worth = _NEW_GROUP_SECONDS * machine.bandwidth * len(best)
+    known = [
+        order
+        for group in groups
+        if len(group) == len(best) and all(address in number for address in group)
+        for order in [tuple(number[address] for address in group)]
+        if at_home - held[list(order), range(len(order))].sum() < worth
+    ]
+    return max(known, key=lambda order: held[list(order), range(len(order))].sum(), default=best)
+
+
+class _Moved:
+    """Bytes that each participant sends and receives to make A's and B's tiles and D's chunks."""
+
+    def __init__(self, made: Plan, tiles: Tiles, held_a: _Elements, held_b: _Elements) -> None:
+        problem, ranks = made.problem, list(made.ranks)
+        self.operands = []
+        for held in (held_a, held_b):
+            sent, received = held.sum(axis=1), np.zeros(len(made.participants))
+            at_home = held[ranks, range(len(ranks))]
+            sent[ranks] -= at_home
+            received[ranks] = held.sum(axis=0) - at_home
+            self.operands.append((sent, received))
+        self.d_sent = self.d_received = np.zeros(len(ranks))
+        if not tiles.replicated:
+            owned = redistribution(ChunkGrid(problem.out_chunks), tiles.d.layout).traffic(made.owners, len(ranks))
+            owned = owned * problem.itemsize("d")
+            self.d_received = owned.sum(axis=1) - np.diagonal(owned)
+            self.d_sent = owned.sum(axis=0) - np.diagonal(owned)
+
+    @property
+    def total(self) -> int:
+        """All bytes together."""
+        return int(sum(received.sum() for _, received in self.operands) + self.d_received.sum())
+
+
+def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
+    """Return the number of the chunk that is exactly a rank's tile, or None if no single one is."""
+    shape = tile.layout.local_shape(rank)
+    if tile.local(rank) != shape or 0 in shape:
+        return None
+    index = 0
+    for axis, part, sizes in zip((tile.layout.rows, tile.layout.cols), tile.layout.coords(rank), chunks, strict=True):
+        segments = axis.local_to_global(part)
+        edges = np.concatenate([[0], np.cumsum(sizes)])
+        if len(segments) != 1:
+            return None
+        start, stop = segments[0][1], segments[0][1] + segments[0][2]
+        at = int(np.searchsorted(edges[1:], start, side="right"))
+        if at >= len(sizes) or edges[at] != start or edges[at + 1] != stop:
+            return None
+        index = index * len(sizes) + at
+    return index
+
+
+def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
+    """Estimate the workspace that cuBLASMp 0.10 asks for, in bytes."""
+    problem, (p, q, _) = plan.problem, plan.grid
+    if plan.method == "local":
+        return 0
+    if plan.method == "allgather":
+        gathered, item = (tiles.b, problem.itemsize("b")) if q == 1 else (tiles.a, problem.itemsize("a"))
+        copies = 1 if gathered.order == tiles.d.order else 2
+        return int(np.prod(gathered.shape)) * item * copies + _LIBRARY_BYTES
+    accumulated = problem.compute_type.itemsize
+    if plan.method == "allreduce":
+        return 2 * problem.m * problem.n * accumulated + _LIBRARY_BYTES
+    if plan.method == "reducescatter":
+        return int(np.prod(tiles.d.shape)) * (accumulated + problem.itemsize("d")) + _LIBRARY_BYTES
+    (mb, kb), nb = tiles.a.layout.blocks, tiles.b.layout.blocks[1]
+    return 2 * (mb * kb * problem.itemsize("a") + kb * nb * problem.itemsize("b")) + _LIBRARY_BYTES
+
+
+def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
+    """Return the projected bytes of device memory that a run holds at its peak, for each participant.
+
+    Counted are staged chunks, tiles that are not chunks already, buffers of what is sent and received, the
+    library's workspace, D's tile and D's chunks.
+    """
+    problem, npart = made.problem, len(made.participants)
+    total = np.zeros(npart)
+    for operand, where in (("a", made.where_a), ("b", made.where_b)):
+        if operand == "b" and problem.same:
+            continue
+        sizes = chunk_bytes(problem, operand)
+        total += np.bincount(where, sizes, npart) if where is not None else np.full(npart, sizes.sum() / npart)
+    # A's buffers are free again before B's are needed.
+    total += np.max([sent + received for sent, received in moved.operands], axis=0)
+    workspace = workspace_bytes(made, tiles)
+    owned = np.bincount(made.owners, chunk_bytes(problem, "d"), len(made.ranks))
+    for rank, index in enumerate(made.ranks):
+        for operand, tile, chunks in (("a", tiles.a, problem.a_chunks), ("b", tiles.b, problem.b_chunks)):
+            if tile_chunk(tile, rank, chunks) is None:
+                total[index] += np.prod(tile.local(rank)) * problem.itemsize(operand)
+        total[index] += np.prod(tiles.d.local(rank)) * problem.itemsize("d") + workspace
+        if tile_chunk(tiles.d, rank, problem.out_chunks) is None or tiles.replicated:
+            total[index] += owned[rank] + moved.d_sent[rank] + moved.d_received[rank]
+    return {worker.address: int(total[i]) for i, worker in enumerate(made.participants)}
+
+
+def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
+    """Apply the formulas at the top of this module."""
+    problem, machine = made.problem, made.problem.options.machine(made.engine)
+    nranks, (p, q, _) = len(made.ranks), made.grid
+    hosts = {made.participants[index].host for index in made.ranks}
+    bandwidth = machine.bandwidth if len(hosts) == 1 else machine.network_bandwidth or machine.bandwidth
+    a_bytes, b_bytes, d_bytes = (
+        float(np.prod(tile.shape)) * problem.itemsize(op)
+        for op, tile in (("a", tiles.a), ("b", tiles.b), ("d", tiles.d))
+    )
+    share = (nranks - 1) / nranks
+    library = {
+        "local": 0.0,
+        "allgather": share * (b_bytes if q == 1 else a_bytes),
+        "reducescatter": share * d_bytes,
+        "allreduce": 2 * share * problem.m * problem.n * problem.itemsize("d"),
+        "summa": a_bytes / p * (q - 1) / q + b_bytes / q * (p - 1) / p,
+    }[made.method]
+    # Slabs of equal size: the largest decides.
+    uneven = float(
+        np.prod([np.diff(cut).max() * (len(cut) - 1) / cut[-1] for cut in (made.rows, made.cols, made.depth)])
+    )
+    compute = problem.flops * uneven / nranks / machine.rate(problem.result_type.name)
+    received = np.max(sum(received for _, received in moved.operands), initial=0.0) + np.max(
+        moved.d_received, initial=0
+    )
+    copied = 0.0
+    for operand, tile, chunks in (
+        ("a", tiles.a, problem.a_chunks),
+        ("b", tiles.b, problem.b_chunks),
+        ("d", tiles.d, problem.out_chunks),
+    ):
+        if any(tile_chunk(tile, rank, chunks) is None for rank in range(nranks)):
+            copied += 2.0 * max(float(np.prod(tile.local(rank))) for rank in range(nranks)) * problem.itemsize(operand)
+    exposed = dict(machine.exposed).get(made.method, 1.0)
+    transfer = exposed * library / bandwidth + received / bandwidth + copied / machine.memory_bandwidth
+    return Estimate(
+        method=made.method,
+        grid=made.grid,
+        seconds=compute + transfer + (6 if nranks > 1 else 2) * machine.latency,
+        compute_seconds=compute,
+        transfer_seconds=transfer,
+        bytes_moved=moved.total + int(library * nranks),
+        peak_bytes=max(made.projected_bytes.values()),
+    )

@@ -1,0 +1,206 @@
+"""How A, B and D lie on the ranks for a collective library: block-cyclic tiles, memory orders and op(). Pure.
+
+cuBLASMp works on column-major local matrices and computes ``Z = op(X) @ op(Y)``. A C-ordered matrix is the
+column-major matrix of its transpose, so nothing is ever transposed for the sake of the library:
+
+* D in F order:  ``Z = D``,    ``X = A``,    ``Y = B``
+* D in C order:  ``Z = D^T``,  ``X = B^T``,  ``Y = A^T``
+
+and an operand is taken with op N if it has D's memory order, with op T if it has the other one. The library's
+tuned 1-D paths want the operands in slabs (found from its log, docs/gpu-validation.md):
+
+===============  ==================  ================  ==========================================
+method, grid     A                   B                 D
+===============  ==================  ================  ==========================================
+allgather P x 1  row slabs           column slabs      row slabs, F order
+allgather 1 x P  row slabs           column slabs      column slabs, C order
+reducescatter    column slabs (of k) row slabs (of k)  row slabs, C order; or column slabs, F order
+allreduce        column slabs, C     row slabs, F      all of D on every rank, C order
+summa p x q      p x q blocks        p x q blocks      p x q blocks; all of one order
+===============  ==================  ================  ==========================================
+
+The slabs must be of one size, so all are as large as the largest: the last rank's tile has rows or columns
+that stand for nothing. Where these would be summed over (k), they are filled with zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from dask_distmm.layout import BlockCyclic, ProcessGrid
+from dask_distmm.plan.plan import Plan
+
+__all__ = ["Stored", "Tile", "Tiles", "make_tiles"]
+
+# SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
+_WIDEST_PANEL = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A distributed matrix as the library sees it: column-major, all numbers in its terms.
+
+    Parameters
+    ----------
+    shape
+        Rows and columns of the whole, padding included.
+    blocks
+        Rows and columns of a block.
+    grid
+        The process grid.
+    """
+
+    shape: tuple[int, int]
+    blocks: tuple[int, int]
+    grid: ProcessGrid
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How one of A, B and D is distributed.
+
+    Parameters
+    ----------
+    order
+        Memory order of each rank's tile, ``"C"`` or ``"F"``.
+    layout
+        Which element lies where, without padding; its parts are the ranks. None where every rank has all.
+    shape
+        The whole, padding included.
+    local_shape
+        Rows and columns of a rank's tile, padding included; None where they differ between ranks.
+    zeroed
+        The padding is summed over and must be zero.
+    """
+
+    order: str
+    layout: BlockCyclic
+    shape: tuple[int, int]
+    local_shape: tuple[int, int] | None
+    zeroed: bool = False
+
+    def local(self, rank: int) -> tuple[int, int]:
+        """Rows and columns of the tile of a rank, padding included."""
+        return self.local_shape or self.layout.local_shape(rank)
+
+    @property
+    def stored(self) -> Stored:
+        """The same for the library: the transpose of a C-ordered matrix is column-major."""
+        shape, blocks, grid = self.shape, self.layout.blocks, self.layout.grid
+        if self.order == "F":
+            return Stored(shape, blocks, grid)
+        return Stored((shape[1], shape[0]), (blocks[1], blocks[0]), grid.transpose())
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The three matrices of a plan.
+
+    Parameters
+    ----------
+    a, b, d
+        How they are distributed.
+    replicated
+        Every rank ends up with all of D (``d`` then describes the library's view, one copy beside the other).
+    """
+
+    a: Tile
+    b: Tile
+    d: Tile
+    replicated: bool = False
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the library computes the transpose of D."""
+        return self.d.order == "C"
+
+    @property
+    def ops(self) -> tuple[str, str]:
+        """Op of the library's first and second operand, ``"N"`` or ``"T"``."""
+        ops = tuple("N" if tile.order == self.d.order else "T" for tile in (self.a, self.b))
+        return (ops[1], ops[0]) if self.flipped else (ops[0], ops[1])
+
+
+def make_tiles(plan: Plan) -> Tiles:
+    """Return how A, B and D are distributed for a plan.
+
+    Raises
+    ------
+    ValueError
+        The plan's cuts are not those of equal slabs.
+    """
+    m, n, k = plan.problem.m, plan.problem.n, plan.problem.k
+    p, q, s = plan.grid
+    nranks = p * q * s
+    row, col, one = ProcessGrid(nranks, 1), ProcessGrid(1, nranks), ProcessGrid(1, 1)
+
+    def tile(order: str, shape: tuple[int, int], blocks: tuple[int, int], grid: ProcessGrid, zeroed: bool) -> Tile:
+        """Of slabs of one size: a block for each process."""
+        whole = (
+            blocks[0] * grid.nprow if grid.nprow > 1 else shape[0],
+            blocks[1] * grid.npcol if grid.npcol > 1 else shape[1],
+        )
+        local = (whole[0] // grid.nprow, whole[1] // grid.npcol)
+        return Tile(order, BlockCyclic(shape, blocks, grid), whole, local, zeroed and whole != shape)
+
+    if nranks == 1:
+        order = plan.order_a if plan.order_a == plan.order_b else "C"
+        return Tiles(
+            tile(plan.order_a, (m, k), (m, k), one, False),
+            tile(plan.order_b, (k, n), (k, n), one, False),
+            tile(order, (m, n), (m, n), one, False),
+        )
+    mb, nb, kb = -(-m // nranks), -(-n // nranks), -(-k // nranks)
+    if plan.method == "allgather":
+        a = tile(plan.order_a, (m, k), (mb, k), row, False)
+        b = tile(plan.order_b, (k, n), (k, nb), col, False)
+        # The other dimension of D is as long as the gathered operand, padding included.
+        d = _widen(
+            tile("F", (m, n), (mb, nb), row, False) if q == 1 else tile("C", (m, n), (mb, nb), col, False),
+            (mb * nranks, nb * nranks),
+        )
+        _check(plan.rows if q == 1 else plan.cols, m if q == 1 else n, nranks)
+        return Tiles(a, b, d)
+    if plan.method == "reducescatter":
+        assert plan.d_cuts is not None
+        by_rows = len(plan.d_cuts[0]) > 2
+        _check(plan.depth, k, nranks)
+        _check(plan.d_cuts[0] if by_rows else plan.d_cuts[1], m if by_rows else n, nranks)
+        height, width = (mb * nranks, n) if by_rows else (m, nb * nranks)
+        d_blocks = (mb, n) if by_rows else (m, nb)
+        return Tiles(
+            _widen(tile(plan.order_a, (m, k), (d_blocks[0], kb), col, True), (height, kb * nranks)),
+            _widen(tile(plan.order_b, (k, n), (kb, d_blocks[1]), row, True), (kb * nranks, width)),
+            tile("C" if by_rows else "F", (m, n), d_blocks, row if by_rows else col, False),
+        )
+    if plan.method == "allreduce":
+        _check(plan.depth, k, nranks)
+        return Tiles(
+            tile("C", (m, k), (m, kb), col, True),
+            tile("F", (k, n), (kb, n), row, True),
+            # D^T is n x m; the library sees nranks of them side by side.
+            Tile("C", BlockCyclic((m * nranks, n), (m, n), row), (m * nranks, n), (m, n)),
+            replicated=True,
+        )
+    grid = ProcessGrid(p, q)
+    order = plan.order_a if plan.order_a == plan.order_b else "C"
+    mb, nb = -(-m // p), -(-n // q)
+    kb = min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
+    return Tiles(
+        Tile(order, BlockCyclic((m, k), (mb, kb), grid), (m, k), None),
+        Tile(order, BlockCyclic((k, n), (kb, nb), grid), (k, n), None),
+        Tile(order, BlockCyclic((m, n), (mb, nb), grid), (m, n), None),
+    )
+
+
+def _widen(tile: Tile, shape: tuple[int, int]) -> Tile:
+    """Pad a dimension that is not distributed, for the sake of the other matrices."""
+    grid = tile.layout.grid
+    return dataclasses.replace(tile, shape=shape, local_shape=(shape[0] // grid.nprow, shape[1] // grid.npcol))
+
+
+def _check(cuts: tuple[int, ...], length: int, parts: int) -> None:
+    size = -(-length // parts)
+    if cuts != tuple(min(i * size, length) for i in range(parts + 1)):
+        raise ValueError(f"{length} is cut at {cuts}, expected {parts} slabs of {size}")
