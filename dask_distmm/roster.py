@@ -80,18 +80,19 @@ class Roster:
         await self._describe([address for address in running if address not in self._described])
         fitting = [name for name in ENGINES if takes(name, array, dtypes) and engine in ("auto", name)]
         able: dict[str, WorkerState] = {}
-        for engine in fitting:
-            able = {address: ws for address, ws in running.items() if self._has_engine(address, engine)}
+        chosen = ""
+        for chosen in fitting:
+            able = {address: ws for address, ws in running.items() if self._has_engine(address, chosen)}
             if able:
                 break
         if not able:
             raise MissingEngineError(self._why_none(fitting, array, dtypes, list(running)))
-        self._check_versions(engine, list(able))
+        self._check_versions(chosen, list(able))
         if isinstance(wanted, int):
             if wanted > len(able):
                 raise PlanError(f"workers={wanted}, but the cluster has {len(able)}")
             able = dict(itertools.islice(able.items(), wanted))
-        return engine, [self.worker(ws, engine) for ws in able.values()]
+        return chosen, [self.worker(ws, chosen) for ws in able.values()]
 
     def worker(self, ws: WorkerState, engine: str) -> Worker:
         """Return a worker as planning sees it, with the memory that an engine works in."""

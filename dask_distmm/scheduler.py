@@ -252,7 +252,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for address in run.participants:
             self.scheduler.worker_send(address, {"op": "distmm-finish", "run_id": run.run_id, "name": run.name})
         seconds = max(answer["seconds"] for answer in answers.values())
-        self._event("done", run, seconds=seconds)
+        timings: dict[str, float] = {}
+        for answer in answers.values():
+            for name, value in answer["timings"].items():
+                timings[name] = max(value, timings.get(name, 0.0))
+        self._event("done", run, seconds=seconds, timings=timings)
 
     async def _all(self, run: Run, ask: Callable[[str], Awaitable[Any]], timeout: float | None) -> dict[str, Any]:
         """Ask all participants at once; the first failure, or the end of the run, ends the waiting."""

@@ -318,6 +318,8 @@ FAULT_POINTS = {
     "tiles": ("dask_distmm.engines.numpy", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy", "NumpyJob", "_assemble"),
     "collect": ("dask_distmm.worker", "WorkerSide", "collect"),
+    "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
+    "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }
 
 
@@ -329,7 +331,8 @@ def inject(point: str, action: str, skip: int = 0) -> None:
     point
         Where: a key of `FAULT_POINTS`.
     action
-        ``"kill"`` (SIGKILL), ``"error"`` (ZeroDivisionError) or ``"memory"`` (MemoryError).
+        ``"kill"`` (SIGKILL), ``"error"`` (ZeroDivisionError), ``"memory"`` (MemoryError) or ``"device memory"``
+        (CuPy's OutOfMemoryError).
     skip
         How often that place is passed before it happens; it happens once.
     """
@@ -344,6 +347,10 @@ def inject(point: str, action: str, skip: int = 0) -> None:
             setattr(kind, name, method)
             if action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if action == "device memory":
+                from cupy.cuda.memory import OutOfMemoryError
+
+                raise OutOfMemoryError(0, 0)
             raise {"error": ZeroDivisionError, "memory": MemoryError}[action](f"injected at {point}")
         return method(*args, **kwargs)
 

@@ -15,6 +15,7 @@ Handlers run on the worker's event loop and never block it: what takes time goes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import platform
 import traceback
 from collections.abc import Mapping
@@ -149,7 +150,7 @@ class WorkerSide:
                         ready.append(found.ready)
         if missing:
             return {"status": "missing", "count": len(missing)}
-        check_chunks(plan, chunks)
+        chunks = check_chunks(plan, chunks)
         addresses = [worker.address for worker in plan.participants]
         comm = DaskComm(self.worker, run_id, addresses, plan.problem.options.transfer_timeout)
 
@@ -177,7 +178,8 @@ class WorkerSide:
             self.progress.pop(run_id, None)
         if run_id in self.runs:  # not aborted meanwhile
             self.outputs[run_id] = dict(result)
-        return {"status": "OK", "seconds": loop.time() - started}
+        timings = {name: float(seconds) for name, seconds in job.timings.items()}
+        return {"status": "OK", "seconds": loop.time() - started, "timings": timings}
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:
         """Free what the ranks of a group keep between runs; all of them are asked at the same time."""
@@ -191,7 +193,8 @@ class WorkerSide:
 
     def abandon(self, group: int, engine: str) -> None:
         """Forget a group of which a rank is gone."""
-        self.engine_thread.submit(get_engine(engine).abandon, group)
+        with contextlib.suppress(RuntimeError):  # this worker is closing
+            self.engine_thread.submit(get_engine(engine).abandon, group)
 
     async def abort(self, run_id: int, reason: str) -> dict[str, Any]:
         """End a run here."""
@@ -249,9 +252,7 @@ class WorkerSide:
         for op, handler in self.handlers.items():
             if self.worker.handlers.get(op) == handler:
                 del self.worker.handlers[op]
-        for op, stream_handler in self.stream_handlers.items():
-            if self.worker.stream_handlers.get(op) == stream_handler:
-                del self.worker.stream_handlers[op]
+        # Stream handlers stay: what the scheduler has sent before it knew may still arrive.
 
 
 class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]

@@ -29,7 +29,15 @@ log = logging.getLogger("dask_distmm")
 
 
 class Job(Protocol):
-    """One participant's side of one run."""
+    """One participant's side of one run.
+
+    Attributes
+    ----------
+    timings
+        Seconds of each part of the work, by name; filled by `execute`.
+    """
+
+    timings: dict[str, float]
 
     def prepare(self) -> None:
         """Allocate; called before the vote. Raise, and no rank starts."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import importlib.metadata
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -63,6 +64,7 @@ class NumpyJob:
         self.plan, self.me, self.chunks, self.comm, self.progress = plan, me, chunks, comm, progress
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
         self.compute_type = plan.problem.compute_type
+        self.timings: dict[str, float] = {}
         self.blocks: list[Block] = []
         self.result: dict[int, NDArray[Any]] = {}
         self._block_of: dict[int, Block] = {}
@@ -98,13 +100,16 @@ class NumpyJob:
         """Multiply, add up partial sums, gather the chunks that this rank owns."""
         if self.rank is None:
             return {}
+        started = time.perf_counter()
         with blas_threads(self.plan.participants[self.me].nthreads):
             self._multiply()
+        self.timings["multiply"] = time.perf_counter() - started
         _open(self._available["partial"])
         if self.plan.grid[2] > 1:
             self._add_up()
         _open(self._available["final"])
         self._assemble()
+        self.timings["deliver"] = time.perf_counter() - started - self.timings["multiply"]
         return self.result
 
     def _multiply(self) -> None:

@@ -180,7 +180,7 @@ def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
 
 def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
     """Estimate the workspace that cuBLASMp 0.10 asks for, in bytes."""
-    problem, (p, q, _) = plan.problem, plan.grid
+    problem, q = plan.problem, plan.grid[1]
     if plan.method == "local":
         return 0
     if plan.method == "allgather":

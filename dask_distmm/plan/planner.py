@@ -92,7 +92,7 @@ def plan(
             f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "
             f"on {len(roster)} workers; use method='auto'"
         )
-    found.sort(key=lambda p: p.estimate.seconds if p.estimate else 0.0)
+    found.sort(key=lambda p: (p.estimate.seconds, p.estimate.peak_bytes) if p.estimate else (0.0, 0))
     alternatives = tuple(p.estimate for p in found if p.estimate)
     for chosen in found:
         if not _over_limit(chosen):

@@ -186,7 +186,8 @@ def make_tiles(plan: Plan) -> Tiles:
     grid = ProcessGrid(p, q)
     order = plan.order_a if plan.order_a == plan.order_b else "C"
     mb, nb = -(-m // p), -(-n // q)
-    kb = min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
+    # The library rounds D after each panel of k: with 16-bit types there may be only one.
+    kb = k if plan.problem.result_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
     return Tiles(
         Tile(order, BlockCyclic((m, k), (mb, kb), grid), (m, k), None),
         Tile(order, BlockCyclic((k, n), (kb, nb), grid), (k, n), None),

@@ -44,9 +44,15 @@ extern "C" __global__ void copy_straight(const long long* __restrict__ table, co
   for (int half = 0; half < 2; ++half) {
     T value[8];
     #pragma unroll
-    for (int u = 0; u < 8; ++u) { long long o = j + u * step; if (o < height) value[u] = *(const T*)(src + o * src_stride); }
+    for (int u = 0; u < 8; ++u) {
+      long long o = j + u * step;
+      if (o < height) value[u] = *(const T*)(src + o * src_stride);
+    }
     #pragma unroll
-    for (int u = 0; u < 8; ++u) { long long o = j + u * step; if (o < height) *(T*)(dst + o * dst_stride) = value[u]; }
+    for (int u = 0; u < 8; ++u) {
+      long long o = j + u * step;
+      if (o < height) *(T*)(dst + o * dst_stride) = value[u];
+    }
     j += 8 * step;
   }
 }

@@ -65,17 +65,17 @@ def check_versions() -> dict[str, str]:
     EngineError
         A library is too old; the message says what to install.
     """
-    found = {"cublasmp": int(cublasMp.get_version()), "nccl": nccl_version()}
+    mp, nccl = int(cublasMp.get_version()), nccl_version()
+    found, least = ".".join(map(str, nccl)), ".".join(map(str, _LEAST_NCCL))
     major = cp.cuda.runtime.runtimeGetVersion() // 1000
-    if found["cublasmp"] < _LEAST_CUBLASMP or found["nccl"] < _LEAST_NCCL:
+    if mp < _LEAST_CUBLASMP or nccl < _LEAST_NCCL:
         raise EngineError(
-            f"cuBLASMp {found['cublasmp']} and NCCL {'.'.join(map(str, found['nccl']))} were found; needed are cuBLASMp "
-            f"0.10 (1000) and NCCL {'.'.join(map(str, _LEAST_NCCL))} or newer: "
+            f"cuBLASMp {mp} and NCCL {found} were found; needed are cuBLASMp 0.10 (1000) and NCCL {least} or newer: "
             f'python -m pip install --upgrade "dask_distmm[cu{major}]"'
         )
     return {
-        "cublasmp": str(found["cublasmp"]),
-        "nccl": ".".join(map(str, found["nccl"])),
+        "cublasmp": str(mp),
+        "nccl": found,
         "nvmath": importlib.metadata.version("nvmath-python"),
     }
 
@@ -167,19 +167,26 @@ class Group:
         problem = ""
         try:
             # The collective allocation below must not fail on one rank alone: try for it here first.
-            trial = cp.cuda.alloc(size) if not self._shared else _try_to_allocate(size)
+            self._plain = self.allocate(size)
         except (cp.cuda.memory.OutOfMemoryError, cp.cuda.runtime.CUDARuntimeError) as error:
             problem = f"no room for cuBLASMp's workspace of {size / 2**30:.2f} GiB: {error}"
         self.agree(problem)
-        if self._shared:
+        if self._plain is None:
             first, *others = self._grids.values()
             self._workspace = cublasMp.malloc(first, size)
             for grid in others:
                 cublasMp.buffer_register(grid, self._workspace, size)
         else:
-            self._plain, self._workspace = trial, trial.ptr
+            self._workspace = self._plain.ptr
         self._workspace_bytes = size
         return self._workspace
+
+    def allocate(self, size: int) -> Any:
+        """Return plain memory where ranks share none; else only try whether there is so much."""
+        if not self._shared:
+            return cp.cuda.alloc(size)
+        _try_to_allocate(size)
+        return None
 
     def _drop_workspace(self) -> None:
         if not self._workspace_bytes:
@@ -219,7 +226,7 @@ class _Call:
         self.workspace: tuple[int, int] | None = None
         self.host: np.ndarray | None = None
         op_x, op_y = tiles.ops
-        x, y, z = stored
+        x, y, _ = stored
         self._shape = (
             x.shape[0] if op_x == "N" else x.shape[1],
             y.shape[1] if op_y == "N" else y.shape[0],

@@ -153,7 +153,7 @@ class Shuffle:
         return rectangles(self._in_vector(moves, "src"), self._vector(moves, pointer), targets, self.order)
 
     def _in_vector(self, moves: Moves, side: str) -> Moves:
-        """The same rectangles, each of which is a matrix of its own on one side."""
+        """Return the same rectangles, each of which is a matrix of its own on one side."""
         nothing = np.zeros(len(moves), np.int64)
         changes: dict[str, Any] = {side: np.arange(len(moves)), f"{side}_row": nothing, f"{side}_col": nothing}
         return dataclasses.replace(moves, **changes)

@@ -1,0 +1,76 @@
+"""GPU tests: skipped with a reason where there is no GPU or no GPU stack; clusters are shared by number of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def gpu_count() -> int:
+    """Number of GPUs that tests can use; 0 without CuPy, dask-cuda, cuBLASMp."""
+    if any(importlib.util.find_spec(name) is None for name in ("cupy", "dask_cuda", "nvmath", "nccl")):
+        return 0
+    import cupy
+
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+GPUS = gpu_count()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" not in Path(str(item.fspath)).parts[-2:]:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        needed = item.callspec.params.get("nworkers", 1) if hasattr(item, "callspec") else 1
+        marker = item.get_closest_marker("gpus")
+        needed = max(needed, marker.args[0] if marker else 1)
+        if needed > GPUS:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs with the GPU extra, found {GPUS}"))
+
+
+@contextlib.contextmanager
+def started(nworkers, protocol="ucx", **options):
+    """Yield a client of a cluster with one worker process a GPU."""
+    from dask_cuda import LocalCUDACluster
+    from distributed import Client
+
+    options = {"dashboard_address": None, "silence_logs": 50} | options
+    with (
+        LocalCUDACluster(CUDA_VISIBLE_DEVICES=list(range(nworkers)), protocol=protocol, **options) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(nworkers, timeout=60)
+        yield client
+
+
+@pytest.fixture
+def start():
+    return started
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory):
+    """Return the client of a shared cluster with so many workers; only the latest one is kept."""
+    stack, at = contextlib.ExitStack(), [0, None]
+    logs = tmp_path_factory.mktemp("cublasmp")
+
+    def get(nworkers):
+        if at[0] != nworkers:
+            stack.close()
+            environment = {"CUBLASMP_LOG_LEVEL": "5", "CUBLASMP_LOG_FILE": f"{logs}/%i.log"}
+            at[:] = nworkers, stack.enter_context(started(nworkers, env=environment))
+        return at[1], logs
+
+    yield get
+    stack.close()

@@ -1,0 +1,281 @@
+"""Real clusters of GPU workers: memory pools, spilling, faults, hosts without shared memory, long use."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import dask_distmm
+from dask_distmm.errors import RunFailedError
+from dask_distmm.testing import assert_nothing_left, assert_product
+
+N = 512
+
+
+def on_gpus(array, chunks):
+    """A Dask array of CuPy chunks."""
+    import cupy
+
+    return da.from_array(array, chunks=chunks).map_blocks(cupy.asarray, meta=cupy.empty((0, 0), array.dtype))
+
+
+def random(shape, dtype="float64"):
+    return np.random.default_rng().standard_normal(shape).astype(dtype)
+
+
+def check(client, shape=(N, N, N), chunks=128, dtype="float64", **options):
+    m, n, k = shape
+    a, b = random((m, k), dtype), random((k, n), dtype)
+    d = dask_distmm.matmul(on_gpus(a, chunks), on_gpus(b, chunks), **options)
+    assert_product(a, b, client.compute(d, sync=True).get())
+    del d
+
+
+@pytest.mark.gpus(2)
+def test_operator_keeps_chunks_on_their_gpus(clusters):
+    import cupy
+
+    client, _ = clusters(2)
+    a, b = random((N, N)), random((N, N))
+    with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
+        x, y = (on_gpus(v, (N // 2, N)) for v in (a, b))
+        d = x @ y
+        assert type(d._meta) is cupy.ndarray
+        assert any("distmm-barrier" in str(key) for key in d.dask)
+        kept = d.persist()
+        assert_product(a, b, kept.compute().get())
+        gram = (x.T @ x).compute()
+        assert_product(np.ascontiguousarray(a.T), a, gram.get())
+        workers = {holder for holders in client.who_has(kept).values() for holder in holders}
+    assert len(workers) == 2
+    del d, kept, x, y
+    assert_nothing_left(client)
+
+
+@pytest.mark.gpus(2)
+def test_too_narrow_types_go_to_dask(clusters):
+    clusters(2)
+    a = np.arange(36).reshape(6, 6)
+    with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
+        d = on_gpus(a, 3) @ on_gpus(a, 3)
+    assert not any("distmm-barrier" in str(key) for key in d.dask)
+    assert "no engine" in repr(dask_distmm.explain(on_gpus(a, 3), on_gpus(a, 3)))
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize(
+    "pool",
+    [
+        {"rmm_pool_size": "2GB", "rmm_allocator_external_lib_list": "cupy"},
+        {"rmm_async": True, "rmm_allocator_external_lib_list": "cupy"},
+        {"device_memory_limit": "24MB"},
+        {"device_memory_limit": "24MB", "jit_unspill": True},
+        {"protocol": "tcp"},
+    ],
+    ids=["rmm pool", "rmm async", "spilled", "jit unspill", "tcp"],
+)
+def test_pools_and_spilling(start, pool):
+    """With 24 MB a GPU most chunks of A, B and D are spilled at any time."""
+    with start(2, **pool) as client:
+        a, b = random((2048, 1024)), random((1024, 2048))
+        x, y = on_gpus(a, 256).persist(), on_gpus(b, 256).persist()
+        for method in ("allgather", "reducescatter"):
+            d = dask_distmm.matmul(x, y, method=method).persist()
+            assert_product(a, b, d.compute().get())
+            del d
+
+
+@pytest.mark.gpus(2)
+def test_a_rank_killed_inside_the_library(start, tmp_path):
+    """The other rank's kernels wait for ever; its process ends itself, both come back, the result is right."""
+    from dask_distmm.testing import inject
+
+    with (
+        dask.config.set({"distmm.timeouts.grace": "3s", "distributed.deploy.lost-worker-timeout": "1h"}),
+        start(2, silence_logs=50) as client,
+    ):
+        check(client)
+        victim = sorted(client.scheduler_info(n_workers=-1)["workers"])[0]
+        before = client.run(os.getpid)
+        client.run(inject, "library", "kill", workers=[victim])
+        started = time.monotonic()
+        check(client, method="allgather")
+        took = time.monotonic() - started
+        after = client.run(os.getpid)
+        print(f"recovered after {took:.1f} s")
+        assert not set(before.values()) & set(after.values())
+        assert took < 60
+        check(client)
+        assert_nothing_left(client)
+
+
+@pytest.mark.gpus(2)
+def test_a_rank_killed_before_the_library_costs_only_itself(start):
+    from dask_distmm.testing import inject
+
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}), start(2) as client:
+        check(client)
+        victim, other = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        survivor = client.run(os.getpid, workers=[other])
+        client.run(inject, "vote", "kill", workers=[victim])
+        check(client, method="allgather")
+        assert set(survivor.values()) <= set(client.run(os.getpid).values())
+
+
+@pytest.mark.gpus(2)
+def test_no_memory_on_one_rank_is_one_error_that_names_it(start):
+    def fill(dask_worker):
+        import cupy
+
+        free = cupy.cuda.runtime.memGetInfo()[0]
+        dask_worker._hog = cupy.cuda.runtime.malloc(free - 300 * 2**20)
+
+    def empty(dask_worker):
+        import cupy
+
+        cupy.cuda.runtime.free(dask_worker._hog)
+
+    with start(2) as client:
+        check(client)
+        victim = sorted(client.scheduler_info(n_workers=-1)["workers"])[1]
+        pids = client.run(os.getpid)
+        client.run(fill, workers=[victim])
+        size = 8192
+        a = da.random.default_rng(np.random.default_rng()).random((size, size), chunks=(size // 2, size))
+        import cupy
+
+        x = a.map_blocks(cupy.asarray, meta=cupy.empty((0, 0)))
+        with pytest.raises((RunFailedError, MemoryError, RuntimeError), match=r"emory"):
+            client.compute(dask_distmm.matmul(x, x, method="allgather"), sync=True)
+        client.run(empty, workers=[victim])
+        check(client)
+        assert client.run(os.getpid) == pids
+
+
+@pytest.mark.gpus(2)
+def test_workspace_that_does_not_fit_is_agreed_on(start):
+    from dask_distmm.testing import inject
+
+    with start(2) as client:
+        victim = sorted(client.scheduler_info(n_workers=-1)["workers"])[1]
+        client.run(inject, "workspace", "device memory", workers=[victim])
+        with pytest.raises(RunFailedError, match=f"{victim}: no room for cuBLASMp's workspace"):
+            check(client, method="allgather")
+        check(client, method="allgather")
+
+
+@pytest.mark.gpus(2)
+def test_two_hundred_multiplies_leave_everything_flat(clusters):
+    def resources(dask_worker):
+        import cupy
+        import psutil
+
+        process = psutil.Process()
+        cupy.get_default_memory_pool().free_all_blocks()
+        return cupy.cuda.runtime.memGetInfo()[0], process.num_fds(), process.num_threads()
+
+    client, _ = clusters(2)
+    for _ in range(20):
+        check(client, (256, 256, 256))
+    before = client.run(resources)
+    for i in range(180):
+        check(client, (256, 256, 256), method=["allgather", "reducescatter", "allreduce"][i % 3])
+    after = client.run(resources)
+    for address, (free, fds, threads) in after.items():
+        assert free >= before[address][0] - 2**20, (before, after)
+        assert fds <= before[address][1] + 2
+        assert threads <= before[address][2] + 2
+
+
+@pytest.mark.gpus(2)
+def test_groups_are_limited_and_freed(start):
+    with dask.config.set({"distmm.cublasmp.max-groups": 1}), start(2) as client:
+        addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+
+        def groups(dask_worker):
+            from dask_distmm.engines.base import get_engine
+
+            return sorted(get_engine("cublasmp").groups)
+
+        a, b = random((N, N)), random((N, N))
+        for order in (addresses, addresses[::-1]):
+            x, y = on_gpus(a, (N // 2, N)), on_gpus(b, N)
+            placed = [client.compute(x.blocks[i], workers=[order[i]]) for i in range(2)]
+            graph = {("placed" + order[0], i, 0): future for i, future in enumerate(placed)}
+            x = da.Array(graph, "placed" + order[0], x.chunks, meta=x._meta)
+            assert_product(a, b, dask_distmm.matmul(x, y, method="allgather").compute().get())
+        deadline = time.monotonic() + 20
+        while any(len(found) != 1 for found in client.run(groups).values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        check(client)
+
+
+@pytest.mark.gpus(2)
+def test_hosts_without_shared_memory(tmp_path):
+    """A scheduler and workers of their own, with preload, whose GPUs see each other by sockets only."""
+    from distributed import Client
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "DASK_DISTRIBUTED__WORKER__PRELOAD": "dask_distmm.preload",
+        "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "dask_distmm.preload",
+    }
+    scheduler = ["scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
+    worker = ["cuda", "worker", f"tcp://127.0.0.1:{port}", "--host", "127.0.0.1", "--no-dashboard"]
+    processes = []
+    try:
+        for command, more in (
+            (scheduler, {}),
+            (worker, {"CUDA_VISIBLE_DEVICES": "0"}),
+            (worker, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ):
+            log = (tmp_path / f"{len(processes)}.log").open("w")
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "dask", *command],
+                    env=environment | more,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    cwd=tmp_path,
+                )
+            )
+        with Client(f"tcp://127.0.0.1:{port}", timeout=60) as client:
+            client.wait_for_workers(2, timeout=60)
+
+            def shares(dask_worker):
+                from dask_distmm.engines.base import get_engine
+
+                return [group.comm.shares_memory for group in get_engine("cublasmp").groups.values()]
+
+            for method in ("allgather", "reducescatter", "allreduce", "summa"):
+                check(client, method=method)
+            assert all(found == [False] for found in client.run(shares).values())
+    except BaseException:
+        for path in sorted(tmp_path.glob("*.log")):
+            print(path.read_text()[-3000:])
+        raise
+    finally:
+        for process in processes[::-1]:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
