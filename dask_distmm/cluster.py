@@ -11,7 +11,8 @@ import dask
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import EngineError, MissingEngineError, PlanError
+from dask_distmm.answers import rebuild
+from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan, Problem, Worker, plan
 
 if TYPE_CHECKING:
@@ -112,8 +113,7 @@ def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Sn
         _installed.pop(client, None)
         raise EngineError(f"the scheduler answered {answer!r} to distmm_roster: was it restarted? Try again")
     if answer["status"] != "OK":
-        kinds = {"PlanError": PlanError, "MissingEngineError": MissingEngineError}
-        raise kinds.get(answer["kind"], EngineError)(answer["message"])
+        raise rebuild(answer)
     return Snapshot(
         [Worker.from_wire(w) for w in answer["workers"]],
         [Worker.from_wire(w) for w in answer["sources"]],

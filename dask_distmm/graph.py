@@ -26,9 +26,10 @@ from dask._task_spec import List, Task, TaskRef
 from dask.highlevelgraph import HighLevelGraph
 from distributed import Reschedule, get_worker
 
+from dask_distmm.answers import rebuild
 from dask_distmm.chunks import order_of, stage
 from dask_distmm.engines import get_engine
-from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, RunFailedError
+from dask_distmm.errors import EngineError
 from dask_distmm.keys import barrier_key, stage_name
 from dask_distmm.plan import Problem, Worker, plan
 from dask_distmm.worker import WorkerSide, worker_side
@@ -110,19 +111,19 @@ def barrier(wire: dict[str, Any], *receipts: Sequence[Any]) -> int | Alone:
         # The scheduler has released this task, and what it needs again, already.
         raise Reschedule
     if answer["status"] == "failed":
-        raise _rebuild(answer)
+        raise rebuild(answer)
     run_id: int = answer["run_id"]
     return run_id
 
 
 def _request_run(side: WorkerSide, wire: dict[str, Any], staging: dict[str, Any]) -> dict[str, Any]:
-    from dask_distmm.scheduler import install_from_worker
+    from dask_distmm.scheduler import DistMMSchedulerPlugin
 
     message = {"problem": wire, "worker": side.worker.address, **staging}
     answer = None
     for attempt in range(2):
         if attempt or not side.scheduler_ready:
-            install_from_worker(side)
+            side.install_on_scheduler(DistMMSchedulerPlugin())
         answer = side.call_scheduler("distmm_run", **message)
         if isinstance(answer, dict):
             return answer
@@ -177,13 +178,3 @@ def _side() -> WorkerSide | None:
     except ValueError:
         return None
     return worker_side(worker)
-
-
-def _rebuild(answer: dict[str, Any]) -> DistMMError:
-    """Make the typed error again from the plain types that crossed the network."""
-    kind, message = answer["kind"], answer["message"]
-    if kind == "ProjectedMemoryError":
-        return ProjectedMemoryError(message, answer["projected"], answer["limit"])
-    if kind == "RunFailedError":
-        return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"])
-    return {"PlanError": PlanError, "EngineError": EngineError}.get(kind, DistMMError)(message)

@@ -102,14 +102,17 @@ class Roster:
 
     def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
         """Refuse workers that differ in the version of this package or of the engine's libraries."""
-        for what, read in (
-            ("dask_distmm", lambda described: described["version"]),
-            (f"the libraries of engine {engine!r}", lambda described: described["engines"][engine]),
+        described = {address: self._described[address] for address in addresses}
+        libraries = {address: found["engines"][engine].items() for address, found in described.items()}
+        for what, texts in (
+            ("dask_distmm", {address: str(found["version"]) for address, found in described.items()}),
+            (
+                f"the libraries of engine {engine!r}",
+                {address: ", ".join(f"{n} {v}" for n, v in sorted(found)) for address, found in libraries.items()},
+            ),
         ):
             versions: dict[str, str] = {}
-            for address in addresses:
-                found = read(self._described[address])
-                text = found if isinstance(found, str) else ", ".join(f"{n} {v}" for n, v in sorted(found.items()))
+            for address, text in texts.items():
                 versions.setdefault(text, address)
             if len(versions) > 1:
                 listed = "; ".join(f"{version} on {address}" for version, address in versions.items())

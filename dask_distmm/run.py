@@ -49,6 +49,7 @@ class Run:
     answered: set[str] = dataclasses.field(default_factory=set)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     failed_in: Phase | None = None
+    released: bool = False
 
     @property
     def live(self) -> bool:
@@ -90,13 +91,14 @@ class Run:
         if self.phase == "running" and not self.waiting_for:
             self.phase = "done"
 
-    def fail(self, failures: dict[str, str]) -> None:
-        """End a live run with reasons by address. What is over stays as it is."""
+    def fail(self, failures: dict[str, str], *, released: bool = False) -> None:
+        """End a live run with reasons by address, or because nobody wants it any more. What is over stays so."""
         if not self.live:
             return
         self.failed_in = self.phase
         self.phase = "failed"
         self.failures = dict(failures)
+        self.released = released
 
     def lose(self, addresses: Iterable[str]) -> bool:
         """Fail the run if it is live and needs one of these workers, which are gone."""

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from distributed import Scheduler, SchedulerPlugin
 from distributed.protocol.pickle import dumps
-from distributed.utils import sync
 
-from dask_distmm.errors import DistMMError, EngineError, ProjectedMemoryError, RunFailedError
+from dask_distmm.answers import as_plain
+from dask_distmm.errors import DistMMError, EngineError, RunFailedError
 from dask_distmm.groups import Group, Groups
-from dask_distmm.keys import barrier_key, barrier_name, stage_name
+from dask_distmm.keys import barrier_key, barrier_name
+from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
 from dask_distmm.roster import Roster
 from dask_distmm.run import Run
@@ -37,9 +38,8 @@ from dask_distmm.worker import NAME, DistMMWorkerPlugin
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
-    from dask_distmm.worker import WorkerSide
 
-__all__ = ["DistMMSchedulerPlugin", "install_from_worker"]
+__all__ = ["DistMMSchedulerPlugin"]
 
 
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
@@ -74,7 +74,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.live: dict[int, Run] = {}
         self.done: dict[str, tuple[Run, Plan]] = {}
         self.restarts: dict[str, int] = {}
-        self.pinned: dict[str, dict[Any, str]] = {}
 
     async def start(self, scheduler: Scheduler) -> None:
         """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
@@ -85,6 +84,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.scheduler = scheduler
         self.roster = Roster(scheduler)
         self.groups = Groups()
+        self.pinned = Pins(scheduler)
         self._changed = asyncio.Condition()
         scheduler.handlers.update(
             distmm_run=self.run, distmm_roster=self.describe, distmm_locate=self.locate, distmm_lost=self.lost
@@ -101,7 +101,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             parsed = Problem.from_wire(problem)
             return await self._run(parsed, _Staging(addresses, where, (orders[0], orders[-1])), worker)
         except DistMMError as error:
-            return _as_plain(error)
+            return as_plain(error)
 
     async def describe(
         self,
@@ -117,7 +117,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         try:
             engine, workers = await self.roster.choose(engine, array, dtypes, wanted)
         except DistMMError as error:
-            return _as_plain(error)
+            return as_plain(error)
         sources, placed = self.roster.placed(workers, names, counts)
         return {
             "status": "OK",
@@ -139,7 +139,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Start a multiply again because a chunk of its result is gone."""
         run, _ = self.done.get(name, (None, None))
         if run is not None and run.run_id == run_id:
-            self._restart(name, f"distmm-lost-{run_id}")
+            self.pinned.restart(name, f"distmm-lost-{run_id}")
 
     # One run
 
@@ -170,9 +170,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + 1
             if again > retries:
                 del self.restarts[problem.name]
-                return _as_plain(self._failed(run, f"it was started again {retries} times; last: {reason}"))
+                return as_plain(self._failed(run, f"it was started again {retries} times; last: {reason}"))
             self._event("restart", run, reason=str(reason))
-            self._restart(problem.name, f"distmm-restart-{run_id}")
+            self.pinned.restart(problem.name, f"distmm-restart-{run_id}")
             return {"status": "restart"}
         except BaseException as error:
             running = run.phase == "running"
@@ -337,7 +337,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def _check(self, run: Run) -> None:
         """Raise if the run was ended from outside."""
         if run.phase == "failed":
-            if any("released" in reason for reason in run.failures.values()):
+            if run.released:
                 raise _Released
             raise _Lost("; ".join(f"{address}: {reason}" for address, reason in run.failures.items()))
 
@@ -360,41 +360,14 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         )
 
     def _pin(self, run: Run, made: Plan) -> None:
-        """Restrict collect tasks to the workers that hold their chunks."""
+        """Let collect tasks fetch their chunks where they are."""
         gate = self.scheduler.tasks.get(run.key)
         newer = any(other.run_id > run.run_id and other.name == run.name for other in self.live.values())
         if newer or gate is None or gate.state != "processing":
             # Released between the last rank's answer and now.
             raise _Released
         self.done[run.name] = run, made
-        ncols = made.problem.chunk_counts("d")[1]
-        workers = made.workers
-        ours = self.pinned.setdefault(run.name, {})
-        for ts in gate.dependents:
-            if not (isinstance(ts.key, tuple) and len(ts.key) == 3 and ts.key[0] == run.name):
-                continue
-            if ts.worker_restrictions and ts.key not in ours:
-                continue  # the user's own
-            address = workers[made.owners[ts.key[1] * ncols + ts.key[2]]]
-            self.scheduler.set_restrictions({ts.key: {address}})
-            ours[ts.key] = address
-
-    def _restart(self, name: str, stimulus_id: str) -> None:
-        """Release a multiply's barrier and contribute tasks; Dask computes them again if they are wanted."""
-        gate = self.scheduler.tasks.get(barrier_key(name))
-        if gate is None:
-            return
-        self._unpin(name)
-        recommendations = {ts.key: "released" for ts in gate.dependencies if ts.key[0] in _stage_names(name)}
-        recommendations = {key: r for key, r in recommendations.items() if self.scheduler.tasks[key].state == "memory"}
-        if gate.state in ("memory", "processing"):
-            recommendations[gate.key] = "released"
-        self.scheduler.transitions(recommendations, stimulus_id=stimulus_id)
-        self.scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
-
-    def _unpin(self, name: str) -> None:
-        present = {key: None for key in self.pinned.pop(name, {}) if key in self.scheduler.tasks}
-        self.scheduler.set_restrictions(present)
+        self.pinned.pin(run.name, gate, made)
 
     # What happens on the cluster
 
@@ -405,7 +378,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         run, _ = self.done.pop(name, (None, None))
         over = finish != "released"
         if over:
-            self.pinned.pop(name, None)
+            self.pinned.forget(name)
             self.restarts.pop(name, None)
         if run is not None or over:
             message = {"op": "distmm-forget", "run_id": run.run_id if run else None, "name": name if over else None}
@@ -415,7 +388,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             asyncio.get_running_loop().call_soon(self._tell, addresses, message)
         for live in self.live.values():
             if live.name == name and live.live:
-                live.fail({live.worker: "its task was released"})
+                live.fail({live.worker: "its task was released"}, released=True)
                 self._notify()
 
     def _tell(self, addresses: Sequence[str], message: dict[str, Any]) -> None:
@@ -436,16 +409,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         lost = [run for run in self.live.values() if run.lose([worker])]
         if lost:
             self._notify()
-        for name, (run, made) in list(self.done.items()):
+        for name, (_, made) in list(self.done.items()):
             if worker not in made.workers:
                 continue
-            gate = scheduler.tasks.get(run.key)
-            owed = gate is not None and any(
-                ts.state not in ("memory", "forgotten", "erred") and self.pinned.get(name, {}).get(ts.key) == worker
-                for ts in gate.dependents
-            )
-            if owed:
-                self._restart(name, f"distmm-remove-{worker}")
+            if self.pinned.owed_by(name, worker):
+                self.pinned.restart(name, f"distmm-remove-{worker}")
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
         """Keep workers that take part in a run, or hold results that are not collected yet."""
@@ -456,7 +424,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def restart(self, scheduler: Scheduler) -> None:
         """Drop everything; all workers are new."""
         for run in self.live.values():
-            run.fail({run.worker: "its task was released"})
+            run.fail({run.worker: "its task was released"}, released=True)
         self.done.clear()
         self.pinned.clear()
         self.restarts.clear()
@@ -473,28 +441,3 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def _event(self, action: str, run: Run, **details: Any) -> None:
         self.scheduler.log_event(NAME, {"action": action, "run": run.run_id, "name": run.name, **details})
-
-
-def install_from_worker(side: WorkerSide) -> None:
-    """Put the scheduler's plugin in place from a task on a worker; does nothing where it is."""
-
-    async def install() -> None:
-        await side.worker.scheduler.register_scheduler_plugin(
-            plugin=dumps(DistMMSchedulerPlugin()), name=NAME, idempotent=True
-        )
-
-    sync(side.worker.loop, install)
-    side.scheduler_ready = True
-
-
-def _stage_names(name: str) -> tuple[str, str]:
-    return stage_name(name, "a"), stage_name(name, "b")
-
-
-def _as_plain(error: DistMMError) -> dict[str, Any]:
-    answer: dict[str, Any] = {"status": "failed", "kind": type(error).__name__, "message": str(error)}
-    if isinstance(error, ProjectedMemoryError):
-        answer |= {"projected": error.projected, "limit": error.limit}
-    if isinstance(error, RunFailedError):
-        answer |= {"run_id": error.run_id, "phase": error.phase, "ranks": error.ranks}
-    return answer

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from distributed import Worker, WorkerPlugin
 from distributed.protocol import to_serialize
+from distributed.protocol.pickle import dumps
 from distributed.utils import sync
 from numpy.typing import NDArray
 
@@ -95,6 +96,11 @@ class WorkerSide:
             return await getattr(self.worker.scheduler, op)(**message)
 
         return sync(self.worker.loop, call)
+
+    def install_on_scheduler(self, plugin: Any) -> None:
+        """Put the scheduler's plugin in place from a task's thread; does nothing where it is."""
+        self.call_scheduler("register_scheduler_plugin", plugin=dumps(plugin), name=NAME, idempotent=True)
+        self.scheduler_ready = True
 
     def fetch_output(self, address: str, run_id: int, index: int) -> Any:
         """Get a chunk of a result from the worker that has it, from a task's thread."""

@@ -20,6 +20,7 @@ ORDER = [
     ["api", "operator", "preload"],
     ["graph", "cluster"],
     ["scheduler"],
+    ["pins"],
     ["worker"],
     ["roster"],
     ["run", "groups"],
@@ -29,6 +30,7 @@ ORDER = [
     ["plan"],
     ["layout"],
     ["config", "dtypes", "keys"],
+    ["answers"],
     ["errors", "_version"],
 ]
 PURE = ["plan", "layout", "run", "groups", "keys", "dtypes", "errors", "engines"]

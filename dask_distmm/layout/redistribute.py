@@ -17,6 +17,7 @@ It is therefore kept as its two factors, and rectangles are made while iterating
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -231,6 +232,7 @@ class Copies:
                 yield Copy(s, d, src_row, src_col, dst_row, dst_col, nrows, ncols, row, col)
 
 
+@functools.lru_cache(maxsize=128)
 def redistribution(src: Distribution, dst: Distribution) -> Copies:
     """Find the fewest rectangular copies which turn layout `src` of a matrix into layout `dst`.
 
@@ -245,7 +247,8 @@ def redistribution(src: Distribution, dst: Distribution) -> Copies:
     Returns
     -------
     Copies
-        The list; making it costs time and memory by the segments of the axes, not by the rectangles.
+        The list, to be read only: it is kept for the next to ask for the same.  Making it costs time and
+        memory by the segments of the axes, not by the rectangles.
 
     Raises
     ------

@@ -146,12 +146,13 @@ class _Moved:
             sent[ranks] -= at_home
             received[ranks] = held.sum(axis=0) - at_home
             self.operands.append((sent, received))
-        self.d_sent = self.d_received = np.zeros(len(ranks))
+        self.d_sent: _Elements = np.zeros(len(ranks))
+        self.d_received: _Elements = self.d_sent
         if not tiles.replicated:
             owned = redistribution(ChunkGrid(problem.out_chunks), tiles.d.layout).traffic(made.owners, len(ranks))
-            owned = owned * problem.itemsize("d")
-            self.d_received = owned.sum(axis=1) - np.diagonal(owned)
-            self.d_sent = owned.sum(axis=0) - np.diagonal(owned)
+            owned = owned.astype(float) * problem.itemsize("d")
+            self.d_received = np.asarray(owned.sum(axis=1) - np.diagonal(owned), float)
+            self.d_sent = np.asarray(owned.sum(axis=0) - np.diagonal(owned), float)
 
     @property
     def total(self) -> int:
@@ -170,7 +171,8 @@ def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
         edges = np.concatenate([[0], np.cumsum(sizes)])
         if len(segments) != 1:
             return None
-        start, stop = segments[0][1], segments[0][1] + segments[0][2]
+        start, _, size = segments[0]
+        stop = start + size
         at = int(np.searchsorted(edges[1:], start, side="right"))
         if at >= len(sizes) or edges[at] != start or edges[at + 1] != stop:
             return None

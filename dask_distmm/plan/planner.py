@@ -13,6 +13,7 @@ possible are at home (a linear assignment problem).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,32 @@ def plan(
     ProjectedMemoryError
         Every way projects more memory on some worker than it may hold.
     """
+    # The same multiply comes again and again in a loop: only its name differs.
+    made = _plan(
+        dataclasses.replace(problem, name=""),
+        tuple(roster),
+        None if where_a is None else where_a.tobytes(),
+        None if where_b is None else where_b.tobytes(),
+        tuple(sources),
+        engine,
+        orders,
+        tuple(sorted(groups)),
+    )
+    return dataclasses.replace(made, problem=problem)
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(
+    problem: Problem,
+    roster: tuple[Worker, ...],
+    raw_a: bytes | None,
+    raw_b: bytes | None,
+    sources: tuple[Worker, ...],
+    engine: str,
+    orders: tuple[str, str],
+    groups: tuple[tuple[str, ...], ...],
+) -> Plan:
+    where_a, where_b = (None if raw is None else np.frombuffer(raw, np.int32) for raw in (raw_a, raw_b))
     if not roster:
         raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
     if problem.method not in ("auto", *METHODS):

@@ -46,7 +46,7 @@ def test_operator_keeps_chunks_on_their_gpus(clusters):
 
     client, _ = clusters(2)
     a, b = random((N, N)), random((N, N))
-    with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
+    with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0, "distmm.method": "allgather"}):
         x, y = (on_gpus(v, (N // 2, N)) for v in (a, b))
         d = x @ y
         assert type(d._meta) is cupy.ndarray
@@ -77,17 +77,17 @@ def test_too_narrow_types_go_to_dask(clusters):
     [
         {"rmm_pool_size": "2GB", "rmm_allocator_external_lib_list": "cupy"},
         {"rmm_async": True, "rmm_allocator_external_lib_list": "cupy"},
-        {"device_memory_limit": "24MB"},
-        {"device_memory_limit": "24MB", "jit_unspill": True},
-        {"protocol": "tcp"},
+        {"device_memory_limit": "4MB"},
+        {"device_memory_limit": "4MB", "jit_unspill": True},
+        {"protocol": "ucx"},
     ],
-    ids=["rmm pool", "rmm async", "spilled", "jit unspill", "tcp"],
+    ids=["rmm pool", "rmm async", "spilled", "jit unspill", "ucx"],
 )
 def test_pools_and_spilling(start, pool):
-    """With 24 MB a GPU most chunks of A, B and D are spilled at any time."""
-    with start(2, **pool) as client:
-        a, b = random((2048, 1024)), random((1024, 2048))
-        x, y = on_gpus(a, 256).persist(), on_gpus(b, 256).persist()
+    """With 4 MB a GPU most chunks of A, B and D are spilled at any time."""
+    with start(2, **{"protocol": "tcp"} | pool):
+        a, b = random((1024, 384)), random((384, 1024))
+        x, y = on_gpus(a, 128).persist(), on_gpus(b, 128).persist()
         for method in ("allgather", "reducescatter"):
             d = dask_distmm.matmul(x, y, method=method).persist()
             assert_product(a, b, d.compute().get())
@@ -101,7 +101,7 @@ def test_a_rank_killed_inside_the_library(start, tmp_path):
 
     with (
         dask.config.set({"distmm.timeouts.grace": "3s", "distributed.deploy.lost-worker-timeout": "1h"}),
-        start(2, silence_logs=50) as client,
+        start(2, "tcp", silence_logs=50) as client,
     ):
         check(client)
         victim = sorted(client.scheduler_info(n_workers=-1)["workers"])[0]
@@ -122,7 +122,7 @@ def test_a_rank_killed_inside_the_library(start, tmp_path):
 def test_a_rank_killed_before_the_library_costs_only_itself(start):
     from dask_distmm.testing import inject
 
-    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}), start(2) as client:
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}), start(2, "tcp") as client:
         check(client)
         victim, other = sorted(client.scheduler_info(n_workers=-1)["workers"])
         survivor = client.run(os.getpid, workers=[other])
@@ -144,7 +144,7 @@ def test_no_memory_on_one_rank_is_one_error_that_names_it(start):
 
         cupy.cuda.runtime.free(dask_worker._hog)
 
-    with start(2) as client:
+    with start(2, "tcp") as client:
         check(client)
         victim = sorted(client.scheduler_info(n_workers=-1)["workers"])[1]
         pids = client.run(os.getpid)
@@ -165,7 +165,7 @@ def test_no_memory_on_one_rank_is_one_error_that_names_it(start):
 def test_workspace_that_does_not_fit_is_agreed_on(start):
     from dask_distmm.testing import inject
 
-    with start(2) as client:
+    with start(2, "tcp") as client:
         victim = sorted(client.scheduler_info(n_workers=-1)["workers"])[1]
         client.run(inject, "workspace", "device memory", workers=[victim])
         with pytest.raises(RunFailedError, match=f"{victim}: no room for cuBLASMp's workspace"):
@@ -198,7 +198,7 @@ def test_two_hundred_multiplies_leave_everything_flat(clusters):
 
 @pytest.mark.gpus(2)
 def test_groups_are_limited_and_freed(start):
-    with dask.config.set({"distmm.cublasmp.max-groups": 1}), start(2) as client:
+    with dask.config.set({"distmm.cublasmp.max-groups": 1}), start(2, "tcp") as client:
         addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
 
         def groups(dask_worker):

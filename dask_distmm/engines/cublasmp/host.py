@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import cupy as cp
@@ -88,7 +88,7 @@ def to_host(chunk: cp.ndarray, stream: cp.cuda.Stream) -> NDArray[Any]:
     result = np.empty(source.shape, source.dtype)
     flat = source.reshape(-1)
     buffers, at = _buffers(), 0
-    copies = []
+    copies: list[Future[None]] = []
 
     def store(memory: NDArray[np.uint8], event: Any, part: NDArray[Any]) -> None:
         event.synchronize()

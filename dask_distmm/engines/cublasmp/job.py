@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.nccl import make_unique_id
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, log
+from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.engines.cublasmp.host import to_device, to_host
 from dask_distmm.engines.cublasmp.library import Group, Memory, multiply_alone
-from dask_distmm.engines.cublasmp.shuffle import Shuffle
 from dask_distmm.engines.gate import Gate
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
@@ -95,6 +95,7 @@ class CublasMpJob:
             "b": self._operand("b", self._tiles.b, problem.b_chunks, self.plan.where_b),
         }
         self._result = self._make_result()
+        self._gather = Exchange(*(operand.shuffle for operand in self._operands.values()))
         self._allocated = cp.cuda.Event(disable_timing=True)
         self._allocated.record(cp.cuda.Stream.null)
 
@@ -105,25 +106,27 @@ class CublasMpJob:
         arrays = {index: _final(chunk) for (op, index), chunk in self.chunks.items() if op == name}
         index = tile_chunk(tile, self.rank, sizes)
         # All ranks see the same plan, but only this one sees how its chunk really lies in memory.
-        as_it_lies = index is not None and where[index] == self.me and _usable(arrays[index], tile.order)
-        if as_it_lies:
+        target = None
+        if index is not None and where[index] == self.me and _usable(arrays[index], tile.order):
             target = arrays[index]
-        else:
+        as_it_lies = target is not None
+        if target is None:
             make = cp.zeros if tile.zeroed else cp.empty
             target = make(tile.local(self.rank), self.dtype, order=tile.order)
         moves = Moves.of(redistribution(ChunkGrid(sizes), tile.layout), where, self.plan.ranks)
         # Chunks of workers that are no ranks come over Dask's comms.
         outside = moves.take(~np.isin(moves.src_owner, self.plan.ranks) & (moves.dst_owner == self.me))
-        shuffle = Shuffle(
+        shuffle = DeviceShuffle(
             moves.take(np.isin(moves.src_owner, self.plan.ranks)),
             self.me,
             self.plan.ranks,
-            self.dtype.itemsize,
             tile.order,
             [tile.local(rank)[tile.order == "C"] for rank in range(len(self.plan.ranks))],
+            arrays,
+            {self.rank: target},
             skip_home=as_it_lies,
         )
-        return _Operand(arrays, target, shuffle, outside)
+        return _Operand(target, shuffle, outside)
 
     def _make_result(self) -> _Result:
         """Allocate D's tile and those chunks of D that are not the tile."""
@@ -145,8 +148,9 @@ class CublasMpJob:
         rects = {i: plan.chunk_rect(i) for i in owned}
         chunks = {i: cp.empty((r[1] - r[0], r[3] - r[2]), self.dtype, order=tile.order) for i, r in rects.items()}
         widths = np.tile(sizes[1], len(sizes[0])) if tile.order == "C" else np.repeat(sizes[0], len(sizes[1]))
-        shuffle = Shuffle(moves, self.me, plan.ranks, self.dtype.itemsize, tile.order, widths.tolist())
-        return _Result(chunks, target, shuffle)
+        source = {0 if self._tiles.replicated else self.rank: target}
+        shuffle = DeviceShuffle(moves, self.me, plan.ranks, tile.order, widths.tolist(), source, chunks)
+        return _Result(chunks, target, Exchange(shuffle))
 
     # The work
 
@@ -186,8 +190,7 @@ class CublasMpJob:
                 with stream:
                     found.target[...] = found.source
         comm = group.comm if group is not None else None
-        for operand in self._operands.values():
-            operand.shuffle.run(operand.sources, {self.rank: operand.target}, stream, comm)
+        self._gather.run(stream, comm)
         marks.append(_mark(stream))
         a, b, d = self._operands["a"].target, self._operands["b"].target, self._result.target
         shape = (plan.problem.m, plan.problem.n, plan.problem.k)
@@ -198,9 +201,8 @@ class CublasMpJob:
         else:
             group.multiply(tiles, shape, self.dtype.name, memories[0], memories[1], memories[2])
         marks.append(_mark(stream))
-        if self._result.shuffle is not None:
-            source = 0 if self._tiles.replicated else self.rank
-            self._result.shuffle.run({source: d}, self._result.chunks, stream, comm)
+        if self._result.deliver is not None:
+            self._result.deliver.run(stream, comm)
         marks.append(_mark(stream))
         self._wait(marks[-1])
         for name, first, last in zip(("redistribute", "multiply", "deliver"), marks[:-1], marks[1:], strict=True):
@@ -317,15 +319,15 @@ class _Converted:
 class _Operand:
     """A or B on one rank."""
 
-    def __init__(self, sources: dict[int, Any], target: Any, shuffle: Shuffle, outside: Moves) -> None:
-        self.sources, self.target, self.shuffle, self.outside = sources, target, shuffle, outside
+    def __init__(self, target: Any, shuffle: DeviceShuffle, outside: Moves) -> None:
+        self.target, self.shuffle, self.outside = target, shuffle, outside
 
 
 class _Result:
     """D on one rank: the tile, the chunks, and how they are made from it."""
 
-    def __init__(self, chunks: dict[int, Any], target: Any, shuffle: Shuffle | None) -> None:
-        self.chunks, self.target, self.shuffle = chunks, target, shuffle
+    def __init__(self, chunks: dict[int, Any], target: Any, deliver: Exchange | None) -> None:
+        self.chunks, self.target, self.deliver = chunks, target, deliver
 
 
 def _final(chunk: Any) -> Any:
@@ -337,7 +339,7 @@ def _usable(chunk: Any, order: str) -> bool:
     inner, outer = (chunk.strides[1], chunk.strides[0]) if order == "C" else chunk.strides
     width, height = chunk.shape if order == "F" else chunk.shape[::-1]
     size = chunk.dtype.itemsize
-    return (
+    return bool(
         chunk.data.ptr % 16 == 0
         and (inner == size or width == 1)
         and (height == 1 or (outer >= width * size and outer % size == 0))
@@ -348,7 +350,7 @@ def _ld(x: Any, order: str) -> int:
     """Return the distance of rows (C order) or columns (F order), in elements."""
     outer, least = (x.strides[0], x.shape[1]) if order == "C" else (x.strides[1], x.shape[0])
     slow = x.shape[0] if order == "C" else x.shape[1]
-    return max(1, least if slow == 1 else outer // x.dtype.itemsize)
+    return int(max(1, least if slow == 1 else outer // x.dtype.itemsize))
 
 
 def _mark(stream: cp.cuda.Stream) -> cp.cuda.Event:

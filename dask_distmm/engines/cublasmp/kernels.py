@@ -7,9 +7,9 @@ import functools
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.cublasmp.rectangles import INNER, OUTER, Table, split, unit_of, work
+from dask_distmm.layout.rectangles import INNER, OUTER, Table, split, unit_of, work
 
-__all__ = ["copy_rectangles"]
+__all__ = ["Launch", "copy_rectangles"]
 
 _TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "uint4"}
 
@@ -90,32 +90,51 @@ def _kernel(name: str, size: int) -> cp.RawKernel:
     return cp.RawKernel(_FIND + code % {"type": _TYPES[size]}, name)
 
 
-def copy_rectangles(table: Table, itemsize: int, stream: cp.cuda.Stream) -> None:
-    """Copy all rectangles of a table (see `rectangles`), with one launch for each of the two kinds there are.
+class Launch:
+    """One kernel launch with its table on the device. Made ahead, on the default stream.
 
     Parameters
     ----------
-    table
-        Rectangles that do not overlap where they are written.
+    name
+        Of the kernel.
+    size
+        Bytes of what it copies at a time.
+    threads
+        Shape of a block.
+    rows, first
+        The table, and the number of the first block of each rectangle.
+    """
+
+    def __init__(self, name: str, size: int, threads: tuple[int, ...], rows: Table, first: Table) -> None:
+        self._kernel, self._threads, self._blocks = _kernel(name, size), threads, int(first[-1])
+        on_device = cp.asarray(np.concatenate([rows.ravel(), first.astype(np.int64)]))
+        self._arguments = (on_device[: rows.size], on_device[rows.size :], np.int32(len(rows)))
+
+    def run(self, stream: cp.cuda.Stream) -> None:
+        """Put it on a stream."""
+        with stream:
+            self._kernel((self._blocks,), self._threads, self._arguments)
+
+
+def copy_rectangles(tables: list[Table], itemsize: int) -> list[Launch]:
+    """Return the launches that copy all rectangles of some tables: at most one of each kind there is.
+
+    Parameters
+    ----------
+    tables
+        See `rectangles`; rectangles must not overlap where they are written.
     itemsize
         Bytes of an element: 1, 2, 4, 8 or 16.
-    stream
-        The stream it runs on. Returns at once.
     """
-    straight, transposed = split(table, itemsize)
+    if not tables:
+        return []
+    straight, transposed = split(np.concatenate(tables), itemsize)
+    launches = []
     if len(straight):
         unit = unit_of(straight, itemsize)
-        rows, first = work(straight, itemsize, unit)
-        _launch("copy_straight", unit, (256,), rows, first, stream)
+        launches.append(Launch("copy_straight", unit, (256,), *work(straight, itemsize, unit)))
     if len(transposed):
         blocks = -(-transposed[:, INNER] // 32) * -(-transposed[:, OUTER] // 32)
-        _launch("copy_transposed", itemsize, (32, 8), transposed, np.concatenate([[0], np.cumsum(blocks)]), stream)
-
-
-def _launch(name: str, size: int, threads: tuple[int, ...], rows: Table, first: Table, stream: cp.cuda.Stream) -> None:
-    both = np.concatenate([rows.ravel(), first.astype(np.int64)])
-    with stream:
-        # Of the stream's own memory: freed while the kernel may still run, it can only go to later work there.
-        on_device = cp.asarray(both)
-        kernel, blocks = _kernel(name, size), int(first[-1])
-        kernel((blocks,), threads, (on_device[: rows.size], on_device[rows.size :], np.int32(len(rows))))
+        first = np.concatenate([[0], np.cumsum(blocks)])
+        launches.append(Launch("copy_transposed", itemsize, (32, 8), transposed, first))
+    return launches

@@ -38,13 +38,15 @@ def pointers(
 ) -> NDArray[np.int64]:
     """Return the addresses of elements ``(rows, cols)`` of matrices by number."""
     pointer, row_stride, col_stride = _look_up(numbers, spans)
-    return pointer + rows * row_stride + cols * col_stride
+    found: NDArray[np.int64] = pointer + rows * row_stride + cols * col_stride
+    return found
 
 
 def are_dense(table: Table, itemsize: int) -> NDArray[np.bool_]:
     """Whether the source of each rectangle is one piece of memory, in the destination's order."""
     inner = (table[:, INNER] == 1) | (table[:, SRC_INNER] == itemsize)
-    return inner & ((table[:, OUTER] == 1) | (table[:, SRC_OUTER] == table[:, INNER] * itemsize))
+    outer = (table[:, OUTER] == 1) | (table[:, SRC_OUTER] == table[:, INNER] * itemsize)
+    return np.asarray(inner & outer, bool)
 
 
 def rectangles(moves: Moves, src: dict[int, Span], dst: dict[int, Span], order: str) -> Table:

@@ -1,0 +1,73 @@
+"""Shuffles on a device: their buffers, kernel launches and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import cupy as cp
+
+from dask_distmm.engines.cublasmp.kernels import copy_rectangles
+from dask_distmm.engines.shuffle import Shuffle
+from dask_distmm.layout import Moves
+from dask_distmm.layout.rectangles import Span
+
+if TYPE_CHECKING:
+    from dask_distmm.comms.nccl import NcclComm
+
+__all__ = ["DeviceShuffle", "Exchange"]
+
+
+class DeviceShuffle:
+    """A `Shuffle` between device arrays, which it keeps together with its buffers. Parameters as there."""
+
+    def __init__(
+        self,
+        moves: Moves,
+        me: int,
+        ranks: tuple[int, ...],
+        order: str,
+        extents: Sequence[int],
+        src: dict[int, Any],
+        dst: dict[int, Any],
+        skip_home: bool = False,
+    ) -> None:
+        self._keep: list[Any] = [src, dst]
+        spans = [{n: Span(x.data.ptr, *x.strides) for n, x in arrays.items()} for arrays in (src, dst)]
+        self.itemsize = next(iter((*src.values(), *dst.values()))).dtype.itemsize
+        source, target = spans
+        self.shuffle = Shuffle(
+            moves, me, ranks, order, extents, self.itemsize, source, target, self._allocate, skip_home=skip_home
+        )
+
+    def _allocate(self, size: int) -> int:
+        self._keep.append(cp.empty(size, cp.uint8))
+        return int(self._keep[-1].data.ptr)
+
+
+class Exchange:
+    """Several shuffles at once: one launch to pack, one group of messages, one launch to unpack.
+
+    Parameters
+    ----------
+    found
+        Of one element size.
+    """
+
+    def __init__(self, *found: DeviceShuffle) -> None:
+        self._keep, itemsize = found, found[0].itemsize
+        shuffles = [one.shuffle for one in found]
+        self._pack = copy_rectangles([t for s in shuffles for t in s.packing], itemsize)
+        self._unpack = copy_rectangles([t for s in shuffles for t in s.unpacking], itemsize)
+        self._sends = [send for s in shuffles for send in s.sends]
+        self._receives = [receive for s in shuffles for receive in s.receives]
+
+    def run(self, stream: Any, comm: NcclComm | None) -> None:
+        """Put everything on the stream."""
+        for launch in self._pack:
+            launch.run(stream)
+        if self._sends or self._receives:
+            assert comm is not None
+            comm.exchange(self._sends, self._receives)
+        for launch in self._unpack:
+            launch.run(stream)

@@ -1,0 +1,77 @@
+"""What the scheduler's plugin does to the tasks of a multiply: pins collect tasks to their workers, starts it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dask_distmm.keys import barrier_key, stage_name
+from dask_distmm.plan import Plan
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState
+
+__all__ = ["Pins"]
+
+
+class Pins:
+    """Collect tasks and the workers that they are restricted to, for each multiply by name.
+
+    Parameters
+    ----------
+    scheduler
+        The Dask scheduler.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._pinned: dict[str, dict[Any, str]] = {}
+
+    def __len__(self) -> int:
+        """Return how many multiplies have pinned tasks."""
+        return len(self._pinned)
+
+    def pin(self, name: str, gate: TaskState, made: Plan) -> None:
+        """Restrict collect tasks to the workers that hold their chunks."""
+        ncols = made.problem.chunk_counts("d")[1]
+        workers = made.workers
+        ours = self._pinned.setdefault(name, {})
+        for ts in gate.dependents:
+            if not (isinstance(ts.key, tuple) and len(ts.key) == 3 and ts.key[0] == name):
+                continue
+            if ts.worker_restrictions and ts.key not in ours:
+                continue  # the user's own
+            address = workers[made.owners[ts.key[1] * ncols + ts.key[2]]]
+            self._scheduler.set_restrictions({ts.key: {address}})
+            ours[ts.key] = address
+
+    def owed_by(self, name: str, address: str) -> bool:
+        """Whether a worker holds chunks of a result that nobody has collected yet."""
+        gate = self._scheduler.tasks.get(barrier_key(name))
+        ours = self._pinned.get(name, {})
+        return gate is not None and any(
+            ts.state not in ("memory", "forgotten", "erred") and ours.get(ts.key) == address for ts in gate.dependents
+        )
+
+    def restart(self, name: str, stimulus_id: str) -> None:
+        """Release a multiply's barrier and contribute tasks; Dask computes them again if they are wanted."""
+        gate = self._scheduler.tasks.get(barrier_key(name))
+        if gate is None:
+            return
+        present = {key: None for key in self._pinned.pop(name, {}) if key in self._scheduler.tasks}
+        self._scheduler.set_restrictions(present)
+        names = (stage_name(name, "a"), stage_name(name, "b"))
+        staged = [ts for ts in gate.dependencies if ts.key[0] in names and ts.state == "memory"]
+        recommendations = {ts.key: "released" for ts in staged}
+        if gate.state in ("memory", "processing"):
+            recommendations[gate.key] = "released"
+        self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)
+        self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
+
+    def forget(self, name: str) -> None:
+        """Forget a multiply whose tasks are gone."""
+        self._pinned.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._pinned.clear()

@@ -1,0 +1,94 @@
+"""The gate before a collective, the groups of ranks that keep something, the watchdog of stuck processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_distmm.engines.gate import Gate
+from dask_distmm.engines.watchdog import EXIT_STUCK, Watchdog
+from dask_distmm.groups import Groups
+
+
+@given(st.permutations(range(4)))
+def test_nobody_goes_in_before_all_are_there(order):
+    gate = Gate(4)
+    futures = []
+    for rank in order:
+        assert not any(future.done() for future in futures)
+        futures.append(gate.entered(rank))
+    assert all(future.result(0) is None for future in futures)
+    assert not gate.close(RuntimeError("too late"))
+    assert futures[0].result(0) is None
+
+
+def test_a_closed_gate_stays_closed():
+    gate = Gate(2)
+    waiting = gate.entered(1)
+    assert gate.close(RuntimeError("a rank is gone"))
+    assert gate.close(RuntimeError("another reason"))
+    for future in (waiting, gate.entered(0)):
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            future.result(0)
+
+
+def test_asking_twice_counts_once():
+    gate = Gate(2)
+    assert not gate.entered(1).done()
+    assert not gate.entered(1).done()
+    assert gate.entered(0).done()
+
+
+def test_open_and_close_at_once_is_one_of_both():
+    for _ in range(200):
+        gate = Gate(1)
+        threads = [
+            threading.Thread(target=gate.entered, args=(0,)),
+            threading.Thread(target=gate.close, args=(RuntimeError("closed"),)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert gate.opened.done()
+
+
+def test_groups_keep_the_latest():
+    groups = Groups()
+    first = groups.use("cublasmp", ("a", "b"))
+    second = groups.use("cublasmp", ("b", "a"))
+    assert first.number != second.number
+    assert groups.use("cublasmp", ("a", "b")) == first
+    assert groups.surplus(2) == []
+    assert groups.surplus(1) == [second]
+    assert groups.orders("cublasmp") == [("a", "b")]
+    assert groups.orders("other") == []
+    third = groups.use("cublasmp", ("c",))
+    assert groups.lose("a") == [first]
+    assert groups.drop(first.number) is None
+    assert groups.drop(third.number) == third
+    assert len(groups) == 0
+    assert groups.use("cublasmp", ("a", "b")).number > third.number
+
+
+def test_a_stuck_process_ends_itself():
+    program = (
+        "import logging, time; logging.basicConfig(); from dask_distmm.engines.watchdog import Watchdog\n"
+        "with Watchdog(30, 'this one'): pass\n"
+        "with Watchdog(0.2, 'a collective'): time.sleep(30)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == EXIT_STUCK
+    assert "a collective does not end" in done.stderr
+
+
+def test_a_watchdog_that_is_called_off_does_nothing():
+    dog = Watchdog(0.05, "nothing")
+    dog.start()
+    dog.call_off()
+    assert not threading.Event().wait(0.2)

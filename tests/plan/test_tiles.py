@@ -1,0 +1,157 @@
+"""Tiles for a collective library: cuBLASMp's rules hold, and a multiply on the stored matrices gives D."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_distmm.layout import numroc
+from dask_distmm.plan import Plan, Worker, plan
+from dask_distmm.plan.collective import tile_chunk, uniform_cut
+from dask_distmm.plan.tiles import make_tiles
+from dask_distmm.testing import make_problem, random_chunks
+
+METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
+
+
+def made_plan(rng, method, nranks, shape, orders, **options):
+    m, n, k = shape
+    chunks = [random_chunks(rng, size, 4) for size in (m, n, k)]
+    problem = make_problem((chunks[0], chunks[2]), (chunks[2], chunks[1]), method=method, **options)
+    counts = [int(np.prod(problem.chunk_counts(op))) for op in "ab"]
+    where = [rng.integers(0, nranks, count).astype(np.int32) for count in counts]
+    roster = [Worker(f"w{i}", 1, 0, "host") for i in range(nranks)]
+    made = plan(problem, roster, where[0], where[1], engine="cublasmp", orders=orders)
+    return Plan.from_wire(made.to_wire())
+
+
+@given(
+    st.sampled_from(METHODS),
+    st.integers(1, 7),
+    st.tuples(*[st.integers(1, 40)] * 3),
+    st.tuples(*[st.sampled_from("CF")] * 2),
+    st.integers(0, 2**32 - 1),
+)
+def test_rules_of_the_library(method, nranks, shape, orders, seed):
+    made = made_plan(np.random.default_rng(seed), method, nranks, shape, orders)
+    tiles = make_tiles(made)
+    ranks = len(made.ranks)
+    x, y = (tiles.b, tiles.a) if tiles.flipped else (tiles.a, tiles.b)
+    op_x, op_y = tiles.ops
+    stored = {"x": x.stored, "y": y.stored, "z": tiles.d.stored}
+
+    def turned(pair, op):
+        return pair if op == "N" else pair[::-1]
+
+    rows, inner = turned(stored["x"].shape, op_x)
+    same_inner, cols = turned(stored["y"].shape, op_y)
+    assert inner == same_inner
+    assert stored["z"].shape == ((rows, cols * ranks) if tiles.replicated else (rows, cols))
+    (mb, kb), (kb2, nb) = turned(stored["x"].blocks, op_x), turned(stored["y"].blocks, op_y)
+    assert (mb, nb) == stored["z"].blocks
+    assert kb == kb2
+    for matrix, tile in ((stored["x"], x), (stored["y"], y), (stored["z"], tiles.d)):
+        assert matrix.grid.size == ranks
+        for rank in range(ranks):
+            prow, pcol = matrix.grid.coords(rank)
+            local = tuple(
+                numroc(n, b, at, 0, count)
+                for n, b, at, count in zip(
+                    matrix.shape, matrix.blocks, (prow, pcol), (matrix.grid.nprow, matrix.grid.npcol), strict=True
+                )
+            )
+            assert local == turned(tile.local(rank), "N" if tile.order == "F" else "T")
+            # Slabs are of one size, as the tuned paths demand.
+            if made.method != "summa" and 1 not in (ranks,):
+                assert tile.local(rank) == tile.local(0)
+    if made.method == "allreduce":
+        assert tiles.ops == ("T", "N")
+
+
+@given(
+    st.sampled_from(METHODS),
+    st.integers(1, 6),
+    st.tuples(*[st.integers(1, 30)] * 3),
+    st.tuples(*[st.sampled_from("CF")] * 2),
+    st.integers(0, 2**32 - 1),
+)
+def test_multiplying_what_is_stored_gives_d(method, nranks, shape, orders, seed):
+    """Put the matrices together from padded tiles full of garbage, as the library sees them, and multiply."""
+    rng = np.random.default_rng(seed)
+    made = made_plan(rng, method, nranks, shape, orders)
+    tiles = make_tiles(made)
+    m, n, k = shape
+    a, b = rng.integers(-9, 9, (m, k)).astype(float), rng.integers(-9, 9, (k, n)).astype(float)
+
+    def stored(tile, matrix):
+        whole = np.zeros(tile.shape) if tile.zeroed else np.full(tile.shape, 1e6)
+        whole[: matrix.shape[0], : matrix.shape[1]] = matrix
+        return whole if tile.order == "F" else whole.T
+
+    x, y = (stored(tiles.b, b), stored(tiles.a, a)) if tiles.flipped else (stored(tiles.a, a), stored(tiles.b, b))
+    z = (x if tiles.ops[0] == "N" else x.T) @ (y if tiles.ops[1] == "N" else y.T)
+    d = z.T if tiles.flipped else z
+    np.testing.assert_array_equal(d[:m, :n], a @ b)
+
+
+@given(st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tile_that_is_one_chunk_is_found(method, seed):
+    rng = np.random.default_rng(seed)
+    nranks = int(rng.integers(1, 5))
+    made = made_plan(rng, method, nranks, tuple(rng.integers(1, 9, 3).tolist()), ("C", "C"))
+    tiles = make_tiles(made)
+    problem = made.problem
+    for tile, sizes, shape in (
+        (tiles.a, problem.a_chunks, (problem.m, problem.k)),
+        (tiles.b, problem.b_chunks, (problem.k, problem.n)),
+    ):
+        numbers = np.arange(shape[0] * shape[1]).reshape(shape)
+        edges = [np.concatenate([[0], np.cumsum(s)]) for s in sizes]
+        chunks = [
+            numbers[r0:r1, c0:c1]
+            for r0, r1 in zip(edges[0][:-1], edges[0][1:], strict=True)
+            for c0, c1 in zip(edges[1][:-1], edges[1][1:], strict=True)
+        ]
+        for rank in range(len(made.ranks)):
+            prow, pcol = tile.layout.coords(rank)
+            rows = [i for g, _, s in tile.layout.rows.local_to_global(prow) for i in range(g, g + s)]
+            cols = [i for g, _, s in tile.layout.cols.local_to_global(pcol) for i in range(g, g + s)]
+            held = numbers[np.ix_(rows, cols)]
+            expected = [
+                index
+                for index, chunk in enumerate(chunks)
+                if held.size and chunk.shape == held.shape == tile.local(rank) and (chunk == held).all()
+            ]
+            contiguous = all(
+                len(axis.local_to_global(part)) == 1
+                for axis, part in ((tile.layout.rows, prow), (tile.layout.cols, pcol))
+            )
+            assert tile_chunk(tile, rank, sizes) == (expected[0] if expected and contiguous else None)
+
+
+@given(st.integers(1, 500), st.integers(1, 40))
+def test_uniform_cuts(length, parts):
+    cuts = uniform_cut(length, parts)
+    sizes = np.diff(cuts)
+    assert cuts[0] == 0
+    assert cuts[-1] == length
+    assert len(sizes) <= parts
+    assert (sizes[:-1] == sizes[0]).all()
+    assert 0 < sizes[-1] <= sizes[0] == -(-length // min(parts, length)) or sizes[0] == -(-length // parts)
+
+
+def test_few_bytes_move_when_ranks_match_workers():
+    """A and B lie in slabs in the same shuffled order: ranks take it, and nothing moves before the multiply."""
+    n, order = 4096, np.array([2, 0, 3, 1], np.int32)
+    problem = make_problem(((n // 4,) * 4, (n,)), ((n,), (n // 4,) * 4), method="allgather")
+    roster = [Worker(f"w{i}", 1, 0, "host") for i in range(4)]
+    made = plan(problem, roster, order, order, engine="cublasmp")
+    assert made.ranks == tuple(order.tolist())
+    gathered = 3 * n * n * 8
+    assert made.bytes_moved - gathered <= n * n * 8  # D's own chunks are columns of slabs: nothing else
+    again = plan(problem, roster, order, order, engine="cublasmp", groups=[("w0", "w1", "w2", "w3")])
+    # Moving 64 MiB at 300 GB/s is quicker than making a communicator.
+    assert again.ranks == (0, 1, 2, 3)
