@@ -1,4 +1,4 @@
-"""Chunks as they come: NumPy or CuPy arrays, or what dask-cuda has put around them."""
+"""Chunks as they come: NumPy or CuPy arrays, ready or still being made."""
 
 from __future__ import annotations
 
@@ -37,10 +37,6 @@ def array_kind(array: Any) -> str:
 
 def stage(chunk: Any) -> Staged:
     """Take a chunk from a task's thread."""
-    if type(chunk).__name__ == "ProxyObject":  # dask-cuda's JIT unspilling
-        from dask_cuda.proxy_object import unproxy
-
-        chunk = unproxy(chunk)
     if array_kind(chunk) != "cupy":
         return Staged(chunk, None)
     import cupy

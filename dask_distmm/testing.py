@@ -318,6 +318,7 @@ FAULT_POINTS = {
     "tiles": ("dask_distmm.engines.numpy", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy", "NumpyJob", "_assemble"),
     "collect": ("dask_distmm.worker", "WorkerSide", "collect"),
+    "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
     "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }

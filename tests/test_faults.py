@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 
@@ -63,10 +64,11 @@ def test_a_worker_dies(client, point, victim):
 
 
 def remove_faults() -> None:
-    import importlib
 
     for module, owner, name in FAULT_POINTS.values():
-        kind = getattr(importlib.import_module(module), owner)
+        if module not in sys.modules:
+            continue  # an engine that this machine lacks
+        kind = getattr(sys.modules[module], owner)
         method = getattr(kind, name)
         if hasattr(method, "__wrapped__"):
             setattr(kind, name, method.__wrapped__)

@@ -1,0 +1,1 @@
+"""The GPU benchmark: ``python -m benchmarks.gpu``."""

@@ -1,0 +1,224 @@
+"""The GPU benchmark's command: ``python -m benchmarks.gpu``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+from benchmarks.gpu import report
+from benchmarks.gpu.cases import CLUSTER, PEERS, VARIANTS, Case, cases
+from benchmarks.gpu.team import Team, TeamError, describe
+
+# NVLink multicast stays off: on a shared host it can take all GPUs out of service.
+QUIET = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "CUBLASMP_DISABLE_MULTICAST": "1",
+}
+DISTRIBUTIONS = (
+    *("numpy", "dask", "distributed", "dask_distmm", "dask-cuda", "distributed-ucxx-cu13", "ucxx-cu13", "rmm-cu13"),
+    *("cupy-cuda13x", "nvmath-python", "nccl4py", "nvidia-cublasmp-cu13", "nvidia-nccl-cu13", "nvidia-cublas"),
+    *("nvidia-cuda-runtime", "torch", "jax", "jaxlib"),
+)
+MEMBERS = {
+    "cublas": "benchmarks.gpu.ranks:Cublas",
+    "nvmath": "benchmarks.gpu.ranks:NvMath",
+    "torch": "benchmarks.gpu.ranks:TorchFused",
+    "jax": "benchmarks.gpu.ranks:Jax",
+    "cluster": "benchmarks.gpu.clusters:Cluster",
+}
+# Peers with a process for each GPU, and those of them that see no other GPU.
+RANKS, ALONE = ("cublas", "nvmath", "torch"), ("cublas", "nvmath")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    add = parser.add_argument
+    add("--gpus", type=int, help="how many; all that are visible if not given")
+    add("--sizes", type=int, nargs="+", default=[8192, 16384, 32768], help="rows of the square factors")
+    add("--types", nargs="+", default=["bfloat16", "float64", "float32"], choices=["bfloat16", "float64", "float32"])
+    add("--repeat", type=int, default=7, help="timings that count, after one that does not")
+    add("--chunks", type=int, nargs="+", default=[2, 4, 8, 16], help="chunks per side, on the cluster")
+    add("--peers", nargs="+", default=list(PEERS), choices=PEERS, help="what to measure, in this order")
+    add("--tall", action="store_true", help="also a Gram product and a short and wide one, in float64")
+    add("--protocol", default="ucx", help="of the cluster")
+    add("--rmm-pool-size", help="of the cluster's workers, for CuPy too; none if not given")
+    add("--seconds", type=float, default=1800.0, help="begin no case after so long")
+    add("--timeout", type=float, default=120.0, help="seconds that a case, or the start of a peer, may take")
+    add("--out", type=Path, help="JSON file; benchmarks/results/gpu-N.json for N GPUs if not given")
+    options = parser.parse_args(arguments)
+    if min(options.repeat, *options.sizes, *options.chunks) < 1:
+        parser.error("--repeat, --sizes and --chunks must be positive")
+    return options
+
+
+def find_gpus() -> tuple[list[str], dict[str, Any]]:
+    """Return what CUDA_VISIBLE_DEVICES calls the GPUs, and what they are; this process stays clear of CUDA."""
+    fields = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        answer = ""
+    found = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(found) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    names = visible.split(",") if visible else [str(number) for number in range(count)]
+    return names, dict(zip(fields, found[0], strict=False)) if found else {}
+
+
+class Benchmark:
+    """Asks each peer's team case by case, and writes all that is known after each.
+
+    Parameters
+    ----------
+    options
+        Of the command line, `gpus` and `out` set.
+    devices
+        What CUDA_VISIBLE_DEVICES calls the GPUs.
+    document
+        What is to be written beside the results.
+    """
+
+    def __init__(self, options: argparse.Namespace, devices: Sequence[str], document: dict[str, Any]) -> None:
+        self.options, self.devices, self.document = options, list(devices), document
+        self.began = time.time()
+        self.results: list[dict[str, Any]] = []
+        self.document |= {"peers": {}, "results": self.results}
+
+    def run(self) -> None:
+        """Measure everything that was asked for."""
+        groups = dict.fromkeys("cluster" if peer in CLUSTER else peer for peer in self.options.peers)
+        for group in groups:
+            peers = [peer for peer in self.options.peers if peer == group or (group == "cluster" and peer in CLUSTER)]
+            self._group(group, [case for peer in peers for case in self._cases(peer)])
+
+    def _cases(self, peer: str) -> Iterator[Case]:
+        options = self.options
+        return cases(peer, options.types, options.sizes, options.chunks, options.repeat, tall=options.tall)
+
+    def _group(self, group: str, waiting: Sequence[Case]) -> None:
+        """Measure the cases of one team; start it again where one ended it, but not where it does not start."""
+        end = self.began + self.options.seconds
+        team: Team | None = None
+        hopeless = ""
+        try:
+            for case in waiting:
+                if time.time() >= end:
+                    self._add(case, {"failure": "no time left"})
+                    continue
+                if team is None and not hopeless:
+                    try:
+                        team = self._start(group)
+                    except TeamError as error:
+                        hopeless = str(error)
+                if team is None:
+                    self._add(case, {"failure": hopeless})
+                    continue
+                timeout = min(self.options.timeout, end + 30 - time.time())
+                try:
+                    asked = dataclasses.replace(case, deadline=time.time() + 0.8 * timeout)
+                    answer, fine = team.ask(asked, timeout)
+                except (TeamError, OSError) as error:
+                    answer, fine = {"failure": describe(error) if isinstance(error, OSError) else str(error)}, False
+                if not fine:
+                    team.kill()
+                    team = None
+                self._add(case, answer)
+        finally:
+            if team is not None:
+                team.close()
+
+    def _start(self, group: str) -> Team:
+        """Start a team."""
+        say(f"# {group}: starting, {time.time() - self.began:.0f} s after the beginning")
+        options = {
+            "gpus": self.options.gpus,
+            "devices": self.devices,
+            "protocol": self.options.protocol,
+            "rmm_pool_size": self.options.rmm_pool_size,
+        }
+        team = Team(
+            MEMBERS[group],
+            self.devices,
+            size=self.options.gpus if group in RANKS else 1,
+            own=group in ALONE,
+            options=options,
+            timeout=self.options.timeout,
+        )
+        self.document["peers"][group] = report.clean(team.info)
+        return team
+
+    def _add(self, case: Case, answer: dict[str, Any]) -> None:
+        """Keep, say and write what became of a case."""
+        try:
+            found = report.rows(case, self.options.gpus, answer)
+        except Exception as error:
+            found = report.rows(case, self.options.gpus, {"failure": f"answer not understood: {describe(error)}"})
+        self.results += found
+        report.add_shares(self.results)
+        for entry in found:
+            say(report.line(entry))
+        self.document["duration_seconds"] = round(time.time() - self.began, 1)
+        report.write(self.document, self.options.out)
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; 1 if dask_distmm failed or was wrong, 0 otherwise."""
+    options = parse(arguments)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    names, gpu = find_gpus()
+    options.gpus = options.gpus or len(names)
+    if not 1 <= options.gpus <= len(names):
+        say(f"{options.gpus} GPUs are wanted, {len(names)} were found")
+        return 2
+    options.out = options.out or Path("benchmarks/results") / f"gpu-{options.gpus}.json"
+    kept = ("NCCL_", "UCX_", "CUBLASMP_", "NVSHMEM_", "TORCH_", "XLA_", "DASK_")
+    document = {
+        "schema_version": report.SCHEMA_VERSION,
+        "benchmark": "gpu",
+        "title": f"{options.gpus} x {gpu.get('name', 'GPU')}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "revision": environment.revision(),
+        "settings": {key: value for key, value in vars(options).items() if key != "out"},
+        "environment": report.clean({key: value for key, value in os.environ.items() if key.startswith(kept)}),
+        "hardware": {**environment.hardware(), "gpus": options.gpus, "gpu": gpu},
+        "software": environment.software(*DISTRIBUTIONS),
+        "notes": report.NOTES,
+        "variants": VARIANTS,
+    }
+    benchmark = Benchmark(options, names[: options.gpus], document)
+    benchmark.run()
+    say("\n" + report.table(benchmark.results))
+    try:
+        report.plot(document, options.out.with_suffix(".png"))
+    except (ImportError, ValueError) as error:
+        say(f"no plot: {error}")
+    failed = [e["failure"] for e in benchmark.results if e["peer"] == "distmm" and e["failure"]]
+    return int(any(failure != "no time left" for failure in failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

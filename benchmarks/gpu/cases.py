@@ -1,0 +1,113 @@
+"""What is measured: products, types, peers and their variants. Knows no engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+# Each of these has variants of its own; those of the cluster's peers are their chunks.
+VARIANTS = {
+    "cublas": ("rows", "columns", "depth"),
+    "nvmath": ("all-gather", "all-gather, symmetric B", "reduce-scatter"),
+    "torch": ("all-gather", "reduce-scatter"),
+    "jax": ("rows x columns",),
+}
+CLUSTER = ("distmm", "dask")
+PEERS = (*VARIANTS, *CLUSTER)
+SLABS = "1 chunk a GPU"
+# Stock Dask makes g^3 products of a grid of g x g chunks.
+_FEW_FROM, _FEW = 16, 2
+
+Chunks = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product of an (m, k) matrix and a (k, n) one; with `gram` the first is the transpose of the second."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    gram: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure: a product of some type by some peer in some way.
+
+    Attributes
+    ----------
+    peer, variant
+        By whom, and how.
+    dtype
+        Name of the type of both factors.
+    shape
+        The product.
+    repeat
+        Timings that count, after one that does not.
+    deadline
+        Repetitions that would not end before this time (`time.time`) are left out, where a peer can tell.
+    """
+
+    peer: str
+    variant: str
+    dtype: str
+    shape: Shape
+    repeat: int
+    deadline: float = float("inf")
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the whole product."""
+        return 2.0 * self.shape.m * self.shape.n * self.shape.k
+
+
+TALL = (
+    Shape("gram 4Mi x 512", 512, 512, 4 * 2**20, gram=True),
+    Shape("wide 4096 x 65536", 4096, 4096, 65536),
+)
+
+
+def square(size: int) -> Shape:
+    """Return the product of two square matrices."""
+    return Shape(f"N={size}", size, size, size)
+
+
+def cases(
+    peer: str, dtypes: Sequence[str], sizes: Sequence[int], grids: Sequence[int], repeat: int, *, tall: bool
+) -> Iterator[Case]:
+    """Yield all cases of a peer; the tall ones in float64 only."""
+    variants = VARIANTS.get(peer)
+    if variants is None:
+        variants = tuple(f"{g}x{g}" for g in grids)
+        variants = (SLABS, *variants) if peer == "distmm" else variants
+    products = [(dtype, square(size)) for dtype in dtypes for size in sizes]
+    products += [("float64", shape) for shape in TALL] if tall else []
+    for (dtype, shape), variant in itertools.product(products, variants):
+        if peer == "jax" and shape.gram:
+            continue  # rows of X would need an all-reduce, for which XLA might use NVLink multicast
+        few = peer == "dask" and int(variant.split("x")[0]) >= _FEW_FROM
+        yield Case(peer, variant, dtype, shape, min(repeat, _FEW) if few else repeat)
+
+
+def split(length: int, parts: int) -> tuple[int, ...]:
+    """Cut a length into nearly equal parts, the longer ones first; none is empty."""
+    least, more = divmod(length, parts)
+    return tuple(size for size in [least + 1] * more + [least] * (parts - more) if size)
+
+
+def chunks(case: Case, gpus: int) -> tuple[Chunks, Chunks]:
+    """Return the chunks of A and B on a cluster; for a Gram product those of X twice."""
+    shape, (m, n, k) = case.shape, (case.shape.m, case.shape.n, case.shape.k)
+    slabs = case.variant == SLABS
+    g = 0 if slabs else int(case.variant.split("x")[0])
+    if shape.gram:
+        x = (split(k, gpus if slabs else g * g), (m,))
+        return x, x
+    if not slabs:
+        return (split(m, g), split(k, g)), (split(k, g), split(n, g))
+    if k > max(m, n):
+        return ((m,), split(k, gpus)), (split(k, gpus), (n,))
+    return (split(m, gpus), (k,)), ((k,), split(n, gpus))
