@@ -34,7 +34,7 @@ MEMBERS = {
     "cublas": "benchmarks.gpu.ranks:Cublas",
     "nvmath": "benchmarks.gpu.ranks:NvMath",
     "torch": "benchmarks.gpu.ranks:TorchFused",
-    "jax": "benchmarks.gpu.ranks:Jax",
+    "jax": "benchmarks.gpu.mesh:Jax",
     "cluster": "benchmarks.gpu.clusters:Cluster",
 }
 # Peers with a process for each GPU, and those of them that see no other GPU.

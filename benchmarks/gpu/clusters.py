@@ -5,105 +5,23 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, product
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
-import numpy as np
-
 from benchmarks.gpu.cases import SLABS, Case, Chunks, chunks
+from benchmarks.gpu.matrices import (
+    as_dtype,
+    free_pools,
+    keys_held,
+    make_block,
+    make_chunk,
+    row_error,
+    synchronize,
+    used_bytes,
+)
 
-# Most elements that are made at once, and columns of B that the check takes at once.
-_PIECE, _STRIP = 2**27, 2048
 _EMPTY_SECONDS = 20.0
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
-
-# What runs on the workers
-
-
-def make_chunk(shape: tuple[int, int], dtype: str, seed: int) -> Any:
-    """Return a standard normal matrix on this worker's GPU, made in pieces of whole rows."""
-    import cupy
-
-    cupy.random.seed(seed)
-    found = cupy.empty(shape, as_dtype(dtype))
-    step = max(1, _PIECE // max(1, shape[1]))
-    made = dtype if dtype in ("float32", "float64") else "float32"
-    for start in range(0, shape[0], step):
-        size = (min(step, shape[0] - start), shape[1])
-        found[start : start + step] = cupy.random.standard_normal(size, dtype=made).astype(found.dtype)
-    return found
-
-
-def make_block(dtype: str, seed: int, block_info: Any = None) -> Any:
-    """Return one block of a matrix, for `map_blocks`."""
-    rows, cols = block_info[None]["chunk-location"]
-    return make_chunk(block_info[None]["chunk-shape"], dtype, (seed + 65537 * rows + cols) % 2**31)
-
-
-def used_bytes() -> int:
-    """Return how much of this worker's GPU is taken, by anybody."""
-    import cupy
-
-    free, total = cupy.cuda.runtime.memGetInfo()
-    return int(total - free)
-
-
-def free_pools() -> None:
-    """Give back what CuPy keeps for later."""
-    import cupy
-
-    cupy.get_default_memory_pool().free_all_blocks()
-
-
-def keys_held(dask_worker: Any) -> int:
-    """Return how many results a worker holds."""
-    return len(dask_worker.data)
-
-
-def take(wanted: Sequence[tuple[Any, list[int]]], axis: int, dask_worker: Any) -> dict[Any, Array]:
-    """Return rows (or with axis 1 columns, as rows) of chunks that this worker holds, in float64 on the host."""
-    found = {}
-    for key, places in wanted:
-        if places and key in dask_worker.data:
-            chunk = dask_worker.data[key]
-            lines = [chunk[i : i + 1] if axis == 0 else chunk[:, i : i + 1].T for i in places]
-            found[key] = np.concatenate([_wide(line).get() for line in lines])
-    return found
-
-
-def project(wanted: Sequence[tuple[Any, int, int]], left: Array, dask_worker: Any) -> dict[Any, tuple[Array, Array]]:
-    """Return ``left @ B`` and ``|left| @ |B|`` for chunks of B that this worker holds, each with its part of k."""
-    import cupy
-
-    found = {}
-    on_device = cupy.asarray(left)
-    for key, begin, end in wanted:
-        if key in dask_worker.data:
-            chunk, part = dask_worker.data[key], on_device[:, begin:end]
-            sums = []
-            for at in range(0, chunk.shape[1], _STRIP):
-                strip = _wide(chunk[:, at : at + _STRIP])
-                sums.append(((part @ strip).get(), (abs(part) @ abs(strip)).get()))
-            found[key] = tuple(np.concatenate(which, axis=1) for which in zip(*sums, strict=True))
-    return found
-
-
-def _wide(x: Any) -> Any:
-    """Return an array in float64; from 16-bit floats by way of float32."""
-    return (x.astype(np.float32) if x.dtype.itemsize == 2 else x).astype(np.float64)
-
-
-def as_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name."""
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
-
-
-# What runs beside the scheduler
 
 
 class Cluster:
@@ -190,6 +108,8 @@ class Cluster:
         built = time.perf_counter()
         d = d.persist()
         wait(d, timeout=left)
+        if case.peer == "dask":
+            self.client.run(synchronize)  # distmm's tasks end when their GPUs have
         done = time.perf_counter()
         _raise_errors([d])
         once: dict[str, Any] = {"seconds": done - built, "build_seconds": built - start, "plan": {}}
@@ -200,7 +120,10 @@ class Cluster:
                 once["plan"] = {name: once.pop(name, None) for name in ("method", "grid", "engine")}
                 once["plan"]["projected_bytes"] = max(map(int, plan.projected_bytes.values())) if plan else None
         if check:
-            once["error"] = self._error(case, sources, d)
+            gram = case.shape.gram
+            once["error"] = row_error(
+                self.client, sources[0], sources[-1], d, case.dtype, transposed=gram, count=2 if gram else 4
+            )
         del a, b, d, sources
         self._wait_until_empty()
         return once
@@ -257,43 +180,6 @@ class Cluster:
             )
         return da.Array(graph, name, cuts, meta=meta)
 
-    # The check: where the chunks lie, as 16-bit ones lose their type when Dask moves them
-
-    def _error(self, case: Case, sources: Sequence[Any], d: Any) -> float:
-        """Return the largest error in some rows over what rounding can do (16 eps sum |a| |b|, half an ulp)."""
-        shape = case.shape
-        count = 2 if shape.gram else 4
-        rows = sorted(secrets.randbelow(shape.m) for _ in range(count))
-        left = self._lines(sources[0], rows, axis=1 if shape.gram else 0)
-        found = self._lines(d, rows, axis=0)
-        expected, magnitude = np.zeros((count, shape.n)), np.zeros((count, shape.n))
-        b = sources[-1]
-        ks, ns = _edges(b)
-        wanted = [((b.name, i, j), ks[i], ks[i + 1]) for i, j in _blocks(b)]
-        for (_, _, j), (sums, absolute) in _together(self.client.run(project, wanted, left)).items():
-            expected[:, ns[j] : ns[j + 1]] += sums
-            magnitude[:, ns[j] : ns[j + 1]] += absolute
-        eps = np.finfo(np.float64 if case.dtype == "float64" else np.float32).eps
-        bound = 16 * eps * magnitude
-        if case.dtype in ("bfloat16", "float16"):
-            bound = bound + 0.5 * (2.0**-7 if case.dtype == "bfloat16" else 2.0**-10) * abs(expected)
-        return float(np.max(abs(found - expected) / bound))
-
-    def _lines(self, x: Any, places: Sequence[int], axis: int) -> Array:
-        """Return rows (or columns, as rows) of a persisted matrix in float64."""
-        edges = _edges(x)
-        wanted = []
-        for key in _blocks(x):
-            begin, end = edges[axis][key[axis]], edges[axis][key[axis] + 1]
-            wanted.append(((x.name, *key), [place - begin for place in places if begin <= place < end]))
-        result = np.full((len(places), x.shape[1 - axis]), np.nan)
-        for (_, *key), part in _together(self.client.run(take, wanted, axis)).items():
-            begin, end = edges[axis][key[axis]], edges[axis][key[axis] + 1]
-            across = edges[1 - axis]
-            at = [number for number, place in enumerate(places) if begin <= place < end]
-            result[at, across[key[1 - axis]] : across[key[1 - axis] + 1]] = part
-        return result
-
     # Between measurements
 
     def _wait_until_empty(self, seconds: float = _EMPTY_SECONDS) -> bool:
@@ -332,17 +218,3 @@ def _raise_errors(arrays: Iterable[Any]) -> None:
             if future.status != "finished":
                 future.result(timeout=5)
                 raise RuntimeError(f"a task is {future.status}")
-
-
-def _edges(x: Any) -> list[list[int]]:
-    """Return where the chunks of a matrix begin and end along both axes."""
-    return [list(accumulate(sizes, initial=0)) for sizes in x.chunks]
-
-
-def _blocks(x: Any) -> Iterable[tuple[int, int]]:
-    return product(*(range(count) for count in x.numblocks))
-
-
-def _together(answers: dict[str, dict[Any, Any]]) -> dict[Any, Any]:
-    """Return what the workers said, by chunk; the same chunk on two workers counts once."""
-    return {key: value for found in answers.values() for key, value in found.items()}

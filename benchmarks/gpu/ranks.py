@@ -1,11 +1,8 @@
-"""Peers without Dask: one process a GPU (cublas, nvmath, torch), or one for all (jax)."""
+"""Peers with one process a GPU: cuBLAS alone, nvmath-python, PyTorch. All use PyTorch's tensors and streams."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -189,10 +186,8 @@ class NvMath(TorchRank):
         gather = case.variant.startswith("all-gather")
         make = self._symmetric if "symmetric" in case.variant else self.normal
         b = make(shape.k, n, dtype, "F") if gather else make(k, shape.n, dtype, "F")
-        if shape.gram:
-            a = b
-        else:
-            a = self.normal(m, shape.k, dtype, "F") if gather else self.normal(shape.m, k, dtype, "F")
+        own = (m, shape.k) if gather else (shape.m, k)
+        a = b if shape.gram else self.normal(*own, dtype, "F")
         qualifiers = np.zeros((3,), dtype=matrix_qualifiers_dtype)
         qualifiers[0]["is_transpose"] = shape.gram
         # The part of A is cut along its rows if m is cut, and along the other axis as it is stored transposed.
@@ -262,57 +257,3 @@ class TorchFused(TorchRank):
         yield Product(
             lambda: self.ops.fused_matmul_reduce_scatter(a, b, "sum", 0, self.group), Part(a, 0, k0), Part(b, k0), m0
         )
-
-
-class Jax:
-    """``jax.jit`` of a matmul over a mesh of all GPUs, in one process; wall-clock times."""
-
-    def __init__(self, rank: int, size: int, port: int, options: dict[str, Any]) -> None:
-        os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_ENABLE_X64": "1"}
-        import jax
-        from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-        devices = jax.devices()
-        if len(devices) != options["gpus"]:
-            raise RuntimeError(f"jax sees {len(devices)} devices, not {options['gpus']}: {devices[0].platform}")
-        self.jax = jax
-        mesh = Mesh(np.array(devices), ("x",))
-        self.rows, self.cols = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x", None), (None, "x")))
-        self.info = {"jax": jax.__version__, "devices": len(devices), "gpu": devices[0].device_kind}
-
-    def measure(self, case: Case) -> dict[str, Any]:
-        """Time A by rows times B by columns into D by rows."""
-        jax, shape = self.jax, case.shape
-        kind = getattr(jax.numpy, case.dtype)
-        keys = jax.random.split(jax.random.key(secrets.randbits(31)))
-        a = jax.jit(lambda key: jax.random.normal(key, (shape.m, shape.k), kind), out_shardings=self.rows)(keys[0])
-        b = jax.jit(lambda key: jax.random.normal(key, (shape.k, shape.n), kind), out_shardings=self.cols)(keys[1])
-        jax.block_until_ready((a, b))
-        precision = jax.lax.Precision.HIGHEST if case.dtype == "float32" else None
-        multiply = jax.jit(lambda x, y: jax.numpy.matmul(x, y, precision=precision), out_shardings=self.rows)
-        seconds, d = [], None
-        for _ in range(case.repeat + 1):
-            d = None
-            start = time.perf_counter()
-            d = jax.block_until_ready(multiply(a, b))
-            seconds.append(time.perf_counter() - start)
-        v = np.random.default_rng(shape.n).standard_normal(shape.n)
-        expected, found = self._times(a, self._times(b, v)), self._times(d, v)
-        error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-        return {"seconds": seconds[1:], "warmup_seconds": seconds[0], **checked(error, case.dtype)}
-
-    def _times(self, x: Any, v: np.ndarray) -> np.ndarray:
-        """Return a sharded matrix times a vector, in float64: shard by shard, so that no collective is needed."""
-        result = np.zeros(x.shape[0])
-        for shard in x.addressable_shards:
-            rows, cols = shard.index
-            part = self.jax.device_put(v[cols], shard.data.device)
-            result[rows] += np.asarray(shard.data.astype("float64") @ part)
-        return result
-
-    def healthy(self) -> bool:
-        """Start again after any failure: a runtime that ran out of memory keeps what it had."""
-        return False
-
-    def close(self) -> None:
-        """Leave all to the end of the process."""
