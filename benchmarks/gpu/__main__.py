@@ -40,6 +40,9 @@ MEMBERS = {
 # Peers with a process for each GPU, and those of them that see no other GPU.
 RANKS, ALONE = ("cublas", "nvmath", "torch"), ("cublas", "nvmath")
 
+# A variant that hangs would otherwise take all the time that there is.
+_MOST_ENDS = 2
+
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
@@ -118,10 +121,14 @@ class Benchmark:
         end = self.began + self.options.seconds
         team: Team | None = None
         hopeless = ""
+        ended: list[tuple[str, str]] = []
         try:
             for case in waiting:
                 if time.time() >= end:
                     self._add(case, {"failure": "no time left"})
+                    continue
+                if ended.count((case.peer, case.variant)) >= _MOST_ENDS:
+                    self._add(case, {"failure": f"skipped: this variant has ended its processes {_MOST_ENDS} times"})
                     continue
                 if team is None and not hopeless:
                     try:
@@ -138,6 +145,7 @@ class Benchmark:
                 except (TeamError, OSError) as error:
                     answer, fine = {"failure": describe(error) if isinstance(error, OSError) else str(error)}, False
                 if not fine:
+                    ended.append((case.peer, case.variant))
                     team.kill()
                     team = None
                 self._add(case, answer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 # Each of these has variants of its own; those of the cluster's peers are their chunks.
 VARIANTS = {
     "cublas": ("rows", "columns", "depth"),
-    "nvmath": ("all-gather", "all-gather, symmetric B", "reduce-scatter"),
+    "nvmath": ("all-gather", "all-gather, symmetric B", "reduce-scatter", "reduce-scatter, D by rows"),
     "torch": ("all-gather", "reduce-scatter"),
     "jax": ("rows x columns",),
 }

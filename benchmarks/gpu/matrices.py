@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-# Most elements that are made at once, and columns of B that the check takes at once.
-_PIECE, _STRIP = 2**27, 2048
+# Most elements that are made at once, and that the check takes at once.
+_PIECE, _STRIP = 2**27, 2**26
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -89,11 +89,12 @@ def project(wanted: Sequence[tuple[Any, int, int]], left: Array, dask_worker: An
     for key, begin, end in wanted:
         if key in dask_worker.data:
             chunk, part = dask_worker.data[key], on_device[:, begin:end]
-            sums = []
-            for at in range(0, chunk.shape[1], _STRIP):
-                strip = _wide(chunk[:, at : at + _STRIP])
+            step, sums = max(1, _STRIP // max(1, chunk.shape[0])), []
+            for at in range(0, chunk.shape[1], step):
+                strip = _wide(chunk[:, at : at + step])
                 sums.append((cupy.asnumpy(part @ strip), cupy.asnumpy(abs(part) @ abs(strip))))
-            found[key] = tuple(np.concatenate(which, axis=1) for which in zip(*sums, strict=True))
+            products, absolute = zip(*sums, strict=True)
+            found[key] = np.concatenate(products, axis=1), np.concatenate(absolute, axis=1)
     return found
 
 
@@ -115,7 +116,7 @@ def as_dtype(name: str) -> np.dtype[Any]:
 def row_error(client: Any, a: Any, b: Any, d: Any, dtype: str, *, transposed: bool, count: int) -> float:
     """Return the largest error in some rows of ``D = A @ B`` over what rounding can do.
 
-    That is 16 eps sum |a| |b|, and half a unit in the last place of a 16-bit type.
+    That is 16 eps sum |a| |b| (64 eps for a Gram product), and half a unit in the last place of a 16-bit type.
 
     Parameters
     ----------
@@ -140,9 +141,10 @@ def row_error(client: Any, a: Any, b: Any, d: Any, dtype: str, *, transposed: bo
         expected[:, ns[j] : ns[j + 1]] += sums
         magnitude[:, ns[j] : ns[j + 1]] += absolute
     eps = np.finfo(np.float64 if dtype == "float64" else np.float32).eps
-    bound = 16 * eps * magnitude
+    # The diagonal of a Gram product adds up numbers of one sign: the errors of so long a sum do not cancel.
+    bound = (64 if transposed else 16) * eps * magnitude
     if dtype == "bfloat16":
-        bound = bound + 0.5 * 2.0**-7 * abs(expected)
+        bound = bound + 0.5 * 2.0**-7 * (1 + 16 * eps) * abs(expected)
     return float(np.max(abs(found - expected) / bound))
 
 
@@ -170,7 +172,8 @@ def _edges(x: Any) -> list[list[int]]:
 
 
 def _blocks(x: Any) -> Iterable[tuple[int, int]]:
-    return product(*(range(count) for count in x.numblocks))
+    rows, cols = x.numblocks
+    return product(range(rows), range(cols))
 
 
 def _together(answers: dict[str, dict[Any, Any]]) -> dict[Any, Any]:

@@ -176,6 +176,8 @@ class NvMath(TorchRank):
     def product(self, case: Case) -> Iterator[Product]:
         """Cut m and n (AllGather + Matmul) or k (Matmul + ReduceScatter); all in Fortran order, as nvmath wants.
 
+        nvmath expects D by columns from ReduceScatter; cuBLASMp has it by rows too.
+
         A Gram product's A is stored as X and transposed by the library.
         """
         from nvmath.distributed.distribution import Slab
@@ -184,6 +186,7 @@ class NvMath(TorchRank):
         shape, dtype = case.shape, case.dtype
         (m0, m), (n0, n), (k0, k) = (self.cut(length) for length in (shape.m, shape.n, shape.k))
         gather = case.variant.startswith("all-gather")
+        d_rows = gather or case.variant.endswith("D by rows")
         make = self._symmetric if "symmetric" in case.variant else self.normal
         b = make(shape.k, n, dtype, "F") if gather else make(k, shape.n, dtype, "F")
         own = (m, shape.k) if gather else (shape.m, k)
@@ -194,7 +197,7 @@ class NvMath(TorchRank):
         distributions = [
             Slab.X if gather != shape.gram else Slab.Y,
             Slab.Y if gather else Slab.X,
-            Slab.X if gather else Slab.Y,
+            Slab.X if d_rows else Slab.Y,
         ]
         multiply = Matmul(a, b, distributions=distributions, qualifiers=qualifiers)
         try:
@@ -204,8 +207,8 @@ class NvMath(TorchRank):
                 multiply.execute,
                 Part(first, m0, 0) if gather else Part(first, 0, k0),
                 Part(b, 0, n0) if gather else Part(b, k0, 0),
-                m0 if gather else 0,
-                0 if gather else n0,
+                m0 if d_rows else 0,
+                0 if d_rows else n0,
             )
         finally:
             self.torch.cuda.synchronize()

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu.cases import Case
+from benchmarks.gpu.cases import CLUSTER, Case
 
 SCHEMA_VERSION = 1
 BOUND = "cublas"
@@ -24,7 +24,8 @@ NOTES = {
     ),
     "wall": (
         "distmm, dask: wall-clock seconds from the persist of the product until all its chunks are in memory; "
-        "jax: of one call until its result is ready; the others: between two CUDA events, after an all-reduce"
+        "jax: of one call until its result is ready; the others: between two CUDA events, after an all-reduce, with "
+        "what Python does before the first kernel"
     ),
     "run": "distmm: the longest run on any worker, from the gate to the result's chunks, as the scheduler logs it",
     "multiply": "distmm: of that the library's multiply alone, between two CUDA events: what nvmath and torch are",
@@ -33,8 +34,8 @@ NOTES = {
         "others: relative error of D v against A (B v) in the 2-norm"
     ),
     "used_bytes": (
-        "largest of all GPUs, taken by anybody, pools included: 'before' with empty pools and no arrays, "
-        "'after' all repetitions, when CuPy's pools still have what was needed at most"
+        "largest of all GPUs, taken by anybody: 'before' with empty pools and no arrays, 'after' the first multiply, "
+        "with its arrays and all that CuPy's pools had to take for it"
     ),
     "not_run": "jax without the Gram product: its all-reduce might use NVLink multicast",
 }
@@ -97,7 +98,7 @@ def add_shares(results: Sequence[dict[str, Any]]) -> None:
     """Add to every measured entry its share of the bound of the same product, where that was measured."""
     bounds: dict[tuple[str, str], float] = {}
     for entry in results:
-        if entry["peer"] == BOUND and entry["failure"] is None:
+        if entry["peer"] == BOUND and entry["kind"] == "wall" and entry["failure"] is None:
             key = entry["dtype"], entry["case"]
             bounds[key] = max(bounds.get(key, 0.0), entry["tflops"])
     for entry in results:
@@ -117,7 +118,7 @@ def write(document: Mapping[str, Any], path: Path) -> None:
 def line(entry: Mapping[str, Any]) -> str:
     """Return one figure as a line."""
     cells = _cells(entry)
-    name = f"{cells[0]:<9}{cells[1]:<19}{cells[2]:<7}{cells[3]:<24}{cells[4]:<9}"
+    name = f"{cells[0]:<9}{cells[1]:<19}{cells[2]:<7}{cells[3]:<28}{cells[4]:<9}"
     if entry["failure"]:
         return f"{name}FAILED: {entry['failure']}"
     return f"{name}{cells[5]:>10} ms{cells[6]:>8} TFLOP/s{cells[7]:>7}  {cells[8]}".rstrip()
@@ -131,6 +132,8 @@ def _cells(entry: Mapping[str, Any]) -> list[str]:
     details = entry.get("details", {})
     notes = [f"{key} {details[key]}" for key in _SHOWN if details.get(key)]
     notes += [f"{key} {value:.2f}" for key, value in entry.get("parts_ms", {}).items()]
+    if entry["peer"] in CLUSTER and details.get("error", 0) > 1:
+        notes.append(f"error {details['error']:.3g} times that of one rounded sum")
     if "first_seconds" in details:
         notes.append(f"first of the cluster {1e3 * details['first_seconds']:.0f} ms")
     return [

@@ -1,8 +1,8 @@
 """Redistribution by packing, one exchange of messages, and unpacking: what one participant does. Pure.
 
-Large rectangles that are one piece of memory where they arrive travel by themselves, right into place; all
-others to the same rank travel packed in one vector. Both ends decide by what the plan says, so they agree;
-only the sender sees whether a large rectangle is one piece of its memory too, and packs it if it is not.
+Large rectangles travel by themselves: right out of the source and right into place where they are one piece of
+memory there, and through a buffer where they are not, which each end decides for itself. Small ones to the same rank
+travel packed in one vector.
 """
 
 from __future__ import annotations
@@ -103,6 +103,12 @@ class Shuffle:
         if len(alone):
             starts = pointers(alone.dst, alone.dst_row, alone.dst_col, targets)
             sizes = alone.sizes * self.itemsize
+            fast, slow = (alone.ncols, alone.nrows) if self.order == "C" else (alone.nrows, alone.ncols)
+            whole = (fast == self._extents[alone.dst]) | (slow == 1)
+            if not whole.all():
+                buffer = self._allocate(int(sizes[~whole].sum()))
+                self.unpacking.append(self._unpacking(alone.take(~whole), targets, buffer))
+                starts[~whole] = buffer + np.concatenate([[0], np.cumsum(sizes[~whole])[:-1]])
             self.receives += [(rank, int(p), int(n)) for p, n in zip(starts, sizes, strict=True)]
         if len(packed):
             size = int(packed.sizes.sum()) * self.itemsize
@@ -112,9 +118,7 @@ class Shuffle:
 
     def _split(self, leg: Moves) -> tuple[Moves, Moves]:
         """Return the rectangles that travel by themselves, and those that travel packed."""
-        size, slow = (leg.ncols, leg.nrows) if self.order == "C" else (leg.nrows, leg.ncols)
-        whole = (size == self._extents[leg.dst]) | (slow == 1)
-        alone = whole & (leg.sizes * self.itemsize >= _ALONE_BYTES)
+        alone = leg.sizes * self.itemsize >= _ALONE_BYTES
         return leg.take(alone), leg.take(~alone)
 
     def _packing(self, moves: Moves, sources: dict[int, Span], pointer: int) -> Table:
