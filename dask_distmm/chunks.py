@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.dtypes import typed
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
@@ -57,9 +57,6 @@ def order_of(chunk: Any) -> str:
 def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, Any]:
     """Return the chunks; refuse those whose shape or type is not what the graph said.
 
-    CuPy arrays of bfloat16 lose their type when Dask moves them between processes: they arrive as two bytes of
-    nothing in particular, and get it back here.
-
     Raises
     ------
     EngineError
@@ -72,8 +69,7 @@ def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, A
         i, j = divmod(index, len(sizes[1]))
         shape = (sizes[0][i], sizes[1][j])
         dtype = problem.a_dtype if operand == "a" else problem.b_dtype
-        if getattr(chunk, "dtype", None) == "V2" and dtype == "bfloat16":
-            chunk = chunk.view(dtype_from_name(dtype))  # noqa: PLW2901
+        chunk = typed(chunk, dtype)  # noqa: PLW2901
         if getattr(chunk, "shape", None) != shape or chunk.dtype.name != dtype:
             found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
             raise EngineError(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-__all__ = ["compute_dtype", "dtype_from_name", "supported", "takes"]
+__all__ = ["compute_dtype", "dtype_from_name", "supported", "takes", "typed"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -31,6 +32,14 @@ def dtype_from_name(name: str) -> np.dtype:
         There is no such type.
     """
     return _BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def typed(array: Any, name: str) -> Any:
+    """Return an array with its type, where Dask has lost it on the way.
+
+    CuPy arrays of bfloat16 that Dask moves between processes arrive as two bytes of nothing in particular.
+    """
+    return array.view(_BFLOAT16) if name == "bfloat16" and getattr(array, "dtype", None) == "V2" else array
 
 
 def supported(dtype: DTypeLike) -> bool:

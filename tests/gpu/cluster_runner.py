@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 
 import dask_distmm
-from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.dtypes import dtype_from_name, typed
 
 _number = itertools.count()
 
@@ -97,7 +97,7 @@ class ClusterRunner:
         for index, future in enumerate(futures):
             chunk = future.result(timeout=120)
             assert type(chunk).__module__.split(".")[0] == self.kind, type(chunk)
-            result[index] = chunk.get() if self.kind == "cupy" else chunk
+            result[index] = typed(chunk.get() if self.kind == "cupy" else chunk, problem.dtype)
         same = [self.client.submit(unchanged, base, label, workers=[at], pure=False) for base, label, at in bases]
         assert all(self.client.gather(same)), "inputs or the guard zones around them were changed"
         return result

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.nccl import make_unique_id
+from dask_distmm.dtypes import typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, log
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.engines.cublasmp.host import to_device, to_host
@@ -259,9 +260,11 @@ class CublasMpJob:
             while not answer.done():
                 self._raise_if_aborted()
                 wait_for([answer], timeout=0.2)
+            dtype = self.plan.problem.b_dtype if number else self.plan.problem.a_dtype
             for i, data in enumerate(answer.result()):
                 r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
-                operand.target[r : r + data.shape[0], c : c + data.shape[1]] = cp.asarray(data)
+                part = typed(cp.asarray(data), dtype)
+                operand.target[r : r + part.shape[0], c : c + part.shape[1]] = part
         if len(moves):
             # The default stream has done this: the run's stream waits for it.
             self._allocated.record(cp.cuda.Stream.null)
