@@ -17,6 +17,7 @@ from dask_distmm.config import setting as _setting
 _register_defaults()
 
 from dask_distmm.api import NotCollective, explain, matmul  # noqa: E402
+from dask_distmm.cluster import free_workspaces  # noqa: E402
 from dask_distmm.errors import (  # noqa: E402
     DistMMError,
     EngineError,
@@ -44,6 +45,7 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "free_workspaces",
     "is_enabled",
     "matmul",
 ]

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.answers import rebuild
+from dask_distmm.config import read_options
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan, Problem, Worker, plan
 
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Snapshot", "current_client", "snapshot"]
+__all__ = ["Snapshot", "current_client", "free_workspaces", "snapshot"]
 
 _installed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -121,6 +122,34 @@ def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Sn
         answer["engine"],
         [tuple(group) for group in answer["groups"]],
     )
+
+
+def free_workspaces(client: Client | None = None) -> int:
+    """Free what engines keep on the workers between runs: communicators, workspaces, descriptors.
+
+    The next multiply makes them again, which takes about a second on GPUs. Waits for runs that are under way.
+
+    Parameters
+    ----------
+    client : distributed.Client, optional
+        Of the cluster; the current one by default.
+
+    Returns
+    -------
+    int
+        How many groups of workers had something.
+
+    Raises
+    ------
+    EngineError
+        There is no cluster.
+    """
+    client = client or current_client()
+    if client is None:
+        raise EngineError("there is no cluster whose workspaces could be freed; give a distributed.Client")
+    answer = client.sync(client.scheduler.distmm_free, grace=read_options().grace_timeout)
+    # A scheduler that does not know the call has run nothing.
+    return answer if isinstance(answer, int) else 0
 
 
 def _in_event_loop() -> bool:

@@ -94,6 +94,26 @@ class Roster:
             able = dict(itertools.islice(able.items(), wanted))
         return chosen, [self.worker(ws, chosen) for ws in able.values()]
 
+    async def answer(
+        self,
+        engine: str,
+        array: str,
+        dtypes: Sequence[str],
+        wanted: Any,
+        names: Sequence[str],
+        counts: Sequence[tuple[int, int]],
+    ) -> dict[str, Any]:
+        """Return what `choose` and `placed` find, as plain types for a client."""
+        wanted = tuple(wanted) if isinstance(wanted, list | tuple) else wanted
+        engine, workers = await self.choose(engine, array, dtypes, wanted)
+        sources, placed = self.placed(workers, names, counts)
+        return {
+            "engine": engine,
+            "workers": [worker.to_wire() for worker in workers],
+            "sources": [worker.to_wire() for worker in sources],
+            "placed": placed,
+        }
+
     def worker(self, ws: WorkerState, engine: str) -> Worker:
         """Return a worker as planning sees it, with the memory that an engine works in."""
         described = self._described.get(ws.address, {})
@@ -116,7 +136,10 @@ class Roster:
                 versions.setdefault(text, address)
             if len(versions) > 1:
                 listed = "; ".join(f"{version} on {address}" for version, address in versions.items())
-                raise EngineError(f"workers have different versions of {what}: {listed}. Install the same on all")
+                raise EngineError(
+                    f"workers have different versions of {what}: {listed}. Install the same on all: "
+                    'python -m pip install --upgrade "dask_distmm[cu13]" (cu12 for CUDA 12, no brackets for CPUs)'
+                )
 
     def _why_none(self, fitting: Sequence[str], array: str, dtypes: Sequence[str], addresses: Sequence[str]) -> str:
         """Say why no worker can multiply."""
@@ -128,7 +151,10 @@ class Roster:
             engines = self._described.get(address, {}).get("engines", {})
             for engine in fitting:
                 if engine in engines:
-                    return f"no worker has engine {engine!r}; {address} says: {engines[engine].get('error')}"
+                    return (
+                        f"no worker has engine {engine!r}; {address} says: {engines[engine].get('error')}. For GPUs: "
+                        'python -m pip install "dask_distmm[cu13]" (cu12 for CUDA 12) on workers with a GPU each'
+                    )
         return f"none of {len(addresses)} workers has dask_distmm: install it there"
 
     def placed(

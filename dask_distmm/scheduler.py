@@ -86,8 +86,13 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.groups = Groups()
         self.pinned = Pins(scheduler)
         self._changed = asyncio.Condition()
+        self._releasing: set[asyncio.Future[None]] = set()
         scheduler.handlers.update(
-            distmm_run=self.run, distmm_roster=self.describe, distmm_locate=self.locate, distmm_lost=self.lost
+            distmm_run=self.run,
+            distmm_roster=self.describe,
+            distmm_locate=self.locate,
+            distmm_lost=self.lost,
+            distmm_free=self.free,
         )
         await scheduler.register_worker_plugin(None, dumps(DistMMWorkerPlugin()), name=NAME, idempotent=True)
 
@@ -103,30 +108,13 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         except DistMMError as error:
             return as_plain(error)
 
-    async def describe(
-        self,
-        engine: str,
-        array: str,
-        dtypes: Sequence[str],
-        wanted: Any = None,
-        names: Sequence[str] = (),
-        counts: Sequence[tuple[int, int]] = (),
-    ) -> dict[str, Any]:
-        """Return the engine and workers that would multiply and, for arrays by name, where their chunks are."""
-        wanted = tuple(wanted) if isinstance(wanted, list | tuple) else wanted
+    async def describe(self, **question: Any) -> dict[str, Any]:
+        """Return the engine and workers that would multiply, and where chunks are; see `Roster.answer`."""
         try:
-            engine, workers = await self.roster.choose(engine, array, dtypes, wanted)
+            answer = await self.roster.answer(**question)
         except DistMMError as error:
             return as_plain(error)
-        sources, placed = self.roster.placed(workers, names, counts)
-        return {
-            "status": "OK",
-            "engine": engine,
-            "groups": self.groups.orders(engine),
-            "workers": [w.to_wire() for w in workers],
-            "sources": [w.to_wire() for w in sources],
-            "placed": placed,
-        }
+        return {"status": "OK", "groups": self.groups.orders(answer["engine"]), **answer}
 
     def locate(self, name: str, run_id: int, index: int) -> dict[str, Any]:
         """Return the address of the worker that holds a chunk of a result."""
@@ -134,6 +122,12 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if run is None or made is None or run.run_id != run_id or not 0 <= index < len(made.owners):
             return {"status": "unknown"}
         return {"status": "OK", "address": made.workers[made.owners[index]]}
+
+    async def free(self, grace: float) -> int:
+        """Free what engines keep on the workers between runs; return how many groups there were."""
+        groups = self.groups.surplus(0)
+        await asyncio.gather(*self._release(groups, grace))
+        return len(groups)
 
     def lost(self, name: str, run_id: int) -> None:
         """Start a multiply again because a chunk of its result is gone."""
@@ -256,7 +250,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for answer in answers.values():
             for name, value in answer["timings"].items():
                 timings[name] = max(value, timings.get(name, 0.0))
-        self._event("done", run, seconds=seconds, timings=timings)
+        held = {address: answer["bytes"] for address, answer in answers.items() if answer["bytes"]}
+        self._event(
+            "done", run, seconds=seconds, timings=timings, held_bytes=held, projected_bytes=made.projected_bytes
+        )
 
     async def _all(self, run: Run, ask: Callable[[str], Awaitable[Any]], timeout: float | None) -> dict[str, Any]:
         """Ask all participants at once; the first failure, or the end of the run, ends the waiting."""
@@ -306,8 +303,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         detail = answer.get("traceback", "") if isinstance(answer, Mapping) else ""
         raise self._failed(run, reason + (f"\n{detail}" if detail else ""), {address: reason})
 
-    def _release(self, groups: Sequence[Group], grace: float) -> None:
-        """Have groups freed in the background, each in its turn as if it were a run of its ranks."""
+    def _release(self, groups: Sequence[Group], grace: float) -> list[asyncio.Future[None]]:
+        """Have groups freed, each in its turn as if it were a run of its ranks; it goes on in the background."""
 
         async def release(group: Group) -> None:
             run_id = self.newest_run = self.newest_run + 1
@@ -327,8 +324,12 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 async with self._changed:
                     self._changed.notify_all()
 
-        for group in groups:
-            self.scheduler._ongoing_background_tasks.call_soon(release, group)
+        tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(release(group)) for group in groups]
+        # Somebody must hold them until they are done.
+        self._releasing.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._releasing.discard)
+        return tasks
 
     async def _ended(self, run: Run) -> None:
         async with self._changed:

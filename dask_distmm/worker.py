@@ -185,7 +185,7 @@ class WorkerSide:
         if run_id in self.runs:  # not aborted meanwhile
             self.outputs[run_id] = dict(result)
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
-        return {"status": "OK", "seconds": loop.time() - started, "timings": timings}
+        return {"status": "OK", "seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:
         """Free what the ranks of a group keep between runs; all of them are asked at the same time."""

@@ -35,9 +35,12 @@ class Job(Protocol):
     ----------
     timings
         Seconds of each part of the work, by name; filled by `execute`.
+    held_bytes
+        What it held at most in the memory that it works in; 0 where the engine does not count.
     """
 
     timings: dict[str, float]
+    held_bytes: int
 
     def prepare(self) -> None:
         """Allocate; called before the vote. Raise, and no rank starts."""

@@ -32,7 +32,8 @@ class DeviceShuffle:
         dst: dict[int, Any],
         skip_home: bool = False,
     ) -> None:
-        self._keep: list[Any] = [src, dst]
+        self.buffers: list[Any] = []
+        self._keep = (src, dst)
         spans = [{n: Span(x.data.ptr, *x.strides) for n, x in arrays.items()} for arrays in (src, dst)]
         self.itemsize = next(iter((*src.values(), *dst.values()))).dtype.itemsize
         source, target = spans
@@ -41,8 +42,8 @@ class DeviceShuffle:
         )
 
     def _allocate(self, size: int) -> int:
-        self._keep.append(cp.empty(size, cp.uint8))
-        return int(self._keep[-1].data.ptr)
+        self.buffers.append(cp.empty(size, cp.uint8))
+        return int(self.buffers[-1].data.ptr)
 
 
 class Exchange:
@@ -55,6 +56,7 @@ class Exchange:
     """
 
     def __init__(self, *found: DeviceShuffle) -> None:
+        self.buffers = [buffer for one in found for buffer in one.buffers]
         self._keep, itemsize = found, found[0].itemsize
         shuffles = [one.shuffle for one in found]
         self._pack = copy_rectangles([t for s in shuffles for t in s.packing], itemsize)

@@ -60,6 +60,7 @@ class CublasMpJob:
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
         self.dtype = plan.problem.result_type
         self.timings: dict[str, float] = {}
+        self.held_bytes = 0
         self._tiles = make_tiles(plan)
         self._ready, self._stream, self._groups = ready, stream, groups
         self._gate = Gate(len(plan.ranks))
@@ -202,6 +203,7 @@ class CublasMpJob:
         else:
             group.multiply(tiles, shape, self.dtype.name, memories[0], memories[1], memories[2])
         marks.append(_mark(stream))
+        self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
         if self._result.deliver is not None:
             self._result.deliver.run(stream, comm)
         marks.append(_mark(stream))
@@ -214,6 +216,16 @@ class CublasMpJob:
         if plan.problem.array == "numpy":
             return {index: to_host(chunk, stream) for index, chunk in self._result.chunks.items()}
         return dict(self._result.chunks)
+
+    def _count(self) -> int:
+        """Return the bytes of all device memory that this rank holds for the run."""
+        arrays = [_final(chunk) for chunk in self.chunks.values()]
+        arrays += [chunk.source for chunk in self.chunks.values() if isinstance(chunk, _Converted)]
+        arrays += [self._result.target, *self._result.chunks.values()]
+        for exchange in (self._gather, self._result.deliver):
+            arrays += exchange.buffers if exchange is not None else []
+        arrays += [operand.target for operand in self._operands.values()]
+        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
     def _wait(self, event: cp.cuda.Event) -> None:
         """Wait without holding Python's lock; a run that was ended is still waited for, within the grace time."""

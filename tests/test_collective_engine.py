@@ -1,0 +1,259 @@
+"""What the cluster does for an engine with collectives: choice, versions, the gate, groups. With a stand-in engine."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from concurrent.futures import wait as wait_for
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+import dask_distmm
+from dask_distmm.engines import base
+from dask_distmm.engines.gate import Gate
+from dask_distmm.engines.numpy import NumpyEngine, NumpyJob
+from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
+from dask_distmm.testing import assert_nothing_left, assert_product
+
+
+class StandInJob(NumpyJob):
+    """Multiplies as the numpy engine does, behind the gate of a collective engine."""
+
+    def __init__(self, engine, *args):
+        super().__init__(*args)
+        self.engine, self.gate = engine, Gate(len(self.plan.ranks))
+        self.held_bytes = 1000 + self.me
+
+    def available(self, kind, boxes):
+        return self.gate.entered(int(boxes[0, 0])) if kind == "enter" else super().available(kind, boxes)
+
+    def serve(self, kind, boxes, flat):
+        if kind == "enter":
+            return [np.frombuffer(b"secret", np.uint8)]
+        return super().serve(kind, boxes, flat)
+
+    def execute(self):
+        if self.rank is None:
+            return {}
+        if len(self.plan.ranks) > 1:
+            if self.rank == 0:
+                opened = self.gate.entered(0)
+            else:
+                boxes = np.array([[self.rank, 0, 0, 0, 0, 0]], np.int64)
+                opened = self.comm.fetch(self.plan.ranks[0], "enter", boxes, False)
+            wait_for([opened])
+            answer = opened.result()
+            if self.rank:
+                assert bytes(answer[0]) == b"secret"
+            with self.engine.lock:
+                self.engine.inside += 1
+                self.engine.groups.setdefault(self.plan.group, set()).add(self.rank)
+            if self.engine.fail == self.rank:
+                self.engine.fail = None
+                raise ZeroDivisionError("inside the library")
+        return super().execute()
+
+    def abort(self, error):
+        self.gate.close(error)
+        super().abort(error)
+
+
+class StandIn(NumpyEngine):
+    """Says that it is cuBLASMp."""
+
+    name = "cublasmp"
+
+    def __init__(self):
+        self.groups, self.released, self.inside, self.fail = {}, [], 0, None
+        self.lock = threading.Lock()
+
+    def versions(self):
+        return {"cublasmp": "1000"}
+
+    def memory(self):
+        return 10**10
+
+    def job(self, plan, me, chunks, comm, progress, ready=()):
+        return StandInJob(self, plan, me, chunks, comm, progress)
+
+    def release(self, group):
+        with self.lock:
+            self.released.append(group)
+
+    def abandon(self, group):
+        with self.lock:
+            self.released.append(-group)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    module = types.ModuleType("stand_in_engine")
+    module.ENGINE = StandIn()
+    monkeypatch.setitem(sys.modules, "stand_in_engine", module)
+    monkeypatch.setitem(base.ENGINES, "cublasmp", "stand_in_engine")
+    return module.ENGINE
+
+
+@pytest.fixture
+def client(engine):
+    with (
+        LocalCluster(
+            n_workers=3, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", protocol="tcp"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def product(m=60, n=50, k=70, chunks=20, **options):
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
+    d = dask_distmm.matmul(da.from_array(a, chunks), da.from_array(b, chunks), **options)
+    return a, b, d
+
+
+def events(client, action):
+    return [event for _, event in client.get_events("distmm") if event["action"] == action]
+
+
+@pytest.mark.parametrize("method", ["allgather", "local", "auto"])
+def test_it_is_chosen_and_goes_through_the_gate(client, engine, method):
+    a, b, d = product(method=method)
+    assert_product(a, b, d.compute())
+    (start,), (done,) = events(client, "start"), events(client, "done")
+    assert start["engine"] == "cublasmp"
+    assert done["held_bytes"]
+    assert set(done["held_bytes"]) <= set(done["projected_bytes"])
+    assert engine.inside == (3 if method == "allgather" else 0)
+
+
+def test_types_it_lacks_go_to_the_other_engine(client, engine):
+    a = np.arange(900).reshape(30, 30)
+    np.testing.assert_array_equal(dask_distmm.matmul(da.from_array(a, 10), da.from_array(a, 10)).compute(), a @ a)
+    assert events(client, "start")[0]["engine"] == "numpy"
+    with pytest.raises(MissingEngineError, match="no engine multiplies numpy arrays of int64"):
+        dask_distmm.matmul(da.from_array(a, 10), da.from_array(a, 10), engine="cublasmp")
+
+
+def test_explain_names_engine_and_memory(client, engine):
+    x = da.ones((200, 200), chunks=50)
+    plan = dask_distmm.explain(x, x, method="allgather")
+    assert plan.engine == "cublasmp"
+    assert {worker.memory_limit for worker in plan.participants} == {10**10}
+    assert dask_distmm.explain(x, x, engine="numpy").engine == "numpy"
+
+
+def test_a_group_is_used_again_and_freed_on_demand(client, engine):
+    for _ in range(3):
+        a, b, d = product(method="allgather")
+        assert_product(a, b, d.compute())
+    assert len(engine.groups) == 1
+    assert dask_distmm.free_workspaces() == 1
+    assert engine.released == list(engine.groups) * 3
+    assert dask_distmm.free_workspaces() == 0
+    a, b, d = product(method="allgather")
+    assert_product(a, b, d.compute())
+    assert len(engine.groups) == 2
+
+
+def test_the_least_recently_used_group_leaves(client, engine):
+    addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    with dask.config.set({"distmm.cublasmp.max-groups": 1}):
+        for count in (3, 2):
+            a, b, d = product(method="allgather", workers=addresses[:count])
+            assert_product(a, b, d.compute())
+    deadline = time.monotonic() + 20
+    while len(engine.released) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert engine.released == [1, 1, 1]
+
+
+def test_a_failure_inside_is_one_error_and_the_group_is_made_anew(client, engine):
+    a, b, d = product(method="allgather")
+    engine.fail = 1
+    with pytest.raises(RunFailedError, match="inside the library") as error:
+        d.compute()
+    assert error.value.phase == "running"
+    deadline = time.monotonic() + 20
+    while len(engine.released) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    a, b, d = product(method="allgather")
+    assert_product(a, b, d.compute())
+    assert len(engine.groups) == 2
+    del d
+    assert_nothing_left(client)
+
+
+def test_the_others_forget_the_group_of_a_worker_that_left(client, engine):
+    a, b, d = product(method="allgather")
+    assert_product(a, b, d.compute())
+    del d
+    client.retire_workers([sorted(client.scheduler_info(n_workers=-1)["workers"])[0]])
+    deadline = time.monotonic() + 20
+    while len(engine.released) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert engine.released == [-1, -1]
+    a, b, d = product(method="allgather")
+    assert_product(a, b, d.compute())
+
+
+def test_different_versions_are_named_with_their_workers(client, engine, monkeypatch):
+    calls = iter(range(100))
+    monkeypatch.setattr(engine, "versions", lambda: {"cublasmp": str(1000 + next(calls) // 2)})
+    with pytest.raises(EngineError, match=r"cublasmp 1000 on tcp.*cublasmp 1001 on tcp.*pip install"):
+        product(method="allgather")
+
+
+def test_a_worker_without_the_engine_is_no_rank_but_gives_its_chunks(client, engine, monkeypatch):
+    lock, calls = threading.Lock(), []
+
+    def versions():
+        with lock:
+            calls.append(1)
+            if len(calls) == 1:
+                raise EngineError("no NVIDIA GPU is visible to this process")
+        return {"cublasmp": "1000"}
+
+    monkeypatch.setattr(engine, "versions", versions)
+    a, b, d = product(method="allgather")
+    assert_product(a, b, d.compute())
+    assert engine.inside == 2
+
+
+def test_if_no_worker_has_it_the_reason_is_told(client, engine, monkeypatch):
+    def versions():
+        raise EngineError("no NVIDIA GPU is visible to this process")
+
+    monkeypatch.setattr(engine, "versions", versions)
+    with pytest.raises(MissingEngineError, match=r"no worker has engine 'cublasmp'.*no NVIDIA GPU.*pip install"):
+        product(engine="cublasmp")
+    a, b, d = product()
+    assert_product(a, b, d.compute())
+    assert events(client, "start")[0]["engine"] == "numpy"
+
+
+def test_cancelled_before_the_gate_opens_nobody_is_stuck(client, engine):
+    """One rank's run never begins; the others wait at the gate and are let go."""
+    blocked = threading.Event()
+
+    a, b, d = product(method="allgather")
+    d.compute()
+    a, b, d = product(method="allgather")
+    client.cluster.workers[2].extensions["distmm"].engine_thread.submit(blocked.wait)
+    future = client.compute(d)
+    time.sleep(0.5)
+    future.cancel()
+    del future, d
+    blocked.set()
+    assert_nothing_left(client)
+    a, b, d = product(method="allgather")
+    assert_product(a, b, d.compute())
