@@ -18,6 +18,7 @@ _register_defaults()
 
 from dask_distmm.api import NotCollective, explain, matmul  # noqa: E402
 from dask_distmm.cluster import free_workspaces  # noqa: E402
+from dask_distmm.epilog import Epilog  # noqa: E402
 from dask_distmm.errors import (  # noqa: E402
     DistMMError,
     EngineError,
@@ -33,6 +34,7 @@ from dask_distmm.preload import dask_setup  # noqa: E402
 __all__ = [
     "DistMMError",
     "EngineError",
+    "Epilog",
     "NotCollective",
     "Plan",
     "PlanError",

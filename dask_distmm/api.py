@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dask.array as da
@@ -12,15 +13,16 @@ from dask.array.core import normalize_chunks
 from dask.array.utils import meta_from_array
 from dask.base import tokenize
 
-from dask_distmm import operator
+from dask_distmm import formula, operator
 from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, current_client, snapshot
 from dask_distmm.config import read_options, setting
 from dask_distmm.dtypes import supported, takes
 from dask_distmm.engines.base import ENGINES
+from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
 from dask_distmm.graph import build_graph
-from dask_distmm.plan import METHODS, Chunks, Plan, Problem, Worker
+from dask_distmm.plan import METHODS, Chunks, Extra, Plan, Problem, Worker
 
 __all__ = ["NotCollective", "explain", "matmul"]
 
@@ -47,19 +49,44 @@ class NotCollective:
 def matmul(
     a: Any,
     b: Any,
+    c: Any = None,
     *,
+    alpha: complex = 1.0,
+    beta: complex | None = None,
+    op_a: str = "N",
+    op_b: str = "N",
+    epilog: str | None = None,
+    epilog_inputs: Mapping[str, Any] | None = None,
+    bias_axis: int = -1,
+    result_amax: bool = False,
     method: str | None = None,
     engine: str | None = None,
     out_chunks: Any = None,
     workers: Sequence[str] | int | None = None,
-) -> da.Array:
-    """Multiply two matrices as one collective run on the cluster. Lazy.
+) -> Any:
+    """Compute ``D = F(alpha * op(A) @ op(B) + beta * C)`` as one collective run on the cluster. Lazy.
 
     Parameters
     ----------
     a, b : dask.array.Array or array_like
-        (m, k) and (k, n); 1-D operands are taken as NumPy's matmul does. More dimensions, types that no
-        engine multiplies (object, sparse, masked), and programs without a cluster go to Dask's own function.
+        op(A) is (m, k) and op(B) (k, n); without anything else asked for 1-D operands are taken as NumPy's matmul
+        does. More dimensions, types that no engine multiplies (object, sparse, masked), and programs without a
+        cluster go to Dask's own function.
+    c : dask.array.Array or array_like, optional
+        Broadcasts against D. Needs `beta`; with ``beta=0`` it is not read.
+    alpha, beta : number
+        Factors; complex ones with complex operands only.
+    op_a, op_b : {"N", "T", "C"}
+        As stored, transposed, conjugate transposed.
+    epilog : str or Epilog, optional
+        F and what is kept beside D; see `dask_distmm.epilog`. On the numpy engine for now.
+    epilog_inputs : mapping, optional
+        The epilog's inputs by name. ``"bias"``: (n,) or (1, n), a value a column, or (m, 1), a value a row.
+        ``"relu_aux"``, ``"gelu_aux"``: what the forward pass has returned, (m, n).
+    bias_axis : {-1, 0}
+        Along which axis of D ``drelu_bgrad`` and ``dgelu_bgrad`` keep their length.
+    result_amax : bool
+        Return the largest absolute value of D too, as ``"result_amax"``, 0-d.
     method : str, optional
         ``"local"``, ``"allgather"``, ``"reducescatter"``, ``"allreduce"``, ``"summa"``, or ``"auto"`` (the
         default, from the config ``distmm.method``): the quickest by the cost model, see `explain`.
@@ -67,20 +94,21 @@ def matmul(
         ``"cublasmp"`` (GPUs), ``"numpy"``, or ``"auto"`` (the default, from the config ``distmm.engine``): cublasmp
         where workers have it, else numpy.
     out_chunks : optional
-        Chunks of the result, in any form that Dask takes; ``(a.chunks[0], b.chunks[1])`` by default.
+        Chunks of the result, in any form that Dask takes; ``(op(A).chunks[0], op(B).chunks[1])`` by default.
     workers : sequence of str or int, optional
         Addresses of the workers that may multiply, or how many; all by default.
 
     Returns
     -------
     dask.array.Array
-        (m, n) with NumPy's dtype for the product of the two.
+        (m, n) with NumPy's dtype for the product of the two. With an epilog that has auxiliary outputs, or
+        `result_amax`: a pair of it and a dict of these arrays by name. All of them come from one run.
 
     Raises
     ------
     PlanError
-        Shapes do not match, a scalar was given, chunk sizes are unknown, a name is unknown, or `workers` are
-        not in the cluster. Also a ValueError.
+        Shapes do not match, a scalar was given, chunk sizes are unknown, a name is unknown, an input is missing or
+        does not fit, or `workers` are not in the cluster. Also a ValueError.
     ProjectedMemoryError
         A worker would have to hold more than it may. Also a MemoryError.
 
@@ -91,29 +119,39 @@ def matmul(
     >>> x = da.ones((1000, 500), chunks=(250, 500))
     >>> matmul(x.T, x).chunks
     ((500,), (500,))
+    >>> d, aux = matmul(x, x, op_a="T", epilog="relu_aux")
+    >>> aux["relu_aux"].dtype
+    dtype('bool')
     """
     method, engine = _names(method, engine)
     a, b = (da.asanyarray(x) for x in (a, b))
+    a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
     _check_shapes(a, b)
-    if why_not(a, b) is not None:
-        return operator.dask_matmul(a, b)
-    if a.ndim == 1 or b.ndim == 1:
-        if out_chunks is not None:
-            raise PlanError("out_chunks can be given for 2-D operands only")
-        row, col = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
-        result = matmul(row, col, method=method, engine=engine, workers=workers)
-        return result[(0 if a.ndim == 1 else slice(None), 0 if b.ndim == 1 else slice(None))]
-    if a.numblocks == (0, 0) or 0 in (*a.shape, *b.shape):
-        chunks = _out_chunks(a, b, out_chunks)
-        return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
-    problem = make_problem(a, b, method, engine, out_chunks, workers)
+    spec, extras = formula.parse(a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax)
+    collective = why_not(a, b) is None and all(formula.why_not(x) is None for _, x in extras)
+    if spec.plain:
+        if not collective:
+            return operator.dask_matmul(a, b)
+        if a.ndim == 1 or b.ndim == 1:
+            if out_chunks is not None:
+                raise PlanError("out_chunks can be given for 2-D operands only")
+            row, col = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
+            result = matmul(row, col, method=method, engine=engine, workers=workers)
+            return result[(0 if a.ndim == 1 else slice(None), 0 if b.ndim == 1 else slice(None))]
+        if 0 in (*a.shape, *b.shape):
+            chunks = _out_chunks(a, b, out_chunks)
+            return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
+    if not collective or 0 in (*a.shape, *b.shape):
+        return formula.without_a_run(operator.dask_matmul(a, b), a, b, spec, extras)
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras)
     client = current_client()
     known = snapshot(client, problem) if client is not None else None
     if known is not None:
         known.plan(problem)
-    dtype = problem.result_type
-    meta = meta_from_array(b._meta if array_kind(b._meta) == "cupy" else a._meta, ndim=2, dtype=dtype)
-    return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=dtype, meta=meta)
+    meta = meta_from_array(b._meta if array_kind(b._meta) == "cupy" else a._meta, ndim=2, dtype=problem.result_type)
+    graph = build_graph(problem, a, b, [array for _, array in extras])
+    d = da.Array(graph, problem.name, problem.out_chunks, meta=meta)
+    return d if spec.plain else formula.outputs(problem, d, a, b)
 
 
 def explain(
@@ -203,7 +241,14 @@ def why_leave(a: da.Array, b: da.Array, minimum_flops: float) -> str | None:
 
 
 def make_problem(
-    a: da.Array, b: da.Array, method: str, engine: str, out_chunks: Any, workers: Sequence[str] | int | None
+    a: da.Array,
+    b: da.Array,
+    method: str,
+    engine: str,
+    out_chunks: Any,
+    workers: Sequence[str] | int | None,
+    spec: Finish = PLAIN,
+    extras: Sequence[tuple[str, da.Array]] = (),
 ) -> Problem:
     """Return the Problem of multiplying two 2-D Dask arrays."""
     if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
@@ -216,9 +261,10 @@ def make_problem(
     options = read_options()
     dtype = np.result_type(a.dtype, b.dtype)
     fields = (a.chunks, b.chunks, chunks, a.dtype.name, b.dtype.name, dtype.name, method, engine, workers)
-    token = tokenize(a.name, b.name, fields, options)
+    found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
+    token = tokenize(a.name, b.name, fields, options, dataclasses.astuple(spec), [x.name for _, x in extras])
     array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
-    return Problem(f"matmul-{token}", *fields, a.name == b.name, options, array)
+    return Problem(f"matmul-{token}", *fields, a.name == b.name, options, array, found, spec)
 
 
 def _names(method: str | None, engine: str | None) -> tuple[str, str]:

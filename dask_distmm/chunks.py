@@ -65,10 +65,9 @@ def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, A
     problem = plan.problem
     checked = {}
     for (operand, index), chunk in chunks.items():
-        sizes = problem.a_chunks if operand == "a" else problem.b_chunks
+        sizes, dtype = problem.chunks_of(operand), problem.dtype_of(operand)
         i, j = divmod(index, len(sizes[1]))
         shape = (sizes[0][i], sizes[1][j])
-        dtype = problem.a_dtype if operand == "a" else problem.b_dtype
         chunk = typed(chunk, dtype)  # noqa: PLW2901
         if getattr(chunk, "shape", None) != shape or chunk.dtype.name != dtype:
             found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"

@@ -30,11 +30,11 @@ from dask_distmm.answers import rebuild
 from dask_distmm.chunks import order_of, stage
 from dask_distmm.engines import get_engine
 from dask_distmm.errors import EngineError
-from dask_distmm.keys import barrier_key, stage_name
+from dask_distmm.keys import barrier_key, output_name, stage_name
 from dask_distmm.plan import Problem, Worker, plan
 from dask_distmm.worker import WorkerSide, worker_side
 
-__all__ = ["barrier", "build_graph", "collect", "contribute"]
+__all__ = ["barrier", "build_graph", "build_output", "collect", "contribute"]
 
 
 class Step(Task):  # type: ignore[misc]
@@ -48,19 +48,20 @@ class Step(Task):  # type: ignore[misc]
         return True
 
 
-def build_graph(problem: Problem, a: Any, b: Any) -> HighLevelGraph:
-    """Return the graph of ``a @ b`` under the array name ``problem.name``.
+def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:
+    """Return the graph of D under the array name ``problem.name``.
 
     Parameters
     ----------
     problem
         What is multiplied.
-    a, b
+    a, b, extras
         Dask arrays of 2 dimensions.
     """
+    operands = [("a", a), *([] if problem.same else [("b", b)]), *zip(problem.operands[2:], extras, strict=True)]
     staged: list[list[Hashable]] = []
     layer: dict[Hashable, Task] = {}
-    for operand, array in (("a", a),) if problem.same else (("a", a), ("b", b)):
+    for operand, array in operands:
         name = stage_name(problem.name, operand)
         nrows, ncols = array.numblocks
         keys = [(name, i, j) for i in range(nrows) for j in range(ncols)]
@@ -74,8 +75,29 @@ def build_graph(problem: Problem, a: Any, b: Any) -> HighLevelGraph:
     nrows, ncols = problem.chunk_counts("d")
     for index, (i, j) in enumerate(itertools.product(range(nrows), range(ncols))):
         key = (problem.name, i, j)
-        layer[key] = Step(key, collect, problem.name, index, TaskRef(gate))
-    return HighLevelGraph.from_collections(problem.name, layer, dependencies=[a] if problem.same else [a, b])
+        layer[key] = Step(key, collect, problem.name, "", index, TaskRef(gate))
+    return HighLevelGraph.from_collections(problem.name, layer, dependencies=[array for _, array in operands])
+
+
+def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
+    """Return the graph of an auxiliary output: the same run's, other chunks collected.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied.
+    output
+        Name of the output.
+    d
+        The array of D.
+    """
+    name, gate = output_name(problem.name, output), barrier_key(problem.name)
+    nrows, ncols = problem.chunk_counts("d")
+    layer = {
+        (name, i, j): Step((name, i, j), collect, problem.name, output, index, TaskRef(gate))
+        for index, (i, j) in enumerate(itertools.product(range(nrows), range(ncols)))
+    }
+    return HighLevelGraph.from_collections(name, layer, dependencies=[d])
 
 
 class Alone:
@@ -136,12 +158,21 @@ def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
     staged = [[stage(receipt.value) for receipt in operand] for operand in receipts]
     operands = [[found.array for found in operand] for operand in staged]
     if problem.same:
-        operands = operands * 2
-    chunks = {(op, i): chunk for op, found in zip("ab", operands, strict=True) for i, chunk in enumerate(found)}
-    where_a, where_b = (np.zeros(len(found), np.int32) for found in operands)
+        operands.insert(1, operands[0])
+    named = zip(problem.operands, operands, strict=True)
+    chunks = {(op, i): chunk for op, found in named for i, chunk in enumerate(found)}
+    where_a, where_b, *where_extras = (np.zeros(len(found), np.int32) for found in operands)
     engine = problem.engine if problem.engine != "auto" else {"numpy": "numpy", "cupy": "cublasmp"}[problem.array]
     orders = (order_of(operands[0][0]), order_of(operands[1][0]))
-    made = plan(problem, [Worker("here")], where_a=where_a, where_b=where_b, engine=engine, orders=orders)
+    made = plan(
+        problem,
+        [Worker("here")],
+        where_a=where_a,
+        where_b=where_b,
+        engine=engine,
+        orders=orders,
+        where_extras=where_extras,
+    )
     job = get_engine(engine).job(made, 0, chunks, _NoComm(), lambda share: None)
     job.prepare()
     return Alone(job.execute())
@@ -152,18 +183,18 @@ class _NoComm:
         raise AssertionError("a worker alone has no peers")
 
 
-def collect(name: str, index: int, run: int | Alone) -> Any:
-    """Return one chunk of the result."""
+def collect(name: str, output: str, index: int, run: int | Alone) -> Any:
+    """Return one chunk of D (``output=""``) or of an auxiliary output."""
     if isinstance(run, Alone):
-        return run.value[index]
+        return run.value[(output, index) if output else index]
     side = _side()
     if side is None:
         raise EngineError(f"chunk {index} of {name} is on the cluster; this task does not run there")
-    found = side.collect(run, index)
+    found = side.collect(run, output, index)
     if found is None:
         # Not on the worker it was pinned to: somebody has overruled that, or its worker is gone.
         answer = side.call_scheduler("distmm_locate", name=name, run_id=run, index=index)
-        found = side.fetch_output(answer["address"], run, index) if answer["status"] == "OK" else None
+        found = side.fetch_output(answer["address"], run, output, index) if answer["status"] == "OK" else None
     if found is None:
         side.call_scheduler("distmm_lost", name=name, run_id=run)
         # Nothing was computed: give the scheduler time to release this task.

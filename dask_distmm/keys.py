@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["barrier_key", "barrier_name", "parse_stage_key", "stage_name"]
+__all__ = ["barrier_key", "barrier_name", "is_output", "output_name", "parse_stage_key", "stage_name"]
 
 _STAGE, _BARRIER = "distmm-stage-", "distmm-barrier-"
 
 
 def stage_name(name: str, operand: str) -> str:
-    """Return the first part of the keys of contribute tasks of operand ``"a"`` or ``"b"``."""
+    """Return the first part of the keys of contribute tasks of an operand."""
     return f"{_STAGE}{operand}-{name}"
 
 
@@ -27,6 +27,16 @@ def parse_stage_key(key: Any) -> tuple[str, str, tuple[int, int]] | None:
         return None
     operand, name = key[0][len(_STAGE) :].split("-", 1)
     return name, operand, (key[1], key[2])
+
+
+def output_name(name: str, output: str) -> str:
+    """Return the name of D's array (for ``""``) or of an auxiliary output's."""
+    return f"{name}-{output}" if output else name
+
+
+def is_output(name: str, found: Any) -> bool:
+    """Whether the first part of a key is that of D or of an auxiliary output of the multiply called `name`."""
+    return isinstance(found, str) and (found == name or found.startswith(f"{name}-"))
 
 
 def barrier_key(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dask_distmm.keys import barrier_key, stage_name
+from dask_distmm.keys import barrier_key, is_output, parse_stage_key
 from dask_distmm.plan import Plan
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Pins:
         workers = made.workers
         ours = self._pinned.setdefault(name, {})
         for ts in gate.dependents:
-            if not (isinstance(ts.key, tuple) and len(ts.key) == 3 and ts.key[0] == name):
+            if not (isinstance(ts.key, tuple) and len(ts.key) == 3 and is_output(name, ts.key[0])):
                 continue
             if ts.worker_restrictions and ts.key not in ours:
                 continue  # the user's own
@@ -60,8 +60,8 @@ class Pins:
             return
         present = {key: None for key in self._pinned.pop(name, {}) if key in self._scheduler.tasks}
         self._scheduler.set_restrictions(present)
-        names = (stage_name(name, "a"), stage_name(name, "b"))
-        staged = [ts for ts in gate.dependencies if ts.key[0] in names and ts.state == "memory"]
+        stages = [(ts, parse_stage_key(ts.key)) for ts in gate.dependencies if ts.state == "memory"]
+        staged = [ts for ts, stage in stages if stage and stage[0] == name]
         recommendations = {ts.key: "released" for ts in staged}
         if gate.state in ("memory", "processing"):
             recommendations[gate.key] = "released"

@@ -104,7 +104,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Run a multiply; called by its barrier, answered when the run is over."""
         try:
             parsed = Problem.from_wire(problem)
-            return await self._run(parsed, _Staging(addresses, where, (orders[0], orders[-1])), worker)
+            return await self._run(
+                parsed, _Staging(addresses, where, (orders[0], orders[0 if parsed.same else 1])), worker
+            )
         except DistMMError as error:
             return as_plain(error)
 
@@ -183,7 +185,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def _freeze(self, run: Run, problem: Problem, staging: _Staging) -> Plan:
         """Fix who takes part, and how."""
         dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
-        engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers)
+        plain = problem.finish.trivial
+        engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers, plain)
         number = {worker.address: index for index, worker in enumerate(workers)}
         gone = [address for address in staging.addresses if address not in self.scheduler.workers]
         if gone:
@@ -198,7 +201,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             problem,
             workers,
             where_a=found[0],
-            where_b=found[-1],
+            where_b=found[0 if problem.same else 1],
+            where_extras=found[len(found) - len(problem.extras) :],
             sources=sources,
             engine=engine,
             orders=staging.orders,

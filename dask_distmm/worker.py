@@ -56,7 +56,7 @@ class WorkerSide:
         self.worker = worker
         self.staged: dict[str, dict[tuple[str, int, int], Staged]] = {}
         self.runs: dict[int, tuple[Plan, Job]] = {}
-        self.outputs: dict[int, dict[int, Any]] = {}
+        self.outputs: dict[int, dict[Any, Any]] = {}
         self.newest_run = 0
         self.progress: dict[int, float] = {}
         self.scheduler_ready = False
@@ -85,9 +85,9 @@ class WorkerSide:
         self.staged.setdefault(name, {})[operand, i, j] = stage(chunk)
         return str(self.worker.address), order_of(chunk)
 
-    def collect(self, run_id: int, index: int) -> Any:
-        """Return chunk number `index` of a run's result, or None if it is not here."""
-        return self.outputs.get(run_id, {}).get(index)
+    def collect(self, run_id: int, output: str, index: int) -> Any:
+        """Return chunk number `index` of D (``""``) or of an auxiliary output of a run, or None if it is not here."""
+        return self.outputs.get(run_id, {}).get((output, index) if output else index)
 
     def call_scheduler(self, op: str, **message: Any) -> Any:
         """Call a handler of the scheduler's plugin from a task's thread, and wait."""
@@ -102,12 +102,15 @@ class WorkerSide:
         self.call_scheduler("register_scheduler_plugin", plugin=dumps(plugin), name=NAME, idempotent=True)
         self.scheduler_ready = True
 
-    def fetch_output(self, address: str, run_id: int, index: int) -> Any:
+    def fetch_output(self, address: str, run_id: int, output: str, index: int) -> Any:
         """Get a chunk of a result from the worker that has it, from a task's thread."""
 
         async def call() -> Any:
             return await self.worker.rpc(address).distmm_fetch(
-                run_id=run_id, kind="output", boxes=np.array([[0, index, 0, 0, 0, 0]], np.int64).tobytes(), flat=False
+                run_id=run_id,
+                kind=f"output-{output}",
+                boxes=np.array([[0, index, 0, 0, 0, 0]], np.int64).tobytes(),
+                flat=False,
             )
 
         try:
@@ -143,11 +146,12 @@ class WorkerSide:
         chunks: dict[ChunkKey, Any] = {}
         ready = []
         missing = []
-        for operand, where in (("a", plan.where_a), ("b", plan.where_b)):
+        for operand, where in plan.where.items():
             assert where is not None
             ncols = plan.problem.chunk_counts(operand)[1]
             for index in np.flatnonzero(where == me).tolist():
-                found = staged.get(("a" if plan.problem.same else operand, *divmod(index, ncols)))
+                name = "a" if operand == "b" and plan.problem.same else operand
+                found = staged.get((name, *divmod(index, ncols)))
                 if found is None:
                     missing.append((operand, index))
                 else:
@@ -231,8 +235,8 @@ class WorkerSide:
         """Return parts of this worker's matrices to a peer of the same run."""
         try:
             table = np.frombuffer(boxes, np.int64).reshape(-1, 6)
-            if kind == "output":
-                chunk = self.collect(run_id, int(table[0, 1]))
+            if kind.startswith("output-"):
+                chunk = self.collect(run_id, kind.removeprefix("output-"), int(table[0, 1]))
                 if chunk is None:
                     return _refusal(f"no result of run {run_id!r} is here")
                 return {"status": "OK", "data": [to_serialize(chunk)]}
@@ -314,8 +318,10 @@ def _check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:
     for operand, index, r0, r1, c0, c1 in boxes.tolist():
         shape = (problem.m, problem.n)
         if kind == "input":
-            sizes = (problem.a_chunks, problem.b_chunks)[bool(operand)]
-            if operand not in (0, 1) or not 0 <= index < len(sizes[0]) * len(sizes[1]):
+            if not 0 <= operand < len(problem.operands):
+                raise ProtocolError(f"there is no operand {operand}")
+            sizes = problem.chunks_of(problem.operands[operand])
+            if not 0 <= index < len(sizes[0]) * len(sizes[1]):
                 raise ProtocolError(f"there is no chunk {index} of operand {operand}")
             shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
         if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):

@@ -17,7 +17,8 @@ ORDER = [
     ["demo"],
     ["__init__"],
     ["testing"],
-    ["api", "operator", "preload"],
+    ["api", "preload"],
+    ["formula", "operator"],
     ["graph", "cluster"],
     ["scheduler"],
     ["pins"],
@@ -29,11 +30,11 @@ ORDER = [
     ["comms"],
     ["plan"],
     ["layout"],
-    ["config", "dtypes", "keys"],
+    ["config", "dtypes", "epilog", "keys"],
     ["answers"],
     ["errors", "_version"],
 ]
-PURE = ["plan", "layout", "run", "groups", "keys", "dtypes", "errors", "engines"]
+PURE = ["plan", "layout", "run", "groups", "keys", "dtypes", "epilog", "errors", "engines"]
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 
 

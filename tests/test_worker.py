@@ -60,9 +60,9 @@ def test_one_run_by_hand():
         assert answer["status"] == "OK"
         assert (await side.start(run_id=1))["status"] == "OK"
         side.finish(run_id=1, name="m")
-        np.testing.assert_array_equal(side.collect(1, 1), np.full((3, 6), 5.0))
+        np.testing.assert_array_equal(side.collect(1, "", 1), np.full((3, 6), 5.0))
         answer = await side.fetch(
-            run_id=1, kind="output", boxes=np.array([[0, 1, 0, 0, 0, 0]], np.int64).tobytes(), flat=False
+            run_id=1, kind="output-", boxes=np.array([[0, 1, 0, 0, 0, 0]], np.int64).tobytes(), flat=False
         )
         assert answer["status"] == "OK"
         side.forget(run_id=1, name="m")
@@ -107,7 +107,7 @@ calls = st.one_of(
         st.fixed_dictionaries(
             {
                 "run_id": st.just(1),
-                "kind": st.sampled_from(["input", "partial", "final", "output", "other"]),
+                "kind": st.sampled_from(["input", "partial", "final", "output-", "other"]),
                 "boxes": st.lists(st.integers(-2, 2**40), min_size=6, max_size=6).map(
                     lambda x: np.array([x], np.int64).tobytes()
                 ),
@@ -139,7 +139,7 @@ def test_any_message_in_any_order(messages):
             assert answer["status"] in ({"OK", "refused", "gone"} if good else {"refused", "gone", "failed"})
             assert state(side) == before
         assert (await side.start(run_id=1))["status"] == "OK"
-        np.testing.assert_array_equal(side.collect(1, 0), np.full((4, 6), 5.0))
+        np.testing.assert_array_equal(side.collect(1, "", 0), np.full((4, 6), 5.0))
         side.close()
 
     asyncio.run(work())

@@ -29,7 +29,9 @@ from numpy.typing import NDArray
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm
 from dask_distmm.engines.blas import blas_threads, gemm
+from dask_distmm.engines.inputs import Inputs, empty_outputs
 from dask_distmm.engines.panels import Panel, Piece, panels, split_at_chunks
+from dask_distmm.epilog import finish
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 from dask_distmm.plan.plan import Rect
@@ -67,7 +69,7 @@ class NumpyJob:
         self.timings: dict[str, float] = {}
         self.held_bytes = 0
         self.blocks: list[Block] = []
-        self.result: dict[int, NDArray[Any]] = {}
+        self.result: dict[Any, NDArray[Any]] = {}
         self._block_of: dict[int, Block] = {}
         self._available: dict[str, Future[None]] = {kind: Future() for kind in ("input", "partial", "final")}
         self._available["input"].set_result(None)
@@ -97,8 +99,8 @@ class NumpyJob:
             self._block_of[index] = Block(r0, r1, c0, c1, data)
         self.blocks = list(self._block_of.values())
 
-    def execute(self) -> dict[int, NDArray[Any]]:
-        """Multiply, add up partial sums, gather the chunks that this rank owns."""
+    def execute(self) -> dict[Any, NDArray[Any]]:
+        """Multiply, add up partial sums, gather the chunks that this rank owns, apply the formula."""
         if self.rank is None:
             return {}
         started = time.perf_counter()
@@ -110,6 +112,8 @@ class NumpyJob:
             self._add_up()
         _open(self._available["final"])
         self._assemble()
+        if not self.plan.problem.finish.trivial:
+            self._finish()
         self.timings["deliver"] = time.perf_counter() - started - self.timings["multiply"]
         return self.result
 
@@ -201,7 +205,9 @@ class NumpyJob:
         for index in plan.owned(self.rank).tolist():
             top, bottom, left, right = plan.chunk_rect(index)
             if index not in self.result:
-                self.result[index] = np.empty((bottom - top, right - left), plan.problem.result_type)
+                # The formula is applied in the type that is summed in.
+                dtype = plan.problem.result_type if plan.problem.finish.trivial else self.compute_type
+                self.result[index] = np.empty((bottom - top, right - left), dtype)
             for rank, rect in plan.final_holders(index):
                 if rank != self.rank:
                     remote[rank].append((index, rect))
@@ -214,6 +220,27 @@ class NumpyJob:
         for cells, answer in asked:
             for (index, rect), data in zip(cells, answer.wait(self._check), strict=True):
                 self._store(index, rect, data)
+
+    def _finish(self) -> None:
+        """Apply the formula to this rank's chunks of D, one by one; what it reads is asked for one ahead."""
+        assert self.rank is not None
+        problem, owned = self.plan.problem, self.plan.owned(self.rank).tolist()
+        chunks = [index for index in owned if self.result[index].size]
+        inputs = Inputs(self.plan, self.me, self.chunks, self._ask, self._check)
+        asked = inputs.ask(chunks[0]) if chunks else []
+        for at, index in enumerate(chunks, start=1):
+            ahead = inputs.ask(chunks[at]) if at < len(chunks) else []
+            with np.errstate(all="ignore"):
+                d, aux = finish(np, problem.finish, self.result[index], inputs.wait(asked))
+            self.result[index] = np.empty(d.shape, problem.result_type)
+            _round_into(self.result[index], d)
+            for name, values in aux.items():
+                self.result[name, index] = values if values.dtype.kind == "b" else _rounded(values, problem.result_type)
+            asked = ahead
+        for index in set(owned) - set(chunks):
+            self.result[index] = self.result[index].astype(problem.result_type)
+            for name, shape in empty_outputs(problem, self.result[index].shape).items():
+                self.result[name, index] = np.zeros(shape, np.bool_ if name == "relu_aux" else problem.result_type)
 
     def _store(self, index: int, rect: Rect, data: NDArray[Any]) -> None:
         top, _, left, _ = self.plan.chunk_rect(index)
@@ -247,8 +274,8 @@ class NumpyJob:
         return self._fetch(peer, "input", boxes, dtypes[0] if len(set(dtypes)) == 1 else None)
 
     def chunk_type(self, operand: int) -> np.dtype:
-        """Type of the chunks of A (0) or B (1)."""
-        return dtype_from_name((self.plan.problem.a_dtype, self.plan.problem.b_dtype)[operand])
+        """Type of the chunks of A (0), B (1) or an extra."""
+        return dtype_from_name(self.plan.problem.dtype_of(self.plan.problem.operands[operand]))
 
     def _fetch(self, peer: int, kind: str, boxes: Boxes, dtype: np.dtype | None) -> _Answer:
         """Ask a peer; a vector for many small boxes needs them to be of one type."""
@@ -267,7 +294,7 @@ class NumpyJob:
         found = []
         for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
             if kind == "input":
-                found.append(self.chunks["ab"[operand], chunk][r0:r1, c0:c1])
+                found.append(self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1])
             else:
                 found.append(self._view((r0, r1, c0, c1)))
         if flat:
@@ -392,3 +419,9 @@ def _round_into(target: NDArray[Any], data: NDArray[Any]) -> None:
     else:
         with np.errstate(over="ignore"):
             target[...] = data.astype(target.dtype)
+
+
+def _rounded(data: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
+    """Return values in the type of the result; a magnitude of complex ones in its real part's."""
+    with np.errstate(over="ignore"):
+        return data.astype(np.empty(0, dtype).real.dtype if data.dtype.kind != "c" else dtype)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan import Plan
+from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.cuts import overlaps
 from dask_distmm.plan.memory import operand_grids, panel_width
 from dask_distmm.plan.plan import Rect
 
-__all__ = ["Panel", "Piece", "panels", "split_at_chunks"]
+__all__ = ["Panel", "Piece", "panels", "pieces_of", "split_at_chunks"]
 
 
 class Piece(NamedTuple):
@@ -101,3 +101,14 @@ def split_at_chunks(plan: Plan, rect: Rect) -> Iterator[tuple[int, Rect]]:
     for i, r0, r1 in overlaps(rows, rect[0], rect[1]):
         for j, c0, c1 in overlaps(cols, rect[2], rect[3]):
             yield i * ncols + j, (r0, r1, c0, c1)
+
+
+def pieces_of(chunks: Chunks, operand: int, rect: Rect) -> list[Piece]:
+    """Cut a part of a matrix at its chunks; places are counted from the part's first element."""
+    rows, cols = (tuple(itertools.accumulate(sizes, initial=0)) for sizes in chunks)
+    ncols = len(cols) - 1
+    return [
+        Piece(operand, i * ncols + j, r0 - rows[i], c0 - cols[j], r1 - r0, c1 - c0, r0 - rect[0], c0 - rect[2])
+        for i, r0, r1 in overlaps(rows, rect[0], rect[1])
+        for j, c0, c1 in overlaps(cols, rect[2], rect[3])
+    ]

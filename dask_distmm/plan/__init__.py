@@ -6,6 +6,6 @@ would hold, `planner` what each would take and the choice, `show` the plan as te
 
 from dask_distmm.plan.plan import Estimate, Packing, Plan
 from dask_distmm.plan.planner import plan
-from dask_distmm.plan.problem import METHODS, Chunks, Problem, Worker
+from dask_distmm.plan.problem import METHODS, Chunks, Extra, Problem, Worker
 
-__all__ = ["METHODS", "Chunks", "Estimate", "Packing", "Plan", "Problem", "Worker", "plan"]
+__all__ = ["METHODS", "Chunks", "Estimate", "Extra", "Packing", "Plan", "Problem", "Worker", "plan"]

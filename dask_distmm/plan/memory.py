@@ -55,7 +55,7 @@ def operand_grids(plan: Plan) -> tuple[ChunkGrid, ChunkGrid]:
 
 def chunk_bytes(problem: Problem, operand: str) -> NDArray[np.int64]:
     """Return the bytes of every chunk of operand ``"a"``, ``"b"`` or ``"d"``, in C order."""
-    rows, cols = {"a": problem.a_chunks, "b": problem.b_chunks, "d": problem.out_chunks}[operand]
+    rows, cols = problem.chunks_of(operand)
     sizes = np.multiply.outer(np.asarray(rows, np.int64), np.asarray(cols, np.int64))
     return (sizes * problem.itemsize(operand)).ravel()
 
@@ -74,10 +74,15 @@ def project(plan: Plan) -> dict[str, int]:
         sizes = chunk_bytes(problem, operand)
         staged += np.bincount(where, sizes, npart) if where is not None else np.full(npart, sizes.sum() / npart)
 
+    # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
+    staged += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) / npart
+
     total = staged.copy()
     compute = problem.compute_type.itemsize
     chunk_of = chunk_bytes(problem, "d")
     owned = np.bincount(plan.owners, chunk_of, len(plan.ranks))
+    if problem.finish.saved:
+        owned *= 2
     kept = _elements_kept(plan)
     for rank, index in enumerate(plan.ranks):
         r0, r1, c0, c1 = plan.region(rank)

@@ -94,6 +94,8 @@ class Plan:
         Which operands are packed.
     order_a, order_b
         Memory order of (most of) the chunks of A and B, ``"C"`` or ``"F"``.
+    where_extras
+        As `where_a`, for the problem's extras.
     d_cuts
         Cuts of D's rows and columns into the slabs that the ranks hold after sums over k are added up; None where
         they hold what they compute.
@@ -119,6 +121,7 @@ class Plan:
     packing: Packing
     order_a: str = "C"
     order_b: str = "C"
+    where_extras: tuple[NDArray[np.int32], ...] = ()
     d_cuts: tuple[Bounds, Bounds] | None = None
     group: int = 0
     projected_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -154,6 +157,12 @@ class Plan:
         """Return (i, j, l) of a rank; l varies fastest."""
         _, q, s = self.grid
         return rank // (q * s), rank // s % q, rank % s
+
+    @property
+    def where(self) -> dict[str, NDArray[np.int32] | None]:
+        """For each operand by name, who staged its chunks."""
+        known = dict(zip(self.problem.operands[2:], self.where_extras, strict=False))
+        return {"a": self.where_a, "b": self.where_b, **known}
 
     def region(self, rank: int) -> Rect:
         """Return the part of D that `rank` computes (its sum over its own part of k)."""
@@ -229,6 +238,7 @@ class Plan:
             "packing": dataclasses.astuple(self.packing),
             "orders": [self.order_a, self.order_b],
             "d_cuts": None if self.d_cuts is None else [list(cut) for cut in self.d_cuts],
+            "where_extras": [where.tobytes() for where in self.where_extras],
             "group": self.group,
         }
 
@@ -263,6 +273,7 @@ class Plan:
                 order_a=str(order_a),
                 order_b=str(order_b),
                 d_cuts=None if slabs is None else (tuple(map(int, slabs[0])), tuple(map(int, slabs[1]))),
+                where_extras=tuple(np.frombuffer(raw, np.int32) for raw in wire["where_extras"]),
                 group=int(wire["group"]),
             )
         except ProtocolError:
@@ -282,6 +293,11 @@ class Plan:
             "ranks": len(set(plan.ranks)) == nranks == len(plan.ranks) and all(0 <= r < npart for r in plan.ranks),
             "orders": {plan.order_a, plan.order_b} <= {"C", "F"},
             "owners": _in_range(plan.owners, counts["d"], nranks),
+            "where_extras": len(plan.where_extras) in (0, len(problem.extras))
+            and all(
+                _in_range(where, int(np.prod(problem.chunk_counts(extra.name))), npart)
+                for where, extra in zip(plan.where_extras, problem.extras, strict=False)
+            ),
             "where_a": plan.where_a is None or _in_range(plan.where_a, counts["a"], npart),
             "where_b": plan.where_b is None or _in_range(plan.where_b, counts["b"], npart),
         }

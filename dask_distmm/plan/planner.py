@@ -42,6 +42,7 @@ def plan(
     engine: str = "numpy",
     orders: tuple[str, str] = ("C", "C"),
     groups: Sequence[tuple[str, ...]] = (),
+    where_extras: Sequence[NDArray[np.int32]] = (),
 ) -> Plan:
     """Choose how `problem` runs on the workers of `roster`.
 
@@ -62,6 +63,8 @@ def plan(
         Memory order of (most of) the chunks of A and B, for engines that care.
     groups
         Addresses of ranks, in their order, that share something which is costly to make; see `collective`.
+    where_extras
+        As `where_a`, for each of the problem's extras.
 
     Returns
     -------
@@ -85,7 +88,7 @@ def plan(
         orders,
         tuple(sorted(groups)),
     )
-    return dataclasses.replace(made, problem=problem)
+    return dataclasses.replace(made, problem=problem, where_extras=tuple(where_extras))
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,9 +13,10 @@ import numpy as np
 
 from dask_distmm.config import Machine, Options
 from dask_distmm.dtypes import compute_dtype, dtype_from_name
+from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProtocolError
 
-__all__ = ["METHODS", "Chunks", "Problem", "Worker"]
+__all__ = ["METHODS", "Chunks", "Extra", "Problem", "Worker"]
 
 Chunks = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -57,8 +58,27 @@ class Worker:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Extra:
+    """An array beside A and B that the formula reads: C, a bias, what the forward pass has saved.
+
+    Parameters
+    ----------
+    name
+        ``"c"``, or the epilog's name for it.
+    chunks
+        Dask's chunk sizes along both axes; an axis of length 1 is broadcast against D.
+    dtype
+        Name of its type.
+    """
+
+    name: str
+    chunks: Chunks
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """One multiply ``D = A @ B``: A is m x k, B is k x n, D is m x n.
+    """One multiply ``D = F(A @ B)``: A is m x k, B is k x n, D is m x n.
 
     Parameters
     ----------
@@ -78,6 +98,10 @@ class Problem:
         What the run needs of the client's configuration.
     array
         What the chunks of D are: ``"numpy"`` or ``"cupy"``.
+    extras
+        Further arrays that the formula reads.
+    finish
+        The formula but for the product.
     """
 
     name: str
@@ -93,6 +117,8 @@ class Problem:
     same: bool
     options: Options
     array: str = "numpy"
+    extras: tuple[Extra, ...] = ()
+    finish: Finish = dataclasses.field(default_factory=Finish)
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -134,14 +160,29 @@ class Problem:
         """NumPy type that is computed and summed in."""
         return compute_dtype(self.result_type, self.k)
 
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the arrays that are staged, in the order of their numbers."""
+        return ("a", "b", *(extra.name for extra in self.extras))
+
+    def chunks_of(self, operand: str) -> Chunks:
+        """Chunk sizes of an operand, or of ``"d"``."""
+        extras = {extra.name: extra.chunks for extra in self.extras}
+        return ({"a": self.a_chunks, "b": self.b_chunks, "d": self.out_chunks} | extras)[operand]
+
+    def dtype_of(self, operand: str) -> str:
+        """Name of the type of an operand, or of ``"d"``."""
+        extras = {extra.name: extra.dtype for extra in self.extras}
+        return ({"a": self.a_dtype, "b": self.b_dtype, "d": self.dtype} | extras)[operand]
+
     def chunk_counts(self, operand: str) -> tuple[int, int]:
-        """Chunks along rows and columns of operand ``"a"``, ``"b"`` or ``"d"``."""
-        chunks = {"a": self.a_chunks, "b": self.b_chunks, "d": self.out_chunks}[operand]
+        """Chunks along rows and columns of an operand, or of ``"d"``."""
+        chunks = self.chunks_of(operand)
         return len(chunks[0]), len(chunks[1])
 
     def itemsize(self, operand: str) -> int:
-        """Bytes of an element of operand ``"a"``, ``"b"`` or ``"d"``."""
-        return dtype_from_name({"a": self.a_dtype, "b": self.b_dtype, "d": self.dtype}[operand]).itemsize
+        """Bytes of an element of an operand, or of ``"d"``."""
+        return dtype_from_name(self.dtype_of(operand)).itemsize
 
     def to_wire(self) -> dict[str, Any]:
         """As a dict of plain types."""
@@ -161,10 +202,16 @@ class Problem:
             options = dict(fields.pop("options"))
             options["machines"] = tuple((str(name), _machine(found)) for name, found in options["machines"])
             for key in ("a_chunks", "b_chunks", "out_chunks"):
-                rows, cols = fields[key]
-                fields[key] = (tuple(map(int, rows)), tuple(map(int, cols)))
-                if any(size < 0 for size in (*fields[key][0], *fields[key][1])):
-                    raise ValueError(f"negative chunk sizes in {key}")
+                fields[key] = _chunks(fields[key])
+            fields["extras"] = tuple(
+                Extra(str(extra["name"]), _chunks(extra["chunks"]), dtype_from_name(extra["dtype"]).name)
+                for extra in fields["extras"]
+            )
+            formula = dict(fields["finish"])
+            for key in ("alpha", "beta"):
+                real, imaginary = formula[key]
+                formula[key] = (float(real), float(imaginary))
+            fields["finish"] = Finish(**formula)
             workers = fields["workers"]
             fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
             problem = cls(options=Options(**options), **fields)
@@ -181,3 +228,11 @@ def _machine(wire: Any) -> Machine:
     for key in ("gflops", "exposed"):
         fields[key] = tuple((str(name), float(value)) for name, value in fields[key])
     return Machine(**fields)
+
+
+def _chunks(wire: Any) -> Chunks:
+    rows, cols = wire
+    found = (tuple(map(int, rows)), tuple(map(int, cols)))
+    if any(size < 0 for size in (*found[0], *found[1])):
+        raise ValueError(f"negative chunk sizes in {found}")
+    return found
