@@ -84,7 +84,7 @@ class CublasMpJob:
         self._uploads: list[tuple[NDArray[Any], cp.ndarray]] = []
         for key, chunk in self.chunks.items():
             on_device = chunk
-            if isinstance(chunk, np.ndarray):
+            if not isinstance(chunk, cp.ndarray):
                 order = "F" if chunk.flags.f_contiguous and not chunk.flags.c_contiguous else "C"
                 on_device = cp.empty(chunk.shape, chunk.dtype, order=order)
                 self._uploads.append((chunk, on_device))
@@ -365,7 +365,8 @@ def _ld(x: Any, order: str) -> int:
     """Return the distance of rows (C order) or columns (F order), in elements."""
     outer, least = (x.strides[0], x.shape[1]) if order == "C" else (x.strides[1], x.shape[0])
     slow = x.shape[0] if order == "C" else x.shape[1]
-    return int(max(1, least if slow == 1 else outer // x.dtype.itemsize))
+    # The strides of an empty array mean nothing.
+    return int(max(1, least if slow == 1 or not x.size else outer // x.dtype.itemsize))
 
 
 def _mark(stream: cp.cuda.Stream) -> cp.cuda.Event:

@@ -1,0 +1,428 @@
+"""GPU libraries in this process' own memory: enough of CuPy, NCCL, cuBLASMp and cuBLAS to run the real GPU engine.
+
+Ranks are threads, device memory is host memory, streams do everything at once. Kernels are read off their tables,
+messages are copies, and a multiply puts the matrices together from all ranks' tiles by their descriptors, multiplies,
+and takes the result apart. So what is tested is all of the engine but CUDA: addresses, strides, layouts, op(), padding,
+messages, order of collective calls. Speed, types of the hardware and what hangs are for the tests on GPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import threading
+import types
+from collections import defaultdict
+from queue import Queue
+
+import ml_dtypes
+import numpy as np
+
+from dask_distmm.layout import numroc
+
+_TIMEOUT = 30
+_SIZES = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long long": 8, "uint4": 16}
+DATA_TYPES = {0: "f4", 1: "f8", 2: "f2", 4: "c8", 5: "c16", 14: ml_dtypes.bfloat16}
+
+
+class Pointer:
+    def __init__(self, ptr):
+        self.ptr = ptr
+
+
+class ndarray(np.ndarray):  # noqa: N801 - as CuPy's
+    __module__ = "cupy"
+
+    @property
+    def data(self):
+        return Pointer(self.__array_interface__["data"][0])
+
+    def get(self, stream=None, order="C"):
+        return np.array(self.view(np.ndarray), copy=True, order="K")
+
+    def set(self, values, stream=None):
+        self[...] = values
+
+
+ndarray.__module__ = "cupy"
+
+
+def empty(shape, dtype=float, order="C"):
+    # Poisoned: what nobody writes is found.
+    made = np.empty(shape, dtype, order=order)
+    ctypes.memset(made.__array_interface__["data"][0], 0xFF, made.nbytes)
+    return made.view(ndarray)
+
+
+def zeros(shape, dtype=float, order="C"):
+    return np.zeros(shape, dtype, order=order).view(ndarray)
+
+
+class Stream:
+    ptr = 7
+
+    def __init__(self, non_blocking=False):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        pass
+
+
+Stream.null = Stream()
+
+
+class Event:
+    done = True
+
+    def __init__(self, disable_timing=False):
+        pass
+
+    def record(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class RawKernel:
+    """Does what the two kernels of the engine do, from the same arguments."""
+
+    def __init__(self, code, name):
+        self.name = name
+        self.size = next(size for text, size in _SIZES.items() if f"typedef {text} T" in code)
+
+    def __call__(self, grid, block, arguments):
+        table, first, count = arguments
+        rows = np.asarray(table).reshape(-1, 7)[:count].tolist()
+        assert grid == (int(first[count]),)
+        for row in rows:
+            if self.name == "copy_straight":
+                src, dst, width, height, src_stride, dst_stride, _ = row
+                for j in range(height):
+                    ctypes.memmove(dst + j * dst_stride, src + j * src_stride, width * self.size)
+            else:
+                src, dst, inner, outer, src_inner, src_outer, dst_outer = row
+                for o, i in itertools.product(range(outer), range(inner)):
+                    at = src + i * src_inner + o * src_outer
+                    ctypes.memmove(dst + i * self.size + o * dst_outer, at, self.size)
+
+
+class Hub:
+    """Where the ranks of one communicator meet."""
+
+    def __init__(self, nranks):
+        self.nranks = nranks
+        self.barrier = threading.Barrier(nranks, timeout=_TIMEOUT)
+        ranks = range(nranks)
+        self.boxes = {pair: Queue() for pair in itertools.product(ranks, ranks)}
+        self.read = {pair: Queue() for pair in itertools.product(ranks, ranks)}
+        self.shared = {}
+
+    def together(self, rank, value, work):
+        """Let rank 0 do `work` with what all ranks have brought; return what it returned to all."""
+        self.shared[rank] = value
+        self.barrier.wait()
+        if rank == 0:
+            self.shared["result"] = work([self.shared[r] for r in range(self.nranks)])
+        self.barrier.wait()
+        result = self.shared["result"]
+        self.barrier.wait()
+        return result
+
+
+class World:
+    """All that is shared: hubs by unique id, handles, and a record of the library's calls."""
+
+    def __init__(self):
+        self.hubs, self.lock = {}, threading.Lock()
+        self.handles, self.numbers = {}, itertools.count(1)
+        self.calls = []
+        self.open = defaultdict(int)
+
+    def keep(self, kind, thing):
+        with self.lock:
+            number = next(self.numbers)
+            self.handles[number] = thing
+            self.open[kind] += 1
+        return number
+
+    def drop(self, kind, number):
+        with self.lock:
+            del self.handles[number]
+            self.open[kind] -= 1
+
+
+def install(monkeypatch, shares_memory=True):
+    """Put the stand-ins in place of the libraries; return the `World`. The engine is imported afterwards."""
+    world = World()
+    local = threading.local()
+
+    def module(name, **contents):
+        made = types.ModuleType(name)
+        made.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    class OutOfMemoryError(Exception):
+        pass
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    runtime = types.SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        getDeviceCount=lambda: 1,
+        memGetInfo=lambda: (2**36, 2**37),
+        runtimeGetVersion=lambda: 13000,
+        malloc=lambda size: 1,
+        free=lambda pointer: None,
+        memcpyHostToDevice=1,
+        memcpyDeviceToHost=2,
+        memcpyAsync=lambda dst, src, size, kind, stream: ctypes.memmove(dst, src, size),
+    )
+    cuda = types.SimpleNamespace(
+        Stream=Stream,
+        Event=Event,
+        runtime=runtime,
+        memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        get_elapsed_time=lambda first, last: 0.5,
+        alloc=lambda size: Pointer(np.empty(size, np.uint8).__array_interface__["data"][0]),
+    )
+    module(
+        "cupy",
+        cuda=cuda,
+        ndarray=ndarray,
+        empty=empty,
+        zeros=zeros,
+        uint8=np.uint8,
+        asarray=lambda x: np.array(x, copy=True, order="K").view(ndarray),
+        RawKernel=RawKernel,
+        get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
+    )
+    module("cupyx", empty_pinned=lambda size, dtype: np.empty(size, dtype))
+
+    # NCCL
+
+    class UniqueId(bytes):
+        from_bytes = staticmethod(bytes)
+
+    class Communicator:
+        device_api_support = shares_memory
+
+        def __init__(self, nranks, rank, unique_id):
+            with world.lock:
+                hub = world.hubs.setdefault(unique_id, Hub(nranks))
+            self.hub, self.rank, self.nranks = hub, rank, nranks
+            self.n_lsa_teams = 1 if shares_memory else nranks
+            self.ptr = world.keep("communicator", self)
+            hub.barrier.wait()
+
+        init = classmethod(lambda cls, nranks, rank, unique_id: cls(nranks, rank, unique_id))
+
+        def destroy(self):
+            self.hub.barrier.wait()
+            world.drop("communicator", self.ptr)
+
+    def get_unique_id():
+        return UniqueId(f"id {next(world.numbers)}".encode().ljust(128))
+
+    def group_start():
+        local.sends, local.receives = [], []
+
+    def group_end():
+        for pointer, size, peer, comm in local.sends:
+            comm.hub.boxes[comm.rank, peer].put((pointer, size))
+        for pointer, size, peer, comm in local.receives:
+            source, sent = comm.hub.boxes[peer, comm.rank].get(timeout=_TIMEOUT)
+            assert sent == size, f"{sent} bytes were sent, {size} are expected"
+            ctypes.memmove(pointer, source, size)
+        for comm in {c for *_, c in (*local.sends, *local.receives)}:
+            # A sender's memory must stay as it is until all have read it; a bystander does not wait.
+            for peer in {p for _, _, p, c in local.receives if c is comm}:
+                comm.hub.read[comm.rank, peer].put(True)
+            for peer in {p for _, _, p, c in local.sends if c is comm}:
+                comm.hub.read[peer, comm.rank].get(timeout=_TIMEOUT)
+
+    def all_gather(src, dst, size, kind, handle, stream):
+        comm = world.handles[handle]
+        values = ctypes.string_at(src, size)
+        everything = comm.hub.together(comm.rank, values, b"".join)
+        ctypes.memmove(dst, everything, len(everything))
+
+    nccl_bindings = types.SimpleNamespace(
+        get_version=lambda: 23007,
+        group_start=group_start,
+        group_end=group_end,
+        all_gather=all_gather,
+        send=lambda p, n, kind, peer, c, s: local.sends.append((p, n, peer, world.handles[c])),
+        recv=lambda p, n, kind, peer, c, s: local.receives.append((p, n, peer, world.handles[c])),
+    )
+    core = module("nccl.core", Communicator=Communicator, UniqueId=UniqueId, get_unique_id=get_unique_id, UINT8=1)
+    bindings = module("nccl.bindings", nccl=nccl_bindings)
+    module("nccl", core=core, bindings=bindings)
+
+    # cuBLASMp and cuBLAS
+
+    class Grid:
+        def __init__(self, nprow, npcol, layout, comm):
+            self.nprow, self.npcol, self.comm = nprow, npcol, comm
+            self.by_columns = layout == 0
+            assert nprow * npcol == comm.nranks
+            comm.hub.barrier.wait()
+
+        def coords(self, rank):
+            return (rank % self.nprow, rank // self.nprow) if self.by_columns else divmod(rank, self.npcol)
+
+    class Matrix:
+        def __init__(self, m, n, mb, nb, rsrc, csrc, lld, kind, grid):
+            self.shape, self.blocks, self.lld = (m, n), (mb, nb), lld
+            self.grid, self.dtype = world.handles[grid], np.dtype(DATA_TYPES[kind])
+            self.rank = self.grid.comm.rank
+            assert lld >= max(1, self.local()[0]), "lld is too small"
+
+        def local(self, rank=None):
+            prow, pcol = self.grid.coords(self.rank if rank is None else rank)
+            return (
+                numroc(self.shape[0], self.blocks[0], prow, 0, self.grid.nprow),
+                numroc(self.shape[1], self.blocks[1], pcol, 0, self.grid.npcol),
+            )
+
+        def tile(self, pointer):
+            """The rank's local matrix, as it lies in memory."""
+            rows, cols = self.local()
+            if not rows or not cols:
+                return np.empty((rows, cols), self.dtype)
+            size = ((cols - 1) * self.lld + rows) * self.dtype.itemsize
+            memory = np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint8)), (size,))
+            strides = (self.dtype.itemsize, self.lld * self.dtype.itemsize)
+            return np.ndarray((rows, cols), self.dtype, memory, strides=strides)
+
+        def places(self, rank):
+            """Global indices of a rank's rows and columns."""
+            prow, pcol = self.grid.coords(rank)
+            return [
+                np.flatnonzero(np.arange(size) // block % count == at)
+                for size, block, count, at in zip(
+                    self.shape, self.blocks, (self.grid.nprow, self.grid.npcol), (prow, pcol), strict=True
+                )
+            ]
+
+    def matmul(
+        handle, descriptor, m, n, k, alpha, a, ia, ja, da, b, ib, jb, db, beta, c, ic, jc, dc, d, i_d, jd, dd, *ws
+    ):
+        attributes = world.handles[descriptor]
+        x, y, z = (world.handles[number] for number in (da, db, dd))
+        comm = x.grid.comm
+        brought = (x, x.tile(a), y, y.tile(b), z, z.tile(d))
+
+        def work(ranks):
+            wide = np.clongdouble if x.dtype.kind == "c" else np.longdouble
+            if x.dtype.itemsize == 2:
+                wide = np.float64
+            wholes = []
+            for at in (0, 2):
+                whole = np.full(ranks[0][at].shape, np.nan, wide)
+                for rank, things in enumerate(ranks):
+                    whole[np.ix_(*things[at].places(rank))] = things[at + 1].astype(wide)
+                wholes.append(whole)
+            left, right = (
+                whole if attributes[name] == 0 else whole.T
+                for whole, name in zip(wholes, ("TRANSA", "TRANSB"), strict=True)
+            )
+            assert left.shape == (m, k)
+            assert right.shape == (k, n)
+            with np.errstate(all="ignore"):
+                product = left @ right
+            for rank, things in enumerate(ranks):
+                if attributes.get("EPILOGUE"):
+                    assert (attributes["TRANSA"], attributes["TRANSB"]) == (1, 0), "all-reduce wants TN"
+                    things[5][...] = product
+                else:
+                    rows, cols = things[4].places(rank)
+                    things[5][...] = product[np.ix_(rows, cols)].astype(things[4].dtype)
+
+        comm.hub.together(comm.rank, brought, work)
+        world.calls.append((comm.rank, "matmul", m, n, k))
+
+    def malloc(grid, size):
+        comm = world.handles[grid].comm
+        sizes = comm.hub.together(comm.rank, size, set)
+        assert len(sizes) == 1, "ranks ask for different workspaces"
+        return world.keep("workspace", size)
+
+    def free(grid, pointer):
+        world.handles[grid].comm.hub.barrier.wait()
+        world.drop("workspace", pointer)
+
+    def grid_destroy(grid):
+        world.handles[grid].comm.hub.barrier.wait()
+        world.drop("grid", grid)
+
+    def set_attribute(descriptor, name, pointer, size):
+        world.handles[descriptor][name] = int(ctypes.c_uint32.from_address(pointer).value)
+
+    names = ("TRANSA", "TRANSB", "EPILOGUE")
+
+    class Name(str):
+        def __int__(self):
+            return names.index(self)
+
+    mp = types.SimpleNamespace(
+        MatmulDescriptorAttribute=types.SimpleNamespace(**{name: Name(name) for name in names}),
+        MatmulEpilogue=types.SimpleNamespace(ALLREDUCE=1),
+        GridLayout=types.SimpleNamespace(COL_MAJOR=0, ROW_MAJOR=1),
+        get_version=lambda: 1000,
+        create=lambda stream: world.keep("handle", "cublasMp"),
+        destroy=lambda handle: world.drop("handle", handle),
+        grid_create=lambda p, q, layout, comm: world.keep("grid", Grid(p, q, layout, world.handles[comm])),
+        grid_destroy=grid_destroy,
+        matrix_descriptor_create=lambda *args: world.keep("descriptor", Matrix(*args)),
+        matrix_descriptor_destroy=lambda number: world.drop("descriptor", number),
+        matmul_descriptor_create=lambda kind: world.keep("descriptor", {}),
+        matmul_descriptor_destroy=lambda number: world.drop("descriptor", number),
+        get_matmul_descriptor_attribute_dtype=lambda name: np.dtype(np.uint32),
+        matmul_descriptor_set_attribute=lambda d, at, p, n: set_attribute(d, names[at], p, n),
+        matmul_buffer_size=lambda *args: (1000 + args[2], 16),
+        matmul=matmul,
+        malloc=malloc,
+        free=free,
+        buffer_register=lambda grid, pointer, size: world.keep("registration", 0),
+        buffer_deregister=lambda grid, pointer: world.open.__setitem__("registration", world.open["registration"] - 1),
+    )
+
+    def gemm(handle, op_a, op_b, m, n, k, alpha, a, kind, lda, b, kind_b, ldb, beta, c, kind_c, ldc, compute, algo):
+        dtype = np.dtype(DATA_TYPES[kind])
+
+        def matrix(pointer, rows, cols, ld):
+            size = ((cols - 1) * ld + rows) * dtype.itemsize
+            memory = np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint8)), (size,))
+            return np.ndarray((rows, cols), dtype, memory, strides=(dtype.itemsize, ld * dtype.itemsize))
+
+        x = matrix(a, m, k, lda) if op_a == 0 else matrix(a, k, m, lda).T
+        y = matrix(b, k, n, ldb) if op_b == 0 else matrix(b, n, k, ldb).T
+        wide = np.complex128 if dtype.kind == "c" else np.float64
+        matrix(c, m, n, ldc)[...] = (x.astype(wide) @ y.astype(wide)).astype(dtype)
+        world.calls.append((0, "gemm", m, n, k))
+
+    blas = types.SimpleNamespace(
+        ComputeType=types.SimpleNamespace(COMPUTE_32F=68, COMPUTE_64F=70),
+        create=lambda: 1,
+        set_stream=lambda handle, stream: None,
+        gemm_ex_64=gemm,
+    )
+    module("nvmath.bindings", cublas=blas, cublasMp=mp)
+    module("nvmath", bindings=sys.modules["nvmath.bindings"])
+    for name in [name for name in sys.modules if name.startswith("dask_distmm.engines.cublasmp")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "dask_distmm.comms.nccl", raising=False)
+    return world

@@ -1,0 +1,178 @@
+"""The GPU engine on emulated libraries: the same conformance suite as on GPUs, and the order of collective calls."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import devices
+
+from dask_distmm.plan import plan
+from dask_distmm.testing import conformance
+
+METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
+
+
+class Ranks:
+    """The engine as the runner of jobs wants it: chunks become device arrays, each participant has its own engine."""
+
+    name = "cublasmp"
+
+    def __init__(self, module, host):
+        self.module, self.host, self.engines, self.jobs = module, host, {}, []
+
+    def job(self, plan, me, chunks, comm, progress):
+        import dataclasses
+
+        engine = self.engines.setdefault(me, self.module.CublasMpEngine())
+        plan = dataclasses.replace(plan, group=hash(plan.workers) % 1000 + 1)
+        chunks = {key: chunk if self.host else chunk.view(devices.ndarray) for key, chunk in chunks.items()}
+        self.jobs.append(engine.job(plan, me, chunks, comm, progress))
+        return self.jobs[-1]
+
+
+@pytest.fixture
+def make(monkeypatch):
+    def make(host=False, shares_memory=True):
+        world = devices.install(monkeypatch, shares_memory)
+        engine = importlib.import_module("dask_distmm.engines.cublasmp")
+        # One engine thread a process uses the pinned buffers; here ranks are threads.
+        pinned, own = sys.modules["dask_distmm.engines.cublasmp.host"], threading.local()
+
+        def buffers():
+            if not hasattr(own, "buffers"):
+                own.buffers = pinned._Buffers()
+            return own.buffers
+
+        monkeypatch.setattr(pinned, "_BUFFER_BYTES", 2**12)
+        monkeypatch.setattr(pinned, "_buffers", buffers)
+        return Ranks(engine, host), world
+
+    yield make
+    # What was imported over the stand-ins must not stay.
+    for name in [n for n in sys.modules if n.startswith(("dask_distmm.engines.cublasmp", "dask_distmm.comms.nccl"))]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("nranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("orders", ["CC", "FF", "CF", "FC"])
+def test_methods_and_orders(make, method, nranks, orders):
+    ranks, _ = make()
+    conformance(ranks, method, nranks, orders=orders, own_out_chunks=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64", "complex128"])
+def test_types(make, method, dtype):
+    ranks, _ = make()
+    conformance(ranks, method, 3, dtype)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (1, 40, 3), (64, 1, 9), (32, 16, 64)])
+def test_shapes(make, method, shape):
+    ranks, _ = make()
+    conformance(ranks, method, 4, shape=shape, most_chunks=3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (True, True)])
+def test_chunks_that_are_tiles(make, method, transposed):
+    ranks, _ = make()
+    conformance(ranks, method, 2, shape=(32, 32, 32), most_chunks=1, transposed=transposed)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_numpy_chunks(make, method):
+    ranks, _ = make(host=True)
+    conformance(ranks, method, 3, "float32")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_of_participants_that_are_no_ranks(make, method):
+    ranks, _ = make()
+    conformance(ranks, method, 2, sources=2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_types(make, method):
+    ranks, _ = make()
+    conformance(ranks, method, 2, "float32", b_dtype="float64")
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_hosts_without_shared_memory(make, method):
+    ranks, world = make(shares_memory=False)
+    conformance(ranks, method, 3)
+    assert world.open["workspace"] == 0
+
+
+def test_what_is_made_is_kept_and_freed(make):
+    """Groups are used again; closing them on all ranks at once leaves nothing."""
+    ranks, world = make()
+    for method in ("allgather", "reducescatter", "summa", "allgather"):
+        conformance(ranks, method, 4, shape=(16, 16, 16), seed=1)
+    assert world.open["communicator"] % 4 == 0
+    groups = sorted({number for engine in ranks.engines.values() for number in engine.groups})
+    for number in groups:
+        threads = [
+            threading.Thread(target=engine.release, args=(number,))
+            for engine in ranks.engines.values()
+            if number in engine.groups
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+    assert not {kind: count for kind, count in world.open.items() if count}
+
+
+def test_what_is_held_is_counted(make):
+    ranks, _ = make()
+    made = conformance(ranks, "allgather", 2, shape=(64, 64, 64), most_chunks=1)
+    again = plan(made.problem, made.participants, made.where_a, made.where_b, engine="cublasmp")
+    for job in ranks.jobs:
+        assert 0 < job.held_bytes <= again.projected_bytes[f"w{job.me}"]
+
+
+def test_a_rank_without_room_stops_all_before_the_collective(make, monkeypatch):
+    ranks, world = make()
+    from dask_distmm.engines.cublasmp.library import Group
+    from dask_distmm.errors import EngineError
+
+    real = Group.allocate
+
+    def allocate(self, size):
+        if self.comm.rank == 1:
+            raise sys.modules["cupy"].cuda.memory.OutOfMemoryError("full")
+        return real(self, size)
+
+    monkeypatch.setattr(Group, "allocate", allocate)
+    with pytest.raises(EngineError, match=r"w\d: no room for cuBLASMp's workspace"):
+        conformance(ranks, "allgather", 3)
+    assert not any(call[1] == "matmul" for call in world.calls)
+    monkeypatch.setattr(Group, "allocate", real)
+    conformance(ranks, "allgather", 3)
+
+
+def test_old_libraries_are_refused_with_the_command(make, monkeypatch):
+    from dask_distmm.errors import EngineError
+
+    ranks, _ = make()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.0.0")
+    assert ranks.module.ENGINE.versions()["nccl"] == "2.30.7"
+    monkeypatch.setattr(sys.modules["nvmath.bindings"].cublasMp, "get_version", lambda: 900)
+    with pytest.raises(EngineError, match=r"cuBLASMp 900 and NCCL 2.30.7 were found.*pip install.*cu13"):
+        ranks.module.ENGINE.versions()
+
+
+def test_poison_is_poison():
+    assert np.isnan(devices.empty((2, 2))).all()
