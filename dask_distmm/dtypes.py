@@ -63,7 +63,8 @@ def takes(engine: str, array: str, dtypes: Sequence[str], plain: bool = True) ->
     dtypes
         Names of the types of A, B and the result.
     plain
-        Nothing but the product is wanted: the GPU engine has no epilogs yet.
+        Nothing but the product is wanted: the GPU engine's epilogs have run on emulated libraries only, so they
+        are not offered yet.
     """
     if engine == "numpy":
         return array == "numpy" and all(supported(dtype_from_name(name)) for name in dtypes)

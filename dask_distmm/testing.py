@@ -173,11 +173,11 @@ class LocalComm:
 
 def run_jobs(
     engine: Engine, made: Plan, chunks: Mapping[ChunkKey, NDArray[Any]], timeout: float = 60.0
-) -> dict[int, NDArray[Any]]:
-    """Run a plan with one thread a participant; return the chunks of D by number."""
+) -> dict[Any, NDArray[Any]]:
+    """Run a plan with one thread a participant; return D's chunks by number, others by name and number."""
     jobs: list[Job] = []
     comm = LocalComm(jobs)
-    where = {"a": made.where_a, "b": made.where_b}
+    where = made.where
     try:
         for me in range(len(made.participants)):
             mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] == me}  # type: ignore[index]
@@ -186,7 +186,7 @@ def run_jobs(
             job.prepare()
         with ThreadPoolExecutor(len(jobs)) as pool:
             futures = [pool.submit(job.execute) for job in jobs]
-            result: dict[int, NDArray[Any]] = {}
+            result: dict[Any, NDArray[Any]] = {}
             finished, waiting = wait(futures, timeout, return_when=FIRST_EXCEPTION)
             failed = [error for future in finished if (error := future.exception())]
             if failed or waiting:

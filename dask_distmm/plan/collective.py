@@ -214,12 +214,17 @@ def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
     # A's buffers are free again before B's are needed.
     total += np.max([sent + received for sent, received in moved.operands], axis=0)
     workspace = workspace_bytes(made, tiles)
+    # Where these lie is not looked at.
+    total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
+    sums = problem.compute_type.itemsize if not problem.finish.trivial else problem.itemsize("d")
     owned = np.bincount(made.owners, chunk_bytes(problem, "d"), len(made.ranks))
     for rank, index in enumerate(made.ranks):
         for operand, tile, chunks in (("a", tiles.a, problem.a_chunks), ("b", tiles.b, problem.b_chunks)):
             if tile_chunk(tile, rank, chunks) is None:
                 total[index] += np.prod(tile.local(rank)) * problem.itemsize(operand)
-        total[index] += np.prod(tiles.d.local(rank)) * problem.itemsize("d") + workspace
+        total[index] += np.prod(tiles.d.local(rank)) * sums + workspace
+        if not problem.finish.trivial:
+            total[index] += owned[rank] * (sums / problem.itemsize("d") + bool(problem.finish.saved))
         if tile_chunk(tiles.d, rank, problem.out_chunks) is None or tiles.replicated:
             total[index] += owned[rank] + moved.d_sent[rank] + moved.d_received[rank]
     return {worker.address: int(total[i]) for i, worker in enumerate(made.participants)}

@@ -207,6 +207,7 @@ def install(monkeypatch, shares_memory=True):
         uint8=np.uint8,
         asarray=lambda x: np.array(x, copy=True, order="K").view(ndarray),
         RawKernel=RawKernel,
+        **{name: getattr(np, name) for name in ("maximum", "where", "tanh", "clip")},
         get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
     )
     module("cupyx", empty_pinned=lambda size, dtype: np.empty(size, dtype))
@@ -403,15 +404,16 @@ def install(monkeypatch, shares_memory=True):
     def gemm(handle, op_a, op_b, m, n, k, alpha, a, kind, lda, b, kind_b, ldb, beta, c, kind_c, ldc, compute, algo):
         dtype = np.dtype(DATA_TYPES[kind])
 
-        def matrix(pointer, rows, cols, ld):
+        def matrix(pointer, rows, cols, ld, dtype=dtype):
             size = ((cols - 1) * ld + rows) * dtype.itemsize
             memory = np.ctypeslib.as_array(ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint8)), (size,))
             return np.ndarray((rows, cols), dtype, memory, strides=(dtype.itemsize, ld * dtype.itemsize))
 
+        kind_of_c = np.dtype(DATA_TYPES[kind_c])
         x = matrix(a, m, k, lda) if op_a == 0 else matrix(a, k, m, lda).T
         y = matrix(b, k, n, ldb) if op_b == 0 else matrix(b, n, k, ldb).T
         wide = np.complex128 if dtype.kind == "c" else np.float64
-        matrix(c, m, n, ldc)[...] = (x.astype(wide) @ y.astype(wide)).astype(dtype)
+        matrix(c, m, n, ldc, kind_of_c)[...] = (x.astype(wide) @ y.astype(wide)).astype(kind_of_c)
         world.calls.append((0, "gemm", m, n, k))
 
     blas = types.SimpleNamespace(

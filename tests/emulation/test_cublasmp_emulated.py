@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from pathlib import Path
 
+import devices
 import numpy as np
 import pytest
+from epilog_cases import ALL, Case
 
-sys.path.insert(0, str(Path(__file__).parent))
-import devices
-
-from dask_distmm.plan import plan
-from dask_distmm.testing import conformance
+from dask_distmm.epilog import Finish
+from dask_distmm.layout import ChunkGrid
+from dask_distmm.plan import Extra, Worker, plan
+from dask_distmm.testing import conformance, make_problem, random_chunks, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 
@@ -112,6 +112,84 @@ def test_hosts_without_shared_memory(make, method):
     ranks, world = make(shares_memory=False)
     conformance(ranks, method, 3)
     assert world.open["workspace"] == 0
+
+
+def run_case(ranks, case, method, nranks, sources, with_c):
+    """Run a multiply with an epilog on jobs; return D and the auxiliary outputs."""
+    rng = np.random.default_rng()
+    (m, k), n = case.a.shape, case.b.shape[1]
+    extras = {"c": case.c} if with_c else {}
+    extras |= {name: x.reshape(1, -1) if x.ndim == 1 else x for name, x in case.inputs.items()}
+    arrays = {"a": case.a, "b": case.b, **extras}
+    rows, inner, cols = (random_chunks(rng, size, 4) for size in (m, k, n))
+    sizes = {"a": (rows, inner), "b": (random_chunks(rng, k, 3), cols)}
+    sizes |= {name: tuple(random_chunks(rng, size, 3) for size in x.shape) for name, x in extras.items()}
+    options = case.options
+    spec = Finish(
+        (complex(options["alpha"]).real, complex(options["alpha"]).imag),
+        (complex(options.get("beta", 0)).real, complex(options.get("beta", 0)).imag),
+        options["epilog"] or "",
+        options["bias_axis"],
+        amax=True,
+    )
+    problem = make_problem(
+        sizes["a"],
+        sizes["b"],
+        case.a.dtype.name,
+        method=method,
+        finish=spec,
+        extras=tuple(Extra(name, sizes[name], x.dtype.name) for name, x in extras.items()),
+    )
+    where, chunks = {}, {}
+    for name, x in arrays.items():
+        grid = ChunkGrid(sizes[name])
+        where[name] = rng.integers(0, nranks + sources, grid.nparts).astype(np.int32)
+        for index in range(grid.nparts):
+            chunks[name, index] = np.ascontiguousarray(x[grid.slices(*grid.coords(index))])
+    roster = [Worker(f"w{i}") for i in range(nranks)]
+    others = [Worker(f"s{i}") for i in range(sources)]
+    more = [where[name] for name in extras]
+    made = plan(problem, roster, where["a"], where["b"], others, "cublasmp", where_extras=more)
+    result = run_jobs(ranks, type(made).from_wire(made.to_wire()), chunks)
+    nrows, ncols = problem.chunk_counts("d")
+    numbers = [[i * ncols + j for j in range(ncols)] for i in range(nrows)]
+    d = np.block([[np.asarray(result[index]) for index in row] for row in numbers])
+    aux = {}
+    for name in spec.per_element:
+        parts = [[np.asarray(result[name, index]) for index in row] for row in numbers]
+        if name == spec.saved:
+            aux[name] = np.block(parts)
+        elif name == spec.sums:
+            aux[name] = np.block(parts).astype(np.float64).sum(axis=1 if spec.bias_axis == 0 else 0).astype(d.dtype)
+        else:
+            amax = max(float(part[0, 0]) for row in parts for part in row)
+            assert abs(amax - float(abs(case.d).max())) <= float(case.error.max()) + 1e-6 * amax
+    return d, aux
+
+
+@pytest.mark.parametrize("epilog", ["", *ALL])
+def test_epilogs(make, epilog):
+    ranks, _ = make()
+    case = Case(epilog, beta=0.5, alpha=2.0)
+    d, aux = run_case(ranks, case, "auto", 3, 1, True)
+    case.aux.pop("bgrada", None)
+    case.aux.pop("bgradb", None)
+    case.check(d, aux)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("epilog", ["gelu_aux_bias", "drelu_bgrad"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_epilogs_of_types_and_methods(make, method, epilog, dtype):
+    ranks, _ = make()
+    case = Case(epilog, dtype, bias_axis=0, bias="row")
+    case.check(*run_case(ranks, case, method, 4, 0, False))
+
+
+def test_epilog_of_numpy_chunks(make):
+    ranks, _ = make(host=True)
+    case = Case("relu_aux_bias", "float32", beta=-1.0)
+    case.check(*run_case(ranks, case, "allgather", 2, 1, True))
 
 
 def test_what_is_made_is_kept_and_freed(make):

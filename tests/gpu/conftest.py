@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 def gpu_count() -> int:

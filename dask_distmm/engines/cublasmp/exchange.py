@@ -31,11 +31,12 @@ class DeviceShuffle:
         src: dict[int, Any],
         dst: dict[int, Any],
         skip_home: bool = False,
+        itemsize: int = 0,
     ) -> None:
         self.buffers: list[Any] = []
         self._keep = (src, dst)
         spans = [{n: Span(x.data.ptr, *x.strides) for n, x in arrays.items()} for arrays in (src, dst)]
-        self.itemsize = next(iter((*src.values(), *dst.values()))).dtype.itemsize
+        self.itemsize = itemsize or next(iter((*src.values(), *dst.values()))).dtype.itemsize
         source, target = spans
         self.shuffle = Shuffle(
             moves, me, ranks, order, extents, self.itemsize, source, target, self._allocate, skip_home=skip_home

@@ -26,9 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.nccl import make_unique_id
-from dask_distmm.dtypes import typed
+from dask_distmm.dtypes import dtype_from_name, typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, log
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
+from dask_distmm.engines.cublasmp.finishing import Finishing
 from dask_distmm.engines.cublasmp.host import to_device, to_host
 from dask_distmm.engines.cublasmp.library import Group, Memory, multiply_alone
 from dask_distmm.engines.gate import Gate
@@ -59,6 +60,8 @@ class CublasMpJob:
         self.chunks: dict[ChunkKey, Any] = dict(chunks)
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
         self.dtype = plan.problem.result_type
+        # The formula is applied to sums that are not rounded yet.
+        self.sum_type = self.dtype if plan.problem.finish.trivial else plan.problem.compute_type
         self.timings: dict[str, float] = {}
         self.held_bytes = 0
         self._tiles = make_tiles(plan)
@@ -88,7 +91,7 @@ class CublasMpJob:
                 order = "F" if chunk.flags.f_contiguous and not chunk.flags.c_contiguous else "C"
                 on_device = cp.empty(chunk.shape, chunk.dtype, order=order)
                 self._uploads.append((chunk, on_device))
-            if chunk.dtype != self.dtype:
+            if chunk.dtype != self.dtype and key[0] in ("a", "b"):
                 # Converted once it is filled, on the run's stream.
                 on_device = _Converted(on_device, cp.empty(chunk.shape, self.dtype))
             self.chunks[key] = on_device
@@ -97,6 +100,9 @@ class CublasMpJob:
             "b": self._operand("b", self._tiles.b, problem.b_chunks, self.plan.where_b),
         }
         self._result = self._make_result()
+        self._finishing = None
+        if not problem.finish.trivial:
+            self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
         self._gather = Exchange(*(operand.shuffle for operand in self._operands.values()))
         self._allocated = cp.cuda.Event(disable_timing=True)
         self._allocated.record(cp.cuda.Stream.null)
@@ -142,13 +148,13 @@ class CublasMpJob:
         else:
             copies = redistribution(tile.layout, ChunkGrid(sizes))
             moves = Moves.of(copies, plan.ranks, np.asarray(plan.ranks)[plan.owners])
-        target = cp.empty(tile.local(self.rank), self.dtype, order=tile.order)
+        target = cp.empty(tile.local(self.rank), self.sum_type, order=tile.order)
         owned = plan.owned(self.rank).tolist()
         index = None if self._tiles.replicated else tile_chunk(tile, self.rank, sizes)
         if index is not None and owned == [index]:
             return _Result({index: target}, target, None)
         rects = {i: plan.chunk_rect(i) for i in owned}
-        chunks = {i: cp.empty((r[1] - r[0], r[3] - r[2]), self.dtype, order=tile.order) for i, r in rects.items()}
+        chunks = {i: cp.empty((r[1] - r[0], r[3] - r[2]), self.sum_type, order=tile.order) for i, r in rects.items()}
         widths = np.tile(sizes[1], len(sizes[0])) if tile.order == "C" else np.repeat(sizes[0], len(sizes[1]))
         source = {0 if self._tiles.replicated else self.rank: target}
         shuffle = DeviceShuffle(moves, self.me, plan.ranks, tile.order, widths.tolist(), source, chunks)
@@ -156,14 +162,17 @@ class CublasMpJob:
 
     # The work
 
-    def execute(self) -> dict[int, Any]:
-        """Multiply; return this rank's chunks of D."""
+    def execute(self) -> dict[Any, Any]:
+        """Multiply; return this rank's chunks of D and of auxiliary outputs."""
         if self.rank is None:
             return {}
         started = time.perf_counter()
         try:
-            for operand, name in enumerate("ab"):
-                self._fetch_outside(operand, self._operands[name])
+            for number, (name, operand) in enumerate(self._operands.items()):
+                dtype = dtype_from_name(self.plan.problem.dtype_of(name))
+                self._fetch_outside(number, dtype, operand.outside, {self.rank: operand.target})
+            for outside in self._finishing.outside() if self._finishing else ():
+                self._fetch_outside(*outside)
             if len(self.plan.ranks) == 1:
                 self._raise_if_aborted()
                 self._committed = True
@@ -179,7 +188,7 @@ class CublasMpJob:
             self.timings["total"] = time.perf_counter() - started
             log.debug("run of %s, rank %s: %s", self.plan.problem.name, self.rank, self.timings)
 
-    def _work(self) -> dict[int, Any]:
+    def _work(self) -> dict[Any, Any]:
         assert self.rank is not None
         stream, plan = self._stream, self.plan
         group = self._group() if len(plan.ranks) > 1 else None
@@ -193,19 +202,24 @@ class CublasMpJob:
                     found.target[...] = found.source
         comm = group.comm if group is not None else None
         self._gather.run(stream, comm)
+        if self._finishing is not None:
+            self._finishing.gather(stream, comm)
         marks.append(_mark(stream))
         a, b, d = self._operands["a"].target, self._operands["b"].target, self._result.target
         shape = (plan.problem.m, plan.problem.n, plan.problem.k)
-        tiles = self._tiles
+        tiles, types = self._tiles, (self.dtype.name, self.sum_type.name)
         memories = [Memory(x.data.ptr, _ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
         if group is None:
-            multiply_alone(tiles, shape, self.dtype.name, memories[0], memories[1], memories[2], stream)
+            multiply_alone(tiles, shape, types, memories[0], memories[1], memories[2], stream)
         else:
-            group.multiply(tiles, shape, self.dtype.name, memories[0], memories[1], memories[2])
+            group.multiply(tiles, shape, types, memories[0], memories[1], memories[2])
         marks.append(_mark(stream))
         self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
         if self._result.deliver is not None:
             self._result.deliver.run(stream, comm)
+        outputs: dict[Any, Any] = dict(self._result.chunks)
+        if self._finishing is not None:
+            outputs = self._finishing.apply(outputs, stream)
         marks.append(_mark(stream))
         self._wait(marks[-1])
         for name, first, last in zip(("redistribute", "multiply", "deliver"), marks[:-1], marks[1:], strict=True):
@@ -214,8 +228,8 @@ class CublasMpJob:
             group.trim(plan.problem.options.keep_workspace_bytes)
         self.progress(1.0)
         if plan.problem.array == "numpy":
-            return {index: to_host(chunk, stream) for index, chunk in self._result.chunks.items()}
-        return dict(self._result.chunks)
+            return {key: to_host(chunk, stream) for key, chunk in outputs.items()}
+        return outputs
 
     def _count(self) -> int:
         """Return the bytes of all device memory that this rank holds for the run."""
@@ -225,6 +239,7 @@ class CublasMpJob:
         for exchange in (self._gather, self._result.deliver):
             arrays += exchange.buffers if exchange is not None else []
         arrays += [operand.target for operand in self._operands.values()]
+        arrays += self._finishing.arrays if self._finishing is not None else []
         return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
     def _wait(self, event: cp.cuda.Event) -> None:
@@ -259,9 +274,8 @@ class CublasMpJob:
         if self._error is not None:
             self._watch()
 
-    def _fetch_outside(self, number: int, operand: _Operand) -> None:
+    def _fetch_outside(self, number: int, dtype: np.dtype, moves: Moves, targets: Mapping[int, Any]) -> None:
         """Get what only workers that are no ranks have staged, and copy it right into place."""
-        moves = operand.outside
         for peer in np.unique(moves.src_owner).tolist():
             leg = moves.take(moves.src_owner == peer)
             boxes = np.empty((len(leg), 6), np.int64)
@@ -272,11 +286,10 @@ class CublasMpJob:
             while not answer.done():
                 self._raise_if_aborted()
                 wait_for([answer], timeout=0.2)
-            dtype = self.plan.problem.b_dtype if number else self.plan.problem.a_dtype
             for i, data in enumerate(answer.result()):
                 r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
-                part = typed(cp.asarray(data), dtype)
-                operand.target[r : r + part.shape[0], c : c + part.shape[1]] = part
+                part = typed(cp.asarray(data), dtype.name)
+                targets[int(leg.dst[i])][r : r + part.shape[0], c : c + part.shape[1]] = part
         if len(moves):
             # The default stream has done this: the run's stream waits for it.
             self._allocated.record(cp.cuda.Stream.null)
@@ -294,7 +307,7 @@ class CublasMpJob:
         self._raise_if_aborted()
         found = []
         for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
-            part = self.chunks["ab"[operand], chunk][r0:r1, c0:c1]
+            part = self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1]
             found.append(part if part.flags.forc else part.copy())
         cp.cuda.Stream.null.synchronize()
         return found

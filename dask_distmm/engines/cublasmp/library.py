@@ -113,7 +113,9 @@ class Group:
         if problems:
             raise agreed_error({self.names[rank]: text for rank, text in problems.items()})
 
-    def multiply(self, tiles: Tiles, shape: tuple[int, int, int], dtype: str, a: Memory, b: Memory, d: Memory) -> None:
+    def multiply(
+        self, tiles: Tiles, shape: tuple[int, int, int], types: tuple[str, str], a: Memory, b: Memory, d: Memory
+    ) -> None:
         """Put ``D = A @ B`` on the stream.
 
         Parameters
@@ -122,16 +124,16 @@ class Group:
             How the matrices are distributed.
         shape
             m, n, k.
-        dtype
-            Type of all three.
+        types
+            Type of A and B, and of D.
         a, b, d
             This rank's tiles.
         """
         x, y = (b, a) if tiles.flipped else (a, b)
-        key = (tiles, shape, dtype, x.ld, y.ld, d.ld)
+        key = (tiles, shape, types, x.ld, y.ld, d.ld)
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _Call(self, tiles, dtype, x.ld, y.ld, d.ld)
+            call = self._calls[key] = _Call(self, tiles, types, x.ld, y.ld, d.ld)
             if len(self._calls) > _MOST_DESCRIPTORS:
                 self._calls.popitem(last=False)[1].close()
         self._calls.move_to_end(key)
@@ -220,7 +222,8 @@ class Group:
 class _Call:
     """The descriptors of one kind of multiply."""
 
-    def __init__(self, group: Group, tiles: Tiles, dtype: str, ldx: int, ldy: int, ldz: int) -> None:
+    def __init__(self, group: Group, tiles: Tiles, types: tuple[str, str], ldx: int, ldy: int, ldz: int) -> None:
+        dtype = types[0]
         first, second = (tiles.b, tiles.a) if tiles.flipped else (tiles.a, tiles.b)
         stored = first.stored, second.stored, tiles.d.stored
         self.workspace: tuple[int, int] | None = None
@@ -237,7 +240,8 @@ class _Call:
         # All grids first: making one is collective and frees the workspace.
         grids = [group.grid(matrix.grid) for matrix in stored]
         self._matrices = [
-            _describe(matrix, ld, dtype, grid) for matrix, ld, grid in zip(stored, (ldx, ldy, ldz), grids, strict=True)
+            _describe(matrix, ld, kind, grid)
+            for matrix, ld, kind, grid in zip(stored, (ldx, ldy, ldz), (dtype, dtype, types[1]), grids, strict=True)
         ]
         self._descriptor = cublasMp.matmul_descriptor_create(int(_COMPUTE_TYPES[dtype]))
         self._set(_Attribute.TRANSA, _OPS[op_x])
@@ -284,10 +288,17 @@ def _cublas_handle() -> int:
 
 
 def multiply_alone(
-    tiles: Tiles, shape: tuple[int, int, int], dtype: str, a: Memory, b: Memory, d: Memory, stream: cp.cuda.Stream
+    tiles: Tiles,
+    shape: tuple[int, int, int],
+    types: tuple[str, str],
+    a: Memory,
+    b: Memory,
+    d: Memory,
+    stream: cp.cuda.Stream,
 ) -> None:
     """Put ``D = A @ B`` on a stream, with cuBLAS. Parameters as for `Group.multiply`."""
     m, n, k = shape
+    dtype = types[0]
     op_x, op_y = tiles.ops
     x, y, rows, cols = (b, a, n, m) if tiles.flipped else (a, b, m, n)
     scale = np.dtype(_SCALE_TYPES.get(dtype, dtype))
@@ -296,5 +307,15 @@ def multiply_alone(
     cublas.set_stream(handle, stream.ptr)
     cublas.gemm_ex_64(
         *(handle, _OPS[op_x], _OPS[op_y], rows, cols, k, alpha.ctypes.data, x.pointer, kind, x.ld),
-        *(y.pointer, kind, y.ld, beta.ctypes.data, d.pointer, kind, d.ld, int(_COMPUTE_TYPES[dtype]), -1),
+        *(
+            y.pointer,
+            kind,
+            y.ld,
+            beta.ctypes.data,
+            d.pointer,
+            _DATA_TYPES[types[1]],
+            d.ld,
+            int(_COMPUTE_TYPES[dtype]),
+            -1,
+        ),
     )
