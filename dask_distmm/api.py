@@ -157,17 +157,28 @@ def matmul(
 def explain(
     a: Any,
     b: Any,
+    c: Any = None,
     *,
+    alpha: complex = 1.0,
+    beta: complex | None = None,
+    op_a: str = "N",
+    op_b: str = "N",
+    epilog: str | None = None,
+    epilog_inputs: Mapping[str, Any] | None = None,
+    bias_axis: int = -1,
+    result_amax: bool = False,
     method: str | None = None,
     engine: str | None = None,
     out_chunks: Any = None,
     workers: Sequence[str] | int | None = None,
 ) -> Plan | NotCollective:
-    """Return the plan for ``matmul(a, b)`` on the cluster as it is now, without computing anything.
+    """Return the plan for ``matmul(a, b, ...)`` on the cluster as it is now, without computing anything.
 
     Parameters
     ----------
-    a, b, method, engine, out_chunks, workers
+    a, b, c, alpha, beta, op_a, op_b, epilog, epilog_inputs, bias_axis, result_amax
+        As for `matmul`.
+    method, engine, out_chunks, workers
         As for `matmul`. Without a cluster ``workers=4`` plans for four imagined ones, with one thread each and
         no memory limit.
 
@@ -184,16 +195,21 @@ def explain(
     """
     method, engine = _names(method, engine)
     a, b = (da.asanyarray(x) for x in (a, b))
+    a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
     _check_shapes(a, b)
+    spec, extras = formula.parse(a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax)
     client = current_client()
     imagined = client is None and isinstance(workers, int)
     reason = why_not(a, b, cluster=not imagined)
+    for name, array in extras:
+        if reason is None and (unfit := formula.why_not(array)):
+            reason = f"{name}: {unfit}"
     if reason is not None:
         return NotCollective(reason)
     a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
     if 0 in (*a.shape, *b.shape):
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
-    problem = make_problem(a, b, method, engine, out_chunks, workers)
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras)
     if imagined:
         assert isinstance(workers, int)
         imaginary = [Worker(f"worker-{i}") for i in range(workers)]

@@ -178,3 +178,18 @@ def test_operator_is_untouched_by_all_this(client):
     with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
         a = da.ones((20, 20), chunks=5)
         np.testing.assert_array_equal((a @ a).compute(), np.full((20, 20), 20.0))
+
+
+def test_explain_shows_the_formula(client):
+    case = Case("relu_aux_bias")
+    a, b, c = case.arrays()
+    options = {"epilog": "relu_aux_bias", "epilog_inputs": case.inputs}
+    text = repr(dask_distmm.explain(a, b, c, alpha=2, beta=-0.5, result_amax=True, **options))
+    assert "formula   D = relu(2 A B + -0.5 C + bias); also relu_aux, result_amax" in text
+    mask = {"relu_aux": da.ones((43, 38), dtype=bool)}
+    text = repr(dask_distmm.explain(a, b, epilog="drelu_bgrad", epilog_inputs=mask))
+    assert "D = (A B) relu'(relu_aux); also drelu_bgrad" in text
+    assert "formula" not in repr(dask_distmm.explain(a, b))
+    with pytest.raises(PlanError, match="needs the inputs"):
+        dask_distmm.explain(a, b, epilog="bias")
+    assert "no engine" in repr(dask_distmm.explain(a, b, epilog="bias", epilog_inputs={"bias": np.array(["x"] * 38)}))

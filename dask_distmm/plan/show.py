@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dask_distmm.plan.plan import Estimate, Plan
+from dask_distmm.plan.problem import Problem
 
 __all__ = ["plan_text", "size_text", "time_text"]
 
@@ -50,6 +51,7 @@ def plan_text(plan: Plan) -> str:
         f"  A         {problem.m} x {problem.k} {problem.a_dtype}, {chunks('a')}",
         f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
         f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {problem.compute_type}",
+        *_formula(problem),
         f"  method    {_WHAT[plan.method]}",
         f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
         f"  inputs    {placed}; packed: {', '.join(packed) or 'nothing'}",
@@ -69,6 +71,28 @@ def plan_text(plan: Plan) -> str:
     if others:
         lines.append("  against   " + "\n            ".join(_against(e, plan.estimate) for e in others))
     return "\n".join(lines)
+
+
+def _formula(problem: Problem) -> list[str]:
+    """Return the line that says what is done beside the product, if anything is."""
+    spec = problem.finish
+    if spec.plain:
+        return []
+    alpha, beta = (complex(*x) for x in (spec.alpha, spec.beta))
+    text = "A B" if alpha == 1 else f"{_number(alpha)} A B"
+    text += f" + {_number(beta)} C" if beta else ""
+    text += " + bias" if "bias" in spec.inputs else ""
+    if spec.gradient:
+        text = f"({text}) {spec.gradient}'({spec.inputs[0]})"
+    elif spec.activation:
+        text = f"{spec.activation}({text})"
+    kept = [*spec.per_element, *([spec.operand_sum] if spec.operand_sum else [])]
+    also = f"; also {', '.join(kept)}" if kept else ""
+    return [f"  formula   D = {text}{also}: on each rank's chunks of D, before they are stored"]
+
+
+def _number(value: complex) -> str:
+    return f"{value.real:g}" if not value.imag else f"({value:g})"
 
 
 def _against(estimate: Estimate, chosen: Estimate | None) -> str:
