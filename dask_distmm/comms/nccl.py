@@ -70,14 +70,22 @@ class NcclComm:
 
     def agree(self, problem: str = "") -> dict[int, str]:
         """Tell all ranks of a problem, if there is one, and return the problems of all by rank. Waits."""
-        text = problem.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-        self._message.set(np.frombuffer(text, np.uint8), stream=self.stream)
+        texts = [found.decode(errors="replace") for found in self._tell(problem.encode())]
+        return {rank: text for rank, text in enumerate(texts) if text}
+
+    def largest(self, value: int) -> int:
+        """Return the largest of all ranks' values. Waits."""
+        return max(map(int, self._tell(str(value).encode())))
+
+    def _tell(self, message: bytes) -> list[bytes]:
+        """Exchange short messages without zero bytes."""
+        padded = message[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        self._message.set(np.frombuffer(padded, np.uint8), stream=self.stream)
         bindings.all_gather(
             self._message.data.ptr, self._messages.data.ptr, _MESSAGE_BYTES, _BYTE, self.handle, self.stream.ptr
         )
         found = self._messages.get(stream=self.stream)
-        texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in found.reshape(self.nranks, -1)]
-        return {rank: text for rank, text in enumerate(texts) if text}
+        return [row.tobytes().rstrip(b"\0") for row in found.reshape(self.nranks, -1)]
 
     def close(self) -> None:
         """Destroy the communicator, on all ranks."""

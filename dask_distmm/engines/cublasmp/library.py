@@ -139,7 +139,9 @@ class Group:
         self._calls.move_to_end(key)
         arguments = call.arguments(self._handle, x.pointer, y.pointer, d.pointer)
         if call.workspace is None:
-            call.workspace = cublasMp.matmul_buffer_size(*arguments)
+            device_bytes, host_bytes = cublasMp.matmul_buffer_size(*arguments)
+            # Uneven tiles may need more on some ranks; what follows is collective.
+            call.workspace = self.comm.largest(device_bytes), host_bytes
         device_bytes, host_bytes = call.workspace
         workspace = self._reserve(device_bytes)
         host = np.empty(host_bytes, np.uint8)
