@@ -290,7 +290,10 @@ class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
         over = start == "cancelled" and finish in ("released", "forgotten", "memory", "error", "rescheduled")
         if over and (stage := parse_stage_key(key)):
             name, operand, index = stage
-            self._side.staged.get(name, {}).pop((operand, *index), None)
+            chunks = self._side.staged.get(name, {})
+            chunks.pop((operand, *index), None)
+            if not chunks:
+                self._side.staged.pop(name, None)
 
 
 def worker_side(worker: Worker) -> WorkerSide:

@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dask_distmm import matmul
+from dask_distmm.keys import stage_name
 from dask_distmm.plan import Plan, Worker, plan
 from dask_distmm.testing import make_problem
-from dask_distmm.worker import WorkerSide
+from dask_distmm.worker import DistMMWorkerPlugin, WorkerSide
 
 
 class Loop:
@@ -173,3 +174,22 @@ def test_the_plugin_can_be_installed_twice(inproc_client):
     inproc_client.register_plugin(DistMMWorkerPlugin())
     assert inproc_client.run(lambda dask_worker: id(dask_worker.extensions["distmm"])) == sides
     np.testing.assert_allclose(matmul(x, x.T).compute(), x.compute() @ x.compute().T, rtol=1e-9, atol=1e-9)
+
+
+def test_a_chunk_staged_by_a_cancelled_task_leaves_nothing():
+    """The multiply was forgotten while the task ran; what it stages then goes with its end, to the last entry."""
+    side = WorkerSide(Loop())
+    plugin = DistMMWorkerPlugin()
+    plugin._side = side
+    staged(side)
+    side.forget(None, "m")
+    side.stage("m", "a", 1, 0, np.ones((3, 5)))
+    side.stage("m", "b", 0, 0, np.ones((5, 6)))
+    plugin.transition((stage_name("m", "a"), 1, 0), "cancelled", "memory")
+    assert list(side.staged["m"]) == [("b", 0, 0)]
+    plugin.transition((stage_name("m", "b"), 0, 0), "cancelled", "released")
+    assert side.staged == {}
+    plugin.transition((stage_name("m", "b"), 0, 0), "cancelled", "released")
+    plugin.transition("another", "cancelled", "memory")
+    assert side.staged == {}
+    side.close()
