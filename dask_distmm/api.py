@@ -213,8 +213,7 @@ def explain(
     if imagined:
         assert isinstance(workers, int)
         imaginary = [Worker(f"worker-{i}") for i in range(workers)]
-        chosen = problem.engine if problem.engine != "auto" else {"numpy": "numpy", "cupy": "cublasmp"}[problem.array]
-        known: Snapshot | None = Snapshot(imaginary, [], [None, None], chosen, [])
+        known: Snapshot | None = Snapshot(imaginary, [], [None, None], problem.engine_alone, [])
     else:
         assert client is not None
         known = snapshot(client, problem, [a, b])

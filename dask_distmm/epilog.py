@@ -33,9 +33,11 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from dask_distmm.errors import PlanError
 
-__all__ = ["PLAIN", "Epilog", "Finish", "finish"]
+__all__ = ["PLAIN", "Epilog", "Finish", "finish", "part_shape"]
 
 _ACTIVATIONS = ("relu", "gelu", "leaky_relu", "tanh", "sigmoid", "silu", "hardswish", "clamp")
 _SQRT_2_OVER_PI = 0.7978845608028654
@@ -125,6 +127,11 @@ class Finish:
         return self.epilog if self.epilog.endswith("_bgrad") else ""
 
     @property
+    def sum_axis(self) -> int:
+        """The axis of D that `sums` adds up; the gradient keeps the other one, along which it is a gradient."""
+        return 1 if self.bias_axis == 0 else 0
+
+    @property
     def operand_sum(self) -> str:
         """Name of the auxiliary output that sums an operand over k; empty for none."""
         return self.epilog if self.epilog in ("bgrada", "bgradb") else ""
@@ -134,8 +141,25 @@ class Finish:
         """Names of the auxiliary outputs that the run makes, chunk by chunk of D."""
         return tuple(name for name in (self.saved, self.sums, "result_amax" if self.amax else "") if name)
 
+    def keeps(self, name: str) -> tuple[bool, bool]:
+        """Whether a part of one of `per_element` is as long as D's part along its rows and columns; else it is 1."""
+        if name == self.sums:
+            return self.sum_axis == 1, self.sum_axis == 0
+        return (True, True) if name == self.saved else (False, False)
+
+    def dtype_of(self, name: str, dtype: np.dtype) -> np.dtype:
+        """Type of one of `per_element`, where D is of type `dtype`."""
+        if name == "relu_aux":
+            return np.dtype(bool)
+        return np.empty(0, dtype).real.dtype if name == "result_amax" else dtype
+
 
 PLAIN = Finish()
+
+
+def part_shape(keeps: tuple[bool, bool], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an output's part beside a part of D, from what `Finish.keeps` says."""
+    return tuple(n if kept else 1 for n, kept in zip(shape, keeps, strict=True))
 
 
 def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -175,9 +199,7 @@ def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[
     else:
         d = _activate(xp, spec.activation, acc) if spec.activation else acc
     if spec.sums:
-        # The gradient keeps the axis that it is a gradient along.
-        axis = 1 if spec.bias_axis == 0 else 0
-        aux[spec.sums] = d.sum(axis=axis, keepdims=True)
+        aux[spec.sums] = d.sum(axis=spec.sum_axis, keepdims=True)
     if spec.amax:
         aux["result_amax"] = abs(d).max(initial=0).reshape(1, 1) if d.size else xp.zeros((1, 1), real)
     return d, aux

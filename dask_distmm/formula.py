@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,21 +114,18 @@ def why_not(array: da.Array) -> str | None:
 
 def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return D and the auxiliary outputs of a run by name; D alone if there are none."""
-    spec, (rows, cols) = problem.finish, problem.out_chunks
-    real = np.empty(0, problem.result_type).real.dtype
+    spec = problem.finish
     found: dict[str, da.Array] = {}
     for name in spec.per_element:
-        ones = ((1,) * len(rows), (1,) * len(cols))
-        if name == spec.saved:
-            chunks, dtype = (rows, cols), np.dtype(bool) if name == "relu_aux" else problem.result_type
-        elif name == spec.sums:
-            chunks, dtype = ((rows, ones[1]) if spec.bias_axis == 0 else (ones[0], cols)), problem.result_type
-        else:
-            chunks, dtype = ones, real
+        dtype = spec.dtype_of(name, problem.result_type)
+        chunks = tuple(
+            sizes if kept else (1,) * len(sizes)
+            for sizes, kept in zip(problem.out_chunks, spec.keeps(name), strict=True)
+        )
         meta = meta_from_array(d._meta, ndim=2, dtype=dtype)
         array = da.Array(build_output(problem, name, d), output_name(problem.name, name), chunks, meta=meta)
         if name == spec.sums:
-            array = array.sum(axis=1 if spec.bias_axis == 0 else 0, dtype=dtype)
+            array = array.sum(axis=spec.sum_axis, dtype=dtype)
         found[name] = array.max() if name == "result_amax" else array
     if spec.operand_sum:
         found[spec.operand_sum] = _operand_sum(spec, a, b)
@@ -147,7 +145,7 @@ def without_a_run(
     """Return what a run would, made of Dask's own operations, where no run is possible."""
     dtype = product.dtype
     wide = product.astype(compute_dtype(dtype, max(1, a.shape[1])))
-    d, aux = finish(da, _no_amax(spec), wide, dict(extras))
+    d, aux = finish(da, dataclasses.replace(spec, amax=False), wide, dict(extras))
     d = d.astype(dtype)
     found = {name: array if array.dtype.kind == "b" else array.astype(dtype) for name, array in aux.items()}
     if spec.sums:
@@ -157,7 +155,3 @@ def without_a_run(
     if spec.operand_sum:
         found[spec.operand_sum] = _operand_sum(spec, a, b)
     return (d, found) if found else d
-
-
-def _no_amax(spec: Finish) -> Finish:
-    return Finish(spec.alpha, spec.beta, spec.epilog, spec.bias_axis, False)

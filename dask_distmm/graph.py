@@ -162,18 +162,17 @@ def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
     named = zip(problem.operands, operands, strict=True)
     chunks = {(op, i): chunk for op, found in named for i, chunk in enumerate(found)}
     where_a, where_b, *where_extras = (np.zeros(len(found), np.int32) for found in operands)
-    engine = problem.engine if problem.engine != "auto" else {"numpy": "numpy", "cupy": "cublasmp"}[problem.array]
     orders = (order_of(operands[0][0]), order_of(operands[1][0]))
     made = plan(
         problem,
         [Worker("here")],
         where_a=where_a,
         where_b=where_b,
-        engine=engine,
+        engine=problem.engine_alone,
         orders=orders,
         where_extras=where_extras,
     )
-    job = get_engine(engine).job(made, 0, chunks, _NoComm(), lambda share: None)
+    job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None)
     job.prepare()
     return Alone(job.execute())
 

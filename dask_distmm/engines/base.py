@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 
-__all__ = ["ENGINES", "Boxes", "ChunkKey", "Comm", "Engine", "Job", "agreed_error", "get_engine", "log"]
+__all__ = ["ENGINES", "Boxes", "ChunkKey", "Comm", "Engine", "Job", "get_engine", "log", "wait_checked"]
 
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 
@@ -120,6 +120,9 @@ def get_engine(name: str) -> Engine:
     return engine
 
 
-def agreed_error(problems: Mapping[str, str]) -> EngineError:
-    """Return the error that all ranks raise when some of them have a problem; by the names of those."""
-    return EngineError("; ".join(f"{name}: {text}" for name, text in problems.items()))
+def wait_checked(answer: Future[Any], check: Callable[[], None]) -> Any:
+    """Return what a peer answers, once it is here; `check` raises if the run has been aborted meanwhile."""
+    while not answer.done():
+        check()
+        wait([answer], timeout=0.2)
+    return answer.result()

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.panels import Piece, pieces_of
-from dask_distmm.plan import Plan, Problem
+from dask_distmm.plan import Plan
 
-__all__ = ["Inputs", "empty_outputs"]
+__all__ = ["Inputs"]
 
 
 class _Asked(NamedTuple):
@@ -86,11 +86,3 @@ class Inputs:
 
 def _put(data: NDArray[Any], piece: Piece, values: NDArray[Any]) -> None:
     data[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols] = values
-
-
-def empty_outputs(problem: Problem, shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the auxiliary outputs of a chunk of D that has no elements."""
-    rows, cols = shape
-    sums = (rows, 1) if problem.finish.bias_axis == 0 else (1, cols)
-    shapes = {problem.finish.saved: (rows, cols), problem.finish.sums: sums}
-    return {name: shapes.get(name, (1, 1)) for name in problem.finish.per_element}

@@ -20,18 +20,17 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.dtypes import dtype_from_name
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
 from dask_distmm.engines.blas import blas_threads, gemm
-from dask_distmm.engines.inputs import Inputs, empty_outputs
+from dask_distmm.engines.inputs import Inputs
 from dask_distmm.engines.panels import Panel, Piece, panels, split_at_chunks
-from dask_distmm.epilog import finish
+from dask_distmm.epilog import finish, part_shape
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 from dask_distmm.plan.plan import Rect
@@ -232,15 +231,17 @@ class NumpyJob:
             ahead = inputs.ask(chunks[at]) if at < len(chunks) else []
             with np.errstate(all="ignore"):
                 d, aux = finish(np, problem.finish, self.result[index], inputs.wait(asked))
-            self.result[index] = np.empty(d.shape, problem.result_type)
-            _round_into(self.result[index], d)
-            for name, values in aux.items():
-                self.result[name, index] = values if values.dtype.kind == "b" else _rounded(values, problem.result_type)
+                self.result[index] = np.empty(d.shape, problem.result_type)
+                _round_into(self.result[index], d)
+                for name, values in aux.items():
+                    dtype = problem.finish.dtype_of(name, problem.result_type)
+                    self.result[name, index] = values.astype(dtype, copy=False)
             asked = ahead
         for index in set(owned) - set(chunks):
             self.result[index] = self.result[index].astype(problem.result_type)
-            for name, shape in empty_outputs(problem, self.result[index].shape).items():
-                self.result[name, index] = np.zeros(shape, np.bool_ if name == "relu_aux" else problem.result_type)
+            for name in problem.finish.per_element:
+                shape = part_shape(problem.finish.keeps(name), self.result[index].shape)
+                self.result[name, index] = np.zeros(shape, problem.finish.dtype_of(name, problem.result_type))
 
     def _store(self, index: int, rect: Rect, data: NDArray[Any]) -> None:
         top, _, left, _ = self.plan.chunk_rect(index)
@@ -369,10 +370,7 @@ class _Answer:
 
     def wait(self, check: Callable[[], None]) -> list[NDArray[Any]]:
         """Return them once they are here; `check` raises if the run has been aborted."""
-        while not self._future.done():
-            check()
-            wait_for([self._future], timeout=0.2)
-        arrived = list(self._future.result())
+        arrived = list(wait_checked(self._future, check))
         if self._flat:
             ends = np.cumsum([rows * cols for rows, cols in self._shapes])
             arrived = [x.reshape(shape) for x, shape in zip(np.split(arrived[0], ends[:-1]), self._shapes, strict=True)]
@@ -419,9 +417,3 @@ def _round_into(target: NDArray[Any], data: NDArray[Any]) -> None:
     else:
         with np.errstate(over="ignore"):
             target[...] = data.astype(target.dtype)
-
-
-def _rounded(data: NDArray[Any], dtype: np.dtype) -> NDArray[Any]:
-    """Return values in the type of the result; a magnitude of complex ones in its real part's."""
-    with np.errstate(over="ignore"):
-        return data.astype(np.empty(0, dtype).real.dtype if data.dtype.kind != "c" else dtype)

@@ -9,6 +9,7 @@ travel as one vector without saying what is in it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -93,6 +94,11 @@ class Moves:
     def take(self, which: NDArray[np.intp] | NDArray[np.bool_]) -> Moves:
         """Return some of the rectangles."""
         return Moves(**{field.name: getattr(self, field.name)[which] for field in dataclasses.fields(self)})
+
+    def among(self, ranks: Sequence[int], me: int) -> tuple[Moves, Moves]:
+        """Return the rectangles that come from participants which are ranks, and those from others to `me`."""
+        inside = np.isin(self.src_owner, ranks)
+        return self.take(inside), self.take(~inside & (self.dst_owner == me))
 
     def legs(self, me: int) -> Legs:
         """Sort out what participant `me` has to do."""

@@ -161,6 +161,11 @@ class Problem:
         return compute_dtype(self.result_type, self.k)
 
     @property
+    def engine_alone(self) -> str:
+        """Name of the engine where there is no cluster to choose by."""
+        return self.engine if self.engine != "auto" else {"numpy": "numpy", "cupy": "cublasmp"}[self.array]
+
+    @property
     def operands(self) -> tuple[str, ...]:
         """Names of the arrays that are staged, in the order of their numbers."""
         return ("a", "b", *(extra.name for extra in self.extras))

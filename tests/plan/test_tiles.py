@@ -16,6 +16,17 @@ from dask_distmm.testing import make_problem, random_chunks
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 
 
+def any_plan(most_ranks, longest):
+    """Give a test a method, a number of ranks, a shape, two memory orders and a seed."""
+    return given(
+        st.sampled_from(METHODS),
+        st.integers(1, most_ranks),
+        st.tuples(*[st.integers(1, longest)] * 3),
+        st.tuples(*[st.sampled_from("CF")] * 2),
+        st.integers(0, 2**32 - 1),
+    )
+
+
 def made_plan(rng, method, nranks, shape, orders, **options):
     m, n, k = shape
     chunks = [random_chunks(rng, size, 4) for size in (m, n, k)]
@@ -27,13 +38,7 @@ def made_plan(rng, method, nranks, shape, orders, **options):
     return Plan.from_wire(made.to_wire())
 
 
-@given(
-    st.sampled_from(METHODS),
-    st.integers(1, 7),
-    st.tuples(*[st.integers(1, 40)] * 3),
-    st.tuples(*[st.sampled_from("CF")] * 2),
-    st.integers(0, 2**32 - 1),
-)
+@any_plan(most_ranks=7, longest=40)
 def test_rules_of_the_library(method, nranks, shape, orders, seed):
     made = made_plan(np.random.default_rng(seed), method, nranks, shape, orders)
     tiles = make_tiles(made)
@@ -70,13 +75,7 @@ def test_rules_of_the_library(method, nranks, shape, orders, seed):
         assert tiles.ops == ("T", "N")
 
 
-@given(
-    st.sampled_from(METHODS),
-    st.integers(1, 6),
-    st.tuples(*[st.integers(1, 30)] * 3),
-    st.tuples(*[st.sampled_from("CF")] * 2),
-    st.integers(0, 2**32 - 1),
-)
+@any_plan(most_ranks=6, longest=30)
 def test_multiplying_what_is_stored_gives_d(method, nranks, shape, orders, seed):
     """Put the matrices together from padded tiles full of garbage, as the library sees them, and multiply."""
     rng = np.random.default_rng(seed)

@@ -11,8 +11,7 @@ import numpy as np
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
-from dask_distmm.engines.inputs import empty_outputs
-from dask_distmm.epilog import finish
+from dask_distmm.epilog import finish, part_shape
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.plan import Plan
 
@@ -41,13 +40,10 @@ class _Input:
         moves = Moves(*(np.concatenate([getattr(m, f) for m in every]) for f in Moves.__dataclass_fields__))
         mine = np.unique([self.part(index) for index in plan.owned(plan.ranks.index(me)).tolist()]).tolist()
         self.parts = {part: cp.empty(parts.local_shape(part), self.dtype) for part in mine}
-        among = np.isin(moves.src_owner, plan.ranks)
-        self.outside = moves.take(~among & (moves.dst_owner == me))
+        among, self.outside = moves.among(plan.ranks, me)
         widths = [parts.local_shape(part)[1] for part in range(parts.nparts)]
         arrays = {index: chunk for (operand, index), chunk in chunks.items() if operand == name}
-        shuffle = DeviceShuffle(
-            moves.take(among), me, plan.ranks, "C", widths, arrays, self.parts, itemsize=self.dtype.itemsize
-        )
+        shuffle = DeviceShuffle(among, me, plan.ranks, "C", widths, arrays, self.parts, itemsize=self.dtype.itemsize)
         self.exchange = Exchange(shuffle)
 
     def part(self, index: int) -> int:
@@ -78,14 +74,11 @@ class Finishing:
         self._out: dict[Any, Any] = {}
         for index in plan.owned(rank).tolist():
             r0, r1, c0, c1 = plan.chunk_rect(index)
-            self._out[index] = cp.empty((r1 - r0, c1 - c0), problem.result_type, order=order)
-            for name, shape in empty_outputs(problem, (r1 - r0, c1 - c0)).items():
-                self._out[name, index] = cp.zeros(shape, self._type_of(name, problem.result_type))
-
-    def _type_of(self, name: str, dtype: np.dtype) -> np.dtype:
-        if name == "relu_aux":
-            return np.dtype(bool)
-        return np.empty(0, dtype).real.dtype if name == "result_amax" else dtype
+            shape = (r1 - r0, c1 - c0)
+            self._out[index] = cp.empty(shape, problem.result_type, order=order)
+            for name in self._spec.per_element:
+                dtype = self._spec.dtype_of(name, problem.result_type)
+                self._out[name, index] = cp.zeros(part_shape(self._spec.keeps(name), shape), dtype)
 
     def outside(self) -> Iterator[tuple[int, np.dtype, Moves, Mapping[int, Any]]]:
         """Return what has to be fetched from workers that are no ranks: number, type, rectangles, where they go."""

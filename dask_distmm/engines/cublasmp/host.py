@@ -12,7 +12,7 @@ import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["to_device", "to_host"]
+__all__ = ["device_like", "to_device", "to_host"]
 
 # Buffers of this size travel at the full speed of PCIe; one thread copies about 10 GB/s into them.
 _BUFFER_BYTES = 16 * 2**20
@@ -57,8 +57,13 @@ def _dense(chunk: Any) -> tuple[Any, bool]:
     return chunk, False
 
 
+def device_like(chunk: NDArray[Any]) -> cp.ndarray:
+    """Return an empty device array that `to_device` can copy a NumPy array into."""
+    return cp.empty(chunk.shape, chunk.dtype, order="F" if _dense(chunk)[1] else "C")
+
+
 def to_device(chunk: NDArray[Any], target: cp.ndarray, stream: cp.cuda.Stream) -> None:
-    """Copy a NumPy array into a device array of its shape, type and memory order, on a stream."""
+    """Copy a NumPy array into what `device_like` gave for it, on a stream."""
     source, turned = _dense(np.ascontiguousarray(chunk) if not chunk.flags.forc else chunk)
     flat = (target.T if turned else target).reshape(-1)
     buffers, at = _buffers(), 0

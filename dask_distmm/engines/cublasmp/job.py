@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.nccl import make_unique_id
 from dask_distmm.dtypes import dtype_from_name, typed
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, log
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, log, wait_checked
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.engines.cublasmp.finishing import Finishing
-from dask_distmm.engines.cublasmp.host import to_device, to_host
+from dask_distmm.engines.cublasmp.host import device_like, to_device, to_host
 from dask_distmm.engines.cublasmp.library import Group, Memory, multiply_alone
 from dask_distmm.engines.gate import Gate
 from dask_distmm.engines.watchdog import Watchdog
@@ -88,8 +88,7 @@ class CublasMpJob:
         for key, chunk in self.chunks.items():
             on_device = chunk
             if not isinstance(chunk, cp.ndarray):
-                order = "F" if chunk.flags.f_contiguous and not chunk.flags.c_contiguous else "C"
-                on_device = cp.empty(chunk.shape, chunk.dtype, order=order)
+                on_device = device_like(chunk)
                 self._uploads.append((chunk, on_device))
             if chunk.dtype != self.dtype and key[0] in ("a", "b"):
                 # Converted once it is filled, on the run's stream.
@@ -123,9 +122,9 @@ class CublasMpJob:
             target = make(tile.local(self.rank), self.dtype, order=tile.order)
         moves = Moves.of(redistribution(ChunkGrid(sizes), tile.layout), where, self.plan.ranks)
         # Chunks of workers that are no ranks come over Dask's comms.
-        outside = moves.take(~np.isin(moves.src_owner, self.plan.ranks) & (moves.dst_owner == self.me))
+        among, outside = moves.among(self.plan.ranks, self.me)
         shuffle = DeviceShuffle(
-            moves.take(np.isin(moves.src_owner, self.plan.ranks)),
+            among,
             self.me,
             self.plan.ranks,
             tile.order,
@@ -210,9 +209,9 @@ class CublasMpJob:
         tiles, types = self._tiles, (self.dtype.name, self.sum_type.name)
         memories = [Memory(x.data.ptr, _ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
         if group is None:
-            multiply_alone(tiles, shape, types, memories[0], memories[1], memories[2], stream)
+            multiply_alone(stream, tiles, shape, types, *memories)
         else:
-            group.multiply(tiles, shape, types, memories[0], memories[1], memories[2])
+            group.multiply(tiles, shape, types, *memories)
         marks.append(_mark(stream))
         self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
         if self._result.deliver is not None:
@@ -283,10 +282,7 @@ class CublasMpJob:
             boxes[:, 2], boxes[:, 3] = leg.src_row, leg.src_row + leg.nrows
             boxes[:, 4], boxes[:, 5] = leg.src_col, leg.src_col + leg.ncols
             answer = self.comm.fetch(peer, "input", boxes, False)
-            while not answer.done():
-                self._raise_if_aborted()
-                wait_for([answer], timeout=0.2)
-            for i, data in enumerate(answer.result()):
+            for i, data in enumerate(wait_checked(answer, self._raise_if_aborted)):
                 r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
                 part = typed(cp.asarray(data), dtype.name)
                 targets[int(leg.dst[i])][r : r + part.shape[0], c : c + part.shape[1]] = part

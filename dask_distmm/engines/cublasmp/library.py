@@ -17,7 +17,7 @@ import numpy as np
 from nvmath.bindings import cublas, cublasMp
 
 from dask_distmm.comms.nccl import NcclComm, nccl_version
-from dask_distmm.engines.base import agreed_error
+from dask_distmm.dtypes import compute_dtype, dtype_from_name
 from dask_distmm.errors import EngineError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.plan.tiles import Stored, Tiles
@@ -45,7 +45,6 @@ _COMPUTE_TYPES = {
     "float64": _Compute.COMPUTE_64F,
     "complex128": _Compute.COMPUTE_64F,
 }
-_SCALE_TYPES = {"float16": "float32", "bfloat16": "float32"}
 _OPS = {"N": 0, "T": 1, "C": 2}
 _Attribute = cublasMp.MatmulDescriptorAttribute
 
@@ -111,7 +110,7 @@ class Group:
         """Go on if no rank has a problem; otherwise raise the same `EngineError` on all."""
         problems = self.comm.agree(problem)
         if problems:
-            raise agreed_error({self.names[rank]: text for rank, text in problems.items()})
+            raise EngineError("; ".join(f"{self.names[rank]}: {text}" for rank, text in problems.items()))
 
     def multiply(
         self, tiles: Tiles, shape: tuple[int, int, int], types: tuple[str, str], a: Memory, b: Memory, d: Memory
@@ -237,8 +236,7 @@ class _Call:
             y.shape[1] if op_y == "N" else y.shape[0],
             x.shape[1] if op_x == "N" else x.shape[0],
         )
-        scale = np.dtype(_SCALE_TYPES.get(dtype, dtype))
-        self._alpha, self._beta = np.ones(1, scale), np.zeros(1, scale)
+        self._alpha, self._beta = _one_and_zero(dtype)
         # All grids first: making one is collective and frees the workspace.
         grids = [group.grid(matrix.grid) for matrix in stored]
         self._matrices = [
@@ -271,6 +269,12 @@ class _Call:
         cublasMp.matmul_descriptor_destroy(self._descriptor)
 
 
+def _one_and_zero(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return alpha and beta of a plain product, in the type that the libraries take them in: the one of the sums."""
+    scale = compute_dtype(dtype_from_name(dtype), 1)
+    return np.ones(1, scale), np.zeros(1, scale)
+
+
 def _describe(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
     return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, _DATA_TYPES[dtype], grid))
 
@@ -290,21 +294,20 @@ def _cublas_handle() -> int:
 
 
 def multiply_alone(
+    stream: cp.cuda.Stream,
     tiles: Tiles,
     shape: tuple[int, int, int],
     types: tuple[str, str],
     a: Memory,
     b: Memory,
     d: Memory,
-    stream: cp.cuda.Stream,
 ) -> None:
     """Put ``D = A @ B`` on a stream, with cuBLAS. Parameters as for `Group.multiply`."""
     m, n, k = shape
     dtype = types[0]
     op_x, op_y = tiles.ops
     x, y, rows, cols = (b, a, n, m) if tiles.flipped else (a, b, m, n)
-    scale = np.dtype(_SCALE_TYPES.get(dtype, dtype))
-    alpha, beta = np.ones(1, scale), np.zeros(1, scale)
+    alpha, beta = _one_and_zero(dtype)
     kind, handle = _DATA_TYPES[dtype], _cublas_handle()
     cublas.set_stream(handle, stream.ptr)
     cublas.gemm_ex_64(
