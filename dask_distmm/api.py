@@ -79,7 +79,7 @@ def matmul(
     op_a, op_b : {"N", "T", "C"}
         As stored, transposed, conjugate transposed.
     epilog : str or Epilog, optional
-        F and what is kept beside D; see `dask_distmm.epilog`. On the numpy engine for now.
+        F and what is kept beside D; see `dask_distmm.epilog`.
     epilog_inputs : mapping, optional
         The epilog's inputs by name. ``"bias"``: (n,) or (1, n), a value a column, or (m, 1), a value a row.
         ``"relu_aux"``, ``"gelu_aux"``: what the forward pass has returned, (m, n).

@@ -107,7 +107,6 @@ def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Sn
         array=problem.array,
         dtypes=[problem.a_dtype, problem.b_dtype, problem.dtype],
         wanted=problem.workers,
-        plain=problem.finish.trivial,
         names=[array.name for array in arrays],
         counts=[array.numblocks for array in arrays],
     )

@@ -51,7 +51,7 @@ def supported(dtype: DTypeLike) -> bool:
 _ON_GPUS = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
 
 
-def takes(engine: str, array: str, dtypes: Sequence[str], plain: bool = True) -> bool:
+def takes(engine: str, array: str, dtypes: Sequence[str]) -> bool:
     """Whether an engine multiplies arrays of these types.
 
     Parameters
@@ -62,13 +62,10 @@ def takes(engine: str, array: str, dtypes: Sequence[str], plain: bool = True) ->
         What the chunks are: ``"numpy"`` or ``"cupy"``.
     dtypes
         Names of the types of A, B and the result.
-    plain
-        Nothing but the product is wanted: the GPU engine's epilogs have run on emulated libraries only, so they
-        are not offered yet.
     """
     if engine == "numpy":
         return array == "numpy" and all(supported(dtype_from_name(name)) for name in dtypes)
-    return plain and array in ("numpy", "cupy") and _ON_GPUS.issuperset(dtypes)
+    return array in ("numpy", "cupy") and _ON_GPUS.issuperset(dtypes)
 
 
 @functools.lru_cache(maxsize=256)

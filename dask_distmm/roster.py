@@ -54,7 +54,6 @@ class Roster:
         array: str,
         dtypes: Sequence[str],
         wanted: tuple[str, ...] | int | None,
-        plain: bool = True,
     ) -> tuple[str, list[Worker]]:
         """Return the engine that multiplies, and the workers that can take part, in the scheduler's order.
 
@@ -66,8 +65,6 @@ class Roster:
             What the chunks of the result are, ``"numpy"`` or ``"cupy"``; and the types of all arrays.
         wanted
             Addresses, or how many, or None for all.
-        plain
-            Nothing but the product is wanted.
 
         Raises
         ------
@@ -85,7 +82,7 @@ class Roster:
                 raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {', '.join(sorted(running))}")
             running = {address: running[address] for address in wanted}
         await self._describe([address for address in running if address not in self._described])
-        fitting = [name for name in ENGINES if takes(name, array, dtypes, plain) and engine in ("auto", name)]
+        fitting = [name for name in ENGINES if takes(name, array, dtypes) and engine in ("auto", name)]
         able: dict[str, WorkerState] = {}
         chosen = ""
         for chosen in fitting:
@@ -109,11 +106,10 @@ class Roster:
         wanted: Any,
         names: Sequence[str],
         counts: Sequence[tuple[int, int]],
-        plain: bool,
     ) -> dict[str, Any]:
         """Return what `choose` and `placed` find, as plain types for a client."""
         wanted = tuple(wanted) if isinstance(wanted, list | tuple) else wanted
-        engine, workers = await self.choose(engine, array, dtypes, wanted, plain)
+        engine, workers = await self.choose(engine, array, dtypes, wanted)
         sources, placed = self.placed(workers, names, counts)
         return {
             "engine": engine,

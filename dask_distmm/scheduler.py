@@ -185,8 +185,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def _freeze(self, run: Run, problem: Problem, staging: _Staging) -> Plan:
         """Fix who takes part, and how."""
         dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
-        plain = problem.finish.trivial
-        engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers, plain)
+        engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers)
         number = {worker.address: index for index, worker in enumerate(workers)}
         gone = [address for address in staging.addresses if address not in self.scheduler.workers]
         if gone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ def gpu_count() -> int:
 
 
 GPUS = gpu_count()
+
+
+def pytest_generate_tests(metafunc):
+    """``-k 4workers`` selects."""
+    if "nworkers" in metafunc.fixturenames:
+        metafunc.parametrize("nworkers", [1, 2, 3, 4], ids=lambda n: f"{n}workers", scope="session")
 
 
 def pytest_collection_modifyitems(items):
@@ -43,8 +50,10 @@ def started(nworkers, protocol="ucx", **options):
     from distributed import Client
 
     options = {"dashboard_address": None, "silence_logs": 50} | options
+    # Of those that this process may use: several can test on one host at the same time.
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")[:nworkers]
     with (
-        LocalCUDACluster(CUDA_VISIBLE_DEVICES=list(range(nworkers)), protocol=protocol, **options) as cluster,
+        LocalCUDACluster(CUDA_VISIBLE_DEVICES=devices, protocol=protocol, **options) as cluster,
         Client(cluster) as client,
     ):
         client.wait_for_workers(nworkers, timeout=60)

@@ -16,11 +16,6 @@ PATHS = {
 }
 
 
-def pytest_generate_tests(metafunc):
-    if "nworkers" in metafunc.fixturenames:
-        metafunc.parametrize("nworkers", [1, 2, 3, 4], scope="session")
-
-
 @pytest.fixture
 def runner(clusters, nworkers):
     return ClusterRunner(clusters(nworkers)[0])
