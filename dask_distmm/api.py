@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dask.array as da
@@ -55,7 +55,7 @@ def matmul(
     beta: complex | None = None,
     op_a: str = "N",
     op_b: str = "N",
-    epilog: str | None = None,
+    epilog: str | Callable[..., Any] | None = None,
     epilog_inputs: Mapping[str, Any] | None = None,
     bias_axis: int = -1,
     result_amax: bool = False,
@@ -78,11 +78,14 @@ def matmul(
         Factors; complex ones with complex operands only.
     op_a, op_b : {"N", "T", "C"}
         As stored, transposed, conjugate transposed.
-    epilog : str or Epilog, optional
-        F and what is kept beside D; see `dask_distmm.epilog`.
+    epilog : str, Epilog or callable, optional
+        F and what is kept beside D; see `dask_distmm.epilog`. A function is called as ``f(x, **epilog_inputs)`` with
+        parts of ``x = alpha * op(A) @ op(B) + beta * C`` (in the type that is summed in) and of its inputs, and returns
+        the part of D. It works element by element, with operators and NumPy's functions of arrays (CuPy's arrays
+        answer to these too); on GPUs it becomes one kernel where CuPy can fuse it.
     epilog_inputs : mapping, optional
-        The epilog's inputs by name. ``"bias"``: (n,) or (1, n), a value a column, or (m, 1), a value a row.
-        ``"relu_aux"``, ``"gelu_aux"``: what the forward pass has returned, (m, n).
+        The epilog's inputs by name; those of a function broadcast against D. ``"bias"``: (n,) or (1, n), a value a
+        column, or (m, 1), a value a row. ``"relu_aux"``, ``"gelu_aux"``: what the forward pass has returned, (m, n).
     bias_axis : {-1, 0}
         Along which axis of D ``drelu_bgrad`` and ``dgelu_bgrad`` keep their length.
     result_amax : bool
@@ -163,7 +166,7 @@ def explain(
     beta: complex | None = None,
     op_a: str = "N",
     op_b: str = "N",
-    epilog: str | None = None,
+    epilog: str | Callable[..., Any] | None = None,
     epilog_inputs: Mapping[str, Any] | None = None,
     bias_axis: int = -1,
     result_amax: bool = False,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dask.array as da
 import numpy as np
 from dask.array.utils import meta_from_array
+from distributed.protocol.pickle import dumps
 
 from dask_distmm.chunks import array_kind
 from dask_distmm.dtypes import compute_dtype, supported
-from dask_distmm.epilog import Finish, finish
+from dask_distmm.epilog import Finish, elementwise, reductions
 from dask_distmm.errors import PlanError
 from dask_distmm.graph import build_output
 from dask_distmm.keys import output_name
@@ -40,7 +41,7 @@ def parse(
     c: Any,
     alpha: complex,
     beta: complex | None,
-    epilog: str | None,
+    epilog: str | Callable[..., Any] | None,
     inputs: Mapping[str, Any],
     bias_axis: int,
     amax: bool,
@@ -66,10 +67,12 @@ def parse(
         if number.imag and dtype.kind != "c":
             raise PlanError(f"{name}={value!r} is complex; A @ B is {dtype}: convert one of them to a complex type")
         factors.append((number.real, number.imag))
-    if epilog is not None and not isinstance(epilog, str):
-        raise PlanError(f"epilog={epilog!r}; expected a name or an Epilog")
-    name = "" if epilog is None else str(getattr(epilog, "value", epilog)).lower()
-    spec = Finish(factors[0], factors[1], name, bias_axis, bool(amax))
+    if epilog is not None and not isinstance(epilog, str) and not callable(epilog):
+        raise PlanError(f"epilog={epilog!r}; expected a name, an Epilog or a function")
+    function = epilog if callable(epilog) else None
+    name = "" if epilog is None or function else str(getattr(epilog, "value", epilog)).lower()
+    pickled, names = (dumps(function), tuple(inputs)) if function else (b"", ())
+    spec = Finish(factors[0], factors[1], name, bias_axis, bool(amax), pickled, names)
     if spec.plain and not inputs:
         return spec, []
     if a.ndim != 2 or b.ndim != 2:
@@ -81,8 +84,30 @@ def parse(
         raise PlanError(f"epilog {name!r} is not defined for complex numbers; A @ B is {dtype}")
     if set(inputs) != set(spec.inputs):
         raise PlanError(f"epilog {name or None!r} needs the inputs {list(spec.inputs)}; found {sorted(inputs)}")
+    if not {"a", "b", "c"}.isdisjoint(inputs) or not all(str(key).isidentifier() for key in inputs):
+        raise PlanError(f"inputs must have names of their own, not a, b or c; found {sorted(map(str, inputs))}")
     extras = [("c", _fit("c", c, a, b))] if c is not None and complex(*spec.beta) != 0 else []
-    return spec, extras + [(key, _fit(key, inputs[key], a, b)) for key in spec.inputs]
+    fitting = [(key, _fit(key, inputs[key], a, b)) for key in spec.inputs]
+    if function:
+        _try(function, dtype, fitting)
+    return spec, extras + fitting
+
+
+def _try(function: Callable[..., Any], dtype: np.dtype, inputs: Extras) -> None:
+    """Call a function on small arrays of zeros: what is wrong with it is found before anything moves."""
+    shape, inner = (2, 3), compute_dtype(dtype, 1)
+    small = {
+        name: np.zeros([1 if n == 1 else size for n, size in zip(array.shape, shape, strict=True)], array.dtype)
+        for name, array in inputs
+    }
+    asked = f"epilog {getattr(function, '__name__', function)!r} must return an array like its first argument"
+    try:
+        with np.errstate(all="ignore"):
+            found = np.asanyarray(function(np.zeros(shape, inner), **small))
+    except Exception as error:
+        raise PlanError(f"{asked}; on zeros of the shape {shape} it raised {type(error).__name__}: {error}") from error
+    if np.shape(found) != shape or (found.dtype.kind == "c" and dtype.kind != "c"):
+        raise PlanError(f"{asked}; for {inner} of the shape {shape} it returned {found.dtype} of {np.shape(found)}")
 
 
 def _fit(name: str, value: Any, a: da.Array, b: da.Array) -> da.Array:
@@ -90,7 +115,7 @@ def _fit(name: str, value: Any, a: da.Array, b: da.Array) -> da.Array:
     array, shape = da.asanyarray(value), (a.shape[0], b.shape[1])
     if array.ndim < 2:
         array = array.reshape((1, -1)) if array.ndim else array.reshape((1, 1))
-    whole = name.endswith("_aux")
+    whole = name in ("relu_aux", "gelu_aux")
     good = array.ndim == 2 and all(
         n == size or (n == 1 and not whole) for n, size in zip(array.shape, shape, strict=True)
     )
@@ -132,6 +157,16 @@ def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da
     return (d, found) if found else d
 
 
+def _mapped(spec: Finish, x: da.Array, extras: Extras) -> da.Array:
+    """Apply a user's function chunk by chunk, as a run does."""
+    names = [name for name, _ in extras]
+
+    def apply(part: Any, *inputs: Any) -> Any:
+        return elementwise(np, spec, part, dict(zip(names, inputs, strict=True)))[0]
+
+    return da.core.elemwise(apply, x, *(array for _, array in extras), dtype=x.dtype)
+
+
 def _operand_sum(spec: Finish, a: da.Array, b: da.Array) -> da.Array:
     """Return op(A) or op(B) summed over k, in the type of D."""
     dtype = np.result_type(a.dtype, b.dtype)
@@ -145,7 +180,11 @@ def without_a_run(
     """Return what a run would, made of Dask's own operations, where no run is possible."""
     dtype = product.dtype
     wide = product.astype(compute_dtype(dtype, max(1, a.shape[1])))
-    d, aux = finish(da, dataclasses.replace(spec, amax=False), wide, dict(extras))
+    if spec.function:
+        d, *saved = [_mapped(spec, wide, extras)]
+    else:
+        d, *saved = elementwise(da, spec, wide, dict(extras))
+    aux = dict(zip([spec.saved], saved, strict=False)) | reductions(da, dataclasses.replace(spec, amax=False), d)
     d = d.astype(dtype)
     found = {name: array if array.dtype.kind == "b" else array.astype(dtype) for name, array in aux.items()}
     if spec.sums:

@@ -16,6 +16,7 @@ parts of chunks that other ranks computed come last.
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
 from dask_distmm.engines.blas import blas_threads, gemm
 from dask_distmm.engines.inputs import Inputs
 from dask_distmm.engines.panels import Panel, Piece, panels, split_at_chunks
-from dask_distmm.epilog import finish, part_shape
+from dask_distmm.epilog import finish_by_rows, part_shape
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 from dask_distmm.plan.plan import Rect
@@ -230,9 +231,11 @@ class NumpyJob:
         for at, index in enumerate(chunks, start=1):
             ahead = inputs.ask(chunks[at]) if at < len(chunks) else []
             with np.errstate(all="ignore"):
-                d, aux = finish(np, problem.finish, self.result[index], inputs.wait(asked))
-                self.result[index] = np.empty(d.shape, problem.result_type)
-                _round_into(self.result[index], d)
+                acc = self.result[index]
+                out = acc if acc.dtype == problem.result_type else np.empty(acc.shape, problem.result_type)
+                store = functools.partial(_round_rows_into, out)
+                aux = finish_by_rows(problem.finish, acc, inputs.wait(asked), store)
+                self.result[index] = out
                 for name, values in aux.items():
                     dtype = problem.finish.dtype_of(name, problem.result_type)
                     self.result[name, index] = values.astype(dtype, copy=False)
@@ -404,6 +407,10 @@ def _boxes(rects: Sequence[Rect]) -> Boxes:
     boxes = np.zeros((len(rects), 6), np.int64)
     boxes[:, 2:] = rects
     return boxes
+
+
+def _round_rows_into(target: NDArray[Any], rows: slice, data: NDArray[Any]) -> None:
+    _round_into(target[rows], data)
 
 
 def _round_into(target: NDArray[Any], data: NDArray[Any]) -> None:

@@ -216,6 +216,7 @@ class Problem:
             for key in ("alpha", "beta"):
                 real, imaginary = formula[key]
                 formula[key] = (float(real), float(imaginary))
+            formula["names"] = tuple(map(str, formula["names"]))
             fields["finish"] = Finish(**formula)
             workers = fields["workers"]
             fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers

@@ -84,6 +84,8 @@ def _formula(problem: Problem) -> list[str]:
     text += " + bias" if "bias" in spec.inputs else ""
     if spec.gradient:
         text = f"({text}) {spec.gradient}'({spec.inputs[0]})"
+    elif spec.function:
+        text = f"f({', '.join([text, *spec.names])})"
     elif spec.activation:
         text = f"{spec.activation}({text})"
     kept = [*spec.per_element, *([spec.operand_sum] if spec.operand_sum else [])]

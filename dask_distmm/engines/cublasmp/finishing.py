@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cupy as cp
 import numpy as np
 
 from dask_distmm.dtypes import dtype_from_name
-from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.base import ChunkKey, log
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
-from dask_distmm.epilog import finish, part_shape
+from dask_distmm.epilog import Finish, elementwise, part_shape, reductions
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.plan import Plan
 
@@ -96,10 +97,12 @@ class Finishing:
             for index, acc in sums.items():
                 if not acc.size:
                     continue
-                inputs = {one.name: one.parts[one.part(index)] for one in self.inputs}
-                d, aux = finish(cp, self._spec, acc, inputs)
-                self._out[index][...] = d
-                for name, values in aux.items():
+                inputs = [one.parts[one.part(index)] for one in self.inputs]
+                d = self._out[index]
+                saved = [self._out[self._spec.saved, index]] if self._spec.saved else []
+                kernel = _kernel(self._spec, tuple(one.name for one in self.inputs))
+                kernel(acc, inputs, [d, *saved])
+                for name, values in reductions(cp, self._spec, d.astype(acc.dtype, copy=False)).items():
                     self._out[name, index][...] = values
         return self._out
 
@@ -108,3 +111,39 @@ class Finishing:
         """All device memory that it holds."""
         parts = [array for one in self.inputs for array in one.parts.values()]
         return [*self._out.values(), *parts, *(b for one in self.inputs for b in one.exchange.buffers)]
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel(spec: Finish, names: tuple[str, ...]) -> _Kernel:
+    return _Kernel(spec, names)
+
+
+class _Kernel:
+    """The formula as one kernel, fused by CuPy; where CuPy can't, as one kernel for each operation."""
+
+    def __init__(self, spec: Finish, names: tuple[str, ...]) -> None:
+        def apply(*arrays: Any) -> None:
+            acc, *rest = arrays
+            inputs, outputs = rest[: len(names)], rest[len(names) :]
+            found = elementwise(cp, spec, acc, dict(zip(names, inputs, strict=True)))
+            for target, values in zip(outputs, found, strict=True):
+                target[...] = values
+
+        self._plain: Callable[..., None] = apply
+        self._fused: Callable[..., None] | None = cp.fuse()(apply)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is one kernel, as far as is known."""
+        return self._fused is not None
+
+    def __call__(self, acc: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        arrays = [acc, *inputs, *outputs]
+        if self._fused is not None and all(x.dtype.kind != "V" for x in arrays):
+            try:
+                self._fused(*arrays)
+                return
+            except Exception as error:  # whatever a function of the user's meets in CuPy's tracing
+                log.info("not fused to one kernel: %s: %s", type(error).__name__, error)
+                self._fused = None
+        self._plain(*arrays)
