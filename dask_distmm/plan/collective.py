@@ -21,6 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan.cuts import Bounds, largest_overlap
 from dask_distmm.plan.memory import chunk_bytes
+from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Packing, Plan
 from dask_distmm.plan.problem import Chunks, Problem, Worker
 from dask_distmm.plan.tiles import Tile, Tiles, make_tiles
@@ -29,6 +30,7 @@ __all__ = ["consider", "tile_chunk", "uniform_cut", "workspace_bytes"]
 
 # cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
 _LIBRARY_BYTES = 96 * 2**20
+_SUMMA_BYTES = 32 * 2**20
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05
 _Elements = NDArray[np.float64]
@@ -195,7 +197,7 @@ def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
     if plan.method == "reducescatter":
         return int(np.prod(tiles.d.shape)) * (accumulated + problem.itemsize("d")) + _LIBRARY_BYTES
     (mb, kb), nb = tiles.a.layout.blocks, tiles.b.layout.blocks[1]
-    return 2 * (mb * kb * problem.itemsize("a") + kb * nb * problem.itemsize("b")) + _LIBRARY_BYTES
+    return 2 * (mb * kb * problem.itemsize("a") + kb * nb * problem.itemsize("b")) + _SUMMA_BYTES
 
 
 def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
@@ -216,14 +218,16 @@ def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
     workspace = workspace_bytes(made, tiles)
     # Where these lie is not looked at.
     total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
-    sums = problem.compute_type.itemsize if not problem.finish.trivial else problem.itemsize("d")
+    # The library stores what it has finished itself; else sums are kept until they are finished.
+    kept = not problem.finish.trivial and native_epilog(made, tiles) is None
+    sums = problem.compute_type.itemsize if kept else problem.itemsize("d")
     owned = np.bincount(made.owners, chunk_bytes(problem, "d"), len(made.ranks))
     for rank, index in enumerate(made.ranks):
         for operand, tile, chunks in (("a", tiles.a, problem.a_chunks), ("b", tiles.b, problem.b_chunks)):
             if tile_chunk(tile, rank, chunks) is None:
                 total[index] += np.prod(tile.local(rank)) * problem.itemsize(operand)
         total[index] += np.prod(tiles.d.local(rank)) * sums + workspace
-        if not problem.finish.trivial:
+        if kept:
             total[index] += owned[rank] * (sums / problem.itemsize("d") + bool(problem.finish.saved))
         if tile_chunk(tiles.d, rank, problem.out_chunks) is None or tiles.replicated:
             total[index] += owned[rank] + moved.d_sent[rank] + moved.d_received[rank]
@@ -264,6 +268,10 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
     ):
         if any(tile_chunk(tile, rank, chunks) is None for rank in range(nranks)):
             copied += 2.0 * max(float(np.prod(tile.local(rank))) for rank in range(nranks)) * problem.itemsize(operand)
+    if not problem.finish.trivial and native_epilog(made, tiles) is None:
+        # One kernel reads the sums and writes D.
+        sizes = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.finish.saved else 1)
+        copied += max(float(np.prod(tiles.d.local(rank))) for rank in range(nranks)) * sizes
     exposed = dict(machine.exposed).get(made.method, 1.0)
     transfer = exposed * library / bandwidth + received / bandwidth + copied / machine.memory_bandwidth
     return Estimate(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Plan
-from dask_distmm.plan.problem import Problem
 
 __all__ = ["plan_text", "size_text", "time_text"]
 
@@ -51,7 +51,7 @@ def plan_text(plan: Plan) -> str:
         f"  A         {problem.m} x {problem.k} {problem.a_dtype}, {chunks('a')}",
         f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
         f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {problem.compute_type}",
-        *_formula(problem),
+        *_formula(plan),
         f"  method    {_WHAT[plan.method]}",
         f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
         f"  inputs    {placed}; packed: {', '.join(packed) or 'nothing'}",
@@ -73,9 +73,9 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _formula(problem: Problem) -> list[str]:
+def _formula(plan: Plan) -> list[str]:
     """Return the line that says what is done beside the product, if anything is."""
-    spec = problem.finish
+    spec = plan.problem.finish
     if spec.plain:
         return []
     alpha, beta = (complex(*x) for x in (spec.alpha, spec.beta))
@@ -90,7 +90,12 @@ def _formula(problem: Problem) -> list[str]:
         text = f"{spec.activation}({text})"
     kept = [*spec.per_element, *([spec.operand_sum] if spec.operand_sum else [])]
     also = f"; also {', '.join(kept)}" if kept else ""
-    return [f"  formula   D = {text}{also}: on each rank's chunks of D, before they are stored"]
+    how = "on each rank's chunks of D, before they are stored"
+    if (native := native_epilog(plan)) is not None:
+        how = f"by cuBLASMp's epilog {native.upper()}" if native else "by cuBLASMp's alpha"
+    elif plan.engine == "cublasmp":
+        how = "by one fused kernel on each chunk of D"
+    return [f"  formula   D = {text}{also}: {how}"]
 
 
 def _number(value: complex) -> str:

@@ -23,6 +23,7 @@ from dask_distmm.layout import numroc
 
 _TIMEOUT = 30
 _SIZES = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long long": 8, "uint4": 16}
+EPILOGUES = {"ALLREDUCE": 1, "RELU": 2, "GELU": 3, "BIAS": 4, "RELU_BIAS": 5, "GELU_BIAS": 6}
 DATA_TYPES = {0: "f4", 1: "f8", 2: "f2", 4: "c8", 5: "c16", 14: ml_dtypes.bfloat16}
 
 
@@ -117,6 +118,29 @@ class RawKernel:
                     ctypes.memmove(dst + i * self.size + o * dst_outer, at, self.size)
 
 
+def _scalar(pointer, dtype):
+    """alpha, in the type that is summed in."""
+    kind = np.dtype("f4") if dtype.itemsize == 2 else dtype
+    return np.frombuffer(ctypes.string_at(pointer, kind.itemsize), kind)[0]
+
+
+def _epilog(attributes, x, matrix):
+    """What the library does on its tuned paths, to a rank's rows and columns of the product."""
+    name = next((name for name, value in EPILOGUES.items() if value == attributes.get("EPILOGUE")), "")
+    if not name:
+        return x
+    assert 1 in (matrix.grid.nprow, matrix.grid.npcol), "SUMMA has no epilogs"
+    if name.endswith("BIAS"):
+        size = matrix.local()[0] * matrix.dtype.itemsize
+        bias = np.frombuffer(ctypes.string_at(attributes["BIAS_POINTER"], size), matrix.dtype)
+        x = x + bias.astype(x.dtype)[:, None]
+    if name.startswith("RELU"):
+        return np.maximum(x, 0)
+    if name.startswith("GELU"):
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x
+
+
 class Hub:
     """Where the ranks of one communicator meet."""
 
@@ -146,7 +170,7 @@ class World:
     def __init__(self):
         self.hubs, self.lock = {}, threading.Lock()
         self.handles, self.numbers = {}, itertools.count(1)
-        self.calls = []
+        self.calls, self.epilogs = [], []
         self.open = defaultdict(int)
 
     def keep(self, kind, thing):
@@ -325,7 +349,7 @@ def install(monkeypatch, shares_memory=True):
         attributes = world.handles[descriptor]
         x, y, z = (world.handles[number] for number in (da, db, dd))
         comm = x.grid.comm
-        brought = (x, x.tile(a), y, y.tile(b), z, z.tile(d))
+        brought = (x, x.tile(a), y, y.tile(b), z, z.tile(d), dict(attributes))
 
         def work(ranks):
             wide = np.clongdouble if x.dtype.kind == "c" else np.longdouble
@@ -344,17 +368,19 @@ def install(monkeypatch, shares_memory=True):
             assert left.shape == (m, k)
             assert right.shape == (k, n)
             with np.errstate(all="ignore"):
-                product = left @ right
+                product = _scalar(alpha, x.dtype) * (left @ right)
             for rank, things in enumerate(ranks):
-                if attributes.get("EPILOGUE"):
+                if attributes.get("EPILOGUE") == EPILOGUES["ALLREDUCE"]:
                     assert (attributes["TRANSA"], attributes["TRANSB"]) == (1, 0), "all-reduce wants TN"
                     things[5][...] = product
                 else:
                     rows, cols = things[4].places(rank)
-                    things[5][...] = product[np.ix_(rows, cols)].astype(things[4].dtype)
+                    part = _epilog(things[6], product[np.ix_(rows, cols)], things[4])
+                    things[5][...] = part.astype(things[4].dtype)
 
         comm.hub.together(comm.rank, brought, work)
         world.calls.append((comm.rank, "matmul", m, n, k))
+        world.epilogs.append(next((name for name, x in EPILOGUES.items() if x == attributes.get("EPILOGUE")), ""))
 
     def malloc(grid, size):
         comm = world.handles[grid].comm
@@ -371,9 +397,10 @@ def install(monkeypatch, shares_memory=True):
         world.drop("grid", grid)
 
     def set_attribute(descriptor, name, pointer, size):
-        world.handles[descriptor][name] = int(ctypes.c_uint32.from_address(pointer).value)
+        kind = ctypes.c_uint64 if size == 8 else ctypes.c_uint32
+        world.handles[descriptor][name] = int(kind.from_address(pointer).value)
 
-    names = ("TRANSA", "TRANSB", "EPILOGUE")
+    names = ("TRANSA", "TRANSB", "EPILOGUE", "BIAS_POINTER")
 
     class Name(str):
         def __int__(self):
@@ -381,7 +408,7 @@ def install(monkeypatch, shares_memory=True):
 
     mp = types.SimpleNamespace(
         MatmulDescriptorAttribute=types.SimpleNamespace(**{name: Name(name) for name in names}),
-        MatmulEpilogue=types.SimpleNamespace(ALLREDUCE=1),
+        MatmulEpilogue=types.SimpleNamespace(**EPILOGUES),
         GridLayout=types.SimpleNamespace(COL_MAJOR=0, ROW_MAJOR=1),
         get_version=lambda: 1000,
         create=lambda stream: world.keep("handle", "cublasMp"),
@@ -392,7 +419,9 @@ def install(monkeypatch, shares_memory=True):
         matrix_descriptor_destroy=lambda number: world.drop("descriptor", number),
         matmul_descriptor_create=lambda kind: world.keep("descriptor", {}),
         matmul_descriptor_destroy=lambda number: world.drop("descriptor", number),
-        get_matmul_descriptor_attribute_dtype=lambda name: np.dtype(np.uint32),
+        get_matmul_descriptor_attribute_dtype=lambda at: np.dtype(
+            np.uint64 if names[at].endswith("POINTER") else np.uint32
+        ),
         matmul_descriptor_set_attribute=lambda d, at, p, n: set_attribute(d, names[at], p, n),
         matmul_buffer_size=lambda *args: (1000 + args[2] + 8 * world.handles[args[9]].rank, 16),
         matmul=matmul,

@@ -14,6 +14,7 @@ from epilog_cases import ALL, Case
 from dask_distmm.epilog import Finish
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.plan import Extra, Worker, plan
+from dask_distmm.plan.native import native_epilog
 from dask_distmm.testing import conformance, make_problem, random_chunks, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -114,7 +115,7 @@ def test_hosts_without_shared_memory(make, method):
     assert world.open["workspace"] == 0
 
 
-def run_case(ranks, case, method, nranks, sources, with_c):
+def run_case(ranks, case, method, nranks, sources, with_c, amax=True):
     """Run a multiply with an epilog on jobs; return D and the auxiliary outputs."""
     rng = np.random.default_rng()
     (m, k), n = case.a.shape, case.b.shape[1]
@@ -130,7 +131,7 @@ def run_case(ranks, case, method, nranks, sources, with_c):
         (complex(options.get("beta", 0)).real, complex(options.get("beta", 0)).imag),
         options["epilog"] or "",
         options["bias_axis"],
-        amax=True,
+        amax=amax,
     )
     problem = make_problem(
         sizes["a"],
@@ -184,6 +185,40 @@ def test_epilogs_of_types_and_methods(make, method, epilog, dtype):
     ranks, _ = make()
     case = Case(epilog, dtype, bias_axis=0, bias="row")
     case.check(*run_case(ranks, case, method, 4, 0, False))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bias", ["row", "column"])
+@pytest.mark.parametrize("epilog", ["", "relu", "gelu", "bias", "relu_bias", "gelu_bias"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_the_library_does_itself(make, method, bias, epilog, dtype):
+    """Where it can; a bias of the other axis, and other methods, go by the engine's own kernel."""
+    ranks, world = make()
+    case = Case(epilog, dtype, bias=bias, alpha=-1.5)
+    case.check(*run_case(ranks, case, method, 3, 1, False, amax=False))
+    name = native_epilog(ranks.jobs[-1].plan)
+    kinds = set(world.epilogs)
+    if not epilog:
+        assert name == "" or method == "local"
+    elif "bias" not in epilog and method in ("allgather", "reducescatter"):
+        assert name == epilog
+    elif method in ("local", "summa", "allreduce"):
+        assert name is None
+    assert kinds <= {name.upper() if name else "", "ALLREDUCE"}
+
+
+def test_the_bias_decides_which_way_is_cheaper():
+    """All-gather of A into columns adds a value for each column, of B into rows a value for each row."""
+    sizes = ((2048,) * 4, (8192,)), ((8192,), (2048,) * 4)
+    for shape, grid in (((1, 8192), (1, 4, 1)), ((8192, 1), (4, 1, 1))):
+        extra = Extra("bias", tuple((n,) for n in shape), "bfloat16")
+        problem = make_problem(
+            *sizes, "bfloat16", finish=Finish(epilog="relu_bias"), extras=(extra,), method="allgather"
+        )
+        made = plan(problem, [Worker(f"w{i}") for i in range(4)], engine="cublasmp")
+        assert made.grid == grid
+        assert native_epilog(made) == "relu_bias"
+        assert "by cuBLASMp's epilog RELU_BIAS" in repr(made)
 
 
 def test_epilog_of_numpy_chunks(make):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cupy as cp
@@ -14,43 +14,122 @@ from dask_distmm.engines.base import ChunkKey, log
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.epilog import Finish, elementwise, part_shape, reductions
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
-from dask_distmm.plan import Plan
+from dask_distmm.plan import Chunks, Plan
+from dask_distmm.plan.tiles import Tile
 
-__all__ = ["Finishing"]
+__all__ = ["Finishing", "Kernel", "NativeBias"]
 
 
 class _Input:
-    """One input: the parts that this rank's chunks of D need, by number, and how they get here."""
+    """One input, cut into parts: those that this rank needs, by number, and how they get here.
 
-    def __init__(self, plan: Plan, me: int, name: str, chunks: Mapping[ChunkKey, Any]) -> None:
+    Parameters
+    ----------
+    plan, me, name, chunks
+        Of the run; which input; what this participant has staged, on the device.
+    sizes
+        How its rows and columns are cut into parts.
+    needed
+        For each rank, the numbers of the parts that it needs.
+    parts
+        Arrays for those that this rank needs; allocated where None.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        name: str,
+        chunks: Mapping[ChunkKey, Any],
+        sizes: Chunks,
+        needed: Sequence[Sequence[int]],
+        parts: dict[int, Any] | None = None,
+    ) -> None:
         problem = plan.problem
         self.name, self.dtype = name, dtype_from_name(problem.dtype_of(name))
-        sizes, (rows, cols) = problem.chunks_of(name), problem.out_chunks
-        # An axis of length 1 is broadcast: all chunks of D along it need the same part.
-        self._by_row, self._by_col = sum(sizes[0]) == problem.m, sum(sizes[1]) == problem.n
-        parts = ChunkGrid((rows if self._by_row else (1,), cols if self._by_col else (1,)))
-        self._width, self._columns = parts.numblocks[1], len(cols)
+        grid = ChunkGrid(sizes)
         where = plan.where[name]
         assert where is not None
-        copies = redistribution(ChunkGrid(sizes), parts)
+        copies = redistribution(ChunkGrid(problem.chunks_of(name)), grid)
         every = []
-        for rank, participant in enumerate(plan.ranks):
-            needed = np.unique([self.part(index) for index in plan.owned(rank).tolist()])
-            moves = Moves.of(copies, where, np.full(parts.nparts, participant))
-            every.append(moves.take(np.isin(moves.dst, needed)))
+        for participant, numbers in zip(plan.ranks, needed, strict=True):
+            moves = Moves.of(copies, where, np.full(grid.nparts, participant))
+            every.append(moves.take(np.isin(moves.dst, np.asarray(numbers, np.int64))))
         moves = Moves(*(np.concatenate([getattr(m, f) for m in every]) for f in Moves.__dataclass_fields__))
-        mine = np.unique([self.part(index) for index in plan.owned(plan.ranks.index(me)).tolist()]).tolist()
-        self.parts = {part: cp.empty(parts.local_shape(part), self.dtype) for part in mine}
+        if parts is None:
+            mine = needed[plan.ranks.index(me)]
+            parts = {part: cp.empty(grid.local_shape(part), self.dtype) for part in mine}
+        self.parts = parts
         among, self.outside = moves.among(plan.ranks, me)
-        widths = [parts.local_shape(part)[1] for part in range(parts.nparts)]
+        widths = [grid.local_shape(part)[1] for part in range(grid.nparts)]
         arrays = {index: chunk for (operand, index), chunk in chunks.items() if operand == name}
         shuffle = DeviceShuffle(among, me, plan.ranks, "C", widths, arrays, self.parts, itemsize=self.dtype.itemsize)
         self.exchange = Exchange(shuffle)
+
+
+class _ByChunk(_Input):
+    """One input, in the parts that chunks of D need."""
+
+    def __init__(self, plan: Plan, me: int, name: str, chunks: Mapping[ChunkKey, Any]) -> None:
+        problem = plan.problem
+        sizes, (rows, cols) = problem.chunks_of(name), problem.out_chunks
+        # An axis of length 1 is broadcast: all chunks of D along it need the same part.
+        self._by_row, self._by_col = sum(sizes[0]) == problem.m, sum(sizes[1]) == problem.n
+        parts = (rows if self._by_row else (1,), cols if self._by_col else (1,))
+        self._width, self._columns = len(parts[1]), len(cols)
+        needed = [sorted({self.part(i) for i in plan.owned(rank).tolist()}) for rank in range(len(plan.ranks))]
+        super().__init__(plan, me, name, chunks, parts, needed)
 
     def part(self, index: int) -> int:
         """Return the number of the part that chunk `index` of D needs."""
         i, j = divmod(index, self._columns)
         return (i if self._by_row else 0) * self._width + (j if self._by_col else 0)
+
+
+class NativeBias:
+    """The bias that the library adds on this rank: a value for each row of the tile that it computes.
+
+    Parameters
+    ----------
+    plan, me, rank, chunks
+        As for `Finishing`.
+    tile
+        How D is distributed.
+    """
+
+    def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], tile: Tile) -> None:
+        axis, self._dtype = (0 if tile.order == "F" else 1), plan.problem.result_type
+        lengths = tuple(tile.layout.local_shape(r)[axis] for r in range(len(plan.ranks)))
+        grid = tile.layout.grid
+        cut = (grid.nprow, grid.npcol)[axis] > 1
+        sizes = lengths if cut else lengths[:1]
+        own = dtype_from_name(plan.problem.dtype_of("bias"))
+        # What pads the tile is computed too.
+        self._padded = cp.zeros(tile.local(rank)[axis], own)
+        number = rank if cut else 0
+        part = self._padded[: sizes[number]].reshape((-1, 1) if axis == 0 else (1, -1))
+        needed = [[r if cut else 0] for r in range(len(plan.ranks))]
+        cuts = (sizes, (1,)) if axis == 0 else ((1,), sizes)
+        self._input = _Input(plan, me, "bias", chunks, cuts, needed, {number: part})
+
+    def outside(self) -> Iterator[tuple[int, np.dtype, Moves, Mapping[int, Any]]]:
+        """As that of `Finishing`."""
+        yield 2, self._input.dtype, self._input.outside, self._input.parts
+
+    def gather(self, stream: cp.cuda.Stream, comm: Any) -> None:
+        """Put the exchange of the bias on the stream."""
+        self._input.exchange.run(stream, comm)
+
+    def vector(self, stream: cp.cuda.Stream) -> cp.ndarray:
+        """Return the bias in the type of D, as it will be on the stream."""
+        with stream:
+            self._vector = self._padded.astype(self._dtype, copy=False)
+        return self._vector
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All device memory that it holds."""
+        return [self._padded, *self._input.exchange.buffers]
 
 
 class Finishing:
@@ -71,7 +150,7 @@ class Finishing:
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
         problem = plan.problem
         self._spec = problem.finish
-        self.inputs = [_Input(plan, me, name, chunks) for name in problem.operands[2:]]
+        self.inputs = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
         self._out: dict[Any, Any] = {}
         for index in plan.owned(rank).tolist():
             r0, r1, c0, c1 = plan.chunk_rect(index)
@@ -114,11 +193,11 @@ class Finishing:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(spec: Finish, names: tuple[str, ...]) -> _Kernel:
-    return _Kernel(spec, names)
+def _kernel(spec: Finish, names: tuple[str, ...]) -> Kernel:
+    return Kernel(spec, names)
 
 
-class _Kernel:
+class Kernel:
     """The formula as one kernel, fused by CuPy; where CuPy can't, as one kernel for each operation."""
 
     def __init__(self, spec: Finish, names: tuple[str, ...]) -> None:
@@ -138,12 +217,17 @@ class _Kernel:
         return self._fused is not None
 
     def __call__(self, acc: Any, inputs: list[Any], outputs: list[Any]) -> None:
-        arrays = [acc, *inputs, *outputs]
-        if self._fused is not None and all(x.dtype.kind != "V" for x in arrays):
+        if self._fused is not None:
+            # CuPy does not fuse bfloat16: its values are read and written in the type of the sums.
+            values = [x.astype(acc.dtype) if x.dtype.kind == "V" else x for x in inputs]
+            targets = [cp.empty(x.shape, acc.dtype) if x.dtype.kind == "V" else x for x in outputs]
             try:
-                self._fused(*arrays)
+                self._fused(acc, *values, *targets)
+                for output, target in zip(outputs, targets, strict=True):
+                    if output is not target:
+                        output[...] = target
                 return
             except Exception as error:  # whatever a function of the user's meets in CuPy's tracing
                 log.info("not fused to one kernel: %s: %s", type(error).__name__, error)
                 self._fused = None
-        self._plain(*arrays)
+        self._plain(acc, *inputs, *outputs)

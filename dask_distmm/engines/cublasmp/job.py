@@ -29,14 +29,15 @@ from dask_distmm.comms.nccl import make_unique_id
 from dask_distmm.dtypes import dtype_from_name, typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, log, wait_checked
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
-from dask_distmm.engines.cublasmp.finishing import Finishing
+from dask_distmm.engines.cublasmp.finishing import Finishing, NativeBias
 from dask_distmm.engines.cublasmp.host import device_like, to_device, to_host
-from dask_distmm.engines.cublasmp.library import Group, Memory, multiply_alone
+from dask_distmm.engines.cublasmp.library import PLAIN, Group, Memory, Native, multiply_alone
 from dask_distmm.engines.gate import Gate
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.collective import tile_chunk
+from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.tiles import Tile, make_tiles
 
 __all__ = ["CublasMpJob"]
@@ -60,11 +61,13 @@ class CublasMpJob:
         self.chunks: dict[ChunkKey, Any] = dict(chunks)
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
         self.dtype = plan.problem.result_type
-        # The formula is applied to sums that are not rounded yet.
-        self.sum_type = self.dtype if plan.problem.finish.trivial else plan.problem.compute_type
         self.timings: dict[str, float] = {}
         self.held_bytes = 0
         self._tiles = make_tiles(plan)
+        self._native = native_epilog(plan, self._tiles)
+        # What the library does not do itself is done to sums that are not rounded yet.
+        rounded = plan.problem.finish.trivial or self._native is not None
+        self.sum_type = self.dtype if rounded else plan.problem.compute_type
         self._ready, self._stream, self._groups = ready, stream, groups
         self._gate = Gate(len(plan.ranks))
         self._unique_id = b""
@@ -99,8 +102,10 @@ class CublasMpJob:
             "b": self._operand("b", self._tiles.b, problem.b_chunks, self.plan.where_b),
         }
         self._result = self._make_result()
-        self._finishing = None
-        if not problem.finish.trivial:
+        self._finishing: Finishing | NativeBias | None = None
+        if self._native is not None and "bias" in problem.finish.inputs:
+            self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, self._tiles.d)
+        elif self._native is None and not problem.finish.trivial:
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
         self._gather = Exchange(*(operand.shuffle for operand in self._operands.values()))
         self._allocated = cp.cuda.Event(disable_timing=True)
@@ -208,16 +213,20 @@ class CublasMpJob:
         shape = (plan.problem.m, plan.problem.n, plan.problem.k)
         tiles, types = self._tiles, (self.dtype.name, self.sum_type.name)
         memories = [Memory(x.data.ptr, _ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
+        native = PLAIN
+        if self._native is not None:
+            bias = self._finishing.vector(stream) if isinstance(self._finishing, NativeBias) else None
+            native = Native(complex(*plan.problem.finish.alpha), self._native, bias.data.ptr if bias is not None else 0)
         if group is None:
             multiply_alone(stream, tiles, shape, types, *memories)
         else:
-            group.multiply(tiles, shape, types, *memories)
+            group.multiply(tiles, shape, types, *memories, native=native)
         marks.append(_mark(stream))
         self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
         if self._result.deliver is not None:
             self._result.deliver.run(stream, comm)
         outputs: dict[Any, Any] = dict(self._result.chunks)
-        if self._finishing is not None:
+        if isinstance(self._finishing, Finishing):
             outputs = self._finishing.apply(outputs, stream)
         marks.append(_mark(stream))
         self._wait(marks[-1])

@@ -22,7 +22,7 @@ from dask_distmm.errors import EngineError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.plan.tiles import Stored, Tiles
 
-__all__ = ["Group", "Memory", "check_versions", "multiply_alone"]
+__all__ = ["PLAIN", "Group", "Memory", "Native", "check_versions", "multiply_alone"]
 
 _LEAST_CUBLASMP = 1000  # 0.10.0
 _LEAST_NCCL = (2, 30, 7)
@@ -54,6 +54,17 @@ class Memory(NamedTuple):
 
     pointer: int
     ld: int
+
+
+class Native(NamedTuple):
+    """What the library does beside the product: a factor, an epilog by its name, and the bias' address."""
+
+    alpha: complex = 1.0
+    epilog: str = ""
+    bias: int = 0
+
+
+PLAIN = Native()
 
 
 def check_versions() -> dict[str, str]:
@@ -113,9 +124,17 @@ class Group:
             raise EngineError("; ".join(f"{self.names[rank]}: {text}" for rank, text in problems.items()))
 
     def multiply(
-        self, tiles: Tiles, shape: tuple[int, int, int], types: tuple[str, str], a: Memory, b: Memory, d: Memory
+        self,
+        tiles: Tiles,
+        shape: tuple[int, int, int],
+        types: tuple[str, str],
+        a: Memory,
+        b: Memory,
+        d: Memory,
+        *,
+        native: Native = PLAIN,
     ) -> None:
-        """Put ``D = A @ B`` on the stream.
+        """Put ``D = epilog(alpha A @ B)`` on the stream.
 
         Parameters
         ----------
@@ -127,15 +146,18 @@ class Group:
             Type of A and B, and of D.
         a, b, d
             This rank's tiles.
+        native
+            Factor and epilog; a bias has a value for each row of the rank's tile of D, or column if it is in C order.
         """
         x, y = (b, a) if tiles.flipped else (a, b)
-        key = (tiles, shape, types, x.ld, y.ld, d.ld)
+        key = (tiles, shape, types, x.ld, y.ld, d.ld, native._replace(bias=0))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _Call(self, tiles, types, x.ld, y.ld, d.ld)
+            call = self._calls[key] = _Call(self, tiles, types, x.ld, y.ld, d.ld, native)
             if len(self._calls) > _MOST_DESCRIPTORS:
                 self._calls.popitem(last=False)[1].close()
         self._calls.move_to_end(key)
+        call.set_bias(native.bias)
         arguments = call.arguments(self._handle, x.pointer, y.pointer, d.pointer)
         if call.workspace is None:
             device_bytes, host_bytes = cublasMp.matmul_buffer_size(*arguments)
@@ -223,7 +245,9 @@ class Group:
 class _Call:
     """The descriptors of one kind of multiply."""
 
-    def __init__(self, group: Group, tiles: Tiles, types: tuple[str, str], ldx: int, ldy: int, ldz: int) -> None:
+    def __init__(
+        self, group: Group, tiles: Tiles, types: tuple[str, str], ldx: int, ldy: int, ldz: int, native: Native
+    ) -> None:
         dtype = types[0]
         first, second = (tiles.b, tiles.a) if tiles.flipped else (tiles.a, tiles.b)
         stored = first.stored, second.stored, tiles.d.stored
@@ -236,7 +260,7 @@ class _Call:
             y.shape[1] if op_y == "N" else y.shape[0],
             x.shape[1] if op_x == "N" else x.shape[0],
         )
-        self._alpha, self._beta = _one_and_zero(dtype)
+        self._alpha, self._beta = _factors(dtype, native.alpha)
         # All grids first: making one is collective and frees the workspace.
         grids = [group.grid(matrix.grid) for matrix in stored]
         self._matrices = [
@@ -246,8 +270,9 @@ class _Call:
         self._descriptor = cublasMp.matmul_descriptor_create(int(_COMPUTE_TYPES[dtype]))
         self._set(_Attribute.TRANSA, _OPS[op_x])
         self._set(_Attribute.TRANSB, _OPS[op_y])
-        if tiles.replicated:
-            self._set(_Attribute.EPILOGUE, int(cublasMp.MatmulEpilogue.ALLREDUCE))
+        epilog = "allreduce" if tiles.replicated else native.epilog
+        if epilog:
+            self._set(_Attribute.EPILOGUE, int(getattr(cublasMp.MatmulEpilogue, epilog.upper())))
 
     def arguments(self, handle: int, x: int, y: int, z: int) -> tuple[int, ...]:
         """Return the arguments that cublasMpMatmul and its buffer size have in common."""
@@ -259,6 +284,11 @@ class _Call:
             *(0, 1, 1, matrix_z, z, 1, 1, matrix_z),
         )
 
+    def set_bias(self, pointer: int) -> None:
+        """Say where the bias of the next call is."""
+        if pointer:
+            self._set(_Attribute.BIAS_POINTER, pointer)
+
     def _set(self, attribute: Any, value: int) -> None:
         held = np.array([value], cublasMp.get_matmul_descriptor_attribute_dtype(int(attribute)))
         cublasMp.matmul_descriptor_set_attribute(self._descriptor, int(attribute), held.ctypes.data, held.nbytes)
@@ -269,10 +299,11 @@ class _Call:
         cublasMp.matmul_descriptor_destroy(self._descriptor)
 
 
-def _one_and_zero(dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return alpha and beta of a plain product, in the type that the libraries take them in: the one of the sums."""
+def _factors(dtype: str, alpha: complex = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return alpha and a beta of 0 in the type that the libraries take them in: the one of the sums."""
     scale = compute_dtype(dtype_from_name(dtype), 1)
-    return np.ones(1, scale), np.zeros(1, scale)
+    number = alpha if scale.kind == "c" else complex(alpha).real
+    return np.full(1, number, scale), np.zeros(1, scale)
 
 
 def _describe(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
@@ -307,7 +338,7 @@ def multiply_alone(
     dtype = types[0]
     op_x, op_y = tiles.ops
     x, y, rows, cols = (b, a, n, m) if tiles.flipped else (a, b, m, n)
-    alpha, beta = _one_and_zero(dtype)
+    alpha, beta = _factors(dtype)
     kind, handle = _DATA_TYPES[dtype], _cublas_handle()
     cublas.set_stream(handle, stream.ptr)
     cublas.gemm_ex_64(
