@@ -217,6 +217,7 @@ class Kernel:
         return self._fused is not None
 
     def __call__(self, acc: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        """Fill `outputs`: D, and what is saved."""
         if self._fused is not None:
             # CuPy does not fuse bfloat16: its values are read and written in the type of the sums.
             values = [x.astype(acc.dtype) if x.dtype.kind == "V" else x for x in inputs]
