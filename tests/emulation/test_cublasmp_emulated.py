@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import threading
@@ -176,6 +177,9 @@ def test_epilogs(make, epilog):
     case.aux.pop("bgrada", None)
     case.aux.pop("bgradb", None)
     case.check(d, aux)
+    kernels = [x for x in gc.get_objects() if type(x).__name__ == "Kernel" and hasattr(x, "is_fused")]
+    assert kernels
+    assert all(kernel.is_fused for kernel in kernels)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import cupy as cp
@@ -201,24 +201,19 @@ class Kernel:
     """The formula as one kernel, fused by CuPy; where CuPy can't, as one kernel for each operation."""
 
     def __init__(self, spec: Finish, names: tuple[str, ...]) -> None:
-        def apply(*arrays: Any) -> None:
-            acc, *rest = arrays
-            inputs, outputs = rest[: len(names)], rest[len(names) :]
-            found = elementwise(cp, spec, acc, dict(zip(names, inputs, strict=True)))
-            for target, values in zip(outputs, found, strict=True):
-                target[...] = values
+        def apply(xp: Any, arrays: Sequence[Any]) -> Iterator[Any]:
+            return iter(elementwise(xp, spec, arrays[0], dict(zip(names, arrays[1:], strict=True))))
 
-        self._plain: Callable[..., None] = apply
-        self._fused: Callable[..., None] | None = cp.fuse()(apply)
+        def traced(*arguments: Any) -> None:
+            arrays, outputs = arguments[: 1 + len(names)], arguments[1 + len(names) :]
+            for target, values in zip(outputs, apply(np, [_Traced(x) for x in arrays]), strict=True):
+                target[...] = values.value
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether it is one kernel, as far as is known."""
-        return self._fused is not None
+        self._apply, self._fused, self.is_fused = apply, cp.fuse()(traced), True
 
     def __call__(self, acc: Any, inputs: list[Any], outputs: list[Any]) -> None:
         """Fill `outputs`: D, and what is saved."""
-        if self._fused is not None:
+        if self.is_fused:
             # CuPy does not fuse bfloat16: its values are read and written in the type of the sums.
             values = [x.astype(acc.dtype) if x.dtype.kind == "V" else x for x in inputs]
             targets = [cp.empty(x.shape, acc.dtype) if x.dtype.kind == "V" else x for x in outputs]
@@ -228,7 +223,36 @@ class Kernel:
                     if output is not target:
                         output[...] = target
                 return
-            except Exception as error:  # whatever a function of the user's meets in CuPy's tracing
+            except Exception as error:  # whatever a function of the user's meets while it is traced
                 log.info("not fused to one kernel: %s: %s", type(error).__name__, error)
-                self._fused = None
-        self._plain(acc, *inputs, *outputs)
+                self.is_fused = False
+        for output, found in zip(outputs, self._apply(cp, [acc, *inputs]), strict=True):
+            output[...] = found
+
+
+class _Traced(np.lib.mixins.NDArrayOperatorsMixin):
+    """What stands for an array while CuPy looks at a formula: NumPy's functions of it become CuPy's."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def dtype(self) -> np.dtype:
+        found: np.dtype = np.dtype(self.value.dtype)
+        return found
+
+    def astype(self, dtype: Any, copy: bool = True) -> _Traced:
+        return self if dtype == self.dtype else _Traced(self.value.astype(dtype))
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if method != "__call__" or options:
+            return NotImplemented
+        return _Traced(getattr(cp, ufunc.__name__)(*map(_bare, inputs)))
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        bare = {name: _bare(value) for name, value in kwargs.items()}
+        return _Traced(getattr(cp, function.__name__)(*map(_bare, args), **bare))
+
+
+def _bare(x: Any) -> Any:
+    return x.value if isinstance(x, _Traced) else x
