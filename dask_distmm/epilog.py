@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy as np
 
+from dask_distmm.dtypes import compute_dtype
 from dask_distmm.errors import PlanError
 
 __all__ = [
@@ -167,10 +168,11 @@ class Finish:
         return (True, True) if name == self.saved else (False, False)
 
     def dtype_of(self, name: str, dtype: np.dtype) -> np.dtype:
-        """Type of one of `per_element`, where D is of type `dtype`."""
-        if name == "relu_aux":
-            return np.dtype(bool)
-        return np.empty(0, dtype).real.dtype if name == "result_amax" else dtype
+        """Type of one of `per_element`, where D is of type `dtype`: sums are kept in the type that is summed in."""
+        if name == self.saved:
+            return np.dtype(bool) if name == "relu_aux" else dtype
+        wide = compute_dtype(dtype, 1)
+        return np.empty(0, wide).real.dtype if name == "result_amax" else wide
 
 
 PLAIN = Finish()

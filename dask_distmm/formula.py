@@ -150,7 +150,7 @@ def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da
         meta = meta_from_array(d._meta, ndim=2, dtype=dtype)
         array = da.Array(build_output(problem, name, d), output_name(problem.name, name), chunks, meta=meta)
         if name == spec.sums:
-            array = array.sum(axis=spec.sum_axis, dtype=dtype)
+            array = array.sum(axis=spec.sum_axis, dtype=dtype).astype(problem.result_type)
         found[name] = array.max() if name == "result_amax" else array
     if spec.operand_sum:
         found[spec.operand_sum] = _operand_sum(spec, a, b)
@@ -185,12 +185,13 @@ def without_a_run(
     else:
         d, *saved = elementwise(da, spec, wide, dict(extras))
     aux = dict(zip([spec.saved], saved, strict=False)) | reductions(da, dataclasses.replace(spec, amax=False), d)
+    amax = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
     d = d.astype(dtype)
     found = {name: array if array.dtype.kind == "b" else array.astype(dtype) for name, array in aux.items()}
     if spec.sums:
         found[spec.sums] = found[spec.sums].reshape(-1)
     if spec.amax:
-        found["result_amax"] = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
+        found["result_amax"] = amax
     if spec.operand_sum:
         found[spec.operand_sum] = _operand_sum(spec, a, b)
     return (d, found) if found else d
