@@ -24,6 +24,10 @@ drelu, dgelu        x * relu'(saved), x * gelu'(saved)                the backwa
 Auxiliary outputs: ``relu_aux`` is the mask x > 0 (bool), ``gelu_aux`` and the ``_aux`` of all others x itself (the
 pre-activation). ``..._bgrad`` is the sum of D along the other axis: the gradient of a bias. ``bgrada`` sums op(A),
 ``bgradb`` op(B), over k.
+
+FP8 matrices stand for their numbers times a scale each: ``alpha`` above is then ``alpha * scale_a * scale_b`` and
+``beta`` is ``beta * scale_c``, and an FP8 D is stored as ``saturate(scale_d * F(x))``. Auxiliary outputs, the largest
+absolute value among them, are of F(x), before ``scale_d`` (cuBLAS, "Tensorwide scaling for FP8 data types").
 """
 
 from __future__ import annotations
@@ -68,6 +72,10 @@ class Finish:
         -1 or 1: bias gradients keep D's columns; 0: they keep its rows.
     amax
         Whether the largest absolute value of D is wanted too.
+    scale_d
+        Factor of D after everything else.
+    scales
+        Which of ``"scale_a"`` to ``"scale_d"`` are further inputs, of one element; others are in the factors.
     """
 
     alpha: tuple[float, float] = (1.0, 0.0)
@@ -75,6 +83,8 @@ class Finish:
     epilog: str = ""
     bias_axis: int = -1
     amax: bool = False
+    scale_d: float = 1.0
+    scales: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -96,8 +106,9 @@ class Finish:
 
     @property
     def scaled(self) -> bool:
-        """Whether alpha or beta do anything, or the largest value is wanted."""
-        return complex(*self.alpha) != 1 or complex(*self.beta) != 0 or self.amax
+        """Whether factors or scales do anything, or the largest value is wanted."""
+        factors = complex(*self.alpha) != 1 or complex(*self.beta) != 0 or self.scale_d != 1
+        return factors or self.amax or bool(self.scales)
 
     @property
     def activation(self) -> str:
@@ -148,9 +159,11 @@ class Finish:
         return (True, True) if name == self.saved else (False, False)
 
     def dtype_of(self, name: str, dtype: np.dtype) -> np.dtype:
-        """Type of one of `per_element`, where D is of type `dtype`."""
+        """Type of one of `per_element`, where D is of type `dtype`; float32 beside one of 8 bits."""
         if name == "relu_aux":
             return np.dtype(bool)
+        if dtype.itemsize == 1:
+            return np.dtype(np.float32)
         return np.empty(0, dtype).real.dtype if name == "result_amax" else dtype
 
 
@@ -174,7 +187,7 @@ def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[
     acc
         A part of op(A) @ op(B), two-dimensional, in the type that is summed in. May be overwritten.
     inputs
-        ``"c"`` and the epilog's inputs, each broadcast against `acc`.
+        ``"c"``, the epilog's inputs and `Finish.scales`, each broadcast against `acc`.
 
     Returns
     -------
@@ -184,9 +197,13 @@ def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[
     real = acc.real.dtype
     if complex(*spec.alpha) != 1:
         acc *= _scalar(spec.alpha, acc.dtype)
+    for name in ("scale_a", "scale_b"):
+        if name in spec.scales:
+            acc *= inputs[name].astype(acc.dtype)
     if complex(*spec.beta) != 0:
         # Not read at all for beta == 0: C may hold NaN then.
-        acc += _scalar(spec.beta, acc.dtype) * inputs["c"].astype(acc.dtype)
+        c = _scalar(spec.beta, acc.dtype) * inputs["c"].astype(acc.dtype)
+        acc += c * inputs["scale_c"].astype(acc.dtype) if "scale_c" in spec.scales else c
     if "bias" in spec.inputs:
         acc += inputs["bias"].astype(acc.dtype)
     aux: dict[str, Any] = {}
@@ -202,6 +219,10 @@ def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[
         aux[spec.sums] = d.sum(axis=spec.sum_axis, keepdims=True)
     if spec.amax:
         aux["result_amax"] = abs(d).max(initial=0).reshape(1, 1) if d.size else xp.zeros((1, 1), real)
+    if spec.scale_d != 1:
+        d = d * acc.dtype.type(spec.scale_d)
+    if "scale_d" in spec.scales:
+        d = d * inputs["scale_d"].astype(acc.dtype)
     return d, aux
 
 
