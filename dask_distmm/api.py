@@ -121,8 +121,8 @@ def matmul(
     Returns
     -------
     dask.array.Array
-        (m, n) with NumPy's dtype for the product of the two, or `result_type`. With an epilog that has auxiliary outputs, or
-        `result_amax`: a pair of it and a dict of these arrays by name. All of them come from one run.
+        (m, n) with NumPy's dtype for the product of the two, or `result_type`. With an epilog that has auxiliary
+        outputs, or `result_amax`: a pair of it and a dict of these arrays by name. All of them come from one run.
 
     Raises
     ------

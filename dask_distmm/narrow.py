@@ -74,7 +74,7 @@ def encode(xp: Any, x: Any, name: str) -> Any:
     magic = np.float32(2.0 ** (24 - bias - mantissa))
     small = (size + magic).view(np.uint32) - magic.view(np.uint32)
     code = xp.where(size < np.float32(2.0 ** (1 - bias)), small, normal)
-    code = xp.where(x == x, code, np.uint32(nan))
+    code = xp.where(xp.isnan(x), np.uint32(nan), code)
     return (code | ((x.view(np.uint32) >> 24) & 0x80)).astype(np.uint8)
 
 

@@ -169,6 +169,11 @@ class Problem:
         return compute_dtype(self.operand_type, self.k)
 
     @property
+    def fp8(self) -> bool:
+        """Whether a GPU library is given FP8."""
+        return self.matrix_types[0] in FP8
+
+    @property
     def matrix_types(self) -> tuple[str, str]:
         """Names of the types in which a GPU library is given A and B; no information is lost on the way to these."""
         if self.a_dtype in FP8:

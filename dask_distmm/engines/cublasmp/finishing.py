@@ -8,11 +8,12 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.dtypes import FP8, carried
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.epilog import finish, part_shape
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.narrow import decode, stored
 from dask_distmm.plan import Plan
 
 __all__ = ["Finishing"]
@@ -23,7 +24,8 @@ class _Input:
 
     def __init__(self, plan: Plan, me: int, name: str, chunks: Mapping[ChunkKey, Any]) -> None:
         problem = plan.problem
-        self.name, self.dtype = name, dtype_from_name(problem.dtype_of(name))
+        self.name, self.held = name, problem.dtype_of(name)
+        self.dtype = carried(self.held, "cupy")
         sizes, (rows, cols) = problem.chunks_of(name), problem.out_chunks
         # An axis of length 1 is broadcast: all chunks of D along it need the same part.
         self._by_row, self._by_col = sum(sizes[0]) == problem.m, sum(sizes[1]) == problem.n
@@ -51,6 +53,11 @@ class _Input:
         i, j = divmod(index, self._columns)
         return (i if self._by_row else 0) * self._width + (j if self._by_col else 0)
 
+    def values(self, index: int) -> Any:
+        """Return what chunk `index` of D needs."""
+        found = self.parts[self.part(index)]
+        return decode(cp, found, self.held, np.dtype(np.float32)) if self.held in FP8 else found
+
 
 class Finishing:
     """All that one rank does to its chunks of D after the product.
@@ -69,21 +76,21 @@ class Finishing:
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
         problem = plan.problem
-        self._spec = problem.finish
+        self._spec, self._to = problem.finish, problem.dtype
         self.inputs = [_Input(plan, me, name, chunks) for name in problem.operands[2:]]
         self._out: dict[Any, Any] = {}
         for index in plan.owned(rank).tolist():
             r0, r1, c0, c1 = plan.chunk_rect(index)
             shape = (r1 - r0, c1 - c0)
-            self._out[index] = cp.empty(shape, problem.result_type, order=order)
+            self._out[index] = cp.empty(shape, carried(self._to, "cupy"), order=order)
             for name in self._spec.per_element:
                 dtype = self._spec.dtype_of(name, problem.result_type)
                 self._out[name, index] = cp.zeros(part_shape(self._spec.keeps(name), shape), dtype)
 
-    def outside(self) -> Iterator[tuple[int, np.dtype, Moves, Mapping[int, Any]]]:
+    def outside(self) -> Iterator[tuple[int, str, Moves, Mapping[int, Any]]]:
         """Return what has to be fetched from workers that are no ranks: number, type, rectangles, where they go."""
         for number, one in enumerate(self.inputs, start=2):
-            yield number, one.dtype, one.outside, one.parts
+            yield number, one.held, one.outside, one.parts
 
     def gather(self, stream: cp.cuda.Stream, comm: Any) -> None:
         """Put the exchange of the inputs on the stream."""
@@ -96,9 +103,9 @@ class Finishing:
             for index, acc in sums.items():
                 if not acc.size:
                     continue
-                inputs = {one.name: one.parts[one.part(index)] for one in self.inputs}
+                inputs = {one.name: one.values(index) for one in self.inputs}
                 d, aux = finish(cp, self._spec, acc, inputs)
-                self._out[index][...] = d
+                self._out[index][...] = stored(cp, d, self._to, fp8_bytes=True)
                 for name, values in aux.items():
                     self._out[name, index][...] = values
         return self._out
