@@ -159,7 +159,8 @@ def dequantize(q: Any, scale: Any = 1.0, dtype: Any = "float32", *, q_type: Any 
     name = q.dtype.name if q_type is None else type_name("q_type", q_type)
     if name not in FP8 or q.dtype not in (FP8[name], np.uint8):
         raise PlanError(f"the array is {q.dtype}, q_type={q_type!r}; expected FP8, or uint8 with q_type stated")
-    return (widened(q, name, np.dtype(np.float32)) * da.asanyarray(scale).astype(np.float32)).astype(dtype)
+    wide, scale = widened(q, name, np.dtype(np.float32)), da.asanyarray(scale).reshape(())
+    return da.map_blocks(_times, wide, scale, dtype=np.float32, meta=wide._meta).astype(dtype)
 
 
 def widened(array: da.Array, name: str, dtype: np.dtype) -> da.Array:
@@ -284,11 +285,15 @@ def _quantized(x: Any, scale: Any, to: str) -> Any:
     if not cupy:
         let_e5m2_travel()
     with np.errstate(all="ignore"):
-        return stored(_module(x), x / scale.astype(np.float32), to, fp8_bytes=cupy)
+        return stored(_module(x), x / _module(x).asarray(scale, np.float32), to, fp8_bytes=cupy)
 
 
 def _widened(x: Any, held: str, wide: np.dtype) -> Any:
     return x.astype(wide) if x.dtype != np.uint8 else decode(_module(x), x, held, wide)
+
+
+def _times(x: Any, scale: Any) -> Any:
+    return x * _module(x).asarray(scale, np.float32)
 
 
 def _in_blocks(a: da.Array, form: str, axis: int) -> BlockScaled:
