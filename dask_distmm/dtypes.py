@@ -29,6 +29,7 @@ __all__ = [
     "dtype_from_name",
     "operand_dtype",
     "resolve_types",
+    "sum_dtype",
     "supported",
     "takes",
     "type_name",
@@ -147,6 +148,15 @@ def compute_dtype(dtype: np.dtype, k: int) -> np.dtype:
     if (dtype.char in _EXACT_IN_FLOAT64 and k <= 2**21) or dtype == np.bool_:
         return np.dtype(np.float64)
     return dtype
+
+
+def sum_dtype(operand: np.dtype, result: np.dtype, k: int) -> np.dtype:
+    """Return `compute_dtype`; for a result with more bits than its integer operands the float64 that holds its sums.
+
+    These are bytes: sums of up to 2**37 of their products are exact in float64.
+    """
+    wider = operand.kind in "iu" and result.itemsize > operand.itemsize
+    return np.dtype(np.float64) if wider else compute_dtype(operand, k)
 
 
 def operand_dtype(a: np.dtype, b: np.dtype) -> np.dtype:

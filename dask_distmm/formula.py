@@ -11,7 +11,7 @@ import numpy as np
 from dask.array.utils import meta_from_array
 
 from dask_distmm.chunks import array_kind, let_e5m2_travel
-from dask_distmm.dtypes import FP8, Types, carried, compute_dtype, dtype_from_name, supported
+from dask_distmm.dtypes import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype, supported
 from dask_distmm.epilog import Finish, finish
 from dask_distmm.errors import PlanError
 from dask_distmm.graph import build_output
@@ -151,7 +151,7 @@ def without_a_run(
     a: da.Array, b: da.Array, spec: Finish, extras: Extras, types: Types
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return what a run would, made of Dask's own operations, where no run is possible."""
-    inner = compute_dtype(types.operand, max(1, a.shape[1]))
+    inner = sum_dtype(types.operand, dtype_from_name(types.d), max(1, a.shape[1]))
     if types.usual:
         wide = dask_matmul(a, b).astype(inner)
     else:

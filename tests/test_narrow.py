@@ -389,6 +389,15 @@ def test_int32_holds_the_longest_sums_that_are_promised(client, pair, values, mo
         assert (found == exact) == (k == most)
 
 
+@pytest.mark.parametrize("scheduler", ["distributed", "threads"])
+def test_very_long_sums_of_bytes_wrap_around(client, scheduler):
+    k = 2**21 + 3
+    with dask.config.set(scheduler=scheduler):
+        a, b = da.full((1, k), 255, dtype="uint8", chunks=700000), da.full((k, 1), -128, dtype="int8", chunks=700000)
+        found = int(matmul(a, b, result_type="int32").compute()[0, 0])
+    assert found == (-255 * 128 * k + 2**31) % 2**32 - 2**31
+
+
 def test_int8_alone_is_numpys(client):
     a = da.from_array(np.full((4, 4), 100, np.int8), chunks=2)
     assert matmul(a, a).dtype == np.int8

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.config import Machine, Options
-from dask_distmm.dtypes import COMPUTE_TYPES, FP8, compute_dtype, dtype_from_name, operand_dtype
+from dask_distmm.dtypes import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProtocolError
 
@@ -166,7 +166,7 @@ class Problem:
     @property
     def compute_type(self) -> np.dtype:
         """NumPy type that is computed and summed in."""
-        return compute_dtype(self.operand_type, self.k)
+        return sum_dtype(self.operand_type, self.result_type, self.k)
 
     @property
     def fp8(self) -> bool:
