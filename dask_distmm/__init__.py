@@ -30,8 +30,10 @@ from dask_distmm.errors import (  # noqa: E402
 from dask_distmm.operator import disable, enable, enabled, is_enabled  # noqa: E402
 from dask_distmm.plan import Plan  # noqa: E402
 from dask_distmm.preload import dask_setup  # noqa: E402
+from dask_distmm.quantize import BlockScaled, dequantize, quantize  # noqa: E402
 
 __all__ = [
+    "BlockScaled",
     "DistMMError",
     "EngineError",
     "Epilog",
@@ -43,6 +45,7 @@ __all__ = [
     "RunFailedError",
     "__version__",
     "dask_setup",
+    "dequantize",
     "disable",
     "enable",
     "enabled",
@@ -50,6 +53,7 @@ __all__ = [
     "free_workspaces",
     "is_enabled",
     "matmul",
+    "quantize",
 ]
 
 

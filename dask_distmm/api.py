@@ -17,12 +17,13 @@ from dask_distmm import formula, operator
 from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, current_client, snapshot
 from dask_distmm.config import read_options, setting
-from dask_distmm.dtypes import supported, takes
+from dask_distmm.dtypes import FP8, Types, carried, resolve_types, supported, takes
 from dask_distmm.engines.base import ENGINES
 from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
 from dask_distmm.graph import build_graph
 from dask_distmm.plan import METHODS, Chunks, Extra, Plan, Problem, Worker
+from dask_distmm.quantize import operands
 
 __all__ = ["NotCollective", "explain", "matmul"]
 
@@ -59,6 +60,11 @@ def matmul(
     epilog_inputs: Mapping[str, Any] | None = None,
     bias_axis: int = -1,
     result_amax: bool = False,
+    a_type: Any = None,
+    b_type: Any = None,
+    result_type: Any = None,
+    quantization_scales: Mapping[str, Any] | None = None,
+    compute_type: str | None = None,
     method: str | None = None,
     engine: str | None = None,
     out_chunks: Any = None,
@@ -89,7 +95,21 @@ def matmul(
     bias_axis : {-1, 0}
         Along which axis of D ``drelu_bgrad`` and ``dgelu_bgrad`` keep their length.
     result_amax : bool
-        Return the largest absolute value of D too, as ``"result_amax"``, 0-d.
+        Return the largest absolute value of D too, as ``"result_amax"``, 0-d. Of an FP8 D: before it is scaled.
+    a_type, b_type : str or dtype, optional
+        What an operand of uint8 holds: ``"float8_e4m3"`` or ``"float8_e5m2"``. CuPy has no such types.
+    result_type : str or dtype, optional
+        Of D. FP8 operands: A's type (the default), the other FP8 type, ``"float16"``, ``"bfloat16"`` or
+        ``"float32"``; float16 and bfloat16 operands: ``"float32"``; int8 and uint8: ``"int32"``. CuPy chunks of an
+        FP8 D are uint8.
+    quantization_scales : mapping, optional
+        For FP8 only, and needed there: ``"a"``, ``"b"``, ``"d"`` for an FP8 D, and ``"c"`` for a C that is quantized
+        too: numbers, or 0-d arrays, which stay lazy if they are Dask's. A matrix stands for its numbers times its
+        scale; D is stored as ``saturate(scale_d * F(...))``. See docs/precision.md.
+    compute_type : str, optional
+        ``"fp32"``, ``"tf32"`` or ``"bf16x9"`` for float32 and complex64, ``"fp64"`` or ``"fp64_emulated"`` for
+        float64 and complex128. By default the config ``distmm.compute-type`` where it fits, else true float32 and
+        float64.
     method : str, optional
         ``"local"``, ``"allgather"``, ``"reducescatter"``, ``"allreduce"``, ``"summa"``, or ``"auto"`` (the
         default, from the config ``distmm.method``): the quickest by the cost model, see `explain`.
@@ -104,8 +124,8 @@ def matmul(
     Returns
     -------
     dask.array.Array
-        (m, n) with NumPy's dtype for the product of the two. With an epilog that has auxiliary outputs, or
-        `result_amax`: a pair of it and a dict of these arrays by name. All of them come from one run.
+        (m, n) with NumPy's dtype for the product of the two, or `result_type`. With an epilog that has auxiliary
+        outputs, or `result_amax`: a pair of it and a dict of these arrays by name. All of them come from one run.
 
     Raises
     ------
@@ -127,12 +147,15 @@ def matmul(
     dtype('bool')
     """
     method, engine = _names(method, engine)
-    a, b = (da.asanyarray(x) for x in (a, b))
+    a, b = operands(a, b)
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
     _check_shapes(a, b)
-    spec, extras = formula.parse(a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax)
-    collective = why_not(a, b) is None and all(formula.why_not(x) is None for _, x in extras)
-    if spec.plain:
+    types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
+    spec, extras = formula.parse(
+        a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
+    )
+    collective = why_not(a, b, types) is None and all(formula.why_not(x) is None for _, x in extras)
+    if spec.plain and types.usual:
         if not collective:
             return operator.dask_matmul(a, b)
         if a.ndim == 1 or b.ndim == 1:
@@ -145,13 +168,14 @@ def matmul(
             chunks = _out_chunks(a, b, out_chunks)
             return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
     if not collective or 0 in (*a.shape, *b.shape):
-        return formula.without_a_run(operator.dask_matmul(a, b), a, b, spec, extras)
-    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras)
+        return formula.without_a_run(a, b, spec, extras, types)
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types)
     client = current_client()
     known = snapshot(client, problem) if client is not None else None
     if known is not None:
         known.plan(problem)
-    meta = meta_from_array(b._meta if array_kind(b._meta) == "cupy" else a._meta, ndim=2, dtype=problem.result_type)
+    meta = b._meta if array_kind(b._meta) == "cupy" else a._meta
+    meta = meta_from_array(meta, ndim=2, dtype=carried(problem.dtype, problem.array))
     graph = build_graph(problem, a, b, [array for _, array in extras])
     d = da.Array(graph, problem.name, problem.out_chunks, meta=meta)
     return d if spec.plain else formula.outputs(problem, d, a, b)
@@ -170,6 +194,11 @@ def explain(
     epilog_inputs: Mapping[str, Any] | None = None,
     bias_axis: int = -1,
     result_amax: bool = False,
+    a_type: Any = None,
+    b_type: Any = None,
+    result_type: Any = None,
+    quantization_scales: Mapping[str, Any] | None = None,
+    compute_type: str | None = None,
     method: str | None = None,
     engine: str | None = None,
     out_chunks: Any = None,
@@ -180,6 +209,8 @@ def explain(
     Parameters
     ----------
     a, b, c, alpha, beta, op_a, op_b, epilog, epilog_inputs, bias_axis, result_amax
+        As for `matmul`.
+    a_type, b_type, result_type, quantization_scales, compute_type
         As for `matmul`.
     method, engine, out_chunks, workers
         As for `matmul`. Without a cluster ``workers=4`` plans for four imagined ones, with one thread each and
@@ -197,13 +228,16 @@ def explain(
         As `matmul`.
     """
     method, engine = _names(method, engine)
-    a, b = (da.asanyarray(x) for x in (a, b))
+    a, b = operands(a, b)
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
     _check_shapes(a, b)
-    spec, extras = formula.parse(a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax)
+    types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
+    spec, extras = formula.parse(
+        a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
+    )
     client = current_client()
     imagined = client is None and isinstance(workers, int)
-    reason = why_not(a, b, cluster=not imagined)
+    reason = why_not(a, b, types, cluster=not imagined)
     for name, array in extras:
         if reason is None and (unfit := formula.why_not(array)):
             reason = f"{name}: {unfit}"
@@ -212,7 +246,7 @@ def explain(
     a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
     if 0 in (*a.shape, *b.shape):
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
-    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras)
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types)
     if imagined:
         assert isinstance(workers, int)
         imaginary = [Worker(f"worker-{i}") for i in range(workers)]
@@ -225,7 +259,7 @@ def explain(
     return known.plan(problem)
 
 
-def why_not(a: da.Array, b: da.Array, *, cluster: bool = True) -> str | None:
+def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True) -> str | None:
     """Return why a product can't run here and goes to Dask's own function, or None if it can."""
     if a.ndim > 2 or b.ndim > 2:
         return f"the operands have {a.ndim} and {b.ndim} dimensions; products of more than 2 are not collective yet"
@@ -234,9 +268,11 @@ def why_not(a: da.Array, b: da.Array, *, cluster: bool = True) -> str | None:
         if kind not in ("numpy", "cupy"):
             return f"the chunks of {name} are {kind}; engines take numpy.ndarray and cupy.ndarray"
     kind = "cupy" if "cupy" in kinds.values() else "numpy"
-    dtypes = [array.dtype.name for array in (a, b)]
+    dtypes = [a.dtype.name, b.dtype.name] if types is None else list(types[:3])
+    if types is None and set(dtypes) & set(FP8):
+        return "FP8 needs scales; call dask_distmm.matmul(..., quantization_scales=...)"
     if not all(supported(array.dtype) for array in (a, b)) or not any(takes(name, kind, dtypes) for name in ENGINES):
-        return f"no engine multiplies {kind} arrays of the types {' and '.join(dtypes)}"
+        return f"no engine multiplies {kind} arrays of the types {' and '.join(dict.fromkeys(dtypes))}"
     if cluster and current_client() is None:
         return "there is no cluster; create a distributed.Client"
     return None
@@ -267,8 +303,10 @@ def make_problem(
     workers: Sequence[str] | int | None,
     spec: Finish = PLAIN,
     extras: Sequence[tuple[str, da.Array]] = (),
+    types: Types | None = None,
 ) -> Problem:
     """Return the Problem of multiplying two 2-D Dask arrays."""
+    types = types or resolve_types(a.dtype, b.dtype)
     if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
         raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
     if workers is not None and not isinstance(workers, int):
@@ -277,12 +315,12 @@ def make_problem(
             raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.scheduler_info()")
     chunks = _out_chunks(a, b, out_chunks)
     options = read_options()
-    dtype = np.result_type(a.dtype, b.dtype)
-    fields = (a.chunks, b.chunks, chunks, a.dtype.name, b.dtype.name, dtype.name, method, engine, workers)
+    fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, method, engine, workers)
     found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
-    token = tokenize(a.name, b.name, fields, options, dataclasses.astuple(spec), [x.name for _, x in extras])
+    token = tokenize(a.name, b.name, fields, types, options, dataclasses.astuple(spec), [x.name for _, x in extras])
     array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
-    return Problem(f"matmul-{token}", *fields, a.name == b.name, options, array, found, spec)
+    same = a.name == b.name and types.a == types.b
+    return Problem(f"matmul-{token}", *fields, same, options, array, found, spec, types.compute)
 
 
 def _names(method: str | None, engine: str | None) -> tuple[str, str]:
@@ -315,7 +353,7 @@ def _out_chunks(a: da.Array, b: da.Array, out_chunks: Any) -> Chunks:
         return a.chunks[0], b.chunks[1]
     shape = (a.shape[0], b.shape[1])
     try:
-        rows, cols = normalize_chunks(out_chunks, shape, dtype=np.result_type(a.dtype, b.dtype))
+        rows, cols = normalize_chunks(out_chunks, shape, dtype=a.dtype)
     except (ValueError, TypeError) as error:
         raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
     return rows, cols

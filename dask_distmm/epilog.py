@@ -26,6 +26,10 @@ A function of the user's in place of F gets x and its own inputs: ``f(x, **input
 Auxiliary outputs: ``relu_aux`` is the mask x > 0 (bool), ``gelu_aux`` and the ``_aux`` of all others x itself (the
 pre-activation). ``..._bgrad`` is the sum of D along the other axis: the gradient of a bias. ``bgrada`` sums op(A),
 ``bgradb`` op(B), over k.
+
+FP8 matrices stand for their numbers times a scale each: ``alpha`` above is then ``alpha * scale_a * scale_b`` and
+``beta`` is ``beta * scale_c``, and an FP8 D is stored as ``saturate(scale_d * F(x))``. Auxiliary outputs, the largest
+absolute value among them, are of F(x), before ``scale_d`` (cuBLAS, "Tensorwide scaling for FP8 data types").
 """
 
 from __future__ import annotations
@@ -86,6 +90,10 @@ class Finish:
         Whether the largest absolute value of D is wanted too.
     function, names
         A function in place of `epilog`, pickled, and the names of its inputs.
+    scale_d
+        Factor of D after everything else.
+    scales
+        Which of ``"scale_a"`` to ``"scale_d"`` are further inputs, of one element; others are in the factors.
     """
 
     alpha: tuple[float, float] = (1.0, 0.0)
@@ -95,6 +103,8 @@ class Finish:
     amax: bool = False
     function: bytes = b""
     names: tuple[str, ...] = ()
+    scale_d: float = 1.0
+    scales: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -116,8 +126,9 @@ class Finish:
 
     @property
     def scaled(self) -> bool:
-        """Whether alpha or beta do anything, or the largest value is wanted."""
-        return complex(*self.alpha) != 1 or complex(*self.beta) != 0 or self.amax
+        """Whether factors or scales do anything, or the largest value is wanted."""
+        factors = complex(*self.alpha) != 1 or complex(*self.beta) != 0 or self.scale_d != 1
+        return factors or self.amax or bool(self.scales)
 
     @property
     def activation(self) -> str:
@@ -169,9 +180,11 @@ class Finish:
 
     def dtype_of(self, name: str, dtype: np.dtype) -> np.dtype:
         """Type of one of `per_element`, where D is of type `dtype`: sums are kept in the type that is summed in."""
+        if name == "relu_aux":
+            return np.dtype(bool)
+        wide = np.dtype(np.float32) if dtype.itemsize == 1 else compute_dtype(dtype, 1)
         if name == self.saved:
-            return np.dtype(bool) if name == "relu_aux" else dtype
-        wide = compute_dtype(dtype, 1)
+            return wide if dtype.itemsize == 1 else dtype
         return np.empty(0, wide).real.dtype if name == "result_amax" else wide
 
 
@@ -195,7 +208,7 @@ def elementwise(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> t
     acc
         A part of op(A) @ op(B), two-dimensional, in the type that is summed in.
     inputs
-        ``"c"`` and the epilog's inputs, each broadcast against `acc`.
+        ``"c"``, the epilog's inputs and `Finish.scales`, each broadcast against `acc`.
 
     Returns
     -------
@@ -204,9 +217,13 @@ def elementwise(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> t
     x, dtype = acc, acc.dtype
     if complex(*spec.alpha) != 1:
         x = x * _scalar(spec.alpha, dtype)
+    for name in ("scale_a", "scale_b"):
+        if name in spec.scales:
+            x = x * inputs[name].astype(dtype)
     if complex(*spec.beta) != 0:
         # Not read at all for beta == 0: C may hold NaN then.
-        x = x + inputs["c"].astype(dtype) * _scalar(spec.beta, dtype)
+        c = inputs["c"].astype(dtype) * _scalar(spec.beta, dtype)
+        x = x + (c * inputs["scale_c"].astype(dtype) if "scale_c" in spec.scales else c)
     if spec.function:
         d = _load(spec.function)(x, **{name: inputs[name] for name in spec.names})
         return (d.astype(dtype),)
@@ -232,10 +249,18 @@ def reductions(xp: Any, spec: Finish, d: Any) -> dict[str, Any]:
     return found
 
 
+def scaled(spec: Finish, d: Any, inputs: Mapping[str, Any]) -> Any:
+    """Return D times its scale: what comes last, after all that is kept beside D."""
+    if spec.scale_d != 1:
+        d = d * d.dtype.type(spec.scale_d)
+    return d * inputs["scale_d"].astype(d.dtype) if "scale_d" in spec.scales else d
+
+
 def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Apply the formula; return D in the type of `acc`, and auxiliary outputs by name. Parameters as `elementwise`."""
     d, *saved = elementwise(xp, spec, acc, inputs)
-    return d, dict(zip([spec.saved], saved, strict=False)) | reductions(xp, spec, d)
+    aux = dict(zip([spec.saved], saved, strict=False)) | reductions(xp, spec, d)
+    return scaled(spec, d, inputs), aux
 
 
 def finish_by_rows(

@@ -11,13 +11,17 @@ import numpy as np
 from dask.array.utils import meta_from_array
 from distributed.protocol.pickle import dumps
 
-from dask_distmm.chunks import array_kind
-from dask_distmm.dtypes import compute_dtype, supported
+from dask_distmm.chunks import array_kind, let_e5m2_travel
+from dask_distmm.dtypes import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype, supported
 from dask_distmm.epilog import Finish, elementwise, reductions
+from dask_distmm.epilog import scaled as scaled_result
 from dask_distmm.errors import PlanError
 from dask_distmm.graph import build_output
 from dask_distmm.keys import output_name
+from dask_distmm.narrow import stored
+from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Problem
+from dask_distmm.quantize import scaled, widened
 
 __all__ = ["apply_op", "outputs", "parse", "why_not", "without_a_run"]
 
@@ -45,6 +49,8 @@ def parse(
     inputs: Mapping[str, Any],
     bias_axis: int,
     amax: bool,
+    types: Types,
+    scales: Mapping[str, Any] | None = None,
 ) -> tuple[Finish, list[tuple[str, da.Array]]]:
     """Return the formula, and the arrays that it reads beside A and B, each of two dimensions.
 
@@ -57,7 +63,7 @@ def parse(
         raise PlanError("c was given without beta; give beta=1 to add C")
     if c is None and beta is not None and beta != 0:
         raise PlanError(f"beta={beta!r} needs c")
-    dtype = np.result_type(a.dtype, b.dtype)
+    dtype = types.operand
     factors = []
     for name, value in (("alpha", alpha), ("beta", 0.0 if beta is None else beta)):
         try:
@@ -73,29 +79,34 @@ def parse(
     name = "" if epilog is None or function else str(getattr(epilog, "value", epilog)).lower()
     pickled, names = (dumps(function), tuple(inputs)) if function else (b"", ())
     spec = Finish(factors[0], factors[1], name, bias_axis, bool(amax), pickled, names)
-    if spec.plain and not inputs:
+    if spec.plain and not inputs and not types.fp8 and not scales:
         return spec, []
     if a.ndim != 2 or b.ndim != 2:
-        raise PlanError(f"alpha, C and epilogs need matrices; found {a.ndim} and {b.ndim} dimensions")
-    floating = dtype.kind in "fc" or dtype.name == "bfloat16"
+        raise PlanError(f"alpha, C, epilogs and scales need matrices; found {a.ndim} and {b.ndim} dimensions")
+    floating = dtype.kind in "fc" or dtype.name == "bfloat16" or types.fp8
     if not floating:
         raise PlanError(f"alpha, C and epilogs need floating-point matrices; A @ B is {dtype}: convert them")
     if dtype.kind == "c" and (spec.activation or spec.gradient):
         raise PlanError(f"epilog {name!r} is not defined for complex numbers; A @ B is {dtype}")
     if set(inputs) != set(spec.inputs):
         raise PlanError(f"epilog {name or None!r} needs the inputs {list(spec.inputs)}; found {sorted(inputs)}")
-    if not {"a", "b", "c"}.isdisjoint(inputs) or not all(str(key).isidentifier() for key in inputs):
+    if types.fp8 and spec.operand_sum:
+        raise PlanError(f"epilog {name!r} is not there for FP8: sum what dequantize returns")
+    taken = {"a", "b", "c", "scale_a", "scale_b", "scale_c", "scale_d"}
+    if not taken.isdisjoint(inputs) or not all(str(key).isidentifier() for key in inputs):
         raise PlanError(f"inputs must have names of their own, not a, b or c; found {sorted(map(str, inputs))}")
-    extras = [("c", _fit("c", c, a, b))] if c is not None and complex(*spec.beta) != 0 else []
-    fitting = [(key, _fit(key, inputs[key], a, b)) for key in spec.inputs]
+    with_c = c is not None and complex(*spec.beta) != 0
+    extras = [("c", _fit("c", c, a, b, dtype))] if with_c else []
+    fitting = [(key, _fit(key, inputs[key], a, b, dtype)) for key in spec.inputs]
     if function:
-        _try(function, dtype, fitting)
-    return spec, extras + fitting
+        _try(function, sum_dtype(types.operand, dtype, 1), dtype, fitting)
+    spec, factors_too = scaled(types, spec, scales, c is not None)
+    return spec, extras + fitting + [(key, array) for key, array in factors_too if key != "scale_c" or with_c]
 
 
-def _try(function: Callable[..., Any], dtype: np.dtype, inputs: Extras) -> None:
+def _try(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs: Extras) -> None:
     """Call a function on small arrays of zeros: what is wrong with it is found before anything moves."""
-    shape, inner = (2, 3), compute_dtype(dtype, 1)
+    shape = (2, 3)
     small = {
         name: np.zeros([1 if n == 1 else size for n, size in zip(array.shape, shape, strict=True)], array.dtype)
         for name, array in inputs
@@ -110,7 +121,7 @@ def _try(function: Callable[..., Any], dtype: np.dtype, inputs: Extras) -> None:
         raise PlanError(f"{asked}; for {inner} of the shape {shape} it returned {found.dtype} of {np.shape(found)}")
 
 
-def _fit(name: str, value: Any, a: da.Array, b: da.Array) -> da.Array:
+def _fit(name: str, value: Any, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
     """Return an input as a matrix that broadcasts against D."""
     array, shape = da.asanyarray(value), (a.shape[0], b.shape[1])
     if array.ndim < 2:
@@ -122,7 +133,6 @@ def _fit(name: str, value: Any, a: da.Array, b: da.Array) -> da.Array:
     if not good:
         expected = f"{shape}" if whole else f"one that broadcasts to {shape}, as ({shape[1]},) or ({shape[0]}, 1) do"
         raise PlanError(f"{name} has the shape {np.shape(value)}; expected {expected}")
-    dtype = np.result_type(a.dtype, b.dtype)
     if array.dtype.kind == "c" and dtype.kind != "c":
         raise PlanError(f"{name} is {array.dtype}; A @ B is {dtype}: convert one of them")
     return array
@@ -153,7 +163,7 @@ def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da
             array = array.sum(axis=spec.sum_axis, dtype=dtype).astype(problem.result_type)
         found[name] = array.max() if name == "result_amax" else array
     if spec.operand_sum:
-        found[spec.operand_sum] = _operand_sum(spec, a, b)
+        found[spec.operand_sum] = _operand_sum(spec, a, b, problem.result_type)
     return (d, found) if found else d
 
 
@@ -167,31 +177,49 @@ def _mapped(spec: Finish, x: da.Array, extras: Extras) -> da.Array:
     return da.core.elemwise(apply, x, *(array for _, array in extras), dtype=x.dtype)
 
 
-def _operand_sum(spec: Finish, a: da.Array, b: da.Array) -> da.Array:
+def _operand_sum(spec: Finish, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
     """Return op(A) or op(B) summed over k, in the type of D."""
-    dtype = np.result_type(a.dtype, b.dtype)
     array, axis = (a, 1) if spec.operand_sum == "bgrada" else (b, 0)
     return array.astype(compute_dtype(dtype, a.shape[1])).sum(axis=axis).astype(dtype)
 
 
 def without_a_run(
-    product: da.Array, a: da.Array, b: da.Array, spec: Finish, extras: Extras
+    a: da.Array, b: da.Array, spec: Finish, extras: Extras, types: Types
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return what a run would, made of Dask's own operations, where no run is possible."""
-    dtype = product.dtype
-    wide = product.astype(compute_dtype(dtype, max(1, a.shape[1])))
+    dtype = dtype_from_name(types.d)
+    inner = sum_dtype(types.operand, dtype, max(1, a.shape[1]))
+    if types.usual:
+        wide = dask_matmul(a, b).astype(inner)
+    else:
+        wide = dask_matmul(widened(a, types.a, inner), widened(b, types.b, inner))
     if spec.function:
         d, *saved = [_mapped(spec, wide, extras)]
     else:
         d, *saved = elementwise(da, spec, wide, dict(extras))
     aux = dict(zip([spec.saved], saved, strict=False)) | reductions(da, dataclasses.replace(spec, amax=False), d)
-    amax = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
-    d = d.astype(dtype)
-    found = {name: array if array.dtype.kind == "b" else array.astype(dtype) for name, array in aux.items()}
+    found = {
+        name: array.astype(dtype if name == spec.sums and types.d not in FP8 else spec.dtype_of(name, dtype))
+        for name, array in aux.items()
+    }
     if spec.sums:
         found[spec.sums] = found[spec.sums].reshape(-1)
     if spec.amax:
-        found["result_amax"] = amax
+        found["result_amax"] = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
+    d = scaled_result(spec, d, dict(extras))
+    kind = array_kind(d._meta)
+    meta = meta_from_array(d._meta, dtype=carried(types.d, kind))
+    d = da.map_blocks(_stored, d, to=types.d, dtype=meta.dtype, meta=meta)
     if spec.operand_sum:
-        found[spec.operand_sum] = _operand_sum(spec, a, b)
+        found[spec.operand_sum] = _operand_sum(spec, a, b, dtype)
     return (d, found) if found else d
+
+
+def _stored(x: Any, to: str) -> Any:
+    cupy = array_kind(x) == "cupy"
+    if not cupy:
+        let_e5m2_travel()
+        return stored(np, x, to, fp8_bytes=False)
+    import cupy as cp
+
+    return stored(cp, x, to, fp8_bytes=True)

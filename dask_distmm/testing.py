@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import read_options
-from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.dtypes import dtype_from_name, operand_dtype
 from dask_distmm.engines.base import Boxes, ChunkKey, Engine, Job
 from dask_distmm.plan import Chunks, Plan, Problem, Worker, plan
 
@@ -121,7 +121,7 @@ def make_problem(
         "out_chunks": (a_chunks[0], b_chunks[1]),
         "a_dtype": dtype,
         "b_dtype": b_dtype,
-        "dtype": np.result_type(dtype_from_name(dtype), dtype_from_name(b_dtype)).name,
+        "dtype": operand_dtype(dtype_from_name(dtype), dtype_from_name(b_dtype)).name,
         "method": "auto",
         "engine": "auto",
         "workers": None,

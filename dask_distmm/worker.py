@@ -30,7 +30,7 @@ from distributed.utils import sync
 from numpy.typing import NDArray
 
 from dask_distmm._version import __version__
-from dask_distmm.chunks import Staged, check_chunks, order_of, stage
+from dask_distmm.chunks import Staged, check_chunks, let_e5m2_travel, order_of, stage
 from dask_distmm.comms.dask import DaskComm
 from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine
 from dask_distmm.engines.watchdog import Watchdog
@@ -75,6 +75,7 @@ class WorkerSide:
             "distmm-forget": self.forget,
             "distmm-abandon": self.abandon,
         }
+        let_e5m2_travel()
         worker.handlers.update(self.handlers)
         worker.stream_handlers.update(self.stream_handlers)
 

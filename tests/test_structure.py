@@ -18,7 +18,8 @@ ORDER = [
     ["__init__"],
     ["testing"],
     ["api", "preload"],
-    ["formula", "operator"],
+    ["formula"],
+    ["operator", "quantize"],
     ["graph", "cluster"],
     ["scheduler"],
     ["pins"],
@@ -30,11 +31,12 @@ ORDER = [
     ["comms"],
     ["plan"],
     ["layout"],
+    ["narrow"],
     ["config", "dtypes", "epilog", "keys"],
     ["answers"],
     ["errors", "_version"],
 ]
-PURE = ["plan", "layout", "run", "groups", "keys", "dtypes", "epilog", "errors", "engines"]
+PURE = ["plan", "layout", "run", "groups", "keys", "dtypes", "narrow", "epilog", "errors", "engines"]
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 
 

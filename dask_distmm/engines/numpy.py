@@ -33,6 +33,7 @@ from dask_distmm.engines.inputs import Inputs
 from dask_distmm.engines.panels import Panel, Piece, panels, split_at_chunks
 from dask_distmm.epilog import finish_by_rows, part_shape
 from dask_distmm.errors import EngineError
+from dask_distmm.narrow import round_tf32, stored
 from dask_distmm.plan import Plan
 from dask_distmm.plan.plan import Rect
 
@@ -177,6 +178,8 @@ class NumpyJob:
         data = np.empty((r1 - r0, c1 - c0), self.compute_type)
         for block in blocks:
             data[block.r0 - r0 : block.r1 - r0, block.c0 - c0 : block.c1 - c0] = block.data
+        if self.plan.problem.compute == "tf32":
+            round_tf32(data)
         return Block(r0, r1, c0, c1, data)
 
     def _add_up(self) -> None:
@@ -414,13 +417,6 @@ def _round_rows_into(target: NDArray[Any], rows: slice, data: NDArray[Any]) -> N
 
 
 def _round_into(target: NDArray[Any], data: NDArray[Any]) -> None:
-    """Store sums in the type of the result: rounded once, integers wrapped around, bool as "not zero"."""
-    if target.dtype == data.dtype:
-        target[...] = data
-    elif target.dtype.kind in "iu":
-        target[...] = data.astype(np.int64).astype(target.dtype)
-    elif target.dtype.kind == "b":
-        target[...] = data != 0
-    else:
-        with np.errstate(over="ignore"):
-            target[...] = data.astype(target.dtype)
+    """Store sums in the type of the result: rounded once, integers wrapped around, FP8 saturated, bool "not zero"."""
+    with np.errstate(over="ignore"):
+        target[...] = data if target.dtype == data.dtype else stored(np, data, target.dtype.name, fp8_bytes=False)

@@ -28,7 +28,9 @@ def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
     spec = plan.problem.finish
     if plan.engine != "cublasmp" or len(plan.ranks) == 1 or spec.trivial:
         return None
-    if spec.function or spec.amax or complex(*spec.beta) != 0:
+    if spec.function or spec.amax or complex(*spec.beta) != 0 or spec.scales or spec.scale_d != 1:
+        return None
+    if plan.problem.matrix_types != (plan.problem.dtype,) * 2:
         return None
     if not spec.epilog or spec.operand_sum:
         return ""

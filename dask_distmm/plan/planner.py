@@ -116,7 +116,10 @@ def _plan(
         if engine == "numpy"
         else collective.consider(problem, participants, len(roster), method, grid, *args, orders, groups)
         for method, grid in candidates(problem, len(roster), problem.method)
+        if engine == "numpy" or collective.has_method(problem, method)
     ]
+    if not found and engine != "numpy" and not collective.has_method(problem, problem.method):
+        raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
     if not found:
         raise PlanError(
             f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "

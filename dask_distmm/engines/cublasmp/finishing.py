@@ -9,11 +9,12 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.dtypes import FP8, carried
 from dask_distmm.engines.base import ChunkKey, log
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
-from dask_distmm.epilog import Finish, elementwise, part_shape, reductions
+from dask_distmm.epilog import Finish, elementwise, part_shape, reductions, scaled
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.narrow import decode, stored
 from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.tiles import Tile
 
@@ -46,7 +47,8 @@ class _Input:
         parts: dict[int, Any] | None = None,
     ) -> None:
         problem = plan.problem
-        self.name, self.dtype = name, dtype_from_name(problem.dtype_of(name))
+        self.name, self.held = name, problem.dtype_of(name)
+        self.dtype = carried(self.held, "cupy")
         grid = ChunkGrid(sizes)
         where = plan.where[name]
         assert where is not None
@@ -85,6 +87,11 @@ class _ByChunk(_Input):
         i, j = divmod(index, self._columns)
         return (i if self._by_row else 0) * self._width + (j if self._by_col else 0)
 
+    def values(self, index: int) -> Any:
+        """Return what chunk `index` of D needs."""
+        found = self.parts[self.part(index)]
+        return decode(cp, found, self.held, np.dtype(np.float32)) if self.held in FP8 else found
+
 
 class NativeBias:
     """The bias that the library adds on this rank: a value for each row of the tile that it computes.
@@ -103,7 +110,7 @@ class NativeBias:
         grid = tile.layout.grid
         cut = (grid.nprow, grid.npcol)[axis] > 1
         sizes = lengths if cut else lengths[:1]
-        own = dtype_from_name(plan.problem.dtype_of("bias"))
+        own = carried(plan.problem.dtype_of("bias"), "cupy")
         # What pads the tile is computed too.
         self._padded = cp.zeros(tile.local(rank)[axis], own)
         number = rank if cut else 0
@@ -149,21 +156,21 @@ class Finishing:
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
         problem = plan.problem
-        self._spec = problem.finish
+        self._spec, self._to = problem.finish, problem.dtype
         self.inputs = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
         self._out: dict[Any, Any] = {}
         for index in plan.owned(rank).tolist():
             r0, r1, c0, c1 = plan.chunk_rect(index)
             shape = (r1 - r0, c1 - c0)
-            self._out[index] = cp.empty(shape, problem.result_type, order=order)
+            self._out[index] = cp.empty(shape, carried(self._to, "cupy"), order=order)
             for name in self._spec.per_element:
                 dtype = self._spec.dtype_of(name, problem.result_type)
                 self._out[name, index] = cp.zeros(part_shape(self._spec.keeps(name), shape), dtype)
 
-    def outside(self) -> Iterator[tuple[int, np.dtype, Moves, Mapping[int, Any]]]:
+    def outside(self) -> Iterator[tuple[int, str, Moves, Mapping[int, Any]]]:
         """Return what has to be fetched from workers that are no ranks: number, type, rectangles, where they go."""
         for number, one in enumerate(self.inputs, start=2):
-            yield number, one.dtype, one.outside, one.parts
+            yield number, one.held, one.outside, one.parts
 
     def gather(self, stream: cp.cuda.Stream, comm: Any) -> None:
         """Put the exchange of the inputs on the stream."""
@@ -176,12 +183,18 @@ class Finishing:
             for index, acc in sums.items():
                 if not acc.size:
                     continue
-                inputs = [one.parts[one.part(index)] for one in self.inputs]
+                inputs = {one.name: one.values(index) for one in self.inputs}
                 d = self._out[index]
+                # The scale of D, and what FP8 and integers need, come after the kernel.
+                last = d.dtype.kind in "iu" or self._spec.scale_d != 1 or "scale_d" in self._spec.scales
+                target = cp.empty(acc.shape, acc.dtype) if last else d
                 saved = [self._out[self._spec.saved, index]] if self._spec.saved else []
-                kernel = _kernel(self._spec, tuple(one.name for one in self.inputs))
-                kernel(acc, inputs, [d, *saved])
-                for name, values in reductions(cp, self._spec, d.astype(acc.dtype, copy=False)).items():
+                kernel = _kernel(self._spec, tuple(inputs))
+                kernel(acc, list(inputs.values()), [target, *saved])
+                found = reductions(cp, self._spec, target.astype(acc.dtype, copy=False))
+                if last:
+                    d[...] = stored(cp, scaled(self._spec, target, inputs), self._to, fp8_bytes=True)
+                for name, values in found.items():
                     self._out[name, index][...] = values
         return self._out
 

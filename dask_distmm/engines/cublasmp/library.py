@@ -17,35 +17,52 @@ import numpy as np
 from nvmath.bindings import cublas, cublasMp
 
 from dask_distmm.comms.nccl import NcclComm, nccl_version
-from dask_distmm.dtypes import compute_dtype, dtype_from_name
+from dask_distmm.dtypes import FP8, compute_dtype, dtype_from_name
 from dask_distmm.errors import EngineError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.plan.tiles import Stored, Tiles
 
-__all__ = ["PLAIN", "Group", "Memory", "Native", "check_versions", "multiply_alone"]
+__all__ = [
+    "DATA_TYPES",
+    "OPS",
+    "PLAIN",
+    "Group",
+    "Kinds",
+    "Memory",
+    "Native",
+    "check_versions",
+    "factors",
+    "multiply_alone",
+]
 
 _LEAST_CUBLASMP = 1000  # 0.10.0
 _LEAST_NCCL = (2, 30, 7)
 _MOST_DESCRIPTORS = 32
 
-_DATA_TYPES = {
+DATA_TYPES = {
     "float32": 0,
     "float64": 1,
     "float16": 2,
     "complex64": 4,
     "complex128": 5,
     "bfloat16": 14,
+    "float8_e4m3fn": 28,
+    "float8_e5m2": 29,
 }  # cudaDataType
 _Compute = cublas.ComputeType
 _COMPUTE_TYPES = {
-    "float16": _Compute.COMPUTE_32F,
-    "bfloat16": _Compute.COMPUTE_32F,
+    **dict.fromkeys((*FP8, "float16", "bfloat16"), _Compute.COMPUTE_32F),
     "float32": _Compute.COMPUTE_32F,
     "complex64": _Compute.COMPUTE_32F,
     "float64": _Compute.COMPUTE_64F,
     "complex128": _Compute.COMPUTE_64F,
 }
-_OPS = {"N": 0, "T": 1, "C": 2}
+_OTHER_COMPUTE_TYPES = {
+    "tf32": "COMPUTE_32F_FAST_TF32",
+    "bf16x9": "COMPUTE_32F_EMULATED_16BFX9",
+    "fp64_emulated": "COMPUTE_64F_EMULATED_FIXEDPOINT",
+}
+OPS = {"N": 0, "T": 1, "C": 2}
 _Attribute = cublasMp.MatmulDescriptorAttribute
 
 
@@ -65,6 +82,35 @@ class Native(NamedTuple):
 
 
 PLAIN = Native()
+
+
+class Kinds(NamedTuple):
+    """Types of A, B and D, and how they are multiplied (one of `COMPUTE_TYPES` or empty), by name."""
+
+    a: str
+    b: str
+    d: str
+    compute: str = ""
+
+    @property
+    def compute_type(self) -> int:
+        """The library's number for it.
+
+        Raises
+        ------
+        EngineError
+            The library has no such compute type.
+        """
+        if not self.compute:
+            return int(_COMPUTE_TYPES[self.a])
+        found = getattr(_Compute, _OTHER_COMPUTE_TYPES[self.compute], None)
+        if found is None:
+            version = importlib.metadata.version("nvmath-python")
+            raise EngineError(
+                f"compute_type={self.compute!r} is {_OTHER_COMPUTE_TYPES[self.compute]}, which cuBLAS as nvmath-python "
+                f"{version} knows it does not have: use a newer one, or another compute_type"
+            )
+        return int(found)
 
 
 def check_versions() -> dict[str, str]:
@@ -116,6 +162,7 @@ class Group:
         self._workspace, self._workspace_bytes = 0, 0
         self._plain: Any = None
         self._shared = self.comm.shares_memory
+        self.one = cp.asarray(np.ones(1, np.float32))
 
     def agree(self, problem: str = "") -> None:
         """Go on if no rank has a problem; otherwise raise the same `EngineError` on all."""
@@ -127,7 +174,7 @@ class Group:
         self,
         tiles: Tiles,
         shape: tuple[int, int, int],
-        types: tuple[str, str],
+        types: Kinds,
         a: Memory,
         b: Memory,
         d: Memory,
@@ -141,9 +188,9 @@ class Group:
         tiles
             How the matrices are distributed.
         shape
-            m, n, k.
+            m, n, k, padding included.
         types
-            Type of A and B, and of D.
+            Of A, B and D.
         a, b, d
             This rank's tiles.
         native
@@ -245,10 +292,8 @@ class Group:
 class _Call:
     """The descriptors of one kind of multiply."""
 
-    def __init__(
-        self, group: Group, tiles: Tiles, types: tuple[str, str], ldx: int, ldy: int, ldz: int, native: Native
-    ) -> None:
-        dtype = types[0]
+    def __init__(self, group: Group, tiles: Tiles, types: Kinds, ldx: int, ldy: int, ldz: int, native: Native) -> None:
+        kinds = (types.b, types.a) if tiles.flipped else (types.a, types.b)
         first, second = (tiles.b, tiles.a) if tiles.flipped else (tiles.a, tiles.b)
         stored = first.stored, second.stored, tiles.d.stored
         self.workspace: tuple[int, int] | None = None
@@ -260,16 +305,22 @@ class _Call:
             y.shape[1] if op_y == "N" else y.shape[0],
             x.shape[1] if op_x == "N" else x.shape[0],
         )
-        self._alpha, self._beta = _factors(dtype, native.alpha)
+        self._alpha, self._beta = factors(types.a, native.alpha)
         # All grids first: making one is collective and frees the workspace.
         grids = [group.grid(matrix.grid) for matrix in stored]
         self._matrices = [
             _describe(matrix, ld, kind, grid)
-            for matrix, ld, kind, grid in zip(stored, (ldx, ldy, ldz), (dtype, dtype, types[1]), grids, strict=True)
+            for matrix, ld, kind, grid in zip(stored, (ldx, ldy, ldz), (*kinds, types.d), grids, strict=True)
         ]
-        self._descriptor = cublasMp.matmul_descriptor_create(int(_COMPUTE_TYPES[dtype]))
-        self._set(_Attribute.TRANSA, _OPS[op_x])
-        self._set(_Attribute.TRANSB, _OPS[op_y])
+        self._descriptor = cublasMp.matmul_descriptor_create(types.compute_type)
+        self._set(_Attribute.TRANSA, OPS[op_x])
+        self._set(_Attribute.TRANSB, OPS[op_y])
+        if types.a in FP8:
+            # The formula has the scales; the library demands some.
+            for operand in "AB":
+                mode, pointer = (getattr(_Attribute, f"{operand}_SCALE_{what}") for what in ("MODE", "POINTER"))
+                self._set(mode, int(cublasMp.MatmulMatrixScale.SCALAR_FP32))
+                self._set(pointer, int(group.one.data.ptr))
         epilog = "allreduce" if tiles.replicated else native.epilog
         if epilog:
             self._set(_Attribute.EPILOGUE, int(getattr(cublasMp.MatmulEpilogue, epilog.upper())))
@@ -299,7 +350,7 @@ class _Call:
         cublasMp.matmul_descriptor_destroy(self._descriptor)
 
 
-def _factors(dtype: str, alpha: complex = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def factors(dtype: str, alpha: complex = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """Return alpha and a beta of 0 in the type that the libraries take them in: the one of the sums."""
     scale = compute_dtype(dtype_from_name(dtype), 1)
     number = alpha if scale.kind == "c" else complex(alpha).real
@@ -307,7 +358,7 @@ def _factors(dtype: str, alpha: complex = 1.0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _describe(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
-    return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, _DATA_TYPES[dtype], grid))
+    return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, DATA_TYPES[dtype], grid))
 
 
 def _try_to_allocate(size: int) -> None:
@@ -328,30 +379,29 @@ def multiply_alone(
     stream: cp.cuda.Stream,
     tiles: Tiles,
     shape: tuple[int, int, int],
-    types: tuple[str, str],
+    types: Kinds,
     a: Memory,
     b: Memory,
     d: Memory,
 ) -> None:
     """Put ``D = A @ B`` on a stream, with cuBLAS. Parameters as for `Group.multiply`."""
     m, n, k = shape
-    dtype = types[0]
     op_x, op_y = tiles.ops
     x, y, rows, cols = (b, a, n, m) if tiles.flipped else (a, b, m, n)
-    alpha, beta = _factors(dtype)
-    kind, handle = _DATA_TYPES[dtype], _cublas_handle()
+    alpha, beta = factors(types.a)
+    kind, handle = DATA_TYPES[types.a], _cublas_handle()
     cublas.set_stream(handle, stream.ptr)
     cublas.gemm_ex_64(
-        *(handle, _OPS[op_x], _OPS[op_y], rows, cols, k, alpha.ctypes.data, x.pointer, kind, x.ld),
+        *(handle, OPS[op_x], OPS[op_y], rows, cols, k, alpha.ctypes.data, x.pointer, kind, x.ld),
         *(
             y.pointer,
             kind,
             y.ld,
             beta.ctypes.data,
             d.pointer,
-            _DATA_TYPES[types[1]],
+            DATA_TYPES[types.d],
             d.ld,
-            int(_COMPUTE_TYPES[dtype]),
+            types.compute_type,
             -1,
         ),
     )
