@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ from dask_distmm import formula, operator
 from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, current_client, snapshot
 from dask_distmm.config import read_options, setting
+from dask_distmm.distribution import FREE, Distribution, Distributions
 from dask_distmm.dtypes import supported, takes
-from dask_distmm.engines.base import ENGINES
+from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
 from dask_distmm.graph import build_graph
@@ -63,6 +65,8 @@ def matmul(
     engine: str | None = None,
     out_chunks: Any = None,
     workers: Sequence[str] | int | None = None,
+    distributions: Sequence[Distribution | None] | None = None,
+    logger: logging.Logger | None = None,
 ) -> Any:
     """Compute ``D = F(alpha * op(A) @ op(B) + beta * C)`` as one collective run on the cluster. Lazy.
 
@@ -97,6 +101,11 @@ def matmul(
         Chunks of the result, in any form that Dask takes; ``(op(A).chunks[0], op(B).chunks[1])`` by default.
     workers : sequence of str or int, optional
         Addresses of the workers that may multiply, or how many; all by default.
+    distributions : sequence of Slab, BlockCyclic or None, optional
+        How A, B and D are to lie on the workers while they are multiplied; None leaves it to the planner. Narrows the
+        choice of the method. See `dask_distmm.distribute`.
+    logger : logging.Logger, optional
+        Is told what is multiplied and how, in place of the logger ``"dask_distmm"`` of this process.
 
     Returns
     -------
@@ -108,7 +117,7 @@ def matmul(
     ------
     PlanError
         Shapes do not match, a scalar was given, chunk sizes are unknown, a name is unknown, an input is missing or
-        does not fit, or `workers` are not in the cluster. Also a ValueError.
+        does not fit, `workers` are not in the cluster, or no method has the `distributions`. Also a ValueError.
     ProjectedMemoryError
         A worker would have to hold more than it may. Also a MemoryError.
 
@@ -124,6 +133,7 @@ def matmul(
     dtype('bool')
     """
     method, engine = _names(method, engine)
+    asked = check_distributions(distributions)
     a, b = (da.asanyarray(x) for x in (a, b))
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
     _check_shapes(a, b)
@@ -133,21 +143,21 @@ def matmul(
         if not collective:
             return operator.dask_matmul(a, b)
         if a.ndim == 1 or b.ndim == 1:
-            if out_chunks is not None:
-                raise PlanError("out_chunks can be given for 2-D operands only")
+            if out_chunks is not None or any(asked):
+                raise PlanError("out_chunks and distributions can be given for 2-D operands only")
             row, col = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
-            result = matmul(row, col, method=method, engine=engine, workers=workers)
+            result = matmul(row, col, method=method, engine=engine, workers=workers, logger=logger)
             return result[(0 if a.ndim == 1 else slice(None), 0 if b.ndim == 1 else slice(None))]
         if 0 in (*a.shape, *b.shape):
             chunks = _out_chunks(a, b, out_chunks)
             return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
     if not collective or 0 in (*a.shape, *b.shape):
         return formula.without_a_run(operator.dask_matmul(a, b), a, b, spec, extras)
-    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras)
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, asked)
     client = current_client()
     known = snapshot(client, problem) if client is not None else None
     if known is not None:
-        known.plan(problem)
+        (logger or log).info("%s, lazy\n%r", problem.name, known.plan(problem))
     meta = meta_from_array(b._meta if array_kind(b._meta) == "cupy" else a._meta, ndim=2, dtype=problem.result_type)
     graph = build_graph(problem, a, b, [array for _, array in extras])
     d = da.Array(graph, problem.name, problem.out_chunks, meta=meta)
@@ -171,6 +181,7 @@ def explain(
     engine: str | None = None,
     out_chunks: Any = None,
     workers: Sequence[str] | int | None = None,
+    distributions: Sequence[Distribution | None] | None = None,
 ) -> Plan | NotCollective:
     """Return the plan for ``matmul(a, b, ...)`` on the cluster as it is now, without computing anything.
 
@@ -178,7 +189,7 @@ def explain(
     ----------
     a, b, c, alpha, beta, op_a, op_b, epilog, epilog_inputs, bias_axis, result_amax
         As for `matmul`.
-    method, engine, out_chunks, workers
+    method, engine, out_chunks, workers, distributions
         As for `matmul`. Without a cluster ``workers=4`` plans for four imagined ones, with one thread each and
         no memory limit.
 
@@ -209,7 +220,9 @@ def explain(
     a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
     if 0 in (*a.shape, *b.shape):
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
-    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras)
+    problem = make_problem(
+        a, b, method, engine, out_chunks, workers, spec, extras, check_distributions(distributions)
+    )
     if imagined:
         assert isinstance(workers, int)
         imaginary = [Worker(f"worker-{i}") for i in range(workers)]
@@ -264,22 +277,40 @@ def make_problem(
     workers: Sequence[str] | int | None,
     spec: Finish = PLAIN,
     extras: Sequence[tuple[str, da.Array]] = (),
+    distributions: Distributions = FREE,
 ) -> Problem:
     """Return the Problem of multiplying two 2-D Dask arrays."""
-    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
-        raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
-    if workers is not None and not isinstance(workers, int):
-        workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))
-        if not workers or not all(isinstance(address, str) for address in workers):
-            raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.scheduler_info()")
+    workers = check_workers(workers)
     chunks = _out_chunks(a, b, out_chunks)
     options = read_options()
     dtype = np.result_type(a.dtype, b.dtype)
     fields = (a.chunks, b.chunks, chunks, a.dtype.name, b.dtype.name, dtype.name, method, engine, workers)
     found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
-    token = tokenize(a.name, b.name, fields, options, dataclasses.astuple(spec), [x.name for _, x in extras])
+    more = [dataclasses.astuple(spec), [x.name for _, x in extras], repr(distributions)]
+    token = tokenize(a.name, b.name, fields, options, more)
     array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
-    return Problem(f"matmul-{token}", *fields, a.name == b.name, options, array, found, spec)
+    return Problem(f"matmul-{token}", *fields, a.name == b.name, options, array, found, spec, distributions)
+
+
+def check_workers(workers: Sequence[str] | int | None) -> tuple[str, ...] | int | None:
+    """Return `workers` as a Problem has them."""
+    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
+        raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
+    if workers is None or isinstance(workers, int):
+        return workers
+    workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))
+    if not workers or not all(isinstance(address, str) for address in workers):
+        raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.scheduler_info()")
+    return workers
+
+
+def check_distributions(distributions: Sequence[Distribution | None] | None) -> Distributions:
+    """Return `distributions` as a Problem has them."""
+    found = () if distributions is None else tuple(distributions) if isinstance(distributions, list | tuple) else None
+    if found is None or len(found) > 3 or not all(x is None or isinstance(x, Distribution) for x in found):
+        raise PlanError(f"distributions={distributions!r}: expected up to three of Slab, BlockCyclic or None, for A, B, D")
+    a, b, d = (*found, None, None, None)[:3]
+    return a, b, d
 
 
 def _names(method: str | None, engine: str | None) -> tuple[str, str]:

@@ -19,9 +19,17 @@ from typing import Literal
 
 from dask_distmm.errors import ProtocolError
 
-__all__ = ["Phase", "Run"]
+__all__ = ["Lost", "Phase", "Released", "Run"]
 
 Phase = Literal["staged", "voting", "running", "done", "failed"]
+
+
+class Lost(Exception):
+    """Ends a run: workers or their data are gone; start again."""
+
+
+class Released(Exception):
+    """Ends a run: nobody wants the result any more."""
 
 
 @dataclasses.dataclass(slots=True)

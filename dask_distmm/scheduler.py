@@ -26,12 +26,16 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.answers import as_plain
+from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, EngineError, RunFailedError
 from dask_distmm.groups import Group, Groups
 from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
+from dask_distmm.plan.show import done_text
 from dask_distmm.roster import Roster
+from dask_distmm.run import Lost as _Lost
+from dask_distmm.run import Released as _Released
 from dask_distmm.run import Run
 from dask_distmm.worker import NAME, DistMMWorkerPlugin
 
@@ -44,14 +48,6 @@ __all__ = ["DistMMSchedulerPlugin"]
 
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
 _ABORT_TIMEOUT = 10.0
-
-
-class _Lost(Exception):
-    """Workers or their data are gone; start again."""
-
-
-class _Released(Exception):
-    """Nobody wants the result any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +236,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def _start(self, run: Run, made: Plan) -> None:
         run.begin_running()
+        log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, ", ".join(made.workers), made)
         self._event("start", run, method=made.method, grid=made.grid, engine=made.engine, flops=made.flops)
 
         async def ask(address: str) -> Any:
@@ -254,9 +251,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             for name, value in answer["timings"].items():
                 timings[name] = max(value, timings.get(name, 0.0))
         held = {address: answer["bytes"] for address, answer in answers.items() if answer["bytes"]}
-        self._event(
-            "done", run, seconds=seconds, timings=timings, held_bytes=held, projected_bytes=made.projected_bytes
-        )
+        moved = sum(answer["received"] for answer in answers.values())
+        log.info("run %d of %s done in %s", run.run_id, run.name, done_text(seconds, timings, moved))
+        bytes_ = {"held_bytes": held, "projected_bytes": made.projected_bytes, "received_bytes": moved}
+        self._event("done", run, seconds=seconds, timings=timings, **bytes_)
 
     async def _all(self, run: Run, ask: Callable[[str], Awaitable[Any]], timeout: float | None) -> dict[str, Any]:
         """Ask all participants at once; the first failure, or the end of the run, ends the waiting."""
@@ -407,6 +405,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """End runs that need a worker that is gone; start those again whose results it held."""
         self.roster.forget(worker)
+        self.pinned.unpin_tiles(worker)
         for group in self.groups.lose(worker):
             left = [address for address in group.workers if address != worker]
             self._tell(left, {"op": "distmm-abandon", "group": group.number, "engine": group.engine})

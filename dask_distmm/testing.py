@@ -146,6 +146,7 @@ class LocalComm:
         self.jobs, self.hook = jobs, hook
         self.pool = ThreadPoolExecutor(8, thread_name_prefix="local-comm")
         self.requests: list[tuple[int, str, int]] = []
+        self.received_bytes = 0
         self._lock = threading.Lock()
 
     def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import platform
 import traceback
 from collections.abc import Mapping
@@ -32,11 +33,12 @@ from numpy.typing import NDArray
 from dask_distmm._version import __version__
 from dask_distmm.chunks import Staged, check_chunks, order_of, stage
 from dask_distmm.comms.dask import DaskComm
-from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine
+from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.keys import parse_stage_key
 from dask_distmm.plan import Plan
+from dask_distmm.plan.show import done_text
 
 __all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
 
@@ -177,7 +179,7 @@ class WorkerSide:
         """Let the engine do this worker's part; answer when it is done."""
         if run_id not in self.runs:
             return _refusal(f"run {run_id!r} was not prepared here, or is over")
-        _, job = self.runs[run_id]
+        plan, job = self.runs[run_id]
         loop = asyncio.get_running_loop()
         try:
             started = loop.time()
@@ -188,8 +190,14 @@ class WorkerSide:
             self.progress.pop(run_id, None)
         if run_id in self.runs:  # not aborted meanwhile
             self.outputs[run_id] = dict(result)
-        timings = {name: float(seconds) for name, seconds in job.timings.items()}
-        return {"status": "OK", "seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
+        timings, seconds = {name: float(value) for name, value in job.timings.items()}, loop.time() - started
+        if log.isEnabledFor(logging.DEBUG):
+            me = [worker.address for worker in plan.participants].index(str(self.worker.address))
+            who = f"rank {plan.ranks.index(me)}" if me in plan.ranks else "no rank"
+            what = done_text(seconds, timings, job.received_bytes)
+            log.debug("run %d of %s: %s (%s) done in %s", run_id, plan.problem.name, who, self.worker.address, what)
+        answer = {"seconds": seconds, "timings": timings, "bytes": job.held_bytes, "received": job.received_bytes}
+        return {"status": "OK", **answer}
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:
         """Free what the ranks of a group keep between runs; all of them are asked at the same time."""

@@ -29,12 +29,13 @@ ORDER = [
     ["engines"],
     ["comms"],
     ["plan"],
+    ["distribution"],
     ["layout"],
     ["config", "dtypes", "epilog", "keys"],
     ["answers"],
     ["errors", "_version"],
 ]
-PURE = ["plan", "layout", "run", "groups", "keys", "dtypes", "epilog", "errors", "engines"]
+PURE = ["plan", "distribution", "layout", "run", "groups", "keys", "dtypes", "epilog", "errors", "engines"]
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 
 

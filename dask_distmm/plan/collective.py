@@ -19,25 +19,19 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan.cuts import Bounds, largest_overlap
+from dask_distmm.plan.cuts import Bounds, by_rows, largest_overlap, uniform_cut
 from dask_distmm.plan.memory import chunk_bytes
 from dask_distmm.plan.plan import Estimate, Packing, Plan
 from dask_distmm.plan.problem import Chunks, Problem, Worker
 from dask_distmm.plan.tiles import Tile, Tiles, make_tiles
 
-__all__ = ["consider", "tile_chunk", "uniform_cut", "workspace_bytes"]
+__all__ = ["consider", "tile_chunk", "workspace_bytes"]
 
 # cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
 _LIBRARY_BYTES = 96 * 2**20
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05
 _Elements = NDArray[np.float64]
-
-
-def uniform_cut(length: int, parts: int) -> Bounds:
-    """Cut ``range(length)`` into slabs of one size, the last one smaller; as many as are not empty."""
-    size = -(-length // parts)
-    return (*range(0, length, size), length)
 
 
 def consider(
@@ -69,10 +63,10 @@ def consider(
         method = "local"
     d_cuts = None
     if method == "reducescatter":
-        by_rows = problem.m >= problem.n
-        size = -(-(problem.m if by_rows else problem.n) // nranks)
-        slabs = tuple(min(i * size, problem.m if by_rows else problem.n) for i in range(nranks + 1))
-        d_cuts = (slabs, (0, problem.n)) if by_rows else ((0, problem.m), slabs)
+        rowwise = by_rows(problem, problem.m >= problem.n)
+        size = -(-(problem.m if rowwise else problem.n) // nranks)
+        slabs = tuple(min(i * size, problem.m if rowwise else problem.n) for i in range(nranks + 1))
+        d_cuts = (slabs, (0, problem.n)) if rowwise else ((0, problem.m), slabs)
     made = Plan(
         problem=problem,
         engine=engine,

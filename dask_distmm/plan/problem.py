@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.config import Machine, Options
+from dask_distmm.distribution import FREE, Distributions, from_wire
 from dask_distmm.dtypes import compute_dtype, dtype_from_name
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProtocolError
@@ -102,6 +103,10 @@ class Problem:
         Further arrays that the formula reads.
     finish
         The formula but for the product.
+    distributions
+        How A, B and D must lie on the ranks; None leaves the choice to the planner.
+    grid
+        The only p x q x s that may be taken, with `method`; None leaves the choice to the planner.
     """
 
     name: str
@@ -119,6 +124,8 @@ class Problem:
     array: str = "numpy"
     extras: tuple[Extra, ...] = ()
     finish: Finish = dataclasses.field(default_factory=Finish)
+    distributions: Distributions = FREE
+    grid: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -217,6 +224,11 @@ class Problem:
                 real, imaginary = formula[key]
                 formula[key] = (float(real), float(imaginary))
             fields["finish"] = Finish(**formula)
+            a, b, d = fields["distributions"]
+            fields["distributions"] = (from_wire(a), from_wire(b), from_wire(d))
+            if fields["grid"] is not None:
+                p, q, s = map(int, fields["grid"])
+                fields["grid"] = (p, q, s)
             workers = fields["workers"]
             fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
             problem = cls(options=Options(**options), **fields)

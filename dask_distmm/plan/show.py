@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dask_distmm.plan.plan import Estimate, Plan
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["plan_text", "size_text", "time_text"]
+__all__ = ["done_text", "plan_text", "size_text", "time_text"]
 
 
 def size_text(size: float) -> str:
@@ -20,6 +22,12 @@ def size_text(size: float) -> str:
 def time_text(seconds: float) -> str:
     """Return seconds in a readable unit."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def done_text(seconds: float, timings: Mapping[str, float], received: int) -> str:
+    """Return what a run, or one rank of it, took: in all, in each phase, and what it received."""
+    phases = ", ".join(f"{name} {time_text(value)}" for name, value in timings.items())
+    return f"{time_text(seconds)}{phases and f' ({phases})'}; {size_text(received)} received"
 
 
 def _grid(grid: tuple[int, int, int]) -> str:
@@ -52,6 +60,7 @@ def plan_text(plan: Plan) -> str:
         f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
         f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {problem.compute_type}",
         *_formula(problem),
+        *_asked(problem),
         f"  method    {_WHAT[plan.method]}",
         f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
         f"  inputs    {placed}; packed: {', '.join(packed) or 'nothing'}",
@@ -89,6 +98,12 @@ def _formula(problem: Problem) -> list[str]:
     kept = [*spec.per_element, *([spec.operand_sum] if spec.operand_sum else [])]
     also = f"; also {', '.join(kept)}" if kept else ""
     return [f"  formula   D = {text}{also}: on each rank's chunks of D, before they are stored"]
+
+
+def _asked(problem: Problem) -> list[str]:
+    """Return the line that says which distributions were asked for, if any were."""
+    asked = [f"{name} as {x}" for name, x in zip("ABD", problem.distributions, strict=True) if x is not None]
+    return [f"  asked     {', '.join(asked)}"] if asked else []
 
 
 def _number(value: complex) -> str:
