@@ -132,11 +132,11 @@ def matmul(
     >>> aux["relu_aux"].dtype
     dtype('bool')
     """
-    method, engine = _names(method, engine)
+    method, engine = check_names(method, engine)
     asked = check_distributions(distributions)
     a, b = (da.asanyarray(x) for x in (a, b))
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
-    _check_shapes(a, b)
+    check_shapes(a, b)
     spec, extras = formula.parse(a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax)
     collective = why_not(a, b) is None and all(formula.why_not(x) is None for _, x in extras)
     if spec.plain:
@@ -204,10 +204,10 @@ def explain(
     PlanError, ProjectedMemoryError
         As `matmul`.
     """
-    method, engine = _names(method, engine)
+    method, engine = check_names(method, engine)
     a, b = (da.asanyarray(x) for x in (a, b))
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
-    _check_shapes(a, b)
+    check_shapes(a, b)
     spec, extras = formula.parse(a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax)
     client = current_client()
     imagined = client is None and isinstance(workers, int)
@@ -220,9 +220,7 @@ def explain(
     a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
     if 0 in (*a.shape, *b.shape):
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
-    problem = make_problem(
-        a, b, method, engine, out_chunks, workers, spec, extras, check_distributions(distributions)
-    )
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, check_distributions(distributions))
     if imagined:
         assert isinstance(workers, int)
         imaginary = [Worker(f"worker-{i}") for i in range(workers)]
@@ -308,12 +306,14 @@ def check_distributions(distributions: Sequence[Distribution | None] | None) -> 
     """Return `distributions` as a Problem has them."""
     found = () if distributions is None else tuple(distributions) if isinstance(distributions, list | tuple) else None
     if found is None or len(found) > 3 or not all(x is None or isinstance(x, Distribution) for x in found):
-        raise PlanError(f"distributions={distributions!r}: expected up to three of Slab, BlockCyclic or None, for A, B, D")
+        raise PlanError(
+            f"distributions={distributions!r}: expected up to three of Slab, BlockCyclic or None, for A, B, D"
+        )
     a, b, d = (*found, None, None, None)[:3]
     return a, b, d
 
 
-def _names(method: str | None, engine: str | None) -> tuple[str, str]:
+def check_names(method: str | None, engine: str | None) -> tuple[str, str]:
     method = setting("method") if method is None else method
     engine = setting("engine") if engine is None else engine
     if method not in ("auto", *METHODS):
@@ -323,7 +323,7 @@ def _names(method: str | None, engine: str | None) -> tuple[str, str]:
     return method, engine
 
 
-def _check_shapes(a: da.Array, b: da.Array) -> None:
+def check_shapes(a: da.Array, b: da.Array) -> None:
     for name, array in (("first", a), ("second", b)):
         if array.ndim == 0:
             raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")

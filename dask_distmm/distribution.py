@@ -108,11 +108,14 @@ def from_wire(wire: Any) -> Distribution | None:
 
 
 def block_grid(found: layout.BlockCyclic) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], NDArray[np.int64]]:
-    """Return the sizes of the blocks along both axes, as chunk sizes, and the rank of each block in C order."""
-    sizes = []
-    for length, size in zip(found.shape, found.blocks, strict=True):
-        sizes.append(tuple(min(size, length - start) for start in range(0, length, size)))
+    """Return the sizes of the blocks along both axes, as chunk sizes, and the rank of each block in C order.
+
+    An axis that is not shared between ranks is not cut.
+    """
+    grid, sizes = found.grid, []
+    for length, size, parts in zip(found.shape, found.blocks, (grid.nprow, grid.npcol), strict=True):
+        starts = range(0, length, size) if parts > 1 else (0,)
+        sizes.append(tuple(min(size, length - start) if parts > 1 else length for start in starts))
     rows, cols = (np.arange(len(x)) for x in sizes)
-    grid = found.grid
     ranks = grid.ranks(rows[:, None] % grid.nprow, cols[None, :] % grid.npcol)
     return (sizes[0], sizes[1]), np.asarray(ranks, np.int64).ravel()

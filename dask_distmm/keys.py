@@ -13,7 +13,16 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["barrier_key", "barrier_name", "is_output", "is_tile", "output_name", "parse_stage_key", "stage_name", "tile_name"]
+__all__ = [
+    "barrier_key",
+    "barrier_name",
+    "is_output",
+    "is_tile",
+    "output_name",
+    "parse_stage_key",
+    "stage_name",
+    "tile_name",
+]
 
 _STAGE, _BARRIER, _TILE = "distmm-stage-", "distmm-barrier-", "distmm-tile-"
 

@@ -29,7 +29,6 @@ class StandInJob(NumpyJob):
         super().__init__(*args)
         self.engine, self.gate = engine, Gate(len(self.plan.ranks))
         self.held_bytes = 1000 + self.me
-        self.received_bytes = 0
 
     def available(self, kind, boxes):
         return self.gate.entered(int(boxes[0, 0])) if kind == "enter" else super().available(kind, boxes)

@@ -17,6 +17,8 @@ ORDER = [
     ["demo"],
     ["__init__"],
     ["testing"],
+    ["stateful"],
+    ["placement"],
     ["api", "preload"],
     ["formula", "operator"],
     ["graph", "cluster"],
