@@ -32,11 +32,10 @@ from dask_distmm.groups import Group, Groups
 from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
-from dask_distmm.plan.show import done_text
 from dask_distmm.roster import Roster
 from dask_distmm.run import Lost as _Lost
 from dask_distmm.run import Released as _Released
-from dask_distmm.run import Run
+from dask_distmm.run import Run, summarize
 from dask_distmm.worker import NAME, DistMMWorkerPlugin
 
 if TYPE_CHECKING:
@@ -236,7 +235,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def _start(self, run: Run, made: Plan) -> None:
         run.begin_running()
-        log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, ", ".join(made.workers), made)
+        log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         self._event("start", run, method=made.method, grid=made.grid, engine=made.engine, flops=made.flops)
 
         async def ask(address: str) -> Any:
@@ -245,16 +244,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         answers = await self._all(run, ask, None)
         for address in run.participants:
             self.scheduler.worker_send(address, {"op": "distmm-finish", "run_id": run.run_id, "name": run.name})
-        seconds = max(answer["seconds"] for answer in answers.values())
-        timings: dict[str, float] = {}
-        for answer in answers.values():
-            for name, value in answer["timings"].items():
-                timings[name] = max(value, timings.get(name, 0.0))
-        held = {address: answer["bytes"] for address, answer in answers.items() if answer["bytes"]}
-        moved = sum(answer["received"] for answer in answers.values())
-        log.info("run %d of %s done in %s", run.run_id, run.name, done_text(seconds, timings, moved))
-        bytes_ = {"held_bytes": held, "projected_bytes": made.projected_bytes, "received_bytes": moved}
-        self._event("done", run, seconds=seconds, timings=timings, **bytes_)
+        summary = summarize(answers)
+        log.info("run %d of %s done in %s", run.run_id, run.name, summary)
+        self._event("done", run, **dataclasses.asdict(summary), projected_bytes=made.projected_bytes)
 
     async def _all(self, run: Run, ask: Callable[[str], Awaitable[Any]], timeout: float | None) -> dict[str, Any]:
         """Ask all participants at once; the first failure, or the end of the run, ends the waiting."""
@@ -443,4 +435,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.scheduler._ongoing_background_tasks.call_soon(notify)
 
     def _event(self, action: str, run: Run, **details: Any) -> None:
+        if reason := details.get("reason"):
+            log.info("run %d of %s: %s, %s", run.run_id, run.name, action, reason)
         self.scheduler.log_event(NAME, {"action": action, "run": run.run_id, "name": run.name, **details})

@@ -38,7 +38,7 @@ from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.keys import parse_stage_key
 from dask_distmm.plan import Plan
-from dask_distmm.plan.show import done_text
+from dask_distmm.run import summarize
 
 __all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
 
@@ -190,13 +190,14 @@ class WorkerSide:
             self.progress.pop(run_id, None)
         if run_id in self.runs:  # not aborted meanwhile
             self.outputs[run_id] = dict(result)
-        timings, seconds = {name: float(value) for name, value in job.timings.items()}, loop.time() - started
+        timings = {name: float(seconds) for name, seconds in job.timings.items()}
+        answer = {"seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
+        answer["received"] = job.received_bytes
         if log.isEnabledFor(logging.DEBUG):
-            me = [worker.address for worker in plan.participants].index(str(self.worker.address))
-            who = f"rank {plan.ranks.index(me)}" if me in plan.ranks else "no rank"
-            what = done_text(seconds, timings, job.received_bytes)
-            log.debug("run %d of %s: %s (%s) done in %s", run_id, plan.problem.name, who, self.worker.address, what)
-        answer = {"seconds": seconds, "timings": timings, "bytes": job.held_bytes, "received": job.received_bytes}
+            address = str(self.worker.address)
+            number = {address: rank for rank, address in enumerate(plan.workers)}.get(address, "none")
+            what = summarize({address: answer})
+            log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, address, what)
         return {"status": "OK", **answer}
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import dask_distmm
 from dask_distmm import BlockCyclic, PlanError, Slab, distribute, explain, matmul
 from dask_distmm.distribution import block_grid
 from dask_distmm.errors import ProtocolError
+from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan import Plan, Problem, Worker, plan
 from dask_distmm.plan.tiles import make_tiles
 from dask_distmm.plan.tilings import operand_tiles
@@ -182,6 +183,48 @@ def test_plans_with_slabs_are_whole(engine, shape, nworkers, method, distributio
             nranks = len(found.ranks)
             layout = getattr(make_tiles(found), operand).layout
             assert block_grid(layout)[0] == block_grid(asked.layout(size, nranks))[0]
+
+
+@given(
+    st.sampled_from(["numpy", "cublasmp"]),
+    st.tuples(*[st.integers(1, 60)] * 3),
+    st.integers(1, 6),
+    st.sampled_from(["auto", "allgather", "reducescatter", "allreduce", "summa"]),
+    st.integers(0, 2**32),
+)
+def test_a_plan_made_from_its_tiles_is_the_same(engine, shape, nworkers, method, seed):
+    """What `Matmul` rests on: tiles on the ranks they are for give the same plan, and no operand is redistributed."""
+    from dask_distmm.testing import random_chunks
+
+    rng = np.random.default_rng(seed)
+    m, n, k = shape
+    chunks = [tuple(random_chunks(rng, length, 5) for length in pair) for pair in ((m, k), (k, n), (m, n))]
+    problem = make_problem(*chunks[:2], method=method, out_chunks=chunks[2])
+    where = [rng.integers(0, nworkers, len(x) * len(y)).astype(np.int32) for x, y in chunks[:2]]
+    roster = [Worker(f"w{i}") for i in range(nworkers)]
+    first = plan(problem, roster, *where, engine=engine)
+    tiles = operand_tiles(first)
+    again = make_problem(
+        tiles["a"][0], tiles["b"][0], method=first.method, out_chunks=chunks[2], workers=first.workers, grid=first.grid
+    )
+    ranks = [roster[index] for index in first.ranks]
+    homes = [tiles[operand][1].astype(np.int32) for operand in "ab"]
+    second = plan(again, ranks, *homes, engine=engine)
+    for name in ("engine", "method", "grid", "rows", "cols", "depth", "d_cuts"):
+        assert getattr(second, name) == getattr(first, name), name
+    np.testing.assert_array_equal(second.owners, first.owners)
+    assert second.bytes_moved <= first.bytes_moved
+    p, q, s = first.grid
+    if engine == "cublasmp":
+        found, many = make_tiles(second), len(ranks)
+        for operand, tile in (("a", found.a), ("b", found.b)):
+            held = redistribution(ChunkGrid(tiles[operand][0]), tile.layout).traffic(tiles[operand][1], many)
+            at_home = held[list(second.ranks), range(many)].sum()
+            # Where a rank has nothing of an operand, which worker it is does not matter.
+            assert at_home == held.sum()
+    elif s == 1:
+        delivered = second.bytes_moved - 8 * ((q - 1) * m * k + (p - 1) * k * n)
+        assert 0 <= delivered <= 8 * m * n
 
 
 def test_blocks_of_summa_are_those_asked_for():

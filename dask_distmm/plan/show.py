@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from dask_distmm.plan.plan import Estimate, Plan
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["done_text", "plan_text", "size_text", "time_text"]
+__all__ = ["plan_text", "size_text", "time_text"]
 
 
 def size_text(size: float) -> str:
@@ -22,12 +20,6 @@ def size_text(size: float) -> str:
 def time_text(seconds: float) -> str:
     """Return seconds in a readable unit."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def done_text(seconds: float, timings: Mapping[str, float], received: int) -> str:
-    """Return what a run, or one rank of it, took: in all, in each phase, and what it received."""
-    phases = ", ".join(f"{name} {time_text(value)}" for name, value in timings.items())
-    return f"{time_text(seconds)}{phases and f' ({phases})'}; {size_text(received)} received"
 
 
 def _grid(grid: tuple[int, int, int]) -> str:
