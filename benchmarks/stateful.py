@@ -200,9 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def line(found: dict[str, Any]) -> str:
     """Return one size's figures as a line."""
-    parts = [
-        f"N = {found['size']}, {found['method']}, plan and first execution {found['plan_and_first_seconds'] * 1e3:.0f} ms"
-    ]
+    first = found["plan_and_first_seconds"]
+    parts = [f"N = {found['size']}, {found['method']}; plan and first execution {first * 1e3:.0f} ms"]
     for way in WAYS:
         one = found[way]
         ratio = f" ({one['stateless_over_this']:.2f} x as fast)" if way != "stateless" else ""

@@ -253,7 +253,8 @@ class WorkerSide:
                 return {"status": "gone", "message": f"run {run_id!r} is not live here"}
             plan, job = self.runs[run_id]
             _check_boxes(plan, kind, table)
-            await asyncio.wrap_future(job.available(kind, table))
+            # Shielded: a peer's request that is given up must not cancel what others wait for too.
+            await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
             data = await asyncio.to_thread(job.serve, kind, table, bool(flat))
             return {"status": "OK", "data": [to_serialize(x) for x in data]}
         except (ProtocolError, TypeError, ValueError, KeyError) as error:
