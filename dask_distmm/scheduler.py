@@ -26,13 +26,14 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.answers import as_plain
+from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, EngineError, RunFailedError
 from dask_distmm.groups import Group, Groups
 from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
-from dask_distmm.roster import Roster
+from dask_distmm.roster import Roster, Staging
 from dask_distmm.run import Lost as _Lost
 from dask_distmm.run import Released as _Released
 from dask_distmm.run import Run, summarize
@@ -47,15 +48,8 @@ __all__ = ["DistMMSchedulerPlugin"]
 
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
 _ABORT_TIMEOUT = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Staging:
-    """Where A's and B's chunks are staged: addresses, an index into them for each chunk, the memory orders."""
-
-    addresses: list[str]
-    where: list[bytes]
-    orders: tuple[str, str]
+# What engines keep between runs is freed when there has been no client for so long (seconds).
+_IDLE_TIME = 5.0
 
 
 class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
@@ -100,7 +94,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         try:
             parsed = Problem.from_wire(problem)
             return await self._run(
-                parsed, _Staging(addresses, where, (orders[0], orders[0 if parsed.same else 1])), worker
+                parsed, Staging(addresses, where, (orders[0], orders[0 if parsed.same else 1])), worker
             )
         except DistMMError as error:
             return as_plain(error)
@@ -134,7 +128,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # One run
 
-    async def _run(self, problem: Problem, staging: _Staging, worker: str) -> dict[str, Any]:
+    async def _run(self, problem: Problem, staging: Staging, worker: str) -> dict[str, Any]:
         key, retries = barrier_key(problem.name), problem.options.retries
         for old in [run for run in self.live.values() if run.name == problem.name]:
             await self._end(old, "the multiply was started again")
@@ -177,7 +171,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _freeze(self, run: Run, problem: Problem, staging: _Staging) -> Plan:
+    async def _freeze(self, run: Run, problem: Problem, staging: Staging) -> Plan:
         """Fix who takes part, and how."""
         dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
         engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers)
@@ -409,6 +403,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 continue
             if self.pinned.owed_by(name, worker):
                 self.pinned.restart(name, f"distmm-remove-{worker}")
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Free what engines keep between runs, if no client comes back soon."""
+
+        async def free() -> None:
+            if not scheduler.clients.keys() - {"fire-and-forget"}:
+                await asyncio.gather(*self._release(self.groups.surplus(0), read_options().grace_timeout))
+
+        if len(self.groups) and not scheduler._ongoing_background_tasks.closed:
+            scheduler._ongoing_background_tasks.call_later(_IDLE_TIME, free)
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
         """Keep workers that take part in a run, or hold results that are not collected yet."""
