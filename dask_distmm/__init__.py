@@ -18,6 +18,7 @@ _register_defaults()
 
 from dask_distmm.api import NotCollective, explain, matmul  # noqa: E402
 from dask_distmm.cluster import free_workspaces  # noqa: E402
+from dask_distmm.distribution import BlockCyclic, Slab  # noqa: E402
 from dask_distmm.epilog import Epilog  # noqa: E402
 from dask_distmm.errors import (  # noqa: E402
     DistMMError,
@@ -28,25 +29,31 @@ from dask_distmm.errors import (  # noqa: E402
     RunFailedError,
 )
 from dask_distmm.operator import disable, enable, enabled, is_enabled  # noqa: E402
+from dask_distmm.placement import distribute  # noqa: E402
 from dask_distmm.plan import Plan  # noqa: E402
 from dask_distmm.preload import dask_setup  # noqa: E402
 from dask_distmm.quantize import BlockScaled, dequantize, quantize  # noqa: E402
+from dask_distmm.stateful import Matmul  # noqa: E402
 
 __all__ = [
+    "BlockCyclic",
     "BlockScaled",
     "DistMMError",
     "EngineError",
     "Epilog",
+    "Matmul",
     "NotCollective",
     "Plan",
     "PlanError",
     "ProjectedMemoryError",
     "ProtocolError",
     "RunFailedError",
+    "Slab",
     "__version__",
     "dask_setup",
     "dequantize",
     "disable",
+    "distribute",
     "enable",
     "enabled",
     "explain",

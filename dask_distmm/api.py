@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dask.array as da
 import numpy as np
 from dask.array.core import normalize_chunks
-from dask.array.utils import meta_from_array
 from dask.base import tokenize
 
 from dask_distmm import formula, operator
 from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, current_client, snapshot
 from dask_distmm.config import read_options, setting
-from dask_distmm.dtypes import FP8, Types, carried, resolve_types, supported, takes
-from dask_distmm.engines.base import ENGINES
+from dask_distmm.distribution import FREE, Distribution, Distributions
+from dask_distmm.dtypes import FP8, Types, resolve_types, supported, takes
+from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
-from dask_distmm.graph import build_graph
 from dask_distmm.plan import METHODS, Chunks, Extra, Plan, Problem, Worker
 from dask_distmm.quantize import operands
 
@@ -69,6 +69,8 @@ def matmul(
     engine: str | None = None,
     out_chunks: Any = None,
     workers: Sequence[str] | int | None = None,
+    distributions: Sequence[Distribution | None] | None = None,
+    logger: logging.Logger | None = None,
 ) -> Any:
     """Compute ``D = F(alpha * op(A) @ op(B) + beta * C)`` as one collective run on the cluster. Lazy.
 
@@ -120,6 +122,11 @@ def matmul(
         Chunks of the result, in any form that Dask takes; ``(op(A).chunks[0], op(B).chunks[1])`` by default.
     workers : sequence of str or int, optional
         Addresses of the workers that may multiply, or how many; all by default.
+    distributions : sequence of Slab, BlockCyclic or None, optional
+        How A, B and D are to lie on the workers while they are multiplied; None leaves it to the planner. Narrows the
+        choice of the method. See `dask_distmm.distribute`.
+    logger : logging.Logger, optional
+        Is told what is multiplied and how, in place of the logger ``"dask_distmm"`` of this process.
 
     Returns
     -------
@@ -131,7 +138,7 @@ def matmul(
     ------
     PlanError
         Shapes do not match, a scalar was given, chunk sizes are unknown, a name is unknown, an input is missing or
-        does not fit, or `workers` are not in the cluster. Also a ValueError.
+        does not fit, `workers` are not in the cluster, or no method has the `distributions`. Also a ValueError.
     ProjectedMemoryError
         A worker would have to hold more than it may. Also a MemoryError.
 
@@ -146,10 +153,11 @@ def matmul(
     >>> aux["relu_aux"].dtype
     dtype('bool')
     """
-    method, engine = _names(method, engine)
+    method, engine = check_names(method, engine)
+    asked = check_distributions(distributions)
     a, b = operands(a, b)
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
-    _check_shapes(a, b)
+    check_shapes(a, b)
     types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
     spec, extras = formula.parse(
         a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
@@ -159,26 +167,22 @@ def matmul(
         if not collective:
             return operator.dask_matmul(a, b)
         if a.ndim == 1 or b.ndim == 1:
-            if out_chunks is not None:
-                raise PlanError("out_chunks can be given for 2-D operands only")
+            if out_chunks is not None or any(asked):
+                raise PlanError("out_chunks and distributions can be given for 2-D operands only")
             row, col = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
-            result = matmul(row, col, method=method, engine=engine, workers=workers)
+            result = matmul(row, col, method=method, engine=engine, workers=workers, logger=logger)
             return result[(0 if a.ndim == 1 else slice(None), 0 if b.ndim == 1 else slice(None))]
         if 0 in (*a.shape, *b.shape):
             chunks = _out_chunks(a, b, out_chunks)
             return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
     if not collective or 0 in (*a.shape, *b.shape):
         return formula.without_a_run(a, b, spec, extras, types)
-    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types)
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types, asked)
     client = current_client()
     known = snapshot(client, problem) if client is not None else None
     if known is not None:
-        known.plan(problem)
-    meta = b._meta if array_kind(b._meta) == "cupy" else a._meta
-    meta = meta_from_array(meta, ndim=2, dtype=carried(problem.dtype, problem.array))
-    graph = build_graph(problem, a, b, [array for _, array in extras])
-    d = da.Array(graph, problem.name, problem.out_chunks, meta=meta)
-    return d if spec.plain else formula.outputs(problem, d, a, b)
+        (logger or log).info("%s, lazy\n%r", problem.name, known.plan(problem))
+    return formula.result(problem, a, b, [array for _, array in extras])
 
 
 def explain(
@@ -203,6 +207,7 @@ def explain(
     engine: str | None = None,
     out_chunks: Any = None,
     workers: Sequence[str] | int | None = None,
+    distributions: Sequence[Distribution | None] | None = None,
 ) -> Plan | NotCollective:
     """Return the plan for ``matmul(a, b, ...)`` on the cluster as it is now, without computing anything.
 
@@ -212,7 +217,7 @@ def explain(
         As for `matmul`.
     a_type, b_type, result_type, quantization_scales, compute_type
         As for `matmul`.
-    method, engine, out_chunks, workers
+    method, engine, out_chunks, workers, distributions
         As for `matmul`. Without a cluster ``workers=4`` plans for four imagined ones, with one thread each and
         no memory limit.
 
@@ -227,10 +232,10 @@ def explain(
     PlanError, ProjectedMemoryError
         As `matmul`.
     """
-    method, engine = _names(method, engine)
+    method, engine = check_names(method, engine)
     a, b = operands(a, b)
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
-    _check_shapes(a, b)
+    check_shapes(a, b)
     types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
     spec, extras = formula.parse(
         a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
@@ -246,7 +251,8 @@ def explain(
     a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
     if 0 in (*a.shape, *b.shape):
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
-    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types)
+    asked = check_distributions(distributions)
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types, asked)
     if imagined:
         assert isinstance(workers, int)
         imaginary = [Worker(f"worker-{i}") for i in range(workers)]
@@ -304,26 +310,48 @@ def make_problem(
     spec: Finish = PLAIN,
     extras: Sequence[tuple[str, da.Array]] = (),
     types: Types | None = None,
+    distributions: Distributions = FREE,
 ) -> Problem:
     """Return the Problem of multiplying two 2-D Dask arrays."""
     types = types or resolve_types(a.dtype, b.dtype)
-    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
-        raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
-    if workers is not None and not isinstance(workers, int):
-        workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))
-        if not workers or not all(isinstance(address, str) for address in workers):
-            raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.scheduler_info()")
+    workers = check_workers(workers)
     chunks = _out_chunks(a, b, out_chunks)
     options = read_options()
     fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, method, engine, workers)
     found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
-    token = tokenize(a.name, b.name, fields, types, options, dataclasses.astuple(spec), [x.name for _, x in extras])
+    more = [dataclasses.astuple(spec), [x.name for _, x in extras], repr(distributions)]
+    token = tokenize(a.name, b.name, fields, types, options, more)
     array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
     same = a.name == b.name and types.a == types.b
-    return Problem(f"matmul-{token}", *fields, same, options, array, found, spec, types.compute)
+    return Problem(
+        f"matmul-{token}", *fields, same, options, array, found, spec, types.compute, distributions=distributions
+    )
 
 
-def _names(method: str | None, engine: str | None) -> tuple[str, str]:
+def check_workers(workers: Sequence[str] | int | None) -> tuple[str, ...] | int | None:
+    """Return `workers` as a Problem has them."""
+    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
+        raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
+    if workers is None or isinstance(workers, int):
+        return workers
+    workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))
+    if not workers or not all(isinstance(address, str) for address in workers):
+        raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.scheduler_info()")
+    return workers
+
+
+def check_distributions(distributions: Sequence[Distribution | None] | None) -> Distributions:
+    """Return `distributions` as a Problem has them."""
+    found = () if distributions is None else tuple(distributions) if isinstance(distributions, list | tuple) else None
+    if found is None or len(found) > 3 or not all(x is None or isinstance(x, Distribution) for x in found):
+        raise PlanError(
+            f"distributions={distributions!r}: expected up to three of Slab, BlockCyclic or None, for A, B, D"
+        )
+    a, b, d = (*found, None, None, None)[:3]
+    return a, b, d
+
+
+def check_names(method: str | None, engine: str | None) -> tuple[str, str]:
     method = setting("method") if method is None else method
     engine = setting("engine") if engine is None else engine
     if method not in ("auto", *METHODS):
@@ -333,7 +361,7 @@ def _names(method: str | None, engine: str | None) -> tuple[str, str]:
     return method, engine
 
 
-def _check_shapes(a: da.Array, b: da.Array) -> None:
+def check_shapes(a: da.Array, b: da.Array) -> None:
     for name, array in (("first", a), ("second", b)):
         if array.ndim == 0:
             raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")

@@ -16,14 +16,14 @@ from dask_distmm.dtypes import FP8, Types, carried, compute_dtype, dtype_from_na
 from dask_distmm.epilog import Finish, elementwise, reductions
 from dask_distmm.epilog import scaled as scaled_result
 from dask_distmm.errors import PlanError
-from dask_distmm.graph import build_output
+from dask_distmm.graph import build_graph, build_output
 from dask_distmm.keys import output_name
 from dask_distmm.narrow import stored
 from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Problem
 from dask_distmm.quantize import scaled, widened
 
-__all__ = ["apply_op", "outputs", "parse", "why_not", "without_a_run"]
+__all__ = ["apply_op", "parse", "result", "why_not", "without_a_run"]
 
 Extras = Sequence[tuple[str, da.Array]]
 
@@ -145,6 +145,16 @@ def why_not(array: da.Array) -> str | None:
     if any(np.isnan(size) for sizes in array.chunks for size in sizes):
         return "its chunk sizes are unknown"
     return None
+
+
+def result(
+    problem: Problem, a: da.Array, b: da.Array, extras: Sequence[da.Array]
+) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
+    """Return what a run returns: D, and the auxiliary outputs if there are any."""
+    prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
+    meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
+    d = da.Array(build_graph(problem, a, b, extras), problem.name, problem.out_chunks, meta=meta)
+    return d if problem.finish.plain else outputs(problem, d, a, b)
 
 
 def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da.Array, dict[str, da.Array]] | da.Array:

@@ -181,6 +181,8 @@ def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
 
 
 class _NoComm:
+    received_bytes = 0
+
     def fetch(self, peer: int, kind: str, boxes: Any, flat: bool) -> Any:
         raise AssertionError("a worker alone has no peers")
 

@@ -5,15 +5,26 @@ For a result array called ``matmul-3f...`` there are
 - ``("distmm-stage-a-matmul-3f...", i, j)``: contribute, one for each chunk of A, and so for B;
 - ``"distmm-barrier-matmul-3f..."``: the barrier;
 - ``("matmul-3f...", i, j)``: collect, one for each chunk of the result.
+
+``("distmm-tile-7a...", i, j)`` is a chunk that was laid out by hand on a certain worker.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["barrier_key", "barrier_name", "is_output", "output_name", "parse_stage_key", "stage_name"]
+__all__ = [
+    "barrier_key",
+    "barrier_name",
+    "is_output",
+    "is_tile",
+    "output_name",
+    "parse_stage_key",
+    "stage_name",
+    "tile_name",
+]
 
-_STAGE, _BARRIER = "distmm-stage-", "distmm-barrier-"
+_STAGE, _BARRIER, _TILE = "distmm-stage-", "distmm-barrier-", "distmm-tile-"
 
 
 def stage_name(name: str, operand: str) -> str:
@@ -47,3 +58,13 @@ def barrier_key(name: str) -> str:
 def barrier_name(key: Any) -> str | None:
     """Return the name of the multiply whose barrier has this key, or None for other keys."""
     return key[len(_BARRIER) :] if isinstance(key, str) and key.startswith(_BARRIER) else None
+
+
+def tile_name(token: str) -> str:
+    """Return the name of an array that is laid out by hand."""
+    return _TILE + token
+
+
+def is_tile(key: Any) -> bool:
+    """Whether this is the key of a chunk that was laid out by hand."""
+    return isinstance(key, tuple) and isinstance(key[0], str) and key[0].startswith(_TILE)

@@ -17,6 +17,8 @@ ORDER = [
     ["demo"],
     ["__init__"],
     ["testing"],
+    ["stateful"],
+    ["placement", "likeness"],
     ["api", "preload"],
     ["formula"],
     ["operator", "quantize"],
@@ -30,13 +32,14 @@ ORDER = [
     ["engines"],
     ["comms"],
     ["plan"],
+    ["distribution"],
     ["layout"],
     ["narrow"],
     ["config", "dtypes", "epilog", "keys"],
     ["answers"],
     ["errors", "_version"],
 ]
-PURE = ["plan", "layout", "run", "groups", "keys", "dtypes", "narrow", "epilog", "errors", "engines"]
+PURE = ["plan", "distribution", "layout", "run", "groups", "keys", "dtypes", "narrow", "epilog", "errors", "engines"]
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 
 

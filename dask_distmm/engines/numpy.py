@@ -76,6 +76,11 @@ class NumpyJob:
         self._available["input"].set_result(None)
         self._error: BaseException | None = None
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have arrived from other participants."""
+        return self.comm.received_bytes
+
     # The work
 
     def prepare(self) -> None:

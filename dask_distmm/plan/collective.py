@@ -20,14 +20,14 @@ from scipy.optimize import linear_sum_assignment
 
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan.cuts import Bounds, largest_overlap
+from dask_distmm.plan.cuts import Bounds, by_rows, largest_overlap, padded, uniform_cut
 from dask_distmm.plan.memory import chunk_bytes
 from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Packing, Plan
 from dask_distmm.plan.problem import Chunks, Problem, Worker
-from dask_distmm.plan.tiles import Tile, Tiles, make_tiles, padded, slab_step
+from dask_distmm.plan.tiles import Tile, Tiles, make_tiles, slab_step
 
-__all__ = ["consider", "has_method", "tile_chunk", "uniform_cut", "workspace_bytes"]
+__all__ = ["consider", "has_method", "tile_chunk", "workspace_bytes"]
 
 # cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
 _LIBRARY_BYTES = 96 * 2**20
@@ -40,12 +40,6 @@ _Elements = NDArray[np.float64]
 def has_method(problem: Problem, method: str) -> bool:
     """Whether the library runs a problem in a certain way: it has no SUMMA for FP8."""
     return not (problem.fp8 and method == "summa")
-
-
-def uniform_cut(length: int, parts: int, step: int = 1) -> Bounds:
-    """Cut ``range(length)`` into slabs of one size, a multiple of `step`, the last one smaller; none is empty."""
-    size = padded(length, step, parts)
-    return (*range(0, length, size), length)
 
 
 def consider(
@@ -78,10 +72,10 @@ def consider(
         method = "local"
     d_cuts = None
     if method == "reducescatter":
-        by_rows = problem.m >= problem.n
-        size = padded(problem.m if by_rows else problem.n, step, nranks)
-        slabs = tuple(min(i * size, problem.m if by_rows else problem.n) for i in range(nranks + 1))
-        d_cuts = (slabs, (0, problem.n)) if by_rows else ((0, problem.m), slabs)
+        rowwise = by_rows(problem, problem.m >= problem.n)
+        size = padded(problem.m if rowwise else problem.n, step, nranks)
+        slabs = tuple(min(i * size, problem.m if rowwise else problem.n) for i in range(nranks + 1))
+        d_cuts = (slabs, (0, problem.n)) if rowwise else ((0, problem.m), slabs)
     made = Plan(
         problem=problem,
         engine=engine,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.config import Machine, Options
+from dask_distmm.distribution import FREE, Distributions, from_wire
 from dask_distmm.dtypes import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProtocolError
@@ -104,6 +105,10 @@ class Problem:
         The formula but for the product.
     compute
         How it is multiplied, one of `COMPUTE_TYPES`; empty for as usual.
+    distributions
+        How A, B and D must lie on the ranks; None leaves the choice to the planner.
+    grid
+        The only p x q x s that may be taken, with `method`; None leaves the choice to the planner.
     """
 
     name: str
@@ -122,6 +127,8 @@ class Problem:
     extras: tuple[Extra, ...] = ()
     finish: Finish = dataclasses.field(default_factory=Finish)
     compute: str = ""
+    distributions: Distributions = FREE
+    grid: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -255,6 +262,11 @@ class Problem:
                 formula[key] = (float(real), float(imaginary))
             formula["names"] = tuple(map(str, formula["names"]))
             fields["finish"] = Finish(**formula)
+            a, b, d = fields["distributions"]
+            fields["distributions"] = (from_wire(a), from_wire(b), from_wire(d))
+            if fields["grid"] is not None:
+                p, q, s = map(int, fields["grid"])
+                fields["grid"] = (p, q, s)
             workers = fields["workers"]
             fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
             problem = cls(options=Options(**options), **fields)

@@ -53,6 +53,7 @@ def plan_text(plan: Plan) -> str:
         f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
         f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {_computed_in(problem)}",
         *_formula(plan),
+        *_asked(problem),
         f"  method    {_WHAT[plan.method]}",
         f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
         f"  inputs    {placed}; packed: {', '.join(packed) or 'nothing'}",
@@ -106,6 +107,12 @@ def _formula(plan: Plan) -> list[str]:
     elif plan.engine == "cublasmp":
         how = "by one fused kernel on each chunk of D"
     return [f"  formula   D = {text}{also}: {how}"]
+
+
+def _asked(problem: Problem) -> list[str]:
+    """Return the line that says which distributions were asked for, if any were."""
+    asked = [f"{name} as {x}" for name, x in zip("ABD", problem.distributions, strict=True) if x is not None]
+    return [f"  asked     {', '.join(asked)}"] if asked else []
 
 
 def _number(value: complex) -> str:

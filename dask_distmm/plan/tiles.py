@@ -33,10 +33,11 @@ import dataclasses
 import math
 
 from dask_distmm.layout import BlockCyclic, ProcessGrid
+from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Plan
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["Stored", "Tile", "Tiles", "make_tiles", "padded", "slab_step"]
+__all__ = ["Stored", "Tile", "Tiles", "make_tiles", "slab_step", "summa_blocks"]
 
 # SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
 _WIDEST_PANEL = 16384
@@ -132,11 +133,6 @@ def slab_step(problem: Problem) -> int:
     return 16 if problem.fp8 else 1
 
 
-def padded(length: int, step: int, parts: int = 1) -> int:
-    """Return the size of slabs that `parts` of them cover a length with, a multiple of `step`."""
-    return -(-length // (parts * step)) * step
-
-
 def make_tiles(plan: Plan) -> Tiles:
     """Return how A, B and D are distributed for a plan.
 
@@ -200,14 +196,32 @@ def make_tiles(plan: Plan) -> Tiles:
         )
     grid = ProcessGrid(p, q)
     order = plan.order_a if plan.order_a == plan.order_b else "C"
-    mb, nb = -(-m // p), -(-n // q)
-    # The library rounds D after each panel of k: with 16-bit types there may be only one.
-    kb = k if plan.problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
+    (mb,), (nb,), (kb,) = summa_blocks(plan.problem, plan.grid)
     return Tiles(
         Tile(order, BlockCyclic((m, k), (mb, kb), grid), (m, k), None),
         Tile(order, BlockCyclic((k, n), (kb, nb), grid), (k, n), None),
         Tile(order, BlockCyclic((m, n), (mb, nb), grid), (m, n), None),
     )
+
+
+def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int], set[int], set[int]]:
+    """Return the block sizes of m, n and k on a grid: those that were asked for, or one that does.
+
+    There may be several of each, if the distributions of two matrices do not agree.
+    """
+    (p, q, _), (m, n, k) = grid, (problem.m, problem.n, problem.k)
+    a, b, d = problem.distributions
+    asked: dict[str, set[int]] = {"m": set(), "n": set(), "k": set()}
+    for found, (rows, cols), (nprow, npcol) in ((a, "mk", (p, q)), (b, "kn", (p, q)), (d, "mn", (p, q))):
+        if found is not None:
+            shape = {"m": m, "n": n, "k": k}
+            blocks = found.layout((shape[rows], shape[cols]), p * q).blocks
+            # Along a side of one rank blocks of all sizes are the same thing.
+            asked[rows] |= {blocks[0]} if nprow > 1 else set()
+            asked[cols] |= {blocks[1]} if npcol > 1 else set()
+    # The library rounds D after each panel of k: with 16-bit types there may be only one.
+    panel = k if problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
+    return asked["m"] or {-(-m // p)}, asked["n"] or {-(-n // q)}, asked["k"] or {panel}
 
 
 def _widen(tile: Tile, shape: tuple[int, int]) -> Tile:

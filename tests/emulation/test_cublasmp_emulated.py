@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from epilog_cases import ALL, Case
 
+from dask_distmm.distribution import BlockCyclic, Slab, block_grid
 from dask_distmm.epilog import Finish
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.plan import Extra, Worker, plan
 from dask_distmm.plan.native import native_epilog
+from dask_distmm.plan.tiles import make_tiles
 from dask_distmm.testing import conformance, make_problem, random_chunks, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -72,6 +74,29 @@ def test_hosts_without_shared_memory(make, method):
     ranks, world = make(shares_memory=False)
     conformance(ranks, method, 3)
     assert world.open["workspace"] == 0
+
+
+@pytest.mark.parametrize(
+    ("distributions", "method"),
+    [
+        ((BlockCyclic((2, 2), (8, 9)), BlockCyclic((2, 2), (9, 7)), None), "summa"),
+        ((None, BlockCyclic((2, 3), (5, 4)), BlockCyclic((2, 3), (40, 4))), "summa"),
+        ((None, None, BlockCyclic((4, 1), (17, 59))), "summa"),
+        ((Slab(1), Slab(0), Slab(0)), "reducescatter"),
+        ((Slab(1), Slab(0), Slab(1)), "reducescatter"),
+        ((Slab(0), Slab(1), Slab(1)), "allgather"),
+        ((BlockCyclic((4, 1), (17, 71)), None, Slab(0)), "allgather"),
+    ],
+)
+@pytest.mark.parametrize("orders", ["CC", "FC"])
+def test_distributions_by_hand(make, distributions, method, orders):
+    ranks, _ = make()
+    count = 6 if BlockCyclic((2, 3), (5, 4)) in distributions else 4
+    made = conformance(ranks, "auto", count, orders=orders, own_out_chunks=True, sources=1, distributions=distributions)
+    assert made.method == method or (method == "summa" and made.grid[1] == 1)
+    tiles = make_tiles(made)
+    for tile, asked in zip((tiles.a, tiles.b, tiles.d), distributions, strict=True):
+        assert asked is None or block_grid(tile.layout)[0] == block_grid(asked.layout(tile.layout.shape, count))[0]
 
 
 def run_case(ranks, case, method, nranks, sources, with_c, amax=True):

@@ -117,15 +117,17 @@ class NativeBias:
         part = self._padded[: sizes[number]].reshape((-1, 1) if axis == 0 else (1, -1))
         needed = [[r if cut else 0] for r in range(len(plan.ranks))]
         cuts = (sizes, (1,)) if axis == 0 else ((1,), sizes)
-        self._input = _Input(plan, me, "bias", chunks, cuts, needed, {number: part})
+        self.inputs = [_Input(plan, me, "bias", chunks, cuts, needed, {number: part})]
 
     def outside(self) -> Iterator[tuple[int, np.dtype, Moves, Mapping[int, Any]]]:
         """As that of `Finishing`."""
-        yield 2, self._input.dtype, self._input.outside, self._input.parts
+        for number, one in enumerate(self.inputs, start=2):
+            yield number, one.dtype, one.outside, one.parts
 
     def gather(self, stream: cp.cuda.Stream, comm: Any) -> None:
         """Put the exchange of the bias on the stream."""
-        self._input.exchange.run(stream, comm)
+        for one in self.inputs:
+            one.exchange.run(stream, comm)
 
     def vector(self, stream: cp.cuda.Stream) -> cp.ndarray:
         """Return the bias in the type of D, as it will be on the stream."""
@@ -136,7 +138,7 @@ class NativeBias:
     @property
     def arrays(self) -> list[Any]:
         """All device memory that it holds."""
-        return [self._padded, *self._input.exchange.buffers]
+        return [self._padded, *self.inputs[0].exchange.buffers]
 
 
 class Finishing:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.nccl import make_unique_id
 from dask_distmm.dtypes import FP8, carried, typed
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, log, wait_checked
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.engines.cublasmp.finishing import Finishing, NativeBias
 from dask_distmm.engines.cublasmp.fp8 import check_fp8, multiply_fp8_alone
@@ -176,6 +176,15 @@ class CublasMpJob:
         shuffle = DeviceShuffle(moves, self.me, plan.ranks, tile.order, widths.tolist(), source, chunks)
         return _Result(chunks, target, Exchange(shuffle))
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have arrived from other participants, but for what cuBLASMp moves."""
+        if self.rank is None:
+            return 0
+        exchanges = [self._gather, self._result.deliver]
+        exchanges += [one.exchange for one in self._finishing.inputs] if self._finishing else []
+        return self.comm.received_bytes + sum(x.received_bytes for x in exchanges if x is not None)
+
     # The work
 
     def execute(self) -> dict[Any, Any]:
@@ -202,7 +211,6 @@ class CublasMpJob:
                 if self._watchdog is not None:
                     self._watchdog.call_off()
             self.timings["total"] = time.perf_counter() - started
-            log.debug("run of %s, rank %s: %s", self.plan.problem.name, self.rank, self.timings)
 
     def _work(self) -> dict[Any, Any]:
         assert self.rank is not None
