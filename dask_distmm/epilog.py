@@ -55,6 +55,7 @@ __all__ = [
     "finish_by_rows",
     "part_shape",
     "reductions",
+    "scalars",
 ]
 
 _ACTIVATIONS = ("relu", "gelu", "leaky_relu", "tanh", "sigmoid", "silu", "hardswish", "clamp")
@@ -196,7 +197,9 @@ def part_shape(keeps: tuple[bool, bool], shape: tuple[int, ...]) -> tuple[int, .
     return tuple(n if kept else 1 for n, kept in zip(shape, keeps, strict=True))
 
 
-def elementwise(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+def elementwise(
+    xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any], factors: tuple[Any, Any] | None = None
+) -> tuple[Any, ...]:
     """Apply the formula to a part of the product, element by element.
 
     Parameters
@@ -209,20 +212,23 @@ def elementwise(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> t
         A part of op(A) @ op(B), two-dimensional, in the type that is summed in.
     inputs
         ``"c"``, the epilog's inputs and `Finish.scales`, each broadcast against `acc`.
+    factors
+        alpha and beta in the type of `acc`; those of `spec` if None.
 
     Returns
     -------
     D in the type of `acc`, and what `Finish.saved` names, if anything.
     """
     x, dtype = acc, acc.dtype
+    alpha, beta = factors or scalars(spec, dtype)
     if complex(*spec.alpha) != 1:
-        x = x * _scalar(spec.alpha, dtype)
+        x = x * alpha
     for name in ("scale_a", "scale_b"):
         if name in spec.scales:
             x = x * inputs[name].astype(dtype)
     if complex(*spec.beta) != 0:
         # Not read at all for beta == 0: C may hold NaN then.
-        c = inputs["c"].astype(dtype) * _scalar(spec.beta, dtype)
+        c = inputs["c"].astype(dtype) * beta
         x = x + (c * inputs["scale_c"].astype(dtype) if "scale_c" in spec.scales else c)
     if spec.function:
         d = _load(spec.function)(x, **{name: inputs[name] for name in spec.names})
@@ -306,8 +312,10 @@ def _load(pickled: bytes) -> Callable[..., Any]:
     return found
 
 
-def _scalar(value: tuple[float, float], dtype: Any) -> Any:
-    return dtype.type(complex(*value) if dtype.kind == "c" else value[0])
+def scalars(spec: Finish, dtype: Any) -> tuple[Any, Any]:
+    """Return alpha and beta in a type."""
+    alpha, beta = (dtype.type(complex(*value) if dtype.kind == "c" else value[0]) for value in (spec.alpha, spec.beta))
+    return alpha, beta
 
 
 def _activate(xp: Any, name: str, x: Any) -> Any:

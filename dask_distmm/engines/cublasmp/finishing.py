@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from dask_distmm.dtypes import FP8, carried
 from dask_distmm.engines.base import ChunkKey, log
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
-from dask_distmm.epilog import Finish, elementwise, part_shape, reductions, scaled
+from dask_distmm.epilog import Finish, elementwise, part_shape, reductions, scalars, scaled
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.narrow import decode, stored
 from dask_distmm.plan import Chunks, Plan
@@ -192,7 +193,7 @@ class Finishing:
                 target = cp.empty(acc.shape, acc.dtype) if last else d
                 saved = [self._out[self._spec.saved, index]] if self._spec.saved else []
                 kernel = _kernel(self._spec, tuple(inputs))
-                kernel(acc, list(inputs.values()), [target, *saved])
+                kernel(acc, list(inputs.values()), [target, *saved], scalars(self._spec, acc.dtype))
                 found = reductions(cp, self._spec, target.astype(acc.dtype, copy=False))
                 if last:
                     d[...] = stored(cp, scaled(self._spec, target, inputs), self._to, fp8_bytes=True)
@@ -207,8 +208,15 @@ class Finishing:
         return [*self._out.values(), *parts, *(b for one in self.inputs for b in one.exchange.buffers)]
 
 
-@functools.lru_cache(maxsize=64)
 def _kernel(spec: Finish, names: tuple[str, ...]) -> Kernel:
+    """Return the kernel of a formula, made once for all factors: these are its arguments."""
+    alpha = (1.0, 0.0) if complex(*spec.alpha) == 1 else (2.0, 0.0)
+    beta = (0.0, 0.0) if complex(*spec.beta) == 0 else (1.0, 0.0)
+    return _made(dataclasses.replace(spec, alpha=alpha, beta=beta, scale_d=1.0), names)
+
+
+@functools.lru_cache(maxsize=64)
+def _made(spec: Finish, names: tuple[str, ...]) -> Kernel:
     return Kernel(spec, names)
 
 
@@ -216,24 +224,25 @@ class Kernel:
     """The formula as one kernel, fused by CuPy; where CuPy can't, as one kernel for each operation."""
 
     def __init__(self, spec: Finish, names: tuple[str, ...]) -> None:
-        def apply(xp: Any, arrays: Sequence[Any]) -> Iterator[Any]:
-            return iter(elementwise(xp, spec, arrays[0], dict(zip(names, arrays[1:], strict=True))))
+        def apply(xp: Any, arrays: Sequence[Any], factors: tuple[Any, Any]) -> Iterator[Any]:
+            return iter(elementwise(xp, spec, arrays[0], dict(zip(names, arrays[1:], strict=True)), factors))
 
-        def traced(*arguments: Any) -> None:
+        def traced(alpha: Any, beta: Any, *arguments: Any) -> None:
             arrays, outputs = arguments[: 1 + len(names)], arguments[1 + len(names) :]
-            for target, values in zip(outputs, apply(np, [_Traced(x) for x in arrays]), strict=True):
+            found = apply(np, [_Traced(x) for x in arrays], (_Traced(alpha), _Traced(beta)))
+            for target, values in zip(outputs, found, strict=True):
                 target[...] = values.value
 
         self._apply, self._fused, self.is_fused = apply, cp.fuse()(traced), True
 
-    def __call__(self, acc: Any, inputs: list[Any], outputs: list[Any]) -> None:
+    def __call__(self, acc: Any, inputs: list[Any], outputs: list[Any], factors: tuple[Any, Any]) -> None:
         """Fill `outputs`: D, and what is saved."""
         if self.is_fused:
             # CuPy does not fuse bfloat16: its values are read and written in the type of the sums.
             values = [x.astype(acc.dtype) if x.dtype.kind == "V" else x for x in inputs]
             targets = [cp.empty(x.shape, acc.dtype) if x.dtype.kind == "V" else x for x in outputs]
             try:
-                self._fused(acc, *values, *targets)
+                self._fused(*factors, acc, *values, *targets)
                 for output, target in zip(outputs, targets, strict=True):
                     if output is not target:
                         output[...] = target
@@ -241,7 +250,7 @@ class Kernel:
             except Exception as error:  # whatever a function of the user's meets while it is traced
                 log.info("not fused to one kernel: %s: %s", type(error).__name__, error)
                 self.is_fused = False
-        for output, found in zip(outputs, self._apply(cp, [acc, *inputs]), strict=True):
+        for output, found in zip(outputs, self._apply(cp, [acc, *inputs], factors), strict=True):
             output[...] = found
 
 
