@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 
 import devices
 import numpy as np
@@ -216,6 +217,25 @@ def test_epilog_of_numpy_chunks(make):
     ranks, _ = make(host=True)
     case = Case("relu_aux_bias", "float32", beta=-1.0)
     case.check(*run_case(ranks, case, "allgather", 2, 1, True))
+
+
+def test_a_run_that_is_over_is_freed_at_once(make):
+    """Without the garbage collector: it does not know how much device memory waits for it."""
+    ranks, _ = make()
+    gc.collect()
+    gc.disable()
+    try:
+        for method in METHODS:
+            conformance(ranks, method, 3)
+            made = [weakref.ref(job) for job in ranks.jobs]
+            for job in ranks.jobs:
+                job.comm.jobs = None  # the network in memory knows the jobs, and they know it
+                del job
+            ranks.jobs.clear()
+            assert made
+            assert not [job for job in made if job() is not None]
+    finally:
+        gc.enable()
 
 
 def test_what_is_made_is_kept_and_freed(make):

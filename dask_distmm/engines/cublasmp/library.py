@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import importlib.metadata
 from typing import Any, NamedTuple
 
@@ -363,8 +364,9 @@ def _describe(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
 
 def _try_to_allocate(size: int) -> None:
     """Raise if the device has not so much memory left, outside of any pool."""
-    free = cp.cuda.runtime.memGetInfo()[0]
-    if free < size:
+    if cp.cuda.runtime.memGetInfo()[0] < size:
+        # As CuPy does for its own arrays before it gives up.
+        gc.collect()
         cp.get_default_memory_pool().free_all_blocks()
     pointer = cp.cuda.runtime.malloc(size)
     cp.cuda.runtime.free(pointer)
