@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-__all__ = ["compute_dtype", "dtype_from_name", "supported", "takes", "typed"]
+__all__ = ["compute_dtype", "dtype_from_name", "rounded", "supported", "takes", "typed"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -90,3 +90,23 @@ def compute_dtype(dtype: np.dtype, k: int) -> np.dtype:
     if (dtype.char in _EXACT_IN_FLOAT64 and k <= 2**21) or dtype == np.bool_:
         return np.dtype(np.float64)
     return dtype
+
+
+def rounded(sums: Any, dtype: np.dtype) -> Any:
+    """Return sums in the type of the result: rounded once, integers wrapped around, bool as "not zero".
+
+    Parameters
+    ----------
+    sums
+        NumPy or CuPy array in the type that `compute_dtype` names.
+    dtype
+        Type of the result.
+    """
+    if sums.dtype == dtype:
+        return sums
+    if dtype.kind in "iu":
+        return sums.astype(np.int64).astype(dtype)
+    if dtype.kind == "b":
+        return sums != 0
+    with np.errstate(over="ignore"):
+        return sums.astype(dtype)

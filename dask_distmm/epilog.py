@@ -172,14 +172,14 @@ def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[
     spec
         The formula.
     acc
-        A part of op(A) @ op(B), two-dimensional, in the type that is summed in. May be overwritten.
+        A part of op(A) @ op(B), a matrix or a stack of them, in the type that is summed in. May be overwritten.
     inputs
         ``"c"`` and the epilog's inputs, each broadcast against `acc`.
 
     Returns
     -------
     D in the type of `acc`, and the auxiliary outputs by name: `Finish.saved` as large as `acc`; `Finish.sums` with the
-    summed axis of length 1; ``"result_amax"`` of shape (1, 1).
+    summed axis of length 1; ``"result_amax"`` with all axes of length 1.
     """
     real = acc.real.dtype
     if complex(*spec.alpha) != 1:
@@ -199,9 +199,10 @@ def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[
     else:
         d = _activate(xp, spec.activation, acc) if spec.activation else acc
     if spec.sums:
-        aux[spec.sums] = d.sum(axis=spec.sum_axis, keepdims=True)
+        aux[spec.sums] = d.sum(axis=spec.sum_axis - 2, keepdims=True)
     if spec.amax:
-        aux["result_amax"] = abs(d).max(initial=0).reshape(1, 1) if d.size else xp.zeros((1, 1), real)
+        one = (1,) * d.ndim
+        aux["result_amax"] = abs(d).max(initial=0).reshape(one) if d.size else xp.zeros(one, real)
     return d, aux
 
 

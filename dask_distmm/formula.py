@@ -18,7 +18,7 @@ from dask_distmm.graph import build_output
 from dask_distmm.keys import output_name
 from dask_distmm.plan import Problem
 
-__all__ = ["apply_op", "outputs", "parse", "why_not", "without_a_run"]
+__all__ = ["apply_op", "operand_sum", "outputs", "parse", "why_not", "without_a_run"]
 
 Extras = Sequence[tuple[str, da.Array]]
 
@@ -29,9 +29,10 @@ def apply_op(name: str, array: da.Array, op: str) -> da.Array:
         raise PlanError(f"op_{name}={op!r}; expected 'N', 'T' or 'C'")
     if op == "N":
         return array
-    if array.ndim != 2:
+    if array.ndim < 2:
         raise PlanError(f"op_{name}={op!r}: {name.upper()} has {array.ndim} dimensions, transposed are matrices of 2")
-    return array.T.conj() if op == "C" and array.dtype.kind == "c" else array.T
+    turned = array.swapaxes(-1, -2)
+    return turned.conj() if op == "C" and array.dtype.kind == "c" else turned
 
 
 def parse(
@@ -45,7 +46,7 @@ def parse(
     bias_axis: int,
     amax: bool,
 ) -> tuple[Finish, list[tuple[str, da.Array]]]:
-    """Return the formula, and the arrays that it reads beside A and B, each of two dimensions.
+    """Return the formula, and the arrays that it reads beside A and B, each of two dimensions or more.
 
     Raises
     ------
@@ -72,7 +73,7 @@ def parse(
     spec = Finish(factors[0], factors[1], name, bias_axis, bool(amax))
     if spec.plain and not inputs:
         return spec, []
-    if a.ndim != 2 or b.ndim != 2:
+    if a.ndim < 2 or b.ndim < 2:
         raise PlanError(f"alpha, C and epilogs need matrices; found {a.ndim} and {b.ndim} dimensions")
     floating = dtype.kind in "fc" or dtype.name == "bfloat16"
     if not floating:
@@ -86,16 +87,18 @@ def parse(
 
 
 def _fit(name: str, value: Any, a: da.Array, b: da.Array) -> da.Array:
-    """Return an input as a matrix that broadcasts against D."""
-    array, shape = da.asanyarray(value), (a.shape[0], b.shape[1])
+    """Return an input as a matrix, or a batch of them, that broadcasts against D."""
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    array, shape = da.asanyarray(value), (*batch, a.shape[-2], b.shape[-1])
     if array.ndim < 2:
         array = array.reshape((1, -1)) if array.ndim else array.reshape((1, 1))
     whole = name.endswith("_aux")
-    good = array.ndim == 2 and all(
-        n == size or (n == 1 and not whole) for n, size in zip(array.shape, shape, strict=True)
+    good = array.ndim == len(shape) or (array.ndim < len(shape) and not whole)
+    good = good and all(
+        n == size or (n == 1 and not whole) for n, size in zip(array.shape[::-1], shape[::-1], strict=False)
     )
     if not good:
-        expected = f"{shape}" if whole else f"one that broadcasts to {shape}, as ({shape[1]},) or ({shape[0]}, 1) do"
+        expected = f"{shape}" if whole else f"one that broadcasts to {shape}, as ({shape[-1]},) or ({shape[-2]}, 1) do"
         raise PlanError(f"{name} has the shape {np.shape(value)}; expected {expected}")
     dtype = np.result_type(a.dtype, b.dtype)
     if array.dtype.kind == "c" and dtype.kind != "c":
@@ -128,15 +131,15 @@ def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da
             array = array.sum(axis=spec.sum_axis, dtype=dtype)
         found[name] = array.max() if name == "result_amax" else array
     if spec.operand_sum:
-        found[spec.operand_sum] = _operand_sum(spec, a, b)
+        found[spec.operand_sum] = operand_sum(spec, a, b)
     return (d, found) if found else d
 
 
-def _operand_sum(spec: Finish, a: da.Array, b: da.Array) -> da.Array:
+def operand_sum(spec: Finish, a: da.Array, b: da.Array) -> da.Array:
     """Return op(A) or op(B) summed over k, in the type of D."""
     dtype = np.result_type(a.dtype, b.dtype)
-    array, axis = (a, 1) if spec.operand_sum == "bgrada" else (b, 0)
-    return array.astype(compute_dtype(dtype, a.shape[1])).sum(axis=axis).astype(dtype)
+    array, axis = (a, -1) if spec.operand_sum == "bgrada" else (b, -2)
+    return array.astype(compute_dtype(dtype, a.shape[-1])).sum(axis=axis).astype(dtype)
 
 
 def without_a_run(
@@ -144,14 +147,14 @@ def without_a_run(
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return what a run would, made of Dask's own operations, where no run is possible."""
     dtype = product.dtype
-    wide = product.astype(compute_dtype(dtype, max(1, a.shape[1])))
+    wide = product.astype(compute_dtype(dtype, max(1, a.shape[-1])))
     d, aux = finish(da, dataclasses.replace(spec, amax=False), wide, dict(extras))
     d = d.astype(dtype)
     found = {name: array if array.dtype.kind == "b" else array.astype(dtype) for name, array in aux.items()}
     if spec.sums:
-        found[spec.sums] = found[spec.sums].reshape(-1)
+        found[spec.sums] = found[spec.sums].squeeze(spec.sum_axis - 2)
     if spec.amax:
         found["result_amax"] = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
     if spec.operand_sum:
-        found[spec.operand_sum] = _operand_sum(spec, a, b)
+        found[spec.operand_sum] = operand_sum(spec, a, b)
     return (d, found) if found else d

@@ -17,7 +17,7 @@ ORDER = [
     ["demo"],
     ["__init__"],
     ["testing"],
-    ["api", "preload"],
+    ["api", "batched", "grouped", "preload"],
     ["formula", "operator"],
     ["graph", "cluster"],
     ["scheduler"],

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.dtypes import dtype_from_name, rounded
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
 from dask_distmm.engines.blas import blas_threads, gemm
 from dask_distmm.engines.inputs import Inputs
@@ -407,13 +407,5 @@ def _boxes(rects: Sequence[Rect]) -> Boxes:
 
 
 def _round_into(target: NDArray[Any], data: NDArray[Any]) -> None:
-    """Store sums in the type of the result: rounded once, integers wrapped around, bool as "not zero"."""
-    if target.dtype == data.dtype:
-        target[...] = data
-    elif target.dtype.kind in "iu":
-        target[...] = data.astype(np.int64).astype(target.dtype)
-    elif target.dtype.kind == "b":
-        target[...] = data != 0
-    else:
-        with np.errstate(over="ignore"):
-            target[...] = data.astype(target.dtype)
+    """Store sums in the type of the result."""
+    target[...] = rounded(data, target.dtype)
