@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import operator
@@ -35,8 +36,19 @@ from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryErr
 from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
 from dask_distmm.plan.batches import Pool, Sizes, choose, item_plan
+from dask_distmm.plan.show import size_text
 
-__all__ = ["BATCH", "Product", "check_name", "explain", "known_workers", "matmul", "multiply", "task_options"]
+__all__ = [
+    "BATCH",
+    "Product",
+    "check_name",
+    "demands",
+    "explain",
+    "known_workers",
+    "matmul",
+    "multiply",
+    "task_options",
+]
 
 # The ways that can be asked for.
 BATCH = ("auto", "items", "collective")
@@ -121,7 +133,7 @@ def matmul(a: Any, b: Any, c: Any, **options: Any) -> Any:
     a, b, c, options
         As there.
     """
-    demands, rest = _demands(options), _rest(options)
+    needed, rest = demands(options), _rest(options)
     product = _parse(a, b, c, rest)
     if product.empty and product.spec.plain:
         return _outside(product, da.zeros(product.shape, dtype=product.dtype), {})
@@ -133,9 +145,8 @@ def matmul(a: Any, b: Any, c: Any, **options: Any) -> Any:
         )
         d, aux = found if isinstance(found, tuple) else (found, {})
         return _outside(product, d, aux)
-    made = _plan(product, rest, demands, imagined=None)
+    made = _plan(product, rest, needed, imagined=None)
     if made.way == "items":
-        _check_memory(product, made)
         d, aux = _by_items(product, made.chunks)
     else:
         run = functools.partial(api.matmul, method=rest["method"], engine=rest["engine"], workers=rest["workers"])
@@ -151,7 +162,7 @@ def explain(a: Any, b: Any, c: Any, **options: Any) -> BatchPlan | api.NotCollec
     a, b, c, options
         As there.
     """
-    demands, rest = _demands(options), _rest(options)
+    needed, rest = demands(options), _rest(options)
     product = _parse(a, b, c, rest)
     imagined = rest["workers"] if current_client() is None and isinstance(rest["workers"], int) else None
     reason = product.why_not(cluster=imagined is None)
@@ -160,11 +171,11 @@ def explain(a: Any, b: Any, c: Any, **options: Any) -> BatchPlan | api.NotCollec
     if product.empty:
         return api.NotCollective("the product is empty or all zeros, nothing is multiplied")
     if imagined is not None:
-        demands = [text for text in demands if not text.startswith("workers=")]
-    return _plan(product, rest, demands, imagined)
+        needed = [text for text in needed if not text.startswith("workers=")]
+    return _plan(product, rest, needed, imagined)
 
 
-def _demands(options: Mapping[str, Any]) -> list[str]:
+def demands(options: Mapping[str, Any]) -> list[str]:
     """Return the options given with the call that only collective runs can meet."""
     found = [f"{name}={options[name]!r}" for name in ("method", "engine") if options[name] not in (None, "auto")]
     return found + ([f"workers={options['workers']!r}"] if options["workers"] is not None else [])
@@ -263,16 +274,23 @@ def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker],
         # CuPy chunks where no worker has the GPU engine: plain tasks need CuPy only.
         if problem.array != "cupy":
             raise
-        known = None
-    if known is not None:
-        return known.workers, known
+        return _counted(client), None
+    if known is None:
+        # An asynchronous client can't ask now; what it knows already must do.
+        workers = _counted(client)
+        known = Snapshot(workers, [], [], problem.engine_alone, [])
+    return known.workers, known
+
+
+def _counted(client: Any) -> list[Worker]:
+    """Return workers as many as there are, each an average one."""
     info = client.scheduler_info(n_workers=0)
     count = int(info.get("n_workers") or len(info["workers"]) or 1)
     threads, memory = (int(info.get(name) or 0) // count for name in ("total_threads", "total_memory"))
-    return [Worker(f"worker-{i}", max(1, threads), memory) for i in range(count)], None
+    return [Worker(f"worker-{i}", max(1, threads), memory) for i in range(count)]
 
 
-def _plan(product: Product, options: Mapping[str, Any], demands: Sequence[str], imagined: int | None) -> BatchPlan:
+def _plan(product: Product, options: Mapping[str, Any], needed: Sequence[str], imagined: int | None) -> BatchPlan:
     """Choose the way."""
     first, pair = (0,) * len(product.batch), _shared(product)
     a, b = pair or (_item(x, first, product.batch) for x in (product.a, product.b))
@@ -294,8 +312,8 @@ def _plan(product: Product, options: Mapping[str, Any], demands: Sequence[str], 
     if known is not None:
         try:
             plan = known.plan(problem)
-        except ProjectedMemoryError:
-            if options["batch"] == "collective" or demands or not fits:
+        except (PlanError, ProjectedMemoryError):
+            if options["batch"] == "collective" or needed or not fits:
                 raise
     if plan is not None and plan.estimate is not None:
         each = plan.estimate
@@ -312,7 +330,15 @@ def _plan(product: Product, options: Mapping[str, Any], demands: Sequence[str], 
             runs,
             each.peak_bytes,
         )
-    way, reason = choose(options["batch"], by_items if fits else None, by_runs, demands)
+    way, reason = choose(options["batch"], by_items if fits else None, by_runs, needed)
+    if way == "items" and not fits:
+        raise ProjectedMemoryError(
+            f"one item of the batch would hold {size_text(batch.held_bytes)} in its task, a worker may hold "
+            f"{size_text(pool.memory)} for each task that it runs at a time. Use batch='collective', or workers with "
+            "more memory",
+            {worker.address: batch.held_bytes for worker in workers},
+            {worker.address: pool.memory for worker in workers},
+        )
     return BatchPlan(batch, way, reason, chunks, by_items, by_runs, runs, plan)
 
 
@@ -350,28 +376,6 @@ def _describe(product: Product) -> Batch:
     )
 
 
-def _check_memory(product: Product, made: BatchPlan) -> None:
-    """Refuse items that no worker can hold."""
-    assert made.items is not None
-    client = current_client()
-    if client is None or client.asynchronous:
-        return
-    fraction = read_options().limit_fraction
-    limits = {
-        address: int(worker["memory_limit"] * fraction) // (1 if product.kind == "cupy" else worker["nthreads"])
-        for address, worker in client.scheduler_info(n_workers=-1)["workers"].items()
-        if worker["memory_limit"] and product.kind == "numpy"
-    }
-    held = made.batch.held_bytes
-    if limits and held > min(limits.values()):
-        raise ProjectedMemoryError(
-            f"one item of the batch would hold {held / 2**30:.2f} GiB in its task, a worker's thread may hold "
-            f"{min(limits.values()) / 2**30:.2f} GiB. Use batch='collective', or workers with more memory",
-            dict.fromkeys(limits, held),
-            limits,
-        )
-
-
 # Whole items, in plain tasks
 
 
@@ -402,8 +406,7 @@ def multiply(
         arrays.append(typed(chunk, name))
     xp: Any = np
     if any(array_kind(array) == "cupy" for array in arrays):
-        import cupy as xp
-
+        xp = importlib.import_module("cupy")
         arrays = [array if array_kind(array) == "cupy" else xp.asarray(array) for array in arrays]
     dtype = dtype_from_name(dtypes[0])
     inner = compute_dtype(dtype, max(1, arrays[0].shape[-1]))

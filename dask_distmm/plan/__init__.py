@@ -9,6 +9,7 @@ from dask_distmm.plan.batches import Batch, BatchEstimate, BatchPlan
 from dask_distmm.plan.plan import Estimate, Packing, Plan
 from dask_distmm.plan.planner import plan
 from dask_distmm.plan.problem import METHODS, Chunks, Extra, Problem, Worker
+from dask_distmm.plan.shares import GroupPlan, Share
 
 __all__ = [
     "METHODS",
@@ -18,9 +19,11 @@ __all__ = [
     "Chunks",
     "Estimate",
     "Extra",
+    "GroupPlan",
     "Packing",
     "Plan",
     "Problem",
+    "Share",
     "Worker",
     "plan",
 ]

@@ -24,7 +24,18 @@ from dask_distmm.plan.plan import Plan
 from dask_distmm.plan.problem import Worker
 from dask_distmm.plan.show import size_text, time_text
 
-__all__ = ["Batch", "BatchEstimate", "BatchPlan", "Pool", "choose", "efficiency", "item_plan", "recut", "resize"]
+__all__ = [
+    "Batch",
+    "BatchEstimate",
+    "BatchPlan",
+    "Pool",
+    "choose",
+    "efficiency",
+    "item_plan",
+    "item_seconds",
+    "recut",
+    "resize",
+]
 
 Sizes = tuple[int, ...]
 
@@ -175,8 +186,14 @@ class BatchEstimate:
 
 def efficiency(m: int, n: int, k: int) -> float:
     """Return the share of BLAS' full rate that products of this shape reach."""
-    size = float(m * n * k) ** (1 / 3)
+    size: float = math.cbrt(m * n * k)
     return size / (size + _HALF_RATE)
+
+
+def item_seconds(batch: Batch, machine: Machine) -> float:
+    """Return how long one slot multiplies one item."""
+    rate = machine.rate(batch.compute_type) * efficiency(batch.m, batch.n, batch.k)
+    return batch.flops / rate + batch.copied_bytes / machine.memory_bandwidth
 
 
 def resize(sizes: Sizes, length: int) -> Sizes:
@@ -239,8 +256,7 @@ def item_plan(
         is too large or too small; otherwise new ones.
     estimate
     """
-    each = batch.flops / (machine.rate(batch.compute_type) * efficiency(batch.m, batch.n, batch.k))
-    each += batch.copied_bytes / machine.memory_bandwidth
+    each = item_seconds(batch, machine)
     limit = min(task_bytes, pool.memory) if pool.memory else task_bytes
     most = max(1, limit // max(1, batch.held_bytes))
     least = math.ceil(min(batch.count, _WORTH * overhead / each))
@@ -330,7 +346,8 @@ class BatchPlan:
             f"  why       {self.reason}",
         ]
         blocks = math.prod(map(len, self.chunks))
-        for name, estimate in (("items", self.items), ("collective", self.collective)):
+        known = {"items": self.items, "collective": self.collective}
+        for name, estimate in sorted(known.items(), key=lambda pair: pair[0] != self.way):
             if estimate is None:
                 continue
             cut = (
@@ -375,7 +392,7 @@ def choose(
         return "collective", f"{demands[0]} was given, which plain tasks can't meet"
     if collective is None or items is None:
         way = "items" if collective is None else "collective"
-        return way, "the other way does not fit into memory, or no worker has an engine for it"
+        return way, "the other way does not fit, or no worker has an engine for it"
     way = "items" if items.seconds <= collective.seconds else "collective"
     less, more = sorted((items.seconds, collective.seconds))
     return way, f"the quicker by the cost model: {time_text(less)} against {time_text(more)}"
