@@ -483,7 +483,7 @@ def _output(product: Product, made: da.Array, name: str, number: int) -> da.Arra
         operator.itemgetter(number),
         dtype=dtype,
         chunks=(*batch, *chunks),
-        meta=meta_from_array(made._meta, dtype=dtype),
+        meta=formula.output_meta(made, dtype),
     )
     if name == "result_amax":
         return array.max()

@@ -18,7 +18,7 @@ from dask_distmm.graph import build_output
 from dask_distmm.keys import output_name
 from dask_distmm.plan import Problem
 
-__all__ = ["apply_op", "operand_sum", "outputs", "parse", "why_not", "without_a_run"]
+__all__ = ["apply_op", "operand_sum", "output_meta", "outputs", "parse", "why_not", "without_a_run"]
 
 Extras = Sequence[tuple[str, da.Array]]
 
@@ -125,7 +125,7 @@ def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da
             sizes if kept else (1,) * len(sizes)
             for sizes, kept in zip(problem.out_chunks, spec.keeps(name), strict=True)
         )
-        meta = meta_from_array(d._meta, ndim=2, dtype=dtype)
+        meta = output_meta(d, dtype)
         array = da.Array(build_output(problem, name, d), output_name(problem.name, name), chunks, meta=meta)
         if name == spec.sums:
             array = array.sum(axis=spec.sum_axis, dtype=dtype)
@@ -133,6 +133,12 @@ def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da
     if spec.operand_sum:
         found[spec.operand_sum] = operand_sum(spec, a, b)
     return (d, found) if found else d
+
+
+def output_meta(d: da.Array, dtype: np.dtype) -> Any:
+    """Return the meta of an auxiliary output in chunks like those of D."""
+    # NumPy warns when complex numbers become real, even if there are none.
+    return meta_from_array(d._meta if dtype.kind == "c" else d._meta.real, dtype=dtype)
 
 
 def operand_sum(spec: Finish, a: da.Array, b: da.Array) -> da.Array:

@@ -185,11 +185,14 @@ def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
     pools = [Pool.of(ask(problems[i])[0], read.limit_fraction, problems[i].array) for i in ours]
     slots = min(pool.slots for pool in pools)
     works = [_describe(products[i]) for i in ours]
-    seconds = []
+    seconds, spread = [], []
     for i, work, pool in zip(ours, works, pools, strict=True):
         machine = read.machine("cublasmp" if problems[i].array == "cupy" else "numpy")
         gathered = sum(work.item_bytes[:2]) * (1 - 1 / pool.workers) / machine.bandwidth
         seconds.append(item_seconds(work, machine) + gathered)
+        # B is put together on one worker and sent to the others from there.
+        b_bytes = work.item_bytes[1]
+        spread.append(b_bytes * (2 * (1 - 1 / pool.workers) / machine.bandwidth + 1 / machine.memory_bandwidth))
     forced: list[bool | None] = []
     for work, pool in zip(works, pools, strict=True):
         large = bool(pool.memory) and work.held_bytes > pool.memory
@@ -209,7 +212,7 @@ def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
                 tasks = 1 + 2 * sum(int(np.prod(problems[i].chunk_counts(name))) for name in "abd")
                 collective[at] = plan.estimate.seconds + tasks * overhead
     rows = [products[i].a.chunks[0] for i in ours]
-    found, total = share_out(seconds, rows, collective, slots, overhead, forced)
+    found, total = share_out(seconds, rows, collective, slots, overhead, forced, spread)
     for work, pool, share in zip(works, pools, found, strict=True):
         _check_memory(work, pool, share)
     shares: list[Share | None] = [None] * len(products)

@@ -61,6 +61,7 @@ def share_out(
     slots: int,
     overhead: float,
     forced: Sequence[bool | None],
+    spread: Sequence[float],
 ) -> tuple[list[Share], float]:
     """Share a group of products out.
 
@@ -78,6 +79,8 @@ def share_out(
         Seconds that a task costs.
     forced
         For each True or False if it has to be a collective run or must not be one; None if it may be either.
+    spread
+        Seconds that each slot waits for the operand that all slabs of a product need, if it is cut into slabs.
 
     Returns
     -------
@@ -89,7 +92,9 @@ def share_out(
     order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
     must = [i for i in order if forced[i] is True]
     may = [i for i in order if forced[i] is None and collective[i] is not None]
-    tries = [_try(seconds, rows, collective, slots, overhead, {*must, *may[:count]}) for count in range(len(may) + 1)]
+    tries = [
+        _try(seconds, rows, collective, slots, overhead, {*must, *may[:count]}, spread) for count in range(len(may) + 1)
+    ]
     total, shares = min(tries, key=lambda pair: pair[0])
     return shares, total
 
@@ -101,6 +106,7 @@ def _try(
     slots: int,
     overhead: float,
     runs: set[int],
+    spread: Sequence[float],
 ) -> tuple[float, list[Share]]:
     """Return the time of all, and the shares, if just `runs` are collective."""
     alone = [i for i in range(len(seconds)) if i not in runs]
@@ -114,7 +120,8 @@ def _try(
         most = min(m // _LEAST_ROWS, int(seconds[i] / (overhead * _WORTH)) if overhead else m)
         count = max(1, min(wanted, most, slots * 4))
         cuts[i] = resize(rows[i], -(-m // count)) if count > 1 else (m,)
-        found = [seconds[i] * size / m if m else 0.0 for size in cuts[i]]
+        waits = spread[i] * min(1.0, slots / len(cuts[i])) if len(cuts[i]) > 1 else 0.0
+        found = [seconds[i] * size / m + waits if m else 0.0 for size in cuts[i]]
         longest[i] = max(found)
         pieces += [each + overhead for each in found]
     order = sorted(alone, key=lambda i: (-longest[i], i))
