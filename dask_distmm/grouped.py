@@ -15,7 +15,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm import api, formula
-from dask_distmm.batched import Product, check_name, demands, known_workers, multiply, task_options
+from dask_distmm.batched import check_name, demands, known_workers, task_options, why_not
 from dask_distmm.cluster import Snapshot, current_client
 from dask_distmm.config import read_options
 from dask_distmm.epilog import Finish
@@ -27,6 +27,7 @@ from dask_distmm.plan.batches import Pool, item_seconds
 from dask_distmm.plan.shares import candidates, share_out
 from dask_distmm.plan.show import size_text
 from dask_distmm.priorities import GroupOrder
+from dask_distmm.stacks import Product, multiply
 
 __all__ = ["explain_grouped", "matmul_grouped"]
 
@@ -164,7 +165,7 @@ def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
     if wanted == "items" and needed:
         raise PlanError(f"batch='items' and {needed[0]}: plain tasks run where Dask puts them; leave one of them out")
     shapes = tuple((product.shape[0], product.shape[1], product.a.shape[1]) for product in products)
-    ours = [i for i, product in enumerate(products) if not product.empty and product.why_not(cluster=True) is None]
+    ours = [i for i, product in enumerate(products) if not product.empty and why_not(product, cluster=True) is None]
     if not ours:
         return GroupPlan(shapes, (None,) * len(products), 0, 0.0)
     problems = {

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 import dask_distmm
 from dask_distmm import PlanError, ProjectedMemoryError, explain, matmul, matmul_grouped
 from dask_distmm.api import NotCollective
-from dask_distmm.batched import multiply
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.epilog import Finish
+from dask_distmm.stacks import multiply
 from dask_distmm.testing import assert_product, random_chunks, random_matrix
 
 WAYS = ["items", "collective"]

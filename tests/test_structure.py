@@ -19,6 +19,7 @@ ORDER = [
     ["testing"],
     ["grouped"],
     ["api", "batched", "preload"],
+    ["stacks"],
     ["formula", "operator"],
     ["graph", "cluster"],
     ["scheduler"],
