@@ -78,7 +78,9 @@ def cases(smoke: bool) -> list[Case]:
         batch(2000, 64, 4, 64),
         batch(4, 2048, 1, 512),
         batch(4, 2048, 1, 2048),
+        batch(3, 2048, 1, 512),
         group("group of 61, 64 to 1536", mixed, 512),
+        group("group of 9, 512 and 3072", [(3072, 3072, 3072), *[(512, 512, 512)] * 8], 768),
     ]
 
 
