@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -89,6 +90,8 @@ def matmul_grouped(
     options = {"method": method, "engine": engine, "workers": workers, "batch": batch}
     products = _parse(pairs, alpha, op_a, op_b, epilog)
     found = _plan(products, options)
+    if any(share is not None and not share.collective for share in found.shares):
+        _order_by_size()
     results = []
     for product, share in zip(products, found.shares, strict=True):
         if share is None or share.collective:
@@ -168,27 +171,31 @@ def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
     ours = [i for i, product in enumerate(products) if not product.empty and why_not(product, cluster=True) is None]
     if not ours:
         return GroupPlan(shapes, (None,) * len(products), 0, 0.0)
-    problems = {
-        i: api.make_problem(products[i].a, products[i].b, method, engine, None, options["workers"], products[i].spec)
-        for i in ours
-    }
+
+    @functools.cache
+    def problem_of(i: int) -> Problem:
+        """Return a product as a collective run would see it."""
+        a, b, spec = products[i].a, products[i].b, products[i].spec
+        return api.make_problem(a, b, method, engine, None, options["workers"], spec)
+
     known: dict[tuple[str, ...], tuple[list[Worker], Snapshot | None]] = {}
 
-    def ask(problem: Problem) -> tuple[list[Worker], Snapshot | None]:
+    def ask(i: int) -> tuple[list[Worker], Snapshot | None]:
         """Ask the scheduler once for all products of the same types."""
-        key = (problem.array, problem.a_dtype, problem.b_dtype, problem.dtype)
+        product = products[i]
+        key = (product.kind, product.a.dtype.name, product.b.dtype.name)
         if key not in known:
-            known[key] = known_workers(problem, None)
+            known[key] = known_workers(problem_of(i), None)
         return known[key]
 
     _, overhead = task_options()
     read = read_options()
-    pools = [Pool.of(ask(problems[i])[0], read.limit_fraction, problems[i].array) for i in ours]
+    pools = [Pool.of(ask(i)[0], read.limit_fraction, products[i].kind) for i in ours]
     slots = min(pool.slots for pool in pools)
     works = [_describe(products[i]) for i in ours]
     seconds, spread = [], []
     for i, work, pool in zip(ours, works, pools, strict=True):
-        machine = read.machine("cublasmp" if problems[i].array == "cupy" else "numpy")
+        machine = read.machine("cublasmp" if products[i].kind == "cupy" else "numpy")
         gathered = sum(work.item_bytes[:2]) * (1 - 1 / pool.workers) / machine.bandwidth
         seconds.append(item_seconds(work, machine) + gathered)
         # B is put together on one worker and sent to the others from there.
@@ -202,15 +209,15 @@ def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
     collective: list[float | None] = [None] * len(ours)
     for at, i in enumerate(ours):
         if (at in long and forced[at] is None) or forced[at]:
-            _, snapshot = ask(problems[i])
+            _, snapshot = ask(i)
             plan = None
             try:
-                plan = snapshot.plan(problems[i]) if snapshot is not None else None
+                plan = snapshot.plan(problem_of(i)) if snapshot is not None else None
             except (PlanError, ProjectedMemoryError):
                 if forced[at]:
                     raise
             if plan is not None and plan.estimate is not None:
-                tasks = 1 + 2 * sum(int(np.prod(problems[i].chunk_counts(name))) for name in "abd")
+                tasks = 1 + 2 * sum(int(np.prod(problem_of(i).chunk_counts(name))) for name in "abd")
                 collective[at] = plan.estimate.seconds + tasks * overhead
     rows = [products[i].a.chunks[0] for i in ours]
     found, total = share_out(seconds, rows, collective, slots, overhead, forced, spread)
@@ -246,7 +253,6 @@ def _check_memory(work: Batch, pool: Pool, share: Share) -> None:
 
 def _by_slabs(product: Product, share: Share) -> da.Array:
     """Return a product by plain tasks of some rows each."""
-    _order_by_size()
     a = product.a.rechunk({0: share.rows, 1: -1}, method="tasks")
     b = product.b.rechunk({0: -1, 1: -1}, method="tasks")
     dtypes = (product.dtype.name, a.dtype.name, b.dtype.name)
