@@ -18,6 +18,7 @@ _register_defaults()
 
 from dask_distmm.api import NotCollective, explain, matmul  # noqa: E402
 from dask_distmm.cluster import free_workspaces  # noqa: E402
+from dask_distmm.distribution import BlockCyclic, Slab  # noqa: E402
 from dask_distmm.epilog import Epilog  # noqa: E402
 from dask_distmm.errors import (  # noqa: E402
     DistMMError,
@@ -29,24 +30,33 @@ from dask_distmm.errors import (  # noqa: E402
 )
 from dask_distmm.grouped import explain_grouped, matmul_grouped  # noqa: E402
 from dask_distmm.operator import disable, enable, enabled, is_enabled  # noqa: E402
+from dask_distmm.placement import distribute  # noqa: E402
 from dask_distmm.plan import BatchPlan, GroupPlan, Plan  # noqa: E402
 from dask_distmm.preload import dask_setup  # noqa: E402
+from dask_distmm.quantize import BlockScaled, dequantize, quantize  # noqa: E402
+from dask_distmm.stateful import Matmul  # noqa: E402
 
 __all__ = [
     "BatchPlan",
+    "BlockCyclic",
+    "BlockScaled",
     "DistMMError",
     "EngineError",
     "Epilog",
     "GroupPlan",
+    "Matmul",
     "NotCollective",
     "Plan",
     "PlanError",
     "ProjectedMemoryError",
     "ProtocolError",
     "RunFailedError",
+    "Slab",
     "__version__",
     "dask_setup",
+    "dequantize",
     "disable",
+    "distribute",
     "enable",
     "enabled",
     "explain",
@@ -55,6 +65,7 @@ __all__ = [
     "is_enabled",
     "matmul",
     "matmul_grouped",
+    "quantize",
 ]
 
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dask.array as da
 import numpy as np
 from dask.array.core import normalize_chunks
-from dask.array.utils import meta_from_array
 from dask.base import tokenize
 
 from dask_distmm import formula, operator
 from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, current_client, snapshot
 from dask_distmm.config import read_options, setting
-from dask_distmm.dtypes import supported, takes
-from dask_distmm.engines.base import ENGINES
+from dask_distmm.distribution import FREE, Distribution, Distributions
+from dask_distmm.dtypes import FP8, Types, resolve_types, supported, takes
+from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
-from dask_distmm.graph import build_graph
 from dask_distmm.plan import METHODS, BatchPlan, Chunks, Extra, Plan, Problem, Worker
+from dask_distmm.quantize import operands
 
 __all__ = ["NotCollective", "explain", "matmul"]
 
@@ -56,14 +57,21 @@ def matmul(
     beta: complex | None = None,
     op_a: str = "N",
     op_b: str = "N",
-    epilog: str | None = None,
+    epilog: str | Callable[..., Any] | None = None,
     epilog_inputs: Mapping[str, Any] | None = None,
     bias_axis: int = -1,
     result_amax: bool = False,
+    a_type: Any = None,
+    b_type: Any = None,
+    result_type: Any = None,
+    quantization_scales: Mapping[str, Any] | None = None,
+    compute_type: str | None = None,
     method: str | None = None,
     engine: str | None = None,
     out_chunks: Any = None,
     workers: Sequence[str] | int | None = None,
+    distributions: Sequence[Distribution | None] | None = None,
+    logger: logging.Logger | None = None,
     batch: str | None = None,
 ) -> Any:
     """Compute ``D = F(alpha * op(A) @ op(B) + beta * C)`` as one collective run on the cluster. Lazy.
@@ -80,16 +88,33 @@ def matmul(
         Factors; complex ones with complex operands only.
     op_a, op_b : {"N", "T", "C"}
         As stored, transposed, conjugate transposed.
-    epilog : str or Epilog, optional
-        F and what is kept beside D; see `dask_distmm.epilog`.
+    epilog : str, Epilog or callable, optional
+        F and what is kept beside D; see `dask_distmm.epilog`. A function is called as ``f(x, **epilog_inputs)`` with
+        parts of ``x = alpha * op(A) @ op(B) + beta * C`` (in the type that is summed in) and of its inputs, and returns
+        the part of D. It works element by element, with operators and NumPy's functions of arrays (CuPy's arrays
+        answer to these too); on GPUs it becomes one kernel where CuPy can fuse it.
     epilog_inputs : mapping, optional
-        The epilog's inputs by name. ``"bias"``: (n,) or (1, n), a value a column, or (m, 1), a value a row.
-        ``"relu_aux"``, ``"gelu_aux"``: what the forward pass has returned, (m, n). For batches the same with batch
-        axes before these, which a bias may leave out or broadcast.
+        The epilog's inputs by name; those of a function broadcast against D. ``"bias"``: (n,) or (1, n), a value a
+        column, or (m, 1), a value a row. ``"relu_aux"``, ``"gelu_aux"``: what the forward pass has returned, (m, n).
+        For batches the same with batch axes before these, which those of a function and a bias may leave out.
     bias_axis : {-1, 0}
         Along which axis of D ``drelu_bgrad`` and ``dgelu_bgrad`` keep their length.
     result_amax : bool
-        Return the largest absolute value of D too, as ``"result_amax"``, 0-d.
+        Return the largest absolute value of D too, as ``"result_amax"``, 0-d. Of an FP8 D: before it is scaled.
+    a_type, b_type : str or dtype, optional
+        What an operand of uint8 holds: ``"float8_e4m3"`` or ``"float8_e5m2"``. CuPy has no such types.
+    result_type : str or dtype, optional
+        Of D. FP8 operands: A's type (the default), the other FP8 type, ``"float16"``, ``"bfloat16"`` or
+        ``"float32"``; float16 and bfloat16 operands: ``"float32"``; int8 and uint8: ``"int32"``. CuPy chunks of an
+        FP8 D are uint8.
+    quantization_scales : mapping, optional
+        For FP8 only, and needed there: ``"a"``, ``"b"``, ``"d"`` for an FP8 D, and ``"c"`` for a C that is quantized
+        too: numbers, or 0-d arrays, which stay lazy if they are Dask's. A matrix stands for its numbers times its
+        scale; D is stored as ``saturate(scale_d * F(...))``. See docs/precision.md.
+    compute_type : str, optional
+        ``"fp32"``, ``"tf32"`` or ``"bf16x9"`` for float32 and complex64, ``"fp64"`` or ``"fp64_emulated"`` for
+        float64 and complex128. By default the config ``distmm.compute-type`` where it fits, else true float32 and
+        float64.
     method : str, optional
         ``"local"``, ``"allgather"``, ``"reducescatter"``, ``"allreduce"``, ``"summa"``, or ``"auto"`` (the
         default, from the config ``distmm.method``): the quickest by the cost model, see `explain`.
@@ -100,23 +125,29 @@ def matmul(
         Chunks of the result, in any form that Dask takes; ``(op(A).chunks[0], op(B).chunks[1])`` by default.
     workers : sequence of str or int, optional
         Addresses of the workers that may multiply, or how many; all by default.
+    distributions : sequence of Slab, BlockCyclic or None, optional
+        How A, B and D are to lie on the workers while they are multiplied; None leaves it to the planner. Narrows the
+        choice of the method. See `dask_distmm.distribute`.
+    logger : logging.Logger, optional
+        Is told what is multiplied and how, in place of the logger ``"dask_distmm"`` of this process.
     batch : str, optional
         How operands of more than two dimensions are multiplied (batch axes are broadcast as NumPy's matmul does):
         ``"items"``, whole items in plain tasks; ``"collective"``, collective runs; ``"auto"``, the default, the
-        quicker by the cost model, see `explain`. `method`, `engine` and `workers` need collective runs.
+        quicker by the cost model, see `explain`. `method`, `engine`, `workers`, `distributions` and `compute_type`
+        need collective runs.
 
     Returns
     -------
     dask.array.Array
-        (m, n), after batch axes if there are any, with NumPy's dtype for the product of the two. With an epilog that
-        has auxiliary outputs, or `result_amax`: a pair of it and a dict of these arrays by name. All of them come
-        from one run.
+        (m, n), after batch axes if there are any, with NumPy's dtype for the product of the two, or `result_type`.
+        With an epilog that has auxiliary outputs, or `result_amax`: a pair of it and a dict of these arrays by name.
+        All of them come from one run.
 
     Raises
     ------
     PlanError
         Shapes do not match, a scalar was given, chunk sizes are unknown, a name is unknown, an input is missing or
-        does not fit, or `workers` are not in the cluster. Also a ValueError.
+        does not fit, `workers` are not in the cluster, or no method has the `distributions`. Also a ValueError.
     ProjectedMemoryError
         A worker would have to hold more than it may. Also a MemoryError.
 
@@ -136,39 +167,41 @@ def matmul(
 
         return batched.matmul(
             a, b, c, alpha=alpha, beta=beta, op_a=op_a, op_b=op_b, epilog=epilog, epilog_inputs=epilog_inputs,
-            bias_axis=bias_axis, result_amax=result_amax, method=method, engine=engine, out_chunks=out_chunks,
-            workers=workers, batch=batch,
+            bias_axis=bias_axis, result_amax=result_amax, a_type=a_type, b_type=b_type, result_type=result_type,
+            quantization_scales=quantization_scales, compute_type=compute_type, method=method, engine=engine,
+            out_chunks=out_chunks, workers=workers, distributions=distributions, logger=logger, batch=batch,
         )  # fmt: skip
     _check_batch(batch)
     method, engine = check_names(method, engine)
-    a, b = (da.asanyarray(x) for x in (a, b))
+    asked = check_distributions(distributions)
+    a, b = operands(a, b)
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
     check_shapes(a, b)
-    spec, extras = formula.parse(a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax)
-    collective = why_not(a, b) is None and all(formula.why_not(x) is None for _, x in extras)
-    if spec.plain:
+    types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
+    spec, extras = formula.parse(
+        a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
+    )
+    collective = why_not(a, b, types) is None and all(formula.why_not(x) is None for _, x in extras)
+    if spec.plain and types.usual:
         if not collective:
             return operator.dask_matmul(a, b)
         if a.ndim == 1 or b.ndim == 1:
-            if out_chunks is not None:
-                raise PlanError("out_chunks can be given for 2-D operands only")
+            if out_chunks is not None or any(asked):
+                raise PlanError("out_chunks and distributions can be given for 2-D operands only")
             row, col = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
-            result = matmul(row, col, method=method, engine=engine, workers=workers)
+            result = matmul(row, col, method=method, engine=engine, workers=workers, logger=logger)
             return result[(0 if a.ndim == 1 else slice(None), 0 if b.ndim == 1 else slice(None))]
         if 0 in (*a.shape, *b.shape):
             chunks = _out_chunks(a, b, out_chunks)
             return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
     if not collective or 0 in (*a.shape, *b.shape):
-        return formula.without_a_run(operator.dask_matmul(a, b), a, b, spec, extras)
-    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras)
+        return formula.without_a_run(a, b, spec, extras, types)
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types, asked)
     client = current_client()
     known = snapshot(client, problem) if client is not None else None
     if known is not None:
-        known.plan(problem)
-    meta = meta_from_array(b._meta if array_kind(b._meta) == "cupy" else a._meta, ndim=2, dtype=problem.result_type)
-    graph = build_graph(problem, a, b, [array for _, array in extras])
-    d = da.Array(graph, problem.name, problem.out_chunks, meta=meta)
-    return d if spec.plain else formula.outputs(problem, d, a, b)
+        (logger or log).info("%s, lazy\n%r", problem.name, known.plan(problem))
+    return formula.result(problem, a, b, [array for _, array in extras])
 
 
 def explain(
@@ -180,14 +213,20 @@ def explain(
     beta: complex | None = None,
     op_a: str = "N",
     op_b: str = "N",
-    epilog: str | None = None,
+    epilog: str | Callable[..., Any] | None = None,
     epilog_inputs: Mapping[str, Any] | None = None,
     bias_axis: int = -1,
     result_amax: bool = False,
+    a_type: Any = None,
+    b_type: Any = None,
+    result_type: Any = None,
+    quantization_scales: Mapping[str, Any] | None = None,
+    compute_type: str | None = None,
     method: str | None = None,
     engine: str | None = None,
     out_chunks: Any = None,
     workers: Sequence[str] | int | None = None,
+    distributions: Sequence[Distribution | None] | None = None,
     batch: str | None = None,
 ) -> Plan | BatchPlan | NotCollective:
     """Return the plan for ``matmul(a, b, ...)`` on the cluster as it is now, without computing anything.
@@ -196,7 +235,9 @@ def explain(
     ----------
     a, b, c, alpha, beta, op_a, op_b, epilog, epilog_inputs, bias_axis, result_amax
         As for `matmul`.
-    method, engine, out_chunks, workers, batch
+    a_type, b_type, result_type, quantization_scales, compute_type
+        As for `matmul`.
+    method, engine, out_chunks, workers, distributions, batch
         As for `matmul`. Without a cluster ``workers=4`` plans for four imagined ones, with one thread each and
         no memory limit.
 
@@ -216,18 +257,22 @@ def explain(
 
         return batched.explain(
             a, b, c, alpha=alpha, beta=beta, op_a=op_a, op_b=op_b, epilog=epilog, epilog_inputs=epilog_inputs,
-            bias_axis=bias_axis, result_amax=result_amax, method=method, engine=engine, out_chunks=out_chunks,
-            workers=workers, batch=batch,
+            bias_axis=bias_axis, result_amax=result_amax, a_type=a_type, b_type=b_type, result_type=result_type,
+            quantization_scales=quantization_scales, compute_type=compute_type, method=method, engine=engine,
+            out_chunks=out_chunks, workers=workers, distributions=distributions, logger=None, batch=batch,
         )  # fmt: skip
     _check_batch(batch)
     method, engine = check_names(method, engine)
-    a, b = (da.asanyarray(x) for x in (a, b))
+    a, b = operands(a, b)
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
     check_shapes(a, b)
-    spec, extras = formula.parse(a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax)
+    types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
+    spec, extras = formula.parse(
+        a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
+    )
     client = current_client()
     imagined = client is None and isinstance(workers, int)
-    reason = why_not(a, b, cluster=not imagined)
+    reason = why_not(a, b, types, cluster=not imagined)
     for name, array in extras:
         if reason is None and (unfit := formula.why_not(array)):
             reason = f"{name}: {unfit}"
@@ -236,7 +281,8 @@ def explain(
     a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
     if 0 in (*a.shape, *b.shape):
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
-    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras)
+    asked = check_distributions(distributions)
+    problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types, asked)
     if imagined:
         assert isinstance(workers, int)
         imaginary = [Worker(f"worker-{i}") for i in range(workers)]
@@ -249,16 +295,20 @@ def explain(
     return known.plan(problem)
 
 
-def why_not(a: da.Array, b: da.Array, *, cluster: bool = True) -> str | None:
+def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:
     """Return why a product can't run here and goes to Dask's own function, or None if it can."""
+    if max(a.ndim, b.ndim) > most:
+        return f"the operands have {a.ndim} and {b.ndim} dimensions; a run is of matrices; for batches there is matmul"
     kinds = {name: array_kind(array._meta) for name, array in (("A", a), ("B", b))}
     for name, kind in kinds.items():
         if kind not in ("numpy", "cupy"):
             return f"the chunks of {name} are {kind}; engines take numpy.ndarray and cupy.ndarray"
     kind = "cupy" if "cupy" in kinds.values() else "numpy"
-    dtypes = [array.dtype.name for array in (a, b)]
+    dtypes = [a.dtype.name, b.dtype.name] if types is None else list(types[:3])
+    if types is None and set(dtypes) & set(FP8):
+        return "FP8 needs scales; call dask_distmm.matmul(..., quantization_scales=...)"
     if not all(supported(array.dtype) for array in (a, b)) or not any(takes(name, kind, dtypes) for name in ENGINES):
-        return f"no engine multiplies {kind} arrays of the types {' and '.join(dtypes)}"
+        return f"no engine multiplies {kind} arrays of the types {' and '.join(dict.fromkeys(dtypes))}"
     if cluster and current_client() is None:
         return "there is no cluster; create a distributed.Client"
     return None
@@ -266,7 +316,7 @@ def why_not(a: da.Array, b: da.Array, *, cluster: bool = True) -> str | None:
 
 def why_leave(a: da.Array, b: da.Array, minimum_flops: float) -> str | None:
     """Return why ``a @ b`` under `enable` is left to Dask's own function, or None if it is taken."""
-    reason = why_not(a, b)
+    reason = why_not(a, b, most=max(a.ndim, b.ndim))
     if reason is not None:
         return reason
     if any(np.isnan(size) for size in itertools.chain(*a.chunks, *b.chunks)):
@@ -293,22 +343,46 @@ def make_problem(
     workers: Sequence[str] | int | None,
     spec: Finish = PLAIN,
     extras: Sequence[tuple[str, da.Array]] = (),
+    types: Types | None = None,
+    distributions: Distributions = FREE,
 ) -> Problem:
     """Return the Problem of multiplying two 2-D Dask arrays."""
-    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
-        raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
-    if workers is not None and not isinstance(workers, int):
-        workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))
-        if not workers or not all(isinstance(address, str) for address in workers):
-            raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.scheduler_info()")
+    types = types or resolve_types(a.dtype, b.dtype)
+    workers = check_workers(workers)
     chunks = _out_chunks(a, b, out_chunks)
     options = read_options()
-    dtype = np.result_type(a.dtype, b.dtype)
-    fields = (a.chunks, b.chunks, chunks, a.dtype.name, b.dtype.name, dtype.name, method, engine, workers)
+    fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, method, engine, workers)
     found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
-    token = tokenize(a.name, b.name, fields, options, dataclasses.astuple(spec), [x.name for _, x in extras])
+    more = [dataclasses.astuple(spec), [x.name for _, x in extras], repr(distributions)]
+    token = tokenize(a.name, b.name, fields, types, options, more)
     array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
-    return Problem(f"matmul-{token}", *fields, a.name == b.name, options, array, found, spec)
+    same = a.name == b.name and types.a == types.b
+    return Problem(
+        f"matmul-{token}", *fields, same, options, array, found, spec, types.compute, distributions=distributions
+    )
+
+
+def check_workers(workers: Sequence[str] | int | None) -> tuple[str, ...] | int | None:
+    """Return `workers` as a Problem has them."""
+    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
+        raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
+    if workers is None or isinstance(workers, int):
+        return workers
+    workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))
+    if not workers or not all(isinstance(address, str) for address in workers):
+        raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.scheduler_info()")
+    return workers
+
+
+def check_distributions(distributions: Sequence[Distribution | None] | None) -> Distributions:
+    """Return `distributions` as a Problem has them."""
+    found = () if distributions is None else tuple(distributions) if isinstance(distributions, list | tuple) else None
+    if found is None or len(found) > 3 or not all(x is None or isinstance(x, Distribution) for x in found):
+        raise PlanError(
+            f"distributions={distributions!r}: expected up to three of Slab, BlockCyclic or None, for A, B, D"
+        )
+    a, b, d = (*found, None, None, None)[:3]
+    return a, b, d
 
 
 def check_names(method: str | None, engine: str | None) -> tuple[str, str]:
@@ -350,7 +424,7 @@ def _out_chunks(a: da.Array, b: da.Array, out_chunks: Any) -> Chunks:
         return a.chunks[0], b.chunks[1]
     shape = (a.shape[0], b.shape[1])
     try:
-        rows, cols = normalize_chunks(out_chunks, shape, dtype=np.result_type(a.dtype, b.dtype))
+        rows, cols = normalize_chunks(out_chunks, shape, dtype=a.dtype)
     except (ValueError, TypeError) as error:
         raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
     return rows, cols

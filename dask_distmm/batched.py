@@ -14,12 +14,15 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dask_distmm import api, formula
 from dask_distmm.cluster import Snapshot, current_client, snapshot
-from dask_distmm.config import parsed, read_options
+from dask_distmm.config import parsed, read_options, setting
+from dask_distmm.dtypes import resolve_types
+from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
 from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
 from dask_distmm.plan.batches import Pool, Sizes, choose, item_plan
 from dask_distmm.plan.show import size_text
+from dask_distmm.quantize import operands
 from dask_distmm.stacks import Product, by_items, by_runs, item, shared
 
 __all__ = [
@@ -64,18 +67,20 @@ def matmul(a: Any, b: Any, c: Any, **options: Any) -> Any:
     if product.empty and product.spec.plain:
         return _outside(product, da.zeros(product.shape, dtype=product.dtype), {})
     if product.empty or why_not(product, cluster=True) is not None:
-        # For plain products the very function that Dask would have called, on the operands as they came.
-        d = dask_matmul(product.a, product.b)
-        found = (
-            d if product.spec.plain else formula.without_a_run(d, product.a, product.b, product.spec, product.extras)
-        )
+        if product.spec.plain and product.types.usual:
+            # The very function that Dask would have called.
+            found = dask_matmul(product.a, product.b)
+        else:
+            found = formula.without_a_run(product.a, product.b, product.spec, product.extras, product.types)
         d, aux = found if isinstance(found, tuple) else (found, {})
         return _outside(product, d, aux)
     made = _plan(product, rest, needed, imagined=None)
     if made.way == "items":
+        (rest["logger"] or log).info("a batch, lazy\n%r", made)
         d, aux = by_items(product, made.chunks)
     else:
-        run = functools.partial(api.matmul, method=rest["method"], engine=rest["engine"], workers=rest["workers"])
+        names = ("epilog", "result_type", "compute_type", "method", "engine", "workers", "distributions", "logger")
+        run = functools.partial(api.matmul, **{name: rest[name] for name in names})
         d, aux = by_runs(product, run)
     return _outside(product, d, aux)
 
@@ -103,7 +108,8 @@ def explain(a: Any, b: Any, c: Any, **options: Any) -> BatchPlan | api.NotCollec
 
 def why_not(product: Product, *, cluster: bool) -> str | None:
     """Return why Dask's own function has to do it, or None."""
-    reason = api.why_not(product.a, product.b, cluster=cluster)
+    most = max(product.a.ndim, product.b.ndim)
+    reason = api.why_not(product.a, product.b, product.types, cluster=cluster, most=most)
     for name, array in product.extras:
         if reason is None and (unfit := formula.why_not(array)):
             reason = f"{name}: {unfit}"
@@ -113,7 +119,8 @@ def why_not(product: Product, *, cluster: bool) -> str | None:
 def demands(options: Mapping[str, Any]) -> list[str]:
     """Return the options given with the call that only collective runs can meet."""
     found = [f"{name}={options[name]!r}" for name in ("method", "engine") if options[name] not in (None, "auto")]
-    return found + ([f"workers={options['workers']!r}"] if options["workers"] is not None else [])
+    names = ("workers", "distributions", "compute_type")
+    return found + [f"{name}={options[name]!r}" for name in names if options.get(name) is not None]
 
 
 def _rest(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +137,7 @@ def _parse(a: Any, b: Any, c: Any, options: Mapping[str, Any]) -> Product:
     PlanError
         Shapes do not match or broadcast, or something else does not fit.
     """
-    a, b = (da.asanyarray(x) for x in (a, b))
+    a, b = operands(a, b)
     a, b = (formula.apply_op(name, x, options[f"op_{name}"]) for name, x in (("a", a), ("b", b)))
     api.check_shapes(a, b)
     try:
@@ -140,6 +147,17 @@ def _parse(a: Any, b: Any, c: Any, options: Mapping[str, Any]) -> Product:
             f"shapes {a.shape} and {b.shape} don't match: their batch axes {a.shape[:-2]} and {b.shape[:-2]} "
             "must be equal, or 1 where they differ"
         ) from None
+    types = resolve_types(
+        a.dtype,
+        b.dtype,
+        options["a_type"],
+        options["b_type"],
+        options["result_type"],
+        options["compute_type"],
+        setting("compute-type"),
+    )
+    if types.fp8:
+        raise PlanError("a batch of FP8 operands can't be multiplied; give dequantized ones, or the items one by one")
     spec, extras = formula.parse(
         a,
         b,
@@ -150,6 +168,8 @@ def _parse(a: Any, b: Any, c: Any, options: Mapping[str, Any]) -> Product:
         options["epilog_inputs"] or {},
         options["bias_axis"],
         options["result_amax"],
+        types,
+        options["quantization_scales"],
     )
     dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
     a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
@@ -162,7 +182,7 @@ def _parse(a: Any, b: Any, c: Any, options: Mapping[str, Any]) -> Product:
             out_chunks = normalize_chunks(out_chunks, shape, dtype=np.result_type(a.dtype, b.dtype))
         except (ValueError, TypeError) as error:
             raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
-    return Product(a, b, spec, extras, dropped, out_chunks)
+    return Product(a, b, types, spec, extras, dropped, out_chunks)
 
 
 def _outside(product: Product, d: da.Array, aux: dict[str, da.Array]) -> Any:
@@ -231,8 +251,18 @@ def _plan(product: Product, options: Mapping[str, Any], needed: Sequence[str], i
     a, b = pair or (item(x, first, product.batch) for x in (product.a, product.b))
     runs = 1 if pair else math.prod(product.batch)
     extras = [(name, item(array, first, product.batch)) for name, array in product.extras]
+    asked = api.check_distributions(options["distributions"])
     problem = api.make_problem(
-        a, b, options["method"], options["engine"], None, options["workers"], product.spec, extras
+        a,
+        b,
+        options["method"],
+        options["engine"],
+        None,
+        options["workers"],
+        product.spec,
+        extras,
+        product.types,
+        asked,
     )
     workers, known = known_workers(problem, imagined)
     task_bytes, overhead = task_options()
@@ -301,9 +331,9 @@ def _describe(product: Product) -> Batch:
         a.shape[-2],
         b.shape[-1],
         a.shape[-1],
-        a.dtype.name,
-        b.dtype.name,
-        product.dtype.name,
+        product.types.a,
+        product.types.b,
+        product.types.d,
         whole(a, a_chunks),
         whole(b, b_chunks),
         a.npartitions + b.npartitions + sum(array.npartitions for _, array in product.extras),

@@ -19,7 +19,7 @@ from dask_distmm.plan import Plan, Problem, Worker, plan
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Snapshot", "current_client", "free_workspaces", "snapshot"]
+__all__ = ["Snapshot", "ask_roster", "current_client", "free_workspaces", "snapshot"]
 
 _installed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -81,7 +81,29 @@ def current_client() -> Client | None:
 
 
 def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Snapshot | None:
+    """Ask the scheduler who would multiply; see `ask_roster`."""
+    dtypes = [problem.a_dtype, problem.b_dtype, problem.dtype]
+    return ask_roster(client, problem.engine, problem.array, dtypes, problem.workers, arrays)
+
+
+def ask_roster(
+    client: Client,
+    engine: str,
+    array: str,
+    dtypes: Sequence[str],
+    workers: Sequence[str] | int | None,
+    arrays: Sequence[Any] = (),
+) -> Snapshot | None:
     """Ask the scheduler who would multiply; None if that would block an event loop (asynchronous clients).
+
+    Parameters
+    ----------
+    client
+        Of the cluster.
+    engine, array, dtypes, workers
+        As for `Roster.choose`.
+    arrays
+        Dask arrays whose chunks are to be found.
 
     Raises
     ------
@@ -103,10 +125,10 @@ def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Sn
         _installed[client] = scheduler_id
     answer = client.sync(
         client.scheduler.distmm_roster,
-        engine=problem.engine,
-        array=problem.array,
-        dtypes=[problem.a_dtype, problem.b_dtype, problem.dtype],
-        wanted=problem.workers,
+        engine=engine,
+        array=array,
+        dtypes=dtypes,
+        wanted=workers,
         names=[array.name for array in arrays],
         counts=[array.numblocks for array in arrays],
     )

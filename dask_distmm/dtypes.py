@@ -1,23 +1,54 @@
 """Which types there are: of A, of B, of the result, and the one that is computed and summed in.
 
-Results have NumPy's type (``np.result_type``). What differs is the type inside: 16-bit floats are
-computed and summed in float32 and rounded once, as GPUs do; narrow integers and bool are computed in
-float64, where their sums are exact, because BLAS is about 100 times as fast as NumPy's integer loops.
+Results have NumPy's type (``np.result_type``) unless another one is asked for. What differs is the type inside: 8-
+and 16-bit floats are computed and summed in float32 and rounded once, as GPUs do; narrow integers and bool are
+computed in float64, where their sums are exact, because BLAS is about 100 times as fast as NumPy's integer loops.
+
+FP8 is ml_dtypes' ``float8_e4m3fn`` (NVIDIA's E4M3, also called ``"float8_e4m3"`` here) and ``float8_e5m2``. CuPy has
+no such types: its arrays carry FP8 as uint8, and so may NumPy's; what the bytes mean is then stated beside them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-__all__ = ["compute_dtype", "dtype_from_name", "rounded", "supported", "takes", "typed"]
+from dask_distmm.errors import PlanError
+
+__all__ = [
+    "COMPUTE_TYPES",
+    "FP8",
+    "Types",
+    "carried",
+    "compute_dtype",
+    "dtype_from_name",
+    "operand_dtype",
+    "resolve_types",
+    "sum_dtype",
+    "supported",
+    "takes",
+    "type_name",
+    "typed",
+]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FP8 = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e5m2")}
+_NAMES = {"bfloat16": _BFLOAT16, **FP8}
+
+# For each compute type, those that are summed in of which it is a way. The names are cuBLAS' in short.
+COMPUTE_TYPES = {
+    "fp32": ("float32", "complex64"),
+    "tf32": ("float32", "complex64"),
+    "bf16x9": ("float32", "complex64"),
+    "fp64": ("float64", "complex128"),
+    "fp64_emulated": ("float64", "complex128"),
+}
+_USUAL = ("fp32", "fp64")
 
 # Narrow integers: a product is below 2**32, so sums of up to 2**21 of them are exact in float64.
 _EXACT_IN_FLOAT64 = frozenset("bBhH")
@@ -31,24 +62,49 @@ def dtype_from_name(name: str) -> np.dtype:
     TypeError
         There is no such type.
     """
-    return _BFLOAT16 if name == "bfloat16" else np.dtype(name)
+    return _NAMES[name] if name in _NAMES else np.dtype(name)
+
+
+def type_name(what: str, value: Any) -> str:
+    """Return the name of a type that a user has given, ``"float8_e4m3"`` being NVIDIA's.
+
+    Raises
+    ------
+    PlanError
+        There is no such type; the message names the parameter, `what`.
+    """
+    try:
+        if isinstance(value, str):
+            return str(dtype_from_name("float8_e4m3fn" if value == "float8_e4m3" else value).name)
+        return str(np.dtype(value).name)
+    except TypeError:
+        raise PlanError(f"{what}={value!r} is no type; expected one as 'float32' or 'float8_e4m3'") from None
 
 
 def typed(array: Any, name: str) -> Any:
-    """Return an array with its type, where Dask has lost it on the way.
+    """Return an array with its type, where Dask has lost it on the way, or where the array does not know it.
 
-    CuPy arrays of bfloat16 that Dask moves between processes arrive as two bytes of nothing in particular.
+    CuPy arrays of bfloat16 that Dask moves between processes arrive as two bytes of nothing in particular; NumPy
+    arrays of FP8 may come as uint8. CuPy arrays of FP8 stay so.
     """
-    return array.view(_BFLOAT16) if name == "bfloat16" and getattr(array, "dtype", None) == "V2" else array
+    if name == "bfloat16" and getattr(array, "dtype", None) == "V2":
+        return array.view(_BFLOAT16)
+    return array.view(FP8[name]) if name in FP8 and type(array) is np.ndarray and array.dtype == np.uint8 else array
+
+
+def carried(name: str, array: str) -> np.dtype:
+    """Return the type that chunks have which hold `name`, where they are ``"numpy"`` or ``"cupy"``."""
+    return np.dtype(np.uint8) if name in FP8 and array == "cupy" else dtype_from_name(name)
 
 
 def supported(dtype: DTypeLike) -> bool:
-    """Whether the numpy engine multiplies arrays of this type: bool, all integers, floats and complex."""
+    """Whether the numpy engine multiplies arrays of this type: bool, all integers, floats, FP8 and complex."""
     dtype = np.dtype(dtype)
-    return dtype == _BFLOAT16 or (dtype.kind in "biufc" and dtype.isnative)
+    return dtype in _NAMES.values() or (dtype.kind in "biufc" and dtype.isnative)
 
 
-_ON_GPUS = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+_ON_GPUS = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", "complex128", *FP8])
+_BYTES = frozenset(["int8", "uint8"])
 
 
 def takes(engine: str, array: str, dtypes: Sequence[str]) -> bool:
@@ -65,48 +121,134 @@ def takes(engine: str, array: str, dtypes: Sequence[str]) -> bool:
     """
     if engine == "numpy":
         return array == "numpy" and all(supported(dtype_from_name(name)) for name in dtypes)
-    return array in ("numpy", "cupy") and _ON_GPUS.issuperset(dtypes)
+    # Sums of 8-bit integers are exact in float64.
+    exact = dtypes[-1] == "int32" and set(dtypes[:-1]) <= _BYTES
+    return array in ("numpy", "cupy") and (exact or _ON_GPUS.issuperset(dtypes))
 
 
 @functools.lru_cache(maxsize=256)
 def compute_dtype(dtype: np.dtype, k: int) -> np.dtype:
-    """Return the type that a product of results in `dtype` is computed and summed in.
+    """Return the type that a product of operands in `dtype` is computed and summed in.
 
     Parameters
     ----------
     dtype
-        Type of the result.
+        Type that the operands are promoted to.
     k
         Length of the contraction: beyond 2**21 float64 would no longer be exact for 16-bit integers.
 
     Returns
     -------
     numpy.dtype
-        float32 for float16 and bfloat16; float64 for bool and integers of up to 16 bits;
+        float32 for FP8, float16 and bfloat16; float64 for bool and integers of up to 16 bits;
         otherwise `dtype` itself. Integers of 32 and 64 bits wrap around, as in NumPy.
     """
-    if dtype == np.float16 or dtype == _BFLOAT16:
+    if dtype == np.float16 or dtype in _NAMES.values():
         return np.dtype(np.float32)
     if (dtype.char in _EXACT_IN_FLOAT64 and k <= 2**21) or dtype == np.bool_:
         return np.dtype(np.float64)
     return dtype
 
 
-def rounded(sums: Any, dtype: np.dtype) -> Any:
-    """Return sums in the type of the result: rounded once, integers wrapped around, bool as "not zero".
+def sum_dtype(operand: np.dtype, result: np.dtype, k: int) -> np.dtype:
+    """Return `compute_dtype`; for a result with more bits than its integer operands the float64 that holds its sums.
+
+    These are bytes: sums of up to 2**37 of their products are exact in float64.
+    """
+    wider = operand.kind in "iu" and result.itemsize > operand.itemsize
+    return np.dtype(np.float64) if wider else compute_dtype(operand, k)
+
+
+def operand_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
+    """Return the type that A and B are promoted to; of two FP8 types, which have no common one, the first."""
+    return a if a.name in FP8 and b.name in FP8 else np.result_type(a, b)
+
+
+class Types(NamedTuple):
+    """The types of a multiply by name: of A, of B, of D; and how it is computed, empty for as usual."""
+
+    a: str
+    b: str
+    d: str
+    compute: str = ""
+
+    @property
+    def operand(self) -> np.dtype:
+        """Type that A and B are promoted to."""
+        return operand_dtype(dtype_from_name(self.a), dtype_from_name(self.b))
+
+    @property
+    def fp8(self) -> bool:
+        """Whether A and B are FP8."""
+        return self.a in FP8
+
+    @property
+    def usual(self) -> bool:
+        """Whether they are as NumPy's matmul has them."""
+        return not self.fp8 and not self.compute and self.d == self.operand.name
+
+
+def resolve_types(
+    a: np.dtype,
+    b: np.dtype,
+    a_type: Any = None,
+    b_type: Any = None,
+    result_type: Any = None,
+    compute_type: str | None = None,
+    default_compute: str | None = None,
+) -> Types:
+    """Return the types of a multiply, from those of the arrays and what was asked for.
 
     Parameters
     ----------
-    sums
-        NumPy or CuPy array in the type that `compute_dtype` names.
-    dtype
-        Type of the result.
+    a, b
+        Types of the arrays.
+    a_type, b_type
+        What arrays of uint8 hold: an FP8 type. None: what they say.
+    result_type
+        Type of D. None: A's for FP8, as nvmath has it, else NumPy's.
+    compute_type
+        One of `COMPUTE_TYPES` or None.
+    default_compute
+        The same, for types that it fits.
+
+    Raises
+    ------
+    PlanError
+        A type is unknown, or does not fit the others.
     """
-    if sums.dtype == dtype:
-        return sums
-    if dtype.kind in "iu":
-        return sums.astype(np.int64).astype(dtype)
-    if dtype.kind == "b":
-        return sums != 0
-    with np.errstate(over="ignore"):
-        return sums.astype(dtype)
+    names = []
+    for name, dtype, stated in (("a", a, a_type), ("b", b, b_type)):
+        found = dtype.name if stated is None else type_name(f"{name}_type", stated)
+        if found != dtype.name and not (found in FP8 and dtype == np.uint8):
+            raise PlanError(f"{name}_type={stated!r}, but the array is {dtype}: FP8 can be stated for arrays of uint8")
+        names.append(found)
+    narrow = [name in FP8 for name in names]
+    if any(narrow) and not all(narrow):
+        raise PlanError(f"A is {names[0]} and B {names[1]}: FP8 is multiplied by FP8; dequantize one, or quantize both")
+    operand = FP8[names[0]] if all(narrow) else np.result_type(a, b)
+    result = operand.name if result_type is None else type_name("result_type", result_type)
+    wider = {
+        **dict.fromkeys(FP8, (*FP8, "float16", "bfloat16", "float32")),
+        **dict.fromkeys(("float16", "bfloat16"), ("float32",)),
+    }
+    known = {operand.name, *wider.get(operand.name, ()), *(["int32"] if set(names) <= _BYTES else [])}
+    if result not in known:
+        raise PlanError(f"result_type={result!r}; for {names[0]} @ {names[1]} there are {', '.join(sorted(known))}")
+    return Types(names[0], names[1], result, _compute(operand, compute_type, default_compute))
+
+
+def _compute(operand: np.dtype, asked: str | None, default: str | None) -> str:
+    """Return the compute type, empty for the usual one; a default that does not fit the operands is left out."""
+    known = ", ".join(map(repr, COMPUTE_TYPES))
+    for what, value in (("compute_type", asked), ("config distmm.compute-type", default)):
+        if value is not None and value not in COMPUTE_TYPES:
+            raise PlanError(f"unknown {what} {value!r}; known are {known}")
+    summed = compute_dtype(operand, 1).name
+    # The usual ones are right for all that is summed in them anyway.
+    fitting = [name for name, kinds in COMPUTE_TYPES.items() if (summed if name in _USUAL else operand.name) in kinds]
+    if asked is not None and asked not in fitting:
+        found = ", ".join(map(repr, fitting)) or "none to choose from"
+        raise PlanError(f"compute_type={asked!r} is not for {operand} operands; for these there are {found}")
+    chosen = asked or (default if default in fitting else None)
+    return "" if chosen is None or chosen in _USUAL else chosen

@@ -21,26 +21,47 @@ clamp               min(max(x, low), high)                            low 0, hig
 drelu, dgelu        x * relu'(saved), x * gelu'(saved)                the backward pass of relu and gelu
 ==================  ================================================  ==========================================
 
+A function of the user's in place of F gets x and its own inputs: ``f(x, **inputs)``, element by element.
+
 Auxiliary outputs: ``relu_aux`` is the mask x > 0 (bool), ``gelu_aux`` and the ``_aux`` of all others x itself (the
 pre-activation). ``..._bgrad`` is the sum of D along the other axis: the gradient of a bias. ``bgrada`` sums op(A),
 ``bgradb`` op(B), over k.
+
+FP8 matrices stand for their numbers times a scale each: ``alpha`` above is then ``alpha * scale_a * scale_b`` and
+``beta`` is ``beta * scale_c``, and an FP8 D is stored as ``saturate(scale_d * F(x))``. Auxiliary outputs, the largest
+absolute value among them, are of F(x), before ``scale_d`` (cuBLAS, "Tensorwide scaling for FP8 data types").
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+import functools
+import pickle
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from dask_distmm.dtypes import compute_dtype
 from dask_distmm.errors import PlanError
 
-__all__ = ["PLAIN", "Epilog", "Finish", "finish", "part_shape"]
+__all__ = [
+    "PLAIN",
+    "Epilog",
+    "Finish",
+    "elementwise",
+    "finish",
+    "finish_by_rows",
+    "part_shape",
+    "reductions",
+    "scalars",
+]
 
 _ACTIVATIONS = ("relu", "gelu", "leaky_relu", "tanh", "sigmoid", "silu", "hardswish", "clamp")
 _SQRT_2_OVER_PI = 0.7978845608028654
+# NumPy works on so much at a time: it stays in a core's cache from one operation to the next.
+_BLOCK_BYTES = 2**18
 
 
 def _names() -> dict[str, str]:
@@ -68,6 +89,12 @@ class Finish:
         -1 or 1: bias gradients keep D's columns; 0: they keep its rows.
     amax
         Whether the largest absolute value of D is wanted too.
+    function, names
+        A function in place of `epilog`, pickled, and the names of its inputs.
+    scale_d
+        Factor of D after everything else.
+    scales
+        Which of ``"scale_a"`` to ``"scale_d"`` are further inputs, of one element; others are in the factors.
     """
 
     alpha: tuple[float, float] = (1.0, 0.0)
@@ -75,6 +102,10 @@ class Finish:
     epilog: str = ""
     bias_axis: int = -1
     amax: bool = False
+    function: bytes = b""
+    names: tuple[str, ...] = ()
+    scale_d: float = 1.0
+    scales: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -87,7 +118,7 @@ class Finish:
     @property
     def trivial(self) -> bool:
         """Whether D is just the product."""
-        return not self.scaled and self.epilog in ("", "bgrada", "bgradb")
+        return not self.scaled and not self.function and self.epilog in ("", "bgrada", "bgradb")
 
     @property
     def plain(self) -> bool:
@@ -96,8 +127,9 @@ class Finish:
 
     @property
     def scaled(self) -> bool:
-        """Whether alpha or beta do anything, or the largest value is wanted."""
-        return complex(*self.alpha) != 1 or complex(*self.beta) != 0 or self.amax
+        """Whether factors or scales do anything, or the largest value is wanted."""
+        factors = complex(*self.alpha) != 1 or complex(*self.beta) != 0 or self.scale_d != 1
+        return factors or self.amax or bool(self.scales)
 
     @property
     def activation(self) -> str:
@@ -114,7 +146,7 @@ class Finish:
         """Names of the inputs that the epilog needs."""
         if self.gradient:
             return (f"{self.gradient}_aux",)
-        return ("bias",) if self.epilog.endswith("bias") else ()
+        return ("bias",) if self.epilog.endswith("bias") else self.names
 
     @property
     def saved(self) -> str:
@@ -148,10 +180,13 @@ class Finish:
         return (True, True) if name == self.saved else (False, False)
 
     def dtype_of(self, name: str, dtype: np.dtype) -> np.dtype:
-        """Type of one of `per_element`, where D is of type `dtype`."""
+        """Type of one of `per_element`, where D is of type `dtype`: sums are kept in the type that is summed in."""
         if name == "relu_aux":
             return np.dtype(bool)
-        return np.empty(0, dtype).real.dtype if name == "result_amax" else dtype
+        wide = np.dtype(np.float32) if dtype.itemsize == 1 else compute_dtype(dtype, 1)
+        if name == self.saved:
+            return wide if dtype.itemsize == 1 else dtype
+        return np.empty(0, wide).real.dtype if name == "result_amax" else wide
 
 
 PLAIN = Finish()
@@ -162,52 +197,125 @@ def part_shape(keeps: tuple[bool, bool], shape: tuple[int, ...]) -> tuple[int, .
     return tuple(n if kept else 1 for n, kept in zip(shape, keeps, strict=True))
 
 
-def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Apply the formula to a part of the product.
+def elementwise(
+    xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any], factors: tuple[Any, Any] | None = None
+) -> tuple[Any, ...]:
+    """Apply the formula to a part of the product, element by element.
 
     Parameters
     ----------
     xp
-        The array module: numpy or cupy.
+        The array module: numpy, cupy or dask.array.
     spec
         The formula.
     acc
-        A part of op(A) @ op(B), a matrix or a stack of them, in the type that is summed in. May be overwritten.
+        A part of op(A) @ op(B), a matrix or a stack of them, in the type that is summed in.
     inputs
-        ``"c"`` and the epilog's inputs, each broadcast against `acc`.
+        ``"c"``, the epilog's inputs and `Finish.scales`, each broadcast against `acc`.
+    factors
+        alpha and beta in the type of `acc`; those of `spec` if None.
 
     Returns
     -------
-    D in the type of `acc`, and the auxiliary outputs by name: `Finish.saved` as large as `acc`; `Finish.sums` with the
-    summed axis of length 1; ``"result_amax"`` with all axes of length 1.
+    D in the type of `acc`, and what `Finish.saved` names, if anything.
     """
-    real = acc.real.dtype
+    x, dtype = acc, acc.dtype
+    alpha, beta = factors or scalars(spec, dtype)
     if complex(*spec.alpha) != 1:
-        acc *= _scalar(spec.alpha, acc.dtype)
+        x = x * alpha
+    for name in ("scale_a", "scale_b"):
+        if name in spec.scales:
+            x = x * inputs[name].astype(dtype)
     if complex(*spec.beta) != 0:
         # Not read at all for beta == 0: C may hold NaN then.
-        acc += _scalar(spec.beta, acc.dtype) * inputs["c"].astype(acc.dtype)
+        c = inputs["c"].astype(dtype) * beta
+        x = x + (c * inputs["scale_c"].astype(dtype) if "scale_c" in spec.scales else c)
+    if spec.function:
+        d = _load(spec.function)(x, **{name: inputs[name] for name in spec.names})
+        return (d.astype(dtype),)
     if "bias" in spec.inputs:
-        acc += inputs["bias"].astype(acc.dtype)
-    aux: dict[str, Any] = {}
-    if spec.saved:
-        aux[spec.saved] = (acc > 0) if spec.activation == "relu" else acc.copy()
+        x = x + inputs["bias"].astype(dtype)
     if spec.gradient == "relu":
-        d = xp.where(inputs["relu_aux"].astype(bool), acc, real.type(0))
-    elif spec.gradient == "gelu":
-        d = acc * _gelu_slope(xp, inputs["gelu_aux"].astype(acc.dtype))
-    else:
-        d = _activate(xp, spec.activation, acc) if spec.activation else acc
+        return (xp.where(inputs["relu_aux"].astype(bool), x, dtype.type(0)),)
+    if spec.gradient == "gelu":
+        return (x * _gelu_slope(xp, inputs["gelu_aux"].astype(dtype)),)
+    d = _activate(xp, spec.activation, x) if spec.activation else x
+    if spec.saved:
+        return d, (x > 0) if spec.activation == "relu" else x
+    return (d,)
+
+
+def reductions(xp: Any, spec: Finish, d: Any) -> dict[str, Any]:
+    """Return the auxiliary outputs that sum up a part of D: summed axes have length 1."""
+    found = {}
     if spec.sums:
-        aux[spec.sums] = d.sum(axis=spec.sum_axis - 2, keepdims=True)
+        found[spec.sums] = d.sum(axis=spec.sum_axis - 2, keepdims=True)
     if spec.amax:
-        one = (1,) * d.ndim
-        aux["result_amax"] = abs(d).max(initial=0).reshape(one) if d.size else xp.zeros(one, real)
-    return d, aux
+        found["result_amax"] = abs(d).max(keepdims=True) if d.size else xp.zeros((1,) * d.ndim, d.real.dtype)
+    return found
 
 
-def _scalar(value: tuple[float, float], dtype: Any) -> Any:
-    return dtype.type(complex(*value) if dtype.kind == "c" else value[0])
+def scaled(spec: Finish, d: Any, inputs: Mapping[str, Any]) -> Any:
+    """Return D times its scale: what comes last, after all that is kept beside D."""
+    if spec.scale_d != 1:
+        d = d * d.dtype.type(spec.scale_d)
+    return d * inputs["scale_d"].astype(d.dtype) if "scale_d" in spec.scales else d
+
+
+def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Apply the formula; return D in the type of `acc`, and auxiliary outputs by name. Parameters as `elementwise`."""
+    d, *saved = elementwise(xp, spec, acc, inputs)
+    aux = dict(zip([spec.saved], saved, strict=False)) | reductions(xp, spec, d)
+    return scaled(spec, d, inputs), aux
+
+
+def finish_by_rows(
+    spec: Finish, acc: Any, inputs: Mapping[str, Any], store: Callable[[slice, Any], None]
+) -> dict[str, Any]:
+    """Apply the formula to a NumPy array, a few rows at a time.
+
+    Parameters
+    ----------
+    spec, acc, inputs
+        As for `elementwise`.
+    store
+        Called as ``store(rows, d)`` with each part of D.
+
+    Returns
+    -------
+    The auxiliary outputs by name, in the type of `acc`.
+    """
+    step = max(1, _BLOCK_BYTES // max(1, acc.shape[1] * acc.itemsize))
+    found: dict[str, list[Any]] = {}
+    for top in range(0, len(acc), step):
+        rows = slice(top, top + step)
+        parts = {name: x[rows] if len(x) == len(acc) else x for name, x in inputs.items()}
+        d, aux = finish(np, spec, acc[rows], parts)
+        for name, values in aux.items():
+            # D may be stored over what was summed.
+            found.setdefault(name, []).append(values.copy() if np.may_share_memory(values, acc) else values)
+        store(rows, d)
+    return {name: _joined(spec, name, parts) for name, parts in found.items()}
+
+
+def _joined(spec: Finish, name: str, parts: list[Any]) -> Any:
+    if spec.keeps(name)[0]:
+        return np.concatenate(parts)
+    together = np.maximum if name == "result_amax" else np.add
+    return functools.reduce(together, parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _load(pickled: bytes) -> Callable[..., Any]:
+    """Return a user's function from what `Finish.function` holds."""
+    found: Callable[..., Any] = pickle.loads(pickled)
+    return found
+
+
+def scalars(spec: Finish, dtype: Any) -> tuple[Any, Any]:
+    """Return alpha and beta in a type."""
+    alpha, beta = (dtype.type(complex(*value) if dtype.kind == "c" else value[0]) for value in (spec.alpha, spec.beta))
+    return alpha, beta
 
 
 def _activate(xp: Any, name: str, x: Any) -> Any:

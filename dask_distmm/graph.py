@@ -28,6 +28,7 @@ from distributed import Reschedule, get_worker
 
 from dask_distmm.answers import rebuild
 from dask_distmm.chunks import order_of, stage
+from dask_distmm.dtypes import typed
 from dask_distmm.engines import get_engine
 from dask_distmm.errors import EngineError
 from dask_distmm.keys import barrier_key, output_name, stage_name
@@ -156,7 +157,9 @@ def _request_run(side: WorkerSide, wire: dict[str, Any], staging: dict[str, Any]
 def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
     """Multiply in this process, where there is no cluster."""
     staged = [[stage(receipt.value) for receipt in operand] for operand in receipts]
-    operands = [[found.array for found in operand] for operand in staged]
+    names = [name for name in problem.operands if name != "b" or not problem.same]
+    types = map(problem.dtype_of, names)
+    operands = [[typed(x.array, dtype) for x in found] for dtype, found in zip(types, staged, strict=True)]
     if problem.same:
         operands.insert(1, operands[0])
     named = zip(problem.operands, operands, strict=True)
@@ -178,6 +181,8 @@ def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
 
 
 class _NoComm:
+    received_bytes = 0
+
     def fetch(self, peer: int, kind: str, boxes: Any, flat: bool) -> Any:
         raise AssertionError("a worker alone has no peers")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dask.array as da
@@ -18,7 +18,8 @@ from dask.highlevelgraph import HighLevelGraph
 from dask_distmm import api, formula
 from dask_distmm.batched import check_name, demands, known_workers, task_options, why_not
 from dask_distmm.cluster import Snapshot, current_client
-from dask_distmm.config import read_options
+from dask_distmm.config import read_options, setting
+from dask_distmm.dtypes import resolve_types
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph import Step
@@ -28,6 +29,7 @@ from dask_distmm.plan.batches import Pool, item_seconds
 from dask_distmm.plan.shares import candidates, share_out
 from dask_distmm.plan.show import size_text
 from dask_distmm.priorities import GroupOrder
+from dask_distmm.quantize import operands
 from dask_distmm.stacks import Product, multiply
 
 __all__ = ["explain_grouped", "matmul_grouped"]
@@ -41,7 +43,7 @@ def matmul_grouped(
     alpha: complex = 1.0,
     op_a: str = "N",
     op_b: str = "N",
-    epilog: str | None = None,
+    epilog: str | Callable[..., Any] | None = None,
     method: str | None = None,
     engine: str | None = None,
     workers: Sequence[str] | int | None = None,
@@ -58,7 +60,8 @@ def matmul_grouped(
     pairs : sequence of (A, B)
         Matrices, of any sizes, chunks and types: dask.array.Array or array_like.
     alpha, op_a, op_b, epilog
-        As for `matmul`, the same for all. Epilogs that need inputs or have auxiliary outputs are refused.
+        As for `matmul`, the same for all; also functions of one argument. Epilogs that need inputs or have auxiliary
+        outputs are refused.
     method, engine, workers
         As for `matmul`, for the collective runs; each makes all products such.
     batch : str, optional
@@ -101,7 +104,7 @@ def matmul_grouped(
                     product.a,
                     product.b,
                     alpha=complex(*spec.alpha) if spec.alpha[1] else spec.alpha[0],
-                    epilog=spec.epilog or None,
+                    epilog=epilog,
                     method=method,
                     engine=engine,
                     workers=workers,
@@ -134,30 +137,33 @@ def explain_grouped(pairs: Sequence[tuple[Any, Any]], **options: Any) -> GroupPl
     return _plan(products, {"method": None, "engine": None, "workers": None, "batch": None} | options)
 
 
-def _parse(pairs: Sequence[tuple[Any, Any]], alpha: complex, op_a: str, op_b: str, epilog: str | None) -> list[Product]:
+def _parse(
+    pairs: Sequence[tuple[Any, Any]], alpha: complex, op_a: str, op_b: str, epilog: str | Callable[..., Any] | None
+) -> list[Product]:
     """Check what was given."""
     products = []
     for number, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise PlanError(f"product {number} is {type(pair).__name__}; expected a pair (A, B)")
         try:
-            a, b = (da.asanyarray(x) for x in pair)
+            a, b = operands(*pair)
             if (a.ndim, b.ndim) != (2, 2):
                 raise PlanError(
                     f"found {a.ndim} and {b.ndim} dimensions; expected matrices, for others there is matmul"
                 )
             a, b = formula.apply_op("a", a, op_a), formula.apply_op("b", b, op_b)
             api.check_shapes(a, b)
-            name = "" if epilog is None else str(getattr(epilog, "value", epilog)).lower()
+            name = "" if epilog is None or callable(epilog) else str(getattr(epilog, "value", epilog)).lower()
             wanted = Finish(epilog=name)
             if wanted.inputs or wanted.per_element or wanted.operand_sum:
                 raise PlanError(
                     f"epilog {name!r} has inputs or outputs of its own for each product; use matmul for each of them"
                 )
-            spec, _ = formula.parse(a, b, None, alpha, None, epilog, {}, -1, False)
+            types = resolve_types(a.dtype, b.dtype, default_compute=setting("compute-type"))
+            spec, _ = formula.parse(a, b, None, alpha, None, epilog, {}, -1, False, types)
         except PlanError as error:
             raise PlanError(f"product {number}: {error}") from error
-        products.append(Product(a, b, spec, [], (), None))
+        products.append(Product(a, b, types, spec, [], (), None))
     return products
 
 
@@ -175,8 +181,10 @@ def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
     @functools.cache
     def problem_of(i: int) -> Problem:
         """Return a product as a collective run would see it."""
-        a, b, spec = products[i].a, products[i].b, products[i].spec
-        return api.make_problem(a, b, method, engine, None, options["workers"], spec)
+        product = products[i]
+        return api.make_problem(
+            product.a, product.b, method, engine, None, options["workers"], product.spec, (), product.types
+        )
 
     known: dict[tuple[str, ...], tuple[list[Worker], Snapshot | None]] = {}
 

@@ -6,6 +6,8 @@ For a result array called ``matmul-3f...`` there are
 - ``"distmm-barrier-matmul-3f..."``: the barrier;
 - ``("matmul-3f...", i, j)``: collect, one for each chunk of the result.
 
+``("distmm-tile-7a...", i, j)`` is a chunk that was laid out by hand on a certain worker.
+
 A product of a group that is multiplied by plain tasks is called ``distmm-group-c-00012-3f...``: a letter for how long
 a task takes (Dask keeps average times by names without their numbers), and its place in the order.
 """
@@ -21,14 +23,16 @@ __all__ = [
     "barrier_name",
     "group_name",
     "is_output",
+    "is_tile",
     "output_name",
     "parse_group_key",
     "parse_stage_key",
     "stage_name",
+    "tile_name",
 ]
 
 GROUP_PREFIX = "distmm-group-"
-_STAGE, _BARRIER = "distmm-stage-", "distmm-barrier-"
+_STAGE, _BARRIER, _TILE = "distmm-stage-", "distmm-barrier-", "distmm-tile-"
 
 
 def stage_name(name: str, operand: str) -> str:
@@ -62,6 +66,16 @@ def barrier_key(name: str) -> str:
 def barrier_name(key: Any) -> str | None:
     """Return the name of the multiply whose barrier has this key, or None for other keys."""
     return key[len(_BARRIER) :] if isinstance(key, str) and key.startswith(_BARRIER) else None
+
+
+def tile_name(token: str) -> str:
+    """Return the name of an array that is laid out by hand."""
+    return _TILE + token
+
+
+def is_tile(key: Any) -> bool:
+    """Whether this is the key of a chunk that was laid out by hand."""
+    return isinstance(key, tuple) and isinstance(key[0], str) and key[0].startswith(_TILE)
 
 
 def group_name(token: str, rank: int, seconds: float) -> str:

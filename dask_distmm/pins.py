@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dask_distmm.keys import barrier_key, is_output, parse_stage_key
+from dask_distmm.keys import barrier_key, is_output, is_tile, parse_stage_key
 from dask_distmm.plan import Plan
 
 if TYPE_CHECKING:
@@ -67,6 +67,13 @@ class Pins:
             recommendations[gate.key] = "released"
         self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
+
+    def unpin_tiles(self, address: str) -> None:
+        """Let chunks that were laid out on a worker which is gone be made again anywhere."""
+        lost = [ts for ts in self._scheduler.tasks.values() if ts.worker_restrictions == {address} and is_tile(ts.key)]
+        self._scheduler.set_restrictions({ts.key: None for ts in lost})
+        waiting = {ts.key: "processing" for ts in lost if ts.state == "no-worker"}
+        self._scheduler.transitions(waiting, stimulus_id=f"distmm-unpin-{address}")
 
     def forget(self, name: str) -> None:
         """Forget a multiply whose tasks are gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,19 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import WorkerState
 
-__all__ = ["Roster"]
+__all__ = ["Roster", "Staging"]
 
 # A worker that does not say what it has within this time (seconds) is left out.
 _DESCRIBE_TIMEOUT = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """Where A's and B's chunks are staged: addresses, an index into them for each chunk, the memory orders."""
+
+    addresses: list[str]
+    where: list[bytes]
+    orders: tuple[str, str]
 
 
 class Roster:

@@ -14,14 +14,23 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from dask_distmm.errors import ProtocolError
+from dask_distmm.plan.show import size_text, time_text
 
-__all__ = ["Phase", "Run"]
+__all__ = ["Lost", "Phase", "Released", "Run", "Summary", "summarize"]
 
 Phase = Literal["staged", "voting", "running", "done", "failed"]
+
+
+class Lost(Exception):
+    """Ends a run: workers or their data are gone; start again."""
+
+
+class Released(Exception):
+    """Ends a run: nobody wants the result any more."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,3 +125,43 @@ class Run:
 
     def __str__(self) -> str:
         return f"run {self.run_id} of {self.name} ({self.phase})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run, or one participant's side of it, took.
+
+    Parameters
+    ----------
+    seconds
+        In all; the longest of several.
+    timings
+        Seconds of each phase by name; of several the longest of each.
+    received_bytes
+        Bytes of matrices that have arrived from other participants, but for what a library moves on its own.
+    held_bytes
+        Most bytes that participants held, by address, of those that count.
+    """
+
+    seconds: float
+    timings: dict[str, float]
+    received_bytes: int
+    held_bytes: dict[str, int]
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {time_text(value)}" for name, value in self.timings.items())
+        return f"{time_text(self.seconds)}{phases and f' ({phases})'}; {size_text(self.received_bytes)} received"
+
+
+def summarize(answers: Mapping[str, Mapping[str, Any]]) -> Summary:
+    """Return the summary of participants' answers by address."""
+    timings: dict[str, float] = {}
+    for answer in answers.values():
+        for name, value in answer["timings"].items():
+            timings[name] = max(value, timings.get(name, 0.0))
+    return Summary(
+        max(answer["seconds"] for answer in answers.values()),
+        timings,
+        sum(answer["received"] for answer in answers.values()),
+        {address: answer["bytes"] for address, answer in answers.items() if answer["bytes"]},
+    )

@@ -26,13 +26,17 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.answers import as_plain
+from dask_distmm.config import read_options
+from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, EngineError, RunFailedError
 from dask_distmm.groups import Group, Groups
 from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
-from dask_distmm.roster import Roster
-from dask_distmm.run import Run
+from dask_distmm.roster import Roster, Staging
+from dask_distmm.run import Lost as _Lost
+from dask_distmm.run import Released as _Released
+from dask_distmm.run import Run, summarize
 from dask_distmm.worker import NAME, DistMMWorkerPlugin
 
 if TYPE_CHECKING:
@@ -44,23 +48,8 @@ __all__ = ["DistMMSchedulerPlugin"]
 
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
 _ABORT_TIMEOUT = 10.0
-
-
-class _Lost(Exception):
-    """Workers or their data are gone; start again."""
-
-
-class _Released(Exception):
-    """Nobody wants the result any more."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Staging:
-    """Where A's and B's chunks are staged: addresses, an index into them for each chunk, the memory orders."""
-
-    addresses: list[str]
-    where: list[bytes]
-    orders: tuple[str, str]
+# What engines keep between runs is freed when there has been no client for so long (seconds).
+_IDLE_TIME = 5.0
 
 
 class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
@@ -105,7 +94,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         try:
             parsed = Problem.from_wire(problem)
             return await self._run(
-                parsed, _Staging(addresses, where, (orders[0], orders[0 if parsed.same else 1])), worker
+                parsed, Staging(addresses, where, (orders[0], orders[0 if parsed.same else 1])), worker
             )
         except DistMMError as error:
             return as_plain(error)
@@ -139,7 +128,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # One run
 
-    async def _run(self, problem: Problem, staging: _Staging, worker: str) -> dict[str, Any]:
+    async def _run(self, problem: Problem, staging: Staging, worker: str) -> dict[str, Any]:
         key, retries = barrier_key(problem.name), problem.options.retries
         for old in [run for run in self.live.values() if run.name == problem.name]:
             await self._end(old, "the multiply was started again")
@@ -182,7 +171,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _freeze(self, run: Run, problem: Problem, staging: _Staging) -> Plan:
+    async def _freeze(self, run: Run, problem: Problem, staging: Staging) -> Plan:
         """Fix who takes part, and how."""
         dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
         engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers)
@@ -240,6 +229,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def _start(self, run: Run, made: Plan) -> None:
         run.begin_running()
+        log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         self._event("start", run, method=made.method, grid=made.grid, engine=made.engine, flops=made.flops)
 
         async def ask(address: str) -> Any:
@@ -248,15 +238,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         answers = await self._all(run, ask, None)
         for address in run.participants:
             self.scheduler.worker_send(address, {"op": "distmm-finish", "run_id": run.run_id, "name": run.name})
-        seconds = max(answer["seconds"] for answer in answers.values())
-        timings: dict[str, float] = {}
-        for answer in answers.values():
-            for name, value in answer["timings"].items():
-                timings[name] = max(value, timings.get(name, 0.0))
-        held = {address: answer["bytes"] for address, answer in answers.items() if answer["bytes"]}
-        self._event(
-            "done", run, seconds=seconds, timings=timings, held_bytes=held, projected_bytes=made.projected_bytes
-        )
+        summary = summarize(answers)
+        log.info("run %d of %s done in %s", run.run_id, run.name, summary)
+        self._event("done", run, **dataclasses.asdict(summary), projected_bytes=made.projected_bytes)
 
     async def _all(self, run: Run, ask: Callable[[str], Awaitable[Any]], timeout: float | None) -> dict[str, Any]:
         """Ask all participants at once; the first failure, or the end of the run, ends the waiting."""
@@ -407,6 +391,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """End runs that need a worker that is gone; start those again whose results it held."""
         self.roster.forget(worker)
+        self.pinned.unpin_tiles(worker)
         for group in self.groups.lose(worker):
             left = [address for address in group.workers if address != worker]
             self._tell(left, {"op": "distmm-abandon", "group": group.number, "engine": group.engine})
@@ -418,6 +403,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 continue
             if self.pinned.owed_by(name, worker):
                 self.pinned.restart(name, f"distmm-remove-{worker}")
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Free what engines keep between runs, if no client comes back soon."""
+
+        async def free() -> None:
+            if not scheduler.clients.keys() - {"fire-and-forget"}:
+                await asyncio.gather(*self._release(self.groups.surplus(0), read_options().grace_timeout))
+
+        if len(self.groups) and not scheduler._ongoing_background_tasks.closed:
+            scheduler._ongoing_background_tasks.call_later(_IDLE_TIME, free)
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
         """Keep workers that take part in a run, or hold results that are not collected yet."""
@@ -444,4 +439,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.scheduler._ongoing_background_tasks.call_soon(notify)
 
     def _event(self, action: str, run: Run, **details: Any) -> None:
+        if reason := details.get("reason"):
+            log.info("run %d of %s: %s, %s", run.run_id, run.name, action, reason)
         self.scheduler.log_event(NAME, {"action": action, "run": run.run_id, "name": run.name, **details})

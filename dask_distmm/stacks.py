@@ -25,8 +25,9 @@ from dask.array.utils import meta_from_array
 
 from dask_distmm import formula
 from dask_distmm.chunks import array_kind
-from dask_distmm.dtypes import compute_dtype, dtype_from_name, rounded, typed
+from dask_distmm.dtypes import Types, dtype_from_name, operand_dtype, sum_dtype, typed
 from dask_distmm.epilog import Finish, finish
+from dask_distmm.narrow import stored
 from dask_distmm.plan.batches import Sizes
 
 __all__ = ["Product", "by_items", "by_runs", "item", "multiply", "shared"]
@@ -40,6 +41,8 @@ class Product:
     ----------
     a, b
         Operands after op(), vectors as matrices.
+    types
+        Types of A, B and D.
     spec, extras
         The formula, and the arrays that it reads.
     dropped
@@ -50,6 +53,7 @@ class Product:
 
     a: da.Array
     b: da.Array
+    types: Types
     spec: Finish
     extras: Sequence[tuple[str, da.Array]]
     dropped: tuple[int, ...]
@@ -68,7 +72,7 @@ class Product:
     @property
     def dtype(self) -> np.dtype:
         """Type of D."""
-        return np.result_type(self.a.dtype, self.b.dtype)
+        return dtype_from_name(self.types.d)
 
     @property
     def kind(self) -> str:
@@ -114,13 +118,14 @@ def multiply(
         xp = importlib.import_module("cupy")
         arrays = [array if array_kind(array) == "cupy" else xp.asarray(array) for array in arrays]
     dtype = dtype_from_name(dtypes[0])
-    inner = compute_dtype(dtype, max(1, arrays[0].shape[-1]))
+    operand = operand_dtype(*map(dtype_from_name, dtypes[1:3]))
+    inner = sum_dtype(operand, dtype, max(1, arrays[0].shape[-1]))
     acc = xp.matmul(*(array.astype(inner, copy=False) for array in arrays[:2]))
-    if spec.trivial:
-        return (rounded(acc, dtype),) if several else rounded(acc, dtype)
+    aux: dict[str, Any] = {}
     with np.errstate(all="ignore"):
-        d, aux = finish(xp, spec, acc, dict(zip(names, arrays[2:], strict=True)))
-    d = rounded(d, dtype)
+        if not spec.trivial:
+            acc, aux = finish(xp, spec, acc, dict(zip(names, arrays[2:], strict=True)))
+        d = stored(xp, acc, dtypes[0], fp8_bytes=False)
     if not several:
         return d
     return (d, *(aux[name].astype(spec.dtype_of(name, dtype), copy=False) for name in spec.per_element))
@@ -173,7 +178,7 @@ def by_items(product: Product, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
             aux[name] = _output(product, made, name, number)
         made = made.map_blocks(operator.itemgetter(0), dtype=product.dtype, meta=meta)
     if spec.operand_sum:
-        aux[spec.operand_sum] = formula.operand_sum(spec, a, b)
+        aux[spec.operand_sum] = formula.operand_sum(spec, a, b, product.dtype)
     return made, aux
 
 
@@ -192,7 +197,7 @@ def _output(product: Product, made: da.Array, name: str, number: int) -> da.Arra
     )
     if name == "result_amax":
         return array.max()
-    return array.squeeze(spec.sum_axis - 2) if name == spec.sums else array
+    return array.squeeze(spec.sum_axis - 2).astype(product.dtype) if name == spec.sums else array
 
 
 # Collective runs
@@ -234,7 +239,7 @@ def by_runs(product: Product, run: Callable[..., Any]) -> tuple[da.Array, dict[s
     spec, batch = product.spec, product.batch
     alpha, beta = (complex(*x) if x[1] else x[0] for x in (spec.alpha, spec.beta))
     if (pair := shared(product)) is not None:
-        return _unshared(product, run(*pair, alpha=alpha, epilog=spec.epilog or None)), {}
+        return _unshared(product, run(*pair, alpha=alpha)), {}
     items: dict[Sizes, da.Array] = {}
     outputs: dict[str, dict[Sizes, da.Array]] = {}
     for index in itertools.product(*map(range, batch)):
@@ -247,7 +252,6 @@ def by_runs(product: Product, run: Callable[..., Any]) -> tuple[da.Array, dict[s
             c,
             alpha=alpha,
             beta=None if c is None else beta,
-            epilog=spec.epilog or None,
             epilog_inputs=inputs,
             bias_axis=spec.bias_axis,
             result_amax=spec.amax,
@@ -259,7 +263,7 @@ def by_runs(product: Product, run: Callable[..., Any]) -> tuple[da.Array, dict[s
     if spec.amax:
         stacked["result_amax"] = stacked["result_amax"].max()
     if spec.operand_sum:
-        stacked[spec.operand_sum] = formula.operand_sum(spec, product.a, product.b)
+        stacked[spec.operand_sum] = formula.operand_sum(spec, product.a, product.b, product.dtype)
     return _stack(items, batch), stacked
 
 

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import read_options
-from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.distribution import FREE, Distributions
+from dask_distmm.dtypes import dtype_from_name, operand_dtype
 from dask_distmm.engines.base import Boxes, ChunkKey, Engine, Job
 from dask_distmm.plan import Chunks, Plan, Problem, Worker, plan
 
@@ -121,7 +122,7 @@ def make_problem(
         "out_chunks": (a_chunks[0], b_chunks[1]),
         "a_dtype": dtype,
         "b_dtype": b_dtype,
-        "dtype": np.result_type(dtype_from_name(dtype), dtype_from_name(b_dtype)).name,
+        "dtype": operand_dtype(dtype_from_name(dtype), dtype_from_name(b_dtype)).name,
         "method": "auto",
         "engine": "auto",
         "workers": None,
@@ -146,6 +147,7 @@ class LocalComm:
         self.jobs, self.hook = jobs, hook
         self.pool = ThreadPoolExecutor(8, thread_name_prefix="local-comm")
         self.requests: list[tuple[int, str, int]] = []
+        self.received_bytes = 0
         self._lock = threading.Lock()
 
     def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
@@ -217,6 +219,7 @@ def conformance(
     own_out_chunks: bool = False,
     sources: int = 0,
     pack_below: int = 384,
+    distributions: Distributions = FREE,
     seed: int | None = None,
 ) -> Plan:
     """Multiply one random problem with an engine and check everything about the result.
@@ -240,6 +243,8 @@ def conformance(
         Participants that hold chunks but are no ranks.
     pack_below
         The option of that name: 0 makes the engine use all chunks as they lie.
+    distributions
+        Asked for A, B and D.
     seed
         Of the inputs; fresh if None (and named if something fails).
 
@@ -257,7 +262,8 @@ def conformance(
     if own_out_chunks:
         out = (random_chunks(rng, m, most_chunks), random_chunks(rng, n, most_chunks))
     options = dataclasses.replace(read_options(), pack_below=pack_below, panel_bytes=2**14)
-    problem = make_problem(a_chunks, b_chunks, dtype, b_dtype=b_dtype, method=method, out_chunks=out, options=options)
+    changes = {"method": method, "out_chunks": out, "options": options, "distributions": distributions}
+    problem = make_problem(a_chunks, b_chunks, dtype, b_dtype=b_dtype, **changes)
     a, b = (
         random_matrix(rng, size, dtype_from_name(name), order)
         for size, name, order in (((m, k), problem.a_dtype, orders[0]), ((k, n), problem.b_dtype, orders[1]))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import platform
 import traceback
 from collections.abc import Mapping
@@ -30,13 +31,14 @@ from distributed.utils import sync
 from numpy.typing import NDArray
 
 from dask_distmm._version import __version__
-from dask_distmm.chunks import Staged, check_chunks, order_of, stage
+from dask_distmm.chunks import Staged, check_chunks, let_e5m2_travel, order_of, stage
 from dask_distmm.comms.dask import DaskComm
-from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine
+from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.keys import parse_stage_key
 from dask_distmm.plan import Plan
+from dask_distmm.run import summarize
 
 __all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
 
@@ -75,6 +77,7 @@ class WorkerSide:
             "distmm-forget": self.forget,
             "distmm-abandon": self.abandon,
         }
+        let_e5m2_travel()
         worker.handlers.update(self.handlers)
         worker.stream_handlers.update(self.stream_handlers)
 
@@ -177,7 +180,7 @@ class WorkerSide:
         """Let the engine do this worker's part; answer when it is done."""
         if run_id not in self.runs:
             return _refusal(f"run {run_id!r} was not prepared here, or is over")
-        _, job = self.runs[run_id]
+        plan, job = self.runs[run_id]
         loop = asyncio.get_running_loop()
         try:
             started = loop.time()
@@ -189,7 +192,14 @@ class WorkerSide:
         if run_id in self.runs:  # not aborted meanwhile
             self.outputs[run_id] = dict(result)
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
-        return {"status": "OK", "seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
+        answer = {"seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
+        answer["received"] = job.received_bytes
+        if log.isEnabledFor(logging.DEBUG):
+            address = str(self.worker.address)
+            number = {address: rank for rank, address in enumerate(plan.workers)}.get(address, "none")
+            what = summarize({address: answer})
+            log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, address, what)
+        return {"status": "OK", **answer}
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:
         """Free what the ranks of a group keep between runs; all of them are asked at the same time."""
@@ -244,7 +254,8 @@ class WorkerSide:
                 return {"status": "gone", "message": f"run {run_id!r} is not live here"}
             plan, job = self.runs[run_id]
             _check_boxes(plan, kind, table)
-            await asyncio.wrap_future(job.available(kind, table))
+            # Shielded: a peer's request that is given up must not cancel what others wait for too.
+            await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
             data = await asyncio.to_thread(job.serve, kind, table, bool(flat))
             return {"status": "OK", "data": [to_serialize(x) for x in data]}
         except (ProtocolError, TypeError, ValueError, KeyError) as error:

@@ -194,6 +194,24 @@ def test_inputs_are_broadcast_and_operands_turned(client, way):
     assert aux["result_amax"] == pytest.approx(abs(expected).max(), rel=1e-12)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_functions_and_wider_results(client, way):
+    rng = np.random.default_rng()
+    a, b, shift = rng.standard_normal((3, 7, 9)), rng.standard_normal((3, 9, 5)), rng.standard_normal((3, 1, 5))
+    x, y = (da.from_array(v, chunks=4) for v in (a, b))
+    d = matmul(x, y, epilog=lambda x, shift: np.tanh(x) + shift, epilog_inputs={"shift": shift}, batch=way)
+    np.testing.assert_allclose(d.compute(), np.tanh(a @ b) + shift, rtol=1e-12, atol=1e-12)
+    small = [rng.integers(-128, 128, shape, dtype="int8") for shape in ((2, 5, 40), (40, 6))]
+    d = matmul(*(da.from_array(v, chunks=4) for v in small), result_type="int32", batch=way)
+    assert d.dtype == np.int32
+    np.testing.assert_array_equal(d.compute(), np.matmul(*(v.astype("int32") for v in small)))
+    half = [x.astype("float16") for x in (x, y)]
+    d = matmul(*half, result_type="float32", batch=way)
+    assert d.dtype == np.float32
+    wide = [v.astype("float16").astype(float) for v in (a, b)]
+    np.testing.assert_allclose(d.compute(), wide[0] @ wide[1], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("shared", ["a", "b"])
 def test_a_shared_operand_makes_it_one_run(client, shared):
     rng = np.random.default_rng()
@@ -280,6 +298,8 @@ BAD = [
     (np.ones(4), ITEMS[1], {"epilog": "relu"}, "need matrices"),
     (np.ones(4), ITEMS[1], {"op_a": "T"}, "op_a='T'"),
     (ITEMS[0][0], ITEMS[1][0], {"batch": "items"}, "matrices"),
+    (*(x.astype("float8_e4m3fn") for x in ITEMS), {"quantization_scales": {"a": 1, "b": 1, "d": 1}}, "batch of FP8"),
+    (*ITEMS, {"epilog": lambda x: x[:1]}, "must return an array like"),
 ]
 
 
@@ -294,8 +314,10 @@ def test_bad_input_is_refused_at_the_call(a, b, options, words):
 
 def test_what_plain_tasks_can_not_do(client):
     x = da.ones((2, 6, 6))
-    with pytest.raises(PlanError, match="batch='items' and workers=2"):
-        matmul(x, x, batch="items", workers=2)
+    for options, words in (({"workers": 2}, "workers=2"), ({"compute_type": "fp64"}, "compute_type='fp64'")):
+        with pytest.raises(PlanError, match=f"batch='items' and {words}"):
+            matmul(x, x, batch="items", **options)
+    assert is_collective(matmul(x, x, distributions=[dask_distmm.Slab(0)]))
     large = da.ones((2, 12_000, 12_000), chunks=3000)
     with pytest.raises(ProjectedMemoryError, match="one item of the batch would hold 3.2 GiB"):
         matmul(large, large, batch="items")

@@ -125,6 +125,20 @@ def test_command_measures_numpy_and_dask(tmp_path: Path) -> None:
     assert str(tmp_path) not in out.read_text()
 
 
+def test_the_stateful_benchmark(tmp_path: Path) -> None:
+    out = tmp_path / "stateful.json"
+    command = [sys.executable, "-m", "benchmarks.stateful", "--cpu", "--size", "96", "--repeat", "3", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
+    assert done.returncode == 0, done.stderr
+    (one,) = json.loads(out.read_text())["results"]
+    assert one["error"] <= 1
+    for way in ("stateless", "execute", "reset"):
+        assert len(one[way]["seconds"]) == 3
+        assert 0 < one[way]["min"] <= one[way]["median"] <= one[way]["max"]
+    assert one["execute"]["stateless_over_this"] > 0
+    assert str(tmp_path) not in out.read_text()
+
+
 def test_the_batches_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "batches.json"
     command = [sys.executable, "-m", "benchmarks.batches", "--smoke", "--repeat", "1", "--out", str(out)]

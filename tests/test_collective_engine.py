@@ -15,6 +15,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_distmm
+from dask_distmm import PlanError, Slab
 from dask_distmm.engines import base
 from dask_distmm.engines.gate import Gate
 from dask_distmm.engines.numpy import NumpyEngine, NumpyJob
@@ -257,3 +258,47 @@ def test_cancelled_before_the_gate_opens_nobody_is_stuck(client, engine):
     assert_nothing_left(client)
     a, b, d = product(method="allgather")
     assert_product(a, b, d.compute())
+
+
+def test_a_stateful_multiply_keeps_its_group_until_it_is_freed(client, engine):
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((60, 70)), rng.standard_normal((70, 50))
+    x, y = da.from_array(a, 20), da.from_array(b, 20)
+    with dask_distmm.Matmul(x, y, method="allgather") as mm:
+        made = mm.plan()
+        for _ in range(3):
+            assert_product(a, b, mm.execute().compute())
+        assert len(engine.groups) == 1
+        assert engine.released == []
+        # Its own tiles lie right: only what all gather is received, and nothing of it by us.
+        assert made.engine == "cublasmp"
+        assert_product(a, b, mm.execute(release_workspace=True).compute())
+        assert len(engine.released) == 3
+        assert_product(a, b, mm.execute().compute())
+        assert len(engine.groups) == 2
+    assert len(engine.released) == 6
+
+
+def test_distributions_are_refused_with_what_the_engine_has(client, engine):
+    with pytest.raises(PlanError, match="engine 'cublasmp' has A as Slab.*B in column slabs"):
+        product(distributions=[Slab(0), Slab(0)])
+    a, b, d = product(distributions=[Slab(0), Slab(1), Slab(1)])
+    assert_product(a, b, d.compute())
+    assert events(client, "start")[-1]["grid"] == (1, 3, 1)
+
+
+def test_what_is_kept_goes_some_time_after_the_last_client(engine, monkeypatch):
+    monkeypatch.setattr("dask_distmm.scheduler._IDLE_TIME", 0.1)
+    with LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", protocol="tcp"
+    ) as cluster:
+        with Client(cluster), Client(cluster, set_as_default=False) as other:
+            a, b, d = product(method="allgather")
+            assert_product(a, b, d.compute())
+            other.close()
+            time.sleep(0.3)
+            assert engine.released == []
+        deadline = time.monotonic() + 20
+        while len(engine.released) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)

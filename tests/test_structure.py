@@ -17,10 +17,13 @@ ORDER = [
     ["demo"],
     ["__init__"],
     ["testing"],
+    ["stateful"],
+    ["placement", "likeness"],
     ["grouped"],
     ["api", "batched", "preload"],
     ["stacks"],
-    ["formula", "operator"],
+    ["formula"],
+    ["operator", "quantize"],
     ["graph", "cluster"],
     ["scheduler"],
     ["pins", "priorities"],
@@ -31,12 +34,14 @@ ORDER = [
     ["engines"],
     ["comms"],
     ["plan"],
+    ["distribution"],
     ["layout"],
+    ["narrow"],
     ["config", "dtypes", "epilog", "keys"],
     ["answers"],
     ["errors", "_version"],
 ]
-PURE = ["plan", "layout", "run", "groups", "keys", "dtypes", "epilog", "errors", "engines"]
+PURE = ["plan", "distribution", "layout", "run", "groups", "keys", "dtypes", "narrow", "epilog", "errors", "engines"]
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 
 

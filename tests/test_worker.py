@@ -94,6 +94,20 @@ def test_stale_and_missing():
     asyncio.run(work())
 
 
+def test_a_request_that_is_given_up_harms_no_run():
+    async def work() -> None:
+        side = WorkerSide(Loop())
+        staged(side)
+        assert (await side.prepare(run_id=1, me=0, plan=small_plan().to_wire()))["status"] == "OK"
+        boxes = np.array([[0, 0, 0, 1, 0, 1]], np.int64).tobytes()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(side.fetch(run_id=1, kind="partial", boxes=boxes, flat=False), 0.05)
+        assert (await side.start(run_id=1))["status"] == "OK"
+        side.close()
+
+    asyncio.run(work())
+
+
 junk = st.one_of(st.none(), st.integers(-3, 3), st.text(max_size=5), st.binary(max_size=100), st.lists(st.integers()))
 calls = st.one_of(
     st.tuples(st.just("prepare"), st.fixed_dictionaries({"run_id": junk, "me": junk, "plan": junk})),

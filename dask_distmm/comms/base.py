@@ -15,7 +15,15 @@ Boxes = NDArray[np.int64]  # (count, 6): operand (0 A, 1 B), chunk, row start, r
 
 
 class Comm(Protocol):
-    """Gets matrices from other participants of one run."""
+    """Gets matrices from other participants of one run.
+
+    Attributes
+    ----------
+    received_bytes
+        Bytes of the matrices that have arrived so far.
+    """
+
+    received_bytes: int
 
     def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
         """Ask participant `peer` for boxes of its matrices, without waiting.

@@ -35,6 +35,7 @@ class DaskComm:
 
     def __init__(self, worker: Worker, run_id: int, addresses: Sequence[str], timeout: float) -> None:
         self._worker, self._run_id, self._addresses, self._timeout = worker, run_id, addresses, timeout
+        self.received_bytes = 0
 
     def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
         """Ask a participant for boxes of its matrices; see `Comm.fetch`."""
@@ -58,4 +59,6 @@ class DaskComm:
             reason = answer.get("message", answer) if isinstance(answer, dict) else answer
             raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {reason}")
         data: Sequence[NDArray[Any]] = answer["data"]
+        if kind != "enter":
+            self.received_bytes += sum(x.nbytes for x in data)
         return data

@@ -42,6 +42,11 @@ class Job(Protocol):
     timings: dict[str, float]
     held_bytes: int
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have arrived from other participants, but for what a library moves on its own."""
+        ...
+
     def prepare(self) -> None:
         """Allocate; called before the vote. Raise, and no rank starts."""
         ...

@@ -16,6 +16,7 @@ parts of chunks that other ranks computed come last.
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +26,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.dtypes import dtype_from_name, rounded
+from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
 from dask_distmm.engines.blas import blas_threads, gemm
 from dask_distmm.engines.inputs import Inputs
 from dask_distmm.engines.panels import Panel, Piece, panels, split_at_chunks
-from dask_distmm.epilog import finish, part_shape
+from dask_distmm.epilog import finish_by_rows, part_shape
 from dask_distmm.errors import EngineError
+from dask_distmm.narrow import round_tf32, stored
 from dask_distmm.plan import Plan
 from dask_distmm.plan.plan import Rect
 
@@ -73,6 +75,11 @@ class NumpyJob:
         self._available: dict[str, Future[None]] = {kind: Future() for kind in ("input", "partial", "final")}
         self._available["input"].set_result(None)
         self._error: BaseException | None = None
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have arrived from other participants."""
+        return self.comm.received_bytes
 
     # The work
 
@@ -176,6 +183,8 @@ class NumpyJob:
         data = np.empty((r1 - r0, c1 - c0), self.compute_type)
         for block in blocks:
             data[block.r0 - r0 : block.r1 - r0, block.c0 - c0 : block.c1 - c0] = block.data
+        if self.plan.problem.compute == "tf32":
+            round_tf32(data)
         return Block(r0, r1, c0, c1, data)
 
     def _add_up(self) -> None:
@@ -230,9 +239,11 @@ class NumpyJob:
         for at, index in enumerate(chunks, start=1):
             ahead = inputs.ask(chunks[at]) if at < len(chunks) else []
             with np.errstate(all="ignore"):
-                d, aux = finish(np, problem.finish, self.result[index], inputs.wait(asked))
-                self.result[index] = np.empty(d.shape, problem.result_type)
-                _round_into(self.result[index], d)
+                acc = self.result[index]
+                out = acc if acc.dtype == problem.result_type else np.empty(acc.shape, problem.result_type)
+                store = functools.partial(_round_rows_into, out)
+                aux = finish_by_rows(problem.finish, acc, inputs.wait(asked), store)
+                self.result[index] = out
                 for name, values in aux.items():
                     dtype = problem.finish.dtype_of(name, problem.result_type)
                     self.result[name, index] = values.astype(dtype, copy=False)
@@ -406,6 +417,11 @@ def _boxes(rects: Sequence[Rect]) -> Boxes:
     return boxes
 
 
+def _round_rows_into(target: NDArray[Any], rows: slice, data: NDArray[Any]) -> None:
+    _round_into(target[rows], data)
+
+
 def _round_into(target: NDArray[Any], data: NDArray[Any]) -> None:
-    """Store sums in the type of the result."""
-    target[...] = rounded(data, target.dtype)
+    """Store sums in the type of the result: rounded once, integers wrapped around, FP8 saturated, bool "not zero"."""
+    with np.errstate(over="ignore"):
+        target[...] = data if target.dtype == data.dtype else stored(np, data, target.dtype.name, fp8_bytes=False)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 
 from dask_distmm.config import Machine
-from dask_distmm.dtypes import compute_dtype, dtype_from_name
+from dask_distmm.dtypes import dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.errors import PlanError
 from dask_distmm.plan.plan import Plan
 from dask_distmm.plan.problem import Worker
@@ -99,7 +99,8 @@ class Batch:
     @property
     def compute_type(self) -> str:
         """Name of the type that is computed and summed in."""
-        return str(compute_dtype(dtype_from_name(self.dtype), max(1, self.k)).name)
+        operand = operand_dtype(dtype_from_name(self.a_dtype), dtype_from_name(self.b_dtype))
+        return str(sum_dtype(operand, dtype_from_name(self.dtype), max(1, self.k)).name)
 
     @property
     def item_bytes(self) -> tuple[int, int, int]:

@@ -18,26 +18,28 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan.cuts import Bounds, largest_overlap
+from dask_distmm.plan.cuts import Bounds, by_rows, largest_overlap, padded, uniform_cut
 from dask_distmm.plan.memory import chunk_bytes
+from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Packing, Plan
 from dask_distmm.plan.problem import Chunks, Problem, Worker
-from dask_distmm.plan.tiles import Tile, Tiles, make_tiles
+from dask_distmm.plan.tiles import Tile, Tiles, make_tiles, slab_step
 
-__all__ = ["consider", "tile_chunk", "uniform_cut", "workspace_bytes"]
+__all__ = ["consider", "has_method", "tile_chunk", "workspace_bytes"]
 
 # cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
 _LIBRARY_BYTES = 96 * 2**20
+_SUMMA_BYTES = 32 * 2**20
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05
 _Elements = NDArray[np.float64]
 
 
-def uniform_cut(length: int, parts: int) -> Bounds:
-    """Cut ``range(length)`` into slabs of one size, the last one smaller; as many as are not empty."""
-    size = -(-length // parts)
-    return (*range(0, length, size), length)
+def has_method(problem: Problem, method: str) -> bool:
+    """Whether the library runs a problem in a certain way: it has no SUMMA for FP8."""
+    return not (problem.fp8 and method == "summa")
 
 
 def consider(
@@ -61,18 +63,19 @@ def consider(
     groups
         Addresses of ranks, in their order, that have a communicator already.
     """
+    step = slab_step(problem)
     rows, cols, depth = (
-        uniform_cut(length, parts) for length, parts in zip((problem.m, problem.n, problem.k), grid, strict=True)
+        uniform_cut(length, parts, step) for length, parts in zip((problem.m, problem.n, problem.k), grid, strict=True)
     )
     nranks = (len(rows) - 1) * (len(cols) - 1) * (len(depth) - 1)
     if nranks == 1:
         method = "local"
     d_cuts = None
     if method == "reducescatter":
-        by_rows = problem.m >= problem.n
-        size = -(-(problem.m if by_rows else problem.n) // nranks)
-        slabs = tuple(min(i * size, problem.m if by_rows else problem.n) for i in range(nranks + 1))
-        d_cuts = (slabs, (0, problem.n)) if by_rows else ((0, problem.m), slabs)
+        rowwise = by_rows(problem, problem.m >= problem.n)
+        size = padded(problem.m if rowwise else problem.n, step, nranks)
+        slabs = tuple(min(i * size, problem.m if rowwise else problem.n) for i in range(nranks + 1))
+        d_cuts = (slabs, (0, problem.n)) if rowwise else ((0, problem.m), slabs)
     made = Plan(
         problem=problem,
         engine=engine,
@@ -150,7 +153,7 @@ class _Moved:
         self.d_received: _Elements = self.d_sent
         if not tiles.replicated:
             owned = redistribution(ChunkGrid(problem.out_chunks), tiles.d.layout).traffic(made.owners, len(ranks))
-            owned = owned.astype(float) * problem.itemsize("d")
+            owned = owned.astype(float) * problem.sum_type.itemsize
             self.d_received = np.asarray(owned.sum(axis=1) - np.diagonal(owned), float)
             self.d_sent = np.asarray(owned.sum(axis=0) - np.diagonal(owned), float)
 
@@ -180,22 +183,32 @@ def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
     return index
 
 
+def _given(problem: Problem) -> dict[str, int]:
+    """Return the bytes of an element of A and B as the library is given them."""
+    return {op: dtype_from_name(name).itemsize for op, name in zip("ab", problem.matrix_types, strict=True)}
+
+
+def _rate(problem: Problem) -> str:
+    """Return the name of the rate at which a problem is multiplied."""
+    return problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0])
+
+
 def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
     """Estimate the workspace that cuBLASMp 0.10 asks for, in bytes."""
-    problem, q = plan.problem, plan.grid[1]
+    problem, q, given = plan.problem, plan.grid[1], _given(plan.problem)
     if plan.method == "local":
         return 0
     if plan.method == "allgather":
-        gathered, item = (tiles.b, problem.itemsize("b")) if q == 1 else (tiles.a, problem.itemsize("a"))
+        gathered, item = (tiles.b, given["b"]) if q == 1 else (tiles.a, given["a"])
         copies = 1 if gathered.order == tiles.d.order else 2
         return int(np.prod(gathered.shape)) * item * copies + _LIBRARY_BYTES
     accumulated = problem.compute_type.itemsize
     if plan.method == "allreduce":
         return 2 * problem.m * problem.n * accumulated + _LIBRARY_BYTES
     if plan.method == "reducescatter":
-        return int(np.prod(tiles.d.shape)) * (accumulated + problem.itemsize("d")) + _LIBRARY_BYTES
+        return int(np.prod(tiles.d.shape)) * (accumulated + problem.sum_type.itemsize) + _LIBRARY_BYTES
     (mb, kb), nb = tiles.a.layout.blocks, tiles.b.layout.blocks[1]
-    return 2 * (mb * kb * problem.itemsize("a") + kb * nb * problem.itemsize("b")) + _LIBRARY_BYTES
+    return 2 * (mb * kb * given["a"] + kb * nb * given["b"]) + _SUMMA_BYTES
 
 
 def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
@@ -216,14 +229,22 @@ def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
     workspace = workspace_bytes(made, tiles)
     # Where these lie is not looked at.
     total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
-    sums = problem.compute_type.itemsize if not problem.finish.trivial else problem.itemsize("d")
+    # The library stores what it has finished itself; else sums are kept until they are finished.
+    kept = problem.finished and native_epilog(made, tiles) is None
+    sums = problem.sum_type.itemsize if kept else problem.itemsize("d")
     owned = np.bincount(made.owners, chunk_bytes(problem, "d"), len(made.ranks))
+    given = _given(problem)
+    for operand, where in (("a", made.where_a), ("b", made.where_b)):
+        if given[operand] != problem.itemsize(operand):
+            # Chunks are converted first.
+            sizes = chunk_bytes(problem, operand) // problem.itemsize(operand) * given[operand]
+            total += np.bincount(where, sizes, npart) if where is not None else np.full(npart, sizes.sum() / npart)
     for rank, index in enumerate(made.ranks):
         for operand, tile, chunks in (("a", tiles.a, problem.a_chunks), ("b", tiles.b, problem.b_chunks)):
             if tile_chunk(tile, rank, chunks) is None:
-                total[index] += np.prod(tile.local(rank)) * problem.itemsize(operand)
+                total[index] += np.prod(tile.local(rank)) * given[operand]
         total[index] += np.prod(tiles.d.local(rank)) * sums + workspace
-        if not problem.finish.trivial:
+        if kept:
             total[index] += owned[rank] * (sums / problem.itemsize("d") + bool(problem.finish.saved))
         if tile_chunk(tiles.d, rank, problem.out_chunks) is None or tiles.replicated:
             total[index] += owned[rank] + moved.d_sent[rank] + moved.d_received[rank]
@@ -237,22 +258,24 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
     hosts = {made.participants[index].host for index in made.ranks}
     bandwidth = machine.bandwidth if len(hosts) == 1 else machine.network_bandwidth or machine.bandwidth
     a_bytes, b_bytes, d_bytes = (
-        float(np.prod(tile.shape)) * problem.itemsize(op)
-        for op, tile in (("a", tiles.a), ("b", tiles.b), ("d", tiles.d))
+        float(np.prod(tile.shape)) * size
+        for size, tile in zip(
+            (*_given(problem).values(), problem.sum_type.itemsize), (tiles.a, tiles.b, tiles.d), strict=True
+        )
     )
     share = (nranks - 1) / nranks
     library = {
         "local": 0.0,
         "allgather": share * (b_bytes if q == 1 else a_bytes),
         "reducescatter": share * d_bytes,
-        "allreduce": 2 * share * problem.m * problem.n * problem.itemsize("d"),
+        "allreduce": 2 * share * problem.m * problem.n * problem.sum_type.itemsize,
         "summa": a_bytes / p * (q - 1) / q + b_bytes / q * (p - 1) / p,
     }[made.method]
     # Slabs of equal size: the largest decides.
     uneven = float(
         np.prod([np.diff(cut).max() * (len(cut) - 1) / cut[-1] for cut in (made.rows, made.cols, made.depth)])
     )
-    compute = problem.flops * uneven / nranks / machine.rate(problem.result_type.name)
+    compute = problem.flops * uneven / nranks / machine.rate(_rate(problem))
     received = np.max(sum(received for _, received in moved.operands), initial=0.0) + np.max(
         moved.d_received, initial=0
     )
@@ -264,6 +287,10 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
     ):
         if any(tile_chunk(tile, rank, chunks) is None for rank in range(nranks)):
             copied += 2.0 * max(float(np.prod(tile.local(rank))) for rank in range(nranks)) * problem.itemsize(operand)
+    if problem.finished and native_epilog(made, tiles) is None:
+        # One kernel reads the sums and writes D.
+        sizes = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.finish.saved else 1)
+        copied += max(float(np.prod(tiles.d.local(rank))) for rank in range(nranks)) * sizes
     exposed = dict(machine.exposed).get(made.method, 1.0)
     transfer = exposed * library / bandwidth + received / bandwidth + copied / machine.memory_bandwidth
     return Estimate(

@@ -14,7 +14,17 @@ from numpy.typing import NDArray
 
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["Bounds", "cut", "grid_cuts", "largest_overlap", "overlaps", "reduce_cuts"]
+__all__ = [
+    "Bounds",
+    "by_rows",
+    "cut",
+    "grid_cuts",
+    "largest_overlap",
+    "overlaps",
+    "padded",
+    "reduce_cuts",
+    "uniform_cut",
+]
 
 # The cuts of a range: strictly increasing, from 0 to its length.
 Bounds = tuple[int, ...]
@@ -54,9 +64,30 @@ def cut(length: int, parts: int, *chunkings: Sequence[int]) -> Bounds:
     return tuple(even.tolist())
 
 
+def padded(length: int, step: int, parts: int = 1) -> int:
+    """Return the size of slabs that `parts` of them cover a length with, a multiple of `step`."""
+    return -(-length // (parts * step)) * step
+
+
+def uniform_cut(length: int, parts: int, step: int = 1) -> Bounds:
+    """Cut ``range(length)`` into slabs of one size, a multiple of `step`, the last one smaller; none is empty."""
+    size = padded(length, step, parts)
+    return (*range(0, length, size), length)
+
+
+def by_rows(problem: Problem, otherwise: bool) -> bool:
+    """Whether D is cut along its rows: as its distribution says, if one was asked for."""
+    asked = problem.distributions[2]
+    return otherwise if asked is None else asked.layout((problem.m, problem.n), 2).grid.nprow > 1
+
+
 def grid_cuts(problem: Problem, grid: tuple[int, int, int]) -> tuple[Bounds, Bounds, Bounds]:
     """Cut m, n and k of `problem` for a p x q x s grid of ranks."""
     p, q, s = grid
+    if any(problem.distributions):
+        # As they were asked for: slabs of one size.
+        m, n, k = (uniform_cut(x, parts) for x, parts in zip((problem.m, problem.n, problem.k), grid, strict=True))
+        return m, n, k
     return (
         cut(problem.m, p, problem.out_chunks[0], problem.a_chunks[0]),
         cut(problem.n, q, problem.out_chunks[1], problem.b_chunks[1]),
@@ -71,8 +102,8 @@ def reduce_cuts(problem: Problem, parts: int) -> tuple[Bounds, Bounds]:
     otherwise along the longer axis.
     """
     nrows, ncols = problem.chunk_counts("d")
-    by_rows = nrows >= ncols if max(nrows, ncols) >= parts else problem.m >= problem.n
-    if (by_rows and problem.m >= parts) or problem.n < parts:
+    rowwise = by_rows(problem, nrows >= ncols if max(nrows, ncols) >= parts else problem.m >= problem.n)
+    if (rowwise and problem.m >= parts) or problem.n < parts:
         return cut(problem.m, parts, problem.out_chunks[0]), (0, problem.n)
     return (0, problem.m), cut(problem.n, parts, problem.out_chunks[1])
 

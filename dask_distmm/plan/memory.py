@@ -33,9 +33,17 @@ def packing(problem: Problem, cuts: tuple[Bounds, Bounds, Bounds]) -> Packing:
         return mean < min(problem.options.pack_below, extent)
 
     compute = problem.compute_type
+    # Rounded on the way into a panel.
+    rounded = problem.compute == "tf32"
     return Packing(
-        a=dtype_from_name(problem.a_dtype) != compute or small(problem.a_chunks[0], m) or small(problem.a_chunks[1], k),
-        b=dtype_from_name(problem.b_dtype) != compute or small(problem.b_chunks[0], k) or small(problem.b_chunks[1], n),
+        a=rounded
+        or dtype_from_name(problem.a_dtype) != compute
+        or small(problem.a_chunks[0], m)
+        or small(problem.a_chunks[1], k),
+        b=rounded
+        or dtype_from_name(problem.b_dtype) != compute
+        or small(problem.b_chunks[0], k)
+        or small(problem.b_chunks[1], n),
         d=problem.result_type != compute or small(problem.out_chunks[0], m) or small(problem.out_chunks[1], n),
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["candidates"]
+__all__ = ["candidates", "grids"]
 
 
 def candidates(problem: Problem, nworkers: int, method: str = "auto") -> Iterator[tuple[str, tuple[int, int, int]]]:
@@ -19,13 +19,15 @@ def candidates(problem: Problem, nworkers: int, method: str = "auto") -> Iterato
     m, n, k = problem.m, problem.n, problem.k
     counts = {nworkers, 1} | {2**e for e in range(nworkers.bit_length()) if 2**e < nworkers}
     for count in sorted(counts if method == "auto" else range(1, nworkers + 1), reverse=True):
-        found = list(_grids(m, n, k, count, method))
+        found = list(grids(m, n, k, count, method))
         yield from found
         if found and method != "auto":
             return
 
 
-def _grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yield the ways that take exactly `count` workers."""
+
     def wanted(name: str) -> bool:
         # On one worker all methods are the same thing; by choice it is called by its name.
         return method == name or (method == "auto" and (name == "local") == (count == 1))

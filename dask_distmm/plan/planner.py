@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from dask_distmm.plan.memory import operand_grids, packing, panel_width, project
 from dask_distmm.plan.methods import candidates
 from dask_distmm.plan.plan import Estimate, Plan
 from dask_distmm.plan.problem import METHODS, Problem, Worker
+from dask_distmm.plan.tilings import asked_ways
 
 __all__ = ["check_memory", "plan"]
 
@@ -115,8 +116,11 @@ def _plan(
         _consider(problem, participants, len(roster), method, grid, *args)
         if engine == "numpy"
         else collective.consider(problem, participants, len(roster), method, grid, *args, orders, groups)
-        for method, grid in candidates(problem, len(roster), problem.method)
+        for method, grid in _ways(problem, len(roster), engine)
+        if engine == "numpy" or collective.has_method(problem, method)
     ]
+    if not found and engine != "numpy" and not collective.has_method(problem, problem.method):
+        raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
     if not found:
         raise PlanError(
             f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "
@@ -129,6 +133,17 @@ def _plan(
             return dataclasses.replace(chosen, alternatives=alternatives)
     check_memory(min(found, key=lambda p: max(p.projected_bytes.values())))
     raise AssertionError("unreachable")
+
+
+def _ways(problem: Problem, nworkers: int, engine: str) -> Iterable[tuple[str, tuple[int, int, int]]]:
+    """Return the methods and grids to look at."""
+    if problem.grid is not None:
+        if np.prod(problem.grid) > nworkers:
+            raise PlanError(f"a grid of {problem.grid} was asked for, and there are {nworkers} workers")
+        return [(problem.method, problem.grid)]
+    if any(problem.distributions):
+        return asked_ways(problem, nworkers, engine)
+    return candidates(problem, nworkers, problem.method)
 
 
 def check_memory(plan: Plan) -> None:
@@ -173,16 +188,17 @@ def _consider(
 ) -> Plan:
     """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
     rows, cols, depth = grid_cuts(problem, grid)
+    nranks = (len(rows) - 1) * (len(cols) - 1) * (len(depth) - 1)
     made = Plan(
         problem=problem,
         engine=engine,
         method=method,
         participants=participants,
-        ranks=tuple(range(int(np.prod(grid)))),
+        ranks=tuple(range(nranks)),
         rows=rows,
         cols=cols,
         depth=depth,
-        owners=_owners(problem, method, (rows, cols), grid[2]),
+        owners=_owners(problem, method, (rows, cols), len(depth) - 1),
         where_a=where_a,
         where_b=where_b,
         packing=packing(problem, (rows, cols, depth)),

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.config import Machine, Options
-from dask_distmm.dtypes import compute_dtype, dtype_from_name
+from dask_distmm.distribution import FREE, Distributions, from_wire
+from dask_distmm.dtypes import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProtocolError
 
@@ -102,6 +103,12 @@ class Problem:
         Further arrays that the formula reads.
     finish
         The formula but for the product.
+    compute
+        How it is multiplied, one of `COMPUTE_TYPES`; empty for as usual.
+    distributions
+        How A, B and D must lie on the ranks; None leaves the choice to the planner.
+    grid
+        The only p x q x s that may be taken, with `method`; None leaves the choice to the planner.
     """
 
     name: str
@@ -119,6 +126,9 @@ class Problem:
     array: str = "numpy"
     extras: tuple[Extra, ...] = ()
     finish: Finish = dataclasses.field(default_factory=Finish)
+    compute: str = ""
+    distributions: Distributions = FREE
+    grid: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -156,9 +166,42 @@ class Problem:
         return dtype_from_name(self.dtype)
 
     @property
+    def operand_type(self) -> np.dtype:
+        """NumPy type that A and B are promoted to."""
+        return operand_dtype(dtype_from_name(self.a_dtype), dtype_from_name(self.b_dtype))
+
+    @property
     def compute_type(self) -> np.dtype:
         """NumPy type that is computed and summed in."""
-        return compute_dtype(self.result_type, self.k)
+        return sum_dtype(self.operand_type, self.result_type, self.k)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether a GPU library is given FP8."""
+        return self.matrix_types[0] in FP8
+
+    @property
+    def matrix_types(self) -> tuple[str, str]:
+        """Names of the types in which a GPU library is given A and B; no information is lost on the way to these."""
+        if self.a_dtype in FP8:
+            # No GPU multiplies E5M2 by itself; all of its numbers are float16's.
+            return (
+                ("float16", "float16")
+                if self.a_dtype == self.b_dtype == "float8_e5m2"
+                else (self.a_dtype, self.b_dtype)
+            )
+        name = self.compute_type.name if self.operand_type.kind in "iu" else self.operand_type.name
+        return name, name
+
+    @property
+    def finished(self) -> bool:
+        """Whether anything is done on GPUs between what the library returns and what is stored."""
+        return not self.finish.trivial or self.dtype in FP8 or self.result_type.kind in "iu"
+
+    @property
+    def sum_type(self) -> np.dtype:
+        """NumPy type in which a GPU library is to return D: not rounded yet where something is done to it."""
+        return self.compute_type if self.finished else self.result_type
 
     @property
     def engine_alone(self) -> str:
@@ -213,16 +256,25 @@ class Problem:
                 for extra in fields["extras"]
             )
             formula = dict(fields["finish"])
+            formula["scale_d"], formula["scales"] = float(formula["scale_d"]), tuple(map(str, formula["scales"]))
             for key in ("alpha", "beta"):
                 real, imaginary = formula[key]
                 formula[key] = (float(real), float(imaginary))
+            formula["names"] = tuple(map(str, formula["names"]))
             fields["finish"] = Finish(**formula)
+            a, b, d = fields["distributions"]
+            fields["distributions"] = (from_wire(a), from_wire(b), from_wire(d))
+            if fields["grid"] is not None:
+                p, q, s = map(int, fields["grid"])
+                fields["grid"] = (p, q, s)
             workers = fields["workers"]
             fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
             problem = cls(options=Options(**options), **fields)
-            problem.compute_type  # noqa: B018 - the types must exist
+            problem.compute_type, problem.result_type  # noqa: B018 - the types must exist
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"malformed problem: {error!r}") from error
+        if problem.compute not in ("", *COMPUTE_TYPES):
+            raise ProtocolError(f"malformed problem: compute {problem.compute!r}")
         if not isinstance(problem.name, str) or problem.array not in ("numpy", "cupy"):
             raise ProtocolError(f"malformed problem: name {problem.name!r}, array {problem.array!r}")
         return problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Plan
 from dask_distmm.plan.problem import Problem
 
@@ -50,8 +51,9 @@ def plan_text(plan: Plan) -> str:
         f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
         f"  A         {problem.m} x {problem.k} {problem.a_dtype}, {chunks('a')}",
         f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
-        f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {problem.compute_type}",
-        *_formula(problem),
+        f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {_computed_in(problem)}",
+        *_formula(plan),
+        *_asked(problem),
         f"  method    {_WHAT[plan.method]}",
         f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
         f"  inputs    {placed}; packed: {', '.join(packed) or 'nothing'}",
@@ -73,22 +75,44 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _formula(problem: Problem) -> list[str]:
+def _computed_in(problem: Problem) -> str:
+    return f"{problem.compute_type}, {problem.compute}" if problem.compute else str(problem.compute_type)
+
+
+def _formula(plan: Plan) -> list[str]:
     """Return the line that says what is done beside the product, if anything is."""
-    spec = problem.finish
+    spec = plan.problem.finish
     if spec.plain:
         return []
     alpha, beta = (complex(*x) for x in (spec.alpha, spec.beta))
-    text = "A B" if alpha == 1 else f"{_number(alpha)} A B"
-    text += f" + {_number(beta)} C" if beta else ""
+    lazy = {
+        name[-1]: f"{name} " if name in spec.scales else "" for name in ("scale_a", "scale_b", "scale_c", "scale_d")
+    }
+    text = f"{'' if alpha == 1 else f'{_number(alpha)} '}{lazy['a']}{lazy['b']}A B"
+    text += f" + {_number(beta)} {lazy['c']}C" if beta else ""
     text += " + bias" if "bias" in spec.inputs else ""
     if spec.gradient:
         text = f"({text}) {spec.gradient}'({spec.inputs[0]})"
+    elif spec.function:
+        text = f"f({', '.join([text, *spec.names])})"
     elif spec.activation:
         text = f"{spec.activation}({text})"
+    if spec.scale_d != 1 or lazy["d"]:
+        text = f"{f'{_number(complex(spec.scale_d))} ' if spec.scale_d != 1 else ''}{lazy['d']}({text})"
     kept = [*spec.per_element, *([spec.operand_sum] if spec.operand_sum else [])]
     also = f"; also {', '.join(kept)}" if kept else ""
-    return [f"  formula   D = {text}{also}: on each rank's chunks of D, before they are stored"]
+    how = "on each rank's chunks of D, before they are stored"
+    if (native := native_epilog(plan)) is not None:
+        how = f"by cuBLASMp's epilog {native.upper()}" if native else "by cuBLASMp's alpha"
+    elif plan.engine == "cublasmp":
+        how = "by one fused kernel on each chunk of D"
+    return [f"  formula   D = {text}{also}: {how}"]
+
+
+def _asked(problem: Problem) -> list[str]:
+    """Return the line that says which distributions were asked for, if any were."""
+    asked = [f"{name} as {x}" for name, x in zip("ABD", problem.distributions, strict=True) if x is not None]
+    return [f"  asked     {', '.join(asked)}"] if asked else []
 
 
 def _number(value: complex) -> str:

@@ -21,6 +21,10 @@ summa p x q      p x q blocks        p x q blocks      p x q blocks; all of one 
 
 The slabs must be of one size, so all are as large as the largest: the last rank's tile has rows or columns
 that stand for nothing. Where these would be summed over (k), they are filled with zeros.
+
+FP8 wants op T for the first operand and op N for the second, k being the fast axis of both: A in C order, B in F order.
+And m, n and k of each rank's own multiply must be multiples of 16: slabs are, and other dimensions are padded.
+SUMMA and the fallback have no FP8.
 """
 
 from __future__ import annotations
@@ -29,9 +33,11 @@ import dataclasses
 import math
 
 from dask_distmm.layout import BlockCyclic, ProcessGrid
+from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Plan
+from dask_distmm.plan.problem import Problem
 
-__all__ = ["Stored", "Tile", "Tiles", "make_tiles"]
+__all__ = ["Stored", "Tile", "Tiles", "make_tiles", "slab_step", "summa_blocks"]
 
 # SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
 _WIDEST_PANEL = 16384
@@ -122,6 +128,11 @@ class Tiles:
         return (ops[1], ops[0]) if self.flipped else (ops[0], ops[1])
 
 
+def slab_step(problem: Problem) -> int:
+    """Return what the sizes of slabs are multiples of."""
+    return 16 if problem.fp8 else 1
+
+
 def make_tiles(plan: Plan) -> Tiles:
     """Return how A, B and D are distributed for a plan.
 
@@ -132,67 +143,85 @@ def make_tiles(plan: Plan) -> Tiles:
     """
     m, n, k = plan.problem.m, plan.problem.n, plan.problem.k
     p, q, s = plan.grid
-    nranks = p * q * s
+    nranks, step = p * q * s, slab_step(plan.problem)
+    order_a, order_b = ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
+    rows, cols, inner = (padded(length, step) for length in (m, n, k))
     row, col, one = ProcessGrid(nranks, 1), ProcessGrid(1, nranks), ProcessGrid(1, 1)
 
     def tile(order: str, shape: tuple[int, int], blocks: tuple[int, int], grid: ProcessGrid, zeroed: bool) -> Tile:
         """Of slabs of one size: a block for each process."""
-        whole = (
-            blocks[0] * grid.nprow if grid.nprow > 1 else shape[0],
-            blocks[1] * grid.npcol if grid.npcol > 1 else shape[1],
-        )
-        local = (whole[0] // grid.nprow, whole[1] // grid.npcol)
-        return Tile(order, BlockCyclic(shape, blocks, grid), whole, local, zeroed and whole != shape)
+        whole = (blocks[0] * grid.nprow, blocks[1] * grid.npcol)
+        return Tile(order, BlockCyclic(shape, blocks, grid), whole, blocks, zeroed)
 
     if nranks == 1:
-        order = plan.order_a if plan.order_a == plan.order_b else "C"
+        order = order_a if order_a == order_b else "C"
         return Tiles(
-            tile(plan.order_a, (m, k), (m, k), one, False),
-            tile(plan.order_b, (k, n), (k, n), one, False),
-            tile(order, (m, n), (m, n), one, False),
+            tile(order_a, (m, k), (rows, inner), one, inner != k),
+            tile(order_b, (k, n), (inner, cols), one, inner != k),
+            tile(order, (m, n), (rows, cols), one, False),
         )
-    mb, nb, kb = -(-m // nranks), -(-n // nranks), -(-k // nranks)
+    mb, nb, kb = (padded(length, step, nranks) for length in (m, n, k))
     if plan.method == "allgather":
-        a = tile(plan.order_a, (m, k), (mb, k), row, False)
-        b = tile(plan.order_b, (k, n), (k, nb), col, False)
+        a = tile(order_a, (m, k), (mb, inner), row, inner != k)
+        b = tile(order_b, (k, n), (inner, nb), col, inner != k)
         # The other dimension of D is as long as the gathered operand, padding included.
         d = _widen(
-            tile("F", (m, n), (mb, nb), row, False) if q == 1 else tile("C", (m, n), (mb, nb), col, False),
+            Tile("F", BlockCyclic((m, n), (mb, nb), row), (m, n), None)
+            if q == 1
+            else Tile("C", BlockCyclic((m, n), (mb, nb), col), (m, n), None),
             (mb * nranks, nb * nranks),
         )
-        _check(plan.rows if q == 1 else plan.cols, m if q == 1 else n, nranks)
+        _check(plan.rows if q == 1 else plan.cols, m if q == 1 else n, nranks, step)
         return Tiles(a, b, d)
     if plan.method == "reducescatter":
         assert plan.d_cuts is not None
         by_rows = len(plan.d_cuts[0]) > 2
-        _check(plan.depth, k, nranks)
-        _check(plan.d_cuts[0] if by_rows else plan.d_cuts[1], m if by_rows else n, nranks)
-        height, width = (mb * nranks, n) if by_rows else (m, nb * nranks)
-        d_blocks = (mb, n) if by_rows else (m, nb)
+        _check(plan.depth, k, nranks, step)
+        _check(plan.d_cuts[0] if by_rows else plan.d_cuts[1], m if by_rows else n, nranks, step)
+        height, width = (mb * nranks, cols) if by_rows else (rows, nb * nranks)
+        d_blocks = (mb, cols) if by_rows else (rows, nb)
         return Tiles(
-            _widen(tile(plan.order_a, (m, k), (d_blocks[0], kb), col, True), (height, kb * nranks)),
-            _widen(tile(plan.order_b, (k, n), (kb, d_blocks[1]), row, True), (kb * nranks, width)),
+            _widen(tile(order_a, (m, k), (d_blocks[0], kb), col, kb * nranks != k), (height, kb * nranks)),
+            _widen(tile(order_b, (k, n), (kb, d_blocks[1]), row, kb * nranks != k), (kb * nranks, width)),
             tile("C" if by_rows else "F", (m, n), d_blocks, row if by_rows else col, False),
         )
     if plan.method == "allreduce":
-        _check(plan.depth, k, nranks)
+        _check(plan.depth, k, nranks, step)
         return Tiles(
-            tile("C", (m, k), (m, kb), col, True),
-            tile("F", (k, n), (kb, n), row, True),
+            tile("C", (m, k), (rows, kb), col, kb * nranks != k),
+            tile("F", (k, n), (kb, cols), row, kb * nranks != k),
             # D^T is n x m; the library sees nranks of them side by side.
-            Tile("C", BlockCyclic((m * nranks, n), (m, n), row), (m * nranks, n), (m, n)),
+            Tile("C", BlockCyclic((rows * nranks, cols), (rows, cols), row), (rows * nranks, cols), (rows, cols)),
             replicated=True,
         )
     grid = ProcessGrid(p, q)
     order = plan.order_a if plan.order_a == plan.order_b else "C"
-    mb, nb = -(-m // p), -(-n // q)
-    # The library rounds D after each panel of k: with 16-bit types there may be only one.
-    kb = k if plan.problem.result_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
+    (mb,), (nb,), (kb,) = summa_blocks(plan.problem, plan.grid)
     return Tiles(
         Tile(order, BlockCyclic((m, k), (mb, kb), grid), (m, k), None),
         Tile(order, BlockCyclic((k, n), (kb, nb), grid), (k, n), None),
         Tile(order, BlockCyclic((m, n), (mb, nb), grid), (m, n), None),
     )
+
+
+def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int], set[int], set[int]]:
+    """Return the block sizes of m, n and k on a grid: those that were asked for, or one that does.
+
+    There may be several of each, if the distributions of two matrices do not agree.
+    """
+    (p, q, _), (m, n, k) = grid, (problem.m, problem.n, problem.k)
+    a, b, d = problem.distributions
+    asked: dict[str, set[int]] = {"m": set(), "n": set(), "k": set()}
+    for found, (rows, cols), (nprow, npcol) in ((a, "mk", (p, q)), (b, "kn", (p, q)), (d, "mn", (p, q))):
+        if found is not None:
+            shape = {"m": m, "n": n, "k": k}
+            blocks = found.layout((shape[rows], shape[cols]), p * q).blocks
+            # Along a side of one rank blocks of all sizes are the same thing.
+            asked[rows] |= {blocks[0]} if nprow > 1 else set()
+            asked[cols] |= {blocks[1]} if npcol > 1 else set()
+    # The library rounds D after each panel of k: with 16-bit types there may be only one.
+    panel = k if problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
+    return asked["m"] or {-(-m // p)}, asked["n"] or {-(-n // q)}, asked["k"] or {panel}
 
 
 def _widen(tile: Tile, shape: tuple[int, int]) -> Tile:
@@ -201,7 +230,7 @@ def _widen(tile: Tile, shape: tuple[int, int]) -> Tile:
     return dataclasses.replace(tile, shape=shape, local_shape=(shape[0] // grid.nprow, shape[1] // grid.npcol))
 
 
-def _check(cuts: tuple[int, ...], length: int, parts: int) -> None:
-    size = -(-length // parts)
+def _check(cuts: tuple[int, ...], length: int, parts: int, step: int) -> None:
+    size = padded(length, step, parts)
     if cuts != tuple(min(i * size, length) for i in range(parts + 1)):
         raise ValueError(f"{length} is cut at {cuts}, expected {parts} slabs of {size}")

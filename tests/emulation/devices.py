@@ -23,7 +23,9 @@ from dask_distmm.layout import numroc
 
 _TIMEOUT = 30
 _SIZES = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long long": 8, "uint4": 16}
+EPILOGUES = {"ALLREDUCE": 1, "RELU": 2, "GELU": 3, "BIAS": 4, "RELU_BIAS": 5, "GELU_BIAS": 6}
 DATA_TYPES = {0: "f4", 1: "f8", 2: "f2", 4: "c8", 5: "c16", 14: ml_dtypes.bfloat16}
+DATA_TYPES |= {28: ml_dtypes.float8_e4m3fn, 29: ml_dtypes.float8_e5m2}
 
 
 class Pointer:
@@ -117,6 +119,29 @@ class RawKernel:
                     ctypes.memmove(dst + i * self.size + o * dst_outer, at, self.size)
 
 
+def _scalar(pointer, dtype):
+    """alpha, in the type that is summed in."""
+    kind = np.dtype("f4") if dtype.itemsize <= 2 else dtype
+    return np.frombuffer(ctypes.string_at(pointer, kind.itemsize), kind)[0]
+
+
+def _epilog(attributes, x, matrix):
+    """What the library does on its tuned paths, to a rank's rows and columns of the product."""
+    name = next((name for name, value in EPILOGUES.items() if value == attributes.get("EPILOGUE")), "")
+    if not name:
+        return x
+    assert 1 in (matrix.grid.nprow, matrix.grid.npcol), "SUMMA has no epilogs"
+    if name.endswith("BIAS"):
+        size = matrix.local()[0] * matrix.dtype.itemsize
+        bias = np.frombuffer(ctypes.string_at(attributes["BIAS_POINTER"], size), matrix.dtype)
+        x = x + bias.astype(x.dtype)[:, None]
+    if name.startswith("RELU"):
+        return np.maximum(x, 0)
+    if name.startswith("GELU"):
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x
+
+
 class Hub:
     """Where the ranks of one communicator meet."""
 
@@ -146,7 +171,8 @@ class World:
     def __init__(self):
         self.hubs, self.lock = {}, threading.Lock()
         self.handles, self.numbers = {}, itertools.count(1)
-        self.calls = []
+        self.calls, self.epilogs, self.computed = [], [], []
+        self.compute_capability = "90"
         self.open = defaultdict(int)
 
     def keep(self, kind, thing):
@@ -196,6 +222,7 @@ def install(monkeypatch, shares_memory=True):
         runtime=runtime,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         get_elapsed_time=lambda first, last: 0.5,
+        Device=lambda: types.SimpleNamespace(compute_capability=world.compute_capability),
         alloc=lambda size: Pointer(np.empty(size, np.uint8).__array_interface__["data"][0]),
     )
     module(
@@ -207,7 +234,8 @@ def install(monkeypatch, shares_memory=True):
         uint8=np.uint8,
         asarray=lambda x: np.array(x, copy=True, order="K").view(ndarray),
         RawKernel=RawKernel,
-        **{name: getattr(np, name) for name in ("maximum", "where", "tanh", "clip")},
+        fuse=lambda: lambda function: function,
+        __getattr__=lambda name: getattr(np, name),
         get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
     )
     module("cupyx", empty_pinned=lambda size, dtype: np.empty(size, dtype))
@@ -324,12 +352,14 @@ def install(monkeypatch, shares_memory=True):
         attributes = world.handles[descriptor]
         x, y, z = (world.handles[number] for number in (da, db, dd))
         comm = x.grid.comm
-        brought = (x, x.tile(a), y, y.tile(b), z, z.tile(d))
+        brought = (x, x.tile(a), y, y.tile(b), z, z.tile(d), dict(attributes))
 
         def work(ranks):
             wide = np.clongdouble if x.dtype.kind == "c" else np.longdouble
-            if x.dtype.itemsize == 2:
+            if x.dtype.itemsize <= 2:
                 wide = np.float64
+            if x.dtype.itemsize == 1:
+                fp8_rules(attributes, ranks, (m, n, k), (a, b))
             wholes = []
             for at in (0, 2):
                 whole = np.full(ranks[0][at].shape, np.nan, wide)
@@ -343,17 +373,40 @@ def install(monkeypatch, shares_memory=True):
             assert left.shape == (m, k)
             assert right.shape == (k, n)
             with np.errstate(all="ignore"):
-                product = left @ right
+                product = _scalar(alpha, x.dtype) * (left @ right)
             for rank, things in enumerate(ranks):
-                if attributes.get("EPILOGUE"):
+                if attributes.get("EPILOGUE") == EPILOGUES["ALLREDUCE"]:
                     assert (attributes["TRANSA"], attributes["TRANSB"]) == (1, 0), "all-reduce wants TN"
                     things[5][...] = product
                 else:
                     rows, cols = things[4].places(rank)
-                    things[5][...] = product[np.ix_(rows, cols)].astype(things[4].dtype)
+                    part = _epilog(things[6], product[np.ix_(rows, cols)], things[4])
+                    things[5][...] = part.astype(things[4].dtype)
 
         comm.hub.together(comm.rank, brought, work)
         world.calls.append((comm.rank, "matmul", m, n, k))
+        world.epilogs.append(next((name for name, x in EPILOGUES.items() if x == attributes.get("EPILOGUE")), ""))
+        world.computed.append(attributes["compute"])
+
+    def fp8_rules(attributes, ranks, shape, pointers):
+        """What cuBLASMp demands of FP8; the local multiply's extents as nvmath knows them for each path."""
+        assert (attributes["TRANSA"], attributes["TRANSB"]) == (1, 0), "FP8 wants TN"
+        assert attributes["compute"] == 68, "FP8 is summed in float32"
+        for operand in "AB":
+            assert attributes[f"{operand}_SCALE_MODE"] == 0
+            assert ctypes.c_float.from_address(attributes[f"{operand}_SCALE_POINTER"]).value == 1.0
+        x, _, y, _, z, *_ = ranks[0]
+        assert {x.dtype.name, y.dtype.name} <= {"float8_e4m3fn", "float8_e5m2"}
+        assert x.dtype.name != "float8_e5m2" or y.dtype.name != "float8_e5m2", "no GPU has E5M2 by E5M2"
+        assert z.dtype in (np.float32, np.float16, ml_dtypes.bfloat16)
+        assert 1 in (x.grid.nprow, x.grid.npcol), "no FP8 in SUMMA"
+        for things in ranks:
+            for matrix in (things[0], things[2]):
+                assert matrix.lld % 16 == 0
+                assert not set(np.array(matrix.local()) % 16) - {0}
+            assert not set(np.array(things[4].local()) % 16) - {0}
+        assert not set(np.array(shape) % 16) - {0}
+        assert all(pointer % 16 == 0 for pointer in pointers)
 
     def malloc(grid, size):
         comm = world.handles[grid].comm
@@ -370,9 +423,12 @@ def install(monkeypatch, shares_memory=True):
         world.drop("grid", grid)
 
     def set_attribute(descriptor, name, pointer, size):
-        world.handles[descriptor][name] = int(ctypes.c_uint32.from_address(pointer).value)
+        kind = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[size]
+        assert (size == 8) == name.endswith("POINTER")
+        world.handles[descriptor][name] = int(kind.from_address(pointer).value)
 
-    names = ("TRANSA", "TRANSB", "EPILOGUE")
+    names = ["TRANSA", "TRANSB", "EPILOGUE", "BIAS_POINTER"]
+    names += [f"{x}_SCALE_{what}" for x in "AB" for what in ("MODE", "POINTER")]
 
     class Name(str):
         def __int__(self):
@@ -380,7 +436,8 @@ def install(monkeypatch, shares_memory=True):
 
     mp = types.SimpleNamespace(
         MatmulDescriptorAttribute=types.SimpleNamespace(**{name: Name(name) for name in names}),
-        MatmulEpilogue=types.SimpleNamespace(ALLREDUCE=1),
+        MatmulMatrixScale=types.SimpleNamespace(SCALAR_FP32=0),
+        MatmulEpilogue=types.SimpleNamespace(**EPILOGUES),
         GridLayout=types.SimpleNamespace(COL_MAJOR=0, ROW_MAJOR=1),
         get_version=lambda: 1000,
         create=lambda stream: world.keep("handle", "cublasMp"),
@@ -389,9 +446,9 @@ def install(monkeypatch, shares_memory=True):
         grid_destroy=grid_destroy,
         matrix_descriptor_create=lambda *args: world.keep("descriptor", Matrix(*args)),
         matrix_descriptor_destroy=lambda number: world.drop("descriptor", number),
-        matmul_descriptor_create=lambda kind: world.keep("descriptor", {}),
+        matmul_descriptor_create=lambda kind: world.keep("descriptor", {"compute": kind}),
         matmul_descriptor_destroy=lambda number: world.drop("descriptor", number),
-        get_matmul_descriptor_attribute_dtype=lambda name: np.dtype(np.uint32),
+        get_matmul_descriptor_attribute_dtype=lambda at: np.uint64 if names[at].endswith("POINTER") else np.uint32,
         matmul_descriptor_set_attribute=lambda d, at, p, n: set_attribute(d, names[at], p, n),
         matmul_buffer_size=lambda *args: (1000 + args[2] + 8 * world.handles[args[9]].rank, 16),
         matmul=matmul,
@@ -415,14 +472,53 @@ def install(monkeypatch, shares_memory=True):
         wide = np.complex128 if dtype.kind == "c" else np.float64
         matrix(c, m, n, ldc, kind_of_c)[...] = (x.astype(wide) @ y.astype(wide)).astype(kind_of_c)
         world.calls.append((0, "gemm", m, n, k))
+        world.computed.append(compute)
 
     blas = types.SimpleNamespace(
-        ComputeType=types.SimpleNamespace(COMPUTE_32F=68, COMPUTE_64F=70),
+        ComputeType=types.SimpleNamespace(COMPUTE_32F=68, COMPUTE_64F=70, COMPUTE_32F_FAST_TF32=77),
         create=lambda: 1,
         set_stream=lambda handle, stream: None,
         gemm_ex_64=gemm,
     )
-    module("nvmath.bindings", cublas=blas, cublasMp=mp)
+
+    # cuBLASLt, for FP8 on one GPU
+
+    def lt_attribute(descriptor, name, pointer, size):
+        world.handles[descriptor][name] = int(ctypes.c_int32.from_address(pointer).value)
+
+    def lt_matmul(handle, descriptor, alpha, a, in_a, b, in_b, beta, c, in_c, d, in_d, algo, space, size, stream):
+        found = world.handles[descriptor]
+        assert (found[3], found[4]) == (1, 0), "FP8 wants TN"
+        matrices = []
+        for pointer, layout in ((a, in_a), (b, in_b), (d, in_d)):
+            kind, rows, cols, ld = world.handles[layout]
+            dtype = np.dtype(DATA_TYPES[kind])
+            assert pointer % 16 == 0
+            assert ld * dtype.itemsize % 16 == 0
+            assert not {rows % 16, cols % 16} - {0}
+            memory = np.ctypeslib.as_array(
+                ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint8)), (((cols - 1) * ld + rows) * dtype.itemsize,)
+            )
+            matrices.append(np.ndarray((rows, cols), dtype, memory, strides=(dtype.itemsize, ld * dtype.itemsize)))
+        x, y, z = matrices
+        assert {x.dtype.itemsize, y.dtype.itemsize} == {1}
+        assert x.dtype != ml_dtypes.float8_e5m2 or y.dtype != ml_dtypes.float8_e5m2
+        with np.errstate(all="ignore"):
+            z[...] = (x.astype(np.float64).T @ y.astype(np.float64)).astype(z.dtype)
+        world.calls.append((0, "lt", *z.shape, len(x)))
+
+    lt = types.SimpleNamespace(
+        MatmulDescAttribute=types.SimpleNamespace(TRANSA=3, TRANSB=4),
+        get_matmul_desc_attribute_dtype=lambda name: np.int32,
+        create=lambda: 1,
+        matmul_desc_create=lambda compute, scale: world.keep("descriptor", {}),
+        matmul_desc_destroy=lambda number: world.drop("descriptor", number),
+        matmul_desc_set_attribute=lt_attribute,
+        matrix_layout_create=lambda *args: world.keep("descriptor", args),
+        matrix_layout_destroy=lambda number: world.drop("descriptor", number),
+        matmul=lt_matmul,
+    )
+    module("nvmath.bindings", cublas=blas, cublasLt=lt, cublasMp=mp)
     module("nvmath", bindings=sys.modules["nvmath.bindings"])
     for name in [name for name in sys.modules if name.startswith("dask_distmm.engines.cublasmp")]:
         monkeypatch.delitem(sys.modules, name)

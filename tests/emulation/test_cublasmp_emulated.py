@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import gc
 import sys
 import threading
 
@@ -11,53 +11,15 @@ import numpy as np
 import pytest
 from epilog_cases import ALL, Case
 
+from dask_distmm.distribution import BlockCyclic, Slab, block_grid
 from dask_distmm.epilog import Finish
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.plan import Extra, Worker, plan
+from dask_distmm.plan.native import native_epilog
+from dask_distmm.plan.tiles import make_tiles
 from dask_distmm.testing import conformance, make_problem, random_chunks, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
-
-
-class Ranks:
-    """The engine as the runner of jobs wants it: chunks become device arrays, each participant has its own engine."""
-
-    name = "cublasmp"
-
-    def __init__(self, module, host):
-        self.module, self.host, self.engines, self.jobs = module, host, {}, []
-
-    def job(self, plan, me, chunks, comm, progress):
-        import dataclasses
-
-        engine = self.engines.setdefault(me, self.module.CublasMpEngine())
-        plan = dataclasses.replace(plan, group=hash(plan.workers) % 1000 + 1)
-        chunks = {key: chunk if self.host else chunk.view(devices.ndarray) for key, chunk in chunks.items()}
-        self.jobs.append(engine.job(plan, me, chunks, comm, progress))
-        return self.jobs[-1]
-
-
-@pytest.fixture
-def make(monkeypatch):
-    def make(host=False, shares_memory=True):
-        world = devices.install(monkeypatch, shares_memory)
-        engine = importlib.import_module("dask_distmm.engines.cublasmp")
-        # One engine thread a process uses the pinned buffers; here ranks are threads.
-        pinned, own = sys.modules["dask_distmm.engines.cublasmp.host"], threading.local()
-
-        def buffers():
-            if not hasattr(own, "buffers"):
-                own.buffers = pinned._Buffers()
-            return own.buffers
-
-        monkeypatch.setattr(pinned, "_BUFFER_BYTES", 2**12)
-        monkeypatch.setattr(pinned, "_buffers", buffers)
-        return Ranks(engine, host), world
-
-    yield make
-    # What was imported over the stand-ins must not stay.
-    for name in [n for n in sys.modules if n.startswith(("dask_distmm.engines.cublasmp", "dask_distmm.comms.nccl"))]:
-        del sys.modules[name]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -114,7 +76,30 @@ def test_hosts_without_shared_memory(make, method):
     assert world.open["workspace"] == 0
 
 
-def run_case(ranks, case, method, nranks, sources, with_c):
+@pytest.mark.parametrize(
+    ("distributions", "method"),
+    [
+        ((BlockCyclic((2, 2), (8, 9)), BlockCyclic((2, 2), (9, 7)), None), "summa"),
+        ((None, BlockCyclic((2, 3), (5, 4)), BlockCyclic((2, 3), (40, 4))), "summa"),
+        ((None, None, BlockCyclic((4, 1), (17, 59))), "summa"),
+        ((Slab(1), Slab(0), Slab(0)), "reducescatter"),
+        ((Slab(1), Slab(0), Slab(1)), "reducescatter"),
+        ((Slab(0), Slab(1), Slab(1)), "allgather"),
+        ((BlockCyclic((4, 1), (17, 71)), None, Slab(0)), "allgather"),
+    ],
+)
+@pytest.mark.parametrize("orders", ["CC", "FC"])
+def test_distributions_by_hand(make, distributions, method, orders):
+    ranks, _ = make()
+    count = 6 if BlockCyclic((2, 3), (5, 4)) in distributions else 4
+    made = conformance(ranks, "auto", count, orders=orders, own_out_chunks=True, sources=1, distributions=distributions)
+    assert made.method == method or (method == "summa" and made.grid[1] == 1)
+    tiles = make_tiles(made)
+    for tile, asked in zip((tiles.a, tiles.b, tiles.d), distributions, strict=True):
+        assert asked is None or block_grid(tile.layout)[0] == block_grid(asked.layout(tile.layout.shape, count))[0]
+
+
+def run_case(ranks, case, method, nranks, sources, with_c, amax=True):
     """Run a multiply with an epilog on jobs; return D and the auxiliary outputs."""
     rng = np.random.default_rng()
     (m, k), n = case.a.shape, case.b.shape[1]
@@ -130,7 +115,7 @@ def run_case(ranks, case, method, nranks, sources, with_c):
         (complex(options.get("beta", 0)).real, complex(options.get("beta", 0)).imag),
         options["epilog"] or "",
         options["bias_axis"],
-        amax=True,
+        amax=amax,
     )
     problem = make_problem(
         sizes["a"],
@@ -175,6 +160,9 @@ def test_epilogs(make, epilog):
     case.aux.pop("bgrada", None)
     case.aux.pop("bgradb", None)
     case.check(d, aux)
+    kernels = [x for x in gc.get_objects() if type(x).__name__ == "Kernel" and hasattr(x, "is_fused")]
+    assert kernels
+    assert all(kernel.is_fused for kernel in kernels)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -184,6 +172,44 @@ def test_epilogs_of_types_and_methods(make, method, epilog, dtype):
     ranks, _ = make()
     case = Case(epilog, dtype, bias_axis=0, bias="row")
     case.check(*run_case(ranks, case, method, 4, 0, False))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bias", ["row", "column"])
+@pytest.mark.parametrize("epilog", ["", "relu", "gelu", "bias", "relu_bias", "gelu_bias"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_the_library_does_itself(make, method, bias, epilog, dtype):
+    """Where it can; a bias of the other axis, and other methods, go by the engine's own kernel."""
+    ranks, world = make()
+    case = Case(epilog, dtype, bias=bias, alpha=-1.5)
+    case.check(*run_case(ranks, case, method, 3, 1, False, amax=False))
+    name = native_epilog(ranks.jobs[-1].plan)
+    kinds = set(world.epilogs)
+    if not epilog:
+        assert name == "" or method == "local"
+    elif epilog == "relu" and method in ("allgather", "reducescatter"):
+        assert name == epilog
+    elif dtype == "bfloat16" and method == "allgather":
+        assert name is None
+    elif epilog == "gelu" and method in ("allgather", "reducescatter"):
+        assert name == epilog
+    elif method in ("local", "summa", "allreduce"):
+        assert name is None
+    assert kinds <= {name.upper() if name else "", "ALLREDUCE"}
+
+
+def test_the_bias_decides_which_way_is_cheaper():
+    """All-gather of A into columns adds a value for each column, of B into rows a value for each row."""
+    sizes = ((2048,) * 4, (8192,)), ((8192,), (2048,) * 4)
+    for shape, grid in (((1, 8192), (1, 4, 1)), ((8192, 1), (4, 1, 1))):
+        extra = Extra("bias", tuple((n,) for n in shape), "float32")
+        problem = make_problem(
+            *sizes, "float32", finish=Finish(epilog="relu_bias"), extras=(extra,), method="allgather"
+        )
+        made = plan(problem, [Worker(f"w{i}") for i in range(4)], engine="cublasmp")
+        assert made.grid == grid
+        assert native_epilog(made) == "relu_bias"
+        assert "by cuBLASMp's epilog RELU_BIAS" in repr(made)
 
 
 def test_epilog_of_numpy_chunks(make):

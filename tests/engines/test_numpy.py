@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from dask_distmm.distribution import BlockCyclic, Slab
 from dask_distmm.engines import get_engine
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import METHODS, Worker, plan
@@ -26,6 +27,22 @@ def test_methods(method, nranks, pack_below):
     made = conformance(ENGINE, method, nranks, shape=(67, 59, 471), pack_below=pack_below, sources=nranks % 3)
     if method not in ("auto", "local"):
         assert len(made.ranks) == nranks
+
+
+@pytest.mark.parametrize("pack_below", [0, 384], ids=["as they lie", "packed"])
+@pytest.mark.parametrize(
+    "distributions",
+    [
+        (Slab(0), None, None),
+        (None, Slab(1), Slab(1)),
+        (Slab(1), Slab(0), Slab(0)),
+        (Slab(1), Slab(0), Slab(1)),
+        (None, None, BlockCyclic((3, 2), (23, 30))),
+        (BlockCyclic((2, 3), (34, 5)), BlockCyclic((2, 3), (7, 20)), None),
+    ],
+)
+def test_distributions_by_hand(distributions, pack_below):
+    conformance(ENGINE, "auto", 6, own_out_chunks=True, sources=1, pack_below=pack_below, distributions=distributions)
 
 
 @pytest.mark.parametrize("orders", ["CC", "CF", "FC", "FF"])

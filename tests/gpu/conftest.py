@@ -31,7 +31,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("nworkers", [1, 2, 3, 4], ids=lambda n: f"{n}workers", scope="session")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
+    # Tests with as many workers one after the other: each change of the number starts a cluster.
+    items.sort(key=lambda item: item.callspec.params.get("nworkers", 0) if hasattr(item, "callspec") else 0)
     for item in items:
         if "gpu" not in Path(str(item.fspath)).parts[-2:]:
             continue

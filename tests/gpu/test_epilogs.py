@@ -65,3 +65,48 @@ def test_complex_factors(clusters, nworkers, dtype):
 def test_numpy_chunks(clusters, nworkers, epilog):
     case = Case(epilog, bias="row", bias_axis=0)
     check(clusters(nworkers)[0], case, "allgather", kind="numpy", engine="cublasmp")
+
+
+@pytest.mark.parametrize("method", ["allgather", "reducescatter"])
+@pytest.mark.parametrize("bias", ["row", "column"])
+@pytest.mark.parametrize("epilog", ["", "relu", "gelu", "bias", "relu_bias", "gelu_bias"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_what_the_library_does_itself(clusters, nworkers, method, bias, epilog, dtype):
+    check(clusters(nworkers)[0], Case(epilog, dtype, bias=bias, alpha=-1.5), method)
+
+
+def swish(x, shift, gate):
+    return np.where(gate > 0, (x + shift) / (1 + np.exp(-x)), np.maximum(x, -1))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_functions_of_the_user(clusters, nworkers, dtype):
+    client, _ = clusters(nworkers)
+    case, rng = Case("", dtype, alpha=0.5), np.random.default_rng()
+    shift, gate = rng.standard_normal((43, 1)), rng.standard_normal((43, 38))
+    inputs = {"shift": on_gpus(shift), "gate": on_gpus(gate)}
+    d = matmul(on_gpus(case.a), on_gpus(case.b), alpha=0.5, epilog=swish, epilog_inputs=inputs)
+    x = case.d.astype(np.float64)
+    bound = (case.error + 32 * case.eps) * (1.5 + abs(shift)) + case.own * abs(swish(x, shift, gate))
+    assert (abs(computed(client, d.persist()).astype(np.float64) - swish(x, shift, gate)) <= bound).all()
+
+
+def test_one_kernel_each(clusters, nworkers):
+    """CuPy has fused the formulas of the other tests, the user's function too."""
+
+    def kernels():
+        import gc
+
+        from dask_distmm.engines.cublasmp.finishing import Kernel
+
+        return [found.is_fused for found in gc.get_objects() if isinstance(found, Kernel)]
+
+    client, _ = clusters(nworkers)
+    for epilog in ("gelu_aux_bias", "drelu_bgrad", "hardswish", "clamp_aux"):
+        check(client, Case(epilog, "float32"), "summa")
+    inputs = {"shift": on_gpus(np.ones((43, 1))), "gate": on_gpus(np.ones((43, 38)))}
+    a, b = (on_gpus(np.random.default_rng().standard_normal(s)) for s in ((43, 20), (20, 38)))
+    matmul(a, b, epilog=swish, epilog_inputs=inputs).persist().compute()
+    found = [fused for fused_here in client.run(kernels).values() for fused in fused_here]
+    assert found
+    assert all(found), f"{found.count(False)} of {len(found)} are not fused"

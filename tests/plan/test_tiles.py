@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dask_distmm.layout import numroc
 from dask_distmm.plan import Plan, Worker, plan
-from dask_distmm.plan.collective import tile_chunk, uniform_cut
+from dask_distmm.plan.collective import tile_chunk
+from dask_distmm.plan.cuts import uniform_cut
 from dask_distmm.plan.tiles import make_tiles
 from dask_distmm.testing import make_problem, random_chunks
 

@@ -64,6 +64,7 @@ class Exchange:
         self._unpack = copy_rectangles([t for s in shuffles for t in s.unpacking], itemsize)
         self._sends = [send for s in shuffles for send in s.sends]
         self._receives = [receive for s in shuffles for receive in s.receives]
+        self.received_bytes = sum(size for _, _, size in self._receives)
 
     def run(self, stream: Any, comm: NcclComm | None) -> None:
         """Put everything on the stream."""

@@ -26,17 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.nccl import make_unique_id
-from dask_distmm.dtypes import dtype_from_name, typed
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, log, wait_checked
+from dask_distmm.dtypes import FP8, carried, typed
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
-from dask_distmm.engines.cublasmp.finishing import Finishing
+from dask_distmm.engines.cublasmp.finishing import Finishing, NativeBias
+from dask_distmm.engines.cublasmp.fp8 import check_fp8, multiply_fp8_alone
 from dask_distmm.engines.cublasmp.host import device_like, to_device, to_host
-from dask_distmm.engines.cublasmp.library import Group, Memory, multiply_alone
+from dask_distmm.engines.cublasmp.library import PLAIN, Group, Kinds, Memory, Native, multiply_alone
 from dask_distmm.engines.gate import Gate
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.narrow import decode
 from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.collective import tile_chunk
+from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.tiles import Tile, make_tiles
 
 __all__ = ["CublasMpJob"]
@@ -59,12 +62,14 @@ class CublasMpJob:
         self.plan, self.me, self.comm, self.progress = plan, me, comm, progress
         self.chunks: dict[ChunkKey, Any] = dict(chunks)
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
-        self.dtype = plan.problem.result_type
-        # The formula is applied to sums that are not rounded yet.
-        self.sum_type = self.dtype if plan.problem.finish.trivial else plan.problem.compute_type
         self.timings: dict[str, float] = {}
         self.held_bytes = 0
         self._tiles = make_tiles(plan)
+        self._native = native_epilog(plan, self._tiles)
+        # What the library does not do itself is done to sums that are not rounded yet.
+        self.sum_type = plan.problem.sum_type if self._native is None else plan.problem.result_type
+        # What the library is given and returns.
+        self.kinds = Kinds(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
         self._ready, self._stream, self._groups = ready, stream, groups
         self._gate = Gate(len(plan.ranks))
         self._unique_id = b""
@@ -84,27 +89,39 @@ class CublasMpJob:
         if self.rank is None:
             return
         problem = self.plan.problem
+        if problem.fp8:
+            check_fp8()
+        self.kinds.compute_type  # noqa: B018 - the library must have it
         self._uploads: list[tuple[NDArray[Any], cp.ndarray]] = []
         for key, chunk in self.chunks.items():
+            held = problem.dtype_of(key[0])
             on_device = chunk
             if not isinstance(chunk, cp.ndarray):
-                on_device = device_like(chunk)
-                self._uploads.append((chunk, on_device))
-            if chunk.dtype != self.dtype and key[0] in ("a", "b"):
+                part = chunk.view(np.uint8) if held in FP8 else chunk
+                on_device = device_like(part)
+                self._uploads.append((part, on_device))
+            if key[0] in ("a", "b") and held != self._kind(key[0]):
                 # Converted once it is filled, on the run's stream.
-                on_device = _Converted(on_device, cp.empty(chunk.shape, self.dtype))
+                dtype = carried(self._kind(key[0]), "cupy")
+                on_device = _Converted(on_device, held, cp.empty(chunk.shape, dtype))
             self.chunks[key] = on_device
         self._operands = {
             "a": self._operand("a", self._tiles.a, problem.a_chunks, self.plan.where_a),
             "b": self._operand("b", self._tiles.b, problem.b_chunks, self.plan.where_b),
         }
         self._result = self._make_result()
-        self._finishing = None
-        if not problem.finish.trivial:
+        self._finishing: Finishing | NativeBias | None = None
+        if self._native is not None and "bias" in problem.finish.inputs:
+            self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, self._tiles.d)
+        elif self._native is None and problem.finished:
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
         self._gather = Exchange(*(operand.shuffle for operand in self._operands.values()))
         self._allocated = cp.cuda.Event(disable_timing=True)
         self._allocated.record(cp.cuda.Stream.null)
+
+    def _kind(self, operand: str) -> str:
+        """Return the name of the type in which the library is given A or B."""
+        return self.kinds.a if operand == "a" else self.kinds.b
 
     def _operand(self, name: str, tile: Tile, sizes: Chunks, where: NDArray[np.int32] | None) -> _Operand:
         """Take a chunk as the tile, or allocate one and find out what goes into it."""
@@ -119,7 +136,7 @@ class CublasMpJob:
         as_it_lies = target is not None
         if target is None:
             make = cp.zeros if tile.zeroed else cp.empty
-            target = make(tile.local(self.rank), self.dtype, order=tile.order)
+            target = make(tile.local(self.rank), carried(self._kind(name), "cupy"), order=tile.order)
         moves = Moves.of(redistribution(ChunkGrid(sizes), tile.layout), where, self.plan.ranks)
         # Chunks of workers that are no ranks come over Dask's comms.
         among, outside = moves.among(self.plan.ranks, self.me)
@@ -159,6 +176,15 @@ class CublasMpJob:
         shuffle = DeviceShuffle(moves, self.me, plan.ranks, tile.order, widths.tolist(), source, chunks)
         return _Result(chunks, target, Exchange(shuffle))
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have arrived from other participants, but for what cuBLASMp moves."""
+        if self.rank is None:
+            return 0
+        exchanges = [self._gather, self._result.deliver]
+        exchanges += [one.exchange for one in self._finishing.inputs] if self._finishing else []
+        return self.comm.received_bytes + sum(x.received_bytes for x in exchanges if x is not None)
+
     # The work
 
     def execute(self) -> dict[Any, Any]:
@@ -168,8 +194,8 @@ class CublasMpJob:
         started = time.perf_counter()
         try:
             for number, (name, operand) in enumerate(self._operands.items()):
-                dtype = dtype_from_name(self.plan.problem.dtype_of(name))
-                self._fetch_outside(number, dtype, operand.outside, {self.rank: operand.target})
+                held = self.plan.problem.dtype_of(name)
+                self._fetch_outside(number, held, operand.outside, {self.rank: operand.target})
             for outside in self._finishing.outside() if self._finishing else ():
                 self._fetch_outside(*outside)
             if len(self.plan.ranks) == 1:
@@ -185,7 +211,6 @@ class CublasMpJob:
                 if self._watchdog is not None:
                     self._watchdog.call_off()
             self.timings["total"] = time.perf_counter() - started
-            log.debug("run of %s, rank %s: %s", self.plan.problem.name, self.rank, self.timings)
 
     def _work(self) -> dict[Any, Any]:
         assert self.rank is not None
@@ -198,26 +223,31 @@ class CublasMpJob:
         for found in self.chunks.values():
             if isinstance(found, _Converted):
                 with stream:
-                    found.target[...] = found.source
+                    found.target[...] = _in_type(found.source, found.held, found.target.dtype)
         comm = group.comm if group is not None else None
         self._gather.run(stream, comm)
         if self._finishing is not None:
             self._finishing.gather(stream, comm)
         marks.append(_mark(stream))
         a, b, d = self._operands["a"].target, self._operands["b"].target, self._result.target
-        shape = (plan.problem.m, plan.problem.n, plan.problem.k)
-        tiles, types = self._tiles, (self.dtype.name, self.sum_type.name)
+        tiles, types = self._tiles, self.kinds
+        shape = (tiles.a.shape[0], tiles.b.shape[1], tiles.a.shape[1])
         memories = [Memory(x.data.ptr, _ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
+        native = PLAIN
+        if self._native is not None:
+            bias = self._finishing.vector(stream) if isinstance(self._finishing, NativeBias) else None
+            native = Native(complex(*plan.problem.finish.alpha), self._native, bias.data.ptr if bias is not None else 0)
         if group is None:
-            multiply_alone(stream, tiles, shape, types, *memories)
+            alone = multiply_fp8_alone if plan.problem.fp8 else multiply_alone
+            alone(stream, tiles, shape, types, *memories)
         else:
-            group.multiply(tiles, shape, types, *memories)
+            group.multiply(tiles, shape, types, *memories, native=native)
         marks.append(_mark(stream))
         self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
         if self._result.deliver is not None:
             self._result.deliver.run(stream, comm)
         outputs: dict[Any, Any] = dict(self._result.chunks)
-        if self._finishing is not None:
+        if isinstance(self._finishing, Finishing):
             outputs = self._finishing.apply(outputs, stream)
         marks.append(_mark(stream))
         self._wait(marks[-1])
@@ -227,7 +257,10 @@ class CublasMpJob:
             group.trim(plan.problem.options.keep_workspace_bytes)
         self.progress(1.0)
         if plan.problem.array == "numpy":
-            return {key: to_host(chunk, stream) for key, chunk in outputs.items()}
+            return {
+                key: typed(to_host(chunk, stream), "" if isinstance(key, tuple) else plan.problem.dtype)
+                for key, chunk in outputs.items()
+            }
         return outputs
 
     def _count(self) -> int:
@@ -273,7 +306,7 @@ class CublasMpJob:
         if self._error is not None:
             self._watch()
 
-    def _fetch_outside(self, number: int, dtype: np.dtype, moves: Moves, targets: Mapping[int, Any]) -> None:
+    def _fetch_outside(self, number: int, held: str, moves: Moves, targets: Mapping[int, Any]) -> None:
         """Get what only workers that are no ranks have staged, and copy it right into place."""
         for peer in np.unique(moves.src_owner).tolist():
             leg = moves.take(moves.src_owner == peer)
@@ -284,8 +317,10 @@ class CublasMpJob:
             answer = self.comm.fetch(peer, "input", boxes, False)
             for i, data in enumerate(wait_checked(answer, self._raise_if_aborted)):
                 r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
-                part = typed(cp.asarray(data), dtype.name)
-                targets[int(leg.dst[i])][r : r + part.shape[0], c : c + part.shape[1]] = part
+                data = data.view(np.uint8) if held in FP8 else data  # noqa: PLW2901
+                target, part = targets[int(leg.dst[i])], typed(cp.asarray(data), held)
+                part = _in_type(part, held, target.dtype)
+                target[r : r + part.shape[0], c : c + part.shape[1]] = part
         if len(moves):
             # The default stream has done this: the run's stream waits for it.
             self._allocated.record(cp.cuda.Stream.null)
@@ -336,8 +371,8 @@ class CublasMpJob:
 class _Converted:
     """A chunk of another type than is computed in, and where it will be in the right one."""
 
-    def __init__(self, source: cp.ndarray, target: cp.ndarray) -> None:
-        self.source, self.target = source, target
+    def __init__(self, source: cp.ndarray, held: str, target: cp.ndarray) -> None:
+        self.source, self.held, self.target = source, held, target
 
 
 class _Operand:
@@ -354,6 +389,11 @@ class _Result:
         self.chunks, self.target, self.deliver = chunks, target, deliver
 
 
+def _in_type(array: cp.ndarray, held: str, dtype: np.dtype) -> Any:
+    """Return an array that holds a type by name, as bytes if that is FP8, in the type of what it is copied to."""
+    return decode(cp, array, held, dtype) if held in FP8 and dtype != np.uint8 else array
+
+
 def _final(chunk: Any) -> Any:
     return chunk.target if isinstance(chunk, _Converted) else chunk
 
@@ -363,10 +403,11 @@ def _usable(chunk: Any, order: str) -> bool:
     inner, outer = (chunk.strides[1], chunk.strides[0]) if order == "C" else chunk.strides
     width, height = chunk.shape if order == "F" else chunk.shape[::-1]
     size = chunk.dtype.itemsize
+    step = 16 if size == 1 else size
     return bool(
         chunk.data.ptr % 16 == 0
         and (inner == size or width == 1)
-        and (height == 1 or (outer >= width * size and outer % size == 0))
+        and (height == 1 or (outer >= width * size and outer % step == 0))
     )
 
 

@@ -17,35 +17,52 @@ import numpy as np
 from nvmath.bindings import cublas, cublasMp
 
 from dask_distmm.comms.nccl import NcclComm, nccl_version
-from dask_distmm.dtypes import compute_dtype, dtype_from_name
+from dask_distmm.dtypes import FP8, compute_dtype, dtype_from_name
 from dask_distmm.errors import EngineError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.plan.tiles import Stored, Tiles
 
-__all__ = ["Group", "Memory", "check_versions", "multiply_alone"]
+__all__ = [
+    "DATA_TYPES",
+    "OPS",
+    "PLAIN",
+    "Group",
+    "Kinds",
+    "Memory",
+    "Native",
+    "check_versions",
+    "factors",
+    "multiply_alone",
+]
 
 _LEAST_CUBLASMP = 1000  # 0.10.0
 _LEAST_NCCL = (2, 30, 7)
 _MOST_DESCRIPTORS = 32
 
-_DATA_TYPES = {
+DATA_TYPES = {
     "float32": 0,
     "float64": 1,
     "float16": 2,
     "complex64": 4,
     "complex128": 5,
     "bfloat16": 14,
+    "float8_e4m3fn": 28,
+    "float8_e5m2": 29,
 }  # cudaDataType
 _Compute = cublas.ComputeType
 _COMPUTE_TYPES = {
-    "float16": _Compute.COMPUTE_32F,
-    "bfloat16": _Compute.COMPUTE_32F,
+    **dict.fromkeys((*FP8, "float16", "bfloat16"), _Compute.COMPUTE_32F),
     "float32": _Compute.COMPUTE_32F,
     "complex64": _Compute.COMPUTE_32F,
     "float64": _Compute.COMPUTE_64F,
     "complex128": _Compute.COMPUTE_64F,
 }
-_OPS = {"N": 0, "T": 1, "C": 2}
+_OTHER_COMPUTE_TYPES = {
+    "tf32": "COMPUTE_32F_FAST_TF32",
+    "bf16x9": "COMPUTE_32F_EMULATED_16BFX9",
+    "fp64_emulated": "COMPUTE_64F_EMULATED_FIXEDPOINT",
+}
+OPS = {"N": 0, "T": 1, "C": 2}
 _Attribute = cublasMp.MatmulDescriptorAttribute
 
 
@@ -54,6 +71,46 @@ class Memory(NamedTuple):
 
     pointer: int
     ld: int
+
+
+class Native(NamedTuple):
+    """What the library does beside the product: a factor, an epilog by its name, and the bias' address."""
+
+    alpha: complex = 1.0
+    epilog: str = ""
+    bias: int = 0
+
+
+PLAIN = Native()
+
+
+class Kinds(NamedTuple):
+    """Types of A, B and D, and how they are multiplied (one of `COMPUTE_TYPES` or empty), by name."""
+
+    a: str
+    b: str
+    d: str
+    compute: str = ""
+
+    @property
+    def compute_type(self) -> int:
+        """The library's number for it.
+
+        Raises
+        ------
+        EngineError
+            The library has no such compute type.
+        """
+        if not self.compute:
+            return int(_COMPUTE_TYPES[self.a])
+        found = getattr(_Compute, _OTHER_COMPUTE_TYPES[self.compute], None)
+        if found is None:
+            version = importlib.metadata.version("nvmath-python")
+            raise EngineError(
+                f"compute_type={self.compute!r} is {_OTHER_COMPUTE_TYPES[self.compute]}, which cuBLAS as nvmath-python "
+                f"{version} knows it does not have: use a newer one, or another compute_type"
+            )
+        return int(found)
 
 
 def check_versions() -> dict[str, str]:
@@ -105,6 +162,7 @@ class Group:
         self._workspace, self._workspace_bytes = 0, 0
         self._plain: Any = None
         self._shared = self.comm.shares_memory
+        self.one = cp.asarray(np.ones(1, np.float32))
 
     def agree(self, problem: str = "") -> None:
         """Go on if no rank has a problem; otherwise raise the same `EngineError` on all."""
@@ -113,29 +171,40 @@ class Group:
             raise EngineError("; ".join(f"{self.names[rank]}: {text}" for rank, text in problems.items()))
 
     def multiply(
-        self, tiles: Tiles, shape: tuple[int, int, int], types: tuple[str, str], a: Memory, b: Memory, d: Memory
+        self,
+        tiles: Tiles,
+        shape: tuple[int, int, int],
+        types: Kinds,
+        a: Memory,
+        b: Memory,
+        d: Memory,
+        *,
+        native: Native = PLAIN,
     ) -> None:
-        """Put ``D = A @ B`` on the stream.
+        """Put ``D = epilog(alpha A @ B)`` on the stream.
 
         Parameters
         ----------
         tiles
             How the matrices are distributed.
         shape
-            m, n, k.
+            m, n, k, padding included.
         types
-            Type of A and B, and of D.
+            Of A, B and D.
         a, b, d
             This rank's tiles.
+        native
+            Factor and epilog; a bias has a value for each row of the rank's tile of D, or column if it is in C order.
         """
         x, y = (b, a) if tiles.flipped else (a, b)
-        key = (tiles, shape, types, x.ld, y.ld, d.ld)
+        key = (tiles, shape, types, x.ld, y.ld, d.ld, native._replace(bias=0))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _Call(self, tiles, types, x.ld, y.ld, d.ld)
+            call = self._calls[key] = _Call(self, tiles, types, x.ld, y.ld, d.ld, native)
             if len(self._calls) > _MOST_DESCRIPTORS:
                 self._calls.popitem(last=False)[1].close()
         self._calls.move_to_end(key)
+        call.set_bias(native.bias)
         arguments = call.arguments(self._handle, x.pointer, y.pointer, d.pointer)
         if call.workspace is None:
             device_bytes, host_bytes = cublasMp.matmul_buffer_size(*arguments)
@@ -223,8 +292,8 @@ class Group:
 class _Call:
     """The descriptors of one kind of multiply."""
 
-    def __init__(self, group: Group, tiles: Tiles, types: tuple[str, str], ldx: int, ldy: int, ldz: int) -> None:
-        dtype = types[0]
+    def __init__(self, group: Group, tiles: Tiles, types: Kinds, ldx: int, ldy: int, ldz: int, native: Native) -> None:
+        kinds = (types.b, types.a) if tiles.flipped else (types.a, types.b)
         first, second = (tiles.b, tiles.a) if tiles.flipped else (tiles.a, tiles.b)
         stored = first.stored, second.stored, tiles.d.stored
         self.workspace: tuple[int, int] | None = None
@@ -236,18 +305,25 @@ class _Call:
             y.shape[1] if op_y == "N" else y.shape[0],
             x.shape[1] if op_x == "N" else x.shape[0],
         )
-        self._alpha, self._beta = _one_and_zero(dtype)
+        self._alpha, self._beta = factors(types.a, native.alpha)
         # All grids first: making one is collective and frees the workspace.
         grids = [group.grid(matrix.grid) for matrix in stored]
         self._matrices = [
             _describe(matrix, ld, kind, grid)
-            for matrix, ld, kind, grid in zip(stored, (ldx, ldy, ldz), (dtype, dtype, types[1]), grids, strict=True)
+            for matrix, ld, kind, grid in zip(stored, (ldx, ldy, ldz), (*kinds, types.d), grids, strict=True)
         ]
-        self._descriptor = cublasMp.matmul_descriptor_create(int(_COMPUTE_TYPES[dtype]))
-        self._set(_Attribute.TRANSA, _OPS[op_x])
-        self._set(_Attribute.TRANSB, _OPS[op_y])
-        if tiles.replicated:
-            self._set(_Attribute.EPILOGUE, int(cublasMp.MatmulEpilogue.ALLREDUCE))
+        self._descriptor = cublasMp.matmul_descriptor_create(types.compute_type)
+        self._set(_Attribute.TRANSA, OPS[op_x])
+        self._set(_Attribute.TRANSB, OPS[op_y])
+        if types.a in FP8:
+            # The formula has the scales; the library demands some.
+            for operand in "AB":
+                mode, pointer = (getattr(_Attribute, f"{operand}_SCALE_{what}") for what in ("MODE", "POINTER"))
+                self._set(mode, int(cublasMp.MatmulMatrixScale.SCALAR_FP32))
+                self._set(pointer, int(group.one.data.ptr))
+        epilog = "allreduce" if tiles.replicated else native.epilog
+        if epilog:
+            self._set(_Attribute.EPILOGUE, int(getattr(cublasMp.MatmulEpilogue, epilog.upper())))
 
     def arguments(self, handle: int, x: int, y: int, z: int) -> tuple[int, ...]:
         """Return the arguments that cublasMpMatmul and its buffer size have in common."""
@@ -259,6 +335,11 @@ class _Call:
             *(0, 1, 1, matrix_z, z, 1, 1, matrix_z),
         )
 
+    def set_bias(self, pointer: int) -> None:
+        """Say where the bias of the next call is."""
+        if pointer:
+            self._set(_Attribute.BIAS_POINTER, pointer)
+
     def _set(self, attribute: Any, value: int) -> None:
         held = np.array([value], cublasMp.get_matmul_descriptor_attribute_dtype(int(attribute)))
         cublasMp.matmul_descriptor_set_attribute(self._descriptor, int(attribute), held.ctypes.data, held.nbytes)
@@ -269,14 +350,15 @@ class _Call:
         cublasMp.matmul_descriptor_destroy(self._descriptor)
 
 
-def _one_and_zero(dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return alpha and beta of a plain product, in the type that the libraries take them in: the one of the sums."""
+def factors(dtype: str, alpha: complex = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return alpha and a beta of 0 in the type that the libraries take them in: the one of the sums."""
     scale = compute_dtype(dtype_from_name(dtype), 1)
-    return np.ones(1, scale), np.zeros(1, scale)
+    number = alpha if scale.kind == "c" else complex(alpha).real
+    return np.full(1, number, scale), np.zeros(1, scale)
 
 
 def _describe(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
-    return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, _DATA_TYPES[dtype], grid))
+    return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, DATA_TYPES[dtype], grid))
 
 
 def _try_to_allocate(size: int) -> None:
@@ -297,30 +379,29 @@ def multiply_alone(
     stream: cp.cuda.Stream,
     tiles: Tiles,
     shape: tuple[int, int, int],
-    types: tuple[str, str],
+    types: Kinds,
     a: Memory,
     b: Memory,
     d: Memory,
 ) -> None:
     """Put ``D = A @ B`` on a stream, with cuBLAS. Parameters as for `Group.multiply`."""
     m, n, k = shape
-    dtype = types[0]
     op_x, op_y = tiles.ops
     x, y, rows, cols = (b, a, n, m) if tiles.flipped else (a, b, m, n)
-    alpha, beta = _one_and_zero(dtype)
-    kind, handle = _DATA_TYPES[dtype], _cublas_handle()
+    alpha, beta = factors(types.a)
+    kind, handle = DATA_TYPES[types.a], _cublas_handle()
     cublas.set_stream(handle, stream.ptr)
     cublas.gemm_ex_64(
-        *(handle, _OPS[op_x], _OPS[op_y], rows, cols, k, alpha.ctypes.data, x.pointer, kind, x.ld),
+        *(handle, OPS[op_x], OPS[op_y], rows, cols, k, alpha.ctypes.data, x.pointer, kind, x.ld),
         *(
             y.pointer,
             kind,
             y.ld,
             beta.ctypes.data,
             d.pointer,
-            _DATA_TYPES[types[1]],
+            DATA_TYPES[types.d],
             d.ld,
-            int(_COMPUTE_TYPES[dtype]),
+            types.compute_type,
             -1,
         ),
     )
