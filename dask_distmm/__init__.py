@@ -28,19 +28,22 @@ from dask_distmm.errors import (  # noqa: E402
     ProtocolError,
     RunFailedError,
 )
+from dask_distmm.grouped import explain_grouped, matmul_grouped  # noqa: E402
 from dask_distmm.operator import disable, enable, enabled, is_enabled  # noqa: E402
 from dask_distmm.placement import distribute  # noqa: E402
-from dask_distmm.plan import Plan  # noqa: E402
+from dask_distmm.plan import BatchPlan, GroupPlan, Plan  # noqa: E402
 from dask_distmm.preload import dask_setup  # noqa: E402
 from dask_distmm.quantize import BlockScaled, dequantize, quantize  # noqa: E402
 from dask_distmm.stateful import Matmul  # noqa: E402
 
 __all__ = [
+    "BatchPlan",
     "BlockCyclic",
     "BlockScaled",
     "DistMMError",
     "EngineError",
     "Epilog",
+    "GroupPlan",
     "Matmul",
     "NotCollective",
     "Plan",
@@ -57,9 +60,11 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "explain_grouped",
     "free_workspaces",
     "is_enabled",
     "matmul",
+    "matmul_grouped",
     "quantize",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from dask_distmm.dtypes import FP8, Types, resolve_types, supported, takes
 from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
-from dask_distmm.plan import METHODS, Chunks, Extra, Plan, Problem, Worker
+from dask_distmm.plan import METHODS, BatchPlan, Chunks, Extra, Plan, Problem, Worker
 from dask_distmm.quantize import operands
 
 __all__ = ["NotCollective", "explain", "matmul"]
@@ -71,17 +72,18 @@ def matmul(
     workers: Sequence[str] | int | None = None,
     distributions: Sequence[Distribution | None] | None = None,
     logger: logging.Logger | None = None,
+    batch: str | None = None,
 ) -> Any:
     """Compute ``D = F(alpha * op(A) @ op(B) + beta * C)`` as one collective run on the cluster. Lazy.
 
     Parameters
     ----------
     a, b : dask.array.Array or array_like
-        op(A) is (m, k) and op(B) (k, n); without anything else asked for 1-D operands are taken as NumPy's matmul
-        does. More dimensions, types that no engine multiplies (object, sparse, masked), and programs without a
-        cluster go to Dask's own function.
+        op(A) is (m, k) and op(B) (k, n), or either is a batch of such, with more axes before these; see `batch`.
+        Without anything else asked for 1-D operands are taken as NumPy's matmul does. Types that no engine
+        multiplies (object, sparse, masked), and programs without a cluster go to Dask's own function.
     c : dask.array.Array or array_like, optional
-        Broadcasts against D. Needs `beta`; with ``beta=0`` it is not read.
+        Broadcasts against D, with its batch axes. Needs `beta`; with ``beta=0`` it is not read.
     alpha, beta : number
         Factors; complex ones with complex operands only.
     op_a, op_b : {"N", "T", "C"}
@@ -94,6 +96,7 @@ def matmul(
     epilog_inputs : mapping, optional
         The epilog's inputs by name; those of a function broadcast against D. ``"bias"``: (n,) or (1, n), a value a
         column, or (m, 1), a value a row. ``"relu_aux"``, ``"gelu_aux"``: what the forward pass has returned, (m, n).
+        For batches the same with batch axes before these, which those of a function and a bias may leave out.
     bias_axis : {-1, 0}
         Along which axis of D ``drelu_bgrad`` and ``dgelu_bgrad`` keep their length.
     result_amax : bool
@@ -127,12 +130,18 @@ def matmul(
         choice of the method. See `dask_distmm.distribute`.
     logger : logging.Logger, optional
         Is told what is multiplied and how, in place of the logger ``"dask_distmm"`` of this process.
+    batch : str, optional
+        How operands of more than two dimensions are multiplied (batch axes are broadcast as NumPy's matmul does):
+        ``"items"``, whole items in plain tasks; ``"collective"``, collective runs; ``"auto"``, the default, the
+        quicker by the cost model, see `explain`. `method`, `engine`, `workers`, `distributions` and `compute_type`
+        need collective runs.
 
     Returns
     -------
     dask.array.Array
-        (m, n) with NumPy's dtype for the product of the two, or `result_type`. With an epilog that has auxiliary
-        outputs, or `result_amax`: a pair of it and a dict of these arrays by name. All of them come from one run.
+        (m, n), after batch axes if there are any, with NumPy's dtype for the product of the two, or `result_type`.
+        With an epilog that has auxiliary outputs, or `result_amax`: a pair of it and a dict of these arrays by name.
+        All of them come from one run.
 
     Raises
     ------
@@ -153,6 +162,16 @@ def matmul(
     >>> aux["relu_aux"].dtype
     dtype('bool')
     """
+    if np.ndim(a) > 2 or np.ndim(b) > 2:
+        from dask_distmm import batched
+
+        return batched.matmul(
+            a, b, c, alpha=alpha, beta=beta, op_a=op_a, op_b=op_b, epilog=epilog, epilog_inputs=epilog_inputs,
+            bias_axis=bias_axis, result_amax=result_amax, a_type=a_type, b_type=b_type, result_type=result_type,
+            quantization_scales=quantization_scales, compute_type=compute_type, method=method, engine=engine,
+            out_chunks=out_chunks, workers=workers, distributions=distributions, logger=logger, batch=batch,
+        )  # fmt: skip
+    _check_batch(batch)
     method, engine = check_names(method, engine)
     asked = check_distributions(distributions)
     a, b = operands(a, b)
@@ -208,7 +227,8 @@ def explain(
     out_chunks: Any = None,
     workers: Sequence[str] | int | None = None,
     distributions: Sequence[Distribution | None] | None = None,
-) -> Plan | NotCollective:
+    batch: str | None = None,
+) -> Plan | BatchPlan | NotCollective:
     """Return the plan for ``matmul(a, b, ...)`` on the cluster as it is now, without computing anything.
 
     Parameters
@@ -217,21 +237,31 @@ def explain(
         As for `matmul`.
     a_type, b_type, result_type, quantization_scales, compute_type
         As for `matmul`.
-    method, engine, out_chunks, workers, distributions
+    method, engine, out_chunks, workers, distributions, batch
         As for `matmul`. Without a cluster ``workers=4`` plans for four imagined ones, with one thread each and
         no memory limit.
 
     Returns
     -------
-    Plan or NotCollective
-        Method, grid, block sizes, bytes, memory and time, with all that the method was chosen against; or the
-        reason why Dask's own function would run.
+    Plan, BatchPlan or NotCollective
+        For matrices: method, grid, block sizes, bytes, memory and time, with all that the method was chosen against.
+        For batches: the way, and the estimates of both. Or the reason why Dask's own function would run.
 
     Raises
     ------
     PlanError, ProjectedMemoryError
         As `matmul`.
     """
+    if np.ndim(a) > 2 or np.ndim(b) > 2:
+        from dask_distmm import batched
+
+        return batched.explain(
+            a, b, c, alpha=alpha, beta=beta, op_a=op_a, op_b=op_b, epilog=epilog, epilog_inputs=epilog_inputs,
+            bias_axis=bias_axis, result_amax=result_amax, a_type=a_type, b_type=b_type, result_type=result_type,
+            quantization_scales=quantization_scales, compute_type=compute_type, method=method, engine=engine,
+            out_chunks=out_chunks, workers=workers, distributions=distributions, logger=None, batch=batch,
+        )  # fmt: skip
+    _check_batch(batch)
     method, engine = check_names(method, engine)
     a, b = operands(a, b)
     a, b = (formula.apply_op(name, x, op) for name, x, op in (("a", a, op_a), ("b", b, op_b)))
@@ -265,10 +295,10 @@ def explain(
     return known.plan(problem)
 
 
-def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True) -> str | None:
+def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:
     """Return why a product can't run here and goes to Dask's own function, or None if it can."""
-    if a.ndim > 2 or b.ndim > 2:
-        return f"the operands have {a.ndim} and {b.ndim} dimensions; products of more than 2 are not collective yet"
+    if max(a.ndim, b.ndim) > most:
+        return f"the operands have {a.ndim} and {b.ndim} dimensions; a run is of matrices; for batches there is matmul"
     kinds = {name: array_kind(array._meta) for name, array in (("A", a), ("B", b))}
     for name, kind in kinds.items():
         if kind not in ("numpy", "cupy"):
@@ -286,15 +316,19 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
 
 def why_leave(a: da.Array, b: da.Array, minimum_flops: float) -> str | None:
     """Return why ``a @ b`` under `enable` is left to Dask's own function, or None if it is taken."""
-    reason = why_not(a, b)
+    reason = why_not(a, b, most=max(a.ndim, b.ndim))
     if reason is not None:
         return reason
     if any(np.isnan(size) for size in itertools.chain(*a.chunks, *b.chunks)):
         return "the chunk sizes are unknown; call compute_chunk_sizes()"
-    k = a.shape[-1]
-    if k != b.shape[0]:
+    if a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
         return "the shapes don't match"
-    flops = 2.0 * (a.size // k if k else 0) * b.size
+    try:
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        return "the shapes don't match"
+    m, n = (a.shape[-2] if a.ndim > 1 else 1), (b.shape[-1] if b.ndim > 1 else 1)
+    flops = 2.0 * math.prod(batch) * m * n * a.shape[-1]
     if flops < minimum_flops:
         return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {minimum_flops:.3g})"
     return None
@@ -352,6 +386,7 @@ def check_distributions(distributions: Sequence[Distribution | None] | None) -> 
 
 
 def check_names(method: str | None, engine: str | None) -> tuple[str, str]:
+    """Return method and engine, from the configuration where they are None; refuse unknown ones."""
     method = setting("method") if method is None else method
     engine = setting("engine") if engine is None else engine
     if method not in ("auto", *METHODS):
@@ -362,6 +397,7 @@ def check_names(method: str | None, engine: str | None) -> tuple[str, str]:
 
 
 def check_shapes(a: da.Array, b: da.Array) -> None:
+    """Refuse scalars, unknown chunk sizes, and a contraction over axes of different lengths."""
     for name, array in (("first", a), ("second", b)):
         if array.ndim == 0:
             raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
@@ -373,6 +409,13 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
         raise PlanError(
             f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
             f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal"
+        )
+
+
+def _check_batch(batch: str | None) -> None:
+    if batch not in (None, "auto"):
+        raise PlanError(
+            f"batch={batch!r}: the operands are matrices, there is one product; method='local' multiplies on one worker"
         )
 
 

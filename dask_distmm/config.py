@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.resources
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import dask.config
@@ -17,7 +17,7 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dask_distmm.errors import PlanError
 
-__all__ = ["DEFAULTS", "Machine", "Options", "read_options", "register_defaults", "setting"]
+__all__ = ["DEFAULTS", "Machine", "Options", "parsed", "read_options", "register_defaults", "setting"]
 
 DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dask_distmm").joinpath("distmm.yaml").read_text())
 
@@ -96,13 +96,6 @@ def read_options() -> Options:
             raise PlanError(f"config distmm.{key} is {value!r}; expected a number from {low} to {high}")
         return float(value)
 
-    def parsed(key: str, parse: Any) -> Any:
-        value = setting(key)
-        try:
-            return parse(value)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise PlanError(f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}") from error
-
     def machine(engine: str) -> Machine:
         gflops, exposed = setting(f"machine.{engine}.gflops"), setting(f"machine.{engine}.exposed") or {}
         if not isinstance(gflops, Mapping) or "other" not in gflops:
@@ -131,6 +124,21 @@ def read_options() -> Options:
         keep_workspace_bytes=int(parsed("cublasmp.keep-workspace", parse_bytes)),
         machines=tuple((engine, machine(engine)) for engine in _default("machine")),
     )
+
+
+def parsed(key: str, parse: Callable[[Any], Any]) -> Any:
+    """Return one option as `parse` reads it.
+
+    Raises
+    ------
+    PlanError
+        It can't be read; the message names its key.
+    """
+    value = setting(key)
+    try:
+        return parse(value)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise PlanError(f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}") from error
 
 
 def setting(key: str) -> Any:

@@ -209,7 +209,7 @@ def elementwise(
     spec
         The formula.
     acc
-        A part of op(A) @ op(B), two-dimensional, in the type that is summed in.
+        A part of op(A) @ op(B), a matrix or a stack of them, in the type that is summed in.
     inputs
         ``"c"``, the epilog's inputs and `Finish.scales`, each broadcast against `acc`.
     factors
@@ -249,9 +249,9 @@ def reductions(xp: Any, spec: Finish, d: Any) -> dict[str, Any]:
     """Return the auxiliary outputs that sum up a part of D: summed axes have length 1."""
     found = {}
     if spec.sums:
-        found[spec.sums] = d.sum(axis=spec.sum_axis, keepdims=True)
+        found[spec.sums] = d.sum(axis=spec.sum_axis - 2, keepdims=True)
     if spec.amax:
-        found["result_amax"] = abs(d).max(keepdims=True) if d.size else xp.zeros((1, 1), d.real.dtype)
+        found["result_amax"] = abs(d).max(keepdims=True) if d.size else xp.zeros((1,) * d.ndim, d.real.dtype)
     return found
 
 

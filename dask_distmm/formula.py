@@ -23,7 +23,7 @@ from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Problem
 from dask_distmm.quantize import scaled, widened
 
-__all__ = ["apply_op", "parse", "result", "why_not", "without_a_run"]
+__all__ = ["apply_op", "operand_sum", "output_meta", "parse", "result", "why_not", "without_a_run"]
 
 Extras = Sequence[tuple[str, da.Array]]
 
@@ -34,9 +34,10 @@ def apply_op(name: str, array: da.Array, op: str) -> da.Array:
         raise PlanError(f"op_{name}={op!r}; expected 'N', 'T' or 'C'")
     if op == "N":
         return array
-    if array.ndim != 2:
+    if array.ndim < 2:
         raise PlanError(f"op_{name}={op!r}: {name.upper()} has {array.ndim} dimensions, transposed are matrices of 2")
-    return array.T.conj() if op == "C" and array.dtype.kind == "c" else array.T
+    turned = array.swapaxes(-1, -2)
+    return turned.conj() if op == "C" and array.dtype.kind == "c" else turned
 
 
 def parse(
@@ -52,7 +53,7 @@ def parse(
     types: Types,
     scales: Mapping[str, Any] | None = None,
 ) -> tuple[Finish, list[tuple[str, da.Array]]]:
-    """Return the formula, and the arrays that it reads beside A and B, each of two dimensions.
+    """Return the formula, and the arrays that it reads beside A and B, each of two dimensions (or more, for a batch).
 
     Raises
     ------
@@ -81,7 +82,7 @@ def parse(
     spec = Finish(factors[0], factors[1], name, bias_axis, bool(amax), pickled, names)
     if spec.plain and not inputs and not types.fp8 and not scales:
         return spec, []
-    if a.ndim != 2 or b.ndim != 2:
+    if a.ndim < 2 or b.ndim < 2:
         raise PlanError(f"alpha, C, epilogs and scales need matrices; found {a.ndim} and {b.ndim} dimensions")
     floating = dtype.kind in "fc" or dtype.name == "bfloat16" or types.fp8
     if not floating:
@@ -106,9 +107,11 @@ def parse(
 
 def _try(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs: Extras) -> None:
     """Call a function on small arrays of zeros: what is wrong with it is found before anything moves."""
-    shape = (2, 3)
+    shape = (*(1,) * max((array.ndim - 2 for _, array in inputs), default=0), 2, 3)
     small = {
-        name: np.zeros([1 if n == 1 else size for n, size in zip(array.shape, shape, strict=True)], array.dtype)
+        name: np.zeros(
+            [1 if n == 1 else size for n, size in zip(array.shape, shape[-array.ndim :], strict=True)], array.dtype
+        )
         for name, array in inputs
     }
     asked = f"epilog {getattr(function, '__name__', function)!r} must return an array like its first argument"
@@ -122,16 +125,18 @@ def _try(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs:
 
 
 def _fit(name: str, value: Any, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
-    """Return an input as a matrix that broadcasts against D."""
-    array, shape = da.asanyarray(value), (a.shape[0], b.shape[1])
+    """Return an input as a matrix, or a batch of them, that broadcasts against D."""
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    array, shape = da.asanyarray(value), (*batch, a.shape[-2], b.shape[-1])
     if array.ndim < 2:
         array = array.reshape((1, -1)) if array.ndim else array.reshape((1, 1))
     whole = name in ("relu_aux", "gelu_aux")
-    good = array.ndim == 2 and all(
-        n == size or (n == 1 and not whole) for n, size in zip(array.shape, shape, strict=True)
+    good = array.ndim == len(shape) or (array.ndim < len(shape) and not whole)
+    good = good and all(
+        n == size or (n == 1 and not whole) for n, size in zip(array.shape[::-1], shape[::-1], strict=False)
     )
     if not good:
-        expected = f"{shape}" if whole else f"one that broadcasts to {shape}, as ({shape[1]},) or ({shape[0]}, 1) do"
+        expected = f"{shape}" if whole else f"one that broadcasts to {shape}, as ({shape[-1]},) or ({shape[-2]}, 1) do"
         raise PlanError(f"{name} has the shape {np.shape(value)}; expected {expected}")
     if array.dtype.kind == "c" and dtype.kind != "c":
         raise PlanError(f"{name} is {array.dtype}; A @ B is {dtype}: convert one of them")
@@ -167,14 +172,20 @@ def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da
             sizes if kept else (1,) * len(sizes)
             for sizes, kept in zip(problem.out_chunks, spec.keeps(name), strict=True)
         )
-        meta = meta_from_array(d._meta, ndim=2, dtype=dtype)
+        meta = output_meta(d, dtype)
         array = da.Array(build_output(problem, name, d), output_name(problem.name, name), chunks, meta=meta)
         if name == spec.sums:
             array = array.sum(axis=spec.sum_axis, dtype=dtype).astype(problem.result_type)
         found[name] = array.max() if name == "result_amax" else array
     if spec.operand_sum:
-        found[spec.operand_sum] = _operand_sum(spec, a, b, problem.result_type)
+        found[spec.operand_sum] = operand_sum(spec, a, b, problem.result_type)
     return (d, found) if found else d
+
+
+def output_meta(d: da.Array, dtype: np.dtype) -> Any:
+    """Return the meta of an auxiliary output in chunks like those of D."""
+    # NumPy warns when complex numbers become real, even if there are none.
+    return meta_from_array(d._meta if dtype.kind == "c" else d._meta.real, dtype=dtype)
 
 
 def _mapped(spec: Finish, x: da.Array, extras: Extras) -> da.Array:
@@ -187,10 +198,10 @@ def _mapped(spec: Finish, x: da.Array, extras: Extras) -> da.Array:
     return da.core.elemwise(apply, x, *(array for _, array in extras), dtype=x.dtype)
 
 
-def _operand_sum(spec: Finish, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
+def operand_sum(spec: Finish, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
     """Return op(A) or op(B) summed over k, in the type of D."""
-    array, axis = (a, 1) if spec.operand_sum == "bgrada" else (b, 0)
-    return array.astype(compute_dtype(dtype, a.shape[1])).sum(axis=axis).astype(dtype)
+    array, axis = (a, -1) if spec.operand_sum == "bgrada" else (b, -2)
+    return array.astype(compute_dtype(dtype, a.shape[-1])).sum(axis=axis).astype(dtype)
 
 
 def without_a_run(
@@ -198,7 +209,7 @@ def without_a_run(
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return what a run would, made of Dask's own operations, where no run is possible."""
     dtype = dtype_from_name(types.d)
-    inner = sum_dtype(types.operand, dtype, max(1, a.shape[1]))
+    inner = sum_dtype(types.operand, dtype, max(1, a.shape[-1]))
     if types.usual:
         wide = dask_matmul(a, b).astype(inner)
     else:
@@ -213,7 +224,7 @@ def without_a_run(
         for name, array in aux.items()
     }
     if spec.sums:
-        found[spec.sums] = found[spec.sums].reshape(-1)
+        found[spec.sums] = found[spec.sums].squeeze(spec.sum_axis - 2)
     if spec.amax:
         found["result_amax"] = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
     d = scaled_result(spec, d, dict(extras))
@@ -221,7 +232,7 @@ def without_a_run(
     meta = meta_from_array(d._meta, dtype=carried(types.d, kind))
     d = da.map_blocks(_stored, d, to=types.d, dtype=meta.dtype, meta=meta)
     if spec.operand_sum:
-        found[spec.operand_sum] = _operand_sum(spec, a, b, dtype)
+        found[spec.operand_sum] = operand_sum(spec, a, b, dtype)
     return (d, found) if found else d
 
 

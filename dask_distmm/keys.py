@@ -7,23 +7,31 @@ For a result array called ``matmul-3f...`` there are
 - ``("matmul-3f...", i, j)``: collect, one for each chunk of the result.
 
 ``("distmm-tile-7a...", i, j)`` is a chunk that was laid out by hand on a certain worker.
+
+A product of a group that is multiplied by plain tasks is called ``distmm-group-c-00012-3f...``: a letter for how long
+a task takes (Dask keeps average times by names without their numbers), and its place in the order.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 __all__ = [
+    "GROUP_PREFIX",
     "barrier_key",
     "barrier_name",
+    "group_name",
     "is_output",
     "is_tile",
     "output_name",
+    "parse_group_key",
     "parse_stage_key",
     "stage_name",
     "tile_name",
 ]
 
+GROUP_PREFIX = "distmm-group-"
 _STAGE, _BARRIER, _TILE = "distmm-stage-", "distmm-barrier-", "distmm-tile-"
 
 
@@ -68,3 +76,16 @@ def tile_name(token: str) -> str:
 def is_tile(key: Any) -> bool:
     """Whether this is the key of a chunk that was laid out by hand."""
     return isinstance(key, tuple) and isinstance(key[0], str) and key[0].startswith(_TILE)
+
+
+def group_name(token: str, rank: int, seconds: float) -> str:
+    """Return the array name of a product of a group: `rank` in the order, a task of it takes so many seconds."""
+    size = "abcdefgh"[min(7, max(0, math.ceil(math.log(max(seconds, 1e-9) / 1e-3, 4))))]
+    return f"{GROUP_PREFIX}{size}-{rank:05d}-{token}"
+
+
+def parse_group_key(key: Any) -> int | None:
+    """Return the place in the order of a task of a group's product, or None for others."""
+    if not (isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], str) and key[0].startswith(GROUP_PREFIX)):
+        return None
+    return int(key[0].split("-")[3])

@@ -144,7 +144,7 @@ def _product(a: Any, b: Any) -> Any:
     from dask_distmm import api
     from dask_distmm.config import setting
 
-    if not all(np.ndim(x) in (1, 2) for x in (a, b)):
+    if 0 in (np.ndim(a), np.ndim(b)):
         return NotImplemented
     a, b = (x if isinstance(x, dask.array.Array) else dask.array.asanyarray(x) for x in (a, b))
     if api.why_leave(a, b, float(setting("minimum-flops"))) is not None:

@@ -137,3 +137,17 @@ def test_the_stateful_benchmark(tmp_path: Path) -> None:
         assert 0 < one[way]["min"] <= one[way]["median"] <= one[way]["max"]
     assert one["execute"]["stateless_over_this"] > 0
     assert str(tmp_path) not in out.read_text()
+
+
+def test_the_batches_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "batches.json"
+    command = [sys.executable, "-m", "benchmarks.batches", "--smoke", "--repeat", "1", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=150)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert len(found["results"]) == 3
+    for one in found["results"]:
+        assert one["ratio_seconds"] > 0
+        assert max(one["dask"]["error"], one["distmm"]["error"]) <= 1
+        assert one["case"] in done.stdout
+    assert str(ROOT) not in out.read_text()

@@ -1,11 +1,29 @@
 """Planning, without I/O: ``plan(problem, roster)`` returns one frozen `Plan`.
 
 `problem` what is multiplied, `plan` how; `methods` and `cuts` the ways to cut it, `memory` what each
-would hold, `planner` what each would take and the choice, `show` the plan as text.
+would hold, `planner` what each would take and the choice, `show` the plan as text. `batches` and `shares` do the
+same for many products at once.
 """
 
+from dask_distmm.plan.batches import Batch, BatchEstimate, BatchPlan
 from dask_distmm.plan.plan import Estimate, Packing, Plan
 from dask_distmm.plan.planner import plan
 from dask_distmm.plan.problem import METHODS, Chunks, Extra, Problem, Worker
+from dask_distmm.plan.shares import GroupPlan, Share
 
-__all__ = ["METHODS", "Chunks", "Estimate", "Extra", "Packing", "Plan", "Problem", "Worker", "plan"]
+__all__ = [
+    "METHODS",
+    "Batch",
+    "BatchEstimate",
+    "BatchPlan",
+    "Chunks",
+    "Estimate",
+    "Extra",
+    "GroupPlan",
+    "Packing",
+    "Plan",
+    "Problem",
+    "Share",
+    "Worker",
+    "plan",
+]

@@ -1,0 +1,157 @@
+"""Batches and groups of products: the cuts, the estimates and the choice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import dask
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_distmm import PlanError
+from dask_distmm.config import read_options
+from dask_distmm.keys import group_name, parse_group_key
+from dask_distmm.plan.batches import Batch, BatchEstimate, Pool, choose, efficiency, item_plan, recut, resize
+from dask_distmm.plan.shares import candidates, share_out
+from dask_distmm.priorities import new_priorities
+
+MACHINE = read_options().machine("numpy")
+
+axis = st.lists(st.integers(1, 20), min_size=1, max_size=6).map(tuple)
+
+
+@given(axis, st.integers(1, 50))
+def test_an_axis_is_cut_at_its_edges_where_that_fits(sizes, length):
+    found = resize(sizes, length)
+    assert sum(found) == sum(sizes)
+    assert max(found) <= length
+    assert min(found) > 0
+    edges = set(np.cumsum(found).tolist())
+    for stop, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True):
+        if size > length:
+            assert {stop, stop - size} <= edges | {0}
+    # Neighbours that fit together are one, unless one is a piece of what was too long.
+    if max(sizes) <= length:
+        assert all(one + two > length for one, two in itertools.pairwise(found))
+
+
+@given(st.lists(axis, min_size=1, max_size=3).map(tuple), st.integers(1, 500))
+def test_blocks_have_as_many_items_as_wanted(chunks, items):
+    found = recut(chunks, items)
+    assert [sum(sizes) for sizes in found] == [sum(sizes) for sizes in chunks]
+    assert math.prod(max(sizes) for sizes in found) <= max(items, 1)
+    before, after = (math.prod(len(sizes) for sizes in cut) for cut in (chunks, found))
+    if math.prod(max(sizes) for sizes in chunks) <= items:
+        assert after <= before
+
+
+def batch_of(count, size, chunk, dtype="float64"):
+    sizes = (chunk,) * (count // chunk) + ((count % chunk,) if count % chunk else ())
+    return Batch(
+        (count,), (count,), (count,), (sizes,), size, size, size, dtype, dtype, dtype, chunk_count=2 * len(sizes)
+    )
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 600), st.integers(1, 40))
+def test_tasks_are_neither_too_large_nor_too_few(count, chunk, size, slots):
+    batch = batch_of(count, size, min(chunk, count))
+    limit = 2**26
+    chunks, estimate = item_plan(batch, Pool(slots, slots), MACHINE, limit, 5e-4)
+    tasks = math.prod(map(len, chunks))
+    assert sum(chunks[0]) == count
+    assert estimate.task_bytes <= max(limit, batch.held_bytes)
+    assert tasks >= min(slots, count) * 0.5
+    assert estimate.seconds == pytest.approx(
+        estimate.compute_seconds + estimate.transfer_seconds + estimate.overhead_seconds
+    )
+    assert estimate.compute_seconds >= count * batch.flops / slots / MACHINE.rate("float64")
+
+
+def test_chunks_that_do_are_kept():
+    batch = batch_of(256, 128, 16)
+    assert item_plan(batch, Pool(4, 4), MACHINE, 2**26, 5e-4)[0] == batch.chunks
+    # One a task for thousands of tiny items would be all overhead; one task would leave three slots idle.
+    assert len(item_plan(batch_of(2000, 64, 1), Pool(2, 2), MACHINE, 2**26, 5e-4)[0][0]) < 100
+    assert len(item_plan(batch_of(256, 128, 256), Pool(4, 4), MACHINE, 2**26, 5e-4)[0][0]) >= 4
+
+
+def test_memory_bounds_a_task():
+    pool = Pool(2, 2, memory=2**20)
+    chunks, estimate = item_plan(batch_of(1000, 64, 1000), pool, MACHINE, 2**26, 5e-4)
+    assert estimate.task_bytes <= 2**20
+    assert len(chunks[0]) >= 1000 * 3 * 64 * 64 * 8 / 2**20
+
+
+def test_small_products_do_not_reach_the_full_rate():
+    shares = [efficiency(size, size, size) for size in (16, 64, 256, 4096)]
+    assert shares == sorted(shares)
+    assert 0.2 < shares[0] < 0.5
+    assert 0.98 < shares[-1] < 1
+
+
+def estimate(way, seconds):
+    return BatchEstimate(way, seconds, seconds, 0.0, 0.0, 1)
+
+
+def test_the_choice():
+    quick, slow = estimate("items", 1.0), estimate("collective", 2.0)
+    assert choose("auto", quick, slow)[0] == "items"
+    assert choose("auto", estimate("items", 3.0), slow)[0] == "collective"
+    assert choose("auto", quick, None)[0] == "items"
+    assert choose("auto", None, slow)[0] == "collective"
+    assert choose("collective", quick, slow) == ("collective", "batch='collective' was asked for")
+    assert choose("auto", quick, slow, ["method='summa'"])[0] == "collective"
+    with pytest.raises(PlanError, match="batch='items' and method='summa'"):
+        choose("items", quick, slow, ["method='summa'"])
+
+
+@given(
+    st.lists(st.floats(1e-4, 10), min_size=1, max_size=20),
+    st.integers(1, 8),
+    st.data(),
+)
+def test_groups_are_shared_out(seconds, slots, data):
+    rows = [data.draw(axis) for _ in seconds]
+    rows = [tuple(size * 100 for size in sizes) for sizes in rows]
+    long = candidates(seconds, slots)
+    assert len(long) < max(2, slots)
+    collective = [each / slots + 0.02 if i in long else None for i, each in enumerate(seconds)]
+    shares, total = share_out(seconds, rows, collective, slots, 5e-4, [None] * len(seconds), [0.0] * len(seconds))
+    tasks = [i for i, share in enumerate(shares) if not share.collective]
+    assert {i for i, share in enumerate(shares) if share.collective} <= set(long)
+    assert all(sum(shares[i].rows) == sum(rows[i]) for i in tasks)
+    assert sorted(shares[i].rank for i in tasks) == list(range(len(tasks)))
+    in_order = sorted(tasks, key=lambda i: shares[i].rank)
+    assert [shares[i].seconds for i in in_order] == sorted((shares[i].seconds for i in tasks), reverse=True)
+    assert total >= sum(seconds) / slots * 0.999
+    # Graham's bound for the tasks, whatever is collective.
+    work = sum(seconds[i] + len(shares[i].rows) * 5e-4 for i in tasks)
+    runs = sum(collective[i] for i, share in enumerate(shares) if share.collective)
+    longest = max((shares[i].seconds for i in tasks), default=0.0)
+    assert total <= runs + work / slots + longest + 5e-4 + 1e-9
+
+
+def test_long_products_are_runs_or_slabs():
+    rows = [(1000, 1000)] + [(100,)] * 9
+    shares, _ = share_out([10.0] + [0.1] * 9, rows, [4.0] + [None] * 9, 4, 5e-4, [None] * 10, [0.1] * 10)
+    assert len(shares[0].rows) > 4
+    shares, _ = share_out([10.0] + [0.1] * 9, rows, [2.0] + [None] * 9, 4, 5e-4, [None] * 10, [0.1] * 10)
+    assert shares[0].collective
+    shares, _ = share_out([10.0] + [0.1] * 9, rows, [2.0] + [None] * 9, 4, 5e-4, [False] * 10, [0.1] * 10)
+    assert not any(share.collective for share in shares)
+
+
+def test_priorities_are_dealt_out_by_rank():
+    #  x -> p, y -> q, and s for both; r is no product.
+    needs = {"x": [], "y": [], "s": [], "r": [], "p": ["x", "s"], "q": ["y", "s"]}
+    before = {key: (0, 1, at) for at, key in enumerate(["s", "x", "r", "p", "y", "q"])}
+    after = new_priorities({"p": 1, "q": 0}, needs, before)
+    assert sorted(after, key=lambda key: after[key]) == ["s", "y", "q", "x", "p"]
+    assert set(after.values()) == {before[key] for key in after}
+    name = group_name("0a1b", 12, 0.02)
+    assert parse_group_key((name, 0, 0)) == 12
+    assert parse_group_key(("matmul-0a1b", 0, 0)) is None
+    assert dask.utils.key_split(name) == dask.utils.key_split(group_name("ffff", 7, 0.03)) != "distmm-group"
