@@ -9,7 +9,9 @@ import numpy as np
 from dask_distmm import matmul
 from dask_distmm.dtypes import compute_dtype
 from dask_distmm.epilog import Epilog, Finish
-from dask_distmm.testing import random_chunks
+from dask_distmm.layout import ChunkGrid
+from dask_distmm.plan import Extra, Worker, plan
+from dask_distmm.testing import make_problem, random_chunks, run_jobs
 
 ALL = [epilog.value for epilog in Epilog]
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -131,3 +133,56 @@ class Case:
         inputs = {name: da.from_array(x, chunks=max(1, x.shape[0] // 3)) for name, x in self.inputs.items()}
         d = matmul(a, b, *([c] if with_c else []), epilog_inputs=inputs or None, method=method, **self.options, **more)
         return d if isinstance(d, tuple) else (d, {})
+
+
+def run_case(engine, case, method, nranks, sources, with_c, amax=True):
+    """Run a multiply with an epilog on the jobs of an engine, without a cluster; return D and the auxiliary outputs."""
+    rng = np.random.default_rng()
+    (m, k), n = case.a.shape, case.b.shape[1]
+    extras = {"c": case.c} if with_c else {}
+    extras |= {name: x.reshape(1, -1) if x.ndim == 1 else x for name, x in case.inputs.items()}
+    arrays = {"a": case.a, "b": case.b, **extras}
+    rows, inner, cols = (random_chunks(rng, size, 4) for size in (m, k, n))
+    sizes = {"a": (rows, inner), "b": (random_chunks(rng, k, 3), cols)}
+    sizes |= {name: tuple(random_chunks(rng, size, 3) for size in x.shape) for name, x in extras.items()}
+    options = case.options
+    spec = Finish(
+        (complex(options["alpha"]).real, complex(options["alpha"]).imag),
+        (complex(options.get("beta", 0)).real, complex(options.get("beta", 0)).imag),
+        options["epilog"] or "",
+        options["bias_axis"],
+        amax=amax,
+    )
+    problem = make_problem(
+        sizes["a"],
+        sizes["b"],
+        case.a.dtype.name,
+        method=method,
+        finish=spec,
+        extras=tuple(Extra(name, sizes[name], x.dtype.name) for name, x in extras.items()),
+    )
+    where, chunks = {}, {}
+    for name, x in arrays.items():
+        grid = ChunkGrid(sizes[name])
+        where[name] = rng.integers(0, nranks + sources, grid.nparts).astype(np.int32)
+        for index in range(grid.nparts):
+            chunks[name, index] = np.ascontiguousarray(x[grid.slices(*grid.coords(index))])
+    roster = [Worker(f"w{i}") for i in range(nranks)]
+    others = [Worker(f"s{i}") for i in range(sources)]
+    more = [where[name] for name in extras]
+    made = plan(problem, roster, where["a"], where["b"], others, engine.name, where_extras=more)
+    result = run_jobs(engine, type(made).from_wire(made.to_wire()), chunks)
+    nrows, ncols = problem.chunk_counts("d")
+    numbers = [[i * ncols + j for j in range(ncols)] for i in range(nrows)]
+    d = np.block([[np.asarray(result[index]) for index in row] for row in numbers])
+    aux = {}
+    for name in spec.per_element:
+        parts = [[np.asarray(result[name, index]) for index in row] for row in numbers]
+        if name == spec.saved:
+            aux[name] = np.block(parts)
+        elif name == spec.sums:
+            aux[name] = np.block(parts).astype(np.float64).sum(axis=1 if spec.bias_axis == 0 else 0).astype(d.dtype)
+        else:
+            amax = max(float(part[0, 0]) for row in parts for part in row)
+            assert abs(amax - float(abs(case.d).max())) <= float(case.error.max()) + 1e-6 * amax
+    return d, aux

@@ -10,15 +10,14 @@ import weakref
 import devices
 import numpy as np
 import pytest
-from epilog_cases import ALL, Case
+from epilog_cases import ALL, Case, run_case
 
 from dask_distmm.distribution import BlockCyclic, Slab, block_grid
 from dask_distmm.epilog import Finish
-from dask_distmm.layout import ChunkGrid
 from dask_distmm.plan import Extra, Worker, plan
 from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.tiles import make_tiles
-from dask_distmm.testing import conformance, make_problem, random_chunks, run_jobs
+from dask_distmm.testing import conformance, make_problem
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 
@@ -98,59 +97,6 @@ def test_distributions_by_hand(make, distributions, method, orders):
     tiles = make_tiles(made)
     for tile, asked in zip((tiles.a, tiles.b, tiles.d), distributions, strict=True):
         assert asked is None or block_grid(tile.layout)[0] == block_grid(asked.layout(tile.layout.shape, count))[0]
-
-
-def run_case(ranks, case, method, nranks, sources, with_c, amax=True):
-    """Run a multiply with an epilog on jobs; return D and the auxiliary outputs."""
-    rng = np.random.default_rng()
-    (m, k), n = case.a.shape, case.b.shape[1]
-    extras = {"c": case.c} if with_c else {}
-    extras |= {name: x.reshape(1, -1) if x.ndim == 1 else x for name, x in case.inputs.items()}
-    arrays = {"a": case.a, "b": case.b, **extras}
-    rows, inner, cols = (random_chunks(rng, size, 4) for size in (m, k, n))
-    sizes = {"a": (rows, inner), "b": (random_chunks(rng, k, 3), cols)}
-    sizes |= {name: tuple(random_chunks(rng, size, 3) for size in x.shape) for name, x in extras.items()}
-    options = case.options
-    spec = Finish(
-        (complex(options["alpha"]).real, complex(options["alpha"]).imag),
-        (complex(options.get("beta", 0)).real, complex(options.get("beta", 0)).imag),
-        options["epilog"] or "",
-        options["bias_axis"],
-        amax=amax,
-    )
-    problem = make_problem(
-        sizes["a"],
-        sizes["b"],
-        case.a.dtype.name,
-        method=method,
-        finish=spec,
-        extras=tuple(Extra(name, sizes[name], x.dtype.name) for name, x in extras.items()),
-    )
-    where, chunks = {}, {}
-    for name, x in arrays.items():
-        grid = ChunkGrid(sizes[name])
-        where[name] = rng.integers(0, nranks + sources, grid.nparts).astype(np.int32)
-        for index in range(grid.nparts):
-            chunks[name, index] = np.ascontiguousarray(x[grid.slices(*grid.coords(index))])
-    roster = [Worker(f"w{i}") for i in range(nranks)]
-    others = [Worker(f"s{i}") for i in range(sources)]
-    more = [where[name] for name in extras]
-    made = plan(problem, roster, where["a"], where["b"], others, "cublasmp", where_extras=more)
-    result = run_jobs(ranks, type(made).from_wire(made.to_wire()), chunks)
-    nrows, ncols = problem.chunk_counts("d")
-    numbers = [[i * ncols + j for j in range(ncols)] for i in range(nrows)]
-    d = np.block([[np.asarray(result[index]) for index in row] for row in numbers])
-    aux = {}
-    for name in spec.per_element:
-        parts = [[np.asarray(result[name, index]) for index in row] for row in numbers]
-        if name == spec.saved:
-            aux[name] = np.block(parts)
-        elif name == spec.sums:
-            aux[name] = np.block(parts).astype(np.float64).sum(axis=1 if spec.bias_axis == 0 else 0).astype(d.dtype)
-        else:
-            amax = max(float(part[0, 0]) for row in parts for part in row)
-            assert abs(amax - float(abs(case.d).max())) <= float(case.error.max()) + 1e-6 * amax
-    return d, aux
 
 
 @pytest.mark.parametrize("epilog", ["", *ALL])
