@@ -35,6 +35,7 @@ class Groups:
 
     def __init__(self) -> None:
         self._groups: collections.OrderedDict[tuple[str, tuple[str, ...]], Group] = collections.OrderedDict()
+        self._kept: dict[int, int] = {}
         self._newest = 0
 
     def __len__(self) -> int:
@@ -54,9 +55,33 @@ class Groups:
         self._groups.move_to_end(key)
         return self._groups[key]
 
-    def surplus(self, most: int) -> list[Group]:
-        """Take out and return those by which there are more than `most`, the least recently used ones."""
-        return [self._groups.popitem(last=False)[1] for _ in range(len(self._groups) - most)]
+    def keeps(self, number: int, size: int) -> None:
+        """Note how many bytes each rank of a group keeps for its next run."""
+        self._kept[number] = size
+
+    def surplus(self, most: int, most_bytes: int | None = None) -> list[Group]:
+        """Take out and return the least recently used ones, until no limit is exceeded.
+
+        Parameters
+        ----------
+        most
+            How many there may be.
+        most_bytes
+            What all groups of one worker may keep together; the latest one stays whatever it keeps.
+        """
+        found = [self._groups.popitem(last=False)[1] for _ in range(len(self._groups) - most)]
+        while most_bytes is not None and len(self._groups) > 1:
+            total: collections.Counter[str] = collections.Counter()
+            for group in self._groups.values():
+                total.update(dict.fromkeys(group.workers, self._kept.get(group.number, 0)))
+            over = {address for address, size in total.items() if size > most_bytes}
+            *others, _ = self._groups.items()
+            oldest = next((key for key, g in others if self._kept.get(g.number) and over.intersection(g.workers)), None)
+            if oldest is None:
+                break
+            found.append(self._groups.pop(oldest))
+        self._kept = {group.number: self._kept.get(group.number, 0) for group in self._groups.values()}
+        return found
 
     def drop(self, number: int) -> Group | None:
         """Take out and return one group, if it is there."""

@@ -143,7 +143,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             await self._start(run, made)
             self._pin(run, made)
             self.restarts.pop(problem.name, None)
-            self._release(self.groups.surplus(problem.options.max_groups), problem.options.grace_timeout)
+            options = problem.options
+            surplus = self.groups.surplus(options.max_groups, options.keep_workspace_bytes)
+            self._release(surplus, options.grace_timeout)
             return {"status": "OK", "run_id": run_id}
         except _Released:
             await self._end(run, "its task was released")
@@ -236,6 +238,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id)
 
         answers = await self._all(run, ask, None)
+        self.groups.keeps(made.group, max(answer["kept"] for answer in answers.values()))
         for address in run.participants:
             self.scheduler.worker_send(address, {"op": "distmm-finish", "run_id": run.run_id, "name": run.name})
         summary = summarize(answers)

@@ -193,7 +193,7 @@ class WorkerSide:
             self.outputs[run_id] = dict(result)
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
         answer = {"seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
-        answer["received"] = job.received_bytes
+        answer |= {"received": job.received_bytes, "kept": job.kept_bytes}
         if log.isEnabledFor(logging.DEBUG):
             address = str(self.worker.address)
             number = {address: rank for rank, address in enumerate(plan.workers)}.get(address, "none")

@@ -29,7 +29,7 @@ class StandInJob(NumpyJob):
     def __init__(self, engine, *args):
         super().__init__(*args)
         self.engine, self.gate = engine, Gate(len(self.plan.ranks))
-        self.held_bytes = 1000 + self.me
+        self.held_bytes, self.kept_bytes = 1000 + self.me, 700
 
     def available(self, kind, boxes):
         return self.gate.entered(int(boxes[0, 0])) if kind == "enter" else super().available(kind, boxes)
@@ -166,6 +166,19 @@ def test_a_group_is_used_again_and_freed_on_demand(client, engine):
 def test_the_least_recently_used_group_leaves(client, engine):
     addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
     with dask.config.set({"distmm.cublasmp.max-groups": 1}):
+        for count in (3, 2):
+            a, b, d = product(method="allgather", workers=addresses[:count])
+            assert_product(a, b, d.compute())
+    deadline = time.monotonic() + 20
+    while len(engine.released) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert engine.released == [1, 1, 1]
+
+
+def test_groups_that_keep_too_much_leave(client, engine):
+    addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    with dask.config.set({"distmm.cublasmp.keep-workspace": 1000}):
         for count in (3, 2):
             a, b, d = product(method="allgather", workers=addresses[:count])
             assert_product(a, b, d.compute())

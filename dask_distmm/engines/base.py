@@ -37,10 +37,13 @@ class Job(Protocol):
         Seconds of each part of the work, by name; filled by `execute`.
     held_bytes
         What it held at most in the memory that it works in; 0 where the engine does not count.
+    kept_bytes
+        What its group keeps of that for the next run.
     """
 
     timings: dict[str, float]
     held_bytes: int
+    kept_bytes: int
 
     @property
     def received_bytes(self) -> int:

@@ -68,7 +68,7 @@ class NumpyJob:
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
         self.compute_type = plan.problem.compute_type
         self.timings: dict[str, float] = {}
-        self.held_bytes = 0
+        self.held_bytes = self.kept_bytes = 0
         self.blocks: list[Block] = []
         self.result: dict[Any, NDArray[Any]] = {}
         self._block_of: dict[int, Block] = {}

@@ -76,6 +76,22 @@ def test_groups_keep_the_latest():
     assert groups.use("cublasmp", ("a", "b")).number > third.number
 
 
+def test_groups_that_keep_too_much_leave():
+    groups = Groups()
+    first, second, third = (groups.use("cublasmp", workers) for workers in (("a", "b"), ("c", "d"), ("b", "a")))
+    for group, size in ((first, 40), (second, 90), (third, 50)):
+        groups.keeps(group.number, size)
+    assert groups.surplus(4, 100) == []
+    assert groups.surplus(4, 89) == [first, second]  # the oldest of those who share a worker with too much
+    assert groups.orders("cublasmp") == [("b", "a")]
+    assert groups.surplus(4, 10) == []  # the latest stays
+    fourth = groups.use("cublasmp", ("a", "b"))
+    assert fourth.number > third.number
+    assert groups.surplus(4, 50) == []  # it keeps nothing yet
+    groups.keeps(fourth.number, 1)
+    assert groups.surplus(4, 50) == [third]
+
+
 def test_a_stuck_process_ends_itself():
     program = (
         "import logging, time; logging.basicConfig(); from dask_distmm.engines.watchdog import Watchdog\n"

@@ -63,7 +63,7 @@ class CublasMpJob:
         self.chunks: dict[ChunkKey, Any] = dict(chunks)
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
         self.timings: dict[str, float] = {}
-        self.held_bytes = 0
+        self.held_bytes = self.kept_bytes = 0
         self._tiles = make_tiles(plan)
         self._native = native_epilog(plan, self._tiles)
         # What the library does not do itself is done to sums that are not rounded yet.
@@ -255,6 +255,7 @@ class CublasMpJob:
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
         if group is not None:
             group.trim(plan.problem.options.keep_workspace_bytes)
+            self.kept_bytes = group.workspace_bytes
         self.progress(1.0)
         if plan.problem.array == "numpy":
             return {
