@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import time
@@ -135,15 +136,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/epilogs-cpu.json"))
     options = parser.parse_args()
-    results = []
-    with started(options.workers) as (_, gpu):
-        for n in options.size:
-            for grid in options.chunks:
-                for dtype in options.dtype:
-                    for epilog in options.epilog:
-                        found = measure(n, grid, dtype, epilog, gpu, options.repeat)
-                        results.append(found)
-                        print(line(found), flush=True)
+    results: list[dict[str, Any]] = []
     document = {
         "schema_version": 1,
         "benchmark": "epilogs",
@@ -152,10 +145,17 @@ def main() -> None:
         "hardware": environment.hardware(),
         "software": environment.software("numpy", "dask", "distributed", "dask_distmm"),
         "workers": options.workers,
-        "gpu": gpu,
         "results": results,
     }
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    cases = itertools.product(options.size, options.chunks, options.dtype, options.epilog)
+    with started(options.workers) as (_, gpu):
+        document["gpu"] = gpu
+        for n, grid, dtype, epilog in cases:
+            found = measure(n, grid, dtype, epilog, gpu, options.repeat)
+            results.append(found)
+            print(line(found), flush=True)
+            # After each case: one that is interrupted has written what it has.
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
