@@ -181,7 +181,7 @@ def matmul(
     spec, extras = formula.parse(
         a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
     )
-    collective = why_not(a, b, types) is None and all(formula.why_not(x) is None for _, x in extras)
+    collective = why_not(a, b, types) is None and formula.unfit(extras) is None
     if spec.plain and types.usual:
         if not collective:
             return operator.dask_matmul(a, b)
@@ -272,10 +272,7 @@ def explain(
     )
     client = current_client()
     imagined = client is None and isinstance(workers, int)
-    reason = why_not(a, b, types, cluster=not imagined)
-    for name, array in extras:
-        if reason is None and (unfit := formula.why_not(array)):
-            reason = f"{name}: {unfit}"
+    reason = why_not(a, b, types, cluster=not imagined) or formula.unfit(extras)
     if reason is not None:
         return NotCollective(reason)
     a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)

@@ -110,10 +110,7 @@ def why_not(product: Product, *, cluster: bool) -> str | None:
     """Return why Dask's own function has to do it, or None."""
     most = max(product.a.ndim, product.b.ndim)
     reason = api.why_not(product.a, product.b, product.types, cluster=cluster, most=most)
-    for name, array in product.extras:
-        if reason is None and (unfit := formula.why_not(array)):
-            reason = f"{name}: {unfit}"
-    return reason
+    return reason or formula.unfit(product.extras)
 
 
 def demands(options: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Problem
 from dask_distmm.quantize import scaled, widened
 
-__all__ = ["apply_op", "operand_sum", "output_meta", "parse", "result", "why_not", "without_a_run"]
+__all__ = ["apply_op", "operand_sum", "output_meta", "parse", "result", "unfit", "why_not", "without_a_run"]
 
 Extras = Sequence[tuple[str, da.Array]]
 
@@ -150,6 +150,11 @@ def why_not(array: da.Array) -> str | None:
     if any(np.isnan(size) for sizes in array.chunks for size in sizes):
         return "its chunk sizes are unknown"
     return None
+
+
+def unfit(extras: Extras) -> str | None:
+    """Return why some input can't take part in a run, with its name, or None if all can."""
+    return next((f"{name}: {reason}" for name, array in extras if (reason := why_not(array))), None)
 
 
 def result(

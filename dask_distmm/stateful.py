@@ -375,9 +375,8 @@ class Matmul:
         spec, extras = formula.parse(
             *(a, b, c, alpha, beta, form["epilog"], inputs, form["bias_axis"], form["amax"], self._types, self._scales)
         )
-        for name, array in extras:
-            if reason := formula.why_not(array):
-                raise PlanError(f"{name}: {reason}")
+        if reason := formula.unfit(extras):
+            raise PlanError(reason)
         return spec, extras
 
     def _prepare(self, client: Client) -> None:

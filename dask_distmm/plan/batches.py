@@ -25,6 +25,7 @@ from dask_distmm.plan.problem import Worker
 from dask_distmm.plan.show import size_text, time_text
 
 __all__ = [
+    "WORTH",
     "Batch",
     "BatchEstimate",
     "BatchPlan",
@@ -44,7 +45,7 @@ _HALF_RATE = 45.0
 # So many tasks for each slot: the last ones to end differ by a fraction of the whole.
 _TASKS_PER_SLOT = 4
 # A task should work so many times as long as it costs to have it.
-_WORTH = 5.0
+WORTH = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ def item_plan(
     each = item_seconds(batch, machine)
     limit = min(task_bytes, pool.memory) if pool.memory else task_bytes
     most = max(1, limit // max(1, batch.held_bytes))
-    least = math.ceil(min(batch.count, _WORTH * overhead / each))
+    least = math.ceil(min(batch.count, WORTH * overhead / each))
     even = -(-batch.count // (pool.slots * _TASKS_PER_SLOT))
     # Where even the tasks of two for each slot are hardly worth having, still every slot gets one.
     target = max(1, min(most, max(even, min(least, -(-batch.count // pool.slots)))))

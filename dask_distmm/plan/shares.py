@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from dask_distmm.plan.batches import Sizes, resize
+from dask_distmm.plan.batches import WORTH, Sizes, resize
 from dask_distmm.plan.show import time_text
 
 __all__ = ["GroupPlan", "Share", "candidates", "share_out"]
@@ -22,8 +22,6 @@ __all__ = ["GroupPlan", "Share", "candidates", "share_out"]
 _LEAST_ROWS = 256
 # No piece takes a slot more than this part of its share of the work, where it can be cut so small.
 _LARGEST_PIECE = 0.5
-# A slab should work so many times as long as it costs to have its task.
-_WORTH = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ def _try(
     for i in alone:
         m = sum(rows[i])
         wanted = math.ceil(seconds[i] / (share * _LARGEST_PIECE)) if share else 1
-        most = min(m // _LEAST_ROWS, int(seconds[i] / (overhead * _WORTH)) if overhead else m)
+        most = min(m // _LEAST_ROWS, int(seconds[i] / (overhead * WORTH)) if overhead else m)
         count = max(1, min(wanted, most, slots * 4))
         cuts[i] = resize(rows[i], -(-m // count)) if count > 1 else (m,)
         waits = spread[i] * min(1.0, slots / len(cuts[i])) if len(cuts[i]) > 1 else 0.0

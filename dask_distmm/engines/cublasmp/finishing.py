@@ -94,7 +94,23 @@ class _ByChunk(_Input):
         return decode(cp, found, self.held, np.dtype(np.float32)) if self.held in FP8 else found
 
 
-class NativeBias:
+class _Gathering:
+    """What gathers some of the formula's inputs on one rank."""
+
+    inputs: Sequence[_Input]
+
+    def outside(self) -> Iterator[tuple[int, str, Moves, Mapping[int, Any]]]:
+        """Return what has to be fetched from workers that are no ranks: number, type, rectangles, where they go."""
+        for number, one in enumerate(self.inputs, start=2):
+            yield number, one.held, one.outside, one.parts
+
+    def gather(self, stream: cp.cuda.Stream, comm: Any) -> None:
+        """Put the exchange of the inputs on the stream."""
+        for one in self.inputs:
+            one.exchange.run(stream, comm)
+
+
+class NativeBias(_Gathering):
     """The bias that the library adds on this rank: a value for each row of the tile that it computes.
 
     Parameters
@@ -118,17 +134,7 @@ class NativeBias:
         part = self._padded[: sizes[number]].reshape((-1, 1) if axis == 0 else (1, -1))
         needed = [[r if cut else 0] for r in range(len(plan.ranks))]
         cuts = (sizes, (1,)) if axis == 0 else ((1,), sizes)
-        self.inputs = [_Input(plan, me, "bias", chunks, cuts, needed, {number: part})]
-
-    def outside(self) -> Iterator[tuple[int, np.dtype, Moves, Mapping[int, Any]]]:
-        """As that of `Finishing`."""
-        for number, one in enumerate(self.inputs, start=2):
-            yield number, one.dtype, one.outside, one.parts
-
-    def gather(self, stream: cp.cuda.Stream, comm: Any) -> None:
-        """Put the exchange of the bias on the stream."""
-        for one in self.inputs:
-            one.exchange.run(stream, comm)
+        self.inputs: list[_Input] = [_Input(plan, me, "bias", chunks, cuts, needed, {number: part})]
 
     def vector(self, stream: cp.cuda.Stream) -> cp.ndarray:
         """Return the bias in the type of D, as it will be on the stream."""
@@ -142,7 +148,7 @@ class NativeBias:
         return [self._padded, *self.inputs[0].exchange.buffers]
 
 
-class Finishing:
+class Finishing(_Gathering):
     """All that one rank does to its chunks of D after the product.
 
     Parameters
@@ -160,7 +166,7 @@ class Finishing:
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
         problem = plan.problem
         self._spec, self._to = problem.finish, problem.dtype
-        self.inputs = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
+        self.inputs: list[_ByChunk] = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
         self._out: dict[Any, Any] = {}
         for index in plan.owned(rank).tolist():
             r0, r1, c0, c1 = plan.chunk_rect(index)
@@ -169,16 +175,6 @@ class Finishing:
             for name in self._spec.per_element:
                 dtype = self._spec.dtype_of(name, problem.result_type)
                 self._out[name, index] = cp.zeros(part_shape(self._spec.keeps(name), shape), dtype)
-
-    def outside(self) -> Iterator[tuple[int, str, Moves, Mapping[int, Any]]]:
-        """Return what has to be fetched from workers that are no ranks: number, type, rectangles, where they go."""
-        for number, one in enumerate(self.inputs, start=2):
-            yield number, one.held, one.outside, one.parts
-
-    def gather(self, stream: cp.cuda.Stream, comm: Any) -> None:
-        """Put the exchange of the inputs on the stream."""
-        for one in self.inputs:
-            one.exchange.run(stream, comm)
 
     def apply(self, sums: Mapping[int, Any], stream: cp.cuda.Stream) -> dict[Any, Any]:
         """Put the formula on the stream; return the outputs."""

@@ -391,19 +391,9 @@ def multiply_alone(
     op_x, op_y = tiles.ops
     x, y, rows, cols = (b, a, n, m) if tiles.flipped else (a, b, m, n)
     alpha, beta = factors(types.a)
-    kind, handle = DATA_TYPES[types.a], _cublas_handle()
+    kind, kind_d, handle = DATA_TYPES[types.a], DATA_TYPES[types.d], _cublas_handle()
     cublas.set_stream(handle, stream.ptr)
     cublas.gemm_ex_64(
         *(handle, OPS[op_x], OPS[op_y], rows, cols, k, alpha.ctypes.data, x.pointer, kind, x.ld),
-        *(
-            y.pointer,
-            kind,
-            y.ld,
-            beta.ctypes.data,
-            d.pointer,
-            DATA_TYPES[types.d],
-            d.ld,
-            types.compute_type,
-            -1,
-        ),
+        *(y.pointer, kind, y.ld, beta.ctypes.data, d.pointer, kind_d, d.ld, types.compute_type, -1),
     )
