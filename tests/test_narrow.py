@@ -252,12 +252,12 @@ def test_delayed_scaling(client):
         history = [*history, aux["result_amax"]][-16:]
         used, scale = scale, da.stack(history).max() / 448
         found = dequantize(d, used, "float64").compute()
-        exact = x @ weights
-        error = abs(found - exact)
-        # A 16th for each of A and B along the sum, and for D; E4M3 has 448 * 2**9 as its range.
-        bound = 0.14 * (abs(x) @ abs(weights)) + 0.07 * abs(exact) + 0.01
-        assert (error <= bound).all()
-        assert float(aux["result_amax"]) == pytest.approx(abs(exact).max(), rel=0.15)
+        exact, reach = x @ weights, 448 * float(used)
+        # A 16th for each of A and B along the sum, and for D; E4M3 has 448 * 2**9 as its range. What a step grows
+        # beyond the largest values before it is cut off, which makes no error larger.
+        rounding = 0.14 * (abs(x) @ abs(weights)) + 0.01
+        assert (abs(found - exact.clip(-reach, reach)) <= rounding + 0.07 * abs(exact)).all()
+        assert abs(float(aux["result_amax"]) - abs(exact).max()) <= rounding.max()
         if step:
             # Not saturated by more than a step can grow, nor far below the range.
             assert 100 < abs(to_float64(d.compute())).max() <= 448
