@@ -19,11 +19,13 @@ __all__ = ["as_plain", "rebuild"]
 
 def as_plain(error: DistMMError) -> dict[str, Any]:
     """Return an error as a dict of plain types."""
-    answer: dict[str, Any] = {"status": "failed", "kind": type(error).__name__, "message": str(error)}
+    message = error.args[0] if isinstance(error, RunFailedError) else str(error)
+    answer: dict[str, Any] = {"status": "failed", "kind": type(error).__name__, "message": message}
     if isinstance(error, ProjectedMemoryError):
         answer |= {"projected": error.projected, "limit": error.limit}
     if isinstance(error, RunFailedError):
         answer |= {"run_id": error.run_id, "phase": error.phase, "ranks": error.ranks}
+        answer["history"] = error.history
     return answer
 
 
@@ -33,6 +35,6 @@ def rebuild(answer: Mapping[str, Any]) -> DistMMError:
     if kind == "ProjectedMemoryError":
         return ProjectedMemoryError(message, answer["projected"], answer["limit"])
     if kind == "RunFailedError":
-        return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"])
+        return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"], answer["history"])
     kinds = {"PlanError": PlanError, "EngineError": EngineError, "MissingEngineError": MissingEngineError}
     return kinds.get(kind, DistMMError)(message)

@@ -68,6 +68,7 @@ class Options:
     limit_fraction: float
     vote_timeout: float
     transfer_timeout: float
+    silence_timeout: float
     grace_timeout: float
     panel_bytes: int
     prefetch_panels: int
@@ -116,6 +117,7 @@ def read_options() -> Options:
         limit_fraction=number("memory.limit-fraction", 1e-9, 1.0),
         vote_timeout=float(parsed("timeouts.vote", parse_timedelta)),
         transfer_timeout=float(parsed("timeouts.transfer", parse_timedelta)),
+        silence_timeout=float(parsed("timeouts.silence", parse_timedelta)),
         grace_timeout=float(parsed("timeouts.grace", parse_timedelta)),
         panel_bytes=int(parsed("numpy.panel-bytes", parse_bytes)),
         prefetch_panels=int(number("numpy.prefetch-panels", 1)),

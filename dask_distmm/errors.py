@@ -19,6 +19,9 @@ __all__ = [
     "RunFailedError",
 ]
 
+# So many workers' histories go into an error's text.
+_TOLD = 8
+
 
 class DistMMError(Exception):
     """Root of all errors of this package."""
@@ -80,6 +83,8 @@ class RunFailedError(DistMMError, RuntimeError):
         Phase in which it failed: ``"voting"`` or ``"running"``.
     ranks
         For each rank or worker that failed, ``address -> reason``.
+    history
+        What each worker that took part did and when, ``address -> events``, as far as it could still be asked.
     """
 
     def __init__(
@@ -88,11 +93,18 @@ class RunFailedError(DistMMError, RuntimeError):
         run_id: int | None = None,
         phase: str | None = None,
         ranks: Mapping[str, str] | None = None,
+        history: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.run_id = run_id
         self.phase = phase
         self.ranks = dict(ranks or {})
+        self.history = dict(history or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.run_id, self.phase, self.ranks)
+        return type(self), (self.args[0], self.run_id, self.phase, self.ranks, self.history)
+
+    def __str__(self) -> str:
+        told = [f"\n  {address}: {events}" for address, events in self.history.items()]
+        more = [f"\n  and {len(told) - _TOLD} more, see the attribute history"] if len(told) > _TOLD else []
+        return str(self.args[0]) + "".join(["\nWhat took part:" if told else "", *told[:_TOLD], *more])

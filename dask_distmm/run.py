@@ -14,6 +14,7 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -59,6 +60,9 @@ class Run:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     failed_in: Phase | None = None
     released: bool = False
+    # The share of its work that each participant has said is done, and when the last of them had got any further.
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    moved: float = math.inf
 
     @property
     def live(self) -> bool:
@@ -74,11 +78,12 @@ class Run:
         """Go from ``staged`` to ``voting``."""
         self._advance("staged", "voting")
 
-    def begin_running(self) -> None:
-        """Go from ``voting`` to ``running``; all must have voted."""
+    def begin_running(self, now: float) -> None:
+        """Go from ``voting`` to ``running`` at the time `now` (seconds); all must have voted."""
         if self.phase == "voting" and self.waiting_for:
             raise ProtocolError(f"{self} can't start: no vote from {sorted(self.waiting_for)}")
         self._advance("voting", "running")
+        self.moved = now
 
     def answer(self, address: str, run_id: int) -> None:
         """Note that a participant has voted, or has finished; the last to finish makes the run ``done``.
@@ -99,6 +104,38 @@ class Run:
         self.answered.add(address)
         if self.phase == "running" and not self.waiting_for:
             self.phase = "done"
+
+    def report(self, address: str, share: float, now: float) -> None:
+        """Note which share of its work a participant has done; what is not further than before is no progress."""
+        if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):
+            self.shares[address] = share
+            self.moved = now
+
+    @property
+    def share(self) -> float:
+        """The share of all the work that is done, as far as is known."""
+        if self.phase != "running":
+            return 1.0 if self.phase == "done" else 0.0
+        return sum(1.0 if a in self.answered else self.shares.get(a, 0.0) for a in self.participants) / len(
+            self.participants
+        )
+
+    def silent(self, seen: Mapping[str, float], now: float, limit: float) -> list[str]:
+        """Return the participants that hold up a run which makes no progress.
+
+        Parameters
+        ----------
+        seen
+            When each worker last gave a sign of life (seconds).
+        now
+            The time.
+        limit
+            How long there may be neither progress of the run nor a sign of life. Participants that have answered
+            count too: others may need what they hold.
+        """
+        if self.phase != "running" or now - self.moved < limit:
+            return []
+        return sorted(address for address in self.participants if now - seen.get(address, now) >= limit)
 
     def fail(self, failures: dict[str, str], *, released: bool = False) -> None:
         """End a live run with reasons by address, or because nobody wants it any more. What is over stays so."""

@@ -18,22 +18,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from distributed import Scheduler, SchedulerPlugin
+from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.answers import as_plain
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
-from dask_distmm.errors import DistMMError, EngineError, RunFailedError
+from dask_distmm.errors import DistMMError, RunFailedError
 from dask_distmm.groups import Group, Groups
+from dask_distmm.history import History
 from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
 from dask_distmm.roster import Roster, Staging
+from dask_distmm.rounds import ask_all, check, failed
 from dask_distmm.run import Lost as _Lost
 from dask_distmm.run import Released as _Released
 from dask_distmm.run import Run, summarize
@@ -63,6 +66,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.live: dict[int, Run] = {}
         self.done: dict[str, tuple[Run, Plan]] = {}
         self.restarts: dict[str, int] = {}
+        self.history = History()
 
     async def start(self, scheduler: Scheduler) -> None:
         """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
@@ -83,6 +87,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             distmm_lost=self.lost,
             distmm_free=self.free,
         )
+        scheduler.stream_handlers["distmm-progress"] = self.progressed
+        # So that `Client.dump_cluster_state()` finds it.
+        scheduler.extensions[NAME] = self
         await scheduler.register_worker_plugin(None, dumps(DistMMWorkerPlugin()), name=NAME, idempotent=True)
 
     # Handlers
@@ -126,6 +133,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if run is not None and run.run_id == run_id:
             self.pinned.restart(name, f"distmm-lost-{run_id}")
 
+    def progressed(self, worker: str = "", run_id: Any = None, share: Any = None, **_: Any) -> None:
+        """Note how far a participant is. On Dask's own stream, which an exception would close: it raises nothing."""
+        run = self.live.get(run_id) if isinstance(run_id, int) else None
+        if run is None or not isinstance(share, float) or not 0 <= share <= 1:
+            return
+        before = run.share
+        run.report(worker, share, time())
+        if int(100 * run.share) > int(100 * before):
+            self._event("progress", run, share=run.share)
+
     # One run
 
     async def _run(self, problem: Problem, staging: Staging, worker: str) -> dict[str, Any]:
@@ -157,13 +174,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + 1
             if again > retries:
                 del self.restarts[problem.name]
-                return as_plain(self._failed(run, f"it was started again {retries} times; last: {reason}"))
+                return as_plain(failed(run, f"it was started again {retries} times; last: {reason}"))
             self._event("restart", run, reason=str(reason))
             self.pinned.restart(problem.name, f"distmm-restart-{run_id}")
             return {"status": "restart"}
         except BaseException as error:
             running = run.phase == "running"
-            await self._end(run, str(error))
+            told = await self._end(run, str(error))
+            if isinstance(error, RunFailedError):
+                error.history.update(told)
+            self._event("failed", run, reason=str(error))
             if running and made is not None and (group := self.groups.drop(made.group)):
                 # What it was in the middle of is not known.
                 self._release([group], problem.options.grace_timeout)
@@ -217,7 +237,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
         async with self._changed:
             await self._changed.wait_for(free)
-        self._check(run)
+        check(run)
 
     async def _vote(self, run: Run, made: Plan) -> None:
         run.begin_vote()
@@ -227,71 +247,24 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         async def ask(address: str) -> Any:
             return await self.scheduler.rpc(address).distmm_prepare(run_id=run.run_id, me=number[address], plan=wire)
 
-        await self._all(run, ask, made.problem.options.vote_timeout)
+        await ask_all(self.scheduler, run, ask, self._ended(run), timeout=made.problem.options.vote_timeout)
 
     async def _start(self, run: Run, made: Plan) -> None:
-        run.begin_running()
+        run.begin_running(time())
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         self._event("start", run, method=made.method, grid=made.grid, engine=made.engine, flops=made.flops)
 
         async def ask(address: str) -> Any:
             return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id)
 
-        answers = await self._all(run, ask, None)
+        silence = made.problem.options.silence_timeout
+        answers = await ask_all(self.scheduler, run, ask, self._ended(run), silence=silence)
         self.groups.keeps(made.group, max(answer["kept"] for answer in answers.values()))
         for address in run.participants:
             self.scheduler.worker_send(address, {"op": "distmm-finish", "run_id": run.run_id, "name": run.name})
         summary = summarize(answers)
         log.info("run %d of %s done in %s", run.run_id, run.name, summary)
         self._event("done", run, **dataclasses.asdict(summary), projected_bytes=made.projected_bytes)
-
-    async def _all(self, run: Run, ask: Callable[[str], Awaitable[Any]], timeout: float | None) -> dict[str, Any]:
-        """Ask all participants at once; the first failure, or the end of the run, ends the waiting."""
-        tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
-        changed = asyncio.ensure_future(self._ended(run))
-        answers: dict[str, Any] = {}
-        loop = asyncio.get_running_loop()
-        deadline = None if timeout is None else loop.time() + timeout
-        try:
-            pending: set[asyncio.Future[Any]] = {*tasks, changed}
-            while len(answers) < len(tasks):
-                left = None if deadline is None else max(0.0, deadline - loop.time())
-                finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                self._check(run)
-                if not finished:
-                    late = sorted(run.waiting_for)
-                    reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
-                    raise self._failed(run, reason, dict.fromkeys(late, reason))
-                for task in finished & tasks.keys():
-                    address = tasks[task]
-                    answers[address] = self._judge(run, address, task)
-                    run.answer(address, run.run_id)
-            return answers
-        finally:
-            for task in (*tasks, changed):
-                task.cancel()
-            await asyncio.gather(*tasks, changed, return_exceptions=True)
-
-    def _judge(self, run: Run, address: str, task: asyncio.Future[Any]) -> Any:
-        """Return a participant's good answer; raise what a bad one means."""
-        error = task.exception()
-        if isinstance(error, OSError):  # CommClosedError among them: the worker is going
-            raise _Lost(f"{address}: {error}") from error
-        if error is not None:
-            raise self._failed(run, f"{type(error).__name__}: {error}", {address: str(error)}) from error
-        answer = task.result()
-        status = answer.get("status") if isinstance(answer, Mapping) else None
-        if status == "OK":
-            return answer
-        if status == "missing":
-            raise _Lost(f"{address} no longer has {answer['count']} chunks that were staged there")
-        if status == "lost":
-            raise _Lost(f"{address}: {answer['message']}")
-        if answer is None:
-            raise EngineError(f"worker {address} does not know dask_distmm: install it there")
-        reason = answer.get("message", str(answer)) if isinstance(answer, Mapping) else str(answer)
-        detail = answer.get("traceback", "") if isinstance(answer, Mapping) else ""
-        raise self._failed(run, reason + (f"\n{detail}" if detail else ""), {address: reason})
 
     def _release(self, groups: Sequence[Group], grace: float) -> list[asyncio.Future[None]]:
         """Have groups freed, each in its turn as if it were a run of its ranks; it goes on in the background."""
@@ -306,8 +279,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                     self.scheduler.rpc(a).distmm_release(group=group.number, engine=group.engine, grace=grace)
                     for a in group.workers
                 ]
-                await asyncio.gather(*asked)
-            except (_Lost, _Released, OSError):
+                # A watchdog bites after `grace` where a rank is stuck; one that stands still is not waited for.
+                await asyncio.wait_for(asyncio.gather(*asked), grace + _ABORT_TIMEOUT)
+            except (_Lost, _Released, OSError, TimeoutError):
                 pass  # a rank has left: `remove_worker` has told the others, or they end themselves
             finally:
                 self.live.pop(run_id, None)
@@ -325,30 +299,24 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         async with self._changed:
             await self._changed.wait_for(lambda: not run.live)
 
-    def _check(self, run: Run) -> None:
-        """Raise if the run was ended from outside."""
-        if run.phase == "failed":
-            if run.released:
-                raise _Released
-            raise _Lost("; ".join(f"{address}: {reason}" for address, reason in run.failures.items()))
-
-    async def _end(self, run: Run, reason: str) -> None:
-        """Make all participants drop a run that did not succeed."""
+    async def _end(self, run: Run, reason: str) -> dict[str, str]:
+        """Make all participants drop a run that did not succeed; return what they say they did."""
         run.fail({run.worker: reason})
         present = [address for address in run.participants if address in self.scheduler.workers]
-        calls = [self.scheduler.rpc(address).distmm_abort(run_id=run.run_id, reason=reason) for address in present]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), _ABORT_TIMEOUT)
+        told = dict.fromkeys(present, "it does not answer")
+
+        async def abort(address: str) -> None:
+            with contextlib.suppress(OSError, TimeoutError):
+                call = self.scheduler.rpc(address).distmm_abort(run_id=run.run_id, reason=reason)
+                answer = await asyncio.wait_for(call, _ABORT_TIMEOUT)
+                told[address] = str(answer["history"])
+
+        await asyncio.gather(*map(abort, present))
+        # Those that do not answer now hear of it on Dask's own stream, when they listen again.
+        self._tell(present, {"op": "distmm-forget", "run_id": run.run_id, "name": None})
         async with self._changed:
             self._changed.notify_all()
-
-    def _failed(self, run: Run, reason: str, ranks: Mapping[str, str] | None = None) -> RunFailedError:
-        who = f" on {', '.join(sorted(ranks))}" if ranks else ""
-        phase = run.failed_in or run.phase
-        self._event("failed", run, reason=reason)
-        return RunFailedError(
-            f"run {run.run_id} of {run.name} failed while {phase}{who}: {reason}", run.run_id, phase, ranks
-        )
+        return told
 
     def _pin(self, run: Run, made: Plan) -> None:
         """Let collect tasks fetch their chunks where they are."""
@@ -441,7 +409,13 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
         self.scheduler._ongoing_background_tasks.call_soon(notify)
 
+    def _to_dict(self, *, exclude: Any = ()) -> dict[str, Any]:
+        """Return what is known of runs; Dask calls this for ``Client.dump_cluster_state()``."""
+        live = {run.run_id: f"{run}, {run.share:.0%} done, on {sorted(run.participants)}" for run in self.live.values()}
+        return {"live": live, "history": self.history._to_dict()}
+
     def _event(self, action: str, run: Run, **details: Any) -> None:
+        self.history.note(run.run_id, " ".join([action, *(f"{name}={value}" for name, value in details.items())]))
         if reason := details.get("reason"):
             log.info("run %d of %s: %s, %s", run.run_id, run.name, action, reason)
         self.scheduler.log_event(NAME, {"action": action, "run": run.run_id, "name": run.name, **details})

@@ -15,15 +15,18 @@ Handlers run on the worker's event loop and never block it: what takes time goes
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import functools
 import logging
 import platform
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from dask.utils import parse_timedelta
 from distributed import Worker, WorkerPlugin
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps
@@ -33,9 +36,11 @@ from numpy.typing import NDArray
 from dask_distmm._version import __version__
 from dask_distmm.chunks import Staged, check_chunks, let_e5m2_travel, order_of, stage
 from dask_distmm.comms.dask import DaskComm
+from dask_distmm.config import parsed
 from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
+from dask_distmm.history import History
 from dask_distmm.keys import parse_stage_key
 from dask_distmm.plan import Plan
 from dask_distmm.run import summarize
@@ -43,6 +48,9 @@ from dask_distmm.run import summarize
 __all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
 
 NAME = "distmm"
+
+# How often a worker says how far it is (seconds).
+_TELL = 0.5
 
 
 class WorkerSide:
@@ -61,10 +69,13 @@ class WorkerSide:
         self.outputs: dict[int, dict[Any, Any]] = {}
         self.newest_run = 0
         self.progress: dict[int, float] = {}
+        self.history = History()
+        # Numbers of runs that are over. What comes late for them, because this process stood still, is refused.
+        self._over: collections.deque[int] = collections.deque(maxlen=1000)
         self.scheduler_ready = False
         # One thread, so that two collectives can never cross.
         self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine")
-        self.handlers = {
+        self.handlers: dict[str, Callable[..., Any]] = {
             "distmm_describe": self.describe,
             "distmm_prepare": self.prepare,
             "distmm_start": self.start,
@@ -77,6 +88,8 @@ class WorkerSide:
             "distmm-forget": self.forget,
             "distmm-abandon": self.abandon,
         }
+        if dump := worker.handlers.get("dump_state"):
+            self.handlers["dump_state"] = functools.partial(self._dump_state, dump)
         let_e5m2_travel()
         worker.handlers.update(self.handlers)
         worker.stream_handlers.update(self.stream_handlers)
@@ -107,18 +120,17 @@ class WorkerSide:
 
     def fetch_output(self, address: str, run_id: int, output: str, index: int) -> Any:
         """Get a chunk of a result from the worker that has it, from a task's thread."""
+        # Of this process: whoever collects need not have taken part in the run, whose options came with its plan.
+        limit = parsed("timeouts.transfer", parse_timedelta)
 
         async def call() -> Any:
-            return await self.worker.rpc(address).distmm_fetch(
-                run_id=run_id,
-                kind=f"output-{output}",
-                boxes=np.array([[0, index, 0, 0, 0, 0]], np.int64).tobytes(),
-                flat=False,
-            )
+            box = np.array([[0, index, 0, 0, 0, 0]], np.int64).tobytes()
+            asked = self.worker.rpc(address).distmm_fetch(run_id=run_id, kind=f"output-{output}", boxes=box, flat=False)
+            return await asyncio.wait_for(asked, limit)
 
         try:
             answer = sync(self.worker.loop, call)
-        except OSError:
+        except (OSError, TimeoutError):
             return None
         return answer["data"][0] if answer["status"] == "OK" else None
 
@@ -130,16 +142,21 @@ class WorkerSide:
 
     async def prepare(self, run_id: int, me: int, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Check that all is here and allocate; the answer is this worker's vote."""
-        if not isinstance(run_id, int) or run_id <= self.newest_run:
-            return _refusal(f"run {run_id!r} is stale: this worker has seen run {self.newest_run}")
+        if not isinstance(run_id, int) or run_id <= self.newest_run or run_id in self._over:
+            return _refusal(f"run {run_id!r} is stale: this worker has seen run {self.newest_run}, or its end")
+        self.history.note(run_id, "asked for a vote")
         try:
             # On the engine's thread: after whatever may still be ending there.
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.engine_thread, self._prepare, run_id, me, plan)
+            answer = await loop.run_in_executor(self.engine_thread, self._prepare, run_id, me, plan)
         except ProtocolError as error:
-            return _refusal(str(error))
+            answer = _refusal(str(error))
         except BaseException as error:
-            return _failure(error)
+            answer = _failure(error)
+        if run_id in self._over:  # ended meanwhile
+            self._drop(run_id, "it was ended before it began")
+        self.history.note(run_id, f"voted {answer['status']}")
+        return answer
 
     def _prepare(self, run_id: int, me: int, wire: Mapping[str, Any]) -> dict[str, Any]:
         plan = Plan.from_wire(wire)
@@ -182,13 +199,18 @@ class WorkerSide:
             return _refusal(f"run {run_id!r} was not prepared here, or is over")
         plan, job = self.runs[run_id]
         loop = asyncio.get_running_loop()
+        self.history.note(run_id, "began")
+        telling = asyncio.ensure_future(self._tell_progress(run_id))
         try:
             started = loop.time()
             result = await loop.run_in_executor(self.engine_thread, job.execute)
         except BaseException as error:
+            self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
             return _failure(error)
         finally:
+            telling.cancel()
             self.progress.pop(run_id, None)
+        self.history.note(run_id, "was done")
         if run_id in self.runs:  # not aborted meanwhile
             self.outputs[run_id] = dict(result)
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
@@ -200,6 +222,13 @@ class WorkerSide:
             what = summarize({address: answer})
             log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, address, what)
         return {"status": "OK", **answer}
+
+    async def _tell_progress(self, run_id: int) -> None:
+        """Tell the scheduler from time to time how far this worker is."""
+        while True:
+            await asyncio.sleep(_TELL)
+            share = self.progress.get(run_id, 0.0)
+            self.worker.batched_send({"op": "distmm-progress", "run_id": run_id, "share": float(share)})
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:
         """Free what the ranks of a group keep between runs; all of them are asked at the same time."""
@@ -217,11 +246,14 @@ class WorkerSide:
             self.engine_thread.submit(get_engine(engine).abandon, group)
 
     async def abort(self, run_id: int, reason: str) -> dict[str, Any]:
-        """End a run here."""
+        """End a run here; the answer is what this worker did in it."""
+        if run_id in self.progress:
+            self.history.note(run_id, f"was told to end, {self.progress[run_id]:.0%} done")
         self._drop(run_id, reason)
-        return {"status": "OK"}
+        return {"status": "OK", "history": self.history.brief(run_id)}
 
     def _drop(self, run_id: int, reason: str) -> None:
+        self._over.append(run_id)
         if run_id in self.runs:
             _, job = self.runs.pop(run_id)
             job.abort(EngineError(f"run {run_id} was ended: {reason}"))
@@ -229,6 +261,7 @@ class WorkerSide:
 
     def finish(self, run_id: int, name: str) -> None:
         """All ranks are done: what only the run needed goes, results stay."""
+        self._over.append(run_id)
         self.runs.pop(run_id, None)
         self.staged.pop(name, None)
 
@@ -262,6 +295,10 @@ class WorkerSide:
             return _refusal(repr(error))
         except Exception as error:
             return _failure(error)
+
+    def _dump_state(self, dump: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
+        """Return what Dask itself says of this worker, for ``Client.dump_cluster_state()``, with our history."""
+        return {**dump(**kwargs), NAME: self.history._to_dict()}
 
     def close(self) -> None:
         """End all runs and the engine thread."""

@@ -22,7 +22,7 @@ def test_the_straight_way():
     for worker in WORKERS:
         assert worker in run.waiting_for
         run.answer(worker, 3)
-    run.begin_running()
+    run.begin_running(0.0)
     for worker in WORKERS:
         assert run.live
         run.answer(worker, 3)
@@ -37,7 +37,7 @@ def test_the_straight_way():
         lambda run: run.answer("stranger", 3),
         lambda run: run.answer("a", 3),
         lambda run: run.begin_vote(),
-        lambda run: run.begin_running(),
+        lambda run: run.begin_running(0.0),
     ],
     ids=["old run", "stranger", "twice", "vote again", "start before all have voted"],
 )
@@ -60,7 +60,7 @@ def test_losing_a_worker(lost, steps):
     if steps == 2:
         for worker in WORKERS:
             run.answer(worker, 3)
-        run.begin_running()
+        run.begin_running(0.0)
     phase = run.phase
     assert not run.lose(["bystander"])
     assert run.lose([lost])
@@ -73,7 +73,8 @@ def test_losing_a_worker(lost, steps):
 messages = st.one_of(
     st.tuples(st.just("answer"), st.sampled_from([*WORKERS, "x"]), st.sampled_from([2, 3, 4])),
     st.tuples(st.just("begin_vote")),
-    st.tuples(st.just("begin_running")),
+    st.tuples(st.just("begin_running"), st.floats(0, 100)),
+    st.tuples(st.just("report"), st.sampled_from([*WORKERS, "x"]), st.floats(0, 1), st.floats(0, 100)),
     st.tuples(st.just("fail"), st.just({"a": "why"})),
     st.tuples(st.just("lose"), st.lists(st.sampled_from([*WORKERS, "x"]))),
 )
@@ -99,3 +100,31 @@ def test_any_order_of_messages(sequence):
             votes |= run.answered | answered
         if run.phase == "running":
             assert votes >= set(WORKERS)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(WORKERS), st.floats(0, 1), st.floats(0, 100)), max_size=20),
+    st.dictionaries(st.sampled_from([*WORKERS, "x"]), st.floats(0, 200)),
+    st.floats(0, 200),
+    st.floats(1, 100),
+)
+def test_silence_ends_no_run_that_makes_progress(reports, seen, now, limit):
+    """Only who gave no sign of life is named, and only where nobody got any further for as long."""
+    run = make()
+    assert run.silent(seen, now, limit) == []
+    run.begin_vote()
+    for worker in WORKERS:
+        run.answer(worker, 3)
+    run.begin_running(0.0)
+    furthest: dict[str, float] = {}
+    moved = [0.0]
+    for worker, share, when in sorted(reports, key=lambda x: x[2]):
+        run.report(worker, share, when)
+        if share > furthest.get(worker, 0):
+            furthest[worker] = share
+            moved.append(when)
+    assert run.share == pytest.approx(sum(furthest.values()) / 3)
+    late = sorted(worker for worker in WORKERS if worker in seen and now - seen[worker] >= limit)
+    assert run.silent(seen, now, limit) == (late if now - max(moved) >= limit else [])
+    run.fail({})
+    assert run.silent(seen, now, limit) == []

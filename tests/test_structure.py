@@ -26,10 +26,10 @@ ORDER = [
     ["operator", "quantize"],
     ["graph", "cluster"],
     ["scheduler"],
-    ["pins", "priorities"],
+    ["pins", "priorities", "rounds"],
     ["worker"],
     ["roster"],
-    ["run", "groups"],
+    ["run", "groups", "history"],
     ["chunks"],
     ["engines"],
     ["comms"],
@@ -41,7 +41,10 @@ ORDER = [
     ["answers"],
     ["errors", "_version"],
 ]
-PURE = ["plan", "distribution", "layout", "run", "groups", "keys", "dtypes", "narrow", "epilog", "errors", "engines"]
+PURE = [
+    *["plan", "distribution", "layout", "run", "groups", "history"],
+    *["keys", "dtypes", "narrow", "epilog", "errors", "engines"],
+]
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 
 
