@@ -70,10 +70,12 @@ async def ask_all(
                 run.moved = time()
             if deadline is not None and time() >= deadline and run.waiting_for:
                 reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
+                run.mute.update(run.waiting_for)
                 raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
             seen = {address: ws.last_seen for address, ws in scheduler.workers.items()}
             if silence is not None and (silent := run.silent(seen, time(), silence)):
                 reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
+                run.mute.update(silent)
                 raise failed(run, reason, dict.fromkeys(silent, reason))
         return answers
     finally:

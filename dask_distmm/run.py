@@ -60,6 +60,8 @@ class Run:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     failed_in: Phase | None = None
     released: bool = False
+    # Participants that did not answer in time; nobody waits for them again.
+    mute: set[str] = dataclasses.field(default_factory=set)
     # The share of its work that each participant has said is done, and when the last of them had got any further.
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
     moved: float = math.inf

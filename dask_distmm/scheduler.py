@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from distributed import Scheduler, SchedulerPlugin
+from distributed.core import error_message
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 
@@ -50,7 +51,7 @@ __all__ = ["DistMMSchedulerPlugin"]
 
 
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
-_ABORT_TIMEOUT = 10.0
+_ABORT_TIMEOUT = 5.0
 # What engines keep between runs is freed when there has been no client for so long (seconds).
 _IDLE_TIME = 5.0
 
@@ -183,6 +184,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             told = await self._end(run, str(error))
             if isinstance(error, RunFailedError):
                 error.history.update(told)
+                if run.worker in run.mute:
+                    self._fail_barrier(run, error)
             self._event("failed", run, reason=str(error))
             if running and made is not None and (group := self.groups.drop(made.group)):
                 # What it was in the middle of is not known.
@@ -304,19 +307,33 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         run.fail({run.worker: reason})
         present = [address for address in run.participants if address in self.scheduler.workers]
         told = dict.fromkeys(present, "it does not answer")
+        answered: set[str] = set()
 
         async def abort(address: str) -> None:
+            if address in run.mute:
+                return
             with contextlib.suppress(OSError, TimeoutError):
                 call = self.scheduler.rpc(address).distmm_abort(run_id=run.run_id, reason=reason)
                 answer = await asyncio.wait_for(call, _ABORT_TIMEOUT)
-                told[address] = str(answer["history"])
+                answered.add(address)
+                told[address] = str(answer["history"]) if isinstance(answer, dict) else "it does not know dask_distmm"
 
         await asyncio.gather(*map(abort, present))
+        run.mute.update(told.keys() - answered)
         # Those that do not answer now hear of it on Dask's own stream, when they listen again.
         self._tell(present, {"op": "distmm-forget", "run_id": run.run_id, "name": None})
         async with self._changed:
             self._changed.notify_all()
         return told
+
+    def _fail_barrier(self, run: Run, error: RunFailedError) -> None:
+        """End the barrier's task here, as its worker would if it did not stand still: the user waits for it."""
+        ts = self.scheduler.tasks.get(run.key)
+        if ts is None or ts.state != "processing" or ts.processing_on.address != run.worker:
+            return
+        message = {name: value for name, value in error_message(error).items() if name != "status"}
+        stimulus = f"distmm-failed-{run.run_id}"
+        self.scheduler.handle_task_erred(run.key, stimulus, worker=run.worker, run_id=ts.run_id, **message)
 
     def _pin(self, run: Run, made: Plan) -> None:
         """Let collect tasks fetch their chunks where they are."""

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -330,7 +331,10 @@ FAULT_POINTS = {
 }
 
 
-def inject(point: str, action: str, skip: int = 0) -> None:
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
+
+
+def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None:
     """Make something go wrong in this process; for ``client.run(inject, ..., workers=[...])``.
 
     Parameters
@@ -338,10 +342,13 @@ def inject(point: str, action: str, skip: int = 0) -> None:
     point
         Where: a key of `FAULT_POINTS`.
     action
-        ``"kill"`` (SIGKILL), ``"error"`` (ZeroDivisionError), ``"memory"`` (MemoryError) or ``"device memory"``
-        (CuPy's OutOfMemoryError).
+        ``"kill"`` (SIGKILL), ``"exit"`` (the process ends itself), ``"segfault"``, ``"stop"`` (SIGSTOP: it stands still
+        until somebody sends SIGCONT), ``"sleep"``, ``"error"`` (ZeroDivisionError), ``"memory"`` (MemoryError) or
+        ``"device memory"`` (CuPy's OutOfMemoryError).
     skip
         How often that place is passed before it happens; it happens once.
+    seconds
+        How long to sleep.
     """
     module, owner, name = FAULT_POINTS[point]
     kind = getattr(importlib.import_module(module), owner)
@@ -352,8 +359,14 @@ def inject(point: str, action: str, skip: int = 0) -> None:
     def faulty(*args: Any, **kwargs: Any) -> Any:
         if next(left) == 0:
             setattr(kind, name, method)
-            if action == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+            if action in _SIGNALS:
+                os.kill(os.getpid(), _SIGNALS[action])
+            elif action == "exit":
+                os._exit(1)
+            elif action == "sleep":
+                time.sleep(seconds)
+            if action in (*_SIGNALS, "sleep"):
+                return method(*args, **kwargs)
             if action == "device memory":
                 from cupy.cuda.memory import OutOfMemoryError
 
@@ -362,6 +375,17 @@ def inject(point: str, action: str, skip: int = 0) -> None:
         return method(*args, **kwargs)
 
     setattr(kind, name, faulty)
+
+
+def remove_faults() -> None:
+    """Take back what `inject` did in this process and what has not happened yet."""
+    for module, owner, name in FAULT_POINTS.values():
+        if module not in sys.modules:
+            continue  # an engine that this machine lacks
+        kind = getattr(sys.modules[module], owner)
+        method = getattr(kind, name)
+        if hasattr(method, "__wrapped__"):
+            setattr(kind, name, method.__wrapped__)
 
 
 def _left_on_worker(dask_worker: Any) -> dict[str, int]:

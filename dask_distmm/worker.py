@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import functools
 import logging
 import platform
 import traceback
@@ -88,8 +87,9 @@ class WorkerSide:
             "distmm-forget": self.forget,
             "distmm-abandon": self.abandon,
         }
-        if dump := worker.handlers.get("dump_state"):
-            self.handlers["dump_state"] = functools.partial(self._dump_state, dump)
+        self._dask_dump = worker.handlers.get("dump_state")
+        if self._dask_dump:
+            self.handlers["dump_state"] = self.dump_state
         let_e5m2_travel()
         worker.handlers.update(self.handlers)
         worker.stream_handlers.update(self.stream_handlers)
@@ -272,6 +272,10 @@ class WorkerSide:
         if name is not None:
             self.staged.pop(name, None)
 
+    def dump_state(self, **kwargs: Any) -> dict[str, Any]:
+        """Return what Dask itself says of this worker, for ``Client.dump_cluster_state()``, with our history."""
+        return {**self._dask_dump(**kwargs), NAME: self.history._to_dict()}
+
     # Called by other workers
 
     async def fetch(self, run_id: int, kind: str, boxes: bytes, flat: bool) -> dict[str, Any]:
@@ -296,10 +300,6 @@ class WorkerSide:
         except Exception as error:
             return _failure(error)
 
-    def _dump_state(self, dump: Callable[..., Any], **kwargs: Any) -> dict[str, Any]:
-        """Return what Dask itself says of this worker, for ``Client.dump_cluster_state()``, with our history."""
-        return {**dump(**kwargs), NAME: self.history._to_dict()}
-
     def close(self) -> None:
         """End all runs and the engine thread."""
         for run_id in list(self.runs):
@@ -310,6 +310,8 @@ class WorkerSide:
         for op, handler in self.handlers.items():
             if self.worker.handlers.get(op) == handler:
                 del self.worker.handlers[op]
+        if self._dask_dump:
+            self.worker.handlers["dump_state"] = self._dask_dump
         # Stream handlers stay: what the scheduler has sent before it knew may still arrive.
 
 

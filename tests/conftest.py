@@ -5,14 +5,17 @@ Every test that uses them ends with a look at all workers and the scheduler: not
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import dask
+import dask.array as da
 import pytest
 from distributed import Client, LocalCluster
 
 import dask_distmm
-from dask_distmm.testing import assert_nothing_left
+from dask_distmm import matmul
+from dask_distmm.testing import assert_nothing_left, remove_faults
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +64,31 @@ def take_all() -> Iterator[None]:
     """Route products of any size here."""
     with dask.config.set({"distmm.minimum-flops": 0}):
         yield
+
+
+@pytest.fixture(scope="session")
+def fault_cluster() -> Iterator[LocalCluster]:
+    # LocalCluster gives up a worker that is not there 15 s after an earlier one of its name has gone, even if
+    # it has been back meanwhile and was killed again just now.
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}):
+        cluster = LocalCluster(
+            n_workers=3, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0", memory_limit="2GiB"
+        )
+        yield cluster
+        # Closing nannies whose workers were killed many times can take for ever; Dask ends them at exit.
+        with contextlib.suppress(TimeoutError):
+            cluster.close(timeout=20)
+
+
+@pytest.fixture
+def fault_client(fault_cluster: LocalCluster) -> Iterator[Client]:
+    """A client of three worker processes that may be killed."""
+    with Client(fault_cluster) as client:
+        client.wait_for_workers(3, timeout=60)
+        # Warm: the plugins are there before anything goes wrong.
+        x = da.ones((30, 30), chunks=10)
+        matmul(x, x).compute()
+        yield client
+        client.wait_for_workers(3, timeout=60)
+        client.run(remove_faults)
+        assert_nothing_left(client)
