@@ -131,6 +131,7 @@ def ask_roster(
         wanted=workers,
         names=[array.name for array in arrays],
         counts=[array.numblocks for array in arrays],
+        plaintext_nccl=read_options().allow_plaintext_nccl,
     )
     if not isinstance(answer, dict):
         _installed.pop(client, None)

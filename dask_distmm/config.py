@@ -75,6 +75,7 @@ class Options:
     pack_below: int
     max_groups: int
     keep_workspace_bytes: int
+    allow_plaintext_nccl: bool
     machines: tuple[tuple[str, Machine], ...]
 
     def machine(self, engine: str) -> Machine:
@@ -96,6 +97,12 @@ def read_options() -> Options:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise PlanError(f"config distmm.{key} is {value!r}; expected a number from {low} to {high}")
         return float(value)
+
+    def truth(key: str) -> bool:
+        value = setting(key)
+        if not isinstance(value, bool):
+            raise PlanError(f"config distmm.{key} is {value!r}; expected true or false")
+        return value
 
     def machine(engine: str) -> Machine:
         gflops, exposed = setting(f"machine.{engine}.gflops"), setting(f"machine.{engine}.exposed") or {}
@@ -124,6 +131,7 @@ def read_options() -> Options:
         pack_below=int(number("numpy.pack-below", 0)),
         max_groups=int(number("cublasmp.max-groups", 1)),
         keep_workspace_bytes=int(parsed("cublasmp.keep-workspace", parse_bytes)),
+        allow_plaintext_nccl=truth("allow-plaintext-nccl"),
         machines=tuple((engine, machine(engine)) for engine in _default("machine")),
     )
 

@@ -142,7 +142,7 @@ def barrier(wire: dict[str, Any], *receipts: Sequence[Any]) -> int | Alone:
 def _request_run(side: WorkerSide, wire: dict[str, Any], staging: dict[str, Any]) -> dict[str, Any]:
     from dask_distmm.scheduler import DistMMSchedulerPlugin
 
-    message = {"problem": wire, "worker": side.worker.address, **staging}
+    message = {"problem": wire, "worker": side.address, **staging}
     answer = None
     for attempt in range(2):
         if attempt or not side.scheduler_ready:

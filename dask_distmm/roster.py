@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.dtypes import takes
 from dask_distmm.engines.base import ENGINES
-from dask_distmm.errors import EngineError, MissingEngineError, PlanError
-from dask_distmm.plan import Worker
+from dask_distmm.errors import EngineError, MissingEngineError, PlanError, ProtocolError
+from dask_distmm.plan import Problem, Worker
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -30,8 +32,32 @@ class Staging:
     """Where A's and B's chunks are staged: addresses, an index into them for each chunk, the memory orders."""
 
     addresses: list[str]
-    where: list[bytes]
+    where: list[NDArray[np.int32]]
     orders: tuple[str, str]
+
+    @classmethod
+    def from_wire(cls, problem: Problem, addresses: Any, where: Any, orders: Any) -> Staging:
+        """Make it from what a barrier has sent, checked.
+
+        Raises
+        ------
+        ProtocolError
+            It does not fit the problem.
+        """
+        names = [name for name in problem.operands if name != "b" or not problem.same]
+        try:
+            found = [np.frombuffer(raw, np.int32) for raw in where]
+            sizes = [math.prod(problem.chunk_counts(name)) for name in names]
+            good = isinstance(addresses, list | tuple) and all(isinstance(address, str) for address in addresses)
+            good &= [len(table) for table in found] == sizes
+            good &= all(((table >= 0) & (table < len(addresses))).all() for table in found)
+            a, b = orders[0], orders[0 if problem.same else 1]
+            good &= {a, b} <= {"C", "F"}
+        except (TypeError, ValueError, LookupError) as error:
+            raise ProtocolError(f"malformed staging of {problem.name}: {error!r}") from error
+        if not good:
+            raise ProtocolError(f"the staging of {problem.name} does not fit its {len(names)} operands")
+        return cls(list(addresses), found, (a, b))
 
 
 class Roster:
@@ -64,6 +90,7 @@ class Roster:
         array: str,
         dtypes: Sequence[str],
         wanted: tuple[str, ...] | int | None,
+        plaintext_nccl: bool = False,
     ) -> tuple[str, list[Worker]]:
         """Return the engine that multiplies, and the workers that can take part, in the scheduler's order.
 
@@ -75,6 +102,8 @@ class Roster:
             What the chunks of the result are, ``"numpy"`` or ``"cupy"``; and the types of all arrays.
         wanted
             Addresses, or how many, or None for all.
+        plaintext_nccl
+            Whether matrices may cross a network unencrypted though the cluster requires encryption.
 
         Raises
         ------
@@ -83,7 +112,8 @@ class Roster:
         MissingEngineError
             No worker has an engine for such arrays.
         EngineError
-            Workers have different versions of dask_distmm or of the engine's libraries.
+            Workers have different versions of dask_distmm or of the engine's libraries; or the engine would send
+            matrices between hosts unencrypted.
         """
         running = {address: ws for address, ws in self._scheduler.workers.items() if ws.status.name == "running"}
         if isinstance(wanted, tuple):
@@ -106,6 +136,8 @@ class Roster:
             if wanted > len(able):
                 raise PlanError(f"workers={wanted}, but the cluster has {len(able)}")
             able = dict(itertools.islice(able.items(), wanted))
+        if chosen != "numpy" and not plaintext_nccl:
+            self._check_encryption(chosen, list(able))
         return chosen, [self.worker(ws, chosen) for ws in able.values()]
 
     async def answer(
@@ -116,10 +148,11 @@ class Roster:
         wanted: Any,
         names: Sequence[str],
         counts: Sequence[tuple[int, int]],
+        plaintext_nccl: bool = False,
     ) -> dict[str, Any]:
         """Return what `choose` and `placed` find, as plain types for a client."""
         wanted = tuple(wanted) if isinstance(wanted, list | tuple) else wanted
-        engine, workers = await self.choose(engine, array, dtypes, wanted)
+        engine, workers = await self.choose(engine, array, dtypes, wanted, plaintext_nccl)
         sources, placed = self.placed(workers, names, counts)
         return {
             "engine": engine,
@@ -154,6 +187,16 @@ class Roster:
                     f"workers have different versions of {what}: {listed}. Install the same on all: "
                     'python -m pip install --upgrade "dask_distmm[cu13]" (cu12 for CUDA 12, no brackets for CPUs)'
                 )
+
+    def _check_encryption(self, engine: str, addresses: Sequence[str]) -> None:
+        """Refuse to leave a host without encryption where the cluster requires it."""
+        hosts = sorted({str(self._described[address].get("host")) for address in addresses})
+        if self._scheduler.security.require_encryption and len(hosts) > 1:
+            raise EngineError(
+                f"this cluster requires encryption, and engine {engine!r} would send matrices between the hosts "
+                f"{' and '.join(hosts)} by NCCL, which is not encrypted. Take workers of one host (workers=[...]), or "
+                "allow it where the network is trusted: config distmm.allow-plaintext-nccl: true"
+            )
 
     def _why_none(self, fitting: Sequence[str], array: str, dtypes: Sequence[str], addresses: Sequence[str]) -> str:
         """Say why no worker can multiply."""

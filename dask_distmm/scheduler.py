@@ -30,7 +30,7 @@ from distributed.protocol.pickle import dumps
 from dask_distmm.answers import as_plain
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
-from dask_distmm.errors import DistMMError, RunFailedError
+from dask_distmm.errors import DistMMError, ProtocolError, RunFailedError
 from dask_distmm.groups import Group, Groups
 from dask_distmm.history import History
 from dask_distmm.keys import barrier_key, barrier_name
@@ -95,15 +95,15 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # Handlers
 
-    async def run(
-        self, problem: Any, addresses: list[str], where: list[bytes], orders: list[str], worker: str
-    ) -> dict[str, Any]:
+    async def run(self, problem: Any, addresses: Any, where: Any, orders: Any, worker: Any) -> dict[str, Any]:
         """Run a multiply; called by its barrier, answered when the run is over."""
         try:
             parsed = Problem.from_wire(problem)
-            return await self._run(
-                parsed, Staging(addresses, where, (orders[0], orders[0 if parsed.same else 1])), worker
-            )
+            staging = Staging.from_wire(parsed, addresses, where, orders)
+            gate = self.scheduler.tasks.get(barrier_key(parsed.name))
+            if gate is None or gate.processing_on is None or gate.processing_on.address != worker:
+                raise ProtocolError(f"{worker!r} asks for a run of {parsed.name}, whose barrier does not run there")
+            return await self._run(parsed, staging, worker)
         except DistMMError as error:
             return as_plain(error)
 
@@ -113,24 +113,28 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             answer = await self.roster.answer(**question)
         except DistMMError as error:
             return as_plain(error)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            return as_plain(ProtocolError(f"malformed question: {error!r}"))
         return {"status": "OK", "groups": self.groups.orders(answer["engine"]), **answer}
 
-    def locate(self, name: str, run_id: int, index: int) -> dict[str, Any]:
+    def locate(self, name: Any, run_id: Any, index: Any) -> dict[str, Any]:
         """Return the address of the worker that holds a chunk of a result."""
-        run, made = self.done.get(name, (None, None))
-        if run is None or made is None or run.run_id != run_id or not 0 <= index < len(made.owners):
+        run, made = self.done.get(str(name), (None, None))
+        if run is None or made is None or run.run_id != run_id or index not in range(len(made.owners)):
             return {"status": "unknown"}
         return {"status": "OK", "address": made.workers[made.owners[index]]}
 
-    async def free(self, grace: float) -> int:
+    async def free(self, grace: Any) -> int:
         """Free what engines keep on the workers between runs; return how many groups there were."""
+        if not isinstance(grace, int | float) or not grace >= 0:
+            raise ProtocolError(f"a grace time of {grace!r}; expected seconds")
         groups = self.groups.surplus(0)
         await asyncio.gather(*self._release(groups, grace))
         return len(groups)
 
-    def lost(self, name: str, run_id: int) -> None:
+    def lost(self, name: Any, run_id: Any) -> None:
         """Start a multiply again because a chunk of its result is gone."""
-        run, _ = self.done.get(name, (None, None))
+        run, _ = self.done.get(str(name), (None, None))
         if run is not None and run.run_id == run_id:
             self.pinned.restart(name, f"distmm-lost-{run_id}")
 
@@ -199,7 +203,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def _freeze(self, run: Run, problem: Problem, staging: Staging) -> Plan:
         """Fix who takes part, and how."""
         dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
-        engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers)
+        plaintext = problem.options.allow_plaintext_nccl
+        engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers, plaintext)
         number = {worker.address: index for index, worker in enumerate(workers)}
         gone = [address for address in staging.addresses if address not in self.scheduler.workers]
         if gone:
@@ -208,7 +213,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         sources = [self.roster.worker(ws, "") for ws in others]
         number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})
         table = np.array([number[address] for address in staging.addresses], np.int32)
-        found = [table[np.frombuffer(raw, np.int32)] for raw in staging.where]
+        found = [table[where] for where in staging.where]
         made = await asyncio.to_thread(
             plan,
             problem,

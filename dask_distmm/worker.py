@@ -94,12 +94,17 @@ class WorkerSide:
         worker.handlers.update(self.handlers)
         worker.stream_handlers.update(self.stream_handlers)
 
+    @property
+    def address(self) -> str:
+        """The address under which everybody else knows this worker."""
+        return str(getattr(self.worker, "contact_address", None) or self.worker.address)
+
     # Called from tasks
 
     def stage(self, name: str, operand: str, i: int, j: int, chunk: Any) -> tuple[str, str]:
         """Keep chunk (i, j) of an operand for the run of multiply `name`; return where it lies, and how."""
         self.staged.setdefault(name, {})[operand, i, j] = stage(chunk)
-        return str(self.worker.address), order_of(chunk)
+        return self.address, order_of(chunk)
 
     def collect(self, run_id: int, output: str, index: int) -> Any:
         """Return chunk number `index` of D (``""``) or of an auxiliary output of a run, or None if it is not here."""
@@ -217,10 +222,9 @@ class WorkerSide:
         answer = {"seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
         answer |= {"received": job.received_bytes, "kept": job.kept_bytes}
         if log.isEnabledFor(logging.DEBUG):
-            address = str(self.worker.address)
-            number = {address: rank for rank, address in enumerate(plan.workers)}.get(address, "none")
-            what = summarize({address: answer})
-            log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, address, what)
+            number = {address: rank for rank, address in enumerate(plan.workers)}.get(self.address, "none")
+            what = summarize({self.address: answer})
+            log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, self.address, what)
         return {"status": "OK", **answer}
 
     async def _tell_progress(self, run_id: int) -> None:

@@ -1,0 +1,142 @@
+"""Everything at once: workers that die at random while products run, and inputs that are on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import os
+import random
+import signal
+import time
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster, WorkerPlugin, as_completed, wait
+
+from dask_distmm import matmul
+from dask_distmm.testing import assert_nothing_left, assert_product
+
+
+class Dangerous(WorkerPlugin):
+    """Has each worker's process die after a random time, in a random way; those that come later too."""
+
+    name = "dangerous"
+
+    def __init__(self, mean: float) -> None:
+        self.mean = mean
+
+    async def setup(self, worker) -> None:
+        self.end = asyncio.ensure_future(self.die())
+
+    async def die(self) -> None:
+        await asyncio.sleep(random.expovariate(1 / self.mean))
+        random.choice([self.kill, self.leave, self.crash])()
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(self) -> None:
+        os._exit(1)
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    def teardown(self, worker) -> None:
+        self.end.cancel()
+
+
+def count_deaths(dask_scheduler) -> int:
+    return sum(event["action"] == "remove-worker" for _, event in dask_scheduler.get_events("all"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_workers_die_at_random(record_property):
+    """Thirty products are right, though each worker lives five seconds on average."""
+    rng = np.random.default_rng()
+    settings = {
+        "distributed.scheduler.allowed-failures": 10_000,
+        "distributed.deploy.lost-worker-timeout": "1h",
+        "distmm.retries": 10_000,
+    }
+    with dask.config.set(settings):
+        cluster = LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address=None)
+        try:
+            with Client(cluster) as client:
+                client.register_plugin(Dangerous(5.0))
+                started = time.monotonic()
+                products = iter(range(30))
+                under_way = as_completed(timeout=300)
+                wanted = {}
+
+                def begin() -> None:
+                    for number in itertools.islice(products, 1):
+                        a, b = rng.standard_normal((200, 210)), rng.standard_normal((210, 190))
+                        x, y = da.from_array(a, chunks=70), da.from_array(b, chunks=60)
+                        method = ("auto", "summa", "allgather", "reducescatter", "allreduce")[number % 5]
+                        future = client.compute(matmul(x, y, method=method))
+                        wanted[future] = a, b
+                        under_way.add(future)
+
+                for _ in range(5):
+                    begin()
+                done = 0
+                for future in under_way:
+                    assert_product(*wanted.pop(future), future.result())
+                    done += 1
+                    begin()
+                assert done == 30
+                record_property("seconds", round(time.monotonic() - started, 1))
+                deaths = client.run_on_scheduler(count_deaths)
+                record_property("deaths", deaths)
+                assert deaths
+                client.unregister_worker_plugin("dangerous")
+                client.wait_for_workers(3, timeout=60)
+                del future, under_way
+                assert_nothing_left(client, timeout=60)
+        finally:
+            # Closing nannies whose workers were killed many times can take for ever; Dask ends them at exit.
+            with contextlib.suppress(TimeoutError):
+                cluster.close(timeout=20)
+
+
+def spilled(dask_worker) -> int:
+    return dask_worker.data.spilled_total.disk
+
+
+def peak(dask_worker) -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_inputs_are_on_disk():
+    """Half of them are spilled; they come back as they are needed, and peak memory stays what was projected."""
+    memory = {"target": 0.25, "spill": 0.3, "pause": False, "terminate": False}
+    with (
+        dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, memory_limit="512MiB", dashboard_address=None
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        x, y = (da.random.default_rng().standard_normal((3072, 3072), chunks=512).persist() for _ in range(2))
+        # Others that are younger and in the way.
+        z = da.random.default_rng().standard_normal((6144, 3072), chunks=512).persist()
+        wait([x, y, z])
+        assert sum(client.run(spilled).values()) > 100e6
+        before = client.run(peak)
+        c = matmul(x, y, method="summa").persist()
+        wait(c)
+        after = client.run(peak)
+        projected = [e["projected_bytes"] for _, e in client.get_events("distmm") if e["action"] == "done"][-1]
+        # A worker reads single chunks back from disk and writes others there, next to what the run itself holds.
+        assert all(after[w] - before[w] <= projected[w] + 64 * 2**20 for w in after)
+        rows = np.sort(np.random.default_rng().integers(0, 3072, 8))
+        assert_product(x[rows].compute(), y.compute(), c[rows].compute())
+        del x, y, z, c
+        assert_nothing_left(client)

@@ -1,0 +1,97 @@
+"""A scheduler and workers on hosts of their own (network namespaces): what happens when a network is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import dask
+import dask.array as da
+import hosts
+import numpy as np
+import pytest
+from distributed import Client
+
+from dask_distmm import DistMMError, matmul
+from dask_distmm.testing import assert_nothing_left, assert_product, inject
+
+pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "can run")
+
+# Silence comes after what Dask itself takes for a dead connection, as it does by default.
+LIMITS = {"distmm.timeouts": {"vote": "4s", "transfer": "4s", "silence": "30s", "grace": "5s"}, "distmm.retries": 1}
+# How soon Dask itself takes a connection for dead; less than 11 s it refuses.
+DASK = {"DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11s", "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "4s"}
+
+
+@contextlib.contextmanager
+def cluster(folder, protocol="tcp", **environment):
+    """A scheduler here and two hosts with two workers each; yields the hosts and a client."""
+    environment = DASK | environment
+    with hosts.Hosts(2, folder) as made:
+        file = str(folder / "scheduler.json")
+        common = ["--scheduler-file", file, "--no-dashboard", "--preload", "dask_distmm"]
+        made.start(None, "scheduler", "--host", f"{protocol}://{made.here}", "--port", "0", *common, **environment)
+        deadline = time.monotonic() + 60
+        while not (folder / "scheduler.json").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for i, address in enumerate(made.addresses):
+            made.start(
+                i, "worker", "--host", address, "--nworkers", "2", "--nthreads", "1", *common, **environment
+            )  # fmt: skip
+        limits = dask.config.set({"distributed.comm.timeouts": {"tcp": "11s", "connect": "10s"}})
+        with limits, Client(scheduler_file=file) as client:
+            client.wait_for_workers(4, timeout=60)
+            yield made, client
+
+
+def operands():
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((300, 260)), rng.standard_normal((260, 280))
+    return a, b, da.from_array(a, chunks=60), da.from_array(b, chunks=70)
+
+
+def works(client, method="summa") -> None:
+    a, b, x, y = operands()
+    assert_product(a, b, client.compute(matmul(x, y, method=method)).result(timeout=60))
+
+
+@pytest.mark.timeout(300)
+def test_a_network_is_cut(tmp_path, record_property):
+    """Between two hosts, then between one and the scheduler: for longer than any limit, while a run is under way."""
+    with cluster(tmp_path) as (made, client), dask.config.set(LIMITS):
+        works(client)
+        works(client, "reducescatter")
+        # Between the workers. A multiply that is begun now would wait for the network: Dask's own tasks do.
+        for address in client.scheduler_info()["workers"]:
+            client.run(inject, "execute", "sleep", 0, 1.0, workers=[address])
+        a, b, x, y = operands()
+        future = client.compute(matmul(x, y, method="summa"))
+        time.sleep(0.8)
+        with made.cut((0, 1)):
+            started = time.monotonic()
+            try:
+                found = future.result(timeout=90)
+            except DistMMError as error:
+                record_property("workers cut", f"{type(error).__name__} after {time.monotonic() - started:.1f} s")
+            else:
+                assert_product(a, b, found)
+        del future
+        works(client)
+        assert_nothing_left(client)
+        # Between a host and the scheduler: its workers are gone for Dask, and close.
+        for address in client.scheduler_info()["workers"]:
+            client.run(inject, "execute", "sleep", 0, 1.0, workers=[address])
+        a, b, x, y = operands()
+        future = client.compute(matmul(x, y, method="summa"))
+        time.sleep(0.8)
+        with made.cut((1, None)):
+            started = time.monotonic()
+            assert_product(a, b, future.result(timeout=90))
+            record_property("scheduler cut", f"right after {time.monotonic() - started:.1f} s")
+            left = client.scheduler_info()["workers"]
+            assert {address.split("//")[1].split(":")[0] for address in left} == {made.addresses[0]}
+            works(client)
+        del future
+        works(client)
+        assert_nothing_left(client)

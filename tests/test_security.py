@@ -1,0 +1,108 @@
+"""TLS everywhere, NCCL's plaintext, and what the scheduler makes of messages that are not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import ssl
+from types import SimpleNamespace
+
+import dask.array as da
+import numpy as np
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from distributed import Client, LocalCluster
+from distributed.security import Security
+
+from dask_distmm import EngineError, matmul
+from dask_distmm.roster import Roster
+from dask_distmm.testing import assert_nothing_left, assert_product
+
+
+def authority(folder, name: str) -> dict[str, str]:
+    """Make a certificate authority and one certificate of it; return what Dask's Security takes."""
+    folder.mkdir()
+    now = datetime.datetime.now(datetime.UTC)
+
+    def certify(subject: str, key, issuer: str, issuer_key, authority: bool):
+        return (
+            x509.CertificateBuilder()
+            .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject)]))
+            .issuer_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, issuer)]))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+            .sign(issuer_key, hashes.SHA256())
+        )
+
+    ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    files = {
+        "ca": certify(name, ca_key, name, ca_key, True).public_bytes(serialization.Encoding.PEM),
+        "cert": certify(f"{name} node", key, name, ca_key, False).public_bytes(serialization.Encoding.PEM),
+        "key": key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+    }
+    for kind, data in files.items():
+        (folder / f"{kind}.pem").write_bytes(data)
+    return {kind: str(folder / f"{kind}.pem") for kind in files}
+
+
+def security(files: dict[str, str]) -> Security:
+    roles = ("client", "scheduler", "worker")
+    keys = {f"tls_{role}_{kind}": files[kind] for role in roles for kind in ("cert", "key")}
+    return Security(require_encryption=True, tls_ca_file=files["ca"], **keys)
+
+
+def test_tls_everywhere(tmp_path):
+    """With encryption required: all ranks' transfers over TLS, right result; another authority is refused."""
+    ours = security(authority(tmp_path / "ours", "ours"))
+    strangers = security(authority(tmp_path / "strangers", "strangers"))
+    with (
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, security=ours, protocol="tls://", dashboard_address=None
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        assert all(address.startswith("tls://") for address in client.scheduler_info()["workers"])
+        rng = np.random.default_rng()
+        a, b = rng.standard_normal((200, 180)), rng.standard_normal((180, 190))
+        for method in ("summa", "reducescatter"):
+            c = matmul(da.from_array(a, chunks=60), da.from_array(b, chunks=70), method=method)
+            assert_product(a, b, c.compute())
+            del c
+        moved = [event["received_bytes"] for _, event in client.get_events("distmm") if event["action"] == "done"]
+        assert all(moved)
+        assert_nothing_left(client)
+        with pytest.raises((OSError, ssl.SSLError)):
+            Client(cluster.scheduler_address, security=strangers, timeout=3, set_as_default=False)
+
+
+def cluster_of(*hosts: str, encrypted: bool = True) -> Roster:
+    """A roster of workers that say they have the GPU engine, without a cluster."""
+    status = SimpleNamespace(name="running")
+    workers = {
+        f"tls://{host}:{i}": SimpleNamespace(address=f"tls://{host}:{i}", status=status, nthreads=1, memory_limit=1)
+        for i, host in enumerate(hosts)
+    }
+    roster = Roster(SimpleNamespace(workers=workers, security=Security(require_encryption=encrypted)))
+    for host, address in zip(hosts, workers, strict=True):
+        roster._described[address] = {"version": "1", "host": host, "engines": {"cublasmp": {}}, "memory": {}}
+    return roster
+
+
+def choose(roster: Roster, **options):
+    return asyncio.run(roster.choose("auto", "cupy", ["float64"], None, **options))
+
+
+def test_nccl_is_refused_where_tls_does_not_cover_it():
+    """On one host nothing leaves it; across hosts only who says so gets plaintext."""
+    assert choose(cluster_of("a", "a"))[0] == "cublasmp"
+    assert choose(cluster_of("a", "b", encrypted=False))[0] == "cublasmp"
+    assert choose(cluster_of("a", "b"), plaintext_nccl=True)[0] == "cublasmp"
+    with pytest.raises(EngineError, match="a and b.*not encrypted.*distmm.allow-plaintext-nccl"):
+        choose(cluster_of("a", "b", "a"))
