@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import itertools
 import os
 import random
 import signal
@@ -53,11 +52,19 @@ def count_deaths(dask_scheduler) -> int:
     return sum(event["action"] == "remove-worker" for _, event in dask_scheduler.get_events("all"))
 
 
+def begin(client, number):
+    """Begin a product; return its future, and what is multiplied."""
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((200, 210)), rng.standard_normal((210, 190))
+    method = ("auto", "summa", "allgather", "reducescatter", "allreduce")[number % 5]
+    d = matmul(da.from_array(a, chunks=70), da.from_array(b, chunks=60), method=method)
+    return client.compute(d), (a, b)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_workers_die_at_random(record_property):
     """Thirty products are right, though each worker lives five seconds on average."""
-    rng = np.random.default_rng()
     settings = {
         "distributed.scheduler.allowed-failures": 10_000,
         "distributed.deploy.lost-worker-timeout": "1h",
@@ -69,34 +76,23 @@ def test_workers_die_at_random(record_property):
             with Client(cluster) as client:
                 client.register_plugin(Dangerous(5.0))
                 started = time.monotonic()
-                products = iter(range(30))
-                under_way = as_completed(timeout=300)
-                wanted = {}
-
-                def begin() -> None:
-                    for number in itertools.islice(products, 1):
-                        a, b = rng.standard_normal((200, 210)), rng.standard_normal((210, 190))
-                        x, y = da.from_array(a, chunks=70), da.from_array(b, chunks=60)
-                        method = ("auto", "summa", "allgather", "reducescatter", "allreduce")[number % 5]
-                        future = client.compute(matmul(x, y, method=method))
-                        wanted[future] = a, b
-                        under_way.add(future)
-
-                for _ in range(5):
-                    begin()
-                done = 0
-                for future in under_way:
+                wanted = dict(begin(client, number) for number in range(5))
+                under_way = as_completed(wanted, timeout=300)
+                for number, future in enumerate(under_way):
                     assert_product(*wanted.pop(future), future.result())
-                    done += 1
-                    begin()
-                assert done == 30
+                    if number < 25:
+                        new, inputs = begin(client, number)
+                        wanted[new] = inputs
+                        under_way.add(new)
+                assert number == 29
+                assert not wanted
                 record_property("seconds", round(time.monotonic() - started, 1))
                 deaths = client.run_on_scheduler(count_deaths)
                 record_property("deaths", deaths)
                 assert deaths
                 client.unregister_worker_plugin("dangerous")
                 client.wait_for_workers(3, timeout=60)
-                del future, under_way
+                del future, new, under_way
                 assert_nothing_left(client, timeout=60)
         finally:
             # Closing nannies whose workers were killed many times can take for ever; Dask ends them at exit.
