@@ -2,50 +2,105 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 
 import dask.array as da
 import numpy as np
+import psutil
 import pytest
 from distributed import Client
 
 from dask_distmm import matmul
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
 
-@pytest.fixture
-def address(tmp_path) -> Iterator[str]:
-    file = tmp_path / "scheduler.json"
-    common = ["--scheduler-file", str(file), "--preload", "dask_distmm"]
-    commands = [
-        ["scheduler", "--host", "127.0.0.1", "--port", "0", "--no-dashboard", *common],
-        ["worker", "--host", "127.0.0.1", "--nworkers", "2", "--nthreads", "1", "--no-dashboard", *common],
-    ]
-    with ExitStack() as stack:
-        for command in commands:
-            process = stack.enter_context(
-                subprocess.Popen([sys.executable, "-m", "dask", *command], cwd=tmp_path, stderr=subprocess.DEVNULL)
-            )
-            stack.callback(process.terminate)
-            deadline = time.monotonic() + 30
-            while not file.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        yield str(file)
+class CommandLine:
+    """A scheduler and two workers with their nannies, each a command of its own.
+
+    Parameters
+    ----------
+    folder
+        For the scheduler's file.
+    """
+
+    def __init__(self, folder) -> None:
+        self.folder, self.file = folder, folder / "scheduler.json"
+        self.processes: dict[str, subprocess.Popen] = {}
+
+    def start(self, what: str, *arguments: str) -> None:
+        common = [
+            "--host",
+            "127.0.0.1",
+            "--no-dashboard",
+            "--preload",
+            "dask_distmm",
+            "--scheduler-file",
+            str(self.file),
+        ]
+        command = [sys.executable, "-m", "dask", what, *common, *arguments]
+        self.processes[what] = subprocess.Popen(command, cwd=self.folder, stderr=subprocess.DEVNULL)
+
+    def start_all(self) -> None:
+        self.file.unlink(missing_ok=True)
+        self.start("scheduler", "--port", "0")
+        until(self.file.exists, 30)
+        self.start("worker", "--nworkers", "2", "--nthreads", "1")
+
+    def __enter__(self) -> CommandLine:
+        self.start_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for process in reversed(self.processes.values()):
+            process.terminate()
+            process.wait(timeout=30)
 
 
-def test_preload(address):
-    with Client(scheduler_file=address) as client:
+def until(done, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def works(client) -> None:
+    a, b = np.random.default_rng().standard_normal((2, 200, 200))
+    c = matmul(da.from_array(a, chunks=60), da.from_array(b, chunks=70), method="summa")
+    assert_product(a, b, client.compute(c).result(timeout=60))
+
+
+def test_preload(tmp_path):
+    with CommandLine(tmp_path) as made, Client(scheduler_file=str(made.file)) as client:
         client.wait_for_workers(2, timeout=60)
         assert client.run_on_scheduler(lambda dask_scheduler: "distmm" in dask_scheduler.plugins)
         assert all(client.run(lambda dask_worker: "distmm" in dask_worker.plugins).values())
-        a, b = np.random.default_rng().standard_normal((2, 200, 200))
-        x, y = da.from_array(a, chunks=60), da.from_array(b, chunks=70)
-        c = matmul(x, y, method="summa")
-        assert_product(a, b, c.compute())
-        del c
+        works(client)
         assert_nothing_left(client)
+
+
+@pytest.mark.timeout(300)
+def test_the_scheduler_is_killed_and_started_again(tmp_path):
+    """Workers in the middle of a run end with it, all of them; the new cluster multiplies."""
+    with CommandLine(tmp_path) as made:
+        with Client(scheduler_file=str(made.file)) as client:
+            client.wait_for_workers(2, timeout=60)
+            works(client)
+            pids = [*client.run(os.getpid).values(), made.processes["worker"].pid]
+            for address in client.scheduler_info()["workers"]:
+                client.run(inject, "execute", "sleep", 0, 3.0, workers=[address])
+            x = da.ones((200, 200), chunks=60)
+            future = client.compute(matmul(x, x, method="summa"))
+            until(lambda: any(event["action"] == "start" for _, event in client.get_events("distmm")[-1:]), 30)
+            made.processes["scheduler"].kill()
+            made.processes["scheduler"].wait()
+            made.processes["worker"].wait(timeout=90)
+            until(lambda: not any(map(psutil.pid_exists, pids)), 30)
+            until(lambda: future.status in ("cancelled", "lost"), 60)
+        made.start_all()
+        with Client(scheduler_file=str(made.file)) as client:
+            client.wait_for_workers(2, timeout=60)
+            works(client)
+            assert_nothing_left(client)

@@ -1,0 +1,134 @@
+"""Many runs one after the other, some of them failing: what is left of them in memory, files, threads and processes.
+
+    python -m benchmarks.soak [--runs 2000] [--failures 20] [--json FILE]
+
+Every process of the cluster is looked at at every tenth of the way. Warm-up (the first fifth) is not counted: pools
+of connections, threads and memory reach their sizes there. Exits with 1 if a process has more open files, threads or
+children afterwards than after warm-up, or its memory has grown by more than `GROWTH`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import psutil
+from distributed import Client, LocalCluster
+
+from benchmarks import environment
+from dask_distmm import RunFailedError, matmul
+from dask_distmm.testing import assert_nothing_left, assert_product, inject
+
+GROWTH = 16 * 2**20
+_UNITS = {"bytes": 2**20, "files": 1, "threads": 1}
+_METHODS = ("auto", "summa", "allgather", "reducescatter", "allreduce")
+
+
+def resources() -> dict[str, int]:
+    """Return what this process holds: resident bytes, open files, threads, child processes."""
+    gc.collect()
+    process = psutil.Process()
+    return {
+        "bytes": process.memory_info().rss,
+        "files": process.num_fds(),
+        "threads": process.num_threads(),
+        "children": len(process.children()),
+    }
+
+
+def everywhere(client: Client) -> dict[str, dict[str, int]]:
+    """Return `resources` of the scheduler (this process) and of all workers."""
+    return {"scheduler": client.run_on_scheduler(resources), **client.run(resources)}
+
+
+def soak(client: Client, runs: int, failures: int) -> dict[str, Any]:
+    """Run; return the resources of each process at every tenth of the way.
+
+    Parameters
+    ----------
+    client
+        Of a cluster that nobody else uses.
+    runs
+        How many multiplies, each of new random operands and checked.
+    failures
+        How many of them are made to fail on one rank.
+    """
+    rng = np.random.default_rng()
+    workers = sorted(client.scheduler_info()["workers"])
+    failing = {int(x) for x in np.linspace(runs / 5, runs - 1, failures)}
+    looks, failed = [], 0
+    started = time.monotonic()
+    for number, method in zip(range(runs), itertools.cycle(_METHODS), strict=False):
+        a, b = rng.standard_normal((96, 80)), rng.standard_normal((80, 112))
+        d = matmul(da.from_array(a, chunks=32), da.from_array(b, chunks=40), method=method)
+        if number in failing:
+            point, action = [("vote", "memory"), ("execute", "error")][failed % 2]
+            client.run(inject, point, action, workers=[workers[failed % len(workers)]])
+            try:
+                client.compute(d).result(timeout=60)
+            except RunFailedError:
+                failed += 1
+            # What has not happened, because that rank had no part in the run, happens to a later one.
+        else:
+            try:
+                assert_product(a, b, client.compute(d).result(timeout=60))
+            except RunFailedError:
+                failed += 1
+        if (number + 1) % max(1, runs // 10) == 0:
+            del d
+            assert_nothing_left(client)
+            looks.append({"runs": number + 1, "seconds": time.monotonic() - started, "held": everywhere(client)})
+    return {"runs": runs, "failed": failed, "looks": looks}
+
+
+def grown(looks: list[dict[str, Any]]) -> list[str]:
+    """Return what any process holds more of at the end than after the warm-up."""
+    first, last = looks[1]["held"], looks[-1]["held"]
+    allowed = {"bytes": GROWTH}
+    return [
+        f"{where}: {kind} from {first[where][kind]} to {last[where][kind]}"
+        for where in first
+        for kind in first[where]
+        if last[where][kind] > first[where][kind] + allowed.get(kind, 0)
+    ]
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--runs", type=int, default=2000)
+    parser.add_argument("--failures", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    with (
+        LocalCluster(n_workers=arguments.workers, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        found = soak(client, arguments.runs, arguments.failures)
+    for look in found["looks"]:
+        held = look["held"].values()
+        columns = {kind: " ".join(str(one[kind] // unit) for one in held) for kind, unit in _UNITS.items()}
+        told = ", ".join(f"{found} {'MiB' if kind == 'bytes' else kind}" for kind, found in columns.items())
+        print(f"{look['runs']:6d} runs {look['seconds']:7.1f} s: {told}")
+    more = grown(found["looks"])
+    print(f"{found['failed']} runs failed as they were meant to; " + ("; ".join(more) or "nothing has grown"))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            told = {"hardware": environment.hardware(), "revision": environment.revision()}
+            told["software"] = environment.software("dask_distmm", "dask", "distributed", "numpy")
+            json.dump({**told, **found}, file, indent=1)
+    return 1 if more else 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "65536")
+    sys.exit(main())
