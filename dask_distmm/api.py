@@ -355,7 +355,9 @@ def make_problem(
     array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
     same = a.name == b.name and types.a == types.b
     return Problem(
-        f"matmul-{token}", *fields, same, options, array, found, spec, types.compute, distributions=distributions
+        *(f"matmul-{token}", *fields, same, options, array, found, spec, types.compute),
+        distributions=distributions,
+        arrays=(a.name, b.name),
     )
 
 

@@ -20,13 +20,27 @@ from typing import Any, Literal
 from dask_distmm.errors import ProtocolError
 from dask_distmm.plan.show import size_text, time_text
 
-__all__ = ["Lost", "Phase", "Released", "Run", "Summary", "summarize"]
+__all__ = ["Lost", "LostReplicas", "Phase", "Released", "Run", "Summary", "summarize"]
 
 Phase = Literal["staged", "voting", "running", "done", "failed"]
 
 
 class Lost(Exception):
-    """Ends a run: workers or their data are gone; start again."""
+    """Ends a run: workers or their data are gone; start again.
+
+    Attributes
+    ----------
+    counts
+        Whether the multiply may be started again only so often for that.
+    """
+
+    counts = True
+
+
+class LostReplicas(Lost):
+    """Ends a run: replicas are gone, which are not used any more when it starts again."""
+
+    counts = False
 
 
 class Released(Exception):

@@ -33,6 +33,7 @@ from dask_distmm.groups import Group, Groups
 from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
+from dask_distmm.replicas import Replicas
 from dask_distmm.roster import Roster, Staging
 from dask_distmm.run import Lost as _Lost
 from dask_distmm.run import Released as _Released
@@ -41,7 +42,6 @@ from dask_distmm.worker import NAME, DistMMWorkerPlugin
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
-
 
 __all__ = ["DistMMSchedulerPlugin"]
 
@@ -74,6 +74,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.roster = Roster(scheduler)
         self.groups = Groups()
         self.pinned = Pins(scheduler)
+        self.replicas = Replicas(scheduler, self._tell)
         self._changed = asyncio.Condition()
         self._releasing: set[asyncio.Future[None]] = set()
         scheduler.handlers.update(
@@ -105,6 +106,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             answer = await self.roster.answer(**question)
         except DistMMError as error:
             return as_plain(error)
+        answer["placed"] = self.replicas.placed(question["names"], answer)
         return {"status": "OK", "groups": self.groups.orders(answer["engine"]), **answer}
 
     def locate(self, name: str, run_id: int, index: int) -> dict[str, Any]:
@@ -142,6 +144,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             await self._vote(run, made)
             await self._start(run, made)
             self._pin(run, made)
+            self.replicas.add(run.name, run_id, made)
             self.restarts.pop(problem.name, None)
             options = problem.options
             surplus = self.groups.surplus(options.max_groups, options.keep_workspace_bytes)
@@ -154,7 +157,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             await self._end(run, str(reason))
             if run.key not in self.scheduler.tasks:
                 return {"status": "restart"}
-            again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + 1
+            again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + reason.counts
             if again > retries:
                 del self.restarts[problem.name]
                 return as_plain(self._failed(run, f"it was started again {retries} times; last: {reason}"))
@@ -177,31 +180,25 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Fix who takes part, and how."""
         dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
         engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers)
-        number = {worker.address: index for index, worker in enumerate(workers)}
-        gone = [address for address in staging.addresses if address not in self.scheduler.workers]
-        if gone:
-            raise _Lost(f"{gone[0]} left with chunks that were staged there")
-        others = [self.scheduler.workers[address] for address in staging.addresses if address not in number]
-        sources = [self.roster.worker(ws, "") for ws in others]
-        number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})
-        table = np.array([number[address] for address in staging.addresses], np.int32)
-        found = [table[np.frombuffer(raw, np.int32)] for raw in staging.where]
+        sources, found = self.roster.staged(workers, staging)
+        where_a, where_b, replica_runs = self.replicas.where(problem, workers, found)
         made = await asyncio.to_thread(
             plan,
             problem,
             workers,
-            where_a=found[0],
-            where_b=found[0 if problem.same else 1],
+            where_a=where_a,
+            where_b=where_b,
             where_extras=found[len(found) - len(problem.extras) :],
             sources=sources,
             engine=engine,
             orders=staging.orders,
             groups=self.groups.orders(engine),
+            replica_runs=replica_runs,
         )
         if engine != "numpy" and len(made.ranks) > 1:
             made = dataclasses.replace(made, group=self.groups.use(engine, made.workers).number)
         # Workers that neither multiply nor hold a chunk have no part in it.
-        needed = np.unique(np.concatenate([np.asarray(made.ranks), *found]))
+        needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *found]))
         run.participants = frozenset(made.participants[index].address for index in needed.tolist())
         return made
 
@@ -285,6 +282,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return answer
         if status == "missing":
             raise _Lost(f"{address} no longer has {answer['count']} chunks that were staged there")
+        if status == "no replicas":
+            raise self.replicas.lost(address, answer["names"])
         if status == "lost":
             raise _Lost(f"{address}: {answer['message']}")
         if answer is None:
@@ -364,6 +363,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Free what belongs to a multiply when its barrier is released, forgotten or fails."""
+        self.replicas.transition(key, finish)
         if finish not in ("released", "forgotten", "erred") or (name := barrier_name(key)) is None:
             return
         run, _ = self.done.pop(name, (None, None))
@@ -395,6 +395,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """End runs that need a worker that is gone; start those again whose results it held."""
         self.roster.forget(worker)
         self.pinned.unpin_tiles(worker)
+        self.replicas.lose(worker)
         for group in self.groups.lose(worker):
             left = [address for address in group.workers if address != worker]
             self._tell(left, {"op": "distmm-abandon", "group": group.number, "engine": group.engine})
@@ -429,6 +430,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             run.fail({run.worker: "its task was released"}, released=True)
         self.done.clear()
         self.pinned.clear()
+        self.replicas.clear()
         self.restarts.clear()
         self.roster.clear()
         self.groups.clear()

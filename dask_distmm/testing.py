@@ -27,7 +27,7 @@ from dask_distmm.config import read_options
 from dask_distmm.distribution import FREE, Distributions
 from dask_distmm.dtypes import dtype_from_name, operand_dtype
 from dask_distmm.engines.base import Boxes, ChunkKey, Engine, Job
-from dask_distmm.plan import Chunks, Plan, Problem, Worker, plan
+from dask_distmm.plan import EVERYWHERE, Chunks, Plan, Problem, Worker, plan
 
 __all__ = [
     "FAULT_POINTS",
@@ -182,7 +182,7 @@ def run_jobs(
     where = made.where
     try:
         for me in range(len(made.participants)):
-            mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] == me}  # type: ignore[index]
+            mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}  # type: ignore[index]
             jobs.append(engine.job(made, me, mine, comm, lambda share: None))
         for job in jobs:
             job.prepare()
@@ -366,14 +366,14 @@ def inject(point: str, action: str, skip: int = 0) -> None:
 
 def _left_on_worker(dask_worker: Any) -> dict[str, int]:
     side = dask_worker.extensions.get("distmm")
-    return (
-        {} if side is None else {name: len(getattr(side, name)) for name in ("staged", "runs", "outputs", "progress")}
-    )
+    names = ("staged", "runs", "outputs", "progress", "replicas")
+    return {} if side is None else {name: len(getattr(side, name)) for name in names}
 
 
 def _left_on_scheduler(dask_scheduler: Any) -> dict[str, int]:
     plugin = dask_scheduler.plugins.get("distmm")
-    return {} if plugin is None else {n: len(getattr(plugin, n)) for n in ("live", "done", "restarts", "pinned")}
+    names = ("live", "done", "restarts", "pinned", "replicas")
+    return {} if plugin is None else {name: len(getattr(plugin, name)) for name in names}
 
 
 def assert_nothing_left(client: Any, timeout: float = 20.0) -> None:

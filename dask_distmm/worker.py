@@ -7,7 +7,7 @@ Life of the data on a worker::
     start()    the engine works in its thread; peers fetch()       outputs[run_id]
     finish()   all ranks are done: chunks and buffers go
     collect()  collect tasks take chunks of the result
-    forget()   the barrier's result was released: the rest goes
+    forget()   the barrier's result was released: the rest goes, but for replicas
 
 Handlers run on the worker's event loop and never block it: what takes time goes to a thread.
 """
@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import platform
+import time
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,8 @@ from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.keys import parse_stage_key
-from dask_distmm.plan import Plan
+from dask_distmm.plan import Plan, everywhere
+from dask_distmm.replicas import ReplicaStore
 from dask_distmm.run import summarize
 
 __all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
@@ -59,6 +61,7 @@ class WorkerSide:
         self.staged: dict[str, dict[tuple[str, int, int], Staged]] = {}
         self.runs: dict[int, tuple[Plan, Job]] = {}
         self.outputs: dict[int, dict[Any, Any]] = {}
+        self.replicas = ReplicaStore(worker)
         self.newest_run = 0
         self.progress: dict[int, float] = {}
         self.scheduler_ready = False
@@ -76,6 +79,7 @@ class WorkerSide:
             "distmm-finish": self.finish,
             "distmm-forget": self.forget,
             "distmm-abandon": self.abandon,
+            "distmm-drop-replicas": self.replicas.drop,
         }
         let_e5m2_travel()
         worker.handlers.update(self.handlers)
@@ -148,9 +152,19 @@ class WorkerSide:
         staged = self.staged.get(plan.problem.name, {})
         chunks: dict[ChunkKey, Any] = {}
         ready = []
-        missing = []
-        for operand, where in plan.where.items():
+        missing, unkept = [], []
+        for number, (operand, where) in enumerate(plan.where.items()):
             assert where is not None
+            if everywhere(where):
+                if me not in plan.ranks:
+                    continue
+                name = plan.problem.arrays[number]
+                kept = self.replicas.find(name, plan.replica_runs[number])
+                if kept is None:
+                    unkept.append(name)
+                else:
+                    chunks |= {(operand, index): chunk for index, chunk in kept.items()}
+                continue
             ncols = plan.problem.chunk_counts(operand)[1]
             for index in np.flatnonzero(where == me).tolist():
                 name = "a" if operand == "b" and plan.problem.same else operand
@@ -163,6 +177,8 @@ class WorkerSide:
                         ready.append(found.ready)
         if missing:
             return {"status": "missing", "count": len(missing)}
+        if unkept:
+            return {"status": "no replicas", "names": unkept}
         chunks = check_chunks(plan, chunks)
         addresses = [worker.address for worker in plan.participants]
         comm = DaskComm(self.worker, run_id, addresses, plan.problem.options.transfer_timeout)
@@ -172,6 +188,8 @@ class WorkerSide:
 
         job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready)
         job.prepare()
+        if plan.replicas:
+            self.replicas.expect(run_id)
         self.newest_run = run_id
         self.runs[run_id] = plan, job
         return {"status": "OK"}
@@ -184,22 +202,39 @@ class WorkerSide:
         loop = asyncio.get_running_loop()
         try:
             started = loop.time()
-            result = await loop.run_in_executor(self.engine_thread, job.execute)
+            result = dict(await loop.run_in_executor(self.engine_thread, job.execute))
+            received = await self._replicate(run_id, plan, job, result)
         except BaseException as error:
             return _failure(error)
         finally:
             self.progress.pop(run_id, None)
         if run_id in self.runs:  # not aborted meanwhile
-            self.outputs[run_id] = dict(result)
+            self.outputs[run_id] = result
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
         answer = {"seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
-        answer |= {"received": job.received_bytes, "kept": job.kept_bytes}
+        answer |= {"received": job.received_bytes + received, "kept": job.kept_bytes}
         if log.isEnabledFor(logging.DEBUG):
             address = str(self.worker.address)
             number = {address: rank for rank, address in enumerate(plan.workers)}.get(address, "none")
             what = summarize({address: answer})
             log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, address, what)
         return {"status": "OK", **answer}
+
+    async def _replicate(self, run_id: int, plan: Plan, job: Job, result: Mapping[Any, Any]) -> int:
+        """Get and keep all of D, if the plan says so; return the bytes that have arrived for that."""
+        if not plan.replicas:
+            return 0
+        started = time.perf_counter()
+        self.replicas.offer(run_id, result)
+        me = [worker.address for worker in plan.participants].index(str(self.worker.address))
+        if me >= plan.replicas:
+            return 0
+        own = {index: chunk for index, chunk in result.items() if not isinstance(index, tuple)}
+        chunks, received = await self.replicas.gather(plan, run_id, me, own)
+        if run_id in self.runs:  # not aborted meanwhile
+            self.replicas.keep(plan.problem.name, run_id, chunks)
+        job.timings["replicate"] = time.perf_counter() - started
+        return received
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:
         """Free what the ranks of a group keep between runs; all of them are asked at the same time."""
@@ -219,17 +254,21 @@ class WorkerSide:
     async def abort(self, run_id: int, reason: str) -> dict[str, Any]:
         """End a run here."""
         self._drop(run_id, reason)
+        self.replicas.drop(run_id=run_id)
         return {"status": "OK"}
 
     def _drop(self, run_id: int, reason: str) -> None:
+        error = EngineError(f"run {run_id} was ended: {reason}")
         if run_id in self.runs:
             _, job = self.runs.pop(run_id)
-            job.abort(EngineError(f"run {run_id} was ended: {reason}"))
+            job.abort(error)
+        self.replicas.end(run_id, error)
         self.outputs.pop(run_id, None)
 
     def finish(self, run_id: int, name: str) -> None:
         """All ranks are done: what only the run needed goes, results stay."""
         self.runs.pop(run_id, None)
+        self.replicas.end(run_id)
         self.staged.pop(name, None)
 
     def forget(self, run_id: int | None, name: str | None) -> None:
@@ -238,6 +277,7 @@ class WorkerSide:
             self._drop(run_id, "its task was released")
         if name is not None:
             self.staged.pop(name, None)
+            self.replicas.drop(name)
 
     # Called by other workers
 
@@ -252,6 +292,9 @@ class WorkerSide:
                 return {"status": "OK", "data": [to_serialize(chunk)]}
             if run_id not in self.runs:
                 return {"status": "gone", "message": f"run {run_id!r} is not live here"}
+            if kind == "replica":
+                own = await self.replicas.serve(run_id, table[:, 1].tolist())
+                return {"status": "OK", "data": [to_serialize(x) for x in own]}
             plan, job = self.runs[run_id]
             _check_boxes(plan, kind, table)
             # Shielded: a peer's request that is given up must not cancel what others wait for too.
@@ -269,6 +312,7 @@ class WorkerSide:
             self._drop(run_id, "the worker is closing")
         self.staged.clear()
         self.outputs.clear()
+        self.replicas.drop()
         self.engine_thread.shutdown(wait=False, cancel_futures=True)
         for op, handler in self.handlers.items():
             if self.worker.handlers.get(op) == handler:

@@ -28,6 +28,7 @@ ORDER = [
     ["scheduler"],
     ["pins", "priorities"],
     ["worker"],
+    ["replicas"],
     ["roster"],
     ["run", "groups"],
     ["chunks"],

@@ -109,6 +109,8 @@ class Problem:
         How A, B and D must lie on the ranks; None leaves the choice to the planner.
     grid
         The only p x q x s that may be taken, with `method`; None leaves the choice to the planner.
+    arrays
+        Names of the arrays that A and B are; empty where nothing of them may be on the workers already.
     """
 
     name: str
@@ -129,6 +131,7 @@ class Problem:
     compute: str = ""
     distributions: Distributions = FREE
     grid: tuple[int, int, int] | None = None
+    arrays: tuple[str, str] = ("", "")
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -267,6 +270,8 @@ class Problem:
             if fields["grid"] is not None:
                 p, q, s = map(int, fields["grid"])
                 fields["grid"] = (p, q, s)
+            array_a, array_b = map(str, fields["arrays"])
+            fields["arrays"] = array_a, array_b
             workers = fields["workers"]
             fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
             problem = cls(options=Options(**options), **fields)

@@ -40,6 +40,7 @@ from dask_distmm.narrow import decode
 from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.collective import tile_chunk
 from dask_distmm.plan.native import native_epilog
+from dask_distmm.plan.plan import EVERYWHERE
 from dask_distmm.plan.tiles import Tile, make_tiles
 
 __all__ = ["CublasMpJob"]
@@ -131,7 +132,7 @@ class CublasMpJob:
         index = tile_chunk(tile, self.rank, sizes)
         # All ranks see the same plan, but only this one sees how its chunk really lies in memory.
         target = None
-        if index is not None and where[index] == self.me and _usable(arrays[index], tile.order):
+        if index is not None and where[index] in (self.me, EVERYWHERE) and _usable(arrays[index], tile.order):
             target = arrays[index]
         as_it_lies = target is not None
         if target is None:
