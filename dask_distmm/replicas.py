@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.dask import DaskComm
+from dask_distmm.engines.base import is_of_d
 from dask_distmm.errors import ProtocolError
 from dask_distmm.keys import barrier_key, parse_stage_key
 from dask_distmm.plan import EVERYWHERE, Plan, Problem, Worker
@@ -84,19 +85,19 @@ class ReplicaStore:
         own = await asyncio.shield(asyncio.wrap_future(self._own[run_id]))
         return [own[index] for index in indices]
 
-    async def gather(self, plan: Plan, run_id: int, me: int, chunks: Mapping[int, Any]) -> tuple[dict[int, Any], int]:
-        """Return all chunks of D, and how many bytes have arrived from others.
+    async def gather(self, plan: Plan, run_id: int, me: int, made: Mapping[Any, Any]) -> tuple[dict[int, Any], int]:
+        """Return all chunks of D by number, and how many bytes have arrived from others.
 
         Parameters
         ----------
         plan, run_id, me
             Of the run, and which participant this is.
-        chunks
-            Those chunks, by number, that are here already.
+        made
+            What its job has returned.
         """
         addresses = [worker.address for worker in plan.participants]
         comm = DaskComm(self._worker, run_id, addresses, plan.problem.options.transfer_timeout)
-        found = dict(chunks)
+        found = {key[1] if isinstance(key, tuple) else key: chunk for key, chunk in made.items() if is_of_d(key)}
         window = asyncio.Semaphore(_IN_FLIGHT)
 
         async def ask(peer: int, indices: list[int]) -> None:
@@ -106,7 +107,7 @@ class ReplicaStore:
                 arrived = await asyncio.wrap_future(comm.fetch(peer, "replica", boxes, False))
             found.update(zip(indices, arrived, strict=True))
 
-        await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, chunks)))
+        await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, found)))
         return found, comm.received_bytes
 
     def keep(self, name: str, run_id: int, chunks: Mapping[int, Any]) -> None:

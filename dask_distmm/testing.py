@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from dask_distmm.config import read_options
 from dask_distmm.distribution import FREE, Distributions
 from dask_distmm.dtypes import dtype_from_name, operand_dtype
-from dask_distmm.engines.base import Boxes, ChunkKey, Engine, Job
+from dask_distmm.engines.base import REPLICA, Boxes, ChunkKey, Engine, Job
+from dask_distmm.epilog import Finish
 from dask_distmm.plan import EVERYWHERE, Chunks, Plan, Problem, Worker, plan
 
 __all__ = [
@@ -176,7 +177,10 @@ class LocalComm:
 def run_jobs(
     engine: Engine, made: Plan, chunks: Mapping[ChunkKey, NDArray[Any]], timeout: float = 60.0
 ) -> dict[Any, NDArray[Any]]:
-    """Run a plan with one thread a participant; return D's chunks by number, others by name and number."""
+    """Run a plan with one thread a participant; return D's chunks by number, others by name and number.
+
+    Replicas that ranks bring are compared with the chunks of the owners.
+    """
     jobs: list[Job] = []
     comm = LocalComm(jobs)
     where = made.where
@@ -189,6 +193,7 @@ def run_jobs(
         with ThreadPoolExecutor(len(jobs)) as pool:
             futures = [pool.submit(job.execute) for job in jobs]
             result: dict[Any, NDArray[Any]] = {}
+            replicas: list[tuple[int, NDArray[Any]]] = []
             finished, waiting = wait(futures, timeout, return_when=FIRST_EXCEPTION)
             failed = [error for future in finished if (error := future.exception())]
             if failed or waiting:
@@ -197,9 +202,17 @@ def run_jobs(
                     job.abort(error)
                 raise error
             for future in futures:
-                part = future.result()
+                part = dict(future.result())
+                copies = [key for key in part if isinstance(key, tuple) and key[0] == REPLICA]
+                replicas += [(key[1], part.pop(key)) for key in copies]
+                own = [key for key in part if not isinstance(key, tuple)]
+                assert not copies or len(own) + len(copies) == len(made.owners), "a rank lacks chunks"
                 assert not set(part) & set(result), "two ranks own one chunk"
                 result.update(part)
+            for index, copy in replicas:
+                assert copy.dtype == result[index].dtype
+                assert copy.shape == result[index].shape
+                assert copy.tobytes("C") == result[index].tobytes("C"), f"the replica of chunk {index} differs"
         return result
     finally:
         comm.close()
@@ -220,6 +233,8 @@ def conformance(
     sources: int = 0,
     pack_below: int = 384,
     distributions: Distributions = FREE,
+    everywhere: str = "",
+    replicated: bool = False,
     seed: int | None = None,
 ) -> Plan:
     """Multiply one random problem with an engine and check everything about the result.
@@ -245,6 +260,10 @@ def conformance(
         The option of that name: 0 makes the engine use all chunks as they lie.
     distributions
         Asked for A, B and D.
+    everywhere
+        Operands that all participants have.
+    replicated
+        All of D is to be on all workers in the end.
     seed
         Of the inputs; fresh if None (and named if something fails).
 
@@ -263,6 +282,7 @@ def conformance(
         out = (random_chunks(rng, m, most_chunks), random_chunks(rng, n, most_chunks))
     options = dataclasses.replace(read_options(), pack_below=pack_below, panel_bytes=2**14)
     changes = {"method": method, "out_chunks": out, "options": options, "distributions": distributions}
+    changes |= {"finish": Finish(epilog="allreduce")} if replicated else {}
     problem = make_problem(a_chunks, b_chunks, dtype, b_dtype=b_dtype, **changes)
     a, b = (
         random_matrix(rng, size, dtype_from_name(name), order)
@@ -274,6 +294,8 @@ def conformance(
     where = [
         rng.integers(0, total, size=len(sizes[0]) * len(sizes[1])).astype(np.int32) for sizes in (a_chunks, b_chunks)
     ]
+    for number, operand in enumerate("ab"):
+        where[number][...] = EVERYWHERE if operand in everywhere else where[number]
     roster = [Worker(f"w{index}") for index in range(nranks)]
     extra = [Worker(f"s{index}") for index in range(sources)]
     name = "numpy" if callable(engine) else engine.name

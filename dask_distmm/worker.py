@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from dask_distmm._version import __version__
 from dask_distmm.chunks import Staged, check_chunks, let_e5m2_travel, order_of, stage
 from dask_distmm.comms.dask import DaskComm
-from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine, log
+from dask_distmm.engines.base import ENGINES, REPLICA, ChunkKey, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.keys import parse_stage_key
@@ -202,8 +202,9 @@ class WorkerSide:
         loop = asyncio.get_running_loop()
         try:
             started = loop.time()
-            result = dict(await loop.run_in_executor(self.engine_thread, job.execute))
-            received = await self._replicate(run_id, plan, job, result)
+            made = dict(await loop.run_in_executor(self.engine_thread, job.execute))
+            result = {key: chunk for key, chunk in made.items() if not isinstance(key, tuple) or key[0] != REPLICA}
+            received = await self._replicate(run_id, plan, job, made) if plan.replicas else 0
         except BaseException as error:
             return _failure(error)
         finally:
@@ -220,20 +221,17 @@ class WorkerSide:
             log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, address, what)
         return {"status": "OK", **answer}
 
-    async def _replicate(self, run_id: int, plan: Plan, job: Job, result: Mapping[Any, Any]) -> int:
-        """Get and keep all of D, if the plan says so; return the bytes that have arrived for that."""
-        if not plan.replicas:
-            return 0
+    async def _replicate(self, run_id: int, plan: Plan, job: Job, made: Mapping[Any, Any]) -> int:
+        """Get and keep all of D; return the bytes that have arrived for that."""
         started = time.perf_counter()
-        self.replicas.offer(run_id, result)
+        self.replicas.offer(run_id, made)
         me = [worker.address for worker in plan.participants].index(str(self.worker.address))
         if me >= plan.replicas:
             return 0
-        own = {index: chunk for index, chunk in result.items() if not isinstance(index, tuple)}
-        chunks, received = await self.replicas.gather(plan, run_id, me, own)
+        chunks, received = await self.replicas.gather(plan, run_id, me, made)
         if run_id in self.runs:  # not aborted meanwhile
             self.replicas.keep(plan.problem.name, run_id, chunks)
-        job.timings["replicate"] = time.perf_counter() - started
+        job.timings["replicate"] = job.timings.get("replicate", 0.0) + time.perf_counter() - started
         return received
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:

@@ -7,9 +7,16 @@ import dataclasses
 import numpy as np
 
 from dask_distmm.plan.memory import chunk_bytes
+from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Plan
 
-__all__ = ["with_replicas"]
+__all__ = ["all_reduced", "with_replicas"]
+
+
+def all_reduced(made: Plan) -> bool:
+    """Whether a plan's multiply itself leaves all of D, as it will be stored, on every rank: cuBLASMp's all-reduce."""
+    own_kernel = made.problem.finished and native_epilog(made) is None
+    return made.engine == "cublasmp" and made.method == "allreduce" and len(made.ranks) > 1 and not own_kernel
 
 
 def with_replicas(made: Plan, count: int) -> Plan:
@@ -25,6 +32,8 @@ def with_replicas(made: Plan, count: int) -> Plan:
         worker.address: made.projected_bytes[worker.address] + int(size)
         for worker, size in zip(made.participants, missing, strict=True)
     }
+    if all_reduced(made):
+        missing[list(made.ranks)] = 0
     assert made.estimate is not None
     machine = made.problem.options.machine(made.engine)
     seconds = float(missing.max()) / machine.bandwidth
