@@ -80,6 +80,8 @@ def parse(
     name = "" if epilog is None or function else str(getattr(epilog, "value", epilog)).lower()
     pickled, names = (dumps(function), tuple(inputs)) if function else (b"", ())
     spec = Finish(factors[0], factors[1], name, bias_axis, bool(amax), pickled, names)
+    if spec.replicated and (a.ndim, b.ndim) != (2, 2):
+        raise PlanError(f"epilog 'allreduce' is for products of matrices; found {a.ndim} and {b.ndim} dimensions")
     if spec.plain and not inputs and not types.fp8 and not scales:
         return spec, []
     if a.ndim < 2 or b.ndim < 2:

@@ -396,13 +396,15 @@ class Matmul:
                 extras[number] = name, laid_out
                 self._placed.add(name)
         a, b = self._arrays["a"], self._arrays["b"]
+        # The ranks, and after them those who multiply nothing but are to have all of D.
+        others = [worker.address for worker in self._fixed.known.workers if worker.address not in made.workers]
         problem = make_problem(
             a,
             b,
             made.method,
             made.engine,
             self._out_chunks,
-            made.workers,
+            (*made.workers, *(others if spec.replicated else ())),
             spec,
             extras,
             self._types,
@@ -425,10 +427,11 @@ class Matmul:
         assert self._problem is not None
         made, known = self._fixed.plan, self._fixed.known
         ranks = {worker.address: worker for worker in known.workers}
+        addresses = self._problem.workers if isinstance(self._problem.workers, tuple) else ()
         tiles = operand_tiles(made)
         return plan(
             self._problem,
-            [ranks[address] for address in made.workers],
+            [ranks[address] for address in addresses],
             where_a=tiles["a"][1].astype(np.int32),
             where_b=tiles["b"][1].astype(np.int32),
             engine=made.engine,

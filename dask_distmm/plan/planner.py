@@ -158,12 +158,13 @@ def check_memory(plan: Plan) -> None:
     if not over:
         return
     limit = {w.address: int(w.memory_limit * plan.problem.options.limit_fraction) for w in plan.participants}
+    more = ", since all of D is to be on each worker (epilog 'allreduce')" if plan.replicas else ""
     worst = max(over, key=lambda address: over[address] / limit[address])
     raise ProjectedMemoryError(
         f"the multiply of {plan.problem.m} x {plan.problem.k} by {plan.problem.k} x {plan.problem.n} "
         f"({plan.problem.dtype}) would hold {_gib(over[worst])} on worker {worst} with method {plan.method!r}, the "
-        f"leanest there is; it may hold {_gib(limit[worst])} ({plan.problem.options.limit_fraction:.0%} of its memory "
-        "limit). Use more workers or a higher memory_limit, or raise the config distmm.memory.limit-fraction",
+        f"leanest there is{more}; it may hold {_gib(limit[worst])} ({plan.problem.options.limit_fraction:.0%} of its "
+        "memory limit). Use more workers or a higher memory_limit, or raise the config distmm.memory.limit-fraction",
         plan.projected_bytes,
         limit,
     )
