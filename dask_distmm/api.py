@@ -25,6 +25,7 @@ from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
 from dask_distmm.plan import METHODS, BatchPlan, Chunks, Extra, Plan, Problem, Worker
 from dask_distmm.quantize import operands
+from dask_distmm.views import view_of
 
 __all__ = ["NotCollective", "explain", "matmul"]
 
@@ -286,7 +287,7 @@ def explain(
         known: Snapshot | None = Snapshot(imaginary, [], [None, None], problem.engine_alone, [])
     else:
         assert client is not None
-        known = snapshot(client, problem, [a, b])
+        known = snapshot(client, problem, [view_of(a).array, view_of(b).array])
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     return known.plan(problem)
@@ -349,15 +350,19 @@ def make_problem(
     chunks = _out_chunks(a, b, out_chunks)
     options = read_options()
     fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, method, engine, workers)
+    views = view_of(a), view_of(b)
     found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
-    more = [dataclasses.astuple(spec), [x.name for _, x in extras], repr(distributions)]
+    turned, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
+    more = [dataclasses.astuple(spec), [x.name for _, x in extras], repr(distributions), turned, conjugated]
     token = tokenize(a.name, b.name, fields, types, options, more)
     array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
     same = a.name == b.name and types.a == types.b
     return Problem(
         *(f"matmul-{token}", *fields, same, options, array, found, spec, types.compute),
         distributions=distributions,
-        arrays=(a.name, b.name),
+        arrays=(views[0].array.name, views[1].array.name),
+        turned=turned,
+        conjugated=conjugated,
     )
 
 

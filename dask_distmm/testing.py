@@ -235,6 +235,7 @@ def conformance(
     distributions: Distributions = FREE,
     everywhere: str = "",
     replicated: bool = False,
+    conjugated: tuple[bool, bool] = (False, False),
     seed: int | None = None,
 ) -> Plan:
     """Multiply one random problem with an engine and check everything about the result.
@@ -264,6 +265,8 @@ def conformance(
         Operands that all participants have.
     replicated
         All of D is to be on all workers in the end.
+    conjugated
+        Whether the conjugates of A and B are multiplied.
     seed
         Of the inputs; fresh if None (and named if something fails).
 
@@ -282,6 +285,7 @@ def conformance(
         out = (random_chunks(rng, m, most_chunks), random_chunks(rng, n, most_chunks))
     options = dataclasses.replace(read_options(), pack_below=pack_below, panel_bytes=2**14)
     changes = {"method": method, "out_chunks": out, "options": options, "distributions": distributions}
+    changes |= {"conjugated": conjugated}
     changes |= {"finish": Finish(epilog="allreduce")} if replicated else {}
     problem = make_problem(a_chunks, b_chunks, dtype, b_dtype=b_dtype, **changes)
     a, b = (
@@ -309,7 +313,8 @@ def conformance(
             r0, r1, c0, c1 = made.chunk_rect(index)
             assert chunk.shape == (r1 - r0, c1 - c0)
         whole = np.block([[result[i * ncols + j] for j in range(ncols)] for i in range(nrows)])
-        assert_product(a, b, whole)
+        left, right = (x.conj() if conj else x for x, conj in zip((a, b), conjugated, strict=True))
+        assert_product(left, right, whole)
         after = {key: _checksum(chunk.base) for key, chunk in chunks.items()}
         assert after == before, "inputs or the guard zones around them were changed"
     except AssertionError as error:

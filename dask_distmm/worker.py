@@ -20,7 +20,7 @@ import logging
 import platform
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -163,7 +163,7 @@ class WorkerSide:
                 if kept is None:
                     unkept.append(name)
                 else:
-                    chunks |= {(operand, index): chunk for index, chunk in kept.items()}
+                    chunks |= {(operand, index): x for index, x in _turned(plan, operand, kept)}
                 continue
             ncols = plan.problem.chunk_counts(operand)[1]
             for index in np.flatnonzero(where == me).tolist():
@@ -360,6 +360,14 @@ def worker_side(worker: Worker) -> WorkerSide:
         sync(worker.loop, install)
     side: WorkerSide = worker.extensions[NAME]
     return side
+
+
+def _turned(plan: Plan, operand: str, kept: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+    """Return the chunks of A or B, by number, from those of the array underneath."""
+    nrows, ncols = plan.problem.chunk_counts(operand)
+    for index, chunk in kept.items():
+        i, j = divmod(index, nrows)
+        yield (j * ncols + i, chunk.T) if plan.problem.turned["ab".index(operand)] else (index, chunk)
 
 
 def _check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:

@@ -220,9 +220,13 @@ def test_both_operands_are_there(client):
     a = fresh(90, 90)
     d = matmul(a, a, epilog="allreduce").persist()
     wait(d)
-    e = matmul(d, d, method="allgather", out_chunks=(30, 90))
-    assert_product(d.compute(), d.compute(), e.compute())
-    assert runs(client)[-1]["received_bytes"] == 0
+    for x, e in (
+        (d.T, matmul(d, d, op_a="T", method="allgather", out_chunks=(30, 90))),
+        (d, matmul(d, d, method="allgather", out_chunks=(90, 30))),
+    ):
+        assert "inputs    on all workers" in repr(dask_distmm.explain(x, d))
+        assert_product(x.compute(), d.compute(), e.compute())
+        assert runs(client)[-1]["received_bytes"] == 0
 
 
 def test_a_chain_in_one_graph_and_a_loop(client):

@@ -23,7 +23,7 @@ ORDER = [
     ["api", "batched", "preload"],
     ["stacks"],
     ["formula"],
-    ["operator", "quantize"],
+    ["operator", "quantize", "views"],
     ["graph", "cluster"],
     ["scheduler"],
     ["pins", "priorities"],

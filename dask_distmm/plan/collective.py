@@ -167,9 +167,9 @@ class _Moved:
 
 
 def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
-    """Return the number of the chunk that is exactly a rank's tile, or None if no single one is."""
+    """Return the number of the chunk that is exactly a rank's tile, as it lies, or None if no single one is."""
     shape = tile.layout.local_shape(rank)
-    if tile.local(rank) != shape or 0 in shape:
+    if tile.local(rank) != shape or 0 in shape or tile.conjugated:
         return None
     index = 0
     for axis, part, sizes in zip((tile.layout.rows, tile.layout.cols), tile.layout.coords(rank), chunks, strict=True):

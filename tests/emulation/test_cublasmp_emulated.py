@@ -100,6 +100,20 @@ def test_distributions_by_hand(make, distributions, method, orders):
         assert asked is None or block_grid(tile.layout)[0] == block_grid(asked.layout(tile.layout.shape, count))[0]
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("conjugated", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("orders", ["CC", "CF", "FC", "FF"])
+def test_conjugates(make, method, orders, conjugated):
+    """By op C where the library transposes the operand anyway, else on the tile, never on a chunk."""
+    ranks, _ = make()
+    options = {"orders": orders, "conjugated": conjugated, "most_chunks": 2}
+    made = conformance(ranks, method, 3 if method != "local" else 1, "complex128", **options)
+    tiles = make_tiles(made)
+    for tile, wanted, by_library in zip((tiles.a, tiles.b), conjugated, tiles.conjugated, strict=True):
+        assert tile.conjugated + by_library == wanted
+        assert by_library == (wanted and tile.order != tiles.d.order and method != "allreduce")
+
+
 @pytest.mark.parametrize("operands", ["a", "b", "ab"])
 @pytest.mark.parametrize("method", METHODS)
 def test_operands_that_are_everywhere(make, method, operands):

@@ -80,6 +80,16 @@ def test_out_chunks_of_their_own(method):
         conformance(ENGINE, method, 5, own_out_chunks=True, most_chunks=9, pack_below=pack_below)
 
 
+@pytest.mark.parametrize("conjugated", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("orders", ["CC", "CF", "FC", "FF"])
+def test_conjugates(conjugated, orders):
+    for pack_below in (0, 384):
+        method = METHODS[np.random.default_rng().integers(len(METHODS))]
+        options = {"orders": orders, "conjugated": conjugated, "pack_below": pack_below}
+        conformance(ENGINE, method, 4, "complex64", own_out_chunks=True, **options)
+    conformance(ENGINE, "summa", 3, "clongdouble", conjugated=conjugated)
+
+
 @pytest.mark.parametrize("operands", ["a", "b", "ab"])
 @pytest.mark.parametrize("method", METHODS)
 def test_operands_that_are_everywhere(method, operands):

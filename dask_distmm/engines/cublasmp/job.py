@@ -239,6 +239,10 @@ class CublasMpJob:
         self._gather.run(stream, comm)
         if self._finishing is not None:
             self._finishing.gather(stream, comm)
+        for operand, tile in zip(self._operands.values(), (self._tiles.a, self._tiles.b), strict=True):
+            if tile.conjugated:
+                with stream:
+                    cp.conjugate(operand.target, out=operand.target)
         marks.append(_mark(stream))
         a, b, d = self._operands["a"].target, self._operands["b"].target, self._result.target
         tiles, types = self._tiles, self.kinds
