@@ -303,7 +303,8 @@ def conformance(
     roster = [Worker(f"w{index}") for index in range(nranks)]
     extra = [Worker(f"s{index}") for index in range(sources)]
     name = "numpy" if callable(engine) else engine.name
-    made = plan(problem, roster, where_a=where[0], where_b=where[1], sources=extra, engine=name)
+    kept = int("a" in everywhere), int("b" in everywhere)
+    made = plan(problem, roster, where[0], where[1], sources=extra, engine=name, replica_runs=kept)
     made = Plan.from_wire(made.to_wire())
     try:
         result = engine(problem, nranks, chunks, where) if callable(engine) else run_jobs(engine, made, chunks)

@@ -7,7 +7,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import wait
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dask_distmm
@@ -23,6 +23,7 @@ def matrix(*shape, chunks=(13, 9)):
     return da.from_array(rng.standard_normal(shape) + 1j * rng.standard_normal(shape), chunks=chunks)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from("TC"), max_size=5), st.sampled_from(["complex128", "float32"]))
 def test_chains_of_views(steps, dtype):
     base = da.ones((4, 3), chunks=2, dtype=dtype) + 1

@@ -319,8 +319,8 @@ class Plan:
                 for where, extra in zip(plan.where_extras, problem.extras, strict=False)
             ),
             "replicas": 0 <= plan.replicas <= npart,
-            "where_a": _placed(plan.where_a, counts["a"], npart),
-            "where_b": _placed(plan.where_b, counts["b"], npart),
+            "where_a": _placed(plan.where_a, counts["a"], npart, run_a),
+            "where_b": _placed(plan.where_b, counts["b"], npart, run_b),
         }
         for name, good in checks.items():
             if not good:
@@ -333,8 +333,10 @@ class Plan:
         return plan_text(self)
 
 
-def _placed(where: NDArray[np.int32] | None, size: int, stop: int) -> bool:
-    return where is None or (where.size == size and everywhere(where)) or _in_range(where, size, stop)
+def _placed(where: NDArray[np.int32] | None, size: int, stop: int, run: int) -> bool:
+    if run:
+        return where is not None and where.size == size and everywhere(where)
+    return where is None or _in_range(where, size, stop)
 
 
 def _in_range(values: NDArray[np.int32], size: int, stop: int) -> bool:
