@@ -25,7 +25,7 @@ from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
 from dask_distmm.plan import METHODS, BatchPlan, Chunks, Extra, Plan, Problem, Worker
 from dask_distmm.quantize import operands
-from dask_distmm.views import view_of
+from dask_distmm.views import under, view_of
 
 __all__ = ["NotCollective", "explain", "matmul"]
 
@@ -287,7 +287,7 @@ def explain(
         known: Snapshot | None = Snapshot(imaginary, [], [None, None], problem.engine_alone, [])
     else:
         assert client is not None
-        known = snapshot(client, problem, [view_of(a).array, view_of(b).array])
+        known = snapshot(client, problem, [*map(under, (a, b), problem.arrays, problem.turned)])
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     return known.plan(problem)

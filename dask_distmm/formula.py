@@ -22,7 +22,7 @@ from dask_distmm.narrow import stored
 from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Problem
 from dask_distmm.quantize import scaled, widened
-from dask_distmm.views import view_of
+from dask_distmm.views import under
 
 __all__ = ["apply_op", "operand_sum", "output_meta", "parse", "result", "unfit", "why_not", "without_a_run"]
 
@@ -30,7 +30,7 @@ Extras = Sequence[tuple[str, da.Array]]
 
 
 def apply_op(name: str, array: da.Array, op: str) -> da.Array:
-    """Return op(array): lazily, so that `view_of` sees through it."""
+    """Return op(array): lazily, so that `views` sees through it."""
     if op not in ("N", "T", "C"):
         raise PlanError(f"op_{name}={op!r}; expected 'N', 'T' or 'C'")
     if op == "N":
@@ -166,7 +166,8 @@ def result(
     """Return what a run returns: D, and the auxiliary outputs if there are any. A and B are those of `make_problem`."""
     prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
     meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
-    graph = build_graph(problem, view_of(a).array, view_of(b).array, extras)
+    lying_a, lying_b = map(under, (a, b), problem.arrays, problem.turned)
+    graph = build_graph(problem, lying_a, lying_b, extras)
     d = da.Array(graph, problem.name, problem.out_chunks, meta=meta)
     return d if problem.finish.plain else outputs(problem, d, a, b)
 

@@ -39,7 +39,7 @@ from dask_distmm.placement import place
 from dask_distmm.plan import Plan, Problem, plan
 from dask_distmm.plan.tilings import operand_tiles
 from dask_distmm.quantize import operands
-from dask_distmm.views import view_of
+from dask_distmm.views import under
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -180,7 +180,7 @@ class Matmul:
             problem = make_problem(
                 a, b, *self._names, self._out_chunks, self._workers, spec, extras, self._types, self._distributions
             )
-            known = snapshot(client, problem, [view_of(a).array, view_of(b).array])
+            known = snapshot(client, problem, [*map(under, (a, b), problem.arrays, problem.turned)])
             if known is None:
                 raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
             made = known.plan(problem)

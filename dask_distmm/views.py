@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import dask.array as da
 
-__all__ = ["View", "view_of"]
+__all__ = ["View", "under", "view_of"]
 
 
 class View(NamedTuple):
@@ -34,6 +34,11 @@ class View(NamedTuple):
     conjugated: bool
 
 
+def under(x: da.Array, name: str, turned: bool) -> da.Array:
+    """Return the array of that name, which `view_of` has found under a matrix."""
+    return x if x.name == name else da.Array(x.dask, name, x.chunks[::-1] if turned else x.chunks, meta=x._meta)
+
+
 def view_of(x: da.Array) -> View:
     """Return what a matrix is a view of; of itself if that can't be seen."""
     turned = conjugated = False
@@ -42,7 +47,7 @@ def view_of(x: da.Array) -> View:
         if len(needs) != 1:
             break
         (name,) = needs
-        across, along = (da.Array(x.dask, name, chunks, meta=x._meta) for chunks in (x.chunks[::-1], x.chunks))
+        across, along = (under(x, name, turn) for turn in (True, False))
         if across.T.name == x.name:
             x, turned = across, not turned
         elif along.conj().name == x.name:

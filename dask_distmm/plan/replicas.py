@@ -10,7 +10,10 @@ from dask_distmm.plan.memory import chunk_bytes
 from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Plan
 
-__all__ = ["all_reduced", "with_replicas"]
+__all__ = ["ALONE_BYTES", "all_reduced", "with_replicas"]
+
+# Between GPUs chunks of so many bytes travel by themselves, smaller ones packed: in one vector to each rank.
+ALONE_BYTES = 2**16
 
 
 def all_reduced(made: Plan) -> bool:
@@ -28,12 +31,18 @@ def with_replicas(made: Plan, count: int) -> Plan:
     missing = np.full(len(made.participants), sizes.sum())
     missing[list(made.ranks)] -= np.bincount(made.owners, sizes, len(made.ranks)).astype(np.int64)
     missing[count:] = 0
-    projected = {
-        worker.address: made.projected_bytes[worker.address] + int(size)
-        for worker, size in zip(made.participants, missing, strict=True)
-    }
+    held = missing.copy()
     if all_reduced(made):
         missing[list(made.ranks)] = 0
+    elif made.engine != "numpy":
+        small = np.where(sizes < ALONE_BYTES, sizes, 0)
+        own = np.bincount(made.owners, small, len(made.ranks)).astype(np.int64)
+        # A vector to each other rank, and one from it.
+        held[list(made.ranks)] += own * (len(made.ranks) - 1) + (small.sum() - own)
+    projected = {
+        worker.address: made.projected_bytes[worker.address] + int(size)
+        for worker, size in zip(made.participants, held, strict=True)
+    }
     assert made.estimate is not None
     machine = made.problem.options.machine(made.engine)
     seconds = float(missing.max()) / machine.bandwidth

@@ -134,6 +134,8 @@ def test_results_on_all_ranks(make, method, host, dtype):
     for replicated in (False, True):
         made = conformance(ranks, method, 3, dtype, replicated=replicated, own_out_chunks=True, seed=5)
         received.append(sum(job.received_bytes for job in ranks.jobs))
+        again = plan(made.problem, made.participants, made.where_a, made.where_b, engine="cublasmp")
+        assert all(job.held_bytes <= again.projected_bytes[f"w{job.me}"] for job in ranks.jobs)
         ranks.jobs.clear()
     others = 0 if method in ("local", "allreduce") else 2
     size = made.problem.m * made.problem.n * made.problem.itemsize("d")

@@ -14,6 +14,7 @@ from dask_distmm.engines.base import REPLICA
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.plan import Plan
+from dask_distmm.plan.replicas import ALONE_BYTES
 
 __all__ = ["Replication", "named"]
 
@@ -60,6 +61,7 @@ class Replication:
             *(moves, me, plan.ranks, order, extents, dict(own), self.chunks),
             skip_home=True,
             itemsize=dtype.itemsize,
+            alone=ALONE_BYTES,
         )
         self.exchange = Exchange(shuffle)
 
