@@ -29,7 +29,6 @@ from dask_distmm.engines.base import is_of_d
 from dask_distmm.errors import ProtocolError
 from dask_distmm.keys import barrier_key, parse_stage_key
 from dask_distmm.plan import EVERYWHERE, Plan, Problem, Worker
-from dask_distmm.run import LostReplicas
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -211,16 +210,11 @@ class Replicas:
         run_id, holders = self._held.get(name, (0, set()))
         return run_id if holders.issuperset(addresses) else 0
 
-    def lost(self, address: str, names: Sequence[str]) -> LostReplicas:
-        """Use some replicas no more, since a worker does not have them; return the reason to start again."""
+    def drop(self, *names: str) -> None:
+        """Have the replicas of some results dropped."""
         for name in names:
-            self.drop(name)
-        return LostReplicas(f"{address} no longer has replicas of {', '.join(names)}")
-
-    def drop(self, name: str) -> None:
-        """Have the replicas of a result dropped."""
-        run_id, holders = self._held.pop(name, (0, set()))
-        self._tell_dropped(name, run_id, holders)
+            run_id, holders = self._held.pop(name, (0, set()))
+            self._tell_dropped(name, run_id, holders)
 
     def _tell_dropped(self, name: str, run_id: int, holders: set[str]) -> None:
         self._tell(sorted(holders), {"op": "distmm-drop-replicas", "name": name, "run_id": run_id})
@@ -244,8 +238,7 @@ class Replicas:
 
     def _sweep(self) -> None:
         self._due = False
-        for name in [name for name in self._held if not self._wanted(name)]:
-            self.drop(name)
+        self.drop(*[name for name in self._held if not self._wanted(name)])
 
     def _wanted(self, name: str) -> bool:
         """Whether a chunk of a result is there or on its way, or a multiply still to run has it as operand."""

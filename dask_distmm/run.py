@@ -14,13 +14,13 @@ nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.plan.show import size_text, time_text
 
-__all__ = ["Lost", "LostReplicas", "Phase", "Released", "Run", "Summary", "summarize"]
+__all__ = ["Lost", "Phase", "Released", "Run", "Summary", "summarize"]
 
 Phase = Literal["staged", "voting", "running", "done", "failed"]
 
@@ -28,19 +28,17 @@ Phase = Literal["staged", "voting", "running", "done", "failed"]
 class Lost(Exception):
     """Ends a run: workers or their data are gone; start again.
 
-    Attributes
+    Parameters
     ----------
-    counts
-        Whether the multiply may be started again only so often for that.
+    reason
+        What is gone.
+    replicas
+        Names of results, if it is only their replicas: these are not used any more when it starts again.
     """
 
-    counts = True
-
-
-class LostReplicas(Lost):
-    """Ends a run: replicas are gone, which are not used any more when it starts again."""
-
-    counts = False
+    def __init__(self, reason: str, replicas: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.replicas = tuple(replicas)
 
 
 class Released(Exception):

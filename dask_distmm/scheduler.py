@@ -155,9 +155,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return {"status": "restart"}
         except _Lost as reason:
             await self._end(run, str(reason))
+            self.replicas.drop(*reason.replicas)
             if run.key not in self.scheduler.tasks:
                 return {"status": "restart"}
-            again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + reason.counts
+            again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + (not reason.replicas)
             if again > retries:
                 del self.restarts[problem.name]
                 return as_plain(self._failed(run, f"it was started again {retries} times; last: {reason}"))
@@ -283,7 +284,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if status == "missing":
             raise _Lost(f"{address} no longer has {answer['count']} chunks that were staged there")
         if status == "no replicas":
-            raise self.replicas.lost(address, answer["names"])
+            raise _Lost(f"{address} no longer has replicas of {answer['names']}", answer["names"])
         if status == "lost":
             raise _Lost(f"{address}: {answer['message']}")
         if answer is None:
