@@ -88,11 +88,12 @@ def matmul(
     alpha, beta : number
         Factors; complex ones with complex operands only.
     op_a, op_b : {"N", "T", "C"}
-        As stored, transposed, conjugate transposed.
+        As stored, transposed, conjugate transposed, without a copy. A lazy ``a.T`` or ``a.conj()`` is seen through.
     epilog : str, Epilog or callable, optional
-        F and what is kept beside D; see `dask_distmm.epilog`. A function is called as ``f(x, **epilog_inputs)`` with
-        parts of ``x = alpha * op(A) @ op(B) + beta * C`` (in the type that is summed in) and of its inputs, and returns
-        the part of D. It works element by element, with operators and NumPy's functions of arrays (CuPy's arrays
+        F and what is kept beside D; see `dask_distmm.epilog`. ``"allreduce"`` keeps all of D on every worker besides:
+        nothing of it has to move for later multiplies. A function is called as ``f(x, **epilog_inputs)`` with parts of
+        ``x = alpha * op(A) @ op(B) + beta * C`` (in the type that is summed in) and of its inputs, and returns the
+        part of D. It works element by element, with operators and NumPy's functions of arrays (CuPy's arrays
         answer to these too); on GPUs it becomes one kernel where CuPy can fuse it.
     epilog_inputs : mapping, optional
         The epilog's inputs by name; those of a function broadcast against D. ``"bias"``: (n,) or (1, n), a value a
