@@ -351,6 +351,7 @@ FAULT_POINTS = {
     "execute": ("dask_distmm.engines.numpy", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy", "NumpyJob", "_assemble"),
+    "replicate": ("dask_distmm.replicas", "ReplicaStore", "gather"),
     "collect": ("dask_distmm.worker", "WorkerSide", "collect"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),

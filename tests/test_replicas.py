@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 import dask_distmm
 from dask_distmm import Matmul, PlanError, ProjectedMemoryError, matmul
 from dask_distmm.epilog import Finish
+from dask_distmm.errors import RunFailedError
 from dask_distmm.plan import EVERYWHERE, METHODS, Plan, Worker, plan
-from dask_distmm.testing import assert_nothing_left, assert_product, make_problem, random_chunks
+from dask_distmm.testing import assert_nothing_left, assert_product, inject, make_problem, random_chunks
 from dask_distmm.worker import WorkerSide
 
 rng = np.random.default_rng()
@@ -301,15 +302,29 @@ def test_integers_vectors_and_batches(client):
             call()
 
 
-def test_a_worker_dies_and_another_comes():
-    """What it had is made again; nobody relies on replicas that a new worker has not."""
+def test_an_error_while_chunks_travel_ends_the_run(client):
+    a = fresh(60, 60)
+    matmul(a, a).compute()
+    victim = next(iter(client.scheduler_info()["workers"]))
+    client.run(inject, "replicate", "error", workers=[victim])
+    with pytest.raises(RunFailedError, match="injected at replicate"):
+        matmul(a, a, epilog="allreduce").compute()
+    assert kept(client) == {0}
+
+
+def test_workers_die_and_others_come():
+    """While chunks travel, and later: what they had is made again, nobody relies on replicas that a new one has not."""
     a, b = fresh(90, 90), fresh(90, 90)
     with (
         LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
+        matmul(a, b).compute()
+        victim = next(iter(client.scheduler_info()["workers"]))
+        client.run(inject, "replicate", "kill", workers=[victim])
         d = matmul(a, b, epilog="allreduce", method="allgather").persist()
         wait(d)
+        client.wait_for_workers(2)
         victim = next(iter(client.scheduler_info()["workers"]))
         os.kill(client.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
         e = matmul(d, d)

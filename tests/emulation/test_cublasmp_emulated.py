@@ -101,8 +101,10 @@ def test_distributions_by_hand(make, distributions, method, orders):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("conjugated", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("orders", ["CC", "CF", "FC", "FF"])
+@pytest.mark.parametrize(
+    ("orders", "conjugated"),
+    [("CC", (True, False)), ("FC", (False, True)), ("CF", (True, True)), ("FF", (True, True))],
+)
 def test_conjugates(make, method, orders, conjugated):
     """By op C where the library transposes the operand anyway, else on the tile, never on a chunk."""
     ranks, _ = make()
@@ -124,8 +126,7 @@ def test_operands_that_are_everywhere(make, method, operands):
         assert sum(job.received_bytes for job in ranks.jobs) <= delivered.sum() * 8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize(("dtype", "host"), [("float32", False), ("bfloat16", True)])
 @pytest.mark.parametrize("method", METHODS)
 def test_results_on_all_ranks(make, method, host, dtype):
     """All ranks bring what they lack; the library's all-reduce leaves it there, and nothing is exchanged."""
