@@ -72,6 +72,7 @@ def test_explain_finds_the_chunks_under_a_transpose(client):
     a = client.persist(matrix(40, 30))
     b = client.persist(matrix(40, 20))
     wait([a, b])
+    assert "4 x 4 chunks, read transposed and conjugated\n" in repr(explain(a, b, op_a="C"))
     made = explain(a.T, b)
     found = np.array([made.participants[index].address for index in made.where_a]).reshape(4, 4)
     holders = {str(key): addresses for key, addresses in client.who_has(a).items()}

@@ -42,7 +42,9 @@ def plan_text(plan: Plan) -> str:
 
     def chunks(operand: str) -> str:
         nrows, ncols = problem.chunk_counts(operand)
-        return f"{nrows} x {ncols} chunks"
+        views = zip(("transposed", "conjugated"), (problem.turned, problem.conjugated), strict=True)
+        seen = [name for name, on in views if operand != "d" and on["ab".index(operand)]]
+        return f"{nrows} x {ncols} chunks{', read ' * bool(seen)}{' and '.join(seen)}"
 
     rows, cols, depth = plan.block_sizes
     packed = [name for name, on in zip("ABD", (plan.packing.a, plan.packing.b, plan.packing.d), strict=True) if on]
