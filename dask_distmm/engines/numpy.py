@@ -326,7 +326,8 @@ class NumpyJob:
                 vector[at : at + x.size].reshape(x.shape)[...] = x
                 at += x.size
             return [vector]
-        return [x if x.flags.c_contiguous or x.flags.f_contiguous else np.ascontiguousarray(x) for x in found]
+        # In the memory order that they have here: by that BLAS may be able to conjugate them.
+        return [x if x.flags.c_contiguous or x.flags.f_contiguous else x.copy(order="K") for x in found]
 
     # The end
 
