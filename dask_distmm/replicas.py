@@ -6,8 +6,8 @@ nothing of them, and nothing rests on them: a later run uses them if every worke
 
 ::
 
-    worker      ReplicaStore    offer()  gather()  serve()      kept by name and run
-    scheduler   Replicas        add()    runs()    drop()       who has what of which run, and for how long
+    worker      ReplicaStore    share()  serve()  operands()    kept by name and run
+    scheduler   Replicas        add()    where()  drop()        who has what of which run, and for how long
 
 They are dropped when nobody wants D any more: none of its chunks is in memory or on its way, and no multiply that is
 still to run has it as operand.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.dask import DaskComm
-from dask_distmm.engines.base import is_of_d
+from dask_distmm.engines.base import REPLICA, ChunkKey, is_of_d
 from dask_distmm.errors import ProtocolError
 from dask_distmm.keys import barrier_key, parse_stage_key
 from dask_distmm.plan import EVERYWHERE, Plan, Problem, Worker
@@ -67,14 +68,64 @@ class ReplicaStore:
         found, chunks = self._kept.get(name, (0, None))
         return chunks if found == run_id else None
 
-    def expect(self, run_id: int) -> None:
-        """Let others ask for what this worker will own. Any thread."""
-        self._own[run_id] = Future()
+    def operands(self, plan: Plan, me: int) -> tuple[dict[ChunkKey, Any], list[str]]:
+        """Return the chunks of A and B that a plan takes from replicas, and names of what is not here. Any thread.
 
-    def offer(self, run_id: int, outputs: Mapping[Any, Any]) -> None:
-        """Answer those who have asked."""
+        Parameters
+        ----------
+        plan, me
+            Of the run, and which participant this is.
+        """
+        problem, missing = plan.problem, []
+        chunks: dict[ChunkKey, Any] = {}
+        for operand, name, run_id, turned in zip("ab", problem.arrays, plan.replica_runs, problem.turned, strict=True):
+            if not run_id or me not in plan.ranks:
+                continue
+            kept = self.find(name, run_id)
+            if kept is None:
+                missing.append(name)
+                continue
+            nrows, ncols = problem.chunk_counts(operand)
+            for index, chunk in kept.items():
+                j, i = divmod(index, nrows)
+                chunks[operand, i * ncols + j if turned else index] = chunk.T if turned else chunk
+        return chunks, missing
+
+    def expect(self, run_id: int, plan: Plan) -> None:
+        """Let others ask for what this worker will own, if there are to be replicas. Any thread."""
+        if plan.replicas:
+            self._own[run_id] = Future()
+
+    async def share(
+        self, run_id: int, plan: Plan, made: Mapping[Any, Any], timings: dict[str, float]
+    ) -> tuple[dict[Any, Any], int]:
+        """Give and get chunks of D, and keep all of them, if there are to be replicas.
+
+        Parameters
+        ----------
+        run_id, plan
+            Of the run.
+        made
+            What its job has returned.
+        timings
+            Of the job; the time that this takes is added.
+
+        Returns
+        -------
+        What the job has returned but for replicas, and how many bytes have arrived from others.
+        """
+        own = {key: chunk for key, chunk in made.items() if not isinstance(key, tuple) or key[0] != REPLICA}
+        me = [worker.address for worker in plan.participants].index(str(self._worker.address))
         if run_id in self._own:
-            self._own[run_id].set_result(outputs)
+            self._own[run_id].set_result(own)
+        if me >= plan.replicas:
+            return own, 0
+        started = time.perf_counter()
+        chunks, received = await self.gather(plan, run_id, me, made)
+        if run_id in self._own:  # not ended meanwhile
+            self._kept[plan.problem.name] = run_id, chunks
+        timings["replicate"] = timings.get("replicate", 0.0) + time.perf_counter() - started
+        return own, received
 
     async def serve(self, run_id: int, indices: Sequence[int]) -> list[Any]:
         """Return some of this worker's own chunks, once it has them."""
@@ -108,10 +159,6 @@ class ReplicaStore:
 
         await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, found)))
         return found, comm.received_bytes
-
-    def keep(self, name: str, run_id: int, chunks: Mapping[int, Any]) -> None:
-        """Keep all chunks of a result, in place of what an earlier run has left of it."""
-        self._kept[name] = run_id, chunks
 
     def end(self, run_id: int, error: BaseException | None = None) -> None:
         """Hand out nothing more of a run, which is done, or has failed with an error."""

@@ -18,9 +18,8 @@ import asyncio
 import contextlib
 import logging
 import platform
-import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,11 +33,11 @@ from numpy.typing import NDArray
 from dask_distmm._version import __version__
 from dask_distmm.chunks import Staged, check_chunks, let_e5m2_travel, order_of, stage
 from dask_distmm.comms.dask import DaskComm
-from dask_distmm.engines.base import ENGINES, REPLICA, ChunkKey, Job, get_engine, log
+from dask_distmm.engines.base import ENGINES, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.keys import parse_stage_key
-from dask_distmm.plan import Plan, everywhere
+from dask_distmm.plan import Plan
 from dask_distmm.replicas import ReplicaStore
 from dask_distmm.run import summarize
 
@@ -150,21 +149,11 @@ class WorkerSide:
         if not 0 <= me < len(plan.participants):
             raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
         staged = self.staged.get(plan.problem.name, {})
-        chunks: dict[ChunkKey, Any] = {}
+        chunks, unkept = self.replicas.operands(plan, me)
         ready = []
-        missing, unkept = [], []
-        for number, (operand, where) in enumerate(plan.where.items()):
+        missing = []
+        for operand, where in plan.where.items():
             assert where is not None
-            if everywhere(where):
-                if me not in plan.ranks:
-                    continue
-                name = plan.problem.arrays[number]
-                kept = self.replicas.find(name, plan.replica_runs[number])
-                if kept is None:
-                    unkept.append(name)
-                else:
-                    chunks |= {(operand, index): x for index, x in _turned(plan, operand, kept)}
-                continue
             ncols = plan.problem.chunk_counts(operand)[1]
             for index in np.flatnonzero(where == me).tolist():
                 name = "a" if operand == "b" and plan.problem.same else operand
@@ -188,8 +177,7 @@ class WorkerSide:
 
         job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready)
         job.prepare()
-        if plan.replicas:
-            self.replicas.expect(run_id)
+        self.replicas.expect(run_id, plan)
         self.newest_run = run_id
         self.runs[run_id] = plan, job
         return {"status": "OK"}
@@ -202,9 +190,8 @@ class WorkerSide:
         loop = asyncio.get_running_loop()
         try:
             started = loop.time()
-            made = dict(await loop.run_in_executor(self.engine_thread, job.execute))
-            result = {key: chunk for key, chunk in made.items() if not isinstance(key, tuple) or key[0] != REPLICA}
-            received = await self._replicate(run_id, plan, job, made) if plan.replicas else 0
+            made = await loop.run_in_executor(self.engine_thread, job.execute)
+            result, received = await self.replicas.share(run_id, plan, made, job.timings)
         except BaseException as error:
             return _failure(error)
         finally:
@@ -220,19 +207,6 @@ class WorkerSide:
             what = summarize({address: answer})
             log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, address, what)
         return {"status": "OK", **answer}
-
-    async def _replicate(self, run_id: int, plan: Plan, job: Job, made: Mapping[Any, Any]) -> int:
-        """Get and keep all of D; return the bytes that have arrived for that."""
-        started = time.perf_counter()
-        self.replicas.offer(run_id, made)
-        me = [worker.address for worker in plan.participants].index(str(self.worker.address))
-        if me >= plan.replicas:
-            return 0
-        chunks, received = await self.replicas.gather(plan, run_id, me, made)
-        if run_id in self.runs:  # not aborted meanwhile
-            self.replicas.keep(plan.problem.name, run_id, chunks)
-        job.timings["replicate"] = job.timings.get("replicate", 0.0) + time.perf_counter() - started
-        return received
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:
         """Free what the ranks of a group keep between runs; all of them are asked at the same time."""
@@ -360,14 +334,6 @@ def worker_side(worker: Worker) -> WorkerSide:
         sync(worker.loop, install)
     side: WorkerSide = worker.extensions[NAME]
     return side
-
-
-def _turned(plan: Plan, operand: str, kept: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
-    """Return the chunks of A or B, by number, from those of the array underneath."""
-    nrows, ncols = plan.problem.chunk_counts(operand)
-    for index, chunk in kept.items():
-        i, j = divmod(index, nrows)
-        yield (j * ncols + i, chunk.T) if plan.problem.turned["ab".index(operand)] else (index, chunk)
 
 
 def _check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:

@@ -132,9 +132,9 @@ def test_a_vote_finds_out_what_is_missing():
         chunks = {0: np.ones((4, 5)), 1: np.ones((3, 5))}
         refused = {"status": "no replicas", "names": ["x"]}
         assert await side.prepare(run_id=8, me=0, plan=wire) == refused
-        side.replicas.keep("x", 6, chunks)  # of another run
+        side.replicas._kept["x"] = 6, chunks  # of another run
         assert await side.prepare(run_id=8, me=0, plan=wire) == refused
-        side.replicas.keep("x", 7, chunks)
+        side.replicas._kept["x"] = 7, chunks
         side.replicas.drop("x", 6)
         assert (await side.prepare(run_id=8, me=0, plan=wire))["status"] == "OK"
         assert (await side.start(run_id=8))["status"] == "OK"
