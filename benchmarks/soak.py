@@ -3,8 +3,9 @@
     python -m benchmarks.soak [--runs 2000] [--failures 20] [--json FILE]
 
 Every process of the cluster is looked at at every tenth of the way. Warm-up (the first fifth) is not counted: pools
-of connections, threads and memory reach their sizes there; Dask's logs are bounded to 1,000 entries. Exits with 1 if a process has more open files, threads or
-children afterwards than after warm-up, or its memory has grown by more than `GROWTH`.
+of connections, threads and memory reach their sizes there. Dask's logs are bounded to 1,000 entries. Exits with 1 if
+a process has more open files, threads or children afterwards than after warm-up, or its memory has grown by more
+than `GROWTH`.
 """
 
 from __future__ import annotations

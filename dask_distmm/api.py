@@ -25,6 +25,7 @@ from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
 from dask_distmm.plan import METHODS, BatchPlan, Chunks, Extra, Plan, Problem, Worker
 from dask_distmm.quantize import operands
+from dask_distmm.views import under, view_of
 
 __all__ = ["NotCollective", "explain", "matmul"]
 
@@ -87,11 +88,12 @@ def matmul(
     alpha, beta : number
         Factors; complex ones with complex operands only.
     op_a, op_b : {"N", "T", "C"}
-        As stored, transposed, conjugate transposed.
+        As stored, transposed, conjugate transposed, without a copy. A lazy ``a.T`` or ``a.conj()`` is seen through.
     epilog : str, Epilog or callable, optional
-        F and what is kept beside D; see `dask_distmm.epilog`. A function is called as ``f(x, **epilog_inputs)`` with
-        parts of ``x = alpha * op(A) @ op(B) + beta * C`` (in the type that is summed in) and of its inputs, and returns
-        the part of D. It works element by element, with operators and NumPy's functions of arrays (CuPy's arrays
+        F and what is kept beside D; see `dask_distmm.epilog`. ``"allreduce"`` keeps all of D on every worker besides:
+        nothing of it has to move for later multiplies. A function is called as ``f(x, **epilog_inputs)`` with parts of
+        ``x = alpha * op(A) @ op(B) + beta * C`` (in the type that is summed in) and of its inputs, and returns the
+        part of D. It works element by element, with operators and NumPy's functions of arrays (CuPy's arrays
         answer to these too); on GPUs it becomes one kernel where CuPy can fuse it.
     epilog_inputs : mapping, optional
         The epilog's inputs by name; those of a function broadcast against D. ``"bias"``: (n,) or (1, n), a value a
@@ -286,7 +288,7 @@ def explain(
         known: Snapshot | None = Snapshot(imaginary, [], [None, None], problem.engine_alone, [])
     else:
         assert client is not None
-        known = snapshot(client, problem, [a, b])
+        known = snapshot(client, problem, [*map(under, (a, b), problem.arrays, problem.turned)])
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     return known.plan(problem)
@@ -349,13 +351,19 @@ def make_problem(
     chunks = _out_chunks(a, b, out_chunks)
     options = read_options()
     fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, method, engine, workers)
+    views = view_of(a), view_of(b)
     found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
-    more = [dataclasses.astuple(spec), [x.name for _, x in extras], repr(distributions)]
+    turned, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
+    more = [dataclasses.astuple(spec), [x.name for _, x in extras], repr(distributions), turned, conjugated]
     token = tokenize(a.name, b.name, fields, types, options, more)
     array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
     same = a.name == b.name and types.a == types.b
     return Problem(
-        f"matmul-{token}", *fields, same, options, array, found, spec, types.compute, distributions=distributions
+        *(f"matmul-{token}", *fields, same, options, array, found, spec, types.compute),
+        distributions=distributions,
+        arrays=(views[0].array.name, views[1].array.name),
+        turned=turned,
+        conjugated=conjugated,
     )
 
 

@@ -64,7 +64,7 @@ def matmul(a: Any, b: Any, c: Any, **options: Any) -> Any:
     """
     needed, rest = demands(options), _rest(options)
     product = _parse(a, b, c, rest)
-    if product.empty and product.spec.plain:
+    if product.empty and product.spec.plain and product.types.usual:
         return _outside(product, da.zeros(product.shape, dtype=product.dtype), {})
     if product.empty or why_not(product, cluster=True) is not None:
         if product.spec.plain and product.types.usual:
@@ -79,10 +79,21 @@ def matmul(a: Any, b: Any, c: Any, **options: Any) -> Any:
         (rest["logger"] or log).info("a batch, lazy\n%r", made)
         d, aux = by_items(product, made.chunks)
     else:
-        names = ("epilog", "result_type", "compute_type", "method", "engine", "workers", "distributions", "logger")
-        run = functools.partial(api.matmul, **{name: rest[name] for name in names})
+        names = ["alpha", "beta", "epilog", "bias_axis", "result_amax", "a_type", "b_type", "result_type"]
+        names += ["compute_type", "method", "engine", "workers", "distributions", "logger"]
+        run = functools.partial(
+            api.matmul,
+            **{name: rest[name] for name in names},
+            quantization_scales=_scales_of_items(product, rest["quantization_scales"]),
+        )
         d, aux = by_runs(product, run)
     return _outside(product, d, aux)
+
+
+def _scales_of_items(product: Product, scales: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the scales of each item's multiply: without C's where C is not read."""
+    with_c = any(name == "c" for name, _ in product.extras)
+    return None if scales is None else {key: scale for key, scale in scales.items() if key != "c" or with_c}
 
 
 def explain(a: Any, b: Any, c: Any, **options: Any) -> BatchPlan | api.NotCollective:
@@ -153,8 +164,6 @@ def _parse(a: Any, b: Any, c: Any, options: Mapping[str, Any]) -> Product:
         options["compute_type"],
         setting("compute-type"),
     )
-    if types.fp8:
-        raise PlanError("a batch of FP8 operands can't be multiplied; give dequantized ones, or the items one by one")
     spec, extras = formula.parse(
         a,
         b,
@@ -176,7 +185,7 @@ def _parse(a: Any, b: Any, c: Any, options: Mapping[str, Any]) -> Product:
     out_chunks = options["out_chunks"]
     if out_chunks is not None:
         try:
-            out_chunks = normalize_chunks(out_chunks, shape, dtype=np.result_type(a.dtype, b.dtype))
+            out_chunks = normalize_chunks(out_chunks, shape, dtype=types.operand)
         except (ValueError, TypeError) as error:
             raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
     return Product(a, b, types, spec, extras, dropped, out_chunks)

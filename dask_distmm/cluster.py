@@ -35,7 +35,7 @@ class Snapshot:
         Others that hold chunks.
     placed
         For each array that was asked for, the index into ``[*workers, *sources]`` of each chunk's holder, or
-        None where not all of its chunks are in memory.
+        None where not all of its chunks are in memory. For `plan` these are the arrays under A and B (`view_of`).
     engine
         Name of the engine that would multiply.
     groups
@@ -54,7 +54,8 @@ class Snapshot:
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan for a problem, as things are."""
-        where_a, where_b = self.placed or (None, None)
+        a, b = self.placed or (None, None)
+        where_a, where_b = _turned(problem, "a", a), _turned(problem, "b", b)
         return plan(
             problem,
             self.workers,
@@ -64,6 +65,14 @@ class Snapshot:
             engine=self.engine,
             groups=self.groups,
         )
+
+
+def _turned(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+    """Return where A's or B's chunks are, in their order, from where those of the array underneath are."""
+    if where is None or not problem.turned["ab".index(operand)]:
+        return where
+    nrows, ncols = problem.chunk_counts(operand)
+    return np.ascontiguousarray(where.reshape(ncols, nrows).T).ravel()
 
 
 def current_client() -> Client | None:

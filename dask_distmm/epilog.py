@@ -21,6 +21,8 @@ clamp               min(max(x, low), high)                            low 0, hig
 drelu, dgelu        x * relu'(saved), x * gelu'(saved)                the backward pass of relu and gelu
 ==================  ================================================  ==========================================
 
+``allreduce`` is no formula: all of D is kept on every worker besides, for later multiplies (see `replicas`).
+
 A function of the user's in place of F gets x and its own inputs: ``f(x, **inputs)``, element by element.
 
 Auxiliary outputs: ``relu_aux`` is the mask x > 0 (bool), ``gelu_aux`` and the ``_aux`` of all others x itself (the
@@ -65,7 +67,7 @@ _BLOCK_BYTES = 2**18
 
 
 def _names() -> dict[str, str]:
-    names = ["bias", "drelu", "dgelu", "drelu_bgrad", "dgelu_bgrad", "bgrada", "bgradb"]
+    names = ["allreduce", "bias", "drelu", "dgelu", "drelu_bgrad", "dgelu_bgrad", "bgrada", "bgradb"]
     for activation in _ACTIVATIONS:
         names += [activation + suffix for suffix in ("", "_bias", "_aux", "_aux_bias")]
     return {name.upper(): name for name in names}
@@ -118,12 +120,17 @@ class Finish:
     @property
     def trivial(self) -> bool:
         """Whether D is just the product."""
-        return not self.scaled and not self.function and self.epilog in ("", "bgrada", "bgradb")
+        return not self.scaled and not self.function and self.epilog in ("", "allreduce", "bgrada", "bgradb")
 
     @property
     def plain(self) -> bool:
         """Whether nothing but D is returned, and D is just the product."""
-        return self.trivial and not self.epilog
+        return self.trivial and self.epilog in ("", "allreduce")
+
+    @property
+    def replicated(self) -> bool:
+        """Whether all of D is kept on every worker, besides the chunks that Dask has."""
+        return self.epilog == "allreduce"
 
     @property
     def scaled(self) -> bool:

@@ -22,6 +22,7 @@ from dask_distmm.narrow import stored
 from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Problem
 from dask_distmm.quantize import scaled, widened
+from dask_distmm.views import under
 
 __all__ = ["apply_op", "operand_sum", "output_meta", "parse", "result", "unfit", "why_not", "without_a_run"]
 
@@ -29,14 +30,14 @@ Extras = Sequence[tuple[str, da.Array]]
 
 
 def apply_op(name: str, array: da.Array, op: str) -> da.Array:
-    """Return op(array): views of its chunks, but for conjugates of complex ones."""
+    """Return op(array): lazily, so that `views` sees through it."""
     if op not in ("N", "T", "C"):
         raise PlanError(f"op_{name}={op!r}; expected 'N', 'T' or 'C'")
     if op == "N":
         return array
     if array.ndim < 2:
         raise PlanError(f"op_{name}={op!r}: {name.upper()} has {array.ndim} dimensions, transposed are matrices of 2")
-    turned = array.swapaxes(-1, -2)
+    turned = array.T if array.ndim == 2 else array.swapaxes(-1, -2)
     return turned.conj() if op == "C" and array.dtype.kind == "c" else turned
 
 
@@ -80,6 +81,8 @@ def parse(
     name = "" if epilog is None or function else str(getattr(epilog, "value", epilog)).lower()
     pickled, names = (dumps(function), tuple(inputs)) if function else (b"", ())
     spec = Finish(factors[0], factors[1], name, bias_axis, bool(amax), pickled, names)
+    if spec.replicated and (a.ndim, b.ndim) != (2, 2):
+        raise PlanError(f"epilog 'allreduce' is for products of matrices; found {a.ndim} and {b.ndim} dimensions")
     if spec.plain and not inputs and not types.fp8 and not scales:
         return spec, []
     if a.ndim < 2 or b.ndim < 2:
@@ -160,10 +163,12 @@ def unfit(extras: Extras) -> str | None:
 def result(
     problem: Problem, a: da.Array, b: da.Array, extras: Sequence[da.Array]
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
-    """Return what a run returns: D, and the auxiliary outputs if there are any."""
+    """Return what a run returns: D, and the auxiliary outputs if there are any. A and B are those of `make_problem`."""
     prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
     meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
-    d = da.Array(build_graph(problem, a, b, extras), problem.name, problem.out_chunks, meta=meta)
+    lying_a, lying_b = map(under, (a, b), problem.arrays, problem.turned)
+    graph = build_graph(problem, lying_a, lying_b, extras)
+    d = da.Array(graph, problem.name, problem.out_chunks, meta=meta)
     return d if problem.finish.plain else outputs(problem, d, a, b)
 
 

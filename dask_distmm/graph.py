@@ -57,18 +57,20 @@ def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) ->
     problem
         What is multiplied.
     a, b, extras
-        Dask arrays of 2 dimensions.
+        Dask arrays of 2 dimensions; A's and B's transposes where the problem says so.
     """
+    turned = dict(zip("ab", problem.turned, strict=True))
     operands = [("a", a), *([] if problem.same else [("b", b)]), *zip(problem.operands[2:], extras, strict=True)]
     staged: list[list[Hashable]] = []
     layer: dict[Hashable, Task] = {}
     for operand, array in operands:
-        name = stage_name(problem.name, operand)
-        nrows, ncols = array.numblocks
+        name, turn = stage_name(problem.name, operand), turned.get(operand, False)
+        nrows, ncols = array.numblocks[::-1] if turn else array.numblocks
         keys = [(name, i, j) for i in range(nrows) for j in range(ncols)]
         for key in keys:
             _, i, j = key
-            layer[key] = Step(key, contribute, problem.name, operand, i, j, TaskRef((array.name, i, j)))
+            chunk = TaskRef((array.name, j, i) if turn else (array.name, i, j))
+            layer[key] = Step(key, contribute, problem.name, operand, i, j, chunk, turn)
         staged.append(list(keys))
     gate = barrier_key(problem.name)
     arguments = [List(*map(TaskRef, keys)) for keys in staged]
@@ -108,9 +110,9 @@ class Alone:
         self.value = value
 
 
-def contribute(name: str, operand: str, i: int, j: int, chunk: Any) -> tuple[str, str] | Alone:
-    """Stage a chunk where it lies; return the worker's address, and the chunk's memory order."""
-    side = _side()
+def contribute(name: str, operand: str, i: int, j: int, chunk: Any, turn: bool = False) -> tuple[str, str] | Alone:
+    """Stage a chunk, or its transpose, where it lies; return the worker's address, and the memory order."""
+    side, chunk = _side(), chunk.T if turn else chunk
     return Alone(chunk) if side is None else side.stage(name, operand, i, j, chunk)
 
 

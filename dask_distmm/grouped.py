@@ -155,9 +155,9 @@ def _parse(
             api.check_shapes(a, b)
             name = "" if epilog is None or callable(epilog) else str(getattr(epilog, "value", epilog)).lower()
             wanted = Finish(epilog=name)
-            if wanted.inputs or wanted.per_element or wanted.operand_sum:
+            if wanted.inputs or wanted.per_element or wanted.operand_sum or wanted.replicated:
                 raise PlanError(
-                    f"epilog {name!r} has inputs or outputs of its own for each product; use matmul for each of them"
+                    f"epilog {name!r} has more inputs or outputs for each product; use matmul for each of them"
                 )
             types = resolve_types(a.dtype, b.dtype, default_compute=setting("compute-type"))
             spec, _ = formula.parse(a, b, None, alpha, None, epilog, {}, -1, False, types)

@@ -16,6 +16,7 @@ from dask_distmm.dtypes import takes
 from dask_distmm.engines.base import ENGINES
 from dask_distmm.errors import EngineError, MissingEngineError, PlanError, ProtocolError
 from dask_distmm.plan import Problem, Worker
+from dask_distmm.run import Lost
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -160,6 +161,24 @@ class Roster:
             "sources": [worker.to_wire() for worker in sources],
             "placed": placed,
         }
+
+    def staged(self, workers: Sequence[Worker], staging: Staging) -> tuple[list[Worker], list[NDArray[np.int32]]]:
+        """Return who has staged chunks beside the workers that can take part, and who has staged each chunk.
+
+        Raises
+        ------
+        Lost
+            One who has is gone.
+        """
+        number = {worker.address: index for index, worker in enumerate(workers)}
+        gone = [address for address in staging.addresses if address not in self._scheduler.workers]
+        if gone:
+            raise Lost(f"{gone[0]} left with chunks that were staged there")
+        others = [self._scheduler.workers[address] for address in staging.addresses if address not in number]
+        sources = [self.worker(ws, "") for ws in others]
+        number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})
+        table = np.array([number[address] for address in staging.addresses], np.int32)
+        return sources, [table[where] for where in staging.where]
 
     def worker(self, ws: WorkerState, engine: str) -> Worker:
         """Return a worker as planning sees it, with the memory that an engine works in."""

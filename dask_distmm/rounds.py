@@ -105,6 +105,8 @@ def _judge(run: Run, address: str, task: asyncio.Future[Any]) -> Any:
         return answer
     if status == "missing":
         raise Lost(f"{address} no longer has {answer['count']} chunks that were staged there")
+    if status == "no replicas":
+        raise Lost(f"{address} no longer has replicas of {answer['names']}", answer["names"])
     if status == "lost":
         raise Lost(f"{address}: {answer['message']}")
     if answer is None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from dask_distmm.errors import ProtocolError
@@ -27,7 +27,19 @@ Phase = Literal["staged", "voting", "running", "done", "failed"]
 
 
 class Lost(Exception):
-    """Ends a run: workers or their data are gone; start again."""
+    """Ends a run: workers or their data are gone; start again.
+
+    Parameters
+    ----------
+    reason
+        What is gone.
+    replicas
+        Names of results, if it is only their replicas: these are not used any more when it starts again.
+    """
+
+    def __init__(self, reason: str, replicas: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.replicas = tuple(replicas)
 
 
 class Released(Exception):

@@ -36,6 +36,7 @@ from dask_distmm.history import History
 from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
+from dask_distmm.replicas import Replicas
 from dask_distmm.roster import Roster, Staging
 from dask_distmm.rounds import ask_all, check, failed
 from dask_distmm.run import Lost as _Lost
@@ -45,7 +46,6 @@ from dask_distmm.worker import NAME, DistMMWorkerPlugin
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
-
 
 __all__ = ["DistMMSchedulerPlugin"]
 
@@ -79,6 +79,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.roster = Roster(scheduler)
         self.groups = Groups()
         self.pinned = Pins(scheduler)
+        self.replicas = Replicas(scheduler, self._tell)
         self._changed = asyncio.Condition()
         self._releasing: set[asyncio.Future[None]] = set()
         scheduler.handlers.update(
@@ -111,6 +112,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Return the engine and workers that would multiply, and where chunks are; see `Roster.answer`."""
         try:
             answer = await self.roster.answer(**question)
+            answer["placed"] = self.replicas.placed(question["names"], answer)
         except DistMMError as error:
             return as_plain(error)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -164,6 +166,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             await self._vote(run, made)
             await self._start(run, made)
             self._pin(run, made)
+            self.replicas.add(run.name, run_id, made)
             self.restarts.pop(problem.name, None)
             options = problem.options
             surplus = self.groups.surplus(options.max_groups, options.keep_workspace_bytes)
@@ -174,9 +177,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return {"status": "restart"}
         except _Lost as reason:
             await self._end(run, str(reason))
+            self.replicas.drop(*reason.replicas)
             if run.key not in self.scheduler.tasks:
                 return {"status": "restart"}
-            again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + 1
+            again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + (not reason.replicas)
             if again > retries:
                 del self.restarts[problem.name]
                 return as_plain(failed(run, f"it was started again {retries} times; last: {reason}"))
@@ -205,31 +209,25 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
         plaintext = problem.options.allow_plaintext_nccl
         engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers, plaintext)
-        number = {worker.address: index for index, worker in enumerate(workers)}
-        gone = [address for address in staging.addresses if address not in self.scheduler.workers]
-        if gone:
-            raise _Lost(f"{gone[0]} left with chunks that were staged there")
-        others = [self.scheduler.workers[address] for address in staging.addresses if address not in number]
-        sources = [self.roster.worker(ws, "") for ws in others]
-        number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})
-        table = np.array([number[address] for address in staging.addresses], np.int32)
-        found = [table[where] for where in staging.where]
+        sources, found = self.roster.staged(workers, staging)
+        where_a, where_b, replica_runs = self.replicas.where(problem, workers, found)
         made = await asyncio.to_thread(
             plan,
             problem,
             workers,
-            where_a=found[0],
-            where_b=found[0 if problem.same else 1],
+            where_a=where_a,
+            where_b=where_b,
             where_extras=found[len(found) - len(problem.extras) :],
             sources=sources,
             engine=engine,
             orders=staging.orders,
             groups=self.groups.orders(engine),
+            replica_runs=replica_runs,
         )
         if engine != "numpy" and len(made.ranks) > 1:
             made = dataclasses.replace(made, group=self.groups.use(engine, made.workers).number)
         # Workers that neither multiply nor hold a chunk have no part in it.
-        needed = np.unique(np.concatenate([np.asarray(made.ranks), *found]))
+        needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *found]))
         run.participants = frozenset(made.participants[index].address for index in needed.tolist())
         return made
 
@@ -326,7 +324,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         await asyncio.gather(*map(abort, present))
         run.mute.update(told.keys() - answered)
         # Those that do not answer now hear of it on Dask's own stream, when they listen again.
-        self._tell(present, {"op": "distmm-forget", "run_id": run.run_id, "name": None})
+        self._tell(present, {"op": "distmm-end", "run_id": run.run_id, "reason": reason})
         async with self._changed:
             self._changed.notify_all()
         return told
@@ -354,6 +352,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Free what belongs to a multiply when its barrier is released, forgotten or fails."""
+        self.replicas.transition(key, finish)
         if finish not in ("released", "forgotten", "erred") or (name := barrier_name(key)) is None:
             return
         run, _ = self.done.pop(name, (None, None))
@@ -385,6 +384,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """End runs that need a worker that is gone; start those again whose results it held."""
         self.roster.forget(worker)
         self.pinned.unpin_tiles(worker)
+        self.replicas.lose(worker)
         for group in self.groups.lose(worker):
             left = [address for address in group.workers if address != worker]
             self._tell(left, {"op": "distmm-abandon", "group": group.number, "engine": group.engine})
@@ -419,6 +419,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             run.fail({run.worker: "its task was released"}, released=True)
         self.done.clear()
         self.pinned.clear()
+        self.replicas.clear()
         self.restarts.clear()
         self.roster.clear()
         self.groups.clear()

@@ -24,10 +24,10 @@ import numpy as np
 from dask.array.utils import meta_from_array
 
 from dask_distmm import formula
-from dask_distmm.chunks import array_kind
-from dask_distmm.dtypes import Types, dtype_from_name, operand_dtype, sum_dtype, typed
+from dask_distmm.chunks import array_kind, let_e5m2_travel
+from dask_distmm.dtypes import FP8, Types, carried, dtype_from_name, operand_dtype, sum_dtype, typed
 from dask_distmm.epilog import Finish, finish
-from dask_distmm.narrow import stored
+from dask_distmm.narrow import decode, stored
 from dask_distmm.plan.batches import Sizes
 
 __all__ = ["Product", "by_items", "by_runs", "item", "multiply", "shared"]
@@ -117,18 +117,27 @@ def multiply(
     if any(array_kind(array) == "cupy" for array in arrays):
         xp = importlib.import_module("cupy")
         arrays = [array if array_kind(array) == "cupy" else xp.asarray(array) for array in arrays]
+    else:
+        let_e5m2_travel()
     dtype = dtype_from_name(dtypes[0])
     operand = operand_dtype(*map(dtype_from_name, dtypes[1:3]))
     inner = sum_dtype(operand, dtype, max(1, arrays[0].shape[-1]))
-    acc = xp.matmul(*(array.astype(inner, copy=False) for array in arrays[:2]))
+    acc = xp.matmul(*(_wide(xp, array, name, inner) for array, name in zip(arrays[:2], dtypes[1:], strict=False)))
     aux: dict[str, Any] = {}
     with np.errstate(all="ignore"):
         if not spec.trivial:
             acc, aux = finish(xp, spec, acc, dict(zip(names, arrays[2:], strict=True)))
-        d = stored(xp, acc, dtypes[0], fp8_bytes=False)
+        d = stored(xp, acc, dtypes[0], fp8_bytes=xp is not np)
     if not several:
         return d
     return (d, *(aux[name].astype(spec.dtype_of(name, dtype), copy=False) for name in spec.per_element))
+
+
+def _wide(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
+    """Return A or B in the type that is multiplied and summed in, which has all numbers of FP8."""
+    if name in FP8 and array.dtype == np.uint8:
+        return decode(xp, array, name, dtype)
+    return array.astype(dtype, copy=False)
 
 
 def by_items(product: Product, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[str, da.Array]]:
@@ -150,7 +159,8 @@ def by_items(product: Product, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
         )
         own = labels[ndim - array.ndim :]
         arguments += [whole, {"a": (*own[:-1], ndim), "b": (*own[:-2], ndim, ndim - 1)}.get(name, own)]
-    meta = meta_from_array(b._meta if product.kind == array_kind(b._meta) else a._meta, ndim=ndim, dtype=product.dtype)
+    held = carried(product.types.d, product.kind)
+    meta = meta_from_array(b._meta if product.kind == array_kind(b._meta) else a._meta, ndim=ndim, dtype=held)
     several = bool(spec.per_element)
     made = da.blockwise(
         multiply,
@@ -162,12 +172,8 @@ def by_items(product: Product, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
         align_arrays=False,
         concatenate=False,
         meta=meta,
-        dtype=product.dtype,
-        dtypes=(
-            product.dtype.name,
-            *(array.dtype.name for array in (a, b)),
-            *(x.dtype.name for _, x in product.extras),
-        ),
+        dtype=held,
+        dtypes=(product.types.d, product.types.a, product.types.b, *(x.dtype.name for _, x in product.extras)),
         names=tuple(name for name, _ in product.extras),
         spec=spec,
         several=several,
@@ -176,7 +182,7 @@ def by_items(product: Product, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
     if several:
         for number, name in enumerate(spec.per_element, start=1):
             aux[name] = _output(product, made, name, number)
-        made = made.map_blocks(operator.itemgetter(0), dtype=product.dtype, meta=meta)
+        made = made.map_blocks(operator.itemgetter(0), dtype=held, meta=meta)
     if spec.operand_sum:
         aux[spec.operand_sum] = formula.operand_sum(spec, a, b, product.dtype)
     return made, aux
@@ -197,7 +203,10 @@ def _output(product: Product, made: da.Array, name: str, number: int) -> da.Arra
     )
     if name == "result_amax":
         return array.max()
-    return array.squeeze(spec.sum_axis - 2).astype(product.dtype) if name == spec.sums else array
+    if name != spec.sums:
+        return array
+    array = array.squeeze(spec.sum_axis - 2)
+    return array if product.types.d in FP8 else array.astype(product.dtype)
 
 
 # Collective runs
@@ -235,27 +244,16 @@ def item(array: da.Array, index: Sizes, batch: Sizes) -> da.Array:
 
 
 def by_runs(product: Product, run: Callable[..., Any]) -> tuple[da.Array, dict[str, da.Array]]:
-    """Return D and the auxiliary outputs, by collective runs."""
+    """Return D and the auxiliary outputs, by collective runs: `run` is `matmul` with all but arrays of items."""
     spec, batch = product.spec, product.batch
-    alpha, beta = (complex(*x) if x[1] else x[0] for x in (spec.alpha, spec.beta))
     if (pair := shared(product)) is not None:
-        return _unshared(product, run(*pair, alpha=alpha)), {}
+        return _unshared(product, run(*pair)), {}
     items: dict[Sizes, da.Array] = {}
     outputs: dict[str, dict[Sizes, da.Array]] = {}
     for index in itertools.product(*map(range, batch)):
         a, b = (item(x, index, batch) for x in (product.a, product.b))
-        inputs = {name: item(array, index, batch) for name, array in product.extras}
-        c = inputs.pop("c", None)
-        found = run(
-            a,
-            b,
-            c,
-            alpha=alpha,
-            beta=None if c is None else beta,
-            epilog_inputs=inputs,
-            bias_axis=spec.bias_axis,
-            result_amax=spec.amax,
-        )
+        inputs = {name: item(array, index, batch) for name, array in product.extras if name not in spec.scales}
+        found = run(a, b, inputs.pop("c", None), epilog_inputs=inputs)
         items[index], aux = found if isinstance(found, tuple) else (found, {})
         for name, array in aux.items():
             outputs.setdefault(name, {})[index] = array

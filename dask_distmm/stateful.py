@@ -39,6 +39,7 @@ from dask_distmm.placement import place
 from dask_distmm.plan import Plan, Problem, plan
 from dask_distmm.plan.tilings import operand_tiles
 from dask_distmm.quantize import operands
+from dask_distmm.views import under
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -179,7 +180,7 @@ class Matmul:
             problem = make_problem(
                 a, b, *self._names, self._out_chunks, self._workers, spec, extras, self._types, self._distributions
             )
-            known = snapshot(client, problem, [a, b])
+            known = snapshot(client, problem, [*map(under, (a, b), problem.arrays, problem.turned)])
             if known is None:
                 raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
             made = known.plan(problem)
@@ -396,13 +397,15 @@ class Matmul:
                 extras[number] = name, laid_out
                 self._placed.add(name)
         a, b = self._arrays["a"], self._arrays["b"]
+        # The ranks, and after them those who multiply nothing but are to have all of D.
+        others = [worker.address for worker in self._fixed.known.workers if worker.address not in made.workers]
         problem = make_problem(
             a,
             b,
             made.method,
             made.engine,
             self._out_chunks,
-            made.workers,
+            (*made.workers, *(others if spec.replicated else ())),
             spec,
             extras,
             self._types,
@@ -425,10 +428,11 @@ class Matmul:
         assert self._problem is not None
         made, known = self._fixed.plan, self._fixed.known
         ranks = {worker.address: worker for worker in known.workers}
+        addresses = self._problem.workers if isinstance(self._problem.workers, tuple) else ()
         tiles = operand_tiles(made)
         return plan(
             self._problem,
-            [ranks[address] for address in made.workers],
+            [ranks[address] for address in addresses],
             where_a=tiles["a"][1].astype(np.int32),
             where_b=tiles["b"][1].astype(np.int32),
             engine=made.engine,

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from dask_distmm.config import read_options
 from dask_distmm.distribution import FREE, Distributions
 from dask_distmm.dtypes import dtype_from_name, operand_dtype
-from dask_distmm.engines.base import Boxes, ChunkKey, Engine, Job
-from dask_distmm.plan import Chunks, Plan, Problem, Worker, plan
+from dask_distmm.engines.base import REPLICA, Boxes, ChunkKey, Engine, Job
+from dask_distmm.epilog import Finish
+from dask_distmm.plan import EVERYWHERE, Chunks, Plan, Problem, Worker, plan
 
 __all__ = [
     "FAULT_POINTS",
@@ -177,19 +178,23 @@ class LocalComm:
 def run_jobs(
     engine: Engine, made: Plan, chunks: Mapping[ChunkKey, NDArray[Any]], timeout: float = 60.0
 ) -> dict[Any, NDArray[Any]]:
-    """Run a plan with one thread a participant; return D's chunks by number, others by name and number."""
+    """Run a plan with one thread a participant; return D's chunks by number, others by name and number.
+
+    Replicas that ranks bring are compared with the chunks of the owners.
+    """
     jobs: list[Job] = []
     comm = LocalComm(jobs)
     where = made.where
     try:
         for me in range(len(made.participants)):
-            mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] == me}  # type: ignore[index]
+            mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}  # type: ignore[index]
             jobs.append(engine.job(made, me, mine, comm, lambda share: None))
         for job in jobs:
             job.prepare()
         with ThreadPoolExecutor(len(jobs)) as pool:
             futures = [pool.submit(job.execute) for job in jobs]
             result: dict[Any, NDArray[Any]] = {}
+            replicas: list[tuple[int, NDArray[Any]]] = []
             finished, waiting = wait(futures, timeout, return_when=FIRST_EXCEPTION)
             failed = [error for future in finished if (error := future.exception())]
             if failed or waiting:
@@ -198,9 +203,17 @@ def run_jobs(
                     job.abort(error)
                 raise error
             for future in futures:
-                part = future.result()
+                part = dict(future.result())
+                copies = [key for key in part if isinstance(key, tuple) and key[0] == REPLICA]
+                replicas += [(key[1], part.pop(key)) for key in copies]
+                own = [key for key in part if not isinstance(key, tuple)]
+                assert not copies or len(own) + len(copies) == len(made.owners), "a rank lacks chunks"
                 assert not set(part) & set(result), "two ranks own one chunk"
                 result.update(part)
+            for index, copy in replicas:
+                assert copy.dtype == result[index].dtype
+                assert copy.shape == result[index].shape
+                assert copy.tobytes("C") == result[index].tobytes("C"), f"the replica of chunk {index} differs"
         return result
     finally:
         comm.close()
@@ -221,6 +234,9 @@ def conformance(
     sources: int = 0,
     pack_below: int = 384,
     distributions: Distributions = FREE,
+    everywhere: str = "",
+    replicated: bool = False,
+    conjugated: tuple[bool, bool] = (False, False),
     seed: int | None = None,
 ) -> Plan:
     """Multiply one random problem with an engine and check everything about the result.
@@ -246,6 +262,12 @@ def conformance(
         The option of that name: 0 makes the engine use all chunks as they lie.
     distributions
         Asked for A, B and D.
+    everywhere
+        Operands that all participants have.
+    replicated
+        All of D is to be on all workers in the end.
+    conjugated
+        Whether the conjugates of A and B are multiplied.
     seed
         Of the inputs; fresh if None (and named if something fails).
 
@@ -264,6 +286,8 @@ def conformance(
         out = (random_chunks(rng, m, most_chunks), random_chunks(rng, n, most_chunks))
     options = dataclasses.replace(read_options(), pack_below=pack_below, panel_bytes=2**14)
     changes = {"method": method, "out_chunks": out, "options": options, "distributions": distributions}
+    changes |= {"conjugated": conjugated}
+    changes |= {"finish": Finish(epilog="allreduce")} if replicated else {}
     problem = make_problem(a_chunks, b_chunks, dtype, b_dtype=b_dtype, **changes)
     a, b = (
         random_matrix(rng, size, dtype_from_name(name), order)
@@ -275,10 +299,13 @@ def conformance(
     where = [
         rng.integers(0, total, size=len(sizes[0]) * len(sizes[1])).astype(np.int32) for sizes in (a_chunks, b_chunks)
     ]
+    for number, operand in enumerate("ab"):
+        where[number][...] = EVERYWHERE if operand in everywhere else where[number]
     roster = [Worker(f"w{index}") for index in range(nranks)]
     extra = [Worker(f"s{index}") for index in range(sources)]
     name = "numpy" if callable(engine) else engine.name
-    made = plan(problem, roster, where_a=where[0], where_b=where[1], sources=extra, engine=name)
+    kept = int("a" in everywhere), int("b" in everywhere)
+    made = plan(problem, roster, where[0], where[1], sources=extra, engine=name, replica_runs=kept)
     made = Plan.from_wire(made.to_wire())
     try:
         result = engine(problem, nranks, chunks, where) if callable(engine) else run_jobs(engine, made, chunks)
@@ -288,7 +315,8 @@ def conformance(
             r0, r1, c0, c1 = made.chunk_rect(index)
             assert chunk.shape == (r1 - r0, c1 - c0)
         whole = np.block([[result[i * ncols + j] for j in range(ncols)] for i in range(nrows)])
-        assert_product(a, b, whole)
+        left, right = (x.conj() if conj else x for x, conj in zip((a, b), conjugated, strict=True))
+        assert_product(left, right, whole)
         after = {key: _checksum(chunk.base) for key, chunk in chunks.items()}
         assert after == before, "inputs or the guard zones around them were changed"
     except AssertionError as error:
@@ -324,6 +352,7 @@ FAULT_POINTS = {
     "execute": ("dask_distmm.engines.numpy", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy", "NumpyJob", "_assemble"),
+    "replicate": ("dask_distmm.replicas", "ReplicaStore", "gather"),
     "collect": ("dask_distmm.worker", "WorkerSide", "collect"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
@@ -390,14 +419,14 @@ def remove_faults() -> None:
 
 def _left_on_worker(dask_worker: Any) -> dict[str, int]:
     side = dask_worker.extensions.get("distmm")
-    return (
-        {} if side is None else {name: len(getattr(side, name)) for name in ("staged", "runs", "outputs", "progress")}
-    )
+    names = ("staged", "runs", "outputs", "progress", "replicas")
+    return {} if side is None else {name: len(getattr(side, name)) for name in names}
 
 
 def _left_on_scheduler(dask_scheduler: Any) -> dict[str, int]:
     plugin = dask_scheduler.plugins.get("distmm")
-    return {} if plugin is None else {n: len(getattr(plugin, n)) for n in ("live", "done", "restarts", "pinned")}
+    names = ("live", "done", "restarts", "pinned", "replicas")
+    return {} if plugin is None else {name: len(getattr(plugin, name)) for name in names}
 
 
 def assert_nothing_left(client: Any, timeout: float = 20.0) -> None:

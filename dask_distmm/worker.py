@@ -7,7 +7,7 @@ Life of the data on a worker::
     start()    the engine works in its thread; peers fetch()       outputs[run_id]
     finish()   all ranks are done: chunks and buffers go
     collect()  collect tasks take chunks of the result
-    forget()   the barrier's result was released: the rest goes
+    forget()   the barrier's result was released: the rest goes, but for replicas
 
 Handlers run on the worker's event loop and never block it: what takes time goes to a thread.
 """
@@ -34,14 +34,15 @@ from numpy.typing import NDArray
 
 from dask_distmm._version import __version__
 from dask_distmm.chunks import Staged, check_chunks, let_e5m2_travel, order_of, stage
-from dask_distmm.comms.dask import DaskComm
+from dask_distmm.comms.dask import DaskComm, address_of
 from dask_distmm.config import parsed
-from dask_distmm.engines.base import ENGINES, ChunkKey, Job, get_engine, log
+from dask_distmm.engines.base import ENGINES, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.history import History
 from dask_distmm.keys import parse_stage_key
 from dask_distmm.plan import Plan
+from dask_distmm.replicas import ReplicaStore
 from dask_distmm.run import summarize
 
 __all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
@@ -66,6 +67,7 @@ class WorkerSide:
         self.staged: dict[str, dict[tuple[str, int, int], Staged]] = {}
         self.runs: dict[int, tuple[Plan, Job]] = {}
         self.outputs: dict[int, dict[Any, Any]] = {}
+        self.replicas = ReplicaStore(worker)
         self.newest_run = 0
         self.progress: dict[int, float] = {}
         self.history = History()
@@ -83,9 +85,11 @@ class WorkerSide:
             "distmm_release": self.release,
         }
         self.stream_handlers = {
+            "distmm-end": self.end,
             "distmm-finish": self.finish,
             "distmm-forget": self.forget,
             "distmm-abandon": self.abandon,
+            "distmm-drop-replicas": self.replicas.drop,
         }
         self._dask_dump = worker.handlers.get("dump_state")
         if self._dask_dump:
@@ -97,7 +101,7 @@ class WorkerSide:
     @property
     def address(self) -> str:
         """The address under which everybody else knows this worker."""
-        return str(getattr(self.worker, "contact_address", None) or self.worker.address)
+        return address_of(self.worker)
 
     # Called from tasks
 
@@ -168,7 +172,7 @@ class WorkerSide:
         if not 0 <= me < len(plan.participants):
             raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
         staged = self.staged.get(plan.problem.name, {})
-        chunks: dict[ChunkKey, Any] = {}
+        chunks, unkept = self.replicas.operands(plan, me)
         ready = []
         missing = []
         for operand, where in plan.where.items():
@@ -185,6 +189,8 @@ class WorkerSide:
                         ready.append(found.ready)
         if missing:
             return {"status": "missing", "count": len(missing)}
+        if unkept:
+            return {"status": "no replicas", "names": unkept}
         chunks = check_chunks(plan, chunks)
         addresses = [worker.address for worker in plan.participants]
         comm = DaskComm(self.worker, run_id, addresses, plan.problem.options.transfer_timeout)
@@ -194,6 +200,7 @@ class WorkerSide:
 
         job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready)
         job.prepare()
+        self.replicas.expect(run_id, plan)
         self.newest_run = run_id
         self.runs[run_id] = plan, job
         return {"status": "OK"}
@@ -208,7 +215,8 @@ class WorkerSide:
         telling = asyncio.ensure_future(self._tell_progress(run_id))
         try:
             started = loop.time()
-            result = await loop.run_in_executor(self.engine_thread, job.execute)
+            made = await loop.run_in_executor(self.engine_thread, job.execute)
+            result, received = await self.replicas.share(run_id, plan, made, job.timings)
         except BaseException as error:
             self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
             return _failure(error)
@@ -217,10 +225,10 @@ class WorkerSide:
             self.progress.pop(run_id, None)
         self.history.note(run_id, "was done")
         if run_id in self.runs:  # not aborted meanwhile
-            self.outputs[run_id] = dict(result)
+            self.outputs[run_id] = result
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
         answer = {"seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
-        answer |= {"received": job.received_bytes, "kept": job.kept_bytes}
+        answer |= {"received": job.received_bytes + received, "kept": job.kept_bytes}
         if log.isEnabledFor(logging.DEBUG):
             number = {address: rank for rank, address in enumerate(plan.workers)}.get(self.address, "none")
             what = summarize({self.address: answer})
@@ -250,23 +258,31 @@ class WorkerSide:
             self.engine_thread.submit(get_engine(engine).abandon, group)
 
     async def abort(self, run_id: int, reason: str) -> dict[str, Any]:
-        """End a run here; the answer is what this worker did in it."""
+        """End a run here that has not succeeded; the answer is what this worker did in it."""
+        self.end(run_id, reason)
+        return {"status": "OK", "history": self.history.brief(run_id)}
+
+    def end(self, run_id: int, reason: str) -> None:
+        """End a run here that has not succeeded; may be repeated."""
         if run_id in self.progress:
             self.history.note(run_id, f"was told to end, {self.progress[run_id]:.0%} done")
         self._drop(run_id, reason)
-        return {"status": "OK", "history": self.history.brief(run_id)}
+        self.replicas.drop(run_id=run_id)
 
     def _drop(self, run_id: int, reason: str) -> None:
         self._over.append(run_id)
+        error = EngineError(f"run {run_id} was ended: {reason}")
         if run_id in self.runs:
             _, job = self.runs.pop(run_id)
-            job.abort(EngineError(f"run {run_id} was ended: {reason}"))
+            job.abort(error)
+        self.replicas.end(run_id, error)
         self.outputs.pop(run_id, None)
 
     def finish(self, run_id: int, name: str) -> None:
         """All ranks are done: what only the run needed goes, results stay."""
         self._over.append(run_id)
         self.runs.pop(run_id, None)
+        self.replicas.end(run_id)
         self.staged.pop(name, None)
 
     def forget(self, run_id: int | None, name: str | None) -> None:
@@ -275,6 +291,7 @@ class WorkerSide:
             self._drop(run_id, "its task was released")
         if name is not None:
             self.staged.pop(name, None)
+            self.replicas.drop(name)
 
     def dump_state(self, **kwargs: Any) -> dict[str, Any]:
         """Return what Dask itself says of this worker, for ``Client.dump_cluster_state()``, with our history."""
@@ -293,6 +310,9 @@ class WorkerSide:
                 return {"status": "OK", "data": [to_serialize(chunk)]}
             if run_id not in self.runs:
                 return {"status": "gone", "message": f"run {run_id!r} is not live here"}
+            if kind == "replica":
+                own = await self.replicas.serve(run_id, table[:, 1].tolist())
+                return {"status": "OK", "data": [to_serialize(x) for x in own]}
             plan, job = self.runs[run_id]
             _check_boxes(plan, kind, table)
             # Shielded: a peer's request that is given up must not cancel what others wait for too.
@@ -310,6 +330,7 @@ class WorkerSide:
             self._drop(run_id, "the worker is closing")
         self.staged.clear()
         self.outputs.clear()
+        self.replicas.drop()
         self.engine_thread.shutdown(wait=False, cancel_futures=True)
         for op, handler in self.handlers.items():
             if self.worker.handlers.get(op) == handler:

@@ -16,11 +16,12 @@ from distributed import Client
 from epilog_cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from narrow_cases import Narrow, random_fp8
 
 import dask_distmm
 from dask_distmm import PlanError, ProjectedMemoryError, explain, matmul, matmul_grouped
 from dask_distmm.api import NotCollective
-from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.dtypes import FP8, dtype_from_name
 from dask_distmm.epilog import Finish
 from dask_distmm.stacks import multiply
 from dask_distmm.testing import assert_product, random_chunks, random_matrix
@@ -65,6 +66,30 @@ def test_bfloat16_that_lost_its_name():
     assert_product(a, b, d)
 
 
+@pytest.mark.parametrize("to", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_fp8_on_cupy_chunks_is_bytes(monkeypatch, to):
+    """Whole items on a GPU: bytes go in, and bytes come out where the result is FP8."""
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy("cupy"))
+    rng = np.random.default_rng()
+    pair = "float8_e4m3fn", "float8_e5m2"
+    a, b = (random_fp8(rng, shape, name) for shape, name in zip(((3, 9, 8), (3, 8, 7)), pair, strict=True))
+    scale = np.full((1, 1), 0.5, np.float32)
+    spec = Finish(alpha=(0.25, 0.0), scale_d=0.02, scales=("scale_a",), amax=True)
+    d, amax = multiply(
+        *(x.view(np.uint8).view(devices.ndarray) for x in (a, b)),
+        scale.view(devices.ndarray),
+        dtypes=(to, *pair, "float32"),
+        names=("scale_a",),
+        spec=spec,
+        several=True,
+    )
+    assert type(d) is type(amax) is devices.ndarray
+    d = d.view(np.ndarray)
+    assert (d.dtype == np.uint8) == (to in FP8)
+    case = Narrow(a, b, {"a": 0.5, "b": 0.25, "d": 0.02})
+    case.check(d.view(FP8[to]) if to in FP8 else d, to, np.asarray(amax).max())
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_random_batches_against_numpy_without_a_cluster(seed):
@@ -103,6 +128,29 @@ def operands(seed=None, most=30):
 
 
 # On the cluster
+
+
+@pytest.mark.parametrize("way", [*WAYS, "without a cluster"])
+@pytest.mark.parametrize("to", ["float32", "float8_e5m2"])
+def test_fp8(client, way, to):
+    rng = np.random.default_rng()
+    a, b = random_fp8(rng, (3, 20, 30), "float8_e4m3fn"), random_fp8(rng, (30, 25), "float8_e5m2")
+    b = np.stack([b, b[::-1]])[:, None]  # (2, 1, 30, 25): D is (2, 3, 20, 25)
+    c = random_fp8(rng, (20, 25), "float8_e4m3fn")
+    x = da.from_array(a.view(np.uint8), chunks=(2, 11, 30))
+    y = da.from_array(b, chunks=(1, 1, 17, 25))
+    scales = {"a": 0.25, "b": 3.0, "c": 2.0} | ({"d": 0.02} if to in FP8 else {})
+    options = {"a_type": "float8_e4m3", "result_type": to, "alpha": -0.5, "result_amax": True}
+    options |= {"batch": way} if way in WAYS else {}
+    given = scales | {"a": da.from_array(np.float32(0.25))}
+    with dask.config.set({} if way in WAYS else {"scheduler": "threads"}):
+        d, aux = matmul(x, y, c, beta=0.5, quantization_scales=given, **options)
+        assert d.dtype == dtype_from_name(to)
+        d, aux = dask.compute(d, aux)
+        Narrow(a, b, scales, alpha=-0.5, beta=0.5, c=c).check(d, to, aux["result_amax"])
+        # C is not read, nor its scale; all items share A.
+        d = matmul(x[0], y, c, beta=0, quantization_scales=scales, **options | {"result_amax": False})
+        Narrow(a[0], b, scales, alpha=-0.5).check(d.compute(), to)
 
 
 def assert_batch(a, b, d):
@@ -298,7 +346,11 @@ BAD = [
     (np.ones(4), ITEMS[1], {"epilog": "relu"}, "need matrices"),
     (np.ones(4), ITEMS[1], {"op_a": "T"}, "op_a='T'"),
     (ITEMS[0][0], ITEMS[1][0], {"batch": "items"}, "matrices"),
-    (*(x.astype("float8_e4m3fn") for x in ITEMS), {"quantization_scales": {"a": 1, "b": 1, "d": 1}}, "batch of FP8"),
+    (
+        *(x.astype("float8_e4m3fn") for x in ITEMS),
+        {"quantization_scales": {"a": 1}},
+        r"needs \['a', 'b', 'd'\]",
+    ),
     (*ITEMS, {"epilog": lambda x: x[:1]}, "must return an array like"),
 ]
 

@@ -122,7 +122,7 @@ calls = st.one_of(
         st.fixed_dictionaries(
             {
                 "run_id": st.just(1),
-                "kind": st.sampled_from(["input", "partial", "final", "output-", "other"]),
+                "kind": st.sampled_from(["input", "partial", "final", "output-", "replica", "other"]),
                 "boxes": st.lists(st.integers(-2, 2**40), min_size=6, max_size=6).map(
                     lambda x: np.array([x], np.int64).tobytes()
                 ),

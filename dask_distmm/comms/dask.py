@@ -15,7 +15,12 @@ from dask_distmm.errors import EngineError, ProtocolError
 if TYPE_CHECKING:
     from distributed import Worker
 
-__all__ = ["DaskComm"]
+__all__ = ["DaskComm", "address_of"]
+
+
+def address_of(worker: Worker) -> str:
+    """Return the address under which everybody else knows a worker; it may listen under another one."""
+    return str(getattr(worker, "contact_address", None) or worker.address)
 
 
 class DaskComm:

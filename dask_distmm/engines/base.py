@@ -18,12 +18,27 @@ from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 
-__all__ = ["ENGINES", "Boxes", "ChunkKey", "Comm", "Engine", "Job", "get_engine", "log", "wait_checked"]
+__all__ = [
+    "ENGINES",
+    "REPLICA",
+    "Boxes",
+    "ChunkKey",
+    "Comm",
+    "Engine",
+    "Job",
+    "get_engine",
+    "is_of_d",
+    "log",
+    "wait_checked",
+]
 
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 
 # In the order in which they are taken, of those that all workers have.
 ENGINES = {"cublasmp": "dask_distmm.engines.cublasmp", "numpy": "dask_distmm.engines.numpy"}
+
+# Of what `Job.execute` returns: ``(REPLICA, number)`` is a chunk of D that another rank owns.
+REPLICA = "replica"
 
 log = logging.getLogger("dask_distmm")
 
@@ -54,8 +69,12 @@ class Job(Protocol):
         """Allocate; called before the vote. Raise, and no rank starts."""
         ...
 
-    def execute(self) -> Mapping[int, NDArray[Any]]:
-        """Do the work; return the chunks of D that this rank owns, by number. Blocks."""
+    def execute(self) -> Mapping[Any, NDArray[Any]]:
+        """Do the work; return the chunks of D that this rank owns, by number. Blocks.
+
+        Where `Plan.replicas` are wanted it may return those that others own too, under ``(REPLICA, number)``; what it
+        does not is fetched from them over Dask's comms.
+        """
         ...
 
     def available(self, kind: str, boxes: Boxes) -> Future[None]:
@@ -126,6 +145,11 @@ def get_engine(name: str) -> Engine:
     except ImportError as error:
         raise EngineError(f"engine {name!r} can't be imported: {error}") from error
     return engine
+
+
+def is_of_d(key: Any) -> bool:
+    """Whether this is the key of a chunk of D, of this rank or another, among what `Job.execute` returns."""
+    return not isinstance(key, tuple) or key[0] == REPLICA
 
 
 def wait_checked(answer: Future[Any], check: Callable[[], None]) -> Any:

@@ -29,7 +29,7 @@ __all__ = ["blas_threads", "gemm"]
 _PREFIX = {"f": "s", "d": "d", "F": "c", "D": "z"}
 
 
-def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any]) -> None:
+def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], conjugated: tuple[bool, bool] = (False, False)) -> None:
     """Compute ``c += a @ b`` in place.
 
     Parameters
@@ -37,22 +37,26 @@ def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any]) -> None:
     a, b, c
         Matrices (m, k), (k, n) and (m, n) of one type. float32, float64, complex64 and complex128 go to
         BLAS, other types to ``numpy.matmul`` (for bool, ``+`` is "or").
+    conjugated
+        Whether the conjugates of `a` and `b` are meant. BLAS conjugates what it also transposes: without a copy if the
+        memory order of the operand is the other one than that of `c`.
     """
     routine = _routine(c.dtype.char)
     if 0 in (*a.shape, *b.shape):
         return
     if routine is None or a.dtype != c.dtype or b.dtype != c.dtype or max(*a.shape, *b.shape) >= 2**31:
+        a, b = (np.conjugate(x) if conj else x for x, conj in zip((a, b), conjugated, strict=True))
         np.add(c, np.matmul(a, b), out=c)
         return
     if not _column_major(c):
-        a, b, c = b.T, a.T, c.T
+        a, b, c, conjugated = b.T, a.T, c.T, conjugated[::-1]
         if not _column_major(c):
             raise ValueError(f"c has strides {c.T.strides}: neither its rows nor its columns are contiguous")
     one = np.ones(1, c.dtype)
-    a, transa = _operand(a)
-    b, transb = _operand(b)
+    a, transa = _operand(a, conjugated[0])
+    b, transb = _operand(b, conjugated[1])
     m, n, k = (ctypes.c_int(size) for size in (*c.shape, a.shape[1]))
-    lda, ldb = _leading(a.T if transa == b"T" else a), _leading(b.T if transb == b"T" else b)
+    lda, ldb = _leading(a if transa == b"N" else a.T), _leading(b if transb == b"N" else b.T)
     ref = ctypes.byref
     routine(
         transa, transb, ref(m), ref(n), ref(k), one.ctypes.data, a.ctypes.data, ref(lda),
@@ -68,8 +72,12 @@ def _column_major(x: NDArray[Any]) -> bool:
     return (rows <= 1 or step == size) and (cols <= 1 or (lead % size == 0 and lead >= rows * size))
 
 
-def _operand(x: NDArray[Any]) -> tuple[NDArray[Any], bytes]:
+def _operand(x: NDArray[Any], conjugated: bool) -> tuple[NDArray[Any], bytes]:
     """Return `x`, copied only if it must be, and how BLAS has to read it."""
+    if conjugated and _column_major(x.T):
+        return x, b"C"
+    if conjugated:
+        x = np.conjugate(x)
     if _column_major(x):
         return x, b"N"
     return (x if _column_major(x.T) else np.ascontiguousarray(x)), b"T"

@@ -21,7 +21,7 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,9 @@ class NumpyJob:
         self.compute_type = plan.problem.compute_type
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
+        # BLAS conjugates, without a copy, what lies in the other order than D.
+        orders = zip(plan.problem.conjugated, (plan.order_a, plan.order_b), strict=True)
+        self._order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
         self.blocks: list[Block] = []
         self.result: dict[Any, NDArray[Any]] = {}
         self._block_of: dict[int, Block] = {}
@@ -90,18 +93,18 @@ class NumpyJob:
         plan, region = self.plan, self.plan.region(self.rank)
         if plan.packing.d:
             r0, r1, c0, c1 = region
-            self.blocks = [Block(*region, _zeros((r1 - r0, c1 - c0), self.compute_type))]
+            self.blocks = [Block(*region, np.zeros((r1 - r0, c1 - c0), self.compute_type, self._order))]
             return
         mine = set(plan.owned(self.rank).tolist())
         for index in mine:
             r0, r1, c0, c1 = plan.chunk_rect(index)
-            self.result[index] = _zeros((r1 - r0, c1 - c0), plan.problem.result_type)
+            self.result[index] = np.zeros((r1 - r0, c1 - c0), plan.problem.result_type, self._order)
         for index, (r0, r1, c0, c1) in split_at_chunks(plan, region):
             if index in mine:
                 top, _, left, _ = plan.chunk_rect(index)
                 data = self.result[index][r0 - top : r1 - top, c0 - left : c1 - left]
             else:
-                data = _zeros((r1 - r0, c1 - c0), plan.problem.result_type)
+                data = np.zeros((r1 - r0, c1 - c0), plan.problem.result_type, self._order)
             self._block_of[index] = Block(r0, r1, c0, c1, data)
         self.blocks = list(self._block_of.values())
 
@@ -150,14 +153,18 @@ class NumpyJob:
             for piece, data in zip(pieces, answer.wait(self._check), strict=True):
                 operands[piece.operand].append(_place(piece, data))
         a, b = operands
+        conjugated = self.plan.problem.conjugated
         if packing.a:
-            a = [self._pack(a)]
+            a = [self._pack(a, conjugated[0])]
         if packing.b:
-            b = [self._pack(b)]
+            b = [self._pack(b, conjugated[1])]
         self._products(a, b, before)
 
     def _products(self, a: list[Block], b: list[Block], before: tuple[int, int]) -> None:
         """Multiply all pairs of blocks but those of the first ``before[0]`` of A and ``before[1]`` of B."""
+        conj_a, conj_b = self.plan.problem.conjugated
+        packing = self.plan.packing
+        conjugated = conj_a and not packing.a, conj_b and not packing.b
         for i, left in enumerate(a):
             for j, right in enumerate(b):
                 k0, k1 = max(left.c0, right.r0), min(left.c1, right.r1)
@@ -174,15 +181,18 @@ class NumpyJob:
                             rows[r0 - left.r0 : r1 - left.r0],
                             cols[:, c0 - right.c0 : c1 - right.c0],
                             block.data[r0 - block.r0 : r1 - block.r0, c0 - block.c0 : c1 - block.c0],
+                            conjugated,
                         )
 
-    def _pack(self, blocks: list[Block]) -> Block:
-        """Copy blocks that cover a rectangle into one matrix of the type that is computed in."""
+    def _pack(self, blocks: list[Block], conjugated: bool) -> Block:
+        """Copy blocks that cover a rectangle, or their conjugates, into one matrix of the type that is computed in."""
         r0, r1 = min(b.r0 for b in blocks), max(b.r1 for b in blocks)
         c0, c1 = min(b.c0 for b in blocks), max(b.c1 for b in blocks)
         data = np.empty((r1 - r0, c1 - c0), self.compute_type)
         for block in blocks:
             data[block.r0 - r0 : block.r1 - r0, block.c0 - c0 : block.c1 - c0] = block.data
+        if conjugated:
+            np.conjugate(data, out=data)
         if self.plan.problem.compute == "tf32":
             round_tf32(data)
         return Block(r0, r1, c0, c1, data)
@@ -316,7 +326,8 @@ class NumpyJob:
                 vector[at : at + x.size].reshape(x.shape)[...] = x
                 at += x.size
             return [vector]
-        return [x if x.flags.c_contiguous or x.flags.f_contiguous else np.ascontiguousarray(x) for x in found]
+        # In the memory order that they have here: by that BLAS may be able to conjugate them.
+        return [x if x.flags.c_contiguous or x.flags.f_contiguous else x.copy(order="K") for x in found]
 
     # The end
 
@@ -401,10 +412,6 @@ def _open(future: Future[None], error: BaseException | None = None) -> None:
     except Exception:  # InvalidStateError: decided already
         if error is None and future.exception() is not None:
             raise future.exception() from None  # type: ignore[misc]
-
-
-def _zeros(shape: tuple[int, int], dtype: np.dtype) -> NDArray[Any]:
-    return np.zeros(shape, dtype)
 
 
 def _place(piece: Piece, data: NDArray[Any]) -> Block:

@@ -10,7 +10,7 @@ from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.cuts import overlaps
 from dask_distmm.plan.memory import operand_grids, panel_width
-from dask_distmm.plan.plan import Rect
+from dask_distmm.plan.plan import EVERYWHERE, Rect
 
 __all__ = ["Panel", "Piece", "panels", "pieces_of", "split_at_chunks"]
 
@@ -68,7 +68,8 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
         holder = int(where[piece.operand][piece.chunk])
         for number, low, high in overlaps(cuts, start, stop):
             cut = _along_k(piece, low - start, high - low)
-            made[number].local.append(cut) if holder == me else made[number].remote.setdefault(holder, []).append(cut)
+            here = holder in (me, EVERYWHERE)
+            (made[number].local if here else made[number].remote.setdefault(holder, [])).append(cut)
     turn = rank * len(made) // len(plan.ranks)
     order = sorted(range(len(made)), key=lambda x: (bool(made[x].remote), (x - turn) % len(made)))
     return [made[x] for x in order]

@@ -45,6 +45,8 @@ class Shuffle:
         Returns the address of a new buffer of so many bytes.
     skip_home
         What stays here is in place already.
+    alone
+        Bytes from which on a rectangle travels by itself; None for what suits rectangles that need packing anyway.
 
     Attributes
     ----------
@@ -66,7 +68,9 @@ class Shuffle:
         dst: dict[int, Span],
         allocate: Callable[[int], int],
         skip_home: bool = False,
+        alone: int | None = None,
     ) -> None:
+        self._alone = _ALONE_BYTES if alone is None else alone
         self.order, self._extents = order, np.asarray(extents, np.int64)
         self.itemsize, self._allocate = itemsize, allocate
         self.packing: list[Table] = []
@@ -118,7 +122,7 @@ class Shuffle:
 
     def _split(self, leg: Moves) -> tuple[Moves, Moves]:
         """Return the rectangles that travel by themselves, and those that travel packed."""
-        alone = leg.sizes * self.itemsize >= _ALONE_BYTES
+        alone = leg.sizes * self.itemsize >= self._alone
         return leg.take(alone), leg.take(~alone)
 
     def _packing(self, moves: Moves, sources: dict[int, Span], pointer: int) -> Table:

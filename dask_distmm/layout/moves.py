@@ -56,7 +56,8 @@ class Moves:
         copies
             What `redistribution` found.
         src_owner, dst_owner
-            For each part of the source and of the destination, the participant that holds it.
+            For each part of the source and of the destination, the participant that holds it. A negative number for
+            a part of the source that all hold: it moves nowhere.
         """
         rows, cols = copies.rows, copies.cols
         shape = (len(rows), len(cols))
@@ -69,11 +70,12 @@ class Moves:
 
         src = np.broadcast_to(copies.src.part(rows.src_part[:, None], cols.src_part), shape).ravel()
         dst = np.broadcast_to(copies.dst.part(rows.dst_part[:, None], cols.dst_part), shape).ravel()
+        owner, target = np.asarray(src_owner, np.int64)[src], np.asarray(dst_owner, np.int64)[dst]
         return cls(
             src=src,
             dst=dst,
-            src_owner=np.asarray(src_owner, np.int64)[src],
-            dst_owner=np.asarray(dst_owner, np.int64)[dst],
+            src_owner=np.where(owner < 0, target, owner),
+            dst_owner=target,
             src_row=by_row(rows.src_offset),
             src_col=by_col(cols.src_offset),
             dst_row=by_row(rows.dst_offset),

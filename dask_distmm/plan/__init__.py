@@ -1,17 +1,19 @@
 """Planning, without I/O: ``plan(problem, roster)`` returns one frozen `Plan`.
 
 `problem` what is multiplied, `plan` how; `methods` and `cuts` the ways to cut it, `memory` what each
-would hold, `planner` what each would take and the choice, `show` the plan as text. `batches` and `shares` do the
+would hold, `planner` what each would take and the choice, `replicas` what keeping all of D everywhere adds, `show` the
+plan as text. `batches` and `shares` do the
 same for many products at once.
 """
 
 from dask_distmm.plan.batches import Batch, BatchEstimate, BatchPlan
-from dask_distmm.plan.plan import Estimate, Packing, Plan
+from dask_distmm.plan.plan import EVERYWHERE, Estimate, Packing, Plan, everywhere
 from dask_distmm.plan.planner import plan
 from dask_distmm.plan.problem import METHODS, Chunks, Extra, Problem, Worker
 from dask_distmm.plan.shares import GroupPlan, Share
 
 __all__ = [
+    "EVERYWHERE",
     "METHODS",
     "Batch",
     "BatchEstimate",
@@ -25,5 +27,6 @@ __all__ = [
     "Problem",
     "Share",
     "Worker",
+    "everywhere",
     "plan",
 ]

@@ -21,9 +21,9 @@ from scipy.optimize import linear_sum_assignment
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan.cuts import Bounds, by_rows, largest_overlap, padded, uniform_cut
-from dask_distmm.plan.memory import chunk_bytes
+from dask_distmm.plan.memory import chunk_bytes, spread
 from dask_distmm.plan.native import native_epilog
-from dask_distmm.plan.plan import Estimate, Packing, Plan
+from dask_distmm.plan.plan import Estimate, Packing, Plan, everywhere
 from dask_distmm.plan.problem import Chunks, Problem, Worker
 from dask_distmm.plan.tiles import Tile, Tiles, make_tiles, slab_step
 
@@ -113,9 +113,9 @@ def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], nranks: 
 
 def _held(chunks: Chunks, where: NDArray[np.int32] | None, tile: Tile, npart: int) -> _Elements:
     """Elements of each rank's tile (columns) that each participant (rows) has."""
-    if where is None:
+    if where is None or everywhere(where):
         needed = np.array([np.prod(tile.layout.local_shape(rank)) for rank in range(tile.layout.nparts)], float)
-        return np.broadcast_to(needed / npart, (npart, len(needed)))
+        return np.broadcast_to(needed / (npart if where is None else 1), (npart, len(needed)))
     return redistribution(ChunkGrid(chunks), tile.layout).traffic(where, npart).astype(float)
 
 
@@ -143,12 +143,15 @@ class _Moved:
     def __init__(self, made: Plan, tiles: Tiles, held_a: _Elements, held_b: _Elements) -> None:
         problem, ranks = made.problem, list(made.ranks)
         self.operands = []
-        for held in (held_a, held_b):
-            sent, received = held.sum(axis=1), np.zeros(len(made.participants))
+        for held, where in ((held_a, made.where_a), (held_b, made.where_b)):
+            sent, received = np.zeros(len(made.participants)), np.zeros(len(made.participants))
+            self.operands.append((sent, received))
+            if everywhere(where):
+                continue
+            sent += held.sum(axis=1)
             at_home = held[ranks, range(len(ranks))]
             sent[ranks] -= at_home
             received[ranks] = held.sum(axis=0) - at_home
-            self.operands.append((sent, received))
         self.d_sent: _Elements = np.zeros(len(ranks))
         self.d_received: _Elements = self.d_sent
         if not tiles.replicated:
@@ -164,9 +167,9 @@ class _Moved:
 
 
 def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
-    """Return the number of the chunk that is exactly a rank's tile, or None if no single one is."""
+    """Return the number of the chunk that is exactly a rank's tile, as it lies, or None if no single one is."""
     shape = tile.layout.local_shape(rank)
-    if tile.local(rank) != shape or 0 in shape:
+    if tile.local(rank) != shape or 0 in shape or tile.conjugated:
         return None
     index = 0
     for axis, part, sizes in zip((tile.layout.rows, tile.layout.cols), tile.layout.coords(rank), chunks, strict=True):
@@ -219,11 +222,8 @@ def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
     """
     problem, npart = made.problem, len(made.participants)
     total = np.zeros(npart)
-    for operand, where in (("a", made.where_a), ("b", made.where_b)):
-        if operand == "b" and problem.same:
-            continue
-        sizes = chunk_bytes(problem, operand)
-        total += np.bincount(where, sizes, npart) if where is not None else np.full(npart, sizes.sum() / npart)
+    for operand in "a" if problem.same else "ab":
+        total += spread(made, operand, chunk_bytes(problem, operand))
     # A's buffers are free again before B's are needed.
     total += np.max([sent + received for sent, received in moved.operands], axis=0)
     workspace = workspace_bytes(made, tiles)
@@ -234,11 +234,10 @@ def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
     sums = problem.sum_type.itemsize if kept else problem.itemsize("d")
     owned = np.bincount(made.owners, chunk_bytes(problem, "d"), len(made.ranks))
     given = _given(problem)
-    for operand, where in (("a", made.where_a), ("b", made.where_b)):
+    for operand in "ab":
         if given[operand] != problem.itemsize(operand):
             # Chunks are converted first.
-            sizes = chunk_bytes(problem, operand) // problem.itemsize(operand) * given[operand]
-            total += np.bincount(where, sizes, npart) if where is not None else np.full(npart, sizes.sum() / npart)
+            total += spread(made, operand, chunk_bytes(problem, operand) // problem.itemsize(operand) * given[operand])
     for rank, index in enumerate(made.ranks):
         for operand, tile, chunks in (("a", tiles.a, problem.a_chunks), ("b", tiles.b, problem.b_chunks)):
             if tile_chunk(tile, rank, chunks) is None:

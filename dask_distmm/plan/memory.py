@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan.cuts import Bounds
-from dask_distmm.plan.plan import Packing, Plan, Rect
+from dask_distmm.plan.plan import Packing, Plan, Rect, everywhere
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["operand_grids", "packing", "panel_width", "project"]
+__all__ = ["chunk_bytes", "operand_grids", "packing", "panel_width", "project", "spread"]
 
 # A panel of k narrower than this keeps BLAS from its speed.
 _LEAST_WIDTH = 384
@@ -68,6 +68,18 @@ def chunk_bytes(problem: Problem, operand: str) -> NDArray[np.int64]:
     return (sizes * problem.itemsize(operand)).ravel()
 
 
+def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return how many bytes of A or B each participant has, from the bytes of its chunks."""
+    where, npart = plan.where[operand], len(plan.participants)
+    if where is None:
+        return np.full(npart, sizes.sum() / npart)
+    if everywhere(where):
+        held = np.zeros(npart)
+        held[list(plan.ranks)] = sizes.sum()
+        return held
+    return np.bincount(where, sizes, npart)
+
+
 def project(plan: Plan) -> dict[str, int]:
     """Return the projected bytes that a run holds at its peak, for each participant.
 
@@ -76,11 +88,8 @@ def project(plan: Plan) -> dict[str, int]:
     """
     problem, npart = plan.problem, len(plan.participants)
     staged = np.zeros(npart)
-    for operand, where in (("a", plan.where_a), ("b", None if problem.same else plan.where_b)):
-        if operand == "b" and problem.same:
-            continue
-        sizes = chunk_bytes(problem, operand)
-        staged += np.bincount(where, sizes, npart) if where is not None else np.full(npart, sizes.sum() / npart)
+    for operand in "a" if problem.same else "ab":
+        staged += spread(plan, operand, chunk_bytes(problem, operand))
 
     # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
     staged += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) / npart

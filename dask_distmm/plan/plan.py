@@ -29,9 +29,17 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.plan.cuts import Bounds, overlaps, reduce_cuts
 from dask_distmm.plan.problem import METHODS, Problem, Worker
 
-__all__ = ["Estimate", "Packing", "Plan", "Rect"]
+__all__ = ["EVERYWHERE", "Estimate", "Packing", "Plan", "Rect", "everywhere"]
 
 Rect = tuple[int, int, int, int]  # row start, row stop, column start, column stop
+
+# In place of the participant that staged a chunk: every rank has it.
+EVERYWHERE = -1
+
+
+def everywhere(where: NDArray[np.int32] | None) -> bool:
+    """Whether every rank has all chunks of an operand."""
+    return where is not None and bool(np.all(where == EVERYWHERE))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +97,8 @@ class Plan:
     owners
         int32, one for each chunk of D: the rank that holds it.
     where_a, where_b
-        int32, one for each chunk of A and B: the participant that staged it. None if not known yet.
+        int32, one for each chunk of A and B: the participant that staged it. `EVERYWHERE` for all chunks of an
+        operand of which every rank has a replica. None if not known yet.
     packing
         Which operands are packed.
     order_a, order_b
@@ -99,6 +108,10 @@ class Plan:
     d_cuts
         Cuts of D's rows and columns into the slabs that the ranks hold after sums over k are added up; None where
         they hold what they compute.
+    replicas
+        So many participants, the first ones, keep all of D after the run.
+    replica_runs
+        For A and B the number of the run that has left their replicas on the ranks; 0 where they are staged.
     group
         Number under which the ranks keep what they share between runs; 0 for none.
     projected_bytes
@@ -123,6 +136,8 @@ class Plan:
     order_b: str = "C"
     where_extras: tuple[NDArray[np.int32], ...] = ()
     d_cuts: tuple[Bounds, Bounds] | None = None
+    replicas: int = 0
+    replica_runs: tuple[int, int] = (0, 0)
     group: int = 0
     projected_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     estimate: Estimate | None = None
@@ -239,6 +254,8 @@ class Plan:
             "orders": [self.order_a, self.order_b],
             "d_cuts": None if self.d_cuts is None else [list(cut) for cut in self.d_cuts],
             "where_extras": [where.tobytes() for where in self.where_extras],
+            "replicas": self.replicas,
+            "replica_runs": list(self.replica_runs),
             "group": self.group,
         }
 
@@ -257,6 +274,7 @@ class Plan:
             where = {op: None if (raw := wire[f"where_{op}"]) is None else np.frombuffer(raw, np.int32) for op in "ab"}
             order_a, order_b = wire["orders"]
             slabs = wire["d_cuts"]
+            run_a, run_b = map(int, wire["replica_runs"])
             plan = cls(
                 problem=problem,
                 engine=str(wire["engine"]),
@@ -274,6 +292,8 @@ class Plan:
                 order_b=str(order_b),
                 d_cuts=None if slabs is None else (tuple(map(int, slabs[0])), tuple(map(int, slabs[1]))),
                 where_extras=tuple(np.frombuffer(raw, np.int32) for raw in wire["where_extras"]),
+                replicas=int(wire["replicas"]),
+                replica_runs=(run_a, run_b),
                 group=int(wire["group"]),
             )
         except ProtocolError:
@@ -298,8 +318,9 @@ class Plan:
                 _in_range(where, int(np.prod(problem.chunk_counts(extra.name))), npart)
                 for where, extra in zip(plan.where_extras, problem.extras, strict=False)
             ),
-            "where_a": plan.where_a is None or _in_range(plan.where_a, counts["a"], npart),
-            "where_b": plan.where_b is None or _in_range(plan.where_b, counts["b"], npart),
+            "replicas": 0 <= plan.replicas <= npart,
+            "where_a": _placed(plan.where_a, counts["a"], npart, run_a),
+            "where_b": _placed(plan.where_b, counts["b"], npart, run_b),
         }
         for name, good in checks.items():
             if not good:
@@ -310,6 +331,12 @@ class Plan:
         from dask_distmm.plan.show import plan_text
 
         return plan_text(self)
+
+
+def _placed(where: NDArray[np.int32] | None, size: int, stop: int, run: int) -> bool:
+    if run:
+        return where is not None and where.size == size and everywhere(where)
+    return where is None or _in_range(where, size, stop)
 
 
 def _in_range(values: NDArray[np.int32], size: int, stop: int) -> bool:

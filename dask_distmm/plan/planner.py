@@ -27,8 +27,9 @@ from dask_distmm.plan import collective
 from dask_distmm.plan.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
 from dask_distmm.plan.memory import operand_grids, packing, panel_width, project
 from dask_distmm.plan.methods import candidates
-from dask_distmm.plan.plan import Estimate, Plan
+from dask_distmm.plan.plan import Estimate, Plan, everywhere
 from dask_distmm.plan.problem import METHODS, Problem, Worker
+from dask_distmm.plan.replicas import with_replicas
 from dask_distmm.plan.tilings import asked_ways
 
 __all__ = ["check_memory", "plan"]
@@ -44,6 +45,7 @@ def plan(
     orders: tuple[str, str] = ("C", "C"),
     groups: Sequence[tuple[str, ...]] = (),
     where_extras: Sequence[NDArray[np.int32]] = (),
+    replica_runs: tuple[int, int] = (0, 0),
 ) -> Plan:
     """Choose how `problem` runs on the workers of `roster`.
 
@@ -55,7 +57,7 @@ def plan(
         Workers that can be ranks, at least one.
     where_a, where_b
         For each chunk of A and B in C order, the worker that holds it, as an index into
-        ``[*roster, *sources]``. None: not known, taken as spread evenly.
+        ``[*roster, *sources]``. None: not known, taken as spread evenly. `EVERYWHERE`: all of the roster have it.
     sources
         Workers that hold chunks but can't be ranks.
     engine
@@ -66,6 +68,8 @@ def plan(
         Addresses of ranks, in their order, that share something which is costly to make; see `collective`.
     where_extras
         As `where_a`, for each of the problem's extras.
+    replica_runs
+        For A and B the run that has left the replicas, where they are everywhere.
 
     Returns
     -------
@@ -80,7 +84,7 @@ def plan(
     """
     # The same multiply comes again and again in a loop: only its name differs.
     made = _plan(
-        dataclasses.replace(problem, name=""),
+        dataclasses.replace(problem, name="", arrays=("", "")),
         tuple(roster),
         None if where_a is None else where_a.tobytes(),
         None if where_b is None else where_b.tobytes(),
@@ -89,7 +93,7 @@ def plan(
         orders,
         tuple(sorted(groups)),
     )
-    return dataclasses.replace(made, problem=problem, where_extras=tuple(where_extras))
+    return dataclasses.replace(made, problem=problem, where_extras=tuple(where_extras), replica_runs=replica_runs)
 
 
 @functools.lru_cache(maxsize=64)
@@ -126,6 +130,8 @@ def _plan(
             f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "
             f"on {len(roster)} workers; use method='auto'"
         )
+    if problem.finish.replicated:
+        found = [with_replicas(one, len(roster)) for one in found]
     found.sort(key=lambda p: (p.estimate.seconds, p.estimate.peak_bytes) if p.estimate else (0.0, 0))
     alternatives = tuple(p.estimate for p in found if p.estimate)
     for chosen in found:
@@ -152,12 +158,13 @@ def check_memory(plan: Plan) -> None:
     if not over:
         return
     limit = {w.address: int(w.memory_limit * plan.problem.options.limit_fraction) for w in plan.participants}
+    more = ", since all of D is to be on each worker (epilog 'allreduce')" if plan.replicas else ""
     worst = max(over, key=lambda address: over[address] / limit[address])
     raise ProjectedMemoryError(
         f"the multiply of {plan.problem.m} x {plan.problem.k} by {plan.problem.k} x {plan.problem.n} "
         f"({plan.problem.dtype}) would hold {_gib(over[worst])} on worker {worst} with method {plan.method!r}, the "
-        f"leanest there is; it may hold {_gib(limit[worst])} ({plan.problem.options.limit_fraction:.0%} of its memory "
-        "limit). Use more workers or a higher memory_limit, or raise the config distmm.memory.limit-fraction",
+        f"leanest there is{more}; it may hold {_gib(limit[worst])} ({plan.problem.options.limit_fraction:.0%} of its "
+        "memory limit). Use more workers or a higher memory_limit, or raise the config distmm.memory.limit-fraction",
         plan.projected_bytes,
         limit,
     )
@@ -233,8 +240,8 @@ def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDA
         (problem.b_chunks, made.where_b, operand_grids(made)[1], np.outer(depth, cols), problem.itemsize("b")),
     ):
         held: NDArray[Any]
-        if where is None:
-            held = np.broadcast_to(needed / npart, (npart, *needed.shape))
+        if where is None or everywhere(where):
+            held = np.broadcast_to(needed / (npart if where is None else 1), (npart, *needed.shape))
         else:
             held = redistribution(ChunkGrid(chunks), parts).traffic(where, npart).reshape(npart, *needed.shape)
         total.append((needed * itemsize, held * float(itemsize)))

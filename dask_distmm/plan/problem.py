@@ -109,6 +109,12 @@ class Problem:
         How A, B and D must lie on the ranks; None leaves the choice to the planner.
     grid
         The only p x q x s that may be taken, with `method`; None leaves the choice to the planner.
+    arrays
+        Names of the arrays whose chunks A's and B's are; empty where nothing of them may be on the workers already.
+    turned
+        Whether A and B are the transposes of these; their chunks are staged as transposed views.
+    conjugated
+        Whether A and B are the conjugates of what is staged.
     """
 
     name: str
@@ -129,6 +135,9 @@ class Problem:
     compute: str = ""
     distributions: Distributions = FREE
     grid: tuple[int, int, int] | None = None
+    arrays: tuple[str, str] = ("", "")
+    turned: tuple[bool, bool] = (False, False)
+    conjugated: tuple[bool, bool] = (False, False)
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -267,6 +276,11 @@ class Problem:
             if fields["grid"] is not None:
                 p, q, s = map(int, fields["grid"])
                 fields["grid"] = (p, q, s)
+            array_a, array_b = map(str, fields["arrays"])
+            fields["arrays"] = array_a, array_b
+            for key in ("turned", "conjugated"):
+                of_a, of_b = map(bool, fields[key])
+                fields[key] = of_a, of_b
             workers = fields["workers"]
             fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
             problem = cls(options=Options(**options), **fields)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dask_distmm.plan.native import native_epilog
-from dask_distmm.plan.plan import Estimate, Plan
+from dask_distmm.plan.plan import Estimate, Plan, everywhere
 from dask_distmm.plan.problem import Problem
 
 __all__ = ["plan_text", "size_text", "time_text"]
@@ -42,10 +42,11 @@ def plan_text(plan: Plan) -> str:
 
     def chunks(operand: str) -> str:
         nrows, ncols = problem.chunk_counts(operand)
-        return f"{nrows} x {ncols} chunks"
+        views = zip(("transposed", "conjugated"), (problem.turned, problem.conjugated), strict=True)
+        seen = [name for name, on in views if operand != "d" and on["ab".index(operand)]]
+        return f"{nrows} x {ncols} chunks{', read ' * bool(seen)}{' and '.join(seen)}"
 
     rows, cols, depth = plan.block_sizes
-    placed = "where they lie" if plan.where_a is not None else "spread evenly (not known yet)"
     packed = [name for name, on in zip("ABD", (plan.packing.a, plan.packing.b, plan.packing.d), strict=True) if on]
     lines = [
         f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
@@ -53,10 +54,11 @@ def plan_text(plan: Plan) -> str:
         f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
         f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {_computed_in(problem)}",
         *_formula(plan),
+        *([f"  also      D on all {plan.replicas} workers, for later multiplies"] if plan.replicas else []),
         *_asked(problem),
         f"  method    {_WHAT[plan.method]}",
         f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
-        f"  inputs    {placed}; packed: {', '.join(packed) or 'nothing'}",
+        f"  inputs    {_placed(plan)}; packed: {', '.join(packed) or 'nothing'}",
         f"  work      {problem.flops:.3g} flops, {size_text(plan.bytes_moved)} moved between workers",
     ]
     if plan.projected_bytes:
@@ -73,6 +75,16 @@ def plan_text(plan: Plan) -> str:
     if others:
         lines.append("  against   " + "\n            ".join(_against(e, plan.estimate) for e in others))
     return "\n".join(lines)
+
+
+def _placed(plan: Plan) -> str:
+    texts = {
+        name: "not known" if where is None else "on all workers" if everywhere(where) else "where they lie"
+        for name, where in (("A", plan.where_a), ("B", plan.where_b))
+    }
+    if texts["A"] == texts["B"]:
+        return "spread evenly (not known yet)" if texts["A"] == "not known" else texts["A"]
+    return ", ".join(f"{name} {text}" for name, text in texts.items())
 
 
 def _computed_in(problem: Problem) -> str:

@@ -78,6 +78,8 @@ class Tile:
         Rows and columns of a rank's tile, padding included; None where they differ between ranks.
     zeroed
         The padding is summed over and must be zero.
+    conjugated
+        It holds the conjugate of what is staged.
     """
 
     order: str
@@ -85,6 +87,7 @@ class Tile:
     shape: tuple[int, int]
     local_shape: tuple[int, int] | None
     zeroed: bool = False
+    conjugated: bool = False
 
     def local(self, rank: int) -> tuple[int, int]:
         """Rows and columns of the tile of a rank, padding included."""
@@ -109,12 +112,15 @@ class Tiles:
         How they are distributed.
     replicated
         Every rank ends up with all of D (``d`` then describes the library's view, one copy beside the other).
+    conjugated
+        Whether the library conjugates A and B, which it does by op C, for those that it transposes.
     """
 
     a: Tile
     b: Tile
     d: Tile
     replicated: bool = False
+    conjugated: tuple[bool, bool] = (False, False)
 
     @property
     def flipped(self) -> bool:
@@ -123,8 +129,11 @@ class Tiles:
 
     @property
     def ops(self) -> tuple[str, str]:
-        """Op of the library's first and second operand, ``"N"`` or ``"T"``."""
-        ops = tuple("N" if tile.order == self.d.order else "T" for tile in (self.a, self.b))
+        """Op of the library's first and second operand, ``"N"``, ``"T"`` or ``"C"``."""
+        ops = tuple(
+            "C" if conjugated else "N" if tile.order == self.d.order else "T"
+            for tile, conjugated in zip((self.a, self.b), self.conjugated, strict=True)
+        )
         return (ops[1], ops[0]) if self.flipped else (ops[0], ops[1])
 
 
@@ -141,6 +150,19 @@ def make_tiles(plan: Plan) -> Tiles:
     ValueError
         The plan's cuts are not those of equal slabs.
     """
+    tiles = _unconjugated(plan)
+    if not any(plan.problem.conjugated):
+        return tiles
+    # The all-reduce wants op T and N; else a transposed operand is conjugated by the library, for nothing.
+    found, by_library = [], []
+    for tile, wanted in zip((tiles.a, tiles.b), plan.problem.conjugated, strict=True):
+        by_library.append(wanted and tile.order != tiles.d.order and not tiles.replicated)
+        found.append(dataclasses.replace(tile, conjugated=wanted and not by_library[-1]))
+    return dataclasses.replace(tiles, a=found[0], b=found[1], conjugated=(by_library[0], by_library[1]))
+
+
+def _unconjugated(plan: Plan) -> Tiles:
+    """Return the tiles of a plan whose operands are what is staged."""
     m, n, k = plan.problem.m, plan.problem.n, plan.problem.k
     p, q, s = plan.grid
     nranks, step = p * q * s, slab_step(plan.problem)

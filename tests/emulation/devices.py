@@ -367,7 +367,7 @@ def install(monkeypatch, shares_memory=True):
                     whole[np.ix_(*things[at].places(rank))] = things[at + 1].astype(wide)
                 wholes.append(whole)
             left, right = (
-                whole if attributes[name] == 0 else whole.T
+                (whole, whole.T, whole.conj().T)[attributes[name]]
                 for whole, name in zip(wholes, ("TRANSA", "TRANSB"), strict=True)
             )
             assert left.shape == (m, k)
@@ -469,6 +469,7 @@ def install(monkeypatch, shares_memory=True):
         kind_of_c = np.dtype(DATA_TYPES[kind_c])
         x = matrix(a, m, k, lda) if op_a == 0 else matrix(a, k, m, lda).T
         y = matrix(b, k, n, ldb) if op_b == 0 else matrix(b, n, k, ldb).T
+        x, y = (z.conj() if op == 2 else z for z, op in ((x, op_a), (y, op_b)))
         wide = np.complex128 if dtype.kind == "c" else np.float64
         matrix(c, m, n, ldc, kind_of_c)[...] = (x.astype(wide) @ y.astype(wide)).astype(kind_of_c)
         world.calls.append((0, "gemm", m, n, k))

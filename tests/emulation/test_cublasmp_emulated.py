@@ -14,6 +14,7 @@ from epilog_cases import ALL, Case, run_case
 
 from dask_distmm.distribution import BlockCyclic, Slab, block_grid
 from dask_distmm.epilog import Finish
+from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan import Extra, Worker, plan
 from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.tiles import make_tiles
@@ -97,6 +98,50 @@ def test_distributions_by_hand(make, distributions, method, orders):
     tiles = make_tiles(made)
     for tile, asked in zip((tiles.a, tiles.b, tiles.d), distributions, strict=True):
         assert asked is None or block_grid(tile.layout)[0] == block_grid(asked.layout(tile.layout.shape, count))[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("orders", "conjugated"),
+    [("CC", (True, False)), ("FC", (False, True)), ("CF", (True, True)), ("FF", (True, True))],
+)
+def test_conjugates(make, method, orders, conjugated):
+    """By op C where the library transposes the operand anyway, else on the tile, never on a chunk."""
+    ranks, _ = make()
+    options = {"orders": orders, "conjugated": conjugated, "most_chunks": 2}
+    made = conformance(ranks, method, 3 if method != "local" else 1, "complex128", **options)
+    tiles = make_tiles(made)
+    for tile, wanted, by_library in zip((tiles.a, tiles.b), conjugated, tiles.conjugated, strict=True):
+        assert tile.conjugated + by_library == wanted
+        assert by_library == (wanted and tile.order != tiles.d.order and method != "allreduce")
+
+
+@pytest.mark.parametrize("operands", ["a", "b", "ab"])
+@pytest.mark.parametrize("method", METHODS)
+def test_operands_that_are_everywhere(make, method, operands):
+    ranks, _ = make()
+    made = conformance(ranks, method, 4, everywhere=operands, sources=1, own_out_chunks=True)
+    if operands == "ab" and method not in ("reducescatter", "allreduce"):
+        delivered = redistribution(make_tiles(made).d.layout, ChunkGrid(made.problem.out_chunks)).traffic(None, 4)
+        assert sum(job.received_bytes for job in ranks.jobs) <= delivered.sum() * 8
+
+
+@pytest.mark.parametrize(("dtype", "host"), [("float32", False), ("bfloat16", True)])
+@pytest.mark.parametrize("method", METHODS)
+def test_results_on_all_ranks(make, method, host, dtype):
+    """All ranks bring what they lack; the library's all-reduce leaves it there, and nothing is exchanged."""
+    ranks, _ = make(host=host)
+    received = []
+    for replicated in (False, True):
+        made = conformance(ranks, method, 3, dtype, replicated=replicated, own_out_chunks=True, seed=5)
+        received.append(sum(job.received_bytes for job in ranks.jobs))
+        again = plan(made.problem, made.participants, made.where_a, made.where_b, engine="cublasmp")
+        assert all(job.held_bytes <= again.projected_bytes[f"w{job.me}"] for job in ranks.jobs)
+        ranks.jobs.clear()
+    others = 0 if method in ("local", "allreduce") else 2
+    size = made.problem.m * made.problem.n * made.problem.itemsize("d")
+    assert received[1] - received[0] == others * size
+    assert made.replicas == 3
 
 
 @pytest.mark.parametrize("epilog", ["", *ALL])

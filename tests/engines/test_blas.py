@@ -76,3 +76,20 @@ def test_blas_threads_are_set_and_put_back():
             pass
         assert set(blas_thread_counts().values()) == {1}
     assert blas_thread_counts() == before
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "clongdouble"])
+@pytest.mark.parametrize("conjugated", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("orders", [x + y + z for x in "CF" for y in "CF" for z in "CF"])
+def test_conjugates(dtype, conjugated, orders, monkeypatch):
+    """Without a copy, where an operand lies in the other order than c."""
+    rng = np.random.default_rng()
+    shapes = ((7, 5), (5, 6), (7, 6))
+    a, b, c = (random_matrix(rng, shape, np.dtype(dtype), order) for shape, order in zip(shapes, orders, strict=True))
+    expected = c + (a.conj() if conjugated[0] else a) @ (b.conj() if conjugated[1] else b)
+    copies = []
+    monkeypatch.setattr(np, "conjugate", lambda x: copies.append(x) or x.conj())
+    gemm(a, b, c, conjugated)
+    np.testing.assert_allclose(c, expected, rtol=1e-5, atol=1e-5)
+    if dtype != "clongdouble":
+        assert len(copies) == sum(x == orders[2] and conj for x, conj in zip(orders[:2], conjugated, strict=True))

@@ -10,7 +10,7 @@ import pytest
 from dask_distmm.distribution import BlockCyclic, Slab
 from dask_distmm.engines import get_engine
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import METHODS, Worker, plan
+from dask_distmm.plan import EVERYWHERE, METHODS, Worker, plan
 from dask_distmm.testing import LocalComm, conformance, make_problem, run_jobs
 
 ENGINE = get_engine("numpy")
@@ -78,6 +78,25 @@ def test_thin_shapes(method, shape):
 def test_out_chunks_of_their_own(method):
     for pack_below in (0, 384):
         conformance(ENGINE, method, 5, own_out_chunks=True, most_chunks=9, pack_below=pack_below)
+
+
+@pytest.mark.parametrize("conjugated", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("orders", ["CC", "CF", "FC", "FF"])
+def test_conjugates(conjugated, orders):
+    for pack_below in (0, 384):
+        method = METHODS[np.random.default_rng().integers(len(METHODS))]
+        options = {"orders": orders, "conjugated": conjugated, "pack_below": pack_below}
+        conformance(ENGINE, method, 4, "complex64", own_out_chunks=True, **options)
+    conformance(ENGINE, "summa", 3, "clongdouble", conjugated=conjugated)
+
+
+@pytest.mark.parametrize("operands", ["a", "b", "ab"])
+@pytest.mark.parametrize("method", METHODS)
+def test_operands_that_are_everywhere(method, operands):
+    for pack_below in (0, 384):
+        made = conformance(ENGINE, method, 4, everywhere=operands, sources=1, pack_below=pack_below)
+        wheres = {"a": made.where_a, "b": made.where_b}
+        assert all((wheres[operand] == EVERYWHERE).all() == (operand in operands) for operand in "ab")
 
 
 def setup(nranks=3, size=60, **changes):

@@ -32,6 +32,7 @@ class DeviceShuffle:
         dst: dict[int, Any],
         skip_home: bool = False,
         itemsize: int = 0,
+        alone: int | None = None,
     ) -> None:
         self.buffers: list[Any] = []
         self._keep = (src, dst)
@@ -39,7 +40,9 @@ class DeviceShuffle:
         self.itemsize = itemsize or next(iter((*src.values(), *dst.values()))).dtype.itemsize
         source, target = spans
         self.shuffle = Shuffle(
-            moves, me, ranks, order, extents, self.itemsize, source, target, self._allocate, skip_home=skip_home
+            *(moves, me, ranks, order, extents, self.itemsize, source, target, self._allocate),
+            skip_home=skip_home,
+            alone=alone,
         )
 
     def _allocate(self, size: int) -> int:

@@ -161,20 +161,25 @@ class Finishing(_Gathering):
         What it has staged, on the device.
     order
         Memory order of its chunks of D.
+
+    Attributes
+    ----------
+    made
+        The outputs, filled by `apply`: chunks of D by number, others by name and number.
     """
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
         problem = plan.problem
         self._spec, self._to = problem.finish, problem.dtype
         self.inputs: list[_ByChunk] = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
-        self._out: dict[Any, Any] = {}
+        self.made: dict[Any, Any] = {}
         for index in plan.owned(rank).tolist():
             r0, r1, c0, c1 = plan.chunk_rect(index)
             shape = (r1 - r0, c1 - c0)
-            self._out[index] = cp.empty(shape, carried(self._to, "cupy"), order=order)
+            self.made[index] = cp.empty(shape, carried(self._to, "cupy"), order=order)
             for name in self._spec.per_element:
                 dtype = self._spec.dtype_of(name, problem.result_type)
-                self._out[name, index] = cp.zeros(part_shape(self._spec.keeps(name), shape), dtype)
+                self.made[name, index] = cp.zeros(part_shape(self._spec.keeps(name), shape), dtype)
 
     def apply(self, sums: Mapping[int, Any], stream: cp.cuda.Stream) -> dict[Any, Any]:
         """Put the formula on the stream; return the outputs."""
@@ -183,25 +188,25 @@ class Finishing(_Gathering):
                 if not acc.size:
                     continue
                 inputs = {one.name: one.values(index) for one in self.inputs}
-                d = self._out[index]
+                d = self.made[index]
                 # The scale of D, and what FP8 and integers need, come after the kernel.
                 last = d.dtype.kind in "iu" or self._spec.scale_d != 1 or "scale_d" in self._spec.scales
                 target = cp.empty(acc.shape, acc.dtype) if last else d
-                saved = [self._out[self._spec.saved, index]] if self._spec.saved else []
+                saved = [self.made[self._spec.saved, index]] if self._spec.saved else []
                 kernel = _kernel(self._spec, tuple(inputs))
                 kernel(acc, list(inputs.values()), [target, *saved], scalars(self._spec, acc.dtype))
                 found = reductions(cp, self._spec, target.astype(acc.dtype, copy=False))
                 if last:
                     d[...] = stored(cp, scaled(self._spec, target, inputs), self._to, fp8_bytes=True)
                 for name, values in found.items():
-                    self._out[name, index][...] = values
-        return self._out
+                    self.made[name, index][...] = values
+        return self.made
 
     @property
     def arrays(self) -> list[Any]:
         """All device memory that it holds."""
         parts = [array for one in self.inputs for array in one.parts.values()]
-        return [*self._out.values(), *parts, *(b for one in self.inputs for b in one.exchange.buffers)]
+        return [*self.made.values(), *parts, *(b for one in self.inputs for b in one.exchange.buffers)]
 
 
 def _kernel(spec: Finish, names: tuple[str, ...]) -> Kernel:

@@ -27,12 +27,13 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.nccl import make_unique_id
 from dask_distmm.dtypes import FP8, carried, typed
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, is_of_d, wait_checked
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.engines.cublasmp.finishing import Finishing, NativeBias
 from dask_distmm.engines.cublasmp.fp8 import check_fp8, multiply_fp8_alone
 from dask_distmm.engines.cublasmp.host import device_like, to_device, to_host
 from dask_distmm.engines.cublasmp.library import PLAIN, Group, Kinds, Memory, Native, multiply_alone
+from dask_distmm.engines.cublasmp.replication import Replication, named
 from dask_distmm.engines.gate import Gate
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
@@ -40,6 +41,8 @@ from dask_distmm.narrow import decode
 from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.collective import tile_chunk
 from dask_distmm.plan.native import native_epilog
+from dask_distmm.plan.plan import EVERYWHERE
+from dask_distmm.plan.replicas import all_reduced
 from dask_distmm.plan.tiles import Tile, make_tiles
 
 __all__ = ["CublasMpJob"]
@@ -115,6 +118,11 @@ class CublasMpJob:
             self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, self._tiles.d)
         elif self._native is None and problem.finished:
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
+        self._replication: Replication | None = None
+        if self.plan.replicas and len(self.plan.ranks) > 1 and not all_reduced(self.plan):
+            made = self._finishing.made if isinstance(self._finishing, Finishing) else self._result.chunks
+            own = {index: made[index] for index in self.plan.owned(self.rank).tolist()}
+            self._replication = Replication(self.plan, self.me, own, self._tiles.d.order)
         self._gather = Exchange(*(operand.shuffle for operand in self._operands.values()))
         self._allocated = cp.cuda.Event(disable_timing=True)
         self._allocated.record(cp.cuda.Stream.null)
@@ -131,7 +139,7 @@ class CublasMpJob:
         index = tile_chunk(tile, self.rank, sizes)
         # All ranks see the same plan, but only this one sees how its chunk really lies in memory.
         target = None
-        if index is not None and where[index] == self.me and _usable(arrays[index], tile.order):
+        if index is not None and where[index] in (self.me, EVERYWHERE) and _usable(arrays[index], tile.order):
             target = arrays[index]
         as_it_lies = target is not None
         if target is None:
@@ -156,16 +164,18 @@ class CublasMpJob:
         """Allocate D's tile and those chunks of D that are not the tile."""
         assert self.rank is not None
         plan, tile, sizes = self.plan, self._tiles.d, self.plan.problem.out_chunks
+        keeps_all = bool(plan.replicas) and all_reduced(plan)
         if self._tiles.replicated:
             copies = redistribution(ChunkGrid(((plan.problem.m,), (plan.problem.n,))), ChunkGrid(sizes))
-            owner = np.asarray(plan.ranks)[plan.owners]
+            # Of all that is here this rank keeps its own chunks, or all of them.
+            owner = np.full(len(plan.owners), self.me) if keeps_all else np.asarray(plan.ranks)[plan.owners]
             moves = Moves.of(copies, [self.me], owner)
             moves = moves.take(moves.dst_owner == self.me)
         else:
             copies = redistribution(tile.layout, ChunkGrid(sizes))
             moves = Moves.of(copies, plan.ranks, np.asarray(plan.ranks)[plan.owners])
         target = cp.empty(tile.local(self.rank), self.sum_type, order=tile.order)
-        owned = plan.owned(self.rank).tolist()
+        owned = list(range(len(plan.owners))) if keeps_all else plan.owned(self.rank).tolist()
         index = None if self._tiles.replicated else tile_chunk(tile, self.rank, sizes)
         if index is not None and owned == [index]:
             return _Result({index: target}, target, None)
@@ -183,6 +193,7 @@ class CublasMpJob:
             return 0
         exchanges = [self._gather, self._result.deliver]
         exchanges += [one.exchange for one in self._finishing.inputs] if self._finishing else []
+        exchanges += [self._replication.exchange] if self._replication else []
         return self.comm.received_bytes + sum(x.received_bytes for x in exchanges if x is not None)
 
     # The work
@@ -228,6 +239,10 @@ class CublasMpJob:
         self._gather.run(stream, comm)
         if self._finishing is not None:
             self._finishing.gather(stream, comm)
+        for operand, tile in zip(self._operands.values(), (self._tiles.a, self._tiles.b), strict=True):
+            if tile.conjugated:
+                with stream:
+                    cp.conjugate(operand.target, out=operand.target)
         marks.append(_mark(stream))
         a, b, d = self._operands["a"].target, self._operands["b"].target, self._result.target
         tiles, types = self._tiles, self.kinds
@@ -250,8 +265,14 @@ class CublasMpJob:
         if isinstance(self._finishing, Finishing):
             outputs = self._finishing.apply(outputs, stream)
         marks.append(_mark(stream))
+        if self._replication is not None:
+            self._replication.exchange.run(stream, comm)
+            outputs |= self._replication.chunks
+        outputs = named(outputs, plan.owned(self.rank).tolist())
+        marks.append(_mark(stream))
         self._wait(marks[-1])
-        for name, first, last in zip(("redistribute", "multiply", "deliver"), marks[:-1], marks[1:], strict=True):
+        parts = ("redistribute", "multiply", "deliver", "replicate")
+        for name, first, last in zip(parts, marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
         if group is not None:
             group.trim(plan.problem.options.keep_workspace_bytes)
@@ -259,7 +280,7 @@ class CublasMpJob:
         self.progress(1.0)
         if plan.problem.array == "numpy":
             return {
-                key: typed(to_host(chunk, stream), "" if isinstance(key, tuple) else plan.problem.dtype)
+                key: typed(to_host(chunk, stream), plan.problem.dtype if is_of_d(key) else "")
                 for key, chunk in outputs.items()
             }
         return outputs
@@ -273,6 +294,7 @@ class CublasMpJob:
             arrays += exchange.buffers if exchange is not None else []
         arrays += [operand.target for operand in self._operands.values()]
         arrays += self._finishing.arrays if self._finishing is not None else []
+        arrays += self._replication.arrays if self._replication is not None else []
         return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
     def _wait(self, event: cp.cuda.Event) -> None:

@@ -1,0 +1,71 @@
+"""All of D on every rank: what this one lacks comes by NCCL from those who own it, each chunk as it lies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.dtypes import carried
+from dask_distmm.engines.base import REPLICA
+from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
+from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.plan import Plan
+from dask_distmm.plan.replicas import ALONE_BYTES
+
+__all__ = ["Replication", "named"]
+
+
+def named(outputs: Mapping[Any, Any], owned: Collection[int]) -> dict[Any, Any]:
+    """Return the outputs of a rank as `Job.execute` has them: chunks that it does not own are replicas."""
+    return {key if isinstance(key, tuple) or key in owned else (REPLICA, key): array for key, array in outputs.items()}
+
+
+class Replication:
+    """The exchange of finished chunks between ranks; allocated before the vote.
+
+    Parameters
+    ----------
+    plan
+        Of the run.
+    me
+        This participant, which is a rank.
+    own
+        Its chunks of D as they will be handed out, by number.
+    order
+        Memory order of all chunks of D.
+
+    Attributes
+    ----------
+    chunks
+        The chunks that others own, by number; filled by `exchange`.
+    """
+
+    def __init__(self, plan: Plan, me: int, own: Mapping[int, Any], order: str) -> None:
+        problem, grid = plan.problem, ChunkGrid(plan.problem.out_chunks)
+        dtype = carried(problem.dtype, "cupy")
+        self.chunks = {
+            index: cp.empty(grid.local_shape(index), dtype, order=order)
+            for index in range(grid.nparts)
+            if index not in own
+        }
+        owner = np.asarray(plan.ranks)[plan.owners]
+        copies = redistribution(grid, grid)
+        every = [Moves.of(copies, owner, np.full(grid.nparts, rank)) for rank in plan.ranks]
+        moves = Moves(*(np.concatenate([getattr(m, f.name) for m in every]) for f in dataclasses.fields(Moves)))
+        extents = [grid.local_shape(part)[order == "C"] for part in range(grid.nparts)]
+        shuffle = DeviceShuffle(
+            *(moves, me, plan.ranks, order, extents, dict(own), self.chunks),
+            skip_home=True,
+            itemsize=dtype.itemsize,
+            alone=ALONE_BYTES,
+        )
+        self.exchange = Exchange(shuffle)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All device memory that it holds."""
+        return [*self.chunks.values(), *self.exchange.buffers]

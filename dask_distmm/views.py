@@ -1,0 +1,57 @@
+"""Operands as they lie: what is under a lazy ``A.T`` or ``A.conj()``.
+
+The chunks of the array underneath are staged, turned without a copy, and BLAS conjugates while it multiplies. So
+``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
+
+Nothing of a graph is interpreted. Dask gives an array a name that follows from what it is made of: if ``x`` depends on
+one array alone, and the transpose of that array would have the name of ``x``, then ``x`` is its transpose.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import dask.array as da
+
+__all__ = ["View", "under", "view_of"]
+
+
+class View(NamedTuple):
+    """A matrix as the transpose, the conjugate, or both, of another one.
+
+    Parameters
+    ----------
+    array
+        The other one, (m, n).
+    turned
+        Whether the matrix is its transpose, (n, m).
+    conjugated
+        Whether it is its conjugate; never for real types.
+    """
+
+    array: da.Array
+    turned: bool
+    conjugated: bool
+
+
+def under(x: da.Array, name: str, turned: bool) -> da.Array:
+    """Return the array of that name, which `view_of` has found under a matrix."""
+    return x if x.name == name else da.Array(x.dask, name, x.chunks[::-1] if turned else x.chunks, meta=x._meta)
+
+
+def view_of(x: da.Array) -> View:
+    """Return what a matrix is a view of; of itself if that can't be seen."""
+    turned = conjugated = False
+    while x.name.startswith(("transpose-", "conjugate-")):
+        needs = x.dask.dependencies.get(x.name, ())
+        if len(needs) != 1:
+            break
+        (name,) = needs
+        across, along = (under(x, name, turn) for turn in (True, False))
+        if across.T.name == x.name:
+            x, turned = across, not turned
+        elif along.conj().name == x.name:
+            x, conjugated = along, not conjugated
+        else:
+            break
+    return View(x, turned, conjugated and x.dtype.kind == "c")

@@ -1,0 +1,81 @@
+"""What is under a lazy transpose or conjugate, and that nothing is copied for it."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import wait
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dask_distmm
+from dask_distmm import explain, matmul
+from dask_distmm.keys import parse_stage_key
+from dask_distmm.testing import assert_product
+from dask_distmm.views import view_of
+
+rng = np.random.default_rng()
+
+
+def matrix(*shape, chunks=(13, 9)):
+    return da.from_array(rng.standard_normal(shape) + 1j * rng.standard_normal(shape), chunks=chunks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from("TC"), max_size=5), st.sampled_from(["complex128", "float32"]))
+def test_chains_of_views(steps, dtype):
+    base = da.ones((4, 3), chunks=2, dtype=dtype) + 1
+    x = base
+    for step in steps:
+        x = x.T if step == "T" else x.conj()
+    view = view_of(x)
+    assert view.array.name == base.name
+    assert view.array.chunks == base.chunks
+    assert view.turned == bool(steps.count("T") % 2)
+    assert view.conjugated == bool(steps.count("C") % 2 and dtype == "complex128")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: x + 1, lambda x: x[::2], lambda x: x.rechunk(2), lambda x: (x + x.T).T + x, lambda x: x.real]
+)
+def test_what_is_no_view(make):
+    x = make(da.ones((4, 4), chunks=2, dtype=complex))
+    assert view_of(x) == (x, False, False)
+    # A transpose that is there already is an array like any other.
+    with dask.config.set(scheduler="sync"):
+        held = x.T.persist()
+    assert view_of(held) == (held, False, False)
+
+
+@pytest.mark.parametrize("how", ["operator", "op_a"])
+def test_a_conjugate_transpose_costs_no_task_and_no_copy(client, take_all, how):
+    a, b = matrix(40, 30), matrix(40, 20, chunks=(13, 20))
+    with dask_distmm.enabled():
+        d = a.conj().T @ b if how == "operator" else matmul(a, b, op_a="C")
+    (graph,) = dask.optimize(d)
+    names = {key[0] for key in dict(graph.dask) if isinstance(key, tuple)}
+    assert not [name for name in names if name.startswith(("conjugate", "transpose"))]
+    staged = [(key, task) for key, task in dict(graph.dask).items() if parse_stage_key(key)]
+    needs = {parse_stage_key(key)[2]: task.dependencies for key, task in staged if parse_stage_key(key)[1] == "a"}
+    assert needs == {(i, j): {(a.name, j, i)} for i in range(4) for j in range(4)}
+    assert_product(a.compute().conj().T, b.compute(), d.compute())
+    with dask.config.set({"distmm.numpy.pack-below": 0}):
+        d = matmul(b, a.conj(), op_a="C", op_b="N", alpha=2.0)
+        np.testing.assert_allclose(d.compute(), 2 * b.compute().conj().T @ a.compute().conj(), rtol=1e-12, atol=1e-12)
+    assert_product(a.compute().T, b.compute(), matmul(a.T, b).compute(scheduler="threads"))
+    assert matmul(a, a, op_a="C").name != matmul(a, a, op_a="T").name
+
+
+def test_explain_finds_the_chunks_under_a_transpose(client):
+    a = client.persist(matrix(40, 30))
+    b = client.persist(matrix(40, 20))
+    wait([a, b])
+    assert "4 x 4 chunks, read transposed and conjugated\n" in repr(explain(a, b, op_a="C"))
+    made = explain(a.T, b)
+    found = np.array([made.participants[index].address for index in made.where_a]).reshape(4, 4)
+    holders = {str(key): addresses for key, addresses in client.who_has(a).items()}
+    for i in range(4):
+        for j in range(4):
+            assert found[i, j] in holders[str((a.name, j, i))]
