@@ -121,7 +121,7 @@ def fail_in_one_thread():
     first: list[int] = []
     lock = threading.Lock()
 
-    def gemm(a, b, c) -> None:
+    def gemm(a, b, c, conjugated) -> None:
         with lock:
             first.append(threading.get_ident())
         if first[0] == threading.get_ident():
