@@ -53,13 +53,15 @@ def started(workers: int) -> Iterator[tuple[Client, bool]]:
         gpus = 0
     if gpus:
         with (
-            LocalCUDACluster(n_workers=gpus, protocol="ucx", dashboard_address=None, silence_logs=40) as cluster,
+            LocalCUDACluster(
+                n_workers=gpus, protocol="ucx", dashboard_address="127.0.0.1:0", silence_logs=40
+            ) as cluster,
             Client(cluster) as client,
         ):
             yield client, True
         return
     with (
-        LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
         yield client, False

@@ -125,7 +125,7 @@ def main() -> None:
         "results": [],
     }
     with (
-        LocalCUDACluster(protocol="ucx", dashboard_address=None, silence_logs=50) as cluster,
+        LocalCUDACluster(protocol="ucx", dashboard_address="127.0.0.1:0", silence_logs=50) as cluster,
         Client(cluster) as client,
     ):
         document["gpus"] = len(client.scheduler_info(n_workers=-1)["workers"])

@@ -119,7 +119,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with (
         dask.config.set(_BOUNDED),
-        LocalCluster(n_workers=arguments.workers, threads_per_worker=1, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=arguments.workers, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
         found = soak(client, arguments.runs, arguments.failures)

@@ -66,7 +66,9 @@ class Session:
         if gpus:
             from dask_cuda import LocalCUDACluster
 
-            cluster = LocalCUDACluster(n_workers=options.workers or gpus, protocol="ucx", dashboard_address=None)
+            cluster = LocalCUDACluster(
+                n_workers=options.workers or gpus, protocol="ucx", dashboard_address="127.0.0.1:0"
+            )
         else:
             cluster = LocalCluster(
                 n_workers=options.workers or 2, threads_per_worker=1, dashboard_address="127.0.0.1:0"

@@ -12,10 +12,15 @@ import dask
 import dask.array as da
 import pytest
 from distributed import Client, LocalCluster
+from hypothesis import settings
 
 import dask_distmm
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left, remove_faults
+
+# A busy machine makes no property false. What hangs is ended by pytest-timeout.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

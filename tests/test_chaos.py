@@ -71,7 +71,7 @@ def test_workers_die_at_random(record_property):
         "distmm.retries": 10_000,
     }
     with dask.config.set(settings):
-        cluster = LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address=None)
+        cluster = LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0")
         try:
             with Client(cluster) as client:
                 client.register_plugin(Dangerous(5.0))
@@ -116,7 +116,7 @@ def test_inputs_are_on_disk():
     with (
         dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
         LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, memory_limit="512MiB", dashboard_address=None
+            n_workers=2, threads_per_worker=1, processes=True, memory_limit="512MiB", dashboard_address="127.0.0.1:0"
         ) as cluster,
         Client(cluster) as client,
     ):

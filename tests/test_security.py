@@ -64,7 +64,7 @@ def test_tls_everywhere(tmp_path):
     strangers = security(authority(tmp_path / "strangers", "strangers"))
     with (
         LocalCluster(
-            n_workers=2, threads_per_worker=1, security=ours, protocol="tls://", dashboard_address=None
+            n_workers=2, threads_per_worker=1, security=ours, protocol="tls://", dashboard_address="127.0.0.1:0"
         ) as cluster,
         Client(cluster) as client,
     ):

@@ -126,7 +126,7 @@ def wait_until_running(client) -> list[str]:
 def small() -> Iterator[Client]:
     """Four workers in this process that no other test needs."""
     with (
-        LocalCluster(n_workers=4, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=4, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
         works(client)
