@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import report
-from benchmarks.protocol import Case, Sample, random_matrix, scaled_error
-from benchmarks.runner import Measured, run
+from dask_distmm.bench import report
+from dask_distmm.bench.protocol import Case, Sample, random_matrix, scaled_error
+from dask_distmm.bench.runner import Measured, run
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from dask_distmm import __version__, demo
+from dask_distmm import __version__, demo, local
 from dask_distmm.cli import main
 from dask_distmm.errors import RunFailedError
 
@@ -97,8 +97,8 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_size_and_workers_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(demo, "run", lambda *arguments: seen.append(arguments[:2]))
-    monkeypatch.setattr(demo, "default_workers", lambda: 7)
-    monkeypatch.setattr(demo, "available_memory", lambda: 2**40)
+    monkeypatch.setattr(local, "default_workers", lambda: 7)
+    monkeypatch.setattr(local, "available_memory", lambda: 2**40)
     assert invoke("demo", "--size", "8", "--workers", "3").exit_code == 0
     assert invoke("demo").exit_code == 0
     assert seen == [(8, 3), (4096, 7)]
