@@ -24,6 +24,7 @@ from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
 from dask_distmm.plan import METHODS, BatchPlan, Chunks, Extra, Plan, Problem, Worker
+from dask_distmm.plan.html import reason_html
 from dask_distmm.quantize import operands
 
 __all__ = ["NotCollective", "explain", "matmul"]
@@ -46,6 +47,9 @@ class NotCollective:
 
     def __repr__(self) -> str:
         return f"Dask's own matmul would run: {self.reason}"
+
+    def _repr_html_(self) -> str:
+        return reason_html(self.reason)
 
 
 def matmul(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +16,6 @@ from typing import Any
 import click
 import dask.array as da
 import numpy as np
-from click.termui import progressbar
 from distributed import Client, Future, as_completed, futures_of
 
 from dask_distmm import BatchPlan, NotCollective, Plan, PlanError, explain, matmul
@@ -264,8 +265,10 @@ def _check_paths(client: Client, paths: Sequence[str], mode: int) -> None:
 
 
 def _bar(label: str, length: int) -> Any:
-    """Return a progress bar on standard error; just the label where that is no terminal."""
-    return progressbar(length=length, label=f"{label:<12}", file=click.get_text_stream("stderr"), show_eta=False)
+    """Return a progress bar on standard error; nothing is shown where that is no terminal."""
+    progressbar: Any = click.progressbar
+    file = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    return progressbar(length=length, label=f"{label:<12}", file=file, show_eta=False)
 
 
 def _progress(name: str, dask_worker: Any) -> tuple[int, float, bool]:

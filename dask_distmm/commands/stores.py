@@ -40,11 +40,14 @@ class Place:
         Path inside it; empty for none.
     kind
         ``"zarr"``, ``"npy"`` or ``"hdf5"``.
+    given
+        As the user has named it.
     """
 
     path: str
     inner: str
     kind: str
+    given: str = dataclasses.field(compare=False)
 
     @property
     def remote(self) -> bool:
@@ -62,7 +65,7 @@ class Place:
         return self.file / self.inner if self.kind == "zarr" and self.inner and self.file.exists() else self.file
 
     def __str__(self) -> str:
-        return f"{self.path}::{self.inner}" if self.inner else self.path
+        return self.given
 
 
 def parse_place(text: str) -> Place:
@@ -79,7 +82,7 @@ def parse_place(text: str) -> Place:
         kind = "zarr"
     if kind is None or (kind == "npy" and inner):
         raise DistMMError(f"{text}: expected {_HOW}")
-    return Place(path if "://" in path else str(Path(path).absolute()), inner.strip("/"), kind)
+    return Place(path if "://" in path else str(Path(path).absolute()), inner.strip("/"), kind, text)
 
 
 # Reading
@@ -193,7 +196,8 @@ def _open_hdf5(place: Place) -> Hdf5Dataset:
     if not place.inner and len(names) == 1:
         return Hdf5Dataset(place.path, names[0])
     if place.inner not in names:
-        known = ", ".join(f"{place.path}::{name}" for name in names[:5]) + ", ..." * (len(names) > 5)
+        file = place.given.partition("::")[0]
+        known = ", ".join(f"{file}::{name}" for name in names[:5]) + ", ..." * (len(names) > 5)
         raise DistMMError(f"{place} is no dataset; name one: {known or 'there is none'}")
     return Hdf5Dataset(place.path, place.inner)
 

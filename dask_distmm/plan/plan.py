@@ -311,6 +311,11 @@ class Plan:
 
         return plan_text(self)
 
+    def _repr_html_(self) -> str:
+        from dask_distmm.plan.html import plan_html
+
+        return plan_html(self)
+
 
 def _in_range(values: NDArray[np.int32], size: int, stop: int) -> bool:
     return values.size == size and (size == 0 or bool(values.min() >= 0 and values.max() < stop))
