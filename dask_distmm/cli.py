@@ -234,8 +234,7 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     "--size",
     "sizes",
     type=Sizes(16),
-    default=(1024, 2048, 4096),
-    show_default="1024,2048,4096",
+    show_default="1024,2048,4096; on GPUs 4096,8192,16384",
     metavar="N,N,...",
     help="Rows of the square factors.",
 )
@@ -253,9 +252,9 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0),
-    default=90.0,
+    default=80.0,
     show_default=True,
-    help="Begin no round that would end later than this.",
+    help="Begin no round that would probably end later.",
 )
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw a plot.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, not a table.")

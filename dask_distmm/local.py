@@ -129,7 +129,8 @@ def make_cluster(workers: int, folder: Path) -> Any:
         "n_workers": workers,
         "threads_per_worker": 1,
         "dashboard_address": "127.0.0.1:0",
-        "silence_logs": logging.ERROR,
+        # What matters arrives as an exception; the rest is the noise of workers that are stopped.
+        "silence_logs": logging.CRITICAL,
         "local_directory": str(folder),
     }
     if use_gpus():

@@ -63,8 +63,8 @@ def run(
     began, last = time.monotonic(), 0.0
     for number, size in enumerate(sizes):
         if number:
-            # A round of another size takes as much longer as it has more operations; two are the least.
-            last *= (size / sizes[number - 1]) ** 3
+            # Small products cost what their tasks cost, large ones what their operations do; two rounds are the least.
+            last *= (size / sizes[number - 1]) ** 2.5
             if time.monotonic() - began + 2 * last > seconds:
                 progress(f"N={size}: left out, it would take about {2 * last:.0f} s")
                 continue

@@ -19,6 +19,8 @@ from dask_distmm.cluster import ask_roster
 from dask_distmm.errors import DistMMError
 from dask_distmm.local import connected
 
+CPU_SIZES, GPU_SIZES = (1024, 2048, 4096), (4096, 8192, 16384)
+
 __all__ = ["check_plot", "draw", "failures", "run", "table"]
 
 
@@ -45,7 +47,7 @@ def run(
     *,
     scheduler: str | None,
     workers: int | None,
-    sizes: Sequence[int],
+    sizes: Sequence[int] | None,
     grids: Sequence[int],
     dtype: str,
     repeat: int,
@@ -59,7 +61,7 @@ def run(
     scheduler, workers
         As for `connected`.
     sizes, grids
-        Rows of the square factors, chunks along each of their sides.
+        Rows of the square factors, by default what suits the engine; chunks along each of their sides.
     dtype
         Of the factors.
     repeat, seconds
@@ -81,6 +83,7 @@ def run(
         roster = ask_roster(client, "auto", "numpy", [dtype] * 3, None)
         assert roster is not None, "the client is synchronous"
         gpus = roster.engine != "numpy"
+        sizes = sorted(sizes or (GPU_SIZES if gpus else CPU_SIZES))
         session = Session(client, array="cupy" if gpus else "numpy", here=scheduler is None)
         peers: list[Peer] = [DaskMatmul(session, grids), Distmm(session, grids)]
         # One process here is no measure of other machines, nor of GPUs.
@@ -90,7 +93,7 @@ def run(
         try:
             return suite.measure(
                 peers,
-                sorted(sizes),
+                sizes,
                 ["numpy", "dask"] if alone else ["dask"],
                 dtype=dtype,
                 repeat=repeat,
@@ -100,7 +103,7 @@ def run(
                 benchmark="bench",
                 engine=roster.engine,
                 settings={
-                    "sizes": sorted(sizes),
+                    "sizes": sizes,
                     "chunks": list(grids),
                     "dtype": dtype,
                     "repeat": repeat,

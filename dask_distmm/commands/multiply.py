@@ -19,7 +19,17 @@ import numpy as np
 from distributed import Client, Future, as_completed, futures_of
 
 from dask_distmm import BatchPlan, NotCollective, Plan, PlanError, explain, matmul
-from dask_distmm.commands.stores import Place, check_target, make_zarr, parse_place, read, regular, staged, writer
+from dask_distmm.commands.stores import (
+    Place,
+    check_target,
+    check_type,
+    make_zarr,
+    parse_place,
+    read,
+    regular,
+    staged,
+    writer,
+)
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import DistMMError
 from dask_distmm.keys import barrier_key
@@ -207,7 +217,7 @@ def run(
         check_target(place, overwrite)
     if scheduler is None:
         # Before a cluster is started: most mistakes show here.
-        request.arguments(workers or default_workers())
+        explained(request, None, workers)
     with contextlib.ExitStack() as stack:
         paths = [stack.enter_context(staged(place, overwrite)) for place in targets]
         with connected(scheduler, workers, "matmul") as client:
@@ -218,6 +228,8 @@ def run(
             plan = explain(*arrays, **options)
             say(repr(plan).splitlines()[0])
             results = _results(request, matmul(*arrays, **options), len(targets))
+            for array, place in zip(results, targets, strict=True):
+                check_type(place, array.dtype)
             started = time.perf_counter()
             held = _computed(client, results, arrays)
             seconds = time.perf_counter() - started
@@ -351,8 +363,6 @@ def _write(client: Client, array: da.Array, path: Path, place: Place) -> None:
                     done.result()
                     bar.update(1)
             return
-        if array.dtype.isbuiltin != 1:
-            raise DistMMError(f"{place}: there is no {array.dtype} in such files; --dtype float32, or write to .zarr")
         # Here, one after the other: a file that several hosts write to at once need not be whole on all file systems.
         with writer(path, place.kind, place.inner, array.shape, sizes, array.dtype) as put:
             for region, part in parts:

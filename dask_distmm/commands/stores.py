@@ -166,9 +166,13 @@ def read(place: Place, workers: int, dtype: str | None = None) -> da.Array:
     else:
         meta = np.empty((0,) * source.ndim, source.dtype)
         array = da.from_array(source, chunks=chunks, name=name, lock=False, asarray=True, fancy=False, meta=meta)
-    if dtype is not None and array.dtype != dtype_from_name(dtype):
-        array = array.astype(dtype_from_name(dtype))
-    return array
+    if dtype is None:
+        return array
+    try:
+        found = dtype_from_name(dtype)
+    except TypeError as error:
+        raise DistMMError(f"--dtype {dtype}: there is no such type; take one as float32 or complex128") from error
+    return array if array.dtype == found else array.astype(found)
 
 
 def _open_zarr(place: Place) -> Any:
@@ -264,6 +268,18 @@ def check_target(place: Place, overwrite: bool) -> None:
         raise DistMMError(f"{place}: there is no folder {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise DistMMError(f"{place}: the folder {folder} can't be written to")
+
+
+def check_type(place: Place, dtype: Any) -> None:
+    """Make sure that a format has a type; none of them has bfloat16 or FP8.
+
+    Raises
+    ------
+    DistMMError
+        It has not.
+    """
+    if np.dtype(dtype).kind not in "biufc":
+        raise DistMMError(f"{place}: the result is of {dtype}, which such files don't have; take another --dtype")
 
 
 def _others(place: Place) -> str:

@@ -70,7 +70,9 @@ def _workers(report: Report) -> str:
 
 def _described(facts: Mapping[str, Any], report: Report) -> dict[str, str]:
     """Return what there is to say of a worker or of this machine, by title."""
-    cells = {"BLAS": _blas(facts["blas"]), "GPU": _gpu(facts), "peers": _peers(facts), "RMM pool": _rmm(facts["rmm"])}
+    cells = {"BLAS": _blas(facts["blas"]), "GPU": _gpu(facts)}
+    if any("error" not in one["gpus"] for one in report.answering.values()):
+        cells |= {"peers": _peers(facts), "RMM pool": _rmm(facts["rmm"])}
     if report.address:
         return cells
     here = {"cores": str(facts["cores"]), "memory": _sized(facts["memory"]), "engines": _able(facts["engines"])}
@@ -93,7 +95,7 @@ def _blas(pools: Any) -> str:
     texts = [
         f"{pool['internal_api']} {pool['version'] or ''}".strip() + f", {pool['num_threads']} threads" for pool in pools
     ]
-    return "; ".join(dict.fromkeys(texts))
+    return "; ".join(sorted(set(texts)))
 
 
 def _gpu(facts: Mapping[str, Any]) -> str:
@@ -134,10 +136,14 @@ def _libraries(report: Report) -> str:
             columns["scheduler"] = {"the scheduler": report.scheduler}
     columns["workers" if report.address else "version"] = report.answering
     names = list(report.client["versions"])
-    rows = [["library", *columns]]
+    rows, missing = [["library", *columns]], []
     for name in sorted(names, key=lambda name: list(_TITLES).index(name) if name in _TITLES else len(_TITLES)):
-        rows.append([_TITLES.get(name, name), *(_version(name, who) for who in columns.values())])
-    return _table(rows)
+        cells = [_version(name, who) for who in columns.values()]
+        if set(cells) == {"-"}:
+            missing.append(_TITLES.get(name, name))
+        else:
+            rows.append([_TITLES.get(name, name), *cells])
+    return _table(rows) + ("\n" + _wrapped("not installed: ", ", ".join(missing)) if missing else "")
 
 
 def _version(name: str, asked: Mapping[str, Mapping[str, Any]]) -> str:
