@@ -22,7 +22,7 @@ def invoke(*arguments: str) -> Result:
 def test_it_is_a_group_with_the_name_of_the_entry_point() -> None:
     assert isinstance(main, click.Group)
     assert main.name == "distmm"
-    assert set(main.commands) == {"demo"}
+    assert set(main.commands) == {"bench", "check", "demo", "explain", "matmul"}
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -34,6 +34,39 @@ def test_help(option: str) -> None:
     assert result.exit_code == 0
     for text in ("--size", "default: 4096", "--workers", "at least 2", "--debug", "real data"):
         assert text in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "texts"),
+    [
+        ("check", ["--scheduler ADDRESS", "--json", "Exit status", "2 multiplies fail"]),
+        ("matmul", ["--out FILE", "--overwrite", "X.zarr::path/of/array", "Examples:", "--epilog NAME", "--workers"]),
+        ("explain", ["--html", "--scheduler", "Computes nothing"]),
+        ("bench", ["--plot FILE.png", "--seconds", "[default: 4,8]", "Exit status"]),
+    ],
+)
+def test_help_of_each_command(command: str, texts: list[str]) -> None:
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert "\x08" not in result.output
+    for text in [*texts, "--debug"]:
+        assert text in " ".join(result.output.split())
+
+
+def test_help_does_not_wait_for_what_commands_need() -> None:
+    program = (
+        "import sys, dask_distmm.cli; bad = [name for name in sys.modules if name in ('zarr', 'h5py', 'matplotlib')"
+        " or name.startswith(('dask_distmm.commands.', 'dask_distmm.doctor', 'dask_distmm.bench', 'dask_distmm.demo'))];"
+        " assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [["bench", "--size", "0"], ["bench", "--chunks", "2,x"], ["matmul", "a", "b"]])
+def test_wrong_options_of_other_commands_are_said(arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
 
 
 def test_version() -> None:

@@ -78,7 +78,7 @@ def parse_place(text: str) -> Place:
     """
     path, _, inner = text.partition("::")
     kind = _KINDS.get(Path(path).suffix.lower())
-    if kind is None and Path(path).is_dir():
+    if kind is None and path and Path(path).is_dir():
         kind = "zarr"
     if kind is None or (kind == "npy" and inner):
         raise DistMMError(f"{text}: expected {_HOW}")
@@ -345,8 +345,9 @@ def _make_group(place: Place) -> None:
     """Make the groups that an array in a Zarr store is to be in, as far as they are missing."""
     import zarr
 
+    version = zarr.open_group(str(place.file), mode="r").metadata.zarr_format
     parent = str(Path(place.inner).parent)
-    zarr.open_group(str(place.file), path="" if parent == "." else parent, mode="a")
+    zarr.open_group(str(place.file), path="" if parent == "." else parent, mode="a", zarr_format=version)
 
 
 def _consolidate(place: Place) -> None:

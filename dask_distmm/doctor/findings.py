@@ -193,7 +193,12 @@ def _engines(report: Report) -> Iterator[Finding]:
             yield Finding("error", f"{report.reason}. {why}", remedy)
         return
     able = report.able(name)
-    without = [address for address in report.answering if address not in able]
+    # Of those that lack the package or can't import it something else is said.
+    without = [
+        address
+        for address, facts in report.answering.items()
+        if address not in able and facts["versions"]["dask_distmm"] and "error" not in facts["engines"]
+    ]
     if without:
         yield Finding(
             "warning",
