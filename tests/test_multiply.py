@@ -128,7 +128,7 @@ def test_ctrl_c_in_a_terminal(client: Client, files: dict[str, np.ndarray]) -> N
         ("A.zarr A.zarr --out C.zarr", "PlanError: shapes (90, 70) and (90, 70) don't match"),
         ("A.zarr B.npy --out C.zarr --epilog bias", "PlanError: epilog 'bias' needs --bias FILE"),
         ("A.zarr B.npy --out C.zarr --epilog dgelu", "PlanError: epilog 'dgelu' needs --aux FILE"),
-        ("A.zarr B.npy --out C.zarr --aux bias.npy", "PlanError: --aux is for epilogs of a backward pass"),
+        ("A.zarr B.npy --out C.zarr --aux bias.npy", "PlanError: --aux is for the epilogs of a backward pass"),
         ("A.zarr B.npy --out C.zarr --bias bias.npy", "PlanError: "),
         ("A.zarr B.npy --out C.zarr --aux-out D.zarr", "PlanError: --aux-out: epilog None has no auxiliary output"),
         ("A.zarr B.npy --out C.npy --aux-out C.npy --epilog relu_aux", "PlanError: --out and --aux-out are the same"),

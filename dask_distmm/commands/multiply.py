@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import dask
 import dask.array as da
 import numpy as np
 from distributed import Client, Future, as_completed, futures_of
@@ -157,7 +158,8 @@ def explained(request: Request, scheduler: str | None, workers: int | None) -> P
     if scheduler is None:
         count = workers or default_workers()
         arrays, options = request.arguments(count)
-        return explain(*arrays, **options, workers=count)
+        with dask.config.set(scheduler="threads"):  # whatever client there may be in this process
+            return explain(*arrays, **options, workers=count)
     with connected(scheduler, None, "explain") as client:
         arrays, options = request.arguments(_worker_count(client))
         return explain(*arrays, **options)

@@ -109,7 +109,13 @@ def test_edges_are_thinned_out(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "label"),
-    [((), ""), ((3,), "3"), ((0, 2), "0, 2"), ((1, 2, 3, 4), "1–4"), ((0, 2, 4, 6, 8), "0, 2, 4, 6…")],
+    [
+        ((), ""),
+        ((3,), "3"),
+        ((0, 2), "0, 2"),
+        ((1, 2, 3, 4), "1\N{EN DASH}4"),
+        ((0, 2, 4, 6, 8), "0, 2, 4, 6\N{HORIZONTAL ELLIPSIS}"),
+    ],
 )
 def test_labels_are_short(ranks: tuple[int, ...], label: str) -> None:
     assert Cell((0, 1), (0, 1), ranks).label == label
