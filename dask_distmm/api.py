@@ -303,13 +303,16 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
     kinds = {name: array_kind(array._meta) for name, array in (("A", a), ("B", b))}
     for name, kind in kinds.items():
         if kind not in ("numpy", "cupy"):
-            return f"the chunks of {name} are {kind}; engines take numpy.ndarray and cupy.ndarray"
+            return (
+                f"the chunks of {name} are {kind}; engines take numpy.ndarray and cupy.ndarray: convert by map_blocks"
+            )
     kind = "cupy" if "cupy" in kinds.values() else "numpy"
     dtypes = [a.dtype.name, b.dtype.name] if types is None else list(types[:3])
     if types is None and set(dtypes) & set(FP8):
         return "FP8 needs scales; call dask_distmm.matmul(..., quantization_scales=...)"
     if not all(supported(array.dtype) for array in (a, b)) or not any(takes(name, kind, dtypes) for name in ENGINES):
-        return f"no engine multiplies {kind} arrays of the types {' and '.join(dict.fromkeys(dtypes))}"
+        names = " and ".join(dict.fromkeys(dtypes))
+        return f"no engine multiplies {kind} arrays of the types {names}; convert them, as by astype('float64')"
     if cluster and current_client() is None:
         return "there is no cluster; create a distributed.Client"
     return None

@@ -321,9 +321,11 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
     """
     check_target(place, overwrite)
     target, home = place.target, place.file.parent
-    with interrupts_deferred():
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=home))
+    made: list[Path] = []  # so that it is known here even if Ctrl-C comes while it is made
     try:
+        with interrupts_deferred():
+            made.append(Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=home)))
+        folder = made[0]
         # As open as the target's folder: workers may be other users.
         folder.chmod(stat.S_IMODE(home.stat().st_mode) | stat.S_IRWXU)
         yield folder / target.name
@@ -338,7 +340,8 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
                 _consolidate(place)
     finally:
         with interrupts_deferred():
-            shutil.rmtree(folder, ignore_errors=True)
+            for path in made:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_group(place: Place) -> None:
