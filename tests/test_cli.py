@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -67,6 +70,22 @@ def test_wrong_options_of_other_commands_are_said(arguments: list[str]) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert "Usage:" in result.stderr
+
+
+def printed_commands() -> list[str]:
+    """Return the commands that the documentation tells readers to run."""
+    root = Path(__file__).parents[1]
+    texts = [(root / name).read_text() for name in ("README.md", "docs/command-line.md")]
+    blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+    return [line for block in blocks for line in block.splitlines() if line.startswith("dask distmm ")]
+
+
+def test_printed_commands_can_be_read() -> None:
+    commands = printed_commands()
+    assert {line.split()[2] for line in commands} == set(main.commands)
+    for line in commands:
+        name, *arguments = shlex.split(line)[2:]
+        main.commands[name].make_context(name, arguments)
 
 
 def test_version() -> None:

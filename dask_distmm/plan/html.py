@@ -84,7 +84,7 @@ def _section(title: str, body: str) -> str:
 
 def _beside(title: str, body: str) -> str:
     """Return a section that others may stand beside."""
-    style = "display: inline-block; vertical-align: top; width: 420px; max-width: 100%"
+    style = "display: inline-block; vertical-align: top; width: 390px; max-width: 100%"
     return f'<div style="{style}">{_section(title, body)}</div>'
 
 
@@ -167,6 +167,8 @@ def _layout(plan: Plan) -> str:
             _needed(plan, plan.depth, plan.cols, (2, 1)),
             _computed(plan),
         ]
+        if plan.grid[0] > 1 and plan.grid[1] > 1:
+            note = "<div>What is striped is needed by all ranks that it names.</div>"
         if plan.grid[2] > 1:
             note = "<div>Each rank gets sums for all of D from its parts of A and B; these are added up as drawn.</div>"
     drawn = []
