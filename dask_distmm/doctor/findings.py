@@ -187,7 +187,8 @@ def _engines(report: Report) -> Iterator[Finding]:
             yield Finding("error", f"dask_distmm can't be imported: {found['error']}", "", (address,))
     name = report.engine
     if name is None:
-        if report.answering:
+        # Where all lack the package that has been said.
+        if any("error" not in facts["engines"] for facts in report.answering.values()):
             why = "; ".join(f"{engine}: {_why_not(report, engine)}" for engine in report.engines)
             remedy = 'python -m pip install "dask_distmm[cu13]"   # or cu12' if report.wanted == "cublasmp" else ""
             yield Finding("error", f"{report.reason}. {why}", remedy)
@@ -337,7 +338,9 @@ def _engine(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _why_not(report: Report, engine: str) -> str:
-    reasons = (_engine(facts, engine).get("error") for facts in report.answering.values())
+    # Those that can't even import the package say nothing about an engine.
+    asked = sorted(report.answering.values(), key=lambda facts: "error" in facts["engines"])
+    reasons = (_engine(facts, engine).get("error") for facts in asked)
     return next((str(reason) for reason in reasons if reason), "no worker could be asked")
 
 
