@@ -125,7 +125,11 @@ def _chunks(plan: Plan) -> str:
         # Those that only hand out chunks come after the ranks.
         others = [p for p in range(len(plan.participants)) if p not in rank_of]
         number = {**rank_of, **{p: len(plan.ranks) + at for at, p in enumerate(others)}}
-        return None if where is None else np.array([number[int(p)] for p in where], np.int64)
+        # Below zero: every rank has it.
+        return None if where is None else np.array([number.get(int(p), -1) for p in where], np.int64)
+
+    def who(owner: int) -> tuple[int, ...]:
+        return (owner,) if owner >= 0 else tuple(range(len(plan.ranks)))
 
     steps = []
     drawn = []
@@ -136,7 +140,7 @@ def _chunks(plan: Plan) -> str:
         cols, col_step = coarse(_edges(sizes[1]))
         steps += [row_step, col_step]
         cells = [
-            Cell(row, col, () if owners is None else (int(owners[i * row_step * ncols + j * col_step]),))
+            Cell(row, col, () if owners is None else who(int(owners[i * row_step * ncols + j * col_step])))
             for i, row in enumerate(itertools.pairwise(rows))
             for j, col in enumerate(itertools.pairwise(cols))
             if row[0] < row[1] and col[0] < col[1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from xml.etree import ElementTree as ET
 
 import dask.array as da
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,6 +80,14 @@ def test_where_chunks_lie_is_coloured() -> None:
     assert "#DDDDDD" in fills(blank)  # A and B: not known yet
     assert len(fills(drawn)) == 4
     assert "#DDDDDD" not in fills(drawn)
+
+
+def test_what_every_worker_has_is_striped() -> None:
+    plan = plan_of((60, 60, 60), (60, 60, 60), 3, method="allgather")
+    placed = dataclasses.replace(plan, where_a=np.full(1, -1, np.int32), where_b=np.zeros(1, np.int32))
+    picture = parsed(placed._repr_html_()).findall(f".//{SVG}svg[@role='img']")[0]
+    labels = [text.text for text in picture.iter(f"{SVG}text")]
+    assert "0, 1, 2" in labels
 
 
 def test_names_of_workers_are_escaped() -> None:
