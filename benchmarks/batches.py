@@ -18,9 +18,10 @@ import dask.array as da
 import numpy as np
 from distributed import Client, wait
 
-from benchmarks import environment
-from benchmarks.protocol import scaled_error
-from benchmarks.runner import fresh_seed
+from benchmarks.revision import revision
+from dask_distmm.bench import environment
+from dask_distmm.bench.protocol import scaled_error
+from dask_distmm.bench.runner import fresh_seed
 
 Pairs = list[tuple[da.Array, da.Array]]
 
@@ -164,7 +165,7 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything: in each round each peer once on fresh inputs, in turns; round 0 does not count."""
-    from benchmarks.peers.cluster import ClusterSession
+    from dask_distmm.bench.cluster import ClusterSession
 
     load, began = environment.load_average(), datetime.now(UTC)
     session = ClusterSession(options.workers, 1)
@@ -197,7 +198,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "batches",
         "date": began.isoformat(timespec="seconds"),
         "duration_seconds": (datetime.now(UTC) - began).total_seconds(),
-        "revision": environment.revision(),
+        "revision": revision(),
         "settings": {
             "seed": options.seed,
             "repeat": options.repeat,

@@ -7,12 +7,12 @@ import contextlib
 import secrets
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment, report, runner
-from benchmarks.protocol import Peer
+from benchmarks.revision import revision
+from dask_distmm.bench import report, suite
+from dask_distmm.bench.protocol import Peer
 
 PEERS = ("numpy", "pdgemm", "pdgemm-tuned", "dask", "distmm")
 # What the others are compared with; the first is also the plot's 100 %.
@@ -51,11 +51,11 @@ def _positive(text: str) -> int:
 def make_peers(options: argparse.Namespace, stack: contextlib.ExitStack) -> list[Peer]:
     """Return the peers asked for; the stack closes them."""
     # Imported here: spawned processes import this module again, and none of them needs the peers.
-    from benchmarks.peers.cluster import ClusterSession
-    from benchmarks.peers.dask_matmul import DaskMatmul
-    from benchmarks.peers.distmm import Distmm
-    from benchmarks.peers.numpy_process import NumpyProcess
     from benchmarks.peers.pdgemm import Pdgemm
+    from dask_distmm.bench.cluster import ClusterSession
+    from dask_distmm.bench.dask_matmul import DaskMatmul
+    from dask_distmm.bench.distmm import Distmm
+    from dask_distmm.bench.numpy_process import NumpyProcess
 
     lanes = options.workers * options.threads
     session = ClusterSession(options.workers, options.threads, options.timeout)
@@ -85,49 +85,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure what the options ask for and return the report."""
     settings = {key: value for key, value in vars(options).items() if key not in ("out", "plot")}
     settings["seed"] = secrets.randbits(32) if options.seed is None else options.seed
-    began = datetime.now(UTC)
-    load = environment.load_average()
     with contextlib.ExitStack() as stack:
-        peers = make_peers(options, stack)
-        reasons = {peer.name: peer.unavailable() for peer in peers}
-        for name, reason in reasons.items():
-            if reason:
-                progress(f"{name} skipped: {reason}")
-        measured = runner.run(
-            [peer for peer in peers if not reasons[peer.name]],
+        return suite.measure(
+            make_peers(options, stack),
             options.size,
+            REFERENCES,
             dtype=options.dtype,
             repeat=options.repeat,
             seed=settings["seed"],
             progress=progress,
+            benchmark="cpu",
+            revision=revision(),
+            settings=settings,
         )
-        described = [
-            {
-                "name": peer.name,
-                "skipped": reasons[peer.name],
-                "details": None if reasons[peer.name] else peer.describe(),
-            }
-            for peer in peers
-        ]
-    return report.document(
-        measured,
-        REFERENCES,
-        benchmark="cpu",
-        date=began.isoformat(timespec="seconds"),
-        duration_seconds=(datetime.now(UTC) - began).total_seconds(),
-        revision=environment.revision(),
-        settings=settings,
-        hardware={
-            **environment.hardware(),
-            "load_average_before": load,
-            "load_average_after": environment.load_average(),
-        },
-        software={
-            **environment.software("numpy", "dask", "distributed", "dask_distmm"),
-            "blas": environment.blas_pools(),
-        },
-        peers=described,
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

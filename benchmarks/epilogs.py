@@ -22,7 +22,8 @@ import numpy as np
 from distributed import Client, LocalCluster, wait
 
 import dask_distmm
-from benchmarks import environment
+from benchmarks.revision import revision
+from dask_distmm.bench import environment
 
 GELU = 0.7978845608028654
 
@@ -143,7 +144,7 @@ def main() -> None:
         "schema_version": 1,
         "benchmark": "epilogs",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revision": environment.revision(),
+        "revision": revision(),
         "hardware": environment.hardware(),
         "software": environment.software("numpy", "dask", "distributed", "dask_distmm"),
         "workers": options.workers,

@@ -21,8 +21,9 @@ import numpy as np
 from distributed import Client, wait
 
 import dask_distmm
-from benchmarks import environment
 from benchmarks.gpu.matrices import as_dtype, make_block
+from benchmarks.revision import revision
+from dask_distmm.bench import environment
 
 WAYS = {
     "bfloat16": ("bfloat16", None),
@@ -118,7 +119,7 @@ def main() -> None:
         "schema_version": 1,
         "benchmark": "narrow",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revision": environment.revision(),
+        "revision": revision(),
         "hardware": environment.hardware(),
         "software": environment.software("numpy", "dask", "distributed", "cupy-cuda13x", "nvidia-cublasmp-cu13"),
         "accuracy": {},

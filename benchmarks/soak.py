@@ -25,8 +25,9 @@ import numpy as np
 import psutil
 from distributed import Client, LocalCluster
 
-from benchmarks import environment
+from benchmarks.revision import revision
 from dask_distmm import RunFailedError, matmul
+from dask_distmm.bench import environment
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
 GROWTH = 16 * 2**20
@@ -132,7 +133,7 @@ def main() -> int:
     print(f"{found['failed']} runs failed as they were meant to; " + ("; ".join(more) or "nothing has grown"))
     if arguments.json:
         with open(arguments.json, "w") as file:
-            told = {"hardware": environment.hardware(), "revision": environment.revision()}
+            told = {"hardware": environment.hardware(), "revision": revision()}
             told["software"] = environment.software("dask_distmm", "dask", "distributed", "numpy")
             json.dump({**told, **found}, file, indent=1)
     return 1 if more else 0

@@ -22,8 +22,9 @@ import numpy as np
 from distributed import Client, LocalCluster, futures_of, wait
 
 import dask_distmm
-from benchmarks import environment, report
-from benchmarks.protocol import sample_rows, scaled_error
+from benchmarks.revision import revision
+from dask_distmm.bench import environment, report
+from dask_distmm.bench.protocol import sample_rows, scaled_error
 
 WAYS = ("stateless", "execute", "reset")
 WHAT = {
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "benchmark": "stateful",
             "date": began.isoformat(timespec="seconds"),
             "duration_seconds": (datetime.now(UTC) - began).total_seconds(),
-            "revision": environment.revision(),
+            "revision": revision(),
             "settings": settings | {"workers": workers, "gpus": gpus},
             "hardware": {
                 **environment.hardware(),

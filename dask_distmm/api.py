@@ -24,6 +24,7 @@ from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import PlanError
 from dask_distmm.plan import METHODS, BatchPlan, Chunks, Extra, Plan, Problem, Worker
+from dask_distmm.plan.html import reason_html
 from dask_distmm.quantize import operands
 from dask_distmm.views import under, view_of
 
@@ -47,6 +48,9 @@ class NotCollective:
 
     def __repr__(self) -> str:
         return f"Dask's own matmul would run: {self.reason}"
+
+    def _repr_html_(self) -> str:
+        return reason_html(self.reason)
 
 
 def matmul(
@@ -301,13 +305,16 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
     kinds = {name: array_kind(array._meta) for name, array in (("A", a), ("B", b))}
     for name, kind in kinds.items():
         if kind not in ("numpy", "cupy"):
-            return f"the chunks of {name} are {kind}; engines take numpy.ndarray and cupy.ndarray"
+            return (
+                f"the chunks of {name} are {kind}; engines take numpy.ndarray and cupy.ndarray: convert by map_blocks"
+            )
     kind = "cupy" if "cupy" in kinds.values() else "numpy"
     dtypes = [a.dtype.name, b.dtype.name] if types is None else list(types[:3])
     if types is None and set(dtypes) & set(FP8):
         return "FP8 needs scales; call dask_distmm.matmul(..., quantization_scales=...)"
     if not all(supported(array.dtype) for array in (a, b)) or not any(takes(name, kind, dtypes) for name in ENGINES):
-        return f"no engine multiplies {kind} arrays of the types {' and '.join(dict.fromkeys(dtypes))}"
+        names = " and ".join(dict.fromkeys(dtypes))
+        return f"no engine multiplies {kind} arrays of the types {names}; convert them, as by astype('float64')"
     if cluster and current_client() is None:
         return "there is no cluster; create a distributed.Client"
     return None

@@ -6,43 +6,32 @@ random square matrices. Everything is timed next to Dask's own matmul, on the sa
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import logging
 import math
-import signal
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import dask
 import dask.array as da
 import numpy as np
-import psutil
-from dask.system import CPU_COUNT
-from distributed import Client, LocalCluster, futures_of, wait
-from distributed.system import MEMORY_LIMIT
+from distributed import futures_of, wait
 from numpy.typing import NDArray
 
 from dask_distmm import enabled, explain
 from dask_distmm._version import __version__
-from dask_distmm.engines import ENGINES
 from dask_distmm.errors import DistMMError
 from dask_distmm.keys import barrier_key
+from dask_distmm.local import available_memory, chunk_rows, running_cluster, use_gpus
 from dask_distmm.operator import dask_matmul
 from dask_distmm.plan.show import size_text, time_text
 
 __all__ = [
-    "available_memory",
-    "default_workers",
     "memory_needed",
     "run",
     "too_little_memory",
-    "use_gpus",
     "with_products",
     "worst_error",
 ]
@@ -60,40 +49,10 @@ WORKER_BYTES = 150 * 2**20
 FIXED_BYTES = 512 * 2**20
 # Of the strips in which results are checked.
 STRIP_ROWS = 512
-# Dask's own default for a chunk is 128 MiB, which is 4096 x 4096.
-MOST_ROWS = 4096
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The machine
-
-
-def use_gpus() -> bool:
-    """Whether the demo runs on GPUs: there are some, Dask can use them, and so can an engine of ours."""
-    return "cublasmp" in ENGINES and importlib.util.find_spec("dask_cuda") is not None and gpu_count() > 0
-
-
-def gpu_count() -> int:
-    """Return the number of NVIDIA GPUs; 0 where that can't be asked."""
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # no such module, no driver, no permission: NVML has an error class for each
-        return 0
-    try:
-        return int(nvml.nvmlDeviceGetCount())
-    finally:
-        nvml.nvmlShutdown()
-
-
-def default_workers() -> int:
-    """Return how many workers to start if the user does not say."""
-    return gpu_count() if use_gpus() else max(2, CPU_COUNT)
-
-
-def available_memory() -> int:
-    """Return the bytes that are free, within what a container may use."""
-    return min(int(psutil.virtual_memory().available), int(MEMORY_LIMIT))
 
 
 def memory_needed(size: int, workers: int) -> int:
@@ -117,84 +76,6 @@ def too_little_memory(size: int, workers: int, available: int) -> str | None:
         f"2 here for the check; and {size_text(memory_needed(0, workers))} for the processes); "
         f"{size_text(available)} are available; {advice}"
     )
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The cluster
-
-
-@contextlib.contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the block: what is half started or half closed can't be cleaned up.
-
-    After the first one all others are ignored: it ends the program, and that takes a second.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, or somebody else's
-        yield
-        return
-    noted: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN if noted else before)
-    if noted:
-        raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def interrupts_blocked_for_children() -> Iterator[None]:
-    """Start processes that Ctrl-C in a terminal, which goes to all of them, does not reach.
-
-    Threads and processes inherit the set of blocked signals from the thread that starts them.
-    """
-    # Started later, within a worker's start, it would unblock SIGINT again.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def make_cluster(workers: int, folder: Path) -> Any:
-    """Start a cluster of worker processes on this machine: one thread each, or one GPU each."""
-    options = {
-        "n_workers": workers,
-        "threads_per_worker": 1,
-        "dashboard_address": "127.0.0.1:0",
-        "silence_logs": logging.ERROR,
-        "local_directory": str(folder),
-    }
-    if use_gpus():
-        return importlib.import_module("dask_cuda").LocalCUDACluster(**options)
-    return LocalCluster(processes=True, host="127.0.0.1", **options)
-
-
-@contextlib.contextmanager
-def running_cluster(workers: int) -> Iterator[tuple[Client, Path]]:
-    """Give a client of a new cluster and a new folder; stop and remove both afterwards."""
-    stack = contextlib.ExitStack()
-    try:
-        with interrupts_deferred():
-            temporary = tempfile.TemporaryDirectory(prefix="dask-distmm-demo-", ignore_cleanup_errors=True)
-            folder = Path(stack.enter_context(temporary))
-            with interrupts_blocked_for_children():
-                cluster = stack.enter_context(make_cluster(workers, folder / "workers"))
-            client = stack.enter_context(Client(cluster))
-            client.wait_for_workers(workers, timeout=60)
-        yield client, folder
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # Work that is cut short has Dask and asyncio complain, some of it as late as at the program's end.
-        # What went wrong is on its way to the user already.
-        logging.disable(logging.CRITICAL)
-        raise
-    finally:
-        with interrupts_deferred():
-            stack.close()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -280,12 +161,6 @@ def with_products(pixels: NDArray[Any]) -> NDArray[Any]:
     """Return columns and the products of all pairs of them, each with itself included."""
     left, right = np.triu_indices(pixels.shape[1])
     return np.concatenate([pixels, pixels[:, left] * pixels[:, right]], axis=1)
-
-
-def chunk_rows(length: int, workers: int) -> int:
-    """Return the length of chunks for an axis: some for each worker, but none above Dask's own default."""
-    count = max(4, math.isqrt(4 * workers - 1) + 1)
-    return min(-(-length // count), MOST_ROWS)
 
 
 def digits(workers: int) -> da.Array:
@@ -404,6 +279,6 @@ def run(size: int, workers: int, say: Say) -> None:
     say(f"memory: at most about {size_text(memory_needed(size, workers))} of {size_text(available_memory())} available")
     # Small products too, and whatever the user's configuration says.
     settings = {"distmm.minimum-flops": 0, "distmm.enabled": None}
-    with dask.config.set(settings), running_cluster(workers) as (_, folder):
+    with dask.config.set(settings), running_cluster(workers, "demo") as (_, folder):
         principal_components(say, workers, folder)
         square_product(say, size, workers)

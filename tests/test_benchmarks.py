@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import report
-from benchmarks.protocol import Case, Sample, random_matrix, scaled_error
-from benchmarks.runner import Measured, run
+from dask_distmm.bench import report, runner
+from dask_distmm.bench.protocol import Case, Sample, random_matrix, scaled_error
+from dask_distmm.bench.runner import Measured, run
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,6 +66,29 @@ def test_inputs_are_never_the_same_twice() -> None:
     measure(base, chunked, repeat=3)
     seeds = base.seeds + chunked.seeds
     assert len(seeds) == len(set(seeds)) == 3 * 4
+
+
+def test_a_benchmark_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+
+    class Slow(Scripted):
+        def measure(self, case: Case, seed: int, *, warmup: bool) -> Sample:
+            now[0] += case.size / 100
+            return super().measure(case, seed, warmup=warmup)
+
+    said: list[str] = []
+    peer = Slow("slow", 1.0, (None,))
+    found = run([peer], [100, 200, 400], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=9.5)
+    # Six rounds of a second; then a warm-up of two, after which one more would end at ten: but one always counts.
+    assert [(one.case.size, len(one.samples)) for one in found] == [(100, 5)]
+    assert said[-2:] == ["N=200: left out, it would take about 11 s", "N=400: left out, it would take about 64 s"]
+    now[0] = 0.0
+    found = run([peer], [100, 200], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=21.0)
+    assert [(one.case.size, len(one.samples)) for one in found] == [(100, 5), (200, 5)]
+    now[0] = 0.0
+    found = run([peer], [100, 200], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=0.0)
+    assert [(one.case.size, len(one.samples)) for one in found] == [(100, 1)]
 
 
 @pytest.mark.parametrize("error", [float("nan"), 1.5, RuntimeError("broken")])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
-from dask_distmm import __version__, demo
+from dask_distmm import __version__, demo, local
 from dask_distmm.cli import main
 from dask_distmm.errors import RunFailedError
 
@@ -22,7 +25,7 @@ def invoke(*arguments: str) -> Result:
 def test_it_is_a_group_with_the_name_of_the_entry_point() -> None:
     assert isinstance(main, click.Group)
     assert main.name == "distmm"
-    assert set(main.commands) == {"demo"}
+    assert set(main.commands) == {"bench", "check", "demo", "explain", "matmul"}
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -34,6 +37,55 @@ def test_help(option: str) -> None:
     assert result.exit_code == 0
     for text in ("--size", "default: 4096", "--workers", "at least 2", "--debug", "real data"):
         assert text in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "texts"),
+    [
+        ("check", ["--scheduler ADDRESS", "--json", "Exit status", "2 multiplies fail"]),
+        ("matmul", ["--out FILE", "--overwrite", "X.zarr::path/of/array", "Examples:", "--epilog NAME", "--workers"]),
+        ("explain", ["--html", "--scheduler", "Computes nothing"]),
+        ("bench", ["--plot FILE.png", "--seconds", "4,8", "Exit status"]),
+    ],
+)
+def test_help_of_each_command(command: str, texts: list[str]) -> None:
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert "\x08" not in result.output
+    for text in [*texts, "--debug"]:
+        assert text in " ".join(result.output.split())
+
+
+def test_help_does_not_wait_for_what_commands_need() -> None:
+    program = (
+        "import sys, dask_distmm.cli; bad = [name for name in sys.modules if name in ('zarr', 'h5py', 'matplotlib')"
+        " or name.startswith(tuple(f'dask_distmm.{part}' for part in ('commands', 'doctor', 'bench', 'demo')))];"
+        " assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [["bench", "--size", "0"], ["bench", "--chunks", "2,x"], ["matmul", "a", "b"]])
+def test_wrong_options_of_other_commands_are_said(arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+
+
+def printed_commands() -> list[str]:
+    """Return the commands that the documentation tells readers to run."""
+    root = Path(__file__).parents[1]
+    texts = [(root / name).read_text() for name in ("README.md", "docs/command-line.md")]
+    blocks = [block for text in texts for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)]
+    return [line for block in blocks for line in block.splitlines() if line.startswith("dask distmm ")]
+
+
+def test_printed_commands_can_be_read() -> None:
+    commands = printed_commands()
+    assert {line.split()[2] for line in commands} == set(main.commands)
+    for line in commands:
+        name, *arguments = shlex.split(line)[2:]
+        main.commands[name].make_context(name, arguments)
 
 
 def test_version() -> None:
@@ -97,8 +149,8 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_size_and_workers_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(demo, "run", lambda *arguments: seen.append(arguments[:2]))
-    monkeypatch.setattr(demo, "default_workers", lambda: 7)
-    monkeypatch.setattr(demo, "available_memory", lambda: 2**40)
+    monkeypatch.setattr(local, "default_workers", lambda: 7)
+    monkeypatch.setattr(local, "available_memory", lambda: 2**40)
     assert invoke("demo", "--size", "8", "--workers", "3").exit_code == 0
     assert invoke("demo").exit_code == 0
     assert seen == [(8, 3), (4096, 7)]

@@ -128,27 +128,6 @@ def test_without_any_size_that_fits_it_says_so(workers: int, advice: str) -> Non
     assert message.endswith(advice)
 
 
-def test_there_is_no_gpu_cluster_without_a_gpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "gpu_count", lambda: 8)
-    monkeypatch.setattr(demo, "ENGINES", {"numpy": "dask_distmm.engines.numpy"})
-    assert not demo.use_gpus()
-    assert demo.default_workers() >= 2
-
-
-@pytest.mark.parametrize(("gpus", "chosen"), [(0, False), (3, True)])
-def test_gpus_are_used_where_dask_cuda_and_an_engine_can(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, chosen: bool
-) -> None:
-    monkeypatch.setattr(demo, "gpu_count", lambda: gpus)
-    monkeypatch.setattr(demo, "ENGINES", {"cublasmp": ""})
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: object())
-    assert demo.use_gpus() is chosen
-    if chosen:
-        assert demo.default_workers() == 3
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
-    assert not demo.use_gpus()
-
-
 def test_the_check_finds_a_wrong_element() -> None:
     rng = np.random.default_rng()
     a, b = rng.standard_normal((40, 300)), rng.standard_normal((300, 50))
@@ -182,13 +161,6 @@ def test_the_data_set_is_standardised() -> None:
     assert constant.any()
     assert not values[:, constant].any()
     np.testing.assert_allclose(deviation[~constant], 1)
-
-
-@pytest.mark.parametrize(
-    ("length", "workers", "rows"), [(4096, 2, 1024), (4096, 16, 512), (1, 2, 1), (10, 2, 3), (10**6, 2, 4096)]
-)
-def test_chunks_suit_length_and_workers(length: int, workers: int, rows: int) -> None:
-    assert demo.chunk_rows(length, workers) == rows
 
 
 @pytest.mark.parametrize(("ours", "text"), [(0.5, "2.00 times"), (2.0, "(slower)"), (1.01, "as fast as")])

@@ -14,7 +14,8 @@ ROOT = pathlib.Path(dask_distmm.__file__).parent
 # From the top down: a module may import those of later lines only (and of its own line).
 ORDER = [
     ["__main__", "cli"],
-    ["demo"],
+    ["demo", "commands", "doctor"],
+    ["local", "bench"],
     ["__init__"],
     ["testing"],
     ["stateful"],

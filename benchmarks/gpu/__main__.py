@@ -13,10 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environment
 from benchmarks.gpu import report
 from benchmarks.gpu.cases import CLUSTER, PEERS, VARIANTS, Case, cases
 from benchmarks.gpu.team import Team, TeamError, describe
+from benchmarks.revision import revision
+from dask_distmm.bench import environment
 
 # NVLink multicast stays off: on a shared host it can take all GPUs out of service.
 QUIET = {
@@ -209,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "gpu",
         "title": f"{options.gpus} x {gpu.get('name', 'GPU')}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revision": environment.revision(),
+        "revision": revision(),
         "settings": {key: value for key, value in vars(options).items() if key != "out"},
         "environment": report.clean({key: value for key, value in os.environ.items() if key.startswith(kept)}),
         "hardware": {**environment.hardware(), "gpus": options.gpus, "gpu": gpu},

@@ -366,6 +366,11 @@ class BatchPlan:
             lines.append("  each run  " + repr(self.plan).replace("\n", "\n            "))
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from dask_distmm.plan.html import batch_html
+
+        return batch_html(self)
+
 
 def choose(
     wanted: str, items: BatchEstimate | None, collective: BatchEstimate | None, demands: Sequence[str] = ()

@@ -332,6 +332,11 @@ class Plan:
 
         return plan_text(self)
 
+    def _repr_html_(self) -> str:
+        from dask_distmm.plan.html import plan_html
+
+        return plan_html(self)
+
 
 def _placed(where: NDArray[np.int32] | None, size: int, stop: int, run: int) -> bool:
     if run:

@@ -6,7 +6,7 @@ from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Plan, everywhere
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["plan_text", "size_text", "time_text"]
+__all__ = ["WHAT", "plan_text", "size_text", "time_text"]
 
 
 def size_text(size: float) -> str:
@@ -27,7 +27,7 @@ def _grid(grid: tuple[int, int, int]) -> str:
     return " x ".join(map(str, grid))
 
 
-_WHAT = {
+WHAT = {
     "local": "one worker multiplies alone",
     "allgather": "each worker has a slab of one operand and gathers the other",
     "summa": "each worker has a block of D and gathers its rows of A and columns of B",
@@ -56,7 +56,7 @@ def plan_text(plan: Plan) -> str:
         *_formula(plan),
         *([f"  also      D on all {plan.replicas} workers, for later multiplies"] if plan.replicas else []),
         *_asked(problem),
-        f"  method    {_WHAT[plan.method]}",
+        f"  method    {WHAT[plan.method]}",
         f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
         f"  inputs    {_placed(plan)}; packed: {', '.join(packed) or 'nothing'}",
         f"  work      {problem.flops:.3g} flops, {size_text(plan.bytes_moved)} moved between workers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -11,8 +12,8 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-from benchmarks.environment import blas_pools
-from benchmarks.protocol import Case, Quiet, Sample, random_matrix, sample_rows, scaled_error
+from dask_distmm.bench.environment import blas_pools
+from dask_distmm.bench.protocol import Case, Quiet, Sample, random_matrix, sample_rows, scaled_error
 
 
 def _measure(case: Case, seed: int, threads: int) -> tuple[Sample, list[dict[str, Any]]]:
@@ -39,7 +40,13 @@ class NumpyProcess:
         self.threads, self.quiet = threads, quiet
         self.pools: list[dict[str, Any]] = []
         # Spawned, not forked: a BLAS that the parent has already set up would come along with its threads.
-        self.executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        # Ctrl-C goes to all processes of a terminal; this one is ended by the program that started it.
+        self.executor = ProcessPoolExecutor(
+            1,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=signal.signal,
+            initargs=(signal.SIGINT, signal.SIG_IGN),
+        )
 
     def unavailable(self) -> str | None:
         """Return None: NumPy is always there."""

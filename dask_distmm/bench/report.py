@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.protocol import Sample
-from benchmarks.runner import Measured
+from dask_distmm.bench.protocol import Sample
+from dask_distmm.bench.runner import Measured
 
 SCHEMA_VERSION = 1
 NOTES = {
@@ -144,10 +144,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """Draw each peer's share of the first reference's speed, by size and by chunk grid."""
     from matplotlib.figure import Figure  # A run that draws nothing needs no matplotlib.
 
-    reference = report["references"][0]
+    name = report["references"][0]
+    known = {label for entry in report["results"] for label in entry.get("ratios", {})}
+    # What has chunks is compared with at its fastest.
+    reference = name if name in known else f"{name}@best"
     done = [entry for entry in report["results"] if reference in entry.get("ratios", {})]
     if not done:
-        raise ValueError(f"nothing to plot: no case was measured beside {reference}")
+        raise ValueError(f"nothing to plot: no case was measured beside {name}")
     peers = list(dict.fromkeys(entry["peer"] for entry in done))
     sizes = sorted({entry["size"] for entry in done})
     grids = sorted({entry["grid"] for entry in done if entry["grid"] is not None})
@@ -167,7 +170,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
             drawn = [(x, entry) for x, entry in enumerate(chosen) if entry is not None]
             _line(axes, drawn, reference, peer, f"C{at}", "osD^vP"[at % 6])
         axes.set_xticks(range(len(values)), [grid_label(value) if panel == "grid" else str(value) for value in values])
-        axes.set_ylabel(f"Speed, % of {reference}")
+        axes.set_ylabel(f"Speed, % of {name}" + (" at its best" if name != reference else ""))
         axes.set_xlabel("Matrix size N (rows)" if panel == "size" else "Chunk grid (chunks per side)")
         axes.set_title("Each at its fastest chunk grid" if panel == "size" else f"By chunk grid, N = {sizes[-1]}")
         axes.set_xlim(-0.3, len(values) - 0.7)

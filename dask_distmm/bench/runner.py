@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.protocol import Case, Peer, Sample
+from dask_distmm.bench.protocol import Case, Peer, Sample
 
 
 @dataclass
@@ -48,17 +49,32 @@ def run(
     repeat: int,
     seed: int,
     progress: Callable[[str], None],
+    seconds: float = float("inf"),
 ) -> list[Measured]:
     """Measure every peer at every size and grid; a case that fails or is wrong ends, the rest goes on.
 
     Within a size each round visits every case once, so that a machine that drifts does so for all of
     them. Rounds start at different cases: nobody always follows the same neighbour's leftovers.
+
+    No round is begun that would probably end after `seconds`, and no size of which not even one round would count;
+    the first round of the first size always is.
     """
     everything: list[Measured] = []
-    for size in sizes:
+    began, last = time.monotonic(), 0.0
+    for number, size in enumerate(sizes):
+        if number:
+            # Small products cost what their tasks cost, large ones what their operations do; two rounds are the least.
+            last *= (size / sizes[number - 1]) ** 2.5
+            if time.monotonic() - began + 2 * last > seconds:
+                progress(f"N={size}: left out, it would take about {2 * last:.0f} s")
+                continue
         entries = [(peer, Measured(peer.name, Case(size, dtype, grid))) for peer in peers for grid in peer.grids()]
         everything += [measured for _, measured in entries]
         for turn in range(repeat + 1):
+            if turn > 1 and time.monotonic() - began + last > seconds:
+                progress(f"N={size}: {turn - 1} of {repeat} rounds, as the time is up")
+                break
+            started = time.monotonic()
             progress(f"N={size}: " + (f"round {turn} of {repeat}" if turn else "warm-up"))
             order = [(turn + step) % len(entries) for step in range(len(entries))]
             for index in order:
@@ -69,6 +85,7 @@ def run(
                 if failure is not None:
                     measured.failure = failure
                     progress(f"  {measured.peer} {measured.case}: {failure}")
+            last = time.monotonic() - started
     return everything
 
 

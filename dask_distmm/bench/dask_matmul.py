@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dask.array as da
 
-from benchmarks.peers.cluster import ClusterPeer
+from dask_distmm.bench.cluster import ClusterPeer
 
 
 class DaskMatmul(ClusterPeer):

@@ -15,8 +15,8 @@ import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster, wait
 
-from benchmarks.environment import blas_pools
-from benchmarks.protocol import Case, Sample, sample_rows, scaled_error
+from dask_distmm.bench.environment import blas_pools
+from dask_distmm.bench.protocol import Case, Sample, sample_rows, scaled_error
 
 MEMORY_METHOD = (
     "Per worker process. baseline_bytes: resident set (VmRSS) before the inputs exist. inputs_bytes: bytes "
@@ -48,11 +48,73 @@ def held_bytes(dask_worker: Any) -> int:
     return sum(getattr(value, "nbytes", 0) for value in dask_worker.data.values())
 
 
-class ClusterSession:
+def synchronize() -> None:
+    """Wait for the GPU's kernels; runs on the workers."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+
+
+class Session:
+    """A cluster that is there already.
+
+    Parameters
+    ----------
+    client
+        Of the cluster.
+    timeout
+        Seconds that one product may take.
+    array
+        What the chunks are: ``"numpy"`` or ``"cupy"``.
+    here
+        Whether the workers are processes of this machine that nobody else uses.
+    """
+
+    def __init__(self, client: Client, timeout: float = 600.0, array: str = "numpy", here: bool = False) -> None:
+        self._client, self.timeout, self.array, self.here = client, timeout, array, here
+        found = client.scheduler_info(n_workers=-1)["workers"].values()
+        self.workers, self.threads = len(found), max((worker["nthreads"] for worker in found), default=0)
+
+    @property
+    def client(self) -> Client:
+        """The client of the cluster."""
+        return self._client
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Stop the worker processes for a while: idle ones still take several percent of a core each."""
+        if not self.here or self._client is None:
+            yield
+            return
+        pids = list(self._client.run(os.getpid).values())
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+    def synchronize(self) -> None:
+        """Wait until what was computed is there: tasks on GPUs end before their kernels do."""
+        if self.array == "cupy":
+            self.client.run(synchronize)
+
+    def wait_until_empty(self, seconds: float = 10.0) -> None:
+        """Wait until the workers have dropped their results, so that no run sees another's memory."""
+        deadline = time.monotonic() + seconds
+        while any(self.client.run(held_bytes).values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Leave the cluster to whoever started it."""
+
+
+class ClusterSession(Session):
     """A cluster of worker processes on loopback, started when first needed."""
 
     def __init__(self, workers: int, threads: int, timeout: float = 600.0) -> None:
-        self.workers, self.threads, self.timeout = workers, threads, timeout
+        self.workers, self.threads, self.timeout, self.array, self.here = workers, threads, timeout, "numpy", True
         self._cluster: LocalCluster | None = None
         self._client: Client | None = None
 
@@ -73,27 +135,6 @@ class ClusterSession:
             self._client.wait_for_workers(self.workers)
         return self._client
 
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Stop the worker processes for a while: idle ones still take several percent of a core each."""
-        if self._client is None:
-            yield
-            return
-        pids = list(self._client.run(os.getpid).values())
-        try:
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
-            yield
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
-
-    def wait_until_empty(self, seconds: float = 10.0) -> None:
-        """Wait until the workers have dropped their results, so that no run sees another's memory."""
-        deadline = time.monotonic() + seconds
-        while any(self.client.run(held_bytes).values()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-
     def close(self) -> None:
         """Stop the cluster."""
         if self._client is not None:
@@ -108,7 +149,7 @@ class ClusterPeer:
 
     name = ""
 
-    def __init__(self, session: ClusterSession, grids: Sequence[int]) -> None:
+    def __init__(self, session: Session, grids: Sequence[int]) -> None:
         self.session = session
         self._grids = list(grids)
         self.pools: list[dict[str, Any]] = []
@@ -160,6 +201,7 @@ class ClusterPeer:
         a, b = (self._input(case, [seed, which]) for which in (0, 1))
         a, b = client.persist([a, b])
         wait([a, b], timeout=self.session.timeout)
+        self.session.synchronize()
         projected, details = self.projection(a, b)
         inputs = client.run(held_bytes)
         before = self._reset()
@@ -168,6 +210,7 @@ class ClusterPeer:
         built = time.perf_counter()
         product = client.persist(product)
         wait(product, timeout=self.session.timeout)
+        self.session.synchronize()
         done = time.perf_counter()
         peak = self._read("VmHWM")
         details["build_seconds"] = built - start
@@ -190,7 +233,7 @@ class ClusterPeer:
         shape = (case.size, case.size)
         dtype = np.dtype(case.dtype)
         matrix: da.Array = generator.random(shape, dtype=dtype, chunks=(side, side)) - dtype.type(0.5)
-        return matrix
+        return matrix if self.session.array == "numpy" else matrix.to_backend(self.session.array)
 
     def _read(self, name: str) -> dict[str, int]:
         """Return a memory field of every worker; nothing where the system does not tell."""
@@ -209,6 +252,8 @@ class ClusterPeer:
     def _error(self, a: da.Array, b: da.Array, product: da.Array, seed: int) -> float:
         """Return the scaled error of some rows against NumPy, a strip of columns at a time."""
         rows = sample_rows(a.shape[0], seed)
+        if self.session.array != "numpy":
+            a, b, product = (x.to_backend("numpy") for x in (a, b, product))
         a_rows, c_rows = self.session.client.compute([a[rows], product[rows]], sync=True)
         errors = []
         begin = 0

@@ -1,0 +1,1 @@
+"""What the commands do, a module each; `cli` reads their options and imports only the one that is called."""

@@ -1,0 +1,193 @@
+"""A cluster of worker processes on this machine, for one command: what fits, started and stopped whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import math
+import signal
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+from dask.system import CPU_COUNT
+from distributed import Client, LocalCluster
+from distributed.system import MEMORY_LIMIT
+
+from dask_distmm.engines import ENGINES
+from dask_distmm.errors import DistMMError
+
+__all__ = [
+    "available_memory",
+    "chunk_rows",
+    "connected",
+    "default_workers",
+    "gpu_count",
+    "interrupts_deferred",
+    "make_cluster",
+    "running_cluster",
+    "use_gpus",
+]
+
+# Dask's own default for a chunk is 128 MiB, which is 4096 x 4096 float64.
+MOST_ROWS = 4096
+# How long to look for a scheduler.
+CONNECT_SECONDS = 10
+
+
+def use_gpus() -> bool:
+    """Whether a cluster here is one of GPUs: there are some, Dask can use them, and so can an engine of ours."""
+    return "cublasmp" in ENGINES and importlib.util.find_spec("dask_cuda") is not None and gpu_count() > 0
+
+
+def gpu_count() -> int:
+    """Return the number of NVIDIA GPUs; 0 where that can't be asked."""
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # no such module, no driver, no permission: NVML has an error class for each
+        return 0
+    try:
+        return int(nvml.nvmlDeviceGetCount())
+    finally:
+        nvml.nvmlShutdown()
+
+
+def default_workers() -> int:
+    """Return how many workers to start if the user does not say."""
+    return gpu_count() if use_gpus() else max(2, CPU_COUNT)
+
+
+def available_memory() -> int:
+    """Return the bytes that are free, within what a container may use."""
+    return min(int(psutil.virtual_memory().available), int(MEMORY_LIMIT))
+
+
+def chunk_rows(length: int, workers: int) -> int:
+    """Return the length of chunks for an axis: some for each worker, but none above Dask's own default."""
+    count = max(4, math.isqrt(4 * workers - 1) + 1)
+    return min(-(-length // count), MOST_ROWS)
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait until the end of the block: what is half started or half closed can't be cleaned up.
+
+    After the first one all others are ignored: it ends the program, and that takes a second.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, or somebody else's
+        yield
+        return
+    noted: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN if noted else before)
+    if noted:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def interrupts_blocked_for_children() -> Iterator[None]:
+    """Start processes that Ctrl-C in a terminal, which goes to all of them, does not reach.
+
+    Threads and processes inherit the set of blocked signals from the thread that starts them.
+    """
+    # Started later, within a worker's start, it would unblock SIGINT again.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def quiet_failure() -> Iterator[None]:
+    """Have an error or Ctrl-C end the program without the complaints of work that is cut short.
+
+    Dask and asyncio have such, some as late as at the program's end. What went wrong is on its way to the user already.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        logging.disable(logging.CRITICAL)
+        raise
+
+
+def make_cluster(workers: int, folder: Path) -> Any:
+    """Start a cluster of worker processes on this machine: one thread each, or one GPU each."""
+    options = {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "dashboard_address": "127.0.0.1:0",
+        # What matters arrives as an exception; the rest is the noise of workers that are stopped.
+        "silence_logs": logging.CRITICAL,
+        "local_directory": str(folder),
+    }
+    if use_gpus():
+        return importlib.import_module("dask_cuda").LocalCUDACluster(**options)
+    return LocalCluster(processes=True, host="127.0.0.1", **options)
+
+
+@contextlib.contextmanager
+def running_cluster(workers: int, name: str) -> Iterator[tuple[Client, Path]]:
+    """Give a client of a new cluster and a new folder, named after a command; stop and remove both afterwards."""
+    stack = contextlib.ExitStack()
+    try:
+        with quiet_failure():
+            with interrupts_deferred():
+                temporary = tempfile.TemporaryDirectory(prefix=f"dask-distmm-{name}-", ignore_cleanup_errors=True)
+                folder = Path(stack.enter_context(temporary))
+                with interrupts_blocked_for_children():
+                    cluster = stack.enter_context(make_cluster(workers, folder / "workers"))
+                client = stack.enter_context(Client(cluster))
+                client.wait_for_workers(workers, timeout=60)
+            yield client, folder
+    finally:
+        with interrupts_deferred():
+            stack.close()
+
+
+@contextlib.contextmanager
+def connected(scheduler: str | None, workers: int | None, name: str) -> Iterator[Client]:
+    """Give a client of the cluster at an address, or of a new one on this machine.
+
+    Parameters
+    ----------
+    scheduler
+        Address of a scheduler; None starts worker processes here, and stops them afterwards.
+    workers
+        How many to start; one a core or GPU by default.
+    name
+        Of the command, for its temporary folder.
+
+    Raises
+    ------
+    DistMMError
+        No scheduler answers there, or it has no workers.
+    """
+    if scheduler is None:
+        # The scheduler is in this process, and tells of every worker that is stopped.
+        logging.getLogger("dask_distmm").setLevel(logging.ERROR)
+        with running_cluster(workers or default_workers(), name) as (client, _):
+            yield client
+        return
+    with quiet_failure():
+        try:
+            client = Client(scheduler, timeout=CONNECT_SECONDS)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise DistMMError(
+                f"no Dask scheduler answers at {scheduler} ({reason}): is it running, is it reachable?"
+            ) from error
+        with client:
+            yield client
