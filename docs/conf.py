@@ -23,19 +23,20 @@ extensions = [
     "numpydoc",
     "myst_nb",
     "config_reference",
+    "execute_notebooks",
 ]
 exclude_patterns = ["_build", "examples", "sphinxext"]
 templates_path = ["templates"]
 nitpicky = True
+highlight_language = "text"
 
 # Markdown. Headings get the anchors that code hosts give them, so that links work there and here.
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 # Notebooks are stored without outputs and executed here, one after another.
-nb_execution_mode = "force"
-nb_execution_timeout = 120
-nb_execution_raise_on_error = True
+nb_custom_formats = {".ipynb": "execute_notebooks.read"}
+nb_execution_mode = "off"
 nb_merge_streams = True
 # What Dask logs of a busy machine ("event loop was unresponsive") is nothing that a reader needs.
 nb_output_stderr = "remove"

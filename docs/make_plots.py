@@ -7,6 +7,7 @@ look at. Nothing is measured here, and every number comes from a file.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,6 +31,14 @@ NAMES = {
     "nvmath": "nvmath",
     "jax": "jax.jit, sharded",
 }
+
+
+def digest() -> str:
+    """Return what tells whether plots were drawn from the results as they are. It is stored in every plot."""
+    found = hashlib.sha256()
+    for path in sorted(RESULTS.glob("*.json")):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def load(name: str) -> dict[str, Any]:
@@ -194,7 +203,8 @@ def draw(folder: Path, suffix: str = "svg") -> list[Path]:
     for name, plot in PLOTS.items():
         with mpl.rc_context(style):
             path = folder / f"{name}.{suffix}"
-            plot().savefig(path, dpi=110, metadata={"Date": None, "Creator": None} if suffix == "svg" else None)
+            metadata = {"Date": None, "Creator": None, "Source": f"results {digest()}"} if suffix == "svg" else None
+            plot().savefig(path, dpi=110, metadata=metadata)
         paths.append(path)
     return paths
 

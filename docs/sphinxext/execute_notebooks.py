@@ -1,0 +1,53 @@
+"""Notebooks are executed when they are read, by a kernel behind Unix sockets.
+
+MyST-NB's own execution has the kernel listen on TCP ports that were free a moment before; a cluster that starts at the
+same time may take one of them, and the build fails. ``-D execute_notebooks=0`` leaves outputs out.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_client import AsyncKernelManager
+from nbclient import NotebookClient
+from sphinx.application import Sphinx
+from sphinx.config import Config
+
+# Where they run: next to each other, so that relative paths in them are as in an editor.
+FOLDER = Path(__file__).parents[1] / "notebooks"
+SECONDS_A_CELL = 120
+_wanted = True
+
+
+def read(text: str) -> nbformat.NotebookNode:
+    """Return a notebook with its outputs.
+
+    Raises
+    ------
+    nbclient.exceptions.CellExecutionError
+        A cell has failed.
+    """
+    notebook = nbformat.reads(text, as_version=4)
+    if _wanted:
+        with tempfile.TemporaryDirectory(prefix="distmm-") as folder:
+            kernel = AsyncKernelManager(
+                kernel_name="python3", transport="ipc", connection_file=str(Path(folder) / "kernel.json")
+            )
+            resources = {"metadata": {"path": str(FOLDER)}}
+            NotebookClient(notebook, km=kernel, timeout=SECONDS_A_CELL, resources=resources).execute()
+    return notebook
+
+
+def _configure(app: Sphinx, config: Config) -> None:
+    global _wanted
+    _wanted = bool(config.execute_notebooks)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the option."""
+    app.add_config_value("execute_notebooks", True, "env", types=(bool, int, str))
+    app.connect("config-inited", _configure)
+    return {"parallel_read_safe": False}
