@@ -1,4 +1,7 @@
-"""Sphinx configuration. ``sphinx-build -W --keep-going -n docs docs/_build/html`` builds the site; it needs no network."""
+"""Sphinx configuration.
+
+``sphinx-build -W --keep-going -n docs docs/_build/html`` builds the site; it needs no network.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dask_distmm import __version__
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "sphinxext"))
-
-from dask_distmm import __version__
 
 project = "dask_distmm"
 author = "The dask_distmm developers"

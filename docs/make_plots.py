@@ -50,7 +50,9 @@ def load(name: str) -> dict[str, Any]:
 def measured(results: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
     """Return the results that have all of some values, and did not fail."""
     return [
-        one for one in results if not one.get("failure") and all(one.get(name) == value for name, value in wanted.items())
+        one
+        for one in results
+        if not one.get("failure") and all(one.get(name) == value for name, value in wanted.items())
     ]
 
 
@@ -156,20 +158,20 @@ def narrow() -> Figure:
 def ratios() -> Figure:
     """Draw how many times as fast epilogs, `Matmul` and batches are, next to what they replace."""
     epilogs = [
-        (f"{one['epilog']}, N = {one['n']}, {one['chunks']} x {one['chunks']} chunks", one["median"])
+        (f"{one['epilog']}, N = {one['n']}, {one['chunks']} x {one['chunks']} chunks", one["separate_over_fused"])
         for one in load("epilogs-cpu")["results"]
     ]
     stateful = [
-        (f"N = {one['size']}, {where}", one)
+        (f"N = {one['size']}, {where}", one["stateless"]["median"] / one["execute"]["median"])
         for name, where in (("stateful-cpu", "CPUs"), ("stateful-gpu-4", "four GPUs"))
         for one in load(name)["results"]
     ]
     batches = [(one["case"], one["ratio_seconds"]) for one in load("batches")["results"]]
     panels: list[tuple[str, Sequence[tuple[str, float]]]] = [
-        ("An epilog in the run, against Dask's operations after the run", [(n, m["separate"] / m["fused"]) for n, m in epilogs]),
-        ("execute() of a Matmul, against matmul", [(n, m["stateless"]["median"] / m["execute"]["median"]) for n, m in stateful]),
+        ("An epilog in the run, against Dask's operations after the run", epilogs),
+        ("execute() of a Matmul, against matmul", stateful),
         ("Batches and groups, against stock Dask", batches),
-    ]  # fmt: skip
+    ]
     figure = Figure(figsize=(8, 6), layout="constrained")
     heights = [len(rows) + 1 for _, rows in panels]
     axes = figure.subplots(3, 1, sharex=True, height_ratios=heights)

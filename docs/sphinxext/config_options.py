@@ -71,7 +71,9 @@ def _options(prefix: str, values: Mapping[str, Any], schema: Mapping[str, Any]) 
 
 def _numbers_by_name(schema: Mapping[str, Any]) -> bool:
     """Whether a mapping is one option, such as the rates of the types, and no group of options."""
-    return isinstance(schema.get("additionalProperties"), Mapping) and "properties" not in schema["additionalProperties"]
+    return (
+        isinstance(schema.get("additionalProperties"), Mapping) and "properties" not in schema["additionalProperties"]
+    )
 
 
 def type_text(schema: Mapping[str, Any]) -> str:
