@@ -114,6 +114,7 @@ def _sentence(schema: Mapping[str, Any]) -> str:
 
 def markdown(option: Option) -> str:
     """Return an option as MyST."""
-    lines = [f"```{{confval}} {option.key}", f":type: {option.type}", f":default: `` {option.default} ``"]
-    lines += [":no-contents-entry:", ""]
-    return "\n".join([*lines, option.description, "```", ""])
+    default = f"*{option.type}*, by default `` {option.default} ``"
+    return "\n".join(
+        [f"```{{confval}} {option.key}", ":no-contents-entry:", "", default, "", option.description, "```", ""]
+    )
