@@ -22,6 +22,14 @@ SECONDS_A_CELL = 120
 _wanted = True
 
 
+class UnixSockets(AsyncKernelManager):
+    """A kernel that listens on Unix sockets, in a folder of its own: their names must be short."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="distmm-", ignore_cleanup_errors=True)
+        super().__init__(transport="ipc", connection_file=str(Path(self._folder.name) / "kernel.json"), **settings)
+
+
 def read(text: str) -> nbformat.NotebookNode:
     """Return a notebook with its outputs.
 
@@ -32,12 +40,12 @@ def read(text: str) -> nbformat.NotebookNode:
     """
     notebook = nbformat.reads(text, as_version=4)
     if _wanted:
-        with tempfile.TemporaryDirectory(prefix="distmm-") as folder:
-            kernel = AsyncKernelManager(
-                kernel_name="python3", transport="ipc", connection_file=str(Path(folder) / "kernel.json")
-            )
-            resources = {"metadata": {"path": str(FOLDER)}}
-            NotebookClient(notebook, km=kernel, timeout=SECONDS_A_CELL, resources=resources).execute()
+        NotebookClient(
+            notebook,
+            kernel_manager_class=UnixSockets,
+            timeout=SECONDS_A_CELL,
+            resources={"metadata": {"path": str(FOLDER)}},
+        ).execute()
     return notebook
 
 
