@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -121,7 +120,7 @@ def ask_roster(
     EngineError
         dask_distmm is missing on the scheduler, or differs between workers.
     """
-    if client.asynchronous or _in_event_loop():
+    if client.asynchronous:
         return None
     from dask_distmm.scheduler import DistMMSchedulerPlugin
 
@@ -182,11 +181,3 @@ def free_workspaces(client: Client | None = None) -> int:
     answer = client.sync(client.scheduler.distmm_free, grace=read_options().grace_timeout)
     # A scheduler that does not know the call has run nothing.
     return answer if isinstance(answer, int) else 0
-
-
-def _in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

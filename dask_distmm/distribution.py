@@ -58,7 +58,7 @@ class Slab:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockCyclic:
-    """Blocks of one size, dealt out to a grid of workers in turn (ScaLAPACK's layout; see `layout.BlockCyclic`).
+    """Blocks of one size, dealt out to a grid of workers in turn (ScaLAPACK's layout).
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ import pytest
 from distributed import Client, wait
 
 import dask_distmm
-from dask_distmm import PlanError, ProjectedMemoryError, explain, matmul
+from dask_distmm import Matmul, PlanError, ProjectedMemoryError, explain, matmul
 from dask_distmm.api import NotCollective, make_problem
 from dask_distmm.graph import build_graph
 from dask_distmm.testing import assert_product
@@ -173,6 +173,18 @@ def test_asynchronous_client(inproc_cluster):
 
     x = np.random.default_rng().standard_normal((50, 50))
     assert_product(x, x, asyncio.run(work()))
+
+
+def test_inside_a_running_event_loop(inproc_client):
+    """As in Jupyter, where cells run inside a loop and the client has another one."""
+
+    async def cell() -> None:
+        a = da.ones((60, 60), chunks=20).persist()
+        assert explain(a, a).method
+        with Matmul(a, a) as mm:
+            mm.plan()
+
+    asyncio.run(cell())
 
 
 def unchecked(a, b, **options):

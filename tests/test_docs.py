@@ -1,0 +1,205 @@
+"""The documentation: what it prints runs, its plots are those of the recorded results, its links lead somewhere."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import importlib
+import importlib.resources
+import importlib.util
+import json
+import logging
+import re
+import sys
+from pathlib import Path
+
+import dask
+import dask.array as da
+import distributed
+import numpy as np
+import pytest
+import yaml
+
+import dask_distmm
+from dask_distmm.config import DEFAULTS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+# Code on a page, but for what needs more than there is here and says so: <!-- not run: why --> in the line before.
+FENCE = re.compile(r"^(<!-- not run: .+ -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FLAGS = doctest.NORMALIZE_WHITESPACE
+# Names that pages use and do not make: matrices of 24 x 24 in 3 x 3 chunks, and vectors.
+MATRICES = ("a", "b", "c", "a2", "b1", "b2", "x", "w1", "w2", "g", "A0", "B0", "A1", "B1", "A2", "B2")
+VECTORS = {"epilogs.md": ("v", "b1"), "stateful.md": ("v",)}
+
+
+def load(path):
+    """Import a module of the documentation's own."""
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(found)
+    sys.modules[path.stem] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def run_doctest(test):
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    out = []
+    failed, _ = runner.run(test, out=out.append, clear_globs=False)
+    assert not failed, "".join(out)
+
+
+def fences(page):
+    text = page.read_text()
+    return [(match[2], text[: match.start(2)].count("\n")) for match in FENCE.finditer(text) if not match[1]]
+
+
+# Docstrings that have examples; tests below would not notice one that moved.
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "dask_distmm").rglob("*.py")
+    if re.search(r"^ *>>> ", path.read_text(), re.MULTILINE)
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of_docstrings(name):
+    tests = doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name))
+    assert any(test.examples for test in tests)
+    for test in tests:
+        if test.examples:
+            run_doctest(test)
+
+
+def test_public_functions_have_examples():
+    assert {"dask_distmm.api", "dask_distmm.grouped", "dask_distmm.quantize", "dask_distmm.stateful"} <= set(MODULES)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(">>>" in code for code, _ in fences(p))], ids=lambda p: p.name
+)
+def test_examples_of_pages(page):
+    """Without a cluster: plans are for imagined workers."""
+    namespace = {}
+    for code, line in fences(page):
+        if ">>>" in code:
+            test = doctest.DocTestParser().get_doctest(code, namespace, page.name, str(page), line)
+            run_doctest(test)
+            namespace |= test.globs
+
+
+@pytest.fixture
+def as_printed(page, inproc_cluster, inproc_client, monkeypatch):
+    """What pages take for granted; ``Client()`` is a client of the tests' cluster."""
+
+    class Client(distributed.Client):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(inproc_cluster)
+
+    monkeypatch.setattr(distributed, "Client", Client)
+    configuration, level = copy.deepcopy(dask.config.config), logging.getLogger("dask_distmm").level
+    rng = np.random.default_rng()
+    names = {name: da.from_array(rng.standard_normal((24, 24)), chunks=8) for name in MATRICES}
+    names |= {name: da.ones(24, chunks=8) for name in VECTORS.get(page.name, ())}
+    names["steps"] = [names["a"], names["b"]]
+    names["qw"], names["sw"] = dask_distmm.quantize(names["b"], "float8_e4m3")
+    names |= {name: getattr(dask_distmm, name) for name in ("matmul", "quantize")}
+    names |= {"da": da, "np": np, "dask": dask, "dask_distmm": dask_distmm}
+    yield names
+    names.clear()
+    dask.config.config.clear()
+    dask.config.config.update(configuration)
+    logging.getLogger("dask_distmm").setLevel(level)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(">>>" not in code for code, _ in fences(p))], ids=lambda p: p.name
+)
+def test_code_of_pages(page, as_printed):
+    for code, line in fences(page):
+        if ">>>" not in code:
+            exec(compile("\n" * line + code, str(page), "exec"), as_printed)
+    if "client" in as_printed:
+        as_printed["client"].close()
+
+
+def test_links_lead_somewhere():
+    wrong = []
+    for page in [*PAGES, *(DOCS / "notebooks").glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path = target.partition("#")[0]
+            if "://" in target or not path:
+                continue
+            found = page.parent / path
+            if not found.exists() and not found.with_suffix(".ipynb").exists():
+                wrong.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda p: p.stem)
+def test_notebooks_are_stored_without_outputs(path):
+    cells = json.loads(path.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) > 3
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert "assert" in "".join(line for cell in code for line in cell["source"])
+
+
+def test_plots_are_those_of_the_results():
+    plots = load(DOCS / "make_plots.py")
+    page = (DOCS / "performance.md").read_text()
+    for name, plot in plots.PLOTS.items():
+        assert plot().axes
+        assert f"(pictures/{name}.svg)" in page
+        # Where this fails results have changed since: run docs/make_plots.py, and read performance.md again.
+        assert plots.digest() in (DOCS / "pictures" / f"{name}.svg").read_text()
+
+
+@pytest.fixture(scope="module")
+def config_options():
+    return load(DOCS / "sphinxext" / "config_options.py")
+
+
+def test_every_option_is_in_the_reference(config_options):
+    schema = yaml.safe_load(importlib.resources.files("dask_distmm").joinpath("distmm-schema.yaml").read_text())
+    groups = config_options.groups(DEFAULTS, schema)
+    assert [group.name for group in groups][:2] == ["General", "distmm.memory"]
+    found = [option for group in groups for option in group.options]
+    keys = [option.key for option in found]
+    assert len(set(keys)) == len(keys)
+    for key in keys:
+        assert dask.config.get(key, "missing") != "missing"
+
+    def leaves(prefix, value):
+        if isinstance(value, dict) and prefix not in keys:
+            for name, inner in value.items():
+                yield from leaves(f"{prefix}.{name}", inner)
+        else:
+            yield prefix
+
+    assert set(leaves("distmm", DEFAULTS["distmm"])) == set(keys)
+    assert all(option.description and option.type and option.default for option in found)
+    assert "```{confval} distmm.retries" in config_options.markdown(next(o for o in found if o.key == "distmm.retries"))
+
+
+def test_an_option_without_description_is_refused(config_options):
+    schema = {"properties": {"distmm": {"properties": {"x": {"type": "integer"}}}}}
+    with pytest.raises(ValueError, match=r"distmm\.x has no description"):
+        config_options.groups({"distmm": {"x": 1}}, schema)
+    with pytest.raises(ValueError, match=r"distmm\.y is in distmm.yaml, and not in its schema"):
+        config_options.groups({"distmm": {"y": 1}}, schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "integer", "minimum": 1}, "integer, at least 1"),
+        ({"type": ["string", "number"]}, "text or number"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, "number, above 0, at most 1"),
+        ({"enum": ["auto", "summa", None]}, "auto, summa or null"),
+    ],
+)
+def test_types_in_words(config_options, schema, text):
+    assert config_options.type_text(schema) == text
