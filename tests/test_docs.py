@@ -30,7 +30,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 FENCE = re.compile(r"^(<!-- not run: .+ -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FLAGS = doctest.NORMALIZE_WHITESPACE
 # Names that pages use and do not make: matrices of 24 x 24 in 3 x 3 chunks, and vectors.
-MATRICES = ("a", "b", "c", "a2", "b1", "b2", "x", "w1", "w2", "g", "A0", "B0", "A1", "B1", "A2", "B2")
+MATRICES = ("a", "b", "c", "a2", "b1", "b2", "x", "x1", "x2", "w1", "w2", "g", "A0", "B0", "A1", "B1", "A2", "B2")
 VECTORS = {"epilogs.md": ("v", "b1"), "stateful.md": ("v",)}
 
 
