@@ -90,7 +90,7 @@ def test_examples_of_pages(page):
 
 
 @pytest.fixture
-def as_printed(page, inproc_cluster, inproc_client, monkeypatch):
+def as_printed(page, inproc_cluster, inproc_client, monkeypatch, tmp_path):
     """What pages take for granted; ``Client()`` is a client of the tests' cluster."""
 
     class Client(distributed.Client):
@@ -98,6 +98,7 @@ def as_printed(page, inproc_cluster, inproc_client, monkeypatch):
             super().__init__(inproc_cluster)
 
     monkeypatch.setattr(distributed, "Client", Client)
+    monkeypatch.chdir(tmp_path)  # some write files
     configuration, level = copy.deepcopy(dask.config.config), logging.getLogger("dask_distmm").level
     rng = np.random.default_rng()
     names = {name: da.from_array(rng.standard_normal((24, 24)), chunks=8) for name in MATRICES}
