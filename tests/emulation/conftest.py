@@ -33,7 +33,7 @@ def make(monkeypatch):
         world = devices.install(monkeypatch, shares_memory)
         engine = importlib.import_module("dask_distmm.engines.cublasmp")
         # One engine thread a process uses the pinned buffers; here ranks are threads.
-        pinned, own = sys.modules["dask_distmm.engines.cublasmp.host"], threading.local()
+        pinned, own = sys.modules["dask_distmm.engines.device.host"], threading.local()
 
         def buffers():
             if not hasattr(own, "buffers"):
@@ -46,5 +46,5 @@ def make(monkeypatch):
 
     yield make
     # What was imported over the stand-ins must not stay.
-    for name in [n for n in sys.modules if n.startswith(("dask_distmm.engines.cublasmp", "dask_distmm.comms.nccl"))]:
+    for name in [n for n in sys.modules if n.startswith(devices.OVER_LIBRARIES)]:
         del sys.modules[name]

@@ -22,6 +22,8 @@ import numpy as np
 from dask_distmm.layout import numroc
 
 _TIMEOUT = 30
+# Modules that import the libraries, or those that do.
+OVER_LIBRARIES = tuple(f"dask_distmm.{x}" for x in ("engines.cublasmp", "engines.device", "engines.peer", "comms.nccl"))
 _SIZES = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long long": 8, "uint4": 16}
 EPILOGUES = {"ALLREDUCE": 1, "RELU": 2, "GELU": 3, "BIAS": 4, "RELU_BIAS": 5, "GELU_BIAS": 6}
 DATA_TYPES = {0: "f4", 1: "f8", 2: "f2", 4: "c8", 5: "c16", 14: ml_dtypes.bfloat16}
@@ -520,7 +522,6 @@ def install(monkeypatch, shares_memory=True):
     )
     module("nvmath.bindings", cublas=blas, cublasLt=lt, cublasMp=mp)
     module("nvmath", bindings=sys.modules["nvmath.bindings"])
-    for name in [name for name in sys.modules if name.startswith("dask_distmm.engines.cublasmp")]:
+    for name in [name for name in sys.modules if name.startswith(OVER_LIBRARIES)]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "dask_distmm.comms.nccl", raising=False)
     return world

@@ -97,7 +97,7 @@ def test_one_kernel_each(clusters, nworkers):
     def kernels():
         import gc
 
-        from dask_distmm.engines.cublasmp.finishing import Kernel
+        from dask_distmm.engines.device.finishing import Kernel
 
         return [found.is_fused for found in gc.get_objects() if isinstance(found, Kernel)]
 

@@ -1,7 +1,6 @@
 """The engine for GPUs: one cuBLASMp multiply across dask-cuda workers, or cuBLAS where one GPU does.
 
-`kernels` copy many rectangles at once, `exchange` redistributes with them and NCCL, `host` moves NumPy chunks to the
-device and back, `library` calls cuBLASMp and cuBLAS, `fp8` cuBLASLt, `job` is one participant's side of a run.
+`exchange` redistributes with NCCL, `library` calls cuBLASMp, `job` is one participant's side of a run.
 """
 
 from __future__ import annotations
