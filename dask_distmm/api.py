@@ -283,7 +283,7 @@ def explain(
     if imagined:
         assert isinstance(workers, int)
         imaginary = [Worker(f"worker-{i}") for i in range(workers)]
-        known: Snapshot | None = Snapshot(imaginary, [], [None, None], problem.engine_alone, [])
+        known: Snapshot | None = Snapshot(imaginary, [], [None, None], [problem.engine_alone], [])
     else:
         assert client is not None
         known = snapshot(client, problem, [a, b])

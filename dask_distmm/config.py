@@ -74,6 +74,7 @@ class Options:
     pack_below: int
     max_groups: int
     keep_workspace_bytes: int
+    buffer_bytes: int
     machines: tuple[tuple[str, Machine], ...]
 
     def machine(self, engine: str) -> Machine:
@@ -122,6 +123,7 @@ def read_options() -> Options:
         pack_below=int(number("numpy.pack-below", 0)),
         max_groups=int(number("cublasmp.max-groups", 1)),
         keep_workspace_bytes=int(parsed("cublasmp.keep-workspace", parse_bytes)),
+        buffer_bytes=int(parsed("peer.buffer-bytes", parse_bytes)),
         machines=tuple((engine, machine(engine)) for engine in _default("machine")),
     )
 

@@ -14,6 +14,7 @@ from dask_distmm.dtypes import takes
 from dask_distmm.engines.base import ENGINES
 from dask_distmm.errors import EngineError, MissingEngineError, PlanError
 from dask_distmm.plan import Worker
+from dask_distmm.plan.reach import out_of_reach
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -64,13 +65,14 @@ class Roster:
         array: str,
         dtypes: Sequence[str],
         wanted: tuple[str, ...] | int | None,
-    ) -> tuple[str, list[Worker]]:
-        """Return the engine that multiplies, and the workers that can take part, in the scheduler's order.
+    ) -> tuple[tuple[str, ...], list[Worker]]:
+        """Return the engines that can multiply, and the workers that can take part, in the scheduler's order.
 
         Parameters
         ----------
         engine
-            Its name, or ``"auto"`` for the first one that a worker has and that takes such arrays.
+            Its name, or ``"auto"`` for the first one that a worker has and that takes such arrays, and others that
+            the same workers have.
         array, dtypes
             What the chunks of the result are, ``"numpy"`` or ``"cupy"``; and the types of all arrays.
         wanted
@@ -93,20 +95,36 @@ class Roster:
             running = {address: running[address] for address in wanted}
         await self._describe([address for address in running if address not in self._described])
         fitting = [name for name in ENGINES if takes(name, array, dtypes) and engine in ("auto", name)]
-        able: dict[str, WorkerState] = {}
-        chosen = ""
-        for chosen in fitting:
-            able = {address: ws for address, ws in running.items() if self._has_engine(address, chosen)}
-            if able:
-                break
-        if not able:
+        able: dict[str, list[WorkerState]] = {}
+        for name in fitting:
+            found = [ws for address, ws in running.items() if self._has_engine(address, name)]
+            able[name] = found[:wanted] if isinstance(wanted, int) else found
+        reasons = {name: self._unfit(name, found) for name, found in able.items()}
+        fit = [name for name, reason in reasons.items() if reason is None]
+        # GPUs where there are some; the engine that most workers have.
+        chosen = max([name for name in fit if name != "numpy"] or fit, key=lambda name: len(able[name]), default=None)
+        if chosen is None:
+            alone = reasons.get(engine)
+            if alone:
+                raise EngineError(alone)
             raise MissingEngineError(self._why_none(fitting, array, dtypes, list(running)))
-        self._check_versions(chosen, list(able))
-        if isinstance(wanted, int):
-            if wanted > len(able):
-                raise PlanError(f"workers={wanted}, but the cluster has {len(able)}")
-            able = dict(itertools.islice(able.items(), wanted))
-        return chosen, [self.worker(ws, chosen) for ws in able.values()]
+        if isinstance(wanted, int) and wanted > len(able[chosen]):
+            raise PlanError(f"workers={wanted}, but the cluster has {len(able[chosen])}")
+        engines = tuple(name for name in fit if able[name] == able[chosen] and (name == "numpy") == (chosen == "numpy"))
+        for name in engines:
+            self._check_versions(name, [ws.address for ws in able[chosen]])
+        return engines, [self.worker(ws, chosen) for ws in able[chosen]]
+
+    def _unfit(self, engine: str, able: Sequence[WorkerState]) -> str | None:
+        """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
+        if not able:
+            return ""
+        if engine != "peer" or not (reason := out_of_reach([self.worker(ws, engine) for ws in able])):
+            return None
+        return (
+            f"engine 'peer' is for GPUs of one host that can read each other's memory: {reason}. Use "
+            "engine='cublasmp', or name workers that can with workers="
+        )
 
     async def answer(
         self,
@@ -119,10 +137,10 @@ class Roster:
     ) -> dict[str, Any]:
         """Return what `choose` and `placed` find, as plain types for a client."""
         wanted = tuple(wanted) if isinstance(wanted, list | tuple) else wanted
-        engine, workers = await self.choose(engine, array, dtypes, wanted)
+        engines, workers = await self.choose(engine, array, dtypes, wanted)
         sources, placed = self.placed(workers, names, counts)
         return {
-            "engine": engine,
+            "engines": list(engines),
             "workers": [worker.to_wire() for worker in workers],
             "sources": [worker.to_wire() for worker in sources],
             "placed": placed,
@@ -132,7 +150,8 @@ class Roster:
         """Return a worker as planning sees it, with the memory that an engine works in."""
         described = self._described.get(ws.address, {})
         memory = described.get("memory", {}).get(engine) or int(ws.memory_limit or 0)
-        return Worker(ws.address, ws.nthreads, memory, described.get("host", ""))
+        device, reach = described.get("links", {}).get(engine, ("", ()))
+        return Worker(ws.address, ws.nthreads, memory, described.get("host", ""), device, tuple(reach))
 
     def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
         """Refuse workers that differ in the version of this package or of the engine's libraries."""

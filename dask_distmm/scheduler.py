@@ -105,7 +105,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             answer = await self.roster.answer(**question)
         except DistMMError as error:
             return as_plain(error)
-        return {"status": "OK", "groups": self.groups.orders(answer["engine"]), **answer}
+        return {"status": "OK", "groups": self.groups.orders(answer["engines"]), **answer}
 
     def locate(self, name: str, run_id: int, index: int) -> dict[str, Any]:
         """Return the address of the worker that holds a chunk of a result."""
@@ -139,8 +139,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         try:
             made = await self._freeze(run, problem, staging)
             await self._turn(run)
-            await self._vote(run, made)
-            await self._start(run, made)
+            offers = await self._vote(run, made)
+            await self._start(run, made, offers)
             self._pin(run, made)
             self.restarts.pop(problem.name, None)
             options = problem.options
@@ -176,7 +176,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def _freeze(self, run: Run, problem: Problem, staging: Staging) -> Plan:
         """Fix who takes part, and how."""
         dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
-        engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers)
+        engines, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers)
         number = {worker.address: index for index, worker in enumerate(workers)}
         gone = [address for address in staging.addresses if address not in self.scheduler.workers]
         if gone:
@@ -194,12 +194,12 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             where_b=found[0 if problem.same else 1],
             where_extras=found[len(found) - len(problem.extras) :],
             sources=sources,
-            engine=engine,
+            engine=engines,
             orders=staging.orders,
-            groups=self.groups.orders(engine),
+            groups=self.groups.orders(engines),
         )
-        if engine != "numpy" and len(made.ranks) > 1:
-            made = dataclasses.replace(made, group=self.groups.use(engine, made.workers).number)
+        if made.engine != "numpy" and len(made.ranks) > 1:
+            made = dataclasses.replace(made, group=self.groups.use(made.engine, made.workers).number)
         # Workers that neither multiply nor hold a chunk have no part in it.
         needed = np.unique(np.concatenate([np.asarray(made.ranks), *found]))
         run.participants = frozenset(made.participants[index].address for index in needed.tolist())
@@ -219,7 +219,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             await self._changed.wait_for(free)
         self._check(run)
 
-    async def _vote(self, run: Run, made: Plan) -> None:
+    async def _vote(self, run: Run, made: Plan) -> list[Any]:
+        """Return what each participant offers the others."""
         run.begin_vote()
         wire = made.to_wire()
         number = {worker.address: index for index, worker in enumerate(made.participants)}
@@ -227,15 +228,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         async def ask(address: str) -> Any:
             return await self.scheduler.rpc(address).distmm_prepare(run_id=run.run_id, me=number[address], plan=wire)
 
-        await self._all(run, ask, made.problem.options.vote_timeout)
+        votes = await self._all(run, ask, made.problem.options.vote_timeout)
+        return [votes.get(worker.address, {}).get("offer") for worker in made.participants]
 
-    async def _start(self, run: Run, made: Plan) -> None:
+    async def _start(self, run: Run, made: Plan, offers: Sequence[Any]) -> None:
         run.begin_running()
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         self._event("start", run, method=made.method, grid=made.grid, engine=made.engine, flops=made.flops)
 
         async def ask(address: str) -> Any:
-            return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id)
+            return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id, offers=offers)
 
         answers = await self._all(run, ask, None)
         self.groups.keeps(made.group, max(answer["kept"] for answer in answers.values()))

@@ -186,6 +186,9 @@ def run_jobs(
             jobs.append(engine.job(made, me, mine, comm, lambda share: None))
         for job in jobs:
             job.prepare()
+        offers = [job.offer for job in jobs]
+        for job in jobs:
+            job.accept(offers)
         with ThreadPoolExecutor(len(jobs)) as pool:
             futures = [pool.submit(job.execute) for job in jobs]
             result: dict[Any, NDArray[Any]] = {}

@@ -69,6 +69,7 @@ class NumpyJob:
         self.compute_type = plan.problem.compute_type
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
+        self.offer: Any = None
         self.blocks: list[Block] = []
         self.result: dict[Any, NDArray[Any]] = {}
         self._block_of: dict[int, Block] = {}
@@ -104,6 +105,9 @@ class NumpyJob:
                 data = _zeros((r1 - r0, c1 - c0), plan.problem.result_type)
             self._block_of[index] = Block(r0, r1, c0, c1, data)
         self.blocks = list(self._block_of.values())
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Do nothing: there are none."""
 
     def execute(self) -> dict[Any, NDArray[Any]]:
         """Multiply, add up partial sums, gather the chunks that this rank owns, apply the formula."""
@@ -344,6 +348,10 @@ class NumpyEngine:
     def memory(self) -> int:
         """Return 0: what the worker may use."""
         return 0
+
+    def links(self) -> tuple[str, tuple[str, ...]]:
+        """Return nothing: who can reach whom does not matter."""
+        return "", ()
 
     def release(self, group: int) -> None:
         """Do nothing: nothing is kept between runs."""

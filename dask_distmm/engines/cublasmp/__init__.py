@@ -73,6 +73,10 @@ class CublasMpEngine:
                 )
         return CublasMpJob(plan, me, chunks, comm, progress, ready, self.stream, self.groups)
 
+    def links(self) -> tuple[str, tuple[str, ...]]:
+        """Return nothing: who can reach whom does not matter."""
+        return "", ()
+
     def release(self, group: int) -> None:
         """Free what the ranks of a group share; all of them do so at the same time."""
         found = self.groups.pop(group, None)

@@ -64,6 +64,7 @@ class CublasMpJob:
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
+        self.offer: Any = None
         self._tiles = make_tiles(plan)
         self._native = native_epilog(plan, self._tiles)
         # What the library does not do itself is done to sums that are not rounded yet.
@@ -177,6 +178,9 @@ class CublasMpJob:
         return self.comm.received_bytes + sum(x.received_bytes for x in exchanges if x is not None)
 
     # The work
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Do nothing: there are none."""
 
     def execute(self) -> dict[Any, Any]:
         """Multiply; return this rank's chunks of D and of auxiliary outputs."""
