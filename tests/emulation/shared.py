@@ -187,6 +187,10 @@ class Memory:
 # Streams
 
 
+# Threads of one process may wait for one stream.
+_order = threading.RLock()
+
+
 class Mark:
     """What an event has recorded last."""
 
@@ -256,6 +260,10 @@ class Stream:
 
     def some(self):
         """Do some operations, in some order."""
+        with _order:
+            self._some()
+
+    def _some(self):
         for _ in range(random.randint(1, 4)):
             streams = [stream for stream in self.together if stream.queue]
             random.shuffle(streams)
