@@ -34,7 +34,7 @@ from dask_distmm.plan.memory import chunk_bytes
 from dask_distmm.plan.plan import Estimate, Plan, Rect
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["PANELS", "Walk", "blocks", "estimate", "project", "step_of", "sums_in", "walks"]
+__all__ = ["PANELS", "Walk", "blocks", "estimate", "in_place", "project", "step_of", "sums_in", "walks"]
 
 # Buffers for panels: one is multiplied, the others fill.
 PANELS = 3
@@ -205,6 +205,12 @@ def blocks(plan: Plan, rank: int) -> list[Rect]:
     return [(r0, r1, c0, c1) for _, r0, r1 in down for _, c0, c1 in across]
 
 
+def in_place(plan: Plan, rank: int) -> set[Rect]:
+    """Return those of a rank's blocks that are a chunk of D, if the rank holds that chunk: multiplied into as it is."""
+    # Elsewhere others read what is not complete yet, or the library needs more room.
+    return set() if plan.grid[2] > 1 or plan.problem.fp8 else set(blocks(plan, rank))
+
+
 def project(plan: Plan) -> dict[str, int]:
     """Return the projected bytes of device memory that a run holds at its peak, for each participant.
 
@@ -225,8 +231,8 @@ def project(plan: Plan) -> dict[str, int]:
     stored = sums != problem.itemsize("d") or problem.finished
     for rank, index in enumerate(plan.ranks):
         total[index] += found[rank].buffer_bytes
-        lying = set(blocks(plan, rank))
-        total[index] += sum(_area(rect) for rect in lying) * sums
+        lying = in_place(plan, rank)
+        total[index] += sum(map(_area, blocks(plan, rank))) * sums
         owned = [plan.chunk_rect(number) for number in plan.owned(rank).tolist()]
         total[index] += sum(_area(rect) for rect in owned if rect not in lying) * sums
         if stored:
@@ -301,7 +307,7 @@ def _passes(plan: Plan, sums: int) -> NDArray[np.float64]:
     stored = sums != plan.problem.itemsize("d") or plan.problem.finished
     found = []
     for rank in range(len(plan.ranks)):
-        lying = set(blocks(plan, rank))
+        lying = in_place(plan, rank)
         owned = [plan.chunk_rect(number) for number in plan.owned(rank).tolist()]
         found.append(sum(_area(rect) * (stored + (rect not in lying)) for rect in owned))
     return np.array(found, float)

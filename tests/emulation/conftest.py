@@ -134,18 +134,31 @@ def make(monkeypatch):
     _forget()
 
 
+@pytest.fixture(scope="module")
+def peer_engine(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = devices.install(monkeypatch, memory=shared.Memory(tmp_path_factory.mktemp("devices")))
+        engine = importlib.import_module("dask_distmm.engines.peer")
+        _small_pinned_buffers(monkeypatch)
+        yield engine, world
+    _forget()
+
+
 @pytest.fixture
-def make_peers(monkeypatch, tmp_path):
+def make_peers(peer_engine):
+    engine, world = peer_engine
     made = []
 
     def make(host=False):
-        world = devices.install(monkeypatch, memory=shared.Memory(tmp_path))
-        engine = importlib.import_module("dask_distmm.engines.peer")
-        _small_pinned_buffers(monkeypatch)
         made.append(PeerRanks(engine, host, world.memory))
         return made[-1], world
 
     yield make
     for ranks in made:
         ranks.check_inputs()
-    _forget()
+        for process, one in ranks.engines.items():
+            with world.memory.as_process(process):
+                one.release(1)
+    assert not world.memory.mapped
+    world.compute_capability = "90"
+    world.memory.not_exportable.clear()

@@ -125,14 +125,16 @@ class RawKernel:
         assert grid == (int(first[count]),)
         for row in rows:
             if self.name == "copy_straight":
-                src, dst, width, height, src_stride, dst_stride, _ = row
-                for j in range(height):
-                    ctypes.memmove(dst + j * dst_stride, src + j * src_stride, width * self.size)
+                src, dst, inner, outer, src_outer, dst_outer, _ = row
+                src_inner = self.size
             else:
                 src, dst, inner, outer, src_inner, src_outer, dst_outer = row
-                for o, i in itertools.product(range(outer), range(inner)):
-                    at = src + i * src_inner + o * src_outer
-                    ctypes.memmove(dst + i * self.size + o * dst_outer, at, self.size)
+            target = self._at(dst, (outer, inner), (dst_outer, self.size))
+            target[...] = self._at(src, (outer, inner), (src_outer, src_inner))
+
+    def _at(self, pointer, shape, strides):
+        interface = {"data": (pointer, False), "shape": shape, "strides": strides, "typestr": f"|V{self.size}"}
+        return np.asarray(types.SimpleNamespace(__array_interface__={"version": 3, **interface}))
 
 
 def _scalar(pointer, dtype):

@@ -2,17 +2,136 @@
 
 from __future__ import annotations
 
-import dask
-import pytest
+import gc
+import threading
+import weakref
 
+import dask
+import numpy as np
+import pytest
+from epilog_cases import Case, run_case
+from narrow_cases import PAIRS
+from test_narrow_emulated import run_narrow
+
+from dask_distmm.distribution import BlockCyclic, Slab
+from dask_distmm.errors import EngineError
+from dask_distmm.plan import plan, pulls
 from dask_distmm.testing import conformance
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 
 
+@pytest.fixture
+def tight(monkeypatch):
+    """Little room for buffers, so that panels are narrow; `cut` says what goes if that is not enough."""
+
+    def set_to(size, cut="depth"):
+        monkeypatch.setattr(pulls, "_LEAST_DEPTH", 16 if cut == "depth" else 10**6)
+        monkeypatch.setattr(pulls, "_LEAST_WIDTH", 8)
+        monkeypatch.setattr(pulls, "_LEAST_BLOCK", 8)
+        monkeypatch.setattr(pulls, "_LEAST_ROWS", 4)
+        return dask.config.set({"distmm.peer.buffer-bytes": size})
+
+    return set_to
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("nranks", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("orders", ["CC", "FF", "CF", "FC"])
+@pytest.mark.parametrize(("nranks", "orders"), [(1, "CF"), (2, "CC"), (3, "FF"), (4, "FC"), (6, "CC")])
 def test_methods_and_orders(make_peers, method, nranks, orders):
-    ranks, _ = make_peers()
+    ranks, world = make_peers()
     conformance(ranks, method, nranks, orders=orders, own_out_chunks=True)
+    assert nranks == 1 or world.memory.most_mapped
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("size", "cut"), [(2**14, "depth"), (2**13, "rows"), (2**11, "depth")])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_little_room_for_buffers(make_peers, tight, method, size, cut, dtype):
+    ranks, _ = make_peers()
+    with tight(size, cut):
+        made = conformance(ranks, method, 3, dtype, own_out_chunks=True)
+    if method == "local":
+        walk = pulls.walks(made)[0]
+        assert len(walk.depth if cut == "depth" and dtype == "float64" else walk.parts) > 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex128"])
+def test_types(make_peers, method, dtype):
+    ranks, _ = make_peers()
+    conformance(ranks, method, 3, dtype)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (1, 40, 3), (64, 1, 9)])
+def test_shapes(make_peers, method, shape):
+    ranks, _ = make_peers()
+    conformance(ranks, method, 4, shape=shape, most_chunks=3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("transposed", [(False, False), (True, False)])
+def test_chunks_that_are_used_as_they_lie(make_peers, method, transposed):
+    ranks, _ = make_peers()
+    conformance(ranks, method, 2, shape=(32, 32, 32), most_chunks=1, transposed=transposed)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_numpy_chunks_of_two_types(make_peers, method):
+    ranks, _ = make_peers(host=True)
+    conformance(ranks, method, 3, "float32", b_dtype="float64")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_that_can_not_be_exported_is_copied_once(make_peers, method):
+    ranks, world = make_peers()
+    world.memory.not_exportable.update(["w0", "w2"])
+    conformance(ranks, method, 3)
+
+
+@pytest.mark.parametrize("method", ["local", "allgather", "reducescatter"])
+def test_participants_that_are_no_ranks(make_peers, method):
+    """One offers its memory, one has none to offer: its chunks come over Dask's comms."""
+    ranks, _ = make_peers()
+    ranks.silent.add("s1")
+    conformance(ranks, method, 2, sources=2)
+    conformance(ranks, method, 2, "float32", b_dtype="float64", sources=2)
+
+
+@pytest.mark.parametrize(
+    "distributions", [(Slab(0), None, Slab(0)), (BlockCyclic((2, 2), (34, 36)), BlockCyclic((2, 2), (36, 30)), None)]
+)
+def test_distributions_by_hand(make_peers, distributions):
+    ranks, _ = make_peers()
+    conformance(ranks, "auto", 4, own_out_chunks=True, distributions=distributions)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("epilog", "dtype"), [("gelu_aux_bias", "float32"), ("drelu_bgrad", "bfloat16")])
+def test_epilogs(make_peers, method, epilog, dtype):
+    ranks, _ = make_peers()
+    case = Case(epilog, dtype, alpha=2.0, beta=0.5, bias_axis=0, bias="row")
+    case.check(*run_case(ranks, case, method, 3, 1, True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("orders", ["CC", "FF"])
+def test_fp8(make_peers, tight, method, orders):
+    ranks, world = make_peers()
+    del world.calls[:]
+    with tight(2**13):
+        run_narrow(ranks, method, 3, PAIRS[0], "bfloat16", orders=orders)
+    assert {call[1] for call in world.calls} == {"lt"}
+
+
+@pytest.mark.parametrize("pair", PAIRS[1:])
+def test_fp8_pairs(make_peers, pair):
+    ranks, _ = make_peers(host=pair == PAIRS[1])
+    run_narrow(ranks, "auto", 3, pair, "float8_e4m3fn", lazy=True, sources=1)
+
+
+def test_fp8_on_old_gpus_says_what_is_needed(make_peers):
+    ranks, world = make_peers()
+    world.compute_capability = "80"
+    with pytest.raises(EngineError, match=r"FP8 needs compute capability 8\.9"):
+        run_narrow(ranks, "allgather", 2, PAIRS[0], "float32")

@@ -39,7 +39,7 @@ from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import PANELS, blocks, step_of, sums_in, walks
+from dask_distmm.plan.pulls import PANELS, blocks, in_place, step_of, sums_in, walks
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer import PeerEngine
@@ -129,12 +129,11 @@ class PeerJob:
         # Chunks of D, or the sums that are finished or rounded to them.
         self._chunk_sums: dict[int, Any] = {}
         self._blocks: list[tuple[Rect, Any]] = []
-        number_of = {rect: index for index, rect in owned.items()}
+        number_of = {rect: index for index, rect in owned.items() if rect in in_place(plan, self.rank)}
         empty = self.engine.exporter.empty
         for rect in blocks(plan, self.rank):
             rows, cols = rect[1] - rect[0], rect[3] - rect[2]
-            whole = rect in number_of and not problem.fp8
-            if whole:
+            if rect in number_of:
                 array = cp.empty((rows, cols), self._sums)
                 self._chunk_sums[number_of[rect]] = array
             else:

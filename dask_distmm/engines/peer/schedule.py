@@ -192,13 +192,15 @@ class _Maker:
         """Return the panels in order, each with the rank whose part of the partial sums it belongs to, or -1."""
         plan, rank = self.plan, self.rank
         count = len(plan.ranks)
+        slabs = [(span, -1)]
         if plan.grid[2] > 1 and plan.method == "reducescatter":
             rects = [plan.final_rects(to)[0] for to in range(count)]
             slabs = [((x[0], x[1]) if self.passing == 0 else (x[2], x[3]), to) for to, x in enumerate(rects)]
             # Its own comes first: others' sums are added to that one while the rest is multiplied.
             slabs = slabs[rank:] + slabs[:rank]
-        else:
-            slabs = [(span, -1)]
+            if any(start % self.step for (start, _), _ in slabs):
+                # What pads a slab would be multiplied into the next one.
+                slabs = [(span, -1)]
         found: list[tuple[_Segment, int]] = []
         for slab, to in slabs:
             pieces: list[_Segment] = []
@@ -234,9 +236,6 @@ class _Maker:
     def _segments(self, operand: int, span: tuple[int, int], depth: tuple[int, int]) -> list[_Segment]:
         """Cut a stretch of an operand's own axis into what lies right and what does not."""
         edges = self._edges(operand, span)
-        if self.step > 1:
-            # Extents of GEMMs are padded there, so that places inside of D must be multiples too.
-            edges = [span[0], span[1]]
         found: list[_Segment] = []
         for start, stop in itertools.pairwise(edges):
             lies = self.lies(operand, (start, stop, *depth) if operand == 0 else (*depth, start, stop))
@@ -247,6 +246,9 @@ class _Maker:
 
     def _edges(self, operand: int, span: tuple[int, int]) -> list[int]:
         """Return the edges of chunks within a stretch, its ends included."""
+        if self.step > 1:
+            # Extents of GEMMs are padded there, so that places inside of D must be multiples too.
+            return [span[0], span[1]]
         sizes = self.plan.problem.a_chunks[0] if operand == 0 else self.plan.problem.b_chunks[1]
         inside = {edge for edge in itertools.accumulate(sizes) if span[0] < edge < span[1]}
         return sorted({*span, *inside})
