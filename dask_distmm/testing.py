@@ -329,6 +329,7 @@ FAULT_POINTS = {
     "collect": ("dask_distmm.worker", "WorkerSide", "collect"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
+    "panel": ("dask_distmm.engines.peer.job", "PeerJob", "_product"),
     "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }
 

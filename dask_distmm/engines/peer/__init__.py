@@ -1,8 +1,8 @@
 """The engine for GPUs of one host that can read each other's memory: no rank sends, each pulls what it needs.
 
-`offers` says what of a process' memory others may read, `memory` exports and maps it, `schedule` puts a rank's work in
-order, `pulls` issues copies, `remote` is what others offer as one rank sees it, `job` is one participant's side of a
-run.
+`memory` exports and maps device memory, `pulls` issues copies, `remote` is what others offer as one rank sees it, `job`
+is one participant's side of a run. The parts that know no GPU are beside this package: `engines.offers`, what a process
+tells others of its memory, and `engines.schedule`, the order of a rank's work.
 """
 
 from __future__ import annotations

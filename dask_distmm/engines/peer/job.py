@@ -31,10 +31,10 @@ from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, check_fp8, mul
 from dask_distmm.engines.device.host import to_host
 from dask_distmm.engines.device.operands import DeviceChunks, in_type, mark
 from dask_distmm.engines.panels import Piece
-from dask_distmm.engines.peer.offers import BLOCKS, Offer, read_offers
+from dask_distmm.engines.offers import BLOCKS, Offer, read_offers
 from dask_distmm.engines.peer.pulls import Rectangle, copy, span_of
 from dask_distmm.engines.peer.remote import Remote
-from dask_distmm.engines.peer.schedule import Fill, Product, Slot, make_schedule, merged
+from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule, merged
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded

@@ -19,7 +19,7 @@ import numpy as np
 from cuda.bindings import driver
 
 from dask_distmm.engines.base import log
-from dask_distmm.engines.peer.offers import Allocation
+from dask_distmm.engines.offers import Allocation
 from dask_distmm.errors import EngineError
 
 __all__ = ["Exporter", "Mappings", "close_quietly"]

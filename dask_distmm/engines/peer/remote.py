@@ -10,7 +10,7 @@ import cupy as cp
 import cupyx
 import numpy as np
 
-from dask_distmm.engines.peer.offers import FLAG_BYTES, Offer
+from dask_distmm.engines.offers import FLAG_BYTES, Offer
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
