@@ -187,6 +187,7 @@ class Memory:
 # Streams
 
 
+_streams = weakref.WeakValueDictionary()
 # Threads of one process may wait for one stream.
 _order = threading.RLock()
 
@@ -224,14 +225,13 @@ class Event:
 class Stream:
     """A queue of operations; `Streams` that belong together are done in some order."""
 
-    by_pointer = weakref.WeakValueDictionary()
     _pointers = itertools.count(1000)
 
     def __init__(self, together, immediate=False):
         self.together, self.immediate, self.queue = together, immediate, collections.deque()
         self.ptr = next(Stream._pointers)
         together.append(self)
-        Stream.by_pointer[self.ptr] = self
+        _streams[self.ptr] = self
 
     def wait_event(self, event):
         if not event.mark.done:
@@ -286,7 +286,7 @@ class Stream:
 
 def on_stream(pointer, operation):
     """Do something when a stream does it."""
-    stream = Stream.by_pointer.get(pointer)
+    stream = _streams.get(pointer)
     if stream is None:
         operation()
     else:

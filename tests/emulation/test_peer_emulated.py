@@ -1,13 +1,8 @@
-"""The engine that pulls, on emulated devices: the same conformance suite as on GPUs, and what passes between processes."""
+"""The engine that pulls, on emulated devices: the conformance suite, little room, memory that comes and goes."""
 
 from __future__ import annotations
 
-import gc
-import threading
-import weakref
-
 import dask
-import numpy as np
 import pytest
 from epilog_cases import Case, run_case
 from narrow_cases import PAIRS
@@ -15,7 +10,7 @@ from test_narrow_emulated import run_narrow
 
 from dask_distmm.distribution import BlockCyclic, Slab
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import plan, pulls
+from dask_distmm.plan import pulls
 from dask_distmm.testing import conformance
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]

@@ -86,6 +86,7 @@ def test_kinds_of_chunks_lazy_scales_and_c(clusters, nworkers, pair, kind):
     check(clusters(nworkers)[0], pair, "float8_e5m2", kind=kind, lazy=True, beta=0.5)
 
 
+@pytest.mark.engines("cublasmp")
 def test_summa_is_refused(clusters, nworkers):
     clusters(nworkers)
     with pytest.raises(PlanError, match="summa"):

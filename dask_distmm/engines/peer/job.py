@@ -30,8 +30,8 @@ from dask_distmm.engines.device.finishing import Finishing
 from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, check_fp8, multiply
 from dask_distmm.engines.device.host import to_host
 from dask_distmm.engines.device.operands import DeviceChunks, in_type, mark
-from dask_distmm.engines.panels import Piece
 from dask_distmm.engines.offers import BLOCKS, Offer, read_offers
+from dask_distmm.engines.panels import Piece
 from dask_distmm.engines.peer.pulls import Rectangle, copy, span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule, merged
@@ -601,4 +601,3 @@ def _moved(view: View, axis: int, by: int, size: int) -> Memory:
     """Return a matrix from a later row (axis 0) or column on, as the library wants it."""
     pointer, row, col = view.span
     return Memory(pointer + by * (row, col)[axis], max(1, (row if view.order == "C" else col) // size))
-
