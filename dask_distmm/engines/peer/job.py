@@ -242,7 +242,7 @@ class PeerJob:
         if self.rank is None or len(self.plan.participants) == 1:
             return
         found = read_offers(offers, self.plan, self.me)
-        self._remote = Remote(self.plan, found, self.engine, self._check)
+        self._remote = Remote(self.plan, found, self.engine)
 
     # The work
 
@@ -448,7 +448,7 @@ class PeerJob:
         assert self.rank is not None
         assert self._remote is not None
         rank = coming[0]
-        if not self._remote.ready(self.plan.ranks[rank], self.rank, block=block):
+        if not self._remote.ready(self.plan.ranks[rank], self.rank, self._check if block else None):
             return
         coming.popleft()
         rect, own = self._blocks[0]
@@ -498,7 +498,7 @@ class PeerJob:
         copy(here, self._sums.itemsize, stream)
         for rank, parts in sorted(there.items(), key=lambda item: (item[0] - (self.rank or 0)) % len(plan.ranks)):
             assert self._remote is not None
-            self._remote.ready(plan.ranks[rank], len(plan.ranks), block=True)
+            self._remote.ready(plan.ranks[rank], len(plan.ranks), self._check)
             pulls = self._next_pulls()
             found = []
             for number, whole in enumerate(blocks(plan, rank)):

@@ -35,8 +35,6 @@ class Remote:
         For each participant; None for those that offer nothing.
     engine
         Which keeps the mappings.
-    check
-        Raises if the run has been ended.
 
     Attributes
     ----------
@@ -44,10 +42,8 @@ class Remote:
         Bytes that were asked for so far.
     """
 
-    def __init__(
-        self, plan: Plan, offers: Sequence[Offer | None], engine: PeerEngine, check: Callable[[], None]
-    ) -> None:
-        self._plan, self._offers, self._engine, self._check = plan, offers, engine, check
+    def __init__(self, plan: Plan, offers: Sequence[Offer | None], engine: PeerEngine) -> None:
+        self._plan, self._offers, self._engine = plan, offers, engine
         self.pulled_bytes = 0
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
         for offer in offers:
@@ -79,8 +75,10 @@ class Remote:
             return allocation.address
         return self._engine.mappings.open(offer.process, allocation)
 
-    def ready(self, holder: int, flag: int, *, block: bool) -> bool:
-        """Whether a participant has raised a flag; with `block` wait until it has.
+    def ready(self, holder: int, flag: int, check: Callable[[], None] | None = None) -> bool:
+        """Whether a participant has raised a flag.
+
+        With `check`, which raises if the run has been ended, wait until it has.
 
         Raises
         ------
@@ -91,9 +89,9 @@ class Remote:
         most = options.transfer_timeout + self._plan.flops / options.machine(self._plan.engine).rate("other")
         end = time.monotonic() + most
         while not self._look(holder, flag):
-            if not block:
+            if check is None:
                 return False
-            self._check()
+            check()
             if time.monotonic() > end:
                 raise EngineError(
                     f"worker {self._plan.participants[holder].address} has not finished its sums for {most:.0f} s, "
