@@ -119,8 +119,8 @@ def matmul(
         ``"local"``, ``"allgather"``, ``"reducescatter"``, ``"allreduce"``, ``"summa"``, or ``"auto"`` (the
         default, from the config ``distmm.method``): the quickest by the cost model, see `explain`.
     engine : str, optional
-        ``"cublasmp"`` (GPUs), ``"numpy"``, or ``"auto"`` (the default, from the config ``distmm.engine``): cublasmp
-        where workers have it, else numpy.
+        ``"peer"`` (GPUs of one host), ``"cublasmp"`` (GPUs), ``"numpy"``, or ``"auto"`` (the default, from the config
+        ``distmm.engine``): on GPUs the quicker one by the cost model, peer where all can read each other's memory.
     out_chunks : optional
         Chunks of the result, in any form that Dask takes; ``(op(A).chunks[0], op(B).chunks[1])`` by default.
     workers : sequence of str or int, optional

@@ -8,6 +8,7 @@ or two at a time, all GPUs at once; what mapping costs; and what GEMMs lose to c
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
             if kernel:
                 launches[number].run(flow)
             else:
-                copy([one], 1, flow)
+                launches += copy([one], 1, flow)
     for flow, (_, last) in zip(flows, marks, strict=True):
         last.record(flow)
         last.synchronize()
@@ -167,6 +168,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # Workers are to find the functions, and what these keep, in a module of this name.
-    from benchmarks.gpu import links
-
-    raise SystemExit(links.main())
+    raise SystemExit(importlib.import_module("benchmarks.gpu.links").main())

@@ -88,7 +88,9 @@ class PeerJob:
         self._inputs.set_result(None)
         self._error: BaseException | None = None
         self._remote: Remote | None = None
+        # Until all is over: copies of what can't be exported or was fetched, and tables that kernels read.
         self._keep: list[Any] = []
+        self._launches: list[Any] = []
 
     @property
     def received_bytes(self) -> int:
@@ -363,7 +365,7 @@ class PeerJob:
             pointer = source.pointer + piece.r0 * source.row_stride + piece.c0 * source.col_stride
             to = target._replace(pointer=start)
             found.append(Rectangle(source._replace(pointer=pointer), to, piece.rows, piece.cols))
-        copy(found, size, stream)
+        self._launches += copy(found, size, stream)
         for holder, these in outside.items():
             self._fetch(holder, operand, these, target, size, stream)
 
@@ -387,7 +389,7 @@ class PeerJob:
             found.append(Rectangle(span_of(part), target._replace(pointer=start), piece.rows, piece.cols))
         # The default stream has done this.
         stream.wait_event(self._event(cp.cuda.Stream.null))
-        copy(found, size, stream)
+        self._launches += copy(found, size, stream)
 
     def _product(self, product: Product) -> None:
         """Put a GEMM on the stream, or one for each block of D, as soon as its operands are here."""
@@ -475,7 +477,7 @@ class PeerJob:
         source = self._there(self.plan.ranks[rank], BLOCKS, number, rows * cols * size)
         assert source is not None
         pointer = source.pointer + (part[0] - whole[0]) * source.row_stride + (part[2] - whole[2]) * source.col_stride
-        copy([Rectangle(source._replace(pointer=pointer), target, rows, cols)], size, stream)
+        self._launches += copy([Rectangle(source._replace(pointer=pointer), target, rows, cols)], size, stream)
 
     # The end
 
@@ -495,7 +497,7 @@ class PeerJob:
                     continue
                 for whole, array in self._blocks:
                     here += self._parts(index, rect, whole, span_of(array))
-        copy(here, self._sums.itemsize, stream)
+        self._launches += copy(here, self._sums.itemsize, stream, here=True)
         for rank, parts in sorted(there.items(), key=lambda item: (item[0] - (self.rank or 0)) % len(plan.ranks)):
             assert self._remote is not None
             self._remote.ready(plan.ranks[rank], len(plan.ranks), self._check)
@@ -510,7 +512,7 @@ class PeerJob:
                 if size and (source := self._there(plan.ranks[rank], BLOCKS, number, size * self._sums.itemsize)):
                     for index, rect in parts:
                         found += self._parts(index, rect, whole, source)
-            copy(found, self._sums.itemsize, pulls)
+            self._launches += copy(found, self._sums.itemsize, pulls)
             stream.wait_event(self._event(pulls))
         outputs: dict[Any, Any] = dict(self._chunk_sums)
         if self._finishing is not None:

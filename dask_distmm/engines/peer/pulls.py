@@ -27,10 +27,13 @@ class Rectangle(NamedTuple):
     cols: int
 
 
-def copy(found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream) -> None:
-    """Put copies on a stream; targets do not overlap, and are dense along one axis."""
+def copy(found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream, *, here: bool = False) -> list[Any]:
+    """Put copies on a stream; return what has to be kept until they are done.
+
+    Targets do not overlap, and are dense along one axis. Copies of what is `here` already are quickest by a kernel.
+    """
     by_kernel: list[Rectangle] = []
-    small = sum(one.rows * one.cols * itemsize < _SMALL_BYTES for one in found) >= _MANY
+    small = here or sum(one.rows * one.cols * itemsize < _SMALL_BYTES for one in found) >= _MANY
     runtime = cp.cuda.runtime
     for one in found:
         (src, src_row, src_col), (dst, dst_row, dst_col), rows, cols = one
@@ -42,12 +45,13 @@ def copy(found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream) -> N
             src_inner, src_outer, dst_outer, width, height = src_row, src_col, dst_col, rows * itemsize, cols
             single = rows == 1
         dense = (single or src_inner == itemsize) and (height == 1 or (src_outer >= width and dst_outer >= width))
-        if not dense or (small and width * height < _SMALL_BYTES):
+        if not dense or (small and (here or width * height < _SMALL_BYTES)):
             by_kernel.append(one)
         elif height == 1 or src_outer == dst_outer == width:
             runtime.memcpyAsync(dst, src, width * height, runtime.memcpyDefault, stream.ptr)
         else:
             runtime.memcpy2DAsync(dst, dst_outer, src, src_outer, width, height, runtime.memcpyDefault, stream.ptr)
+    launches: list[Any] = []
     if by_kernel:
         tables = [_row(one, itemsize) for one in by_kernel]
         launches = copy_rectangles([np.array(tables, np.int64)], itemsize)
@@ -57,6 +61,7 @@ def copy(found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream) -> N
         stream.wait_event(ready)
         for launch in launches:
             launch.run(stream)
+    return launches
 
 
 def _row(one: Rectangle, itemsize: int) -> tuple[int, ...]:
