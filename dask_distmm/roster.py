@@ -150,7 +150,9 @@ class Roster:
         """Return a worker as planning sees it, with the memory that an engine works in."""
         described = self._described.get(ws.address, {})
         memory = described.get("memory", {}).get(engine) or int(ws.memory_limit or 0)
-        device, reach = described.get("links", {}).get(engine, ("", ()))
+        links = described.get("links", {})
+        # Whoever only hands out chunks may be read too.
+        device, reach = links.get(engine or "peer", ("", ()))
         return Worker(ws.address, ws.nthreads, memory, described.get("host", ""), device, tuple(reach))
 
     def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:

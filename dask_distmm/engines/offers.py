@@ -17,6 +17,7 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
 from dask_distmm.plan.pulls import blocks, sums_in, walks
+from dask_distmm.plan.reach import reaches
 
 __all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Offer", "Place", "read_offers"]
 
@@ -123,7 +124,7 @@ def read_offers(wires: Sequence[Any], plan: Plan, mine: int) -> list[Offer | Non
     plan
         Of the run: which participant has what, and of what shape.
     mine
-        This participant, whose own offer is not read.
+        This participant. Its own offer is not read, nor those of participants that it can't reach.
 
     Raises
     ------
@@ -135,7 +136,8 @@ def read_offers(wires: Sequence[Any], plan: Plan, mine: int) -> list[Offer | Non
     sums = sums_in(plan, walks(plan)).itemsize
     found: list[Offer | None] = []
     for index, wire in enumerate(wires):
-        if wire is None or index == mine:
+        # Chunks of workers on other hosts come over Dask's comms.
+        if wire is None or index == mine or not reaches(plan.participants[mine], plan.participants[index]):
             found.append(None)
             continue
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dask_distmm.plan.problem import Worker
 
-__all__ = ["out_of_reach"]
+__all__ = ["out_of_reach", "reaches"]
 
 
 def out_of_reach(workers: Sequence[Worker]) -> str:
@@ -31,3 +31,8 @@ def out_of_reach(workers: Sequence[Worker]) -> str:
                     "(CUDA_VISIBLE_DEVICES; dask-cuda shows all)"
                 )
     return ""
+
+
+def reaches(reader: Worker, other: Worker) -> bool:
+    """Whether a worker's GPU can read the memory of another one's, as far as they have said anything."""
+    return reader.host == other.host and (reader.device == other.device or other.device in reader.reach)

@@ -207,9 +207,9 @@ def test_a_rank_that_fails_ends_the_run_for_all(make_peers, monkeypatch, method)
 
 def test_a_rank_that_never_finishes_its_sums_is_named(make_peers, monkeypatch):
     ranks, _ = make_peers()
-    kind = sys.modules["dask_distmm.engines.peer.job"].PeerJob
-    real = kind._raise_flag
-    monkeypatch.setattr(kind, "_raise_flag", lambda self, number: self.rank == 2 or real(self, number))
+    kind = sys.modules["dask_distmm.engines.peer.result"].Result
+    real = kind.raise_flag
+    monkeypatch.setattr(kind, "raise_flag", lambda self, number: self.rank == 2 or real(self, number))
     with (
         dask.config.set({"distmm.timeouts.transfer": "0.3s"}),
         pytest.raises(EngineError, match=r"worker w\d has not finished its sums for"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgpack
 import numpy as np
 import pytest
@@ -44,9 +46,13 @@ def test_there_and_back(made):
     assert found.flags == (0, 2048)
 
 
-@pytest.mark.parametrize("mine", [1])
-def test_its_own_is_not_read(made, mine):
-    assert read_offers([None, {"nonsense": 1}], made, mine) == [None, None]
+def test_its_own_and_what_is_out_of_reach_are_not_read(made):
+    assert read_offers([None, {"nonsense": 1}], made, mine=1) == [None, None]
+    near, far = Worker("w0", host="a", device="x", reach=("y",)), Worker("w1", host="b", device="y")
+    apart = dataclasses.replace(made, participants=(near, far))
+    assert read_offers([None, offer(made)], apart, mine=0) == [None, None]
+    together = dataclasses.replace(made, participants=(near, dataclasses.replace(far, host="a")))
+    assert read_offers([None, offer(made)], together, mine=0)[1] is not None
 
 
 def change(key, value):

@@ -24,32 +24,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cupy as cp
 import numpy as np
 
-from dask_distmm.dtypes import FP8, carried, typed
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
-from dask_distmm.engines.device.finishing import Finishing
+from dask_distmm.dtypes import carried, typed
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm
 from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, check_fp8, multiply
 from dask_distmm.engines.device.host import to_host
-from dask_distmm.engines.device.operands import DeviceChunks, in_type, mark
+from dask_distmm.engines.device.operands import DeviceChunks, mark
 from dask_distmm.engines.offers import BLOCKS, Offer, read_offers
-from dask_distmm.engines.panels import Piece
-from dask_distmm.engines.peer.pulls import Rectangle, copy, span_of
+from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.remote import Remote
-from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule, merged
+from dask_distmm.engines.peer.result import ALIGNED, Result
+from dask_distmm.engines.peer.sources import Ended, Sources, record
+from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import PANELS, blocks, in_place, step_of, sums_in, walks
+from dask_distmm.plan.pulls import PANELS, step_of, sums_in, walks
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer import PeerEngine
 
 __all__ = ["PeerJob"]
-
-# Distances of rows that GEMMs are quick with: multiples of so many elements.
-_ALIGNED = 16
-# Rows of partial sums are pulled into one of so many buffers while the other is added.
-_ADDING = 2
 
 
 class View(NamedTuple):
@@ -78,7 +73,7 @@ class PeerJob:
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
         self.offer: Any = None
-        self._ready, self._stream, self._pulls = ready, engine.stream, engine.pulls
+        self._ready, self._stream = ready, engine.stream
         self._walks = walks(plan)
         self._sums = sums_in(plan, self._walks)
         self._orders = ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
@@ -86,16 +81,13 @@ class PeerJob:
         self._items = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
         self._inputs: Future[None] = Future()
         self._inputs.set_result(None)
-        self._error: BaseException | None = None
-        self._remote: Remote | None = None
-        # Until all is over: copies of what can't be exported or was fetched, and tables that kernels read.
-        self._keep: list[Any] = []
-        self._launches: list[Any] = []
+        self._ended = Ended()
+        self._sources = Sources(plan, me, comm, self.chunks, engine.pulls, self._ended)
 
     @property
     def received_bytes(self) -> int:
         """Bytes of matrices that have been pulled from other participants, or have come over Dask's comms."""
-        return self.comm.received_bytes + (self._remote.pulled_bytes if self._remote is not None else 0)
+        return self.comm.received_bytes + self._sources.pulled_bytes
 
     # Before the vote
 
@@ -109,6 +101,7 @@ class PeerJob:
         self._kinds.compute_type  # noqa: B018 - the library must have it
         self._staged = DeviceChunks(problem, self.chunks)
         self.chunks = self._staged.arrays
+        self._sources.chunks = self.chunks
         if self.rank is not None:
             self._allocate()
         allocated = cp.cuda.Event(disable_timing=True)
@@ -124,38 +117,10 @@ class PeerJob:
 
     def _allocate(self) -> None:
         assert self.rank is not None
-        plan, problem, step = self.plan, self.plan.problem, step_of(self.plan.problem)
+        plan = self.plan
         self._schedule = make_schedule(plan, self.rank, self._walks[self.rank], self._lies)
         self._buffers = {slot: self._buffer(slot, *size) for slot, size in self._schedule.slots.items()}
-        owned = {int(index): plan.chunk_rect(int(index)) for index in plan.owned(self.rank)}
-        # Chunks of D, or the sums that are finished or rounded to them.
-        self._chunk_sums: dict[int, Any] = {}
-        self._blocks: list[tuple[Rect, Any]] = []
-        number_of = {rect: index for index, rect in owned.items() if rect in in_place(plan, self.rank)}
-        empty = self.engine.exporter.empty
-        for rect in blocks(plan, self.rank):
-            rows, cols = rect[1] - rect[0], rect[3] - rect[2]
-            if rect in number_of:
-                array = cp.empty((rows, cols), self._sums)
-                self._chunk_sums[number_of[rect]] = array
-            else:
-                array = empty((padded(rows, step), padded(cols, max(step, _ALIGNED))), self._sums)[:rows, :cols]
-            self._blocks.append((rect, array))
-        for index, rect in owned.items():
-            if index not in self._chunk_sums:
-                self._chunk_sums[index] = cp.empty((rect[1] - rect[0], rect[3] - rect[2]), self._sums)
-        self._finishing = Finishing(plan, self.me, self.rank, self.chunks, "C") if problem.finished else None
-        self._rounded: dict[int, Any] = {}
-        if self._finishing is None and self._sums != problem.result_type:
-            self._rounded = {index: cp.empty(x.shape, problem.result_type) for index, x in self._chunk_sums.items()}
-        self._adding: list[Any] = []
-        if plan.grid[2] > 1:
-            final = merged(plan.final_rects(self.rank))
-            most = max((r[3] - r[2] for r in final), default=0)
-            size = max(((r[1] - r[0]) * (r[3] - r[2]) for r in final), default=0)
-            limit = max(most, problem.options.buffer_bytes // 4 // _ADDING // self._sums.itemsize)
-            self._adding = [cp.empty(min(size, limit), self._sums) for _ in range(_ADDING)]
-        self._flags = empty((len(plan.ranks) + 1,), np.dtype(np.int32))
+        self._result = Result(plan, self.rank, self._sums, self._sources, self.engine)
 
     def _buffer(self, slot: Slot, extent: int, kk: int) -> Any:
         """Return a buffer for parts of A (own axis x k) or of B (k x own axis)."""
@@ -163,7 +128,7 @@ class PeerJob:
         shape, order = ((extent, kk) if slot[0] == 0 else (kk, extent)), self._orders[slot[0]]
         fast = 1 if order == "C" else 0
         full = [shape[0], shape[1]]
-        full[fast] = padded(full[fast], _ALIGNED)
+        full[fast] = padded(full[fast], ALIGNED)
         made = cp.empty(tuple(full), dtype, order=order)
         return made[: shape[0], : shape[1]]
 
@@ -214,10 +179,7 @@ class PeerJob:
             for index in np.flatnonzero(plan.where[name] == self.me).tolist()
         ]
         if self.rank is not None:
-            others = plan.grid[2] > 1
-            for number, (_, array) in enumerate(self._blocks):
-                if others or not any(array is chunk for chunk in self._chunk_sums.values()):
-                    told.append(((BLOCKS, number), array))
+            told += [((BLOCKS, number), array) for number, array in self._result.shared()]
         for key, array in told:
             if not array.size:
                 continue
@@ -226,16 +188,16 @@ class PeerJob:
                 held = exporter.empty(array.shape, array.dtype, "C" if array.strides[0] >= array.strides[1] else "F")
                 with self._stream:
                     held[...] = array
-                self._keep.append(held)
+                self._sources.kept.append(held)
                 allocation = exporter.find(held.data.ptr)
                 assert allocation is not None
             offer.add(*key, allocation, span_of(held))
         if self.rank is not None:
-            pointer = int(self._flags.data.ptr)
+            pointer = int(self._result.flags.data.ptr)
             allocation = exporter.find(pointer)
             assert allocation is not None
             offer.add_flags(allocation, pointer)
-            cp.cuda.runtime.memsetAsync(pointer, 0, self._flags.nbytes, self._stream.ptr)
+            cp.cuda.runtime.memsetAsync(pointer, 0, self._result.flags.nbytes, self._stream.ptr)
         offer.alive = exporter.alive()
         return offer
 
@@ -244,7 +206,7 @@ class PeerJob:
         if self.rank is None or len(self.plan.participants) == 1:
             return
         found = read_offers(offers, self.plan, self.me)
-        self._remote = Remote(self.plan, found, self.engine)
+        self._sources.remote = Remote(self.plan, found, self.engine)
 
     # The work
 
@@ -257,7 +219,7 @@ class PeerJob:
         try:
             self._multiply()
             marks.append(mark(self._stream))
-            outputs = self._deliver()
+            outputs = self._result.deliver()
             marks.append(mark(self._stream))
             self._wait(marks[-1])
             if self.plan.problem.array == "numpy":
@@ -267,7 +229,7 @@ class PeerJob:
                 }
         finally:
             # Nothing of this run may touch memory that is freed now. No kernel waits for anybody: this ends.
-            for stream in (*self._pulls, self._stream):
+            for stream in (*self.engine.pulls, self._stream):
                 stream.synchronize()
         for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
@@ -282,50 +244,39 @@ class PeerJob:
         plan, turns = self.plan, self._schedule.turns
         self._filled: dict[int, Any] = {}
         self._used: dict[Any, Any] = {}
-        self._turn_of_pulls = self._turn_of_adding = 0
         over: collections.deque[Any] = collections.deque()
-        coming = self._partial_sums()
-        mine = False
+        mine, result = False, self._result
         for number, turn in enumerate(turns):
             if len(over) >= PANELS:
                 self._wait(over.popleft())
                 self.progress((number + 1 - PANELS) / len(turns))
-            self._check()
+            self._ended.check()
             for fill in turn.fills:
                 self._fill(fill)
             for product in turn.products:
                 self._product(product)
             for rank in turn.done:
-                self._raise_flag(rank)
-            over.append(self._event(self._stream))
+                result.raise_flag(rank)
+            over.append(record(self._stream))
             # Others' sums are added to this rank's part of D once that is complete.
             mine = mine or self.rank in turn.done
-            if mine and coming:
-                self._add_ready(coming, block=False)
-        while coming:
-            self._add_ready(coming, block=True)
-        if plan.grid[2] > 1 or len(plan.ranks) > 1:
-            self._raise_flag(len(plan.ranks))
-
-    def _event(self, stream: cp.cuda.Stream) -> cp.cuda.Event:
-        event = cp.cuda.Event(disable_timing=True)
-        event.record(stream)
-        return event
-
-    def _next_pulls(self) -> cp.cuda.Stream:
-        self._turn_of_pulls += 1
-        return self._pulls[self._turn_of_pulls % len(self._pulls)]
+            if mine and result.coming:
+                result.add_ready(block=False)
+        while result.coming:
+            result.add_ready(block=True)
+        if len(plan.ranks) > 1:
+            result.raise_flag(len(plan.ranks))
 
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
         assert fill.slot is not None
-        stream, size = self._next_pulls(), self._items[fill.operand]
+        stream, size = self._sources.next_stream(), self._items[fill.operand]
         if fill.slot in self._used:
             stream.wait_event(self._used[fill.slot])
         view = self._in_buffer(fill)
-        self._pull(fill.operand, fill.pieces, view.span, size, stream)
+        self._sources.pull(fill.operand, fill.pieces, view.span, size, stream)
         self._pad(fill, stream)
-        self._filled[fill.number] = self._event(stream)
+        self._filled[fill.number] = record(stream)
 
     def _in_buffer(self, fill: Fill) -> View:
         assert fill.slot is not None
@@ -346,51 +297,6 @@ class PeerJob:
             with stream:
                 buffer[(at, slice(kk, more)) if fill.operand == 0 else (slice(kk, more), at)] = 0
 
-    def _pull(self, operand: int, pieces: Sequence[Piece], target: Span, size: int, stream: cp.cuda.Stream) -> None:
-        """Put the copies of some pieces of an operand on a stream; pieces are placed from the target on."""
-        name = self.plan.problem.operands[operand]
-        where = self.plan.where[name]
-        assert where is not None
-        found, outside = [], collections.defaultdict(list)
-        for piece in pieces:
-            holder = int(where[piece.chunk])
-            start = target.pointer + piece.row * target.row_stride + piece.col * target.col_stride
-            if holder == self.me:
-                source = span_of(self.chunks[name, piece.chunk])
-            elif (told := self._there(holder, operand, piece.chunk, piece.rows * piece.cols * size)) is not None:
-                source = told
-            else:
-                outside[holder].append((piece, start))
-                continue
-            pointer = source.pointer + piece.r0 * source.row_stride + piece.c0 * source.col_stride
-            to = target._replace(pointer=start)
-            found.append(Rectangle(source._replace(pointer=pointer), to, piece.rows, piece.cols))
-        self._launches += copy(found, size, stream)
-        for holder, these in outside.items():
-            self._fetch(holder, operand, these, target, size, stream)
-
-    def _there(self, holder: int, operand: int, number: int, size: int) -> Span | None:
-        """Return where a matrix of another participant is, mapped here; None if it offers nothing."""
-        return None if self._remote is None else self._remote.span(holder, operand, number, size)
-
-    def _fetch(
-        self, holder: int, operand: int, pieces: list[tuple[Piece, int]], target: Span, size: int, stream: Any
-    ) -> None:
-        """Get what a participant has that offers no memory, over Dask's comms."""
-        held = self.plan.problem.dtype_of(self.plan.problem.operands[operand])
-        dtype = carried(self.plan.problem.matrix_types[operand] if operand < 2 else held, "cupy")
-        boxes = np.array([(operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p, _ in pieces], np.int64)
-        answer = self.comm.fetch(holder, "input", boxes, False)
-        found = []
-        for (piece, start), data in zip(pieces, wait_checked(answer, self._check), strict=True):
-            data = data.view(np.uint8) if held in FP8 else data  # noqa: PLW2901
-            part = in_type(typed(cp.asarray(data), held), held, dtype).astype(dtype, copy=False)
-            self._keep.append(part)
-            found.append(Rectangle(span_of(part), target._replace(pointer=start), piece.rows, piece.cols))
-        # The default stream has done this.
-        stream.wait_event(self._event(cp.cuda.Stream.null))
-        self._launches += copy(found, size, stream)
-
     def _product(self, product: Product) -> None:
         """Put a GEMM on the stream, or one for each block of D, as soon as its operands are here."""
         stream, step = self._stream, step_of(self.plan.problem)
@@ -399,7 +305,7 @@ class PeerJob:
                 stream.wait_event(self._filled[fill.number])
         a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(_depth(product.a[0]), step)
         r0, r1, c0, c1 = product.rect
-        for (top, bottom, left, right), array in self._blocks:
+        for (top, bottom, left, right), array in self._result.blocks:
             i0, i1, j0, j1 = max(top, r0), min(bottom, r1), max(left, c0), min(right, c1)
             if i0 >= i1 or j0 >= j1:
                 continue
@@ -416,7 +322,7 @@ class PeerJob:
             )
             d = Memory(start, max(1, at.row_stride // self._sums.itemsize))
             multiply(stream, shape, self._kinds, rows, cols, d, add=product.add)
-        used = self._event(stream)
+        used = record(stream)
         for fill in (*product.a, *product.b):
             if fill.slot is not None:
                 self._used[fill.slot] = used
@@ -429,145 +335,17 @@ class PeerJob:
         assert found is not None
         return found[0]
 
-    # Sums of others
-
-    def _raise_flag(self, number: int) -> None:
-        """Tell whoever looks that a rank's part of the partial sums, or this rank's block of D, is complete."""
-        at = int(self._flags.data.ptr) + number * self._flags.itemsize
-        cp.cuda.runtime.memsetAsync(at, 1, self._flags.itemsize, self._stream.ptr)
-
-    def _partial_sums(self) -> collections.deque[int]:
-        """Return the ranks whose partial sums are to be added, in an order that is the same every time."""
-        count = len(self.plan.ranks)
-        if self.plan.grid[2] == 1 or not self.plan.final_rects(self.rank or 0):
-            return collections.deque()
-        # The one before this rank computes this rank's part right after its own.
-        assert self.rank is not None
-        return collections.deque((self.rank - behind) % count for behind in range(1, count))
-
-    def _add_ready(self, coming: collections.deque[int], *, block: bool) -> None:
-        """Add the next rank's partial sums if they are ready, or when they are."""
-        assert self.rank is not None
-        assert self._remote is not None
-        rank = coming[0]
-        if not self._remote.ready(self.plan.ranks[rank], self.rank, self._check if block else None):
-            return
-        coming.popleft()
-        rect, own = self._blocks[0]
-        for r0, r1, c0, c1 in merged(self.plan.final_rects(self.rank)):
-            step = max(1, self._adding[0].size // (c1 - c0))
-            for top in range(r0, r1, step):
-                bottom = min(top + step, r1)
-                number = self._turn_of_adding = (self._turn_of_adding + 1) % _ADDING
-                rows, cols = bottom - top, c1 - c0
-                buffer = self._adding[number][: rows * cols].reshape(rows, cols)
-                stream = self._next_pulls()
-                if ("adding", number) in self._used:
-                    stream.wait_event(self._used["adding", number])
-                self._pull_block(rank, 0, rect, (top, bottom, c0, c1), span_of(buffer), stream)
-                self._stream.wait_event(self._event(stream))
-                with self._stream:
-                    part = own[top - rect[0] : bottom - rect[0], c0 - rect[2] : c1 - rect[2]]
-                    cp.add(part, buffer, out=part)
-                self._used["adding", number] = self._event(self._stream)
-
-    def _pull_block(self, rank: int, number: int, whole: Rect, part: Rect, target: Span, stream: Any) -> None:
-        """Put the copy of a part of another rank's block of D on a stream."""
-        rows, cols, size = part[1] - part[0], part[3] - part[2], self._sums.itemsize
-        source = self._there(self.plan.ranks[rank], BLOCKS, number, rows * cols * size)
-        assert source is not None
-        pointer = source.pointer + (part[0] - whole[0]) * source.row_stride + (part[2] - whole[2]) * source.col_stride
-        self._launches += copy([Rectangle(source._replace(pointer=pointer), target, rows, cols)], size, stream)
-
-    # The end
-
-    def _deliver(self) -> dict[Any, Any]:
-        """Put together this rank's chunks of D, finish or round them."""
-        plan, stream = self.plan, self._stream
-        if self._finishing is not None:
-            self._gather_inputs(self._finishing)
-        here: list[Rectangle] = []
-        there: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
-        for index, target in self._chunk_sums.items():
-            if any(target is array for _, array in self._blocks):
-                continue
-            for rank, rect in plan.final_holders(index):
-                if rank != self.rank:
-                    there[rank].append((index, rect))
-                    continue
-                for whole, array in self._blocks:
-                    here += self._parts(index, rect, whole, span_of(array))
-        self._launches += copy(here, self._sums.itemsize, stream, here=True)
-        for rank, parts in sorted(there.items(), key=lambda item: (item[0] - (self.rank or 0)) % len(plan.ranks)):
-            assert self._remote is not None
-            self._remote.ready(plan.ranks[rank], len(plan.ranks), self._check)
-            pulls = self._next_pulls()
-            found = []
-            for number, whole in enumerate(blocks(plan, rank)):
-                size = sum(
-                    max(0, min(x[1], whole[1]) - max(x[0], whole[0]))
-                    * max(0, min(x[3], whole[3]) - max(x[2], whole[2]))
-                    for _, x in parts
-                )
-                if size and (source := self._there(plan.ranks[rank], BLOCKS, number, size * self._sums.itemsize)):
-                    for index, rect in parts:
-                        found += self._parts(index, rect, whole, source)
-            self._launches += copy(found, self._sums.itemsize, pulls)
-            stream.wait_event(self._event(pulls))
-        outputs: dict[Any, Any] = dict(self._chunk_sums)
-        if self._finishing is not None:
-            outputs = self._finishing.apply(outputs, stream)
-        for index, rounded in self._rounded.items():
-            with stream:
-                rounded[...] = outputs[index]
-            outputs[index] = rounded
-        return outputs
-
-    def _parts(self, index: int, rect: Rect, whole: Rect, source: Span) -> list[Rectangle]:
-        """Return the copy of a part of D that is in a block to a chunk of this rank, if they overlap."""
-        r0, r1 = max(rect[0], whole[0]), min(rect[1], whole[1])
-        c0, c1 = max(rect[2], whole[2]), min(rect[3], whole[3])
-        if r0 >= r1 or c0 >= c1:
-            return []
-        top, _, left, _ = self.plan.chunk_rect(index)
-        target = span_of(self._chunk_sums[index])
-        start = target.pointer + (r0 - top) * target.row_stride + (c0 - left) * target.col_stride
-        begin = source.pointer + (r0 - whole[0]) * source.row_stride + (c0 - whole[2]) * source.col_stride
-        to = target._replace(pointer=start)
-        return [Rectangle(source._replace(pointer=begin), to, r1 - r0, c1 - c0)]
-
-    def _gather_inputs(self, finishing: Finishing) -> None:
-        """Pull what the formula reads for this rank's chunks."""
-        stream = self._next_pulls()
-        for number, one in enumerate(finishing.inputs, start=2):
-            moves = one.moves.take(one.moves.dst_owner == self.me)
-            columns = (moves.dst, moves.src, moves.src_row, moves.src_col, moves.nrows, moves.ncols)
-            for part, chunk, r0, c0, rows, cols, row, col in zip(
-                *(x.tolist() for x in (*columns, moves.dst_row, moves.dst_col)), strict=True
-            ):
-                piece = Piece(number, chunk, r0, c0, rows, cols, row, col)
-                self._pull(number, [piece], span_of(one.parts[part]), one.dtype.itemsize, stream)
-        self._stream.wait_event(self._event(stream))
-
     def _count(self) -> int:
         """Return the bytes of all device memory that this rank holds for the run."""
-        arrays = [
-            *self._staged.all_arrays,
-            *self._buffers.values(),
-            *self._adding,
-            *self._keep,
-            *self._rounded.values(),
-        ]
-        arrays += [array for _, array in self._blocks] + list(self._chunk_sums.values())
-        arrays += self._finishing.arrays if self._finishing is not None else []
+        arrays = [*self._staged.all_arrays, *self._buffers.values(), *self._sources.kept, *self._result.arrays]
         return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
     def _wait(self, event: cp.cuda.Event) -> None:
         """Wait without holding Python's lock; raise if the run has been ended."""
         while not event.done:
-            self._check()
+            self._ended.check()
             time.sleep(2e-5)
-        self._check()
+        self._ended.check()
 
     # What passes between participants
 
@@ -577,7 +355,7 @@ class PeerJob:
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of staged chunks, to those who can't map this process' memory."""
-        self._check()
+        self._ended.check()
         found = []
         for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
             part = self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1]
@@ -587,11 +365,7 @@ class PeerJob:
 
     def abort(self, error: BaseException) -> None:
         """End with `error`, before the next panel. Any thread; may be repeated."""
-        self._error = self._error or error
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        self._ended.error = self._ended.error or error
 
 
 def _depth(fill: Fill) -> int:
