@@ -178,6 +178,19 @@ def test_what_the_exporter_has_freed_is_unmapped(make_peers):
     assert counts[0] == counts[1] == counts[2] > 0
 
 
+def test_a_trace_has_all_steps(make_peers):
+    ranks, _ = make_peers()
+    made = conformance(ranks, "allgather", 2, seed=5)
+    for engine in ranks.engines.values():
+        engine.trace = []
+    conformance(ranks, "allgather", 2, seed=5)
+    steps = [step for engine in ranks.engines.values() for run in engine.trace for step in run]
+    assert sum(step.amount for step in steps if step.what == "GEMM") == made.flops
+    pulled = sum(job.received_bytes - job.comm.received_bytes for job in ranks.jobs[-2:])
+    assert sum(step.amount for step in steps if step.what == "pull") <= pulled
+    assert any(step.what == "pull" for step in steps)
+
+
 def test_only_so_much_stays_mapped(make_peers, monkeypatch):
     ranks, world = make_peers()
     monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.memory"], "_MOST_MAPPED", 0)

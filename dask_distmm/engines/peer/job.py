@@ -47,6 +47,16 @@ if TYPE_CHECKING:
 __all__ = ["PeerJob"]
 
 
+class Step(NamedTuple):
+    """A pull or a GEMM of a traced run: number of the panel, bytes or operations, begin and end in milliseconds."""
+
+    what: str
+    turn: int
+    amount: float
+    begin: float
+    end: float
+
+
 class View(NamedTuple):
     """A matrix on this GPU: where it lies, and which axis is dense."""
 
@@ -233,6 +243,11 @@ class PeerJob:
                 stream.synchronize()
         for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
+        if self.engine.trace is not None:
+            elapsed = cp.cuda.get_elapsed_time
+            self.engine.trace.append(
+                [Step(what, n, x, elapsed(marks[0], a), elapsed(marks[0], b)) for what, n, x, a, b in self._steps]
+            )
         self.timings["total"] = time.perf_counter() - started
         self.held_bytes = self._count()
         self.engine.mappings.trim()
@@ -242,6 +257,7 @@ class PeerJob:
     def _multiply(self) -> None:
         """Issue all turns, and the sums of others as they get ready."""
         plan, turns = self.plan, self._schedule.turns
+        self._steps: list[tuple[str, int, float, Any, Any]] = []
         self._filled: dict[int, Any] = {}
         self._used: dict[Any, Any] = {}
         over: collections.deque[Any] = collections.deque()
@@ -254,7 +270,10 @@ class PeerJob:
             for fill in turn.fills:
                 self._fill(fill)
             for product in turn.products:
+                begin = self._trace_from(self._stream)
                 self._product(product)
+                r0, r1, c0, c1 = product.rect
+                self._trace_to("GEMM", number, 2.0 * (r1 - r0) * (c1 - c0) * _depth(product.a[0]), begin, self._stream)
             for rank in turn.done:
                 result.raise_flag(rank)
             over.append(record(self._stream))
@@ -273,10 +292,18 @@ class PeerJob:
         stream, size = self._sources.next_stream(), self._items[fill.operand]
         if fill.slot in self._used:
             stream.wait_event(self._used[fill.slot])
-        view = self._in_buffer(fill)
+        view, begin, before = self._in_buffer(fill), self._trace_from(stream), self._sources.pulled_bytes
         self._sources.pull(fill.operand, fill.pieces, view.span, size, stream)
         self._pad(fill, stream)
+        self._trace_to("pull", fill.number, float(self._sources.pulled_bytes - before), begin, stream)
         self._filled[fill.number] = record(stream)
+
+    def _trace_from(self, stream: cp.cuda.Stream) -> Any:
+        return mark(stream) if self.engine.trace is not None else None
+
+    def _trace_to(self, what: str, number: int, amount: float, begin: Any, stream: cp.cuda.Stream) -> None:
+        if begin is not None:
+            self._steps.append((what, number, amount, begin, mark(stream)))
 
     def _in_buffer(self, fill: Fill) -> View:
         assert fill.slot is not None
