@@ -125,8 +125,8 @@ def matmul(
         ``"local"``, ``"allgather"``, ``"reducescatter"``, ``"allreduce"``, ``"summa"``, or ``"auto"`` (the
         default, from the config ``distmm.method``): the quickest by the cost model, see `explain`.
     engine : str, optional
-        ``"cublasmp"`` (GPUs), ``"numpy"``, or ``"auto"`` (the default, from the config ``distmm.engine``): cublasmp
-        where workers have it, else numpy.
+        ``"peer"`` (GPUs of one host), ``"cublasmp"`` (GPUs), ``"numpy"``, or ``"auto"`` (the default, from the config
+        ``distmm.engine``): on GPUs the quicker one by the cost model, peer where all can read each other's memory.
     out_chunks : optional
         Chunks of the result, in any form that Dask takes; ``(op(A).chunks[0], op(B).chunks[1])`` by default.
     workers : sequence of str or int, optional
@@ -289,7 +289,7 @@ def explain(
     if imagined:
         assert isinstance(workers, int)
         imaginary = [Worker(f"worker-{i}") for i in range(workers)]
-        known: Snapshot | None = Snapshot(imaginary, [], [None, None], problem.engine_alone, [])
+        known: Snapshot | None = Snapshot(imaginary, [], [None, None], [problem.engine_alone], [])
     else:
         assert client is not None
         known = snapshot(client, problem, [*map(under, (a, b), problem.arrays, problem.turned)])

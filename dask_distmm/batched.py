@@ -226,7 +226,7 @@ def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker],
     """
     if imagined is not None:
         workers = [Worker(f"worker-{i}") for i in range(imagined)]
-        return workers, Snapshot(workers, [], [], problem.engine_alone, [])
+        return workers, Snapshot(workers, [], [], [problem.engine_alone], [])
     client = current_client()
     assert client is not None
     try:
@@ -239,7 +239,7 @@ def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker],
     if known is None:
         # An asynchronous client can't ask now; what it knows already must do.
         workers = _counted(client)
-        known = Snapshot(workers, [], [], problem.engine_alone, [])
+        known = Snapshot(workers, [], [], [problem.engine_alone], [])
     return known.workers, known
 
 

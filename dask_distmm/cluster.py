@@ -35,8 +35,8 @@ class Snapshot:
     placed
         For each array that was asked for, the index into ``[*workers, *sources]`` of each chunk's holder, or
         None where not all of its chunks are in memory. For `plan` these are the arrays under A and B (`view_of`).
-    engine
-        Name of the engine that would multiply.
+    engines
+        Names of the engines that could multiply; of several the cost model chooses.
     groups
         Addresses of ranks that have a communicator already.
     """
@@ -46,10 +46,11 @@ class Snapshot:
         workers: list[Worker],
         sources: list[Worker],
         placed: list[NDArray[np.int32] | None],
-        engine: str,
+        engines: Sequence[str],
         groups: list[tuple[str, ...]],
     ) -> None:
-        self.workers, self.sources, self.placed, self.engine, self.groups = workers, sources, placed, engine, groups
+        self.workers, self.sources, self.placed, self.groups = workers, sources, placed, groups
+        self.engines = tuple(engines)
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan for a problem, as things are."""
@@ -61,7 +62,7 @@ class Snapshot:
             where_a=where_a,
             where_b=where_b,
             sources=self.sources,
-            engine=self.engine,
+            engine=self.engines,
             groups=self.groups,
         )
 
@@ -150,7 +151,7 @@ def ask_roster(
         [Worker.from_wire(w) for w in answer["workers"]],
         [Worker.from_wire(w) for w in answer["sources"]],
         [None if raw is None else np.frombuffer(raw, np.int32) for raw in answer["placed"]],
-        answer["engine"],
+        answer["engines"],
         [tuple(group) for group in answer["groups"]],
     )
 

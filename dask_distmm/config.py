@@ -76,6 +76,7 @@ class Options:
     max_groups: int
     keep_workspace_bytes: int
     allow_plaintext_nccl: bool
+    buffer_bytes: int
     machines: tuple[tuple[str, Machine], ...]
 
     def machine(self, engine: str) -> Machine:
@@ -132,6 +133,7 @@ def read_options() -> Options:
         max_groups=int(number("cublasmp.max-groups", 1)),
         keep_workspace_bytes=int(parsed("cublasmp.keep-workspace", parse_bytes)),
         allow_plaintext_nccl=truth("allow-plaintext-nccl"),
+        buffer_bytes=int(parsed("peer.buffer-bytes", parse_bytes)),
         machines=tuple((engine, machine(engine)) for engine in _default("machine")),
     )
 

@@ -7,7 +7,10 @@ when they are told. So all ranks of a group always agree on whether it is there.
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from dask_distmm.plan import COLLECTIVE
 
 __all__ = ["Group", "Groups"]
 
@@ -42,12 +45,14 @@ class Groups:
         """Return how many there are."""
         return len(self._groups)
 
-    def orders(self, engine: str) -> list[tuple[str, ...]]:
-        """Return the workers of each group of an engine."""
-        return [group.workers for group in self._groups.values() if group.engine == engine]
+    def orders(self, engines: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return the workers of each group that has a communicator, of some engines."""
+        return [group.workers for group in self._groups.values() if group.engine in COLLECTIVE.intersection(engines)]
 
     def use(self, engine: str, workers: tuple[str, ...]) -> Group:
         """Return the group of these workers, a new one if there is none."""
+        # The order of ranks is part of a communicator, and of nothing else that engines keep.
+        workers = workers if engine in COLLECTIVE else tuple(sorted(workers))
         key = engine, workers
         if key not in self._groups:
             self._newest += 1

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.dtypes import takes
-from dask_distmm.engines.base import ENGINES
+from dask_distmm.engines.base import ENGINES, ON_REQUEST
 from dask_distmm.errors import EngineError, MissingEngineError, PlanError, ProtocolError
 from dask_distmm.plan import Problem, Worker
+from dask_distmm.plan.reach import out_of_reach
 from dask_distmm.run import Lost
 
 if TYPE_CHECKING:
@@ -92,13 +93,14 @@ class Roster:
         dtypes: Sequence[str],
         wanted: tuple[str, ...] | int | None,
         plaintext_nccl: bool = False,
-    ) -> tuple[str, list[Worker]]:
-        """Return the engine that multiplies, and the workers that can take part, in the scheduler's order.
+    ) -> tuple[tuple[str, ...], list[Worker]]:
+        """Return the engines that can multiply, and the workers that can take part, in the scheduler's order.
 
         Parameters
         ----------
         engine
-            Its name, or ``"auto"`` for the first one that a worker has and that takes such arrays.
+            Its name, or ``"auto"`` for the first one that a worker has and that takes such arrays, and others that
+            the same workers have.
         array, dtypes
             What the chunks of the result are, ``"numpy"`` or ``"cupy"``; and the types of all arrays.
         wanted
@@ -123,23 +125,40 @@ class Roster:
                 raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {', '.join(sorted(running))}")
             running = {address: running[address] for address in wanted}
         await self._describe([address for address in running if address not in self._described])
-        fitting = [name for name in ENGINES if takes(name, array, dtypes) and engine in ("auto", name)]
-        able: dict[str, WorkerState] = {}
-        chosen = ""
-        for chosen in fitting:
-            able = {address: ws for address, ws in running.items() if self._has_engine(address, chosen)}
-            if able:
-                break
-        if not able:
+        offered = [name for name in ENGINES if engine == name or (engine == "auto" and name not in ON_REQUEST)]
+        fitting = [name for name in offered if takes(name, array, dtypes)]
+        able: dict[str, list[WorkerState]] = {}
+        for name in fitting:
+            found = [ws for address, ws in running.items() if self._has_engine(address, name)]
+            able[name] = found[:wanted] if isinstance(wanted, int) else found
+        reasons = {name: self._unfit(name, found) for name, found in able.items()}
+        fit = [name for name, reason in reasons.items() if reason is None]
+        # GPUs where there are some; the engine that most workers have.
+        chosen = max([name for name in fit if name != "numpy"] or fit, key=lambda name: len(able[name]), default=None)
+        if chosen is None:
+            alone = reasons.get(engine)
+            if alone:
+                raise EngineError(alone)
             raise MissingEngineError(self._why_none(fitting, array, dtypes, list(running)))
-        self._check_versions(chosen, list(able))
-        if isinstance(wanted, int):
-            if wanted > len(able):
-                raise PlanError(f"workers={wanted}, but the cluster has {len(able)}")
-            able = dict(itertools.islice(able.items(), wanted))
-        if chosen != "numpy" and not plaintext_nccl:
-            self._check_encryption(chosen, list(able))
-        return chosen, [self.worker(ws, chosen) for ws in able.values()]
+        if isinstance(wanted, int) and wanted > len(able[chosen]):
+            raise PlanError(f"workers={wanted}, but the cluster has {len(able[chosen])}")
+        engines = tuple(name for name in fit if able[name] == able[chosen] and (name == "numpy") == (chosen == "numpy"))
+        for name in engines:
+            self._check_versions(name, [ws.address for ws in able[chosen]])
+        if "cublasmp" in engines and not plaintext_nccl:
+            self._check_encryption("cublasmp", [ws.address for ws in able[chosen]])
+        return engines, [self.worker(ws, chosen) for ws in able[chosen]]
+
+    def _unfit(self, engine: str, able: Sequence[WorkerState]) -> str | None:
+        """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
+        if not able:
+            return ""
+        if engine != "peer" or not (reason := out_of_reach([self.worker(ws, engine) for ws in able])):
+            return None
+        return (
+            f"engine 'peer' is for GPUs of one host that can read each other's memory: {reason}. Use "
+            "engine='cublasmp', or name workers that can with workers="
+        )
 
     async def answer(
         self,
@@ -153,10 +172,10 @@ class Roster:
     ) -> dict[str, Any]:
         """Return what `choose` and `placed` find, as plain types for a client."""
         wanted = tuple(wanted) if isinstance(wanted, list | tuple) else wanted
-        engine, workers = await self.choose(engine, array, dtypes, wanted, plaintext_nccl)
+        engines, workers = await self.choose(engine, array, dtypes, wanted, plaintext_nccl)
         sources, placed = self.placed(workers, names, counts)
         return {
-            "engine": engine,
+            "engines": list(engines),
             "workers": [worker.to_wire() for worker in workers],
             "sources": [worker.to_wire() for worker in sources],
             "placed": placed,
@@ -184,7 +203,10 @@ class Roster:
         """Return a worker as planning sees it, with the memory that an engine works in."""
         described = self._described.get(ws.address, {})
         memory = described.get("memory", {}).get(engine) or int(ws.memory_limit or 0)
-        return Worker(ws.address, ws.nthreads, memory, described.get("host", ""))
+        links = described.get("links", {})
+        # Whoever only hands out chunks may be read too.
+        device, reach = links.get(engine or "peer", ("", ()))
+        return Worker(ws.address, ws.nthreads, memory, described.get("host", ""), device, tuple(reach))
 
     def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
         """Refuse workers that differ in the version of this package or of the engine's libraries."""

@@ -117,7 +117,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return as_plain(error)
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             return as_plain(ProtocolError(f"malformed question: {error!r}"))
-        return {"status": "OK", "groups": self.groups.orders(answer["engine"]), **answer}
+        return {"status": "OK", "groups": self.groups.orders(answer["engines"]), **answer}
 
     def locate(self, name: Any, run_id: Any, index: Any) -> dict[str, Any]:
         """Return the address of the worker that holds a chunk of a result."""
@@ -163,8 +163,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         try:
             made = await self._freeze(run, problem, staging)
             await self._turn(run)
-            await self._vote(run, made)
-            await self._start(run, made)
+            offers = await self._vote(run, made)
+            await self._start(run, made, offers)
             self._pin(run, made)
             self.replicas.add(run.name, run_id, made)
             self.restarts.pop(problem.name, None)
@@ -208,7 +208,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Fix who takes part, and how."""
         dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
         plaintext = problem.options.allow_plaintext_nccl
-        engine, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers, plaintext)
+        engines, workers = await self.roster.choose(problem.engine, problem.array, dtypes, problem.workers, plaintext)
         sources, found = self.roster.staged(workers, staging)
         where_a, where_b, replica_runs = self.replicas.where(problem, workers, found)
         made = await asyncio.to_thread(
@@ -219,13 +219,13 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             where_b=where_b,
             where_extras=found[len(found) - len(problem.extras) :],
             sources=sources,
-            engine=engine,
+            engine=engines,
             orders=staging.orders,
-            groups=self.groups.orders(engine),
+            groups=self.groups.orders(engines),
             replica_runs=replica_runs,
         )
-        if engine != "numpy" and len(made.ranks) > 1:
-            made = dataclasses.replace(made, group=self.groups.use(engine, made.workers).number)
+        if made.engine != "numpy" and len(made.ranks) > 1:
+            made = dataclasses.replace(made, group=self.groups.use(made.engine, made.workers).number)
         # Workers that neither multiply nor hold a chunk have no part in it.
         needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *found]))
         run.participants = frozenset(made.participants[index].address for index in needed.tolist())
@@ -245,7 +245,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             await self._changed.wait_for(free)
         check(run)
 
-    async def _vote(self, run: Run, made: Plan) -> None:
+    async def _vote(self, run: Run, made: Plan) -> list[Any]:
+        """Return what each participant offers the others."""
         run.begin_vote()
         wire = made.to_wire()
         number = {worker.address: index for index, worker in enumerate(made.participants)}
@@ -253,15 +254,17 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         async def ask(address: str) -> Any:
             return await self.scheduler.rpc(address).distmm_prepare(run_id=run.run_id, me=number[address], plan=wire)
 
-        await ask_all(self.scheduler, run, ask, self._ended(run), timeout=made.problem.options.vote_timeout)
+        limit = made.problem.options.vote_timeout
+        votes = await ask_all(self.scheduler, run, ask, self._ended(run), timeout=limit)
+        return [votes.get(worker.address, {}).get("offer") for worker in made.participants]
 
-    async def _start(self, run: Run, made: Plan) -> None:
+    async def _start(self, run: Run, made: Plan, offers: Sequence[Any]) -> None:
         run.begin_running(time())
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         self._event("start", run, method=made.method, grid=made.grid, engine=made.engine, flops=made.flops)
 
         async def ask(address: str) -> Any:
-            return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id)
+            return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id, offers=offers)
 
         silence = made.problem.options.silence_timeout
         answers = await ask_all(self.scheduler, run, ask, self._ended(run), silence=silence)

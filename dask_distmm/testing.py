@@ -191,6 +191,9 @@ def run_jobs(
             jobs.append(engine.job(made, me, mine, comm, lambda share: None))
         for job in jobs:
             job.prepare()
+        offers = [job.offer for job in jobs]
+        for job in jobs:
+            job.accept(offers)
         with ThreadPoolExecutor(len(jobs)) as pool:
             futures = [pool.submit(job.execute) for job in jobs]
             result: dict[Any, NDArray[Any]] = {}
@@ -356,6 +359,7 @@ FAULT_POINTS = {
     "collect": ("dask_distmm.worker", "WorkerSide", "collect"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
+    "panel": ("dask_distmm.engines.peer.job", "PeerJob", "_product"),
     "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }
 

@@ -203,10 +203,10 @@ class WorkerSide:
         self.replicas.expect(run_id, plan)
         self.newest_run = run_id
         self.runs[run_id] = plan, job
-        return {"status": "OK"}
+        return {"status": "OK", "offer": job.offer}
 
-    async def start(self, run_id: int) -> dict[str, Any]:
-        """Let the engine do this worker's part; answer when it is done."""
+    async def start(self, run_id: int, offers: Any = ()) -> dict[str, Any]:
+        """Let the engine do this worker's part, with what all participants have offered; answer when it is done."""
         if run_id not in self.runs:
             return _refusal(f"run {run_id!r} was not prepared here, or is over")
         plan, job = self.runs[run_id]
@@ -215,7 +215,7 @@ class WorkerSide:
         telling = asyncio.ensure_future(self._tell_progress(run_id))
         try:
             started = loop.time()
-            made = await loop.run_in_executor(self.engine_thread, job.execute)
+            made = await loop.run_in_executor(self.engine_thread, _execute, job, offers)
             result, received = await self.replicas.share(run_id, plan, made, job.timings)
         except BaseException as error:
             self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
@@ -406,15 +406,25 @@ def _check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:
             raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
 
 
+def _execute(job: Job, offers: Any) -> Mapping[int, Any]:
+    if not isinstance(offers, list | tuple):
+        raise ProtocolError(f"offers are a {type(offers).__name__}, expected a list")
+    job.accept(offers)
+    return job.execute()
+
+
 def _describe() -> dict[str, Any]:
-    engines, memory = {}, {}
+    engines, memory, links = {}, {}, {}
     for name in ENGINES:
         try:
             engine = get_engine(name)
             engines[name], memory[name] = dict(engine.versions()), engine.memory()
+            device, reach = engine.links()
+            links[name] = [device, list(reach)]
         except EngineError as error:
             engines[name] = {"error": str(error)}
-    return {"status": "OK", "version": __version__, "engines": engines, "memory": memory, "host": platform.node()}
+    known = {"engines": engines, "memory": memory, "links": links, "host": platform.node()}
+    return {"status": "OK", "version": __version__, **known}
 
 
 def _refusal(message: str) -> dict[str, Any]:

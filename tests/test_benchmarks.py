@@ -174,3 +174,21 @@ def test_the_batches_are_measured(tmp_path: Path) -> None:
         assert max(one["dask"]["error"], one["distmm"]["error"]) <= 1
         assert one["case"] in done.stdout
     assert str(ROOT) not in out.read_text()
+
+
+def test_the_verdict_of_a_sweep_compares_auto_with_the_best():
+    from benchmarks.gpu.cases import SLABS, sweep
+    from benchmarks.gpu.report import rows, verdict
+
+    found, times = [], {"distmm": 1.1, "peer": 1.0, "cublasmp": 2.0}
+    cases = list(sweep(["float32"], [4], [2, 4], 3))
+    assert {case.variant for case in cases} == {SLABS, "4x4"}
+    for case in cases:
+        seconds = times[case.peer] * (1 if case.method in ("auto", "summa", "allgather") else 3)
+        seconds /= 1.1 if case.peer == "distmm" and case.workers == 4 else 1
+        found += rows(case, 4, {"seconds": [seconds], "run_seconds": [seconds]})
+    text = verdict(found)
+    products = len(cases) // (1 + 2 * 3 + 1 + 2 * 4) * 2
+    assert f"within 5 %: {products // 2} of {products}; the worst takes 1.100 of the best" in text
+    assert "(peer allgather)" in text
+    assert verdict([]) == ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import report
-from benchmarks.gpu.cases import CLUSTER, PEERS, VARIANTS, Case, cases
+from benchmarks.gpu.cases import CLUSTER, ENGINES, PEERS, VARIANTS, Case, cases, sweep
 from benchmarks.gpu.team import Team, TeamError, describe
 from benchmarks.revision import revision
 from dask_distmm.bench import environment
@@ -56,6 +56,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chunks", type=int, nargs="+", default=[2, 4, 8, 16], help="chunks per side, on the cluster")
     add("--peers", nargs="+", default=list(PEERS), choices=PEERS, help="what to measure, in this order")
     add("--tall", action="store_true", help="also a Gram product and a short and wide one, in float64")
+    add("--sweep", action="store_true", help="also many shapes and numbers of GPUs, by each engine and method")
+    add("--counts", type=int, nargs="+", default=[2, 4], help="numbers of GPUs of the sweep")
     add("--protocol", default="ucx", help="of the cluster")
     add("--rmm-pool-size", help="of the cluster's workers, for CuPy too; none if not given")
     add("--seconds", type=float, default=1800.0, help="begin no case after so long")
@@ -112,6 +114,10 @@ class Benchmark:
         for group in groups:
             peers = [peer for peer in self.options.peers if peer == group or (group == "cluster" and peer in CLUSTER)]
             self._group(group, [case for peer in peers for case in self._cases(peer)])
+        if self.options.sweep:
+            options = self.options
+            counts = [count for count in options.counts if count <= options.gpus]
+            self._group("cluster", list(sweep(options.types, options.chunks, counts, options.repeat)))
 
     def _cases(self, peer: str) -> Iterator[Case]:
         options = self.options
@@ -221,11 +227,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     benchmark = Benchmark(options, names[: options.gpus], document)
     benchmark.run()
     say("\n" + report.table(benchmark.results))
+    say("\n" + report.verdict(benchmark.results))
     try:
         report.plot(document, options.out.with_suffix(".png"))
     except (ImportError, ValueError) as error:
         say(f"no plot: {error}")
-    failed = [e["failure"] for e in benchmark.results if e["peer"] == "distmm" and e["failure"]]
+    failed = [e["failure"] for e in benchmark.results if e["peer"] in ENGINES and e["failure"]]
     return int(any(failure != "no time left" for failure in failed))
 
 

@@ -13,7 +13,9 @@ VARIANTS = {
     "torch": ("all-gather", "reduce-scatter"),
     "jax": ("rows x columns",),
 }
-CLUSTER = ("distmm", "dask")
+# dask_distmm as it chooses, with either of its GPU engines, and stock Dask.
+ENGINES = {"distmm": "auto", "peer": "peer", "cublasmp": "cublasmp"}
+CLUSTER = (*ENGINES, "dask")
 PEERS = (*VARIANTS, *CLUSTER)
 SLABS = "1 chunk a GPU"
 # Stock Dask makes g^3 products of a grid of g x g chunks.
@@ -49,6 +51,8 @@ class Case:
         Timings that count, after one that does not.
     deadline
         Repetitions that would not end before this time (`time.time`) are left out, where a peer can tell.
+    method, workers
+        How dask_distmm multiplies, on how many workers (0: all).
     """
 
     peer: str
@@ -57,6 +61,14 @@ class Case:
     shape: Shape
     repeat: int
     deadline: float = float("inf")
+    method: str = "auto"
+    workers: int = 0
+
+    @property
+    def label(self) -> str:
+        """The variant, with what else was asked for."""
+        asked = [self.variant, *([self.method] if self.method != "auto" else [])]
+        return ", ".join([*asked, *([f"{self.workers} GPUs"] if self.workers else [])])
 
     @property
     def flops(self) -> float:
@@ -82,7 +94,7 @@ def cases(
     variants = VARIANTS.get(peer)
     if variants is None:
         variants = tuple(f"{g}x{g}" for g in grids)
-        variants = (SLABS, *variants) if peer == "distmm" else variants
+        variants = (SLABS, *variants) if peer in ENGINES else variants
     products = [(dtype, square(size)) for dtype in dtypes for size in sizes]
     products += [("float64", shape) for shape in TALL] if tall else []
     for (dtype, shape), variant in itertools.product(products, variants):
@@ -90,6 +102,27 @@ def cases(
             continue  # rows of X would need an all-reduce, for which XLA might use NVLink multicast
         few = peer == "dask" and int(variant.split("x")[0]) >= _FEW_FROM
         yield Case(peer, variant, dtype, shape, min(repeat, _FEW) if few else repeat)
+
+
+SWEPT = (
+    *(square(size) for size in (2048, 4096, 8192, 16384)),
+    Shape("odd 10007", 10007, 10007, 10007),
+    Shape("tall 131072 x 1024 x 1024", 131072, 1024, 1024),
+    Shape("wide 2048 x 131072 x 2048", 2048, 2048, 131072),
+    Shape("flat 1024 x 16384 x 16384", 1024, 16384, 16384),
+    Shape("outer 16384 x 16384 x 1024", 16384, 16384, 1024),
+)
+METHODS = ("allgather", "summa", "reducescatter", "local")
+
+
+def sweep(dtypes: Sequence[str], grids: Sequence[int], counts: Sequence[int], repeat: int) -> Iterator[Case]:
+    """Yield each product on several grids and numbers of GPUs, as `auto` chooses and by each engine and method."""
+    for dtype, shape, count in itertools.product(dtypes, SWEPT, counts):
+        for variant in (SLABS, *(f"{g}x{g}" for g in grids)):
+            yield Case("distmm", variant, dtype, shape, repeat, workers=count)
+            for peer, method in itertools.product(("peer", "cublasmp"), METHODS):
+                if method != "summa" or count >= 4:
+                    yield Case(peer, variant, dtype, shape, repeat, method=method, workers=count)
 
 
 def split(length: int, parts: int) -> tuple[int, ...]:
@@ -100,6 +133,7 @@ def split(length: int, parts: int) -> tuple[int, ...]:
 
 def chunks(case: Case, gpus: int) -> tuple[Chunks, Chunks]:
     """Return the chunks of A and B on a cluster; for a Gram product those of X twice."""
+    gpus = case.workers or gpus
     shape, (m, n, k) = case.shape, (case.shape.m, case.shape.n, case.shape.k)
     slabs = case.variant == SLABS
     g = 0 if slabs else int(case.variant.split("x")[0])

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from benchmarks.gpu.cases import SLABS, Case, Chunks, chunks
+from benchmarks.gpu.cases import ENGINES, SLABS, Case, Chunks, chunks
 from benchmarks.gpu.matrices import (
     as_dtype,
     free_pools,
@@ -81,7 +81,7 @@ class Cluster:
             last = time.time() - began
             errors += [once["error"]] if "error" in once else []
             if turn == 0:
-                if case.peer == "distmm" and self.first is None:
+                if case.peer in ENGINES and self.first is None:
                     self.first = answer["first_seconds"] = once["build_seconds"] + once["seconds"]
                 after = once["used_bytes"]
                 answer |= once["plan"] | {"warmup_seconds": once["seconds"]}
@@ -98,7 +98,7 @@ class Cluster:
                 answer["timings"].setdefault(name, []).append(value)
         answer["error"] = max(errors)
         # Stock Dask rounds each product before it adds them up, so its sums of 16-bit ones are less exact.
-        if not answer["error"] <= (1 if case.peer == "distmm" else _STOCK_ERROR):
+        if not answer["error"] <= (1 if case.peer in ENGINES else _STOCK_ERROR):
             answer["failure"] = f"wrong result: {answer['error']:.3g} times the rounding error that is possible"
             answer["error"] = str(answer["error"])
         return answer
@@ -112,9 +112,13 @@ class Cluster:
         wait(list(sources), timeout=left)
         _raise_errors(sources)
         a, b = (sources[0].T, sources[0]) if case.shape.gram else sources
-        multiply = self._engine().matmul if case.peer == "distmm" else _stock
+        options: dict[str, Any] = {}
+        if case.peer in ENGINES:
+            used = self.addresses[: case.workers] if case.workers else None
+            options = {"engine": ENGINES[case.peer], "method": case.method, "workers": used}
+        multiply = self._engine().matmul if case.peer in ENGINES else _stock
         start = time.perf_counter()
-        d = multiply(a, b)
+        d = multiply(a, b, **options)
         built = time.perf_counter()
         d = d.persist()
         wait(d, timeout=left)
@@ -125,10 +129,10 @@ class Cluster:
         once: dict[str, Any] = {"seconds": done - built, "build_seconds": built - start, "plan": {}}
         if first:
             once["used_bytes"] = self.client.run(used_bytes)  # before the check takes some
-        if case.peer == "distmm":
+        if case.peer in ENGINES:
             once |= self._logged(d.name)
             if first:
-                plan = self._engine().explain(a, b)
+                plan = self._engine().explain(a, b, **options)
                 once["plan"] = {name: once.pop(name, None) for name in ("method", "grid", "engine")}
                 once["plan"]["projected_bytes"] = max(map(int, plan.projected_bytes.values())) if plan else None
         if check:
@@ -167,15 +171,15 @@ class Cluster:
         dtype = as_dtype(case.dtype)
         meta = cupy.empty((0, 0), dtype)
         if case.variant == SLABS:
-            return [self._placed(cut, case.dtype, meta) for cut in cuts]
+            return [self._placed(cut, case, meta) for cut in cuts]
         seeds = [secrets.randbits(30) for _ in cuts]
         lazy = [
             da.map_blocks(make_block, case.dtype, seed, chunks=cut, dtype=dtype, meta=meta)
             for cut, seed in zip(cuts, seeds, strict=True)
         ]
-        return list(self.client.persist(lazy))
+        return list(self.client.persist(lazy, workers=self.addresses[: case.workers or None]))
 
-    def _placed(self, cuts: Chunks, dtype: str, meta: Any) -> Any:
+    def _placed(self, cuts: Chunks, case: Case, meta: Any) -> Any:
         """Return a matrix with one chunk on each worker."""
         import dask.array as da
 
@@ -185,10 +189,10 @@ class Cluster:
             graph[name, i, j] = self.client.submit(
                 make_chunk,
                 (cuts[0][i], cuts[1][j]),
-                dtype,
+                case.dtype,
                 secrets.randbits(31),
                 key=(name, i, j),
-                workers=[self.addresses[number % len(self.addresses)]],
+                workers=[self.addresses[number % (case.workers or len(self.addresses))]],
             )
         return da.Array(graph, name, cuts, meta=meta)
 

@@ -66,7 +66,7 @@ def rows(case: Case, gpus: int, answer: Mapping[str, Any]) -> list[dict[str, Any
         "n": case.shape.n,
         "k": case.shape.k,
         "peer": case.peer,
-        "variant": case.variant,
+        "variant": case.label,
     }
     if answer.get("failure"):
         return [{**base, "kind": "wall", "failure": clean(str(answer["failure"]))}]
@@ -83,7 +83,7 @@ def rows(case: Case, gpus: int, answer: Mapping[str, Any]) -> list[dict[str, Any
             "kind": kind,
             "failure": None,
             "ms": 1e3 * middle,
-            "tflops": case.flops / gpus / middle / 1e12,
+            "tflops": case.flops / (case.workers or gpus) / middle / 1e12,
             "seconds": list(seconds),
         }
         if kind == "wall":
@@ -105,6 +105,32 @@ def add_shares(results: Sequence[dict[str, Any]]) -> None:
         bound = bounds.get((entry["dtype"], entry["case"]))
         if entry["failure"] is None:
             entry["share"] = entry["tflops"] / bound if bound else None
+
+
+def verdict(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return, of a sweep, how `auto` compares with the best engine and method of each product, by the run's time."""
+    groups: dict[tuple[str, ...], dict[str, float]] = {}
+    for entry in results:
+        if entry["kind"] != "run" or entry["failure"] is not None or "GPUs" not in entry["variant"].rpartition(", ")[2]:
+            continue
+        chunks, *method, count = entry["variant"].split(", ")
+        name = "auto" if entry["peer"] == "distmm" else " ".join([entry["peer"], *method])
+        groups.setdefault((entry["dtype"], entry["case"], chunks, count), {})[name] = entry["ms"]
+    lines, worst = [], []
+    for key, found in groups.items():
+        others = {name: ms for name, ms in found.items() if name != "auto"}
+        if "auto" not in found or not others:
+            continue
+        best = min(others, key=lambda name: others[name])
+        ratio = found["auto"] / others[best]
+        worst.append(ratio)
+        lines.append(
+            f"{', '.join(key):<60} auto {found['auto']:.2f} ms, best {others[best]:.2f} ms ({best}), {ratio:.3f}"
+        )
+    if not worst:
+        return ""
+    within = sum(ratio <= 1.05 for ratio in worst)
+    return "\n".join([*lines, f"within 5 %: {within} of {len(worst)}; the worst takes {max(worst):.3f} of the best"])
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:

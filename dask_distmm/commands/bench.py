@@ -82,7 +82,7 @@ def run(
     ):
         roster = ask_roster(client, "auto", "numpy", [dtype] * 3, None)
         assert roster is not None, "the client is synchronous"
-        gpus = roster.engine != "numpy"
+        gpus = roster.engines[0] != "numpy"
         sizes = sorted(sizes or (GPU_SIZES if gpus else CPU_SIZES))
         session = Session(client, array="cupy" if gpus else "numpy", here=scheduler is None)
         peers: list[Peer] = [DaskMatmul(session, grids), Distmm(session, grids)]
@@ -101,7 +101,7 @@ def run(
                 progress=progress,
                 seconds=seconds,
                 benchmark="bench",
-                engine=roster.engine,
+                engine=roster.engines[0],
                 settings={
                     "sizes": sizes,
                     "chunks": list(grids),

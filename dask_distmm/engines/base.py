@@ -20,6 +20,7 @@ from dask_distmm.plan import Plan
 
 __all__ = [
     "ENGINES",
+    "ON_REQUEST",
     "REPLICA",
     "Boxes",
     "ChunkKey",
@@ -34,11 +35,18 @@ __all__ = [
 
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 
-# In the order in which they are taken, of those that all workers have.
-ENGINES = {"cublasmp": "dask_distmm.engines.cublasmp", "numpy": "dask_distmm.engines.numpy"}
+# In the order in which they are preferred. Those for the same arrays on the same workers are chosen by the cost model.
+ENGINES = {
+    "peer": "dask_distmm.engines.peer",
+    "cublasmp": "dask_distmm.engines.cublasmp",
+    "numpy": "dask_distmm.engines.numpy",
+}
 
 # Of what `Job.execute` returns: ``(REPLICA, number)`` is a chunk of D that another rank owns.
 REPLICA = "replica"
+
+# Not chosen, only taken if asked for by name: what has not been seen to be right and quicker on real devices.
+ON_REQUEST = ("peer",)
 
 log = logging.getLogger("dask_distmm")
 
@@ -54,11 +62,14 @@ class Job(Protocol):
         What it held at most in the memory that it works in; 0 where the engine does not count.
     kept_bytes
         What its group keeps of that for the next run.
+    offer
+        After `prepare`: what others need to read this participant's memory, as plain types; None for nothing.
     """
 
     timings: dict[str, float]
     held_bytes: int
     kept_bytes: int
+    offer: Any
 
     @property
     def received_bytes(self) -> int:
@@ -67,6 +78,10 @@ class Job(Protocol):
 
     def prepare(self) -> None:
         """Allocate; called before the vote. Raise, and no rank starts."""
+        ...
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Take what all participants offer, in their order; called after the vote, before `execute`."""
         ...
 
     def execute(self) -> Mapping[Any, NDArray[Any]]:
@@ -107,6 +122,10 @@ class Engine(Protocol):
 
     def memory(self) -> int:
         """Return the bytes of the memory that the engine works in; 0 for the worker's own."""
+        ...
+
+    def links(self) -> tuple[str, Sequence[str]]:
+        """Return the name of this process' device and of those that it can read; empty where that does not matter."""
         ...
 
     def job(

@@ -69,6 +69,7 @@ class NumpyJob:
         self.compute_type = plan.problem.compute_type
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
+        self.offer: Any = None
         # BLAS conjugates, without a copy, what lies in the other order than D.
         orders = zip(plan.problem.conjugated, (plan.order_a, plan.order_b), strict=True)
         self._order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
@@ -107,6 +108,9 @@ class NumpyJob:
                 data = np.zeros((r1 - r0, c1 - c0), plan.problem.result_type, self._order)
             self._block_of[index] = Block(r0, r1, c0, c1, data)
         self.blocks = list(self._block_of.values())
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Do nothing: there are none."""
 
     def execute(self) -> dict[Any, NDArray[Any]]:
         """Multiply, add up partial sums, gather the chunks that this rank owns, apply the formula."""
@@ -355,6 +359,10 @@ class NumpyEngine:
     def memory(self) -> int:
         """Return 0: what the worker may use."""
         return 0
+
+    def links(self) -> tuple[str, tuple[str, ...]]:
+        """Return nothing: who can reach whom does not matter."""
+        return "", ()
 
     def release(self, group: int) -> None:
         """Do nothing: nothing is kept between runs."""

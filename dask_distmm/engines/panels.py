@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan import Chunks, Plan
-from dask_distmm.plan.cuts import overlaps
+from dask_distmm.plan.cuts import overlaps, padded
 from dask_distmm.plan.memory import operand_grids, panel_width
 from dask_distmm.plan.plan import EVERYWHERE, Rect
 
-__all__ = ["Panel", "Piece", "panels", "pieces_of", "split_at_chunks"]
+__all__ = ["Panel", "Piece", "coalesce", "panels", "pieces_of", "split_at_chunks"]
 
 
 class Piece(NamedTuple):
@@ -59,7 +59,7 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     edges = {k0, k1}
     for piece in pieces:
         edges.add(piece.col if piece.operand == 0 else piece.row)
-    cuts = _coalesce(sorted(edges), width)
+    cuts = coalesce(sorted(edges), width)
     made = [Panel(low, high, [], {}) for low, high in itertools.pairwise(cuts)]
     where = (plan.where_a, plan.where_b)
     for piece in pieces:
@@ -81,15 +81,15 @@ def _along_k(piece: Piece, offset: int, size: int) -> Piece:
     return piece._replace(r0=piece.r0 + offset, rows=size, row=piece.row + offset)
 
 
-def _coalesce(edges: list[int], width: int) -> tuple[int, ...]:
-    """Join stretches between edges up to `width`; cut longer ones evenly."""
+def coalesce(edges: Sequence[int], width: int, step: int = 1) -> tuple[int, ...]:
+    """Join stretches between edges up to `width`; cut longer ones evenly, at multiples of `step` from the edge."""
     cuts = [edges[0]]
     for previous, edge in itertools.pairwise(edges):
         if edge - cuts[-1] > width and cuts[-1] != previous:
             cuts.append(previous)
         while edge - cuts[-1] > width:
             left = edge - cuts[-1]
-            cuts.append(cuts[-1] + -(-left // -(-left // width)))
+            cuts.append(cuts[-1] + padded(left, step, -(-left // width)))
     if cuts[-1] != edges[-1]:
         cuts.append(edges[-1])
     return tuple(cuts)

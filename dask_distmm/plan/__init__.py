@@ -9,10 +9,11 @@ same for many products at once.
 from dask_distmm.plan.batches import Batch, BatchEstimate, BatchPlan
 from dask_distmm.plan.plan import EVERYWHERE, Estimate, Packing, Plan, everywhere
 from dask_distmm.plan.planner import plan
-from dask_distmm.plan.problem import METHODS, Chunks, Extra, Problem, Worker
+from dask_distmm.plan.problem import COLLECTIVE, METHODS, Chunks, Extra, Problem, Worker
 from dask_distmm.plan.shares import GroupPlan, Share
 
 __all__ = [
+    "COLLECTIVE",
     "EVERYWHERE",
     "METHODS",
     "Batch",

@@ -23,12 +23,12 @@ from scipy.optimize import linear_sum_assignment
 
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan import collective
+from dask_distmm.plan import collective, pulls
 from dask_distmm.plan.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
 from dask_distmm.plan.memory import operand_grids, packing, panel_width, project
 from dask_distmm.plan.methods import candidates
-from dask_distmm.plan.plan import Estimate, Plan, everywhere
-from dask_distmm.plan.problem import METHODS, Problem, Worker
+from dask_distmm.plan.plan import Estimate, Packing, Plan, everywhere
+from dask_distmm.plan.problem import COLLECTIVE, METHODS, Problem, Worker
 from dask_distmm.plan.replicas import with_replicas
 from dask_distmm.plan.tilings import asked_ways
 
@@ -41,7 +41,7 @@ def plan(
     where_a: NDArray[np.int32] | None = None,
     where_b: NDArray[np.int32] | None = None,
     sources: Sequence[Worker] = (),
-    engine: str = "numpy",
+    engine: str | Sequence[str] = "numpy",
     orders: tuple[str, str] = ("C", "C"),
     groups: Sequence[tuple[str, ...]] = (),
     where_extras: Sequence[NDArray[np.int32]] = (),
@@ -61,7 +61,7 @@ def plan(
     sources
         Workers that hold chunks but can't be ranks.
     engine
-        Name of the engine that multiplies.
+        Name of the engine that multiplies, or of several: the one that is expected to be quickest is taken.
     orders
         Memory order of (most of) the chunks of A and B, for engines that care.
     groups
@@ -82,18 +82,34 @@ def plan(
     ProjectedMemoryError
         Every way projects more memory on some worker than it may hold.
     """
-    # The same multiply comes again and again in a loop: only its name differs.
-    made = _plan(
-        dataclasses.replace(problem, name="", arrays=("", "")),
-        tuple(roster),
-        None if where_a is None else where_a.tobytes(),
-        None if where_b is None else where_b.tobytes(),
-        tuple(sources),
-        engine,
-        orders,
-        tuple(sorted(groups)),
-    )
-    return dataclasses.replace(made, problem=problem, where_extras=tuple(where_extras), replica_runs=replica_runs)
+    found: list[Plan] = []
+    failure: PlanError | ProjectedMemoryError | None = None
+    for name in (engine,) if isinstance(engine, str) else engine:
+        if name == "peer" and any(problem.conjugated):
+            failure = PlanError("engine 'peer' does not conjugate: use engine='cublasmp', or conjugate before")
+            continue
+        try:
+            # The same multiply comes again and again in a loop: only its name differs.
+            made = _plan(
+                dataclasses.replace(problem, name="", arrays=("", "")),
+                tuple(roster),
+                None if where_a is None else where_a.tobytes(),
+                None if where_b is None else where_b.tobytes(),
+                tuple(sources),
+                name,
+                orders,
+                tuple(sorted(groups)),
+            )
+        except (PlanError, ProjectedMemoryError) as error:
+            # What the last engine says counts: the others are there to be quicker where they can.
+            failure = error
+            continue
+        made = dataclasses.replace(made, problem=problem, where_extras=tuple(where_extras), replica_runs=replica_runs)
+        found.append(made)
+    if not found:
+        assert failure is not None
+        raise failure
+    return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
 
 
 @functools.lru_cache(maxsize=64)
@@ -117,13 +133,13 @@ def _plan(
     participants = (*roster, *sources)
     args = (where_a, where_b, engine)
     found = [
-        _consider(problem, participants, len(roster), method, grid, *args)
-        if engine == "numpy"
-        else collective.consider(problem, participants, len(roster), method, grid, *args, orders, groups)
+        collective.consider(problem, participants, len(roster), method, grid, *args, orders, groups)
+        if engine in COLLECTIVE
+        else _consider(problem, participants, len(roster), method, grid, *args, orders)
         for method, grid in _ways(problem, len(roster), engine)
-        if engine == "numpy" or collective.has_method(problem, method)
+        if engine not in COLLECTIVE or collective.has_method(problem, method)
     ]
-    if not found and engine != "numpy" and not collective.has_method(problem, problem.method):
+    if not found and engine in COLLECTIVE and not collective.has_method(problem, problem.method):
         raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
     if not found:
         raise PlanError(
@@ -192,6 +208,7 @@ def _consider(
     where_a: NDArray[np.int32] | None,
     where_b: NDArray[np.int32] | None,
     engine: str,
+    orders: tuple[str, str],
 ) -> Plan:
     """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
     rows, cols, depth = grid_cuts(problem, grid)
@@ -208,13 +225,18 @@ def _consider(
         owners=_owners(problem, method, (rows, cols), len(depth) - 1),
         where_a=where_a,
         where_b=where_b,
-        packing=packing(problem, (rows, cols, depth)),
+        packing=packing(problem, (rows, cols, depth)) if engine == "numpy" else Packing(),
+        order_a=orders[0],
+        order_b=orders[1],
     )
     needed, held = _needed_and_held(made, nroster)
     _, chosen = linear_sum_assignment(-held)
     made = dataclasses.replace(made, ranks=tuple(chosen.tolist()))
-    made.projected_bytes.update(project(made))
     at_home = held[np.arange(len(needed)), chosen]
+    if engine == "peer":
+        made.projected_bytes.update(pulls.project(made))
+        return dataclasses.replace(made, estimate=pulls.estimate(made, needed, at_home, _delivered(made)))
+    made.projected_bytes.update(project(made))
     return dataclasses.replace(made, estimate=_estimate(made, needed - at_home))
 
 

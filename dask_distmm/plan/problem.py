@@ -17,10 +17,12 @@ from dask_distmm.dtypes import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtyp
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProtocolError
 
-__all__ = ["METHODS", "Chunks", "Extra", "Problem", "Worker"]
+__all__ = ["COLLECTIVE", "METHODS", "Chunks", "Extra", "Problem", "Worker"]
 
 Chunks = tuple[tuple[int, ...], tuple[int, ...]]
 
+# Engines that hand everything to a library, on tiles of its own.
+COLLECTIVE = frozenset(["cublasmp"])
 METHODS = ("local", "allgather", "reducescatter", "allreduce", "summa")
 
 
@@ -38,24 +40,29 @@ class Worker:
         In bytes, of the memory that the chosen engine works in; 0 where it has none.
     host
         Name of its machine: workers of one host have the quicker links.
+    device, reach
+        Its GPU, and those whose memory that GPU can read, by names that are the same in all processes; empty where it
+        has none.
     """
 
     address: str
     nthreads: int = 1
     memory_limit: int = 0
     host: str = ""
+    device: str = ""
+    reach: tuple[str, ...] = ()
 
-    def to_wire(self) -> tuple[str, int, int, str]:
+    def to_wire(self) -> tuple[str, int, int, str, str, list[str]]:
         """As plain types."""
-        return (self.address, self.nthreads, self.memory_limit, self.host)
+        return (self.address, self.nthreads, self.memory_limit, self.host, self.device, list(self.reach))
 
     @classmethod
     def from_wire(cls, wire: Any) -> Worker:
         """Make it from what `to_wire` gave, checked."""
-        address, nthreads, memory_limit, host = wire
+        address, nthreads, memory_limit, host, device, reach = wire
         if not isinstance(address, str):
             raise ProtocolError(f"a worker's address is a str, found {address!r}")
-        return cls(address, int(nthreads), int(memory_limit), str(host))
+        return cls(address, int(nthreads), int(memory_limit), str(host), str(device), tuple(map(str, reach)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

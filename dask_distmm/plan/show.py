@@ -5,6 +5,7 @@ from __future__ import annotations
 from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Plan, everywhere
 from dask_distmm.plan.problem import Problem
+from dask_distmm.plan.pulls import walks
 
 __all__ = ["WHAT", "plan_text", "size_text", "time_text"]
 
@@ -61,6 +62,8 @@ def plan_text(plan: Plan) -> str:
         f"  inputs    {_placed(plan)}; packed: {', '.join(packed) or 'nothing'}",
         f"  work      {problem.flops:.3g} flops, {size_text(plan.bytes_moved)} moved between workers",
     ]
+    if plan.engine == "peer":
+        lines.append(f"  pulls     {_pulls(plan)}")
     if plan.projected_bytes:
         address = max(plan.projected_bytes, key=lambda key: plan.projected_bytes[key])
         limit = next(w.memory_limit for w in plan.participants if w.address == address)
@@ -85,6 +88,19 @@ def _placed(plan: Plan) -> str:
     if texts["A"] == texts["B"]:
         return "spread evenly (not known yet)" if texts["A"] == "not known" else texts["A"]
     return ", ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def _pulls(plan: Plan) -> str:
+    """Say what the rank with most buffers holds, and what passes by."""
+    walk = max(walks(plan), key=lambda one: one.buffer_bytes)
+    names, what = ("A", "B")[:: -1 if walk.held else 1], ("rows", "columns")[:: 1 if walk.held else -1]
+    parts, depth = len(walk.parts) - 1, len(walk.depth) - 1
+    cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
+    lies = " as it lies" if walk.lies[walk.held] else ""
+    return (
+        f"{names[0]} held{cut}{lies}, {names[1]} in panels of up to {walk.width} {what[0]}; "
+        f"buffers of {size_text(walk.buffer_bytes)}"
+    )
 
 
 def _computed_in(problem: Problem) -> str:
@@ -116,7 +132,7 @@ def _formula(plan: Plan) -> list[str]:
     how = "on each rank's chunks of D, before they are stored"
     if (native := native_epilog(plan)) is not None:
         how = f"by cuBLASMp's epilog {native.upper()}" if native else "by cuBLASMp's alpha"
-    elif plan.engine == "cublasmp":
+    elif plan.engine != "numpy":
         how = "by one fused kernel on each chunk of D"
     return [f"  formula   D = {text}{also}: {how}"]
 

@@ -1,20 +1,21 @@
 """Distributions by hand: which ways to run a problem have the tiles that were asked for, and where tiles lie. Pure.
 
-What each way has, on the numpy engine and on cuBLASMp (`tiles.py` says why):
+What each way has, on cuBLASMp (`tiles.py` says why) and on the other engines, numpy and peer:
 
 ===============  ============================================  =======================  =======================
 method, grid     A                                             B                        D
 ===============  ============================================  =======================  =======================
-allgather P x 1  row slabs                                     numpy: anywhere;         row slabs
-                                                               cublasmp: column slabs
-allgather 1 x P  numpy: anywhere; cublasmp: row slabs          column slabs             column slabs
+allgather P x 1  row slabs                                     cublasmp: column slabs;  row slabs
+                                                               others: anywhere
+allgather 1 x P  cublasmp: row slabs; others: anywhere         column slabs             column slabs
 reducescatter    column slabs                                  row slabs                row or column slabs
 allreduce        column slabs                                  row slabs                not by a distribution
 summa p x q      blocks on a p x q grid                        the same                 the same
 ===============  ============================================  =======================  =======================
 
-On the numpy engine a rank computes one block of D, so that blocks of m and n are dealt out once; those of k may be of
-any size. SUMMA of cuBLASMp takes blocks of any size that agree: of m in A and D, of n in B and D, of k in A and B.
+On engines other than cuBLASMp a rank computes one block of D, so that blocks of m and n are dealt out once; those of
+k may be of any size. SUMMA of cuBLASMp takes blocks of any size that agree: of m in A and D, of n in B and D, of k in
+A and B.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dask_distmm.errors import PlanError
 from dask_distmm.plan.cuts import uniform_cut
 from dask_distmm.plan.methods import grids
 from dask_distmm.plan.plan import Plan
-from dask_distmm.plan.problem import Chunks, Problem
+from dask_distmm.plan.problem import COLLECTIVE, Chunks, Problem
 from dask_distmm.plan.tiles import make_tiles, summa_blocks
 
 __all__ = ["asked_ways", "operand_tiles"]
@@ -110,12 +111,12 @@ def _tiles(problem: Problem, engine: str, method: str, grid: tuple[int, int, int
     if count == 1:
         alone = ((_ALL, _ALL),)
         return {"a": alone, "b": alone, "d": alone}
-    numpy = engine == "numpy"
+    blocks = engine not in COLLECTIVE
     if method == "allgather":
         by_rows = q == 1
         return {
-            "a": None if numpy and not by_rows else (rows(m),),
-            "b": None if numpy and by_rows else (cols(n),),
+            "a": None if blocks and not by_rows else (rows(m),),
+            "b": None if blocks and by_rows else (cols(n),),
             "d": (rows(m),) if by_rows else (cols(n),),
         }
     if method in ("reducescatter", "allreduce"):
@@ -123,7 +124,7 @@ def _tiles(problem: Problem, engine: str, method: str, grid: tuple[int, int, int
         return {"a": (cols(k),), "b": (rows(k),), "d": tuple(slabs) if method == "reducescatter" else ()}
 
     def side(parts: int, length: int) -> _Side:
-        return (parts, -(-length // parts) if numpy and parts > 1 else None)
+        return (parts, -(-length // parts) if blocks and parts > 1 else None)
 
     any_k = [(p, None), (q, None)]
     return {
@@ -145,7 +146,7 @@ def _misfit(
         sides = (found.grid.nprow, found.blocks[0]), (found.grid.npcol, found.blocks[1])
         if not any(all(map(_fits, sides, one)) for one in need):
             return ""
-    if method == "summa" and count > 1 and engine != "numpy":
+    if method == "summa" and count > 1 and engine in COLLECTIVE:
         return _blocks_misfit(problem, grid)
     return None
 
@@ -196,7 +197,7 @@ def operand_tiles(plan: Plan) -> dict[str, tuple[Chunks, NDArray[np.int64]]]:
     With chunks that are these tiles, on these ranks, nothing is left for a run to move but what its method itself
     does: an operand that all gather is dealt out evenly.
     """
-    if plan.engine != "numpy":
+    if plan.engine in COLLECTIVE:
         tiles = make_tiles(plan)
         return {"a": block_grid(tiles.a.layout), "b": block_grid(tiles.b.layout)}
     problem, (p, q, s) = plan.problem, plan.grid

@@ -1,4 +1,4 @@
-"""The GPU engine over the stand-ins, one thread a rank."""
+"""The GPU engines over the stand-ins, one thread a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 import threading
 
 import devices
+import msgpack
+import numpy as np
 import pytest
+import shared
 
 
 class Ranks:
@@ -27,24 +30,135 @@ class Ranks:
         return self.jobs[-1]
 
 
+class AsProcess:
+    """A job as if its participant were a process of its own; what passes between them passes as messages do."""
+
+    def __init__(self, job, memory, process):
+        self.__dict__.update(job=job, memory=memory, process=process)
+
+    def __getattr__(self, name):
+        found = getattr(self.job, name)
+        if name not in ("prepare", "execute", "serve"):
+            return found
+
+        def call(*args):
+            with self.memory.as_process(self.process):
+                return found(*args)
+
+        return call
+
+    def accept(self, offers):
+        with self.memory.as_process(self.process):
+            self.job.accept(msgpack.unpackb(msgpack.packb(offers)))
+
+
+class PeerRanks(Ranks):
+    """The engine that pulls: each participant stands for a process with device memory of its own."""
+
+    name = "peer"
+
+    def __init__(self, module, host, memory):
+        super().__init__(module, host)
+        self.memory, self.placed = memory, []
+        # Of those that are to offer nothing.
+        self.silent = set()
+
+    def job(self, plan, me, chunks, comm, progress):
+        process = plan.participants[me].address
+        with self.memory.as_process(process):
+            engine = self.engines.setdefault(process, self.module.PeerEngine())
+            plan = dataclasses.replace(plan, group=1)
+            chunks = {key: chunk if self.host else self.on_device(chunk) for key, chunk in chunks.items()}
+            job = engine.job(plan, me, chunks, comm, progress)
+        if process in self.silent:
+            job._make_offer = lambda: None
+            job.__class__ = type("Silent", (type(job),), {"prepare": _prepare_in_silence})
+        self.jobs.append(job)
+        return AsProcess(job, self.memory, process)
+
+    def on_device(self, chunk):
+        """Copy a chunk, and what it lies in, to this process' device memory."""
+        base = chunk
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        order = "F" if base.flags.f_contiguous and not base.flags.c_contiguous else "C"
+        copy = self.memory.array(devices.ndarray, base.shape, base.dtype, order)
+        copy[...] = base
+        self.placed.append((base, copy))
+        offset = chunk.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+        flat = np.asarray(copy).reshape(-1, order="A").view(np.uint8)[offset:]
+        return np.ndarray(chunk.shape, chunk.dtype, flat, strides=chunk.strides).view(devices.ndarray)
+
+    def check_inputs(self):
+        for base, copy in self.placed:
+            assert base.tobytes() == np.asarray(copy).tobytes(), "inputs or what lies around them were changed"
+
+
+def _prepare_in_silence(self):
+    """As a worker whose memory can't be told: it has no GPU, or another host."""
+    self.plan, plan = dataclasses.replace(self.plan, participants=self.plan.participants[:1]), self.plan
+    try:
+        super(type(self), self).prepare()
+    finally:
+        self.plan = plan
+
+
+def _forget():
+    # What was imported over the stand-ins must not stay.
+    for name in [n for n in sys.modules if n.startswith(devices.OVER_LIBRARIES)]:
+        del sys.modules[name]
+
+
+def _small_pinned_buffers(monkeypatch):
+    # One engine thread a process uses the pinned buffers; here ranks are threads.
+    pinned, own = sys.modules["dask_distmm.engines.device.host"], threading.local()
+
+    def buffers():
+        if not hasattr(own, "buffers"):
+            own.buffers = pinned._Buffers()
+        return own.buffers
+
+    monkeypatch.setattr(pinned, "_BUFFER_BYTES", 2**12)
+    monkeypatch.setattr(pinned, "_buffers", buffers)
+
+
 @pytest.fixture
 def make(monkeypatch):
     def make(host=False, shares_memory=True):
         world = devices.install(monkeypatch, shares_memory)
         engine = importlib.import_module("dask_distmm.engines.cublasmp")
-        # One engine thread a process uses the pinned buffers; here ranks are threads.
-        pinned, own = sys.modules["dask_distmm.engines.cublasmp.host"], threading.local()
-
-        def buffers():
-            if not hasattr(own, "buffers"):
-                own.buffers = pinned._Buffers()
-            return own.buffers
-
-        monkeypatch.setattr(pinned, "_BUFFER_BYTES", 2**12)
-        monkeypatch.setattr(pinned, "_buffers", buffers)
+        _small_pinned_buffers(monkeypatch)
         return Ranks(engine, host), world
 
     yield make
-    # What was imported over the stand-ins must not stay.
-    for name in [n for n in sys.modules if n.startswith(("dask_distmm.engines.cublasmp", "dask_distmm.comms.nccl"))]:
-        del sys.modules[name]
+    _forget()
+
+
+@pytest.fixture(scope="module")
+def peer_engine(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = devices.install(monkeypatch, memory=shared.Memory(tmp_path_factory.mktemp("devices")))
+        engine = importlib.import_module("dask_distmm.engines.peer")
+        _small_pinned_buffers(monkeypatch)
+        yield engine, world
+    _forget()
+
+
+@pytest.fixture
+def make_peers(peer_engine):
+    engine, world = peer_engine
+    made = []
+
+    def make(host=False):
+        made.append(PeerRanks(engine, host, world.memory))
+        return made[-1], world
+
+    yield make
+    for ranks in made:
+        ranks.check_inputs()
+        for process, one in ranks.engines.items():
+            with world.memory.as_process(process):
+                one.release(1)
+    assert not world.memory.mapped
+    world.compute_capability = "90"
+    world.memory.not_exportable.clear()

@@ -18,10 +18,13 @@ from queue import Queue
 
 import ml_dtypes
 import numpy as np
+import shared
 
 from dask_distmm.layout import numroc
 
 _TIMEOUT = 30
+# Modules that import the libraries, or those that do.
+OVER_LIBRARIES = tuple(f"dask_distmm.{x}" for x in ("engines.cublasmp", "engines.device", "engines.peer", "comms.nccl"))
 _SIZES = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long long": 8, "uint4": 16}
 EPILOGUES = {"ALLREDUCE": 1, "RELU": 2, "GELU": 3, "BIAS": 4, "RELU_BIAS": 5, "GELU_BIAS": 6}
 DATA_TYPES = {0: "f4", 1: "f8", 2: "f2", 4: "c8", 5: "c16", 14: ml_dtypes.bfloat16}
@@ -33,8 +36,15 @@ class Pointer:
         self.ptr = ptr
 
 
+# Where arrays are allocated if processes share device memory (see `shared`).
+_shared = None
+
+
 class ndarray(np.ndarray):  # noqa: N801 - as CuPy's
     __module__ = "cupy"
+
+    def __new__(cls, shape, dtype=float, memptr=None, order="C"):
+        return _shared.array(cls, shape, dtype, order, memptr.mem.block)
 
     @property
     def data(self):
@@ -52,12 +62,18 @@ ndarray.__module__ = "cupy"
 
 def empty(shape, dtype=float, order="C"):
     # Poisoned: what nobody writes is found.
+    if _shared is not None:
+        return _shared.array(ndarray, shape, dtype, order)
     made = np.empty(shape, dtype, order=order)
     ctypes.memset(made.__array_interface__["data"][0], 0xFF, made.nbytes)
     return made.view(ndarray)
 
 
 def zeros(shape, dtype=float, order="C"):
+    if _shared is not None:
+        made = empty(shape, dtype, order)
+        made[...] = 0
+        return made
     return np.zeros(shape, dtype, order=order).view(ndarray)
 
 
@@ -109,14 +125,16 @@ class RawKernel:
         assert grid == (int(first[count]),)
         for row in rows:
             if self.name == "copy_straight":
-                src, dst, width, height, src_stride, dst_stride, _ = row
-                for j in range(height):
-                    ctypes.memmove(dst + j * dst_stride, src + j * src_stride, width * self.size)
+                src, dst, inner, outer, src_outer, dst_outer, _ = row
+                src_inner = self.size
             else:
                 src, dst, inner, outer, src_inner, src_outer, dst_outer = row
-                for o, i in itertools.product(range(outer), range(inner)):
-                    at = src + i * src_inner + o * src_outer
-                    ctypes.memmove(dst + i * self.size + o * dst_outer, at, self.size)
+            target = self._at(dst, (outer, inner), (dst_outer, self.size))
+            target[...] = self._at(src, (outer, inner), (src_outer, src_inner))
+
+    def _at(self, pointer, shape, strides):
+        interface = {"data": (pointer, False), "shape": shape, "strides": strides, "typestr": f"|V{self.size}"}
+        return np.asarray(types.SimpleNamespace(__array_interface__={"version": 3, **interface}))
 
 
 def _scalar(pointer, dtype):
@@ -173,6 +191,7 @@ class World:
         self.handles, self.numbers = {}, itertools.count(1)
         self.calls, self.epilogs, self.computed = [], [], []
         self.compute_capability = "90"
+        self.devices, self.reached = ["0000:01:00.0"], []
         self.open = defaultdict(int)
 
     def keep(self, kind, thing):
@@ -188,9 +207,46 @@ class World:
             self.open[kind] -= 1
 
 
-def install(monkeypatch, shares_memory=True):
-    """Put the stand-ins in place of the libraries; return the `World`. The engine is imported afterwards."""
+class PlainMemory:
+    """An allocation past the pool."""
+
+    def __init__(self, size):
+        self.block = _shared.allocate(size, exportable=True, alone=True)
+
+
+class MemoryPointer:
+    def __init__(self, mem, offset):
+        self.mem = mem
+
+
+def _lazy(memory):
+    """Streams whose operations are done later, for each process its own."""
+    together = defaultdict(list)
+
+    class Bound(shared.Stream):
+        def __init__(self, non_blocking=False):
+            super().__init__(together[memory.process])
+
+    Bound.null = shared.Stream([], immediate=True)
+    return Bound, shared.Event
+
+
+def _copy_2d(dst, dst_pitch, src, src_pitch, width, height):
+    assert dst_pitch >= width
+    assert src_pitch >= width
+    for row in range(height):
+        ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
+
+
+def install(monkeypatch, shares_memory=True, memory=None):
+    """Put the stand-ins in place of the libraries; return the `World`. The engine is imported afterwards.
+
+    With a `shared.Memory` arrays lie there, and streams are lazy.
+    """
     world = World()
+    world.memory = memory
+    monkeypatch.setattr(sys.modules[__name__], "_shared", memory)
+    stream_type, event_type = (Stream, Event) if memory is None else _lazy(memory)
     local = threading.local()
 
     def module(name, **contents):
@@ -207,18 +263,33 @@ def install(monkeypatch, shares_memory=True):
 
     runtime = types.SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError,
-        getDeviceCount=lambda: 1,
+        getDeviceCount=lambda: len(world.devices),
         memGetInfo=lambda: (2**36, 2**37),
         runtimeGetVersion=lambda: 13000,
         malloc=lambda size: 1,
         free=lambda pointer: None,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
-        memcpyAsync=lambda dst, src, size, kind, stream: ctypes.memmove(dst, src, size),
+        memcpyDefault=4,
+        memcpyAsync=lambda dst, src, size, kind, stream: shared.on_stream(
+            stream, lambda: ctypes.memmove(dst, src, size)
+        ),
+        memcpy2DAsync=lambda dst, dst_pitch, src, src_pitch, width, height, kind, stream: shared.on_stream(
+            stream, lambda: _copy_2d(dst, dst_pitch, src, src_pitch, width, height)
+        ),
+        memsetAsync=lambda pointer, value, size, stream: shared.on_stream(
+            stream, lambda: ctypes.memset(pointer, value, size)
+        ),
+        getDevice=lambda: 0,
+        deviceGetPCIBusId=lambda number: world.devices[number],
+        deviceCanAccessPeer=lambda mine, other: int(world.devices[other] in world.reached),
+        **(memory.runtime(CUDARuntimeError) if memory is not None else {}),
     )
     cuda = types.SimpleNamespace(
-        Stream=Stream,
-        Event=Event,
+        Stream=stream_type,
+        Event=event_type,
+        Memory=PlainMemory,
+        MemoryPointer=MemoryPointer,
         runtime=runtime,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         get_elapsed_time=lambda first, last: 0.5,
@@ -458,7 +529,19 @@ def install(monkeypatch, shares_memory=True):
         buffer_deregister=lambda grid, pointer: world.open.__setitem__("registration", world.open["registration"] - 1),
     )
 
-    def gemm(handle, op_a, op_b, m, n, k, alpha, a, kind, lda, b, kind_b, ldb, beta, c, kind_c, ldc, compute, algo):
+    if memory is not None:
+        module("cuda.bindings.driver", **memory.driver())
+        module("cuda.bindings", driver=sys.modules["cuda.bindings.driver"])
+        module("cuda", bindings=sys.modules["cuda.bindings"])
+
+    def gemm(handle, *arguments):
+        # Factors are read at once, matrices when the stream comes to it.
+        alpha, kind, beta = arguments[5], arguments[7], arguments[12]
+        scalars = [_scalar(pointer, np.dtype(DATA_TYPES[kind])) for pointer in (alpha, beta)]
+        assert scalars[0] == 1
+        shared.on_stream(getattr(local, "stream", 0), lambda: gemm_now(scalars[1], *arguments))
+
+    def gemm_now(add, op_a, op_b, m, n, k, alpha, a, kind, lda, b, kind_b, ldb, beta, c, kind_c, ldc, compute, algo):
         dtype = np.dtype(DATA_TYPES[kind])
 
         def matrix(pointer, rows, cols, ld, dtype=dtype):
@@ -471,14 +554,17 @@ def install(monkeypatch, shares_memory=True):
         y = matrix(b, k, n, ldb) if op_b == 0 else matrix(b, n, k, ldb).T
         x, y = (z.conj() if op == 2 else z for z, op in ((x, op_a), (y, op_b)))
         wide = np.complex128 if dtype.kind == "c" else np.float64
-        matrix(c, m, n, ldc, kind_of_c)[...] = (x.astype(wide) @ y.astype(wide)).astype(kind_of_c)
+        z = matrix(c, m, n, ldc, kind_of_c)
+        before = add * z.astype(wide) if add else 0
+        with np.errstate(all="ignore"):
+            z[...] = (x.astype(wide) @ y.astype(wide) + before).astype(kind_of_c)
         world.calls.append((0, "gemm", m, n, k))
         world.computed.append(compute)
 
     blas = types.SimpleNamespace(
         ComputeType=types.SimpleNamespace(COMPUTE_32F=68, COMPUTE_64F=70, COMPUTE_32F_FAST_TF32=77),
         create=lambda: 1,
-        set_stream=lambda handle, stream: None,
+        set_stream=lambda handle, stream: setattr(local, "stream", stream),
         gemm_ex_64=gemm,
     )
 
@@ -488,11 +574,15 @@ def install(monkeypatch, shares_memory=True):
         world.handles[descriptor][name] = int(ctypes.c_int32.from_address(pointer).value)
 
     def lt_matmul(handle, descriptor, alpha, a, in_a, b, in_b, beta, c, in_c, d, in_d, algo, space, size, stream):
-        found = world.handles[descriptor]
+        found = dict(world.handles[descriptor])
+        add = _scalar(beta, np.dtype("f4"))
+        described = [(pointer, world.handles[layout]) for pointer, layout in ((a, in_a), (b, in_b), (d, in_d))]
+        shared.on_stream(stream, lambda: lt_matmul_now(found, described, add))
+
+    def lt_matmul_now(found, described, add):
         assert (found[3], found[4]) == (1, 0), "FP8 wants TN"
         matrices = []
-        for pointer, layout in ((a, in_a), (b, in_b), (d, in_d)):
-            kind, rows, cols, ld = world.handles[layout]
+        for pointer, (kind, rows, cols, ld) in described:
             dtype = np.dtype(DATA_TYPES[kind])
             assert pointer % 16 == 0
             assert ld * dtype.itemsize % 16 == 0
@@ -505,7 +595,8 @@ def install(monkeypatch, shares_memory=True):
         assert {x.dtype.itemsize, y.dtype.itemsize} == {1}
         assert x.dtype != ml_dtypes.float8_e5m2 or y.dtype != ml_dtypes.float8_e5m2
         with np.errstate(all="ignore"):
-            z[...] = (x.astype(np.float64).T @ y.astype(np.float64)).astype(z.dtype)
+            before = add * z.astype(np.float64) if add else 0
+            z[...] = (x.astype(np.float64).T @ y.astype(np.float64) + before).astype(z.dtype)
         world.calls.append((0, "lt", *z.shape, len(x)))
 
     lt = types.SimpleNamespace(
@@ -521,7 +612,6 @@ def install(monkeypatch, shares_memory=True):
     )
     module("nvmath.bindings", cublas=blas, cublasLt=lt, cublasMp=mp)
     module("nvmath", bindings=sys.modules["nvmath.bindings"])
-    for name in [name for name in sys.modules if name.startswith("dask_distmm.engines.cublasmp")]:
+    for name in [name for name in sys.modules if name.startswith(OVER_LIBRARIES)]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "dask_distmm.comms.nccl", raising=False)
     return world

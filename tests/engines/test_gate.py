@@ -66,8 +66,8 @@ def test_groups_keep_the_latest():
     assert groups.use("cublasmp", ("a", "b")) == first
     assert groups.surplus(2) == []
     assert groups.surplus(1) == [second]
-    assert groups.orders("cublasmp") == [("a", "b")]
-    assert groups.orders("other") == []
+    assert groups.orders(["cublasmp"]) == [("a", "b")]
+    assert groups.orders(["other"]) == []
     third = groups.use("cublasmp", ("c",))
     assert groups.lose("a") == [first]
     assert groups.drop(first.number) is None
@@ -83,7 +83,7 @@ def test_groups_that_keep_too_much_leave():
         groups.keeps(group.number, size)
     assert groups.surplus(4, 100) == []
     assert groups.surplus(4, 89) == [first, second]  # the oldest of those who share a worker with too much
-    assert groups.orders("cublasmp") == [("b", "a")]
+    assert groups.orders(["cublasmp"]) == [("b", "a")]
     assert groups.surplus(4, 10) == []  # the latest stays
     fourth = groups.use("cublasmp", ("a", "b"))
     assert fourth.number > third.number

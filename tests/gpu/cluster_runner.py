@@ -45,7 +45,7 @@ def unchanged(base, name):
 class ClusterRunner:
     """``runner(problem, nranks, chunks, where)`` for `conformance`."""
 
-    def __init__(self, client, engine="cublasmp", kind="cupy"):
+    def __init__(self, client, engine=None, kind="cupy"):
         self.client, self.engine, self.kind = client, engine, kind
         self.addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
         self.plans = []

@@ -7,6 +7,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+import dask
 import pytest
 
 
@@ -26,7 +27,9 @@ GPUS = gpu_count()
 
 
 def pytest_generate_tests(metafunc):
-    """``-k 4workers`` selects."""
+    """``-k 4workers`` selects, and ``-k peer``; tests for one engine alone say so."""
+    marker = metafunc.definition.get_closest_marker("engines")
+    metafunc.parametrize("engine", marker.args if marker else ["cublasmp", "peer"], indirect=True)
     if "nworkers" in metafunc.fixturenames:
         metafunc.parametrize("nworkers", [1, 2, 3, 4], ids=lambda n: f"{n}workers", scope="session")
 
@@ -61,6 +64,13 @@ def started(nworkers, protocol="ucx", **options):
     ):
         client.wait_for_workers(nworkers, timeout=60)
         yield client
+
+
+@pytest.fixture(autouse=True)
+def engine(request):
+    """Name of the engine that multiplies where a test does not say otherwise."""
+    with dask.config.set({"distmm.engine": request.param}):
+        yield request.param
 
 
 @pytest.fixture

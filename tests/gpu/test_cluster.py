@@ -13,31 +13,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from gpu_products import N, check, on_gpus, random
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
 from dask_distmm.testing import assert_nothing_left, assert_product
-
-N = 512
-
-
-def on_gpus(array, chunks):
-    """A Dask array of CuPy chunks."""
-    import cupy
-
-    return da.from_array(array, chunks=chunks).map_blocks(cupy.asarray, meta=cupy.empty((0, 0), array.dtype))
-
-
-def random(shape, dtype="float64"):
-    return np.random.default_rng().standard_normal(shape).astype(dtype)
-
-
-def check(client, shape=(N, N, N), chunks=128, dtype="float64", **options):
-    m, n, k = shape
-    a, b = random((m, k), dtype), random((k, n), dtype)
-    d = dask_distmm.matmul(on_gpus(a, chunks), on_gpus(b, chunks), **options)
-    assert_product(a, b, client.compute(d, sync=True).get())
-    del d
 
 
 @pytest.mark.gpus(2)
@@ -93,6 +73,7 @@ def test_pools_and_spilling(start, pool):
             del d
 
 
+@pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("point", ["exchange", "library"])
 def test_a_rank_killed_inside_a_collective(start, point):
@@ -161,6 +142,7 @@ def test_no_memory_on_one_rank_is_one_error_that_names_it(start):
         assert client.run(os.getpid) == pids
 
 
+@pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(2)
 def test_workspace_that_does_not_fit_is_agreed_on(start):
     from dask_distmm.testing import inject
@@ -196,6 +178,7 @@ def test_two_hundred_multiplies_leave_everything_flat(clusters):
         assert threads <= before[address][2] + 2
 
 
+@pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(2)
 def test_groups_are_limited_and_freed(start):
     with dask.config.set({"distmm.cublasmp.max-groups": 1}), start(2, "tcp") as client:
@@ -252,6 +235,7 @@ def test_what_is_held_is_what_was_projected(clusters, method, chunks):
         assert 0.9 * held <= projected <= 1.1 * held + 2**24
 
 
+@pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(2)
 def test_workspaces_are_freed_on_demand(start):
     def groups(dask_worker):
@@ -268,6 +252,7 @@ def test_workspaces_are_freed_on_demand(start):
         check(client, method="allgather")
 
 
+@pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(2)
 def test_hosts_without_shared_memory(tmp_path):
     """A scheduler and workers of their own, with preload, whose GPUs see each other by sockets only."""

@@ -64,6 +64,7 @@ def test_chunks_on_workers_that_are_no_ranks(clusters, method):
     conformance(runner, method, 1, "bfloat16", sources=1)
 
 
+@pytest.mark.engines("cublasmp")
 @pytest.mark.parametrize("method", PATHS)
 def test_tuned_paths_are_taken(clusters, nworkers, method):
     """For all memory orders and uneven shapes cuBLASMp's log names the tuned path, and never the fallback."""

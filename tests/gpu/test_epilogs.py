@@ -64,9 +64,10 @@ def test_complex_factors(clusters, nworkers, dtype):
 @pytest.mark.parametrize("epilog", ["relu_aux_bias", "dgelu_bgrad"])
 def test_numpy_chunks(clusters, nworkers, epilog):
     case = Case(epilog, bias="row", bias_axis=0)
-    check(clusters(nworkers)[0], case, "allgather", kind="numpy", engine="cublasmp")
+    check(clusters(nworkers)[0], case, "allgather", kind="numpy")
 
 
+@pytest.mark.engines("cublasmp")
 @pytest.mark.parametrize("method", ["allgather", "reducescatter"])
 @pytest.mark.parametrize("bias", ["row", "column"])
 @pytest.mark.parametrize("epilog", ["", "relu", "gelu", "bias", "relu_bias", "gelu_bias"])
@@ -97,7 +98,7 @@ def test_one_kernel_each(clusters, nworkers):
     def kernels():
         import gc
 
-        from dask_distmm.engines.cublasmp.finishing import Kernel
+        from dask_distmm.engines.device.finishing import Kernel
 
         return [found.is_fused for found in gc.get_objects() if isinstance(found, Kernel)]
 

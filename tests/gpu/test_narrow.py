@@ -56,7 +56,7 @@ def check(client, pair, to, method="auto", kind="cupy", shape=(67, 59, 71), orde
         stated |= {"c": to_dask(formula["c"], kind), "beta": more["beta"]}
     operands = to_dask(a, kind), to_dask(b, kind)
     amax = to in FP8 or to == "float32"
-    found = matmul(*operands, engine="cublasmp", method=method, result_amax=amax, **stated)
+    found = matmul(*operands, method=method, result_amax=amax, **stated)
     d, aux = dask.persist(*(found if amax else (found, {})))
     case = Narrow(a, b, scales, sums=hopper(k), **formula)
     case.check(computed(client, d, to), to, computed(client, aux["result_amax"]) if amax else None)
@@ -86,6 +86,7 @@ def test_kinds_of_chunks_lazy_scales_and_c(clusters, nworkers, pair, kind):
     check(clusters(nworkers)[0], pair, "float8_e5m2", kind=kind, lazy=True, beta=0.5)
 
 
+@pytest.mark.engines("cublasmp")
 def test_summa_is_refused(clusters, nworkers):
     clusters(nworkers)
     with pytest.raises(PlanError, match="summa"):

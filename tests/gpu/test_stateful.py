@@ -50,6 +50,7 @@ def test_workspaces(clusters, nworkers):
     assert dask_distmm.free_workspaces(client) == 0
 
 
+@pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ def test_laid_out_operands_do_not_move(clusters, da_, db, dd, dtype):
     assert_product(a, b, computed(client, d))
 
 
+@pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(4)
 @pytest.mark.parametrize("blocks", [(32, 48, 64), (128, 192, 128), (40, 56, 72)])
 def test_summa_with_blocks_by_hand(clusters, blocks):

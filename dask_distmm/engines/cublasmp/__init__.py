@@ -1,7 +1,6 @@
 """The engine for GPUs: one cuBLASMp multiply across dask-cuda workers, or cuBLAS where one GPU does.
 
-`kernels` copy many rectangles at once, `exchange` redistributes with them and NCCL, `host` moves NumPy chunks to the
-device and back, `library` calls cuBLASMp and cuBLAS, `fp8` cuBLASLt, `job` is one participant's side of a run.
+`exchange` redistributes with NCCL, `library` calls cuBLASMp, `job` is one participant's side of a run.
 """
 
 from __future__ import annotations
@@ -73,6 +72,10 @@ class CublasMpEngine:
                     "cupy.ndarray or numpy.ndarray chunks: convert them with map_blocks(cupy.asarray)"
                 )
         return CublasMpJob(plan, me, chunks, comm, progress, ready, self.stream, self.groups)
+
+    def links(self) -> tuple[str, tuple[str, ...]]:
+        """Return nothing: who can reach whom does not matter."""
+        return "", ()
 
     def release(self, group: int) -> None:
         """Free what the ranks of a group share; all of them do so at the same time."""

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import cupy as cp
 
-from dask_distmm.engines.cublasmp.kernels import copy_rectangles
+from dask_distmm.engines.device.kernels import copy_rectangles
 from dask_distmm.engines.shuffle import Shuffle
 from dask_distmm.layout import Moves
 from dask_distmm.layout.rectangles import Span
 
 if TYPE_CHECKING:
     from dask_distmm.comms.nccl import NcclComm
+    from dask_distmm.engines.device.finishing import Input
 
-__all__ = ["DeviceShuffle", "Exchange"]
+__all__ = ["DeviceShuffle", "Exchange", "InputExchange"]
 
 
 class DeviceShuffle:
@@ -78,3 +79,27 @@ class Exchange:
             comm.exchange(self._sends, self._receives)
         for launch in self._unpack:
             launch.run(stream)
+
+
+class InputExchange:
+    """How one input of the formula gets to the ranks that need its parts.
+
+    Parameters
+    ----------
+    one
+        The input, as this rank needs it.
+    me, ranks
+        This participant, and the participant of each rank.
+
+    Attributes
+    ----------
+    outside
+        What has to be fetched from workers that are no ranks.
+    """
+
+    def __init__(self, one: Input, me: int, ranks: tuple[int, ...]) -> None:
+        among, self.outside = one.moves.among(ranks, me)
+        self.input = one
+        self.exchange = Exchange(
+            DeviceShuffle(among, me, ranks, "C", one.widths, one.arrays, one.parts, itemsize=one.dtype.itemsize)
+        )

@@ -28,16 +28,16 @@ from numpy.typing import NDArray
 from dask_distmm.comms.nccl import make_unique_id
 from dask_distmm.dtypes import FP8, carried, typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, is_of_d, wait_checked
-from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
-from dask_distmm.engines.cublasmp.finishing import Finishing, NativeBias
-from dask_distmm.engines.cublasmp.fp8 import check_fp8, multiply_fp8_alone
-from dask_distmm.engines.cublasmp.host import device_like, to_device, to_host
-from dask_distmm.engines.cublasmp.library import PLAIN, Group, Kinds, Memory, Native, multiply_alone
+from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange, InputExchange
+from dask_distmm.engines.cublasmp.library import PLAIN, Group, Native
 from dask_distmm.engines.cublasmp.replication import Replication, named
+from dask_distmm.engines.device.finishing import Finishing, NativeBias
+from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, check_fp8, multiply
+from dask_distmm.engines.device.host import to_host
+from dask_distmm.engines.device.operands import DeviceChunks, in_type, ld, mark, usable
 from dask_distmm.engines.gate import Gate
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
-from dask_distmm.narrow import decode
 from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.collective import tile_chunk
 from dask_distmm.plan.native import native_epilog
@@ -67,6 +67,7 @@ class CublasMpJob:
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
+        self.offer: Any = None
         self._tiles = make_tiles(plan)
         self._native = native_epilog(plan, self._tiles)
         # What the library does not do itself is done to sums that are not rounded yet.
@@ -95,19 +96,8 @@ class CublasMpJob:
         if problem.fp8:
             check_fp8()
         self.kinds.compute_type  # noqa: B018 - the library must have it
-        self._uploads: list[tuple[NDArray[Any], cp.ndarray]] = []
-        for key, chunk in self.chunks.items():
-            held = problem.dtype_of(key[0])
-            on_device = chunk
-            if not isinstance(chunk, cp.ndarray):
-                part = chunk.view(np.uint8) if held in FP8 else chunk
-                on_device = device_like(part)
-                self._uploads.append((part, on_device))
-            if key[0] in ("a", "b") and held != self._kind(key[0]):
-                # Converted once it is filled, on the run's stream.
-                dtype = carried(self._kind(key[0]), "cupy")
-                on_device = _Converted(on_device, held, cp.empty(chunk.shape, dtype))
-            self.chunks[key] = on_device
+        self._staged = DeviceChunks(problem, self.chunks)
+        self.chunks = self._staged.arrays
         self._operands = {
             "a": self._operand("a", self._tiles.a, problem.a_chunks, self.plan.where_a),
             "b": self._operand("b", self._tiles.b, problem.b_chunks, self.plan.where_b),
@@ -118,6 +108,8 @@ class CublasMpJob:
             self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, self._tiles.d)
         elif self._native is None and problem.finished:
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
+        found = self._finishing.inputs if self._finishing is not None else ()
+        self._extras = [InputExchange(one, self.me, self.plan.ranks) for one in found]
         self._replication: Replication | None = None
         if self.plan.replicas and len(self.plan.ranks) > 1 and not all_reduced(self.plan):
             made = self._finishing.made if isinstance(self._finishing, Finishing) else self._result.chunks
@@ -135,11 +127,11 @@ class CublasMpJob:
         """Take a chunk as the tile, or allocate one and find out what goes into it."""
         assert self.rank is not None
         assert where is not None
-        arrays = {index: _final(chunk) for (op, index), chunk in self.chunks.items() if op == name}
+        arrays = {index: chunk for (op, index), chunk in self.chunks.items() if op == name}
         index = tile_chunk(tile, self.rank, sizes)
         # All ranks see the same plan, but only this one sees how its chunk really lies in memory.
         target = None
-        if index is not None and where[index] in (self.me, EVERYWHERE) and _usable(arrays[index], tile.order):
+        if index is not None and where[index] in (self.me, EVERYWHERE) and usable(arrays[index], tile.order):
             target = arrays[index]
         as_it_lies = target is not None
         if target is None:
@@ -192,11 +184,14 @@ class CublasMpJob:
         if self.rank is None:
             return 0
         exchanges = [self._gather, self._result.deliver]
-        exchanges += [one.exchange for one in self._finishing.inputs] if self._finishing else []
+        exchanges += [one.exchange for one in self._extras]
         exchanges += [self._replication.exchange] if self._replication else []
         return self.comm.received_bytes + sum(x.received_bytes for x in exchanges if x is not None)
 
     # The work
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Do nothing: there are none."""
 
     def execute(self) -> dict[Any, Any]:
         """Multiply; return this rank's chunks of D and of auxiliary outputs."""
@@ -207,8 +202,8 @@ class CublasMpJob:
             for number, (name, operand) in enumerate(self._operands.items()):
                 held = self.plan.problem.dtype_of(name)
                 self._fetch_outside(number, held, operand.outside, {self.rank: operand.target})
-            for outside in self._finishing.outside() if self._finishing else ():
-                self._fetch_outside(*outside)
+            for number, one in enumerate(self._extras, start=2):
+                self._fetch_outside(number, one.input.held, one.outside, one.input.parts)
             if len(self.plan.ranks) == 1:
                 self._raise_if_aborted()
                 self._committed = True
@@ -227,49 +222,43 @@ class CublasMpJob:
         assert self.rank is not None
         stream, plan = self._stream, self.plan
         group = self._group() if len(plan.ranks) > 1 else None
-        marks = [_mark(stream)]
+        marks = [mark(stream)]
         stream.wait_event(self._allocated)
-        for chunk, target in self._uploads:
-            to_device(chunk, target, stream)
-        for found in self.chunks.values():
-            if isinstance(found, _Converted):
-                with stream:
-                    found.target[...] = _in_type(found.source, found.held, found.target.dtype)
+        self._staged.fill(stream)
         comm = group.comm if group is not None else None
         self._gather.run(stream, comm)
-        if self._finishing is not None:
-            self._finishing.gather(stream, comm)
+        for one in self._extras:
+            one.exchange.run(stream, comm)
         for operand, tile in zip(self._operands.values(), (self._tiles.a, self._tiles.b), strict=True):
             if tile.conjugated:
                 with stream:
                     cp.conjugate(operand.target, out=operand.target)
-        marks.append(_mark(stream))
+        marks.append(mark(stream))
         a, b, d = self._operands["a"].target, self._operands["b"].target, self._result.target
         tiles, types = self._tiles, self.kinds
         shape = (tiles.a.shape[0], tiles.b.shape[1], tiles.a.shape[1])
-        memories = [Memory(x.data.ptr, _ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
+        memories = [Memory(x.data.ptr, ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
         native = PLAIN
         if self._native is not None:
             bias = self._finishing.vector(stream) if isinstance(self._finishing, NativeBias) else None
             native = Native(complex(*plan.problem.finish.alpha), self._native, bias.data.ptr if bias is not None else 0)
         if group is None:
-            alone = multiply_fp8_alone if plan.problem.fp8 else multiply_alone
-            alone(stream, tiles, shape, types, *memories)
+            multiply(stream, Shape(*shape, tiles.flipped, tiles.ops), types, *memories)
         else:
             group.multiply(tiles, shape, types, *memories, native=native)
-        marks.append(_mark(stream))
+        marks.append(mark(stream))
         self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
         if self._result.deliver is not None:
             self._result.deliver.run(stream, comm)
         outputs: dict[Any, Any] = dict(self._result.chunks)
         if isinstance(self._finishing, Finishing):
             outputs = self._finishing.apply(outputs, stream)
-        marks.append(_mark(stream))
+        marks.append(mark(stream))
         if self._replication is not None:
             self._replication.exchange.run(stream, comm)
             outputs |= self._replication.chunks
         outputs = named(outputs, plan.owned(self.rank).tolist())
-        marks.append(_mark(stream))
+        marks.append(mark(stream))
         self._wait(marks[-1])
         parts = ("redistribute", "multiply", "deliver", "replicate")
         for name, first, last in zip(parts, marks[:-1], marks[1:], strict=True):
@@ -287,10 +276,9 @@ class CublasMpJob:
 
     def _count(self) -> int:
         """Return the bytes of all device memory that this rank holds for the run."""
-        arrays = [_final(chunk) for chunk in self.chunks.values()]
-        arrays += [chunk.source for chunk in self.chunks.values() if isinstance(chunk, _Converted)]
+        arrays = self._staged.all_arrays
         arrays += [self._result.target, *self._result.chunks.values()]
-        for exchange in (self._gather, self._result.deliver):
+        for exchange in (self._gather, self._result.deliver, *(one.exchange for one in self._extras)):
             arrays += exchange.buffers if exchange is not None else []
         arrays += [operand.target for operand in self._operands.values()]
         arrays += self._finishing.arrays if self._finishing is not None else []
@@ -342,7 +330,7 @@ class CublasMpJob:
                 r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
                 data = data.view(np.uint8) if held in FP8 else data  # noqa: PLW2901
                 target, part = targets[int(leg.dst[i])], typed(cp.asarray(data), held)
-                part = _in_type(part, held, target.dtype)
+                part = in_type(part, held, target.dtype)
                 target[r : r + part.shape[0], c : c + part.shape[1]] = part
         if len(moves):
             # The default stream has done this: the run's stream waits for it.
@@ -391,13 +379,6 @@ class CublasMpJob:
             raise self._error
 
 
-class _Converted:
-    """A chunk of another type than is computed in, and where it will be in the right one."""
-
-    def __init__(self, source: cp.ndarray, held: str, target: cp.ndarray) -> None:
-        self.source, self.held, self.target = source, held, target
-
-
 class _Operand:
     """A or B on one rank."""
 
@@ -410,39 +391,3 @@ class _Result:
 
     def __init__(self, chunks: dict[int, Any], target: Any, deliver: Exchange | None) -> None:
         self.chunks, self.target, self.deliver = chunks, target, deliver
-
-
-def _in_type(array: cp.ndarray, held: str, dtype: np.dtype) -> Any:
-    """Return an array that holds a type by name, as bytes if that is FP8, in the type of what it is copied to."""
-    return decode(cp, array, held, dtype) if held in FP8 and dtype != np.uint8 else array
-
-
-def _final(chunk: Any) -> Any:
-    return chunk.target if isinstance(chunk, _Converted) else chunk
-
-
-def _usable(chunk: Any, order: str) -> bool:
-    """Whether the library can use a chunk as it lies: fast axis dense, aligned."""
-    inner, outer = (chunk.strides[1], chunk.strides[0]) if order == "C" else chunk.strides
-    width, height = chunk.shape if order == "F" else chunk.shape[::-1]
-    size = chunk.dtype.itemsize
-    step = 16 if size == 1 else size
-    return bool(
-        chunk.data.ptr % 16 == 0
-        and (inner == size or width == 1)
-        and (height == 1 or (outer >= width * size and outer % step == 0))
-    )
-
-
-def _ld(x: Any, order: str) -> int:
-    """Return the distance of rows (C order) or columns (F order), in elements."""
-    outer, least = (x.strides[0], x.shape[1]) if order == "C" else (x.strides[1], x.shape[0])
-    slow = x.shape[0] if order == "C" else x.shape[1]
-    # The strides of an empty array mean nothing.
-    return int(max(1, least if slow == 1 or not x.size else outer // x.dtype.itemsize))
-
-
-def _mark(stream: cp.cuda.Stream) -> cp.cuda.Event:
-    event = cp.cuda.Event()
-    event.record(stream)
-    return event

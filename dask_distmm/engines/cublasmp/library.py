@@ -1,4 +1,4 @@
-"""cuBLASMp through its bindings, and cuBLAS for one GPU alone: handles, descriptors, workspace, the calls.
+"""cuBLASMp through its bindings: handles, descriptors, workspace, the calls.
 
 A `Group` is what the ranks of a plan share and keep between runs: communicator, process grids, a registered
 workspace, descriptors. Whatever makes or frees one of these is collective, so all ranks do it in the same order:
@@ -8,70 +8,28 @@ they see the same runs in the same order, and each decision rests on these alone
 from __future__ import annotations
 
 import collections
-import functools
 import gc
 import importlib.metadata
 from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
-from nvmath.bindings import cublas, cublasMp
+from nvmath.bindings import cublasMp
 
 from dask_distmm.comms.nccl import NcclComm, nccl_version
-from dask_distmm.dtypes import FP8, compute_dtype, dtype_from_name
+from dask_distmm.dtypes import FP8
+from dask_distmm.engines.device.gemm import DATA_TYPES, OPS, Kinds, Memory, factors
 from dask_distmm.errors import EngineError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.plan.tiles import Stored, Tiles
 
-__all__ = [
-    "DATA_TYPES",
-    "OPS",
-    "PLAIN",
-    "Group",
-    "Kinds",
-    "Memory",
-    "Native",
-    "check_versions",
-    "factors",
-    "multiply_alone",
-]
+__all__ = ["PLAIN", "Group", "Native", "check_versions"]
 
 _LEAST_CUBLASMP = 1000  # 0.10.0
 _LEAST_NCCL = (2, 30, 7)
 _MOST_DESCRIPTORS = 32
 
-DATA_TYPES = {
-    "float32": 0,
-    "float64": 1,
-    "float16": 2,
-    "complex64": 4,
-    "complex128": 5,
-    "bfloat16": 14,
-    "float8_e4m3fn": 28,
-    "float8_e5m2": 29,
-}  # cudaDataType
-_Compute = cublas.ComputeType
-_COMPUTE_TYPES = {
-    **dict.fromkeys((*FP8, "float16", "bfloat16"), _Compute.COMPUTE_32F),
-    "float32": _Compute.COMPUTE_32F,
-    "complex64": _Compute.COMPUTE_32F,
-    "float64": _Compute.COMPUTE_64F,
-    "complex128": _Compute.COMPUTE_64F,
-}
-_OTHER_COMPUTE_TYPES = {
-    "tf32": "COMPUTE_32F_FAST_TF32",
-    "bf16x9": "COMPUTE_32F_EMULATED_16BFX9",
-    "fp64_emulated": "COMPUTE_64F_EMULATED_FIXEDPOINT",
-}
-OPS = {"N": 0, "T": 1, "C": 2}
 _Attribute = cublasMp.MatmulDescriptorAttribute
-
-
-class Memory(NamedTuple):
-    """A local matrix: its address, and the distance of its columns in elements."""
-
-    pointer: int
-    ld: int
 
 
 class Native(NamedTuple):
@@ -83,35 +41,6 @@ class Native(NamedTuple):
 
 
 PLAIN = Native()
-
-
-class Kinds(NamedTuple):
-    """Types of A, B and D, and how they are multiplied (one of `COMPUTE_TYPES` or empty), by name."""
-
-    a: str
-    b: str
-    d: str
-    compute: str = ""
-
-    @property
-    def compute_type(self) -> int:
-        """The library's number for it.
-
-        Raises
-        ------
-        EngineError
-            The library has no such compute type.
-        """
-        if not self.compute:
-            return int(_COMPUTE_TYPES[self.a])
-        found = getattr(_Compute, _OTHER_COMPUTE_TYPES[self.compute], None)
-        if found is None:
-            version = importlib.metadata.version("nvmath-python")
-            raise EngineError(
-                f"compute_type={self.compute!r} is {_OTHER_COMPUTE_TYPES[self.compute]}, which cuBLAS as nvmath-python "
-                f"{version} knows it does not have: use a newer one, or another compute_type"
-            )
-        return int(found)
 
 
 def check_versions() -> dict[str, str]:
@@ -351,13 +280,6 @@ class _Call:
         cublasMp.matmul_descriptor_destroy(self._descriptor)
 
 
-def factors(dtype: str, alpha: complex = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Return alpha and a beta of 0 in the type that the libraries take them in: the one of the sums."""
-    scale = compute_dtype(dtype_from_name(dtype), 1)
-    number = alpha if scale.kind == "c" else complex(alpha).real
-    return np.full(1, number, scale), np.zeros(1, scale)
-
-
 def _describe(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
     return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, DATA_TYPES[dtype], grid))
 
@@ -370,30 +292,3 @@ def _try_to_allocate(size: int) -> None:
         cp.get_default_memory_pool().free_all_blocks()
     pointer = cp.cuda.runtime.malloc(size)
     cp.cuda.runtime.free(pointer)
-
-
-@functools.lru_cache(maxsize=1)
-def _cublas_handle() -> int:
-    return int(cublas.create())
-
-
-def multiply_alone(
-    stream: cp.cuda.Stream,
-    tiles: Tiles,
-    shape: tuple[int, int, int],
-    types: Kinds,
-    a: Memory,
-    b: Memory,
-    d: Memory,
-) -> None:
-    """Put ``D = A @ B`` on a stream, with cuBLAS. Parameters as for `Group.multiply`."""
-    m, n, k = shape
-    op_x, op_y = tiles.ops
-    x, y, rows, cols = (b, a, n, m) if tiles.flipped else (a, b, m, n)
-    alpha, beta = factors(types.a)
-    kind, kind_d, handle = DATA_TYPES[types.a], DATA_TYPES[types.d], _cublas_handle()
-    cublas.set_stream(handle, stream.ptr)
-    cublas.gemm_ex_64(
-        *(handle, OPS[op_x], OPS[op_y], rows, cols, k, alpha.ctypes.data, x.pointer, kind, x.ld),
-        *(y.pointer, kind, y.ld, beta.ctypes.data, d.pointer, kind_d, d.ld, types.compute_type, -1),
-    )

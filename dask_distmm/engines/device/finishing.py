@@ -1,4 +1,4 @@
-"""The formula on one rank's chunks of D: its inputs are gathered as operands are, its outputs allocated ahead."""
+"""The formula on one rank's chunks of D: what it needs of its inputs, its outputs allocated ahead, the fused kernel."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import numpy as np
 
 from dask_distmm.dtypes import FP8, carried
 from dask_distmm.engines.base import ChunkKey, log
-from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.epilog import Finish, elementwise, part_shape, reductions, scalars, scaled
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.narrow import decode, stored
 from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.tiles import Tile
 
-__all__ = ["Finishing", "Kernel", "NativeBias"]
+__all__ = ["Finishing", "Input", "Kernel", "NativeBias"]
 
 
-class _Input:
-    """One input, cut into parts: those that this rank needs, by number, and how they get here.
+class Input:
+    """One input, cut into parts: those that this rank needs, by number, and what has to be copied there.
 
     Parameters
     ----------
@@ -35,6 +34,15 @@ class _Input:
         For each rank, the numbers of the parts that it needs.
     parts
         Arrays for those that this rank needs; allocated where None.
+
+    Attributes
+    ----------
+    moves
+        The rectangles from chunks to parts, of all ranks.
+    arrays
+        Chunks that are here, by number.
+    widths
+        Columns of each part.
     """
 
     def __init__(
@@ -63,14 +71,12 @@ class _Input:
             mine = needed[plan.ranks.index(me)]
             parts = {part: cp.empty(grid.local_shape(part), self.dtype) for part in mine}
         self.parts = parts
-        among, self.outside = moves.among(plan.ranks, me)
-        widths = [grid.local_shape(part)[1] for part in range(grid.nparts)]
-        arrays = {index: chunk for (operand, index), chunk in chunks.items() if operand == name}
-        shuffle = DeviceShuffle(among, me, plan.ranks, "C", widths, arrays, self.parts, itemsize=self.dtype.itemsize)
-        self.exchange = Exchange(shuffle)
+        self.moves = moves
+        self.widths = [grid.local_shape(part)[1] for part in range(grid.nparts)]
+        self.arrays = {index: chunk for (operand, index), chunk in chunks.items() if operand == name}
 
 
-class _ByChunk(_Input):
+class _ByChunk(Input):
     """One input, in the parts that chunks of D need."""
 
     def __init__(self, plan: Plan, me: int, name: str, chunks: Mapping[ChunkKey, Any]) -> None:
@@ -94,23 +100,7 @@ class _ByChunk(_Input):
         return decode(cp, found, self.held, np.dtype(np.float32)) if self.held in FP8 else found
 
 
-class _Gathering:
-    """What gathers some of the formula's inputs on one rank."""
-
-    inputs: Sequence[_Input]
-
-    def outside(self) -> Iterator[tuple[int, str, Moves, Mapping[int, Any]]]:
-        """Return what has to be fetched from workers that are no ranks: number, type, rectangles, where they go."""
-        for number, one in enumerate(self.inputs, start=2):
-            yield number, one.held, one.outside, one.parts
-
-    def gather(self, stream: cp.cuda.Stream, comm: Any) -> None:
-        """Put the exchange of the inputs on the stream."""
-        for one in self.inputs:
-            one.exchange.run(stream, comm)
-
-
-class NativeBias(_Gathering):
+class NativeBias:
     """The bias that the library adds on this rank: a value for each row of the tile that it computes.
 
     Parameters
@@ -134,7 +124,7 @@ class NativeBias(_Gathering):
         part = self._padded[: sizes[number]].reshape((-1, 1) if axis == 0 else (1, -1))
         needed = [[r if cut else 0] for r in range(len(plan.ranks))]
         cuts = (sizes, (1,)) if axis == 0 else ((1,), sizes)
-        self.inputs: list[_Input] = [_Input(plan, me, "bias", chunks, cuts, needed, {number: part})]
+        self.inputs: list[Input] = [Input(plan, me, "bias", chunks, cuts, needed, {number: part})]
 
     def vector(self, stream: cp.cuda.Stream) -> cp.ndarray:
         """Return the bias in the type of D, as it will be on the stream."""
@@ -145,10 +135,10 @@ class NativeBias(_Gathering):
     @property
     def arrays(self) -> list[Any]:
         """All device memory that it holds."""
-        return [self._padded, *self.inputs[0].exchange.buffers]
+        return [self._padded]
 
 
-class Finishing(_Gathering):
+class Finishing:
     """All that one rank does to its chunks of D after the product.
 
     Parameters
@@ -206,7 +196,7 @@ class Finishing(_Gathering):
     def arrays(self) -> list[Any]:
         """All device memory that it holds."""
         parts = [array for one in self.inputs for array in one.parts.values()]
-        return [*self.made.values(), *parts, *(b for one in self.inputs for b in one.exchange.buffers)]
+        return [*self.made.values(), *parts]
 
 
 def _kernel(spec: Finish, names: tuple[str, ...]) -> Kernel:

@@ -1,0 +1,171 @@
+"""How fast GPUs pull from each other: ``python -m benchmarks.gpu.links``, on a host with N GPUs.
+
+What the peer engine rests on: copies out of memory of other GPUs by copy engines, in one piece and in rows, one
+or two at a time, all GPUs at once; what mapping costs; and what GEMMs lose to copies that go on. The figures are for
+``distmm.machine.peer`` (`bandwidth`, `exposed`) and for the constants of `dask_distmm.engines.peer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# One piece, and rows of so many bytes out of rows four times as long.
+WIDTHS = (0, 512, 2048, 8192, 32768, 131072)
+_KEPT: dict[str, Any] = {}
+
+
+def export(size: int) -> list[Any]:
+    """Return the handle of new memory on this worker."""
+    import cupy
+
+    from dask_distmm.engines.peer.memory import Exporter
+
+    exporter = _KEPT.setdefault("exporter", Exporter())
+    _KEPT["memory"] = memory = cupy.ones(size, cupy.uint8)
+    cupy.cuda.Stream.null.synchronize()
+    allocation = exporter.find(memory.data.ptr)
+    return [exporter.process, list(allocation), memory.data.ptr - allocation.address]
+
+
+def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: int, begin: float) -> dict[str, float]:
+    """Pull from the next GPUs, all workers at the same time; return GB/s of this one."""
+    import cupy
+    import numpy as np
+
+    from dask_distmm.engines.device.kernels import copy_rectangles
+    from dask_distmm.engines.offers import Allocation
+    from dask_distmm.engines.peer.memory import Mappings
+    from dask_distmm.engines.peer.pulls import Rectangle, copy
+    from dask_distmm.layout.rectangles import Span
+
+    mappings = _KEPT.setdefault("mappings", Mappings())
+    own = _KEPT["exporter"].process
+    me = [process for process, _, _ in offers].index(own)
+    others = [offers[(me + 1 + i) % len(offers)] for i in range(len(offers) - 1)][:streams]
+    mapped = []
+    started = time.perf_counter()
+    for process, allocation, offset in others:
+        mapped.append(mappings.open(process, Allocation(*allocation)) + offset)
+    opening = (time.perf_counter() - started) / max(1, len(others))
+    size = _KEPT["memory"].size // 4
+    targets = [_KEPT.setdefault(f"target{i}", cupy.empty(size, cupy.uint8)) for i in range(len(mapped))]
+    flows = [cupy.cuda.Stream(non_blocking=True) for _ in mapped]
+    rows, cols = (1, size) if not width else (size // width, width)
+    stride = cols if not width else 4 * width
+    found = [
+        Rectangle(Span(p, stride, 1), Span(t.data.ptr, cols, 1), rows, cols)
+        for p, t in zip(mapped, targets, strict=True)
+    ]
+    launches = []
+    if kernel:
+        table = [[(one.source.pointer, one.target.pointer, cols, rows, 1, stride, cols)] for one in found]
+        launches = [copy_rectangles([np.array(one, np.int64)], 1)[0] for one in table]
+    cupy.cuda.Stream.null.synchronize()
+    time.sleep(max(0.0, begin - time.time()))
+    marks = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in flows]
+    for flow, (first, _) in zip(flows, marks, strict=True):
+        first.record(flow)
+    for _ in range(repeat):
+        for number, (flow, one) in enumerate(zip(flows, found, strict=True)):
+            if kernel:
+                launches[number].run(flow)
+            else:
+                launches += copy([one], 1, flow)
+    for flow, (_, last) in zip(flows, marks, strict=True):
+        last.record(flow)
+        last.synchronize()
+    seconds = max(cupy.cuda.get_elapsed_time(*mark) for mark in marks) / 1e3
+    good = all(int(target[:: max(1, size // 997)].min()) == 1 for target in targets)
+    return {"GB/s": repeat * size * len(mapped) / seconds / 1e9, "open_ms": opening * 1e3, "right": good}
+
+
+def beside(offers: Sequence[Any], n: int, dtype: str, copying: bool, begin: float) -> float:
+    """Return TFLOP/s of GEMMs on this GPU, with or without pulls on another stream."""
+    import cupy
+
+    from dask_distmm.dtypes import dtype_from_name
+    from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, multiply
+    from dask_distmm.engines.offers import Allocation
+
+    kind = Kinds(dtype, dtype, dtype)
+    a, b, d = (cupy.zeros((n, n), dtype_from_name(dtype)) for _ in range(3))
+    me = [process for process, _, _ in offers].index(_KEPT["exporter"].process)
+    process, allocation, offset = offers[(me + 1) % len(offers)]
+    source = _KEPT["mappings"].open(process, Allocation(*allocation)) + offset
+    size = _KEPT["memory"].size // 4
+    target = _KEPT.setdefault("target0", cupy.empty(size, cupy.uint8))
+    gemms, pulls = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    shape, runtime = Shape(n, n, n, True, ("N", "N")), cupy.cuda.runtime
+    matrices = [Memory(x.data.ptr, n) for x in (a, b, d)]
+    multiply(gemms, shape, kind, *matrices)
+    cupy.cuda.Device().synchronize()
+    time.sleep(max(0.0, begin - time.time()))
+    first, last = cupy.cuda.Event(), cupy.cuda.Event()
+    first.record(gemms)
+    count = 10
+    for _ in range(count):
+        multiply(gemms, shape, kind, *matrices)
+    last.record(gemms)
+    while copying and not last.done:
+        runtime.memcpyAsync(target.data.ptr, source, size, runtime.memcpyDefault, pulls.ptr)
+        pulls.synchronize()
+    last.synchronize()
+    pulls.synchronize()
+    return 2 * n**3 * count / (cupy.cuda.get_elapsed_time(first, last) / 1e3) / 1e12
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.links", description=__doc__)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--megabytes", type=int, default=1024, help="of memory on each GPU; a quarter is pulled")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    from dask_cuda import LocalCUDACluster
+    from distributed import Client
+
+    results: list[dict[str, Any]] = []
+    with (
+        LocalCUDACluster(n_workers=options.gpus, protocol="tcp", dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(options.gpus, timeout=60)
+        offers = list(client.run(export, options.megabytes << 20).values())
+        for streams in (1, 2):
+            for kernel in (False, True):
+                for width in WIDTHS:
+                    if streams > options.gpus - 1:
+                        continue
+                    found = list(client.run(pull, offers, width, streams, kernel, 8, time.time() + 0.5).values())
+                    row = {
+                        "rows": width or "one piece",
+                        "from": streams,
+                        "by": "kernel" if kernel else "copy engine",
+                        "GB/s": round(min(one["GB/s"] for one in found), 1),
+                        "open_ms": round(max(one["open_ms"] for one in found), 3),
+                        "right": all(one["right"] for one in found),
+                    }
+                    results.append(row)
+                    print(row, flush=True)
+        for dtype in ("bfloat16", "float64", "float32"):
+            rates = [
+                min(client.run(beside, offers, 8192, dtype, copying, time.time() + 1).values())
+                for copying in (False, True)
+            ]
+            row = {"GEMM": dtype, "alone": round(rates[0], 1), "beside pulls": round(rates[1], 1)}
+            results.append(row)
+            print(row, flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    # Workers are to find the functions, and what these keep, in a module of this name.
+    raise SystemExit(importlib.import_module("benchmarks.gpu.links").main())

@@ -1,0 +1,78 @@
+"""What each GPU does when, in one product by the peer engine: ``python -m benchmarks.gpu.timeline``.
+
+Prints, for each worker, pulls and GEMMs of the last of a few runs with their begin and end in milliseconds, rates, and
+for how long the GPU multiplied nothing. For tuning: panel sizes, streams, the order of turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.gpu.cases import Case, square
+
+
+def trace(on: bool) -> list[Any]:
+    """Begin a trace on this worker, or end it and return it."""
+    from dask_distmm.engines.base import get_engine
+
+    engine: Any = get_engine("peer")
+    found, engine.trace = engine.trace, [] if on else None
+    return [[tuple(step) for step in run] for run in found or ()]
+
+
+def lines(steps: Sequence[tuple[str, int, float, float, float]]) -> list[str]:
+    """Return one worker's steps as text, and what its GEMMs left idle."""
+    found, busy, last = [], 0.0, 0.0
+    for what, number, amount, begin, end in sorted(steps, key=lambda step: step[3]):
+        rate = amount / max(1e-9, (end - begin) / 1e3)
+        text = f"{rate / 1e12:8.1f} TFLOP/s" if what == "GEMM" else f"{rate / 1e9:8.1f} GB/s"
+        found.append(f"  {begin:9.3f} {end:9.3f}  {what} {number:<4}{text}")
+        if what == "GEMM":
+            busy, last = busy + end - begin, max(last, end)
+    return [*found, f"  multiplying for {busy:.3f} of {last:.3f} ms"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.timeline", description=__doc__)
+    add = parser.add_argument
+    add("--gpus", type=int, default=4)
+    add("--size", type=int, default=16384)
+    add("--type", default="bfloat16")
+    add("--chunks", default="1 chunk a GPU", help="or 4x4, 16x16 and so on")
+    add("--method", default="auto")
+    add("--pulls", type=int, help="streams for pulls")
+    options = parser.parse_args(arguments)
+    from benchmarks.gpu.clusters import Cluster
+
+    setup = {"gpus": options.gpus, "devices": None, "protocol": "tcp", "rmm_pool_size": None}
+    setup["devices"] = list(range(options.gpus))
+    cluster = Cluster(0, 1, 0, setup)
+    try:
+        if options.pulls:
+            cluster.client.run(set_pulls, options.pulls)
+        case = Case("peer", options.chunks, options.type, square(options.size), 3, method=options.method)
+        cluster.client.run(trace, True)
+        answer = cluster.measure(case)
+        print({key: answer.get(key) for key in ("method", "grid", "error", "failure", "run_seconds", "timings")})
+        for address, runs in cluster.client.run(trace, False).items():
+            print(address)
+            print("\n".join(lines(runs[-1])) if runs else "  no run")
+    finally:
+        cluster.close()
+    return 0
+
+
+def set_pulls(count: int) -> None:
+    """Have this worker's engine pull on so many streams."""
+    module: Any = importlib.import_module("dask_distmm.engines.peer")
+    module._PULLS = count
+    module.ENGINE._streams = []
+
+
+if __name__ == "__main__":
+    # Workers are to find the functions in a module of this name.
+    raise SystemExit(importlib.import_module("benchmarks.gpu.timeline").main())

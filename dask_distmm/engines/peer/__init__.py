@@ -1,0 +1,116 @@
+"""The engine for GPUs of one host that can read each other's memory: no rank sends, each pulls what it needs.
+
+`memory` exports and maps device memory, `pulls` issues copies, `remote` is what others offer as one rank sees it, `job`
+is one participant's side of a run. The parts that know no GPU are beside this package: `engines.offers`, what a process
+tells others of its memory, and `engines.schedule`, the order of a rank's work.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cupy as cp
+
+from dask_distmm.engines.base import ChunkKey, Comm
+from dask_distmm.engines.peer.job import PeerJob, Step
+from dask_distmm.engines.peer.memory import Exporter, Mappings
+from dask_distmm.errors import EngineError
+from dask_distmm.plan import Plan
+
+__all__ = ["ENGINE", "PeerEngine"]
+
+# Pulls from two ranks at a time fill the gaps that one after the other would leave.
+_PULLS = 2
+
+
+class PeerEngine:
+    """Multiplies on GPUs with cuBLAS, on panels that are pulled from other GPUs' memory; one GPU a worker process."""
+
+    name = "peer"
+
+    def __init__(self) -> None:
+        # For whoever tunes it: a list gets each run's steps, with milliseconds from its beginning to their ends.
+        self.trace: list[list[Step]] | None = None
+        self.exporter = Exporter()
+        self.mappings = Mappings()
+        self._streams: list[cp.cuda.Stream] = []
+
+    def _made(self) -> list[cp.cuda.Stream]:
+        """Return the engine's own streams, on the process' current device."""
+        if not self._streams:
+            self._streams = [cp.cuda.Stream(non_blocking=True) for _ in range(_PULLS + 2)]
+        return self._streams
+
+    @property
+    def stream(self) -> cp.cuda.Stream:
+        """What multiplies."""
+        return self._made()[0]
+
+    @property
+    def looking(self) -> cp.cuda.Stream:
+        """What reads flags."""
+        return self._made()[1]
+
+    @property
+    def pulls(self) -> list[cp.cuda.Stream]:
+        """What pulls."""
+        return self._made()[2:]
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries that must agree between workers."""
+        try:
+            count = cp.cuda.runtime.getDeviceCount()
+        except cp.cuda.runtime.CUDARuntimeError as error:
+            raise EngineError(f"no NVIDIA GPU: {error}") from error
+        if not count:
+            raise EngineError("no NVIDIA GPU is visible to this process")
+        return {
+            "cuda": str(cp.cuda.runtime.runtimeGetVersion()),
+            "nvmath": importlib.metadata.version("nvmath-python"),
+        }
+
+    def memory(self) -> int:
+        """Return the bytes of the device."""
+        return int(cp.cuda.runtime.memGetInfo()[1])
+
+    def links(self) -> tuple[str, tuple[str, ...]]:
+        """Return the PCI address of this process' GPU, and of those whose memory it can read."""
+        runtime = cp.cuda.runtime
+        mine = int(runtime.getDevice())
+        others = [number for number in range(runtime.getDeviceCount()) if number != mine]
+        reach = tuple(
+            str(runtime.deviceGetPCIBusId(number)) for number in others if runtime.deviceCanAccessPeer(mine, number)
+        )
+        return str(runtime.deviceGetPCIBusId(mine)), reach
+
+    def job(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, Any],
+        comm: Comm,
+        progress: Callable[[float], None] = lambda share: None,
+        ready: Sequence[Any] = (),
+    ) -> PeerJob:
+        """Return participant `me`'s side of a run."""
+        for (operand, number), chunk in chunks.items():
+            kind = type(chunk).__module__.split(".")[0]
+            if kind not in ("cupy", "numpy") or chunk.ndim != 2:
+                raise EngineError(
+                    f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the peer engine needs 2-D "
+                    "cupy.ndarray or numpy.ndarray chunks: convert them with map_blocks(cupy.asarray)"
+                )
+        return PeerJob(plan, me, chunks, comm, progress, ready, self)
+
+    def release(self, group: int) -> None:
+        """Unmap what the ranks of a group have read of each other, if no other group does."""
+        self.mappings.release(group)
+
+    def abandon(self, group: int) -> None:
+        """Do the same: nothing here is shared that takes two to free."""
+        self.mappings.release(group)
+
+
+ENGINE = PeerEngine()

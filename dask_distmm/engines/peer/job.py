@@ -1,0 +1,406 @@
+"""One participant's side of one run that pulls.
+
+::
+
+    prepare()   chunks are complete and told, buffers and D are allocated. Its failure is a vote against the run
+    accept()    others' offers are read; what they no longer have is unmapped
+    execute()   panel by panel: pulls on streams of their own, a GEMM on another one as soon as they are here
+                others' partial sums of this rank's part of D are pulled and added as they get ready
+                parts of this rank's chunks that others have are pulled; the formula
+
+No rank sends anything, and none waits for another one inside of a kernel. The host issues each panel when the one
+`PANELS` before it is done, and looks in between whether the run has been ended. That a peer's sums are ready is read
+from a flag in its memory. What a rank offers stays as it is until all have answered that they are done.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.dtypes import carried, typed
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm
+from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, check_fp8, multiply
+from dask_distmm.engines.device.host import to_host
+from dask_distmm.engines.device.operands import DeviceChunks, mark
+from dask_distmm.engines.offers import BLOCKS, Offer, read_offers
+from dask_distmm.engines.peer.pulls import span_of
+from dask_distmm.engines.peer.remote import Remote
+from dask_distmm.engines.peer.result import ALIGNED, Result
+from dask_distmm.engines.peer.sources import Ended, Sources, record
+from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule
+from dask_distmm.layout.rectangles import Span
+from dask_distmm.plan import Plan
+from dask_distmm.plan.cuts import padded
+from dask_distmm.plan.plan import EVERYWHERE, Rect
+from dask_distmm.plan.pulls import PANELS, step_of, sums_in, walks
+
+if TYPE_CHECKING:
+    from dask_distmm.engines.peer import PeerEngine
+
+__all__ = ["PeerJob"]
+
+
+class Step(NamedTuple):
+    """A pull or a GEMM of a traced run: number of the panel, bytes or operations, begin and end in milliseconds."""
+
+    what: str
+    turn: int
+    amount: float
+    begin: float
+    end: float
+
+
+class View(NamedTuple):
+    """A matrix on this GPU: where it lies, and which axis is dense."""
+
+    span: Span
+    order: str
+
+
+class PeerJob:
+    """One participant's side of one run. See the module's text."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, Any],
+        comm: Comm,
+        progress: Callable[[float], None],
+        ready: Sequence[Any],
+        engine: PeerEngine,
+    ) -> None:
+        self.plan, self.me, self.comm, self.progress, self.engine = plan, me, comm, progress, engine
+        self.chunks: dict[ChunkKey, Any] = dict(chunks)
+        self.rank = plan.ranks.index(me) if me in plan.ranks else None
+        self.timings: dict[str, float] = {}
+        self.held_bytes = self.kept_bytes = 0
+        self.offer: Any = None
+        self._ready, self._stream = ready, engine.stream
+        self._walks = walks(plan)
+        self._sums = sums_in(plan, self._walks)
+        self._orders = ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
+        self._kinds = Kinds(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
+        self._items = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
+        self._inputs: Future[None] = Future()
+        self._inputs.set_result(None)
+        self._ended = Ended()
+        self._sources = Sources(plan, me, comm, self.chunks, engine.pulls, self._ended)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have been pulled from other participants, or have come over Dask's comms."""
+        return self.comm.received_bytes + self._sources.pulled_bytes
+
+    # Before the vote
+
+    def prepare(self) -> None:
+        """Complete what others will read, and allocate, in memory of the default stream: its users will free it."""
+        problem, stream = self.plan.problem, self._stream
+        for event in self._ready:
+            cp.cuda.Stream.null.wait_event(event)
+        if problem.fp8:
+            check_fp8()
+        self._kinds.compute_type  # noqa: B018 - the library must have it
+        self._staged = DeviceChunks(problem, self.chunks)
+        self.chunks = self._staged.arrays
+        self._sources.chunks = self.chunks
+        if self.rank is not None:
+            self._allocate()
+        allocated = cp.cuda.Event(disable_timing=True)
+        allocated.record(cp.cuda.Stream.null)
+        stream.wait_event(allocated)
+        try:
+            self._staged.fill(stream)
+            if len(self.plan.participants) > 1:
+                self.offer = self._make_offer().to_wire()
+        finally:
+            # From the vote on others may read: what they read must be there.
+            stream.synchronize()
+
+    def _allocate(self) -> None:
+        assert self.rank is not None
+        plan = self.plan
+        self._schedule = make_schedule(plan, self.rank, self._walks[self.rank], self._lies)
+        self._buffers = {slot: self._buffer(slot, *size) for slot, size in self._schedule.slots.items()}
+        self._result = Result(plan, self.rank, self._sums, self._sources, self.engine)
+
+    def _buffer(self, slot: Slot, extent: int, kk: int) -> Any:
+        """Return a buffer for parts of A (own axis x k) or of B (k x own axis)."""
+        dtype = carried(self.plan.problem.matrix_types[slot[0]], "cupy")
+        shape, order = ((extent, kk) if slot[0] == 0 else (kk, extent)), self._orders[slot[0]]
+        fast = 1 if order == "C" else 0
+        full = [shape[0], shape[1]]
+        full[fast] = padded(full[fast], ALIGNED)
+        made = cp.empty(tuple(full), dtype, order=order)
+        return made[: shape[0], : shape[1]]
+
+    def _lies(self, operand: int, rect: Rect) -> bool:
+        """Whether a part of an operand lies in one chunk of this GPU such that the library can use it."""
+        found = self._chunk_at(operand, rect)
+        if found is None:
+            return False
+        view, rows, cols = found
+        (pointer, row, col), size = view.span, self._items[operand]
+        inner, outer, width, height = (col, row, cols, rows) if view.order == "C" else (row, col, rows, cols)
+        aligned = pointer % size == 0 and outer % size == 0
+        if self.plan.problem.fp8:
+            aligned = view.order == self._orders[operand] and not any(x % 16 for x in (pointer, outer, rows, cols))
+        return bool(aligned and (inner == size or width == 1) and (height == 1 or outer >= width * size))
+
+    def _chunk_at(self, operand: int, rect: Rect) -> tuple[View, int, int] | None:
+        """Return the part of the one chunk of this GPU that a part of an operand is; None if there is none such."""
+        name = "ab"[operand]
+        sizes = self.plan.problem.chunks_of(name)
+        where = self.plan.where[name]
+        at = []
+        for axis, (start, stop) in enumerate((rect[:2], rect[2:])):
+            ends = np.cumsum(sizes[axis])
+            number = int(np.searchsorted(ends, start, "right"))
+            if stop > ends[number]:
+                return None
+            at.append((number, start - int(ends[number] - sizes[axis][number])))
+        index = at[0][0] * len(sizes[1]) + at[1][0]
+        assert where is not None
+        if where[index] not in (self.me, EVERYWHERE):
+            return None
+        span = span_of(self.chunks[name, index])
+        rows, cols = rect[1] - rect[0], rect[3] - rect[2]
+        start = span.pointer + at[0][1] * span.row_stride + at[1][1] * span.col_stride
+        order = "C" if span.col_stride == self._items[operand] or (cols == 1 and rows > 1) else "F"
+        if rows == 1 and cols > 1 and span.col_stride != self._items[operand]:
+            order = "F"
+        return View(Span(start, span.row_stride, span.col_stride), order), rows, cols
+
+    def _make_offer(self) -> Offer:
+        """Tell where the chunks are, and the blocks of D that others need; what can't be told is copied once."""
+        plan, exporter = self.plan, self.engine.exporter
+        offer = Offer(exporter.process)
+        told = [
+            ((number, index), self.chunks[name, index])
+            for number, name in enumerate(plan.problem.operands)
+            for index in np.flatnonzero(plan.where[name] == self.me).tolist()
+        ]
+        if self.rank is not None:
+            told += [((BLOCKS, number), array) for number, array in self._result.shared()]
+        for key, array in told:
+            if not array.size:
+                continue
+            allocation, held = exporter.find(array.data.ptr), array
+            if allocation is None:
+                held = exporter.empty(array.shape, array.dtype, "C" if array.strides[0] >= array.strides[1] else "F")
+                with self._stream:
+                    held[...] = array
+                self._sources.kept.append(held)
+                allocation = exporter.find(held.data.ptr)
+                assert allocation is not None
+            offer.add(*key, allocation, span_of(held))
+        if self.rank is not None:
+            pointer = int(self._result.flags.data.ptr)
+            allocation = exporter.find(pointer)
+            assert allocation is not None
+            offer.add_flags(allocation, pointer)
+            cp.cuda.runtime.memsetAsync(pointer, 0, self._result.flags.nbytes, self._stream.ptr)
+        offer.alive = exporter.alive()
+        return offer
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Take what all participants offer."""
+        if self.rank is None or len(self.plan.participants) == 1:
+            return
+        found = read_offers(offers, self.plan, self.me)
+        self._sources.remote = Remote(self.plan, found, self.engine)
+
+    # The work
+
+    def execute(self) -> dict[Any, Any]:
+        """Multiply; return this rank's chunks of D and of auxiliary outputs."""
+        if self.rank is None:
+            return {}
+        started = time.perf_counter()
+        marks = [mark(self._stream)]
+        try:
+            self._multiply()
+            marks.append(mark(self._stream))
+            outputs = self._result.deliver()
+            marks.append(mark(self._stream))
+            self._wait(marks[-1])
+            if self.plan.problem.array == "numpy":
+                outputs = {
+                    key: typed(to_host(chunk, self._stream), "" if isinstance(key, tuple) else self.plan.problem.dtype)
+                    for key, chunk in outputs.items()
+                }
+        finally:
+            # Nothing of this run may touch memory that is freed now. No kernel waits for anybody: this ends.
+            for stream in (*self.engine.pulls, self._stream):
+                stream.synchronize()
+        for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
+            self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
+        if self.engine.trace is not None:
+            elapsed = cp.cuda.get_elapsed_time
+            self.engine.trace.append(
+                [Step(what, n, x, elapsed(marks[0], a), elapsed(marks[0], b)) for what, n, x, a, b in self._steps]
+            )
+        self.timings["total"] = time.perf_counter() - started
+        self.held_bytes = self._count()
+        self.engine.mappings.trim()
+        self.progress(1.0)
+        return outputs
+
+    def _multiply(self) -> None:
+        """Issue all turns, and the sums of others as they get ready."""
+        plan, turns = self.plan, self._schedule.turns
+        self._steps: list[tuple[str, int, float, Any, Any]] = []
+        self._filled: dict[int, Any] = {}
+        self._used: dict[Any, Any] = {}
+        over: collections.deque[Any] = collections.deque()
+        mine, result = False, self._result
+        for number, turn in enumerate(turns):
+            if len(over) >= PANELS:
+                self._wait(over.popleft())
+                self.progress((number + 1 - PANELS) / len(turns))
+            self._ended.check()
+            for fill in turn.fills:
+                self._fill(fill)
+            for product in turn.products:
+                begin = self._trace_from(self._stream)
+                self._product(product)
+                r0, r1, c0, c1 = product.rect
+                self._trace_to("GEMM", number, 2.0 * (r1 - r0) * (c1 - c0) * _depth(product.a[0]), begin, self._stream)
+            for rank in turn.done:
+                result.raise_flag(rank)
+            over.append(record(self._stream))
+            # Others' sums are added to this rank's part of D once that is complete.
+            mine = mine or self.rank in turn.done
+            if mine and result.coming:
+                result.add_ready(block=False)
+        while result.coming:
+            result.add_ready(block=True)
+        if len(plan.ranks) > 1:
+            result.raise_flag(len(plan.ranks))
+
+    def _fill(self, fill: Fill) -> None:
+        """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
+        assert fill.slot is not None
+        stream, size = self._sources.next_stream(), self._items[fill.operand]
+        if fill.slot in self._used:
+            stream.wait_event(self._used[fill.slot])
+        view, begin, before = self._in_buffer(fill), self._trace_from(stream), self._sources.pulled_bytes
+        self._sources.pull(fill.operand, fill.pieces, view.span, size, stream)
+        self._pad(fill, stream)
+        self._trace_to("pull", fill.number, float(self._sources.pulled_bytes - before), begin, stream)
+        self._filled[fill.number] = record(stream)
+
+    def _trace_from(self, stream: cp.cuda.Stream) -> Any:
+        return mark(stream) if self.engine.trace is not None else None
+
+    def _trace_to(self, what: str, number: int, amount: float, begin: Any, stream: cp.cuda.Stream) -> None:
+        if begin is not None:
+            self._steps.append((what, number, amount, begin, mark(stream)))
+
+    def _in_buffer(self, fill: Fill) -> View:
+        assert fill.slot is not None
+        span = span_of(self._buffers[fill.slot])
+        stride = span.row_stride if fill.operand == 0 else span.col_stride
+        return View(span._replace(pointer=span.pointer + fill.at * stride), self._orders[fill.operand])
+
+    def _pad(self, fill: Fill, stream: cp.cuda.Stream) -> None:
+        """Zero what pads k: it is summed over."""
+        step = step_of(self.plan.problem)
+        k0, k1 = fill.rect[2:] if fill.operand == 0 else fill.rect[:2]
+        kk = k1 - k0
+        if kk % step:
+            assert fill.slot is not None
+            buffer, more = self._buffers[fill.slot], padded(kk, step)
+            own = (fill.rect[1] - fill.rect[0]) if fill.operand == 0 else (fill.rect[3] - fill.rect[2])
+            at = slice(fill.at, padded(fill.at + own, step))
+            with stream:
+                buffer[(at, slice(kk, more)) if fill.operand == 0 else (slice(kk, more), at)] = 0
+
+    def _product(self, product: Product) -> None:
+        """Put a GEMM on the stream, or one for each block of D, as soon as its operands are here."""
+        stream, step = self._stream, step_of(self.plan.problem)
+        for fill in (*product.a, *product.b):
+            if fill.number in self._filled:
+                stream.wait_event(self._filled[fill.number])
+        a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(_depth(product.a[0]), step)
+        r0, r1, c0, c1 = product.rect
+        for (top, bottom, left, right), array in self._result.blocks:
+            i0, i1, j0, j1 = max(top, r0), min(bottom, r1), max(left, c0), min(right, c1)
+            if i0 >= i1 or j0 >= j1:
+                continue
+            rows = _moved(a, 0, i0 - r0, self._items[0])
+            cols = _moved(b, 1, j0 - c0, self._items[1])
+            at = span_of(array)
+            start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
+            shape = Shape(
+                padded(i1 - i0, step),
+                padded(j1 - j0, step),
+                kk,
+                True,
+                ("N" if b.order == "C" else "T", "N" if a.order == "C" else "T"),
+            )
+            d = Memory(start, max(1, at.row_stride // self._sums.itemsize))
+            multiply(stream, shape, self._kinds, rows, cols, d, add=product.add)
+        used = record(stream)
+        for fill in (*product.a, *product.b):
+            if fill.slot is not None:
+                self._used[fill.slot] = used
+
+    def _view(self, fill: Fill) -> View:
+        """Return where a part of an operand is."""
+        if fill.slot is not None:
+            return self._in_buffer(fill)
+        found = self._chunk_at(fill.operand, fill.rect)
+        assert found is not None
+        return found[0]
+
+    def _count(self) -> int:
+        """Return the bytes of all device memory that this rank holds for the run."""
+        arrays = [*self._staged.all_arrays, *self._buffers.values(), *self._sources.kept, *self._result.arrays]
+        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
+
+    def _wait(self, event: cp.cuda.Event) -> None:
+        """Wait without holding Python's lock; raise if the run has been ended."""
+        while not event.done:
+            self._ended.check()
+            time.sleep(2e-5)
+        self._ended.check()
+
+    # What passes between participants
+
+    def available(self, kind: str, boxes: Boxes) -> Future[None]:
+        """Return the future that says when `serve` can answer."""
+        return self._inputs
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return boxes of staged chunks, to those who can't map this process' memory."""
+        self._ended.check()
+        found = []
+        for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
+            part = self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1]
+            found.append(part if part.flags.forc else part.copy())
+        cp.cuda.Stream.null.synchronize()
+        return found
+
+    def abort(self, error: BaseException) -> None:
+        """End with `error`, before the next panel. Any thread; may be repeated."""
+        self._ended.error = self._ended.error or error
+
+
+def _depth(fill: Fill) -> int:
+    k0, k1 = fill.rect[2:] if fill.operand == 0 else fill.rect[:2]
+    return k1 - k0
+
+
+def _moved(view: View, axis: int, by: int, size: int) -> Memory:
+    """Return a matrix from a later row (axis 0) or column on, as the library wants it."""
+    pointer, row, col = view.span
+    return Memory(pointer + by * (row, col)[axis], max(1, (row if view.order == "C" else col) // size))

@@ -1,0 +1,148 @@
+"""Device memory of one process that others of its host read: handles, mappings, and what is said about them.
+
+CUDA exports whole allocations (cudaIpcGetMemHandle), while arrays lie somewhere inside one, most of all in a memory
+pool. So an array is told as the handle of its allocation, an offset and strides. An allocation is known by the process
+that has it and by its buffer id, which no later allocation of that process gets, even at the same address.
+
+What is mapped stays mapped for later runs, until the exporter no longer lists the allocation as alive, or has left.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import cupy as cp
+import numpy as np
+from cuda.bindings import driver
+
+from dask_distmm.engines.base import log
+from dask_distmm.engines.offers import Allocation
+from dask_distmm.errors import EngineError
+
+__all__ = ["Exporter", "Mappings", "close_quietly"]
+
+# Allocations of one exporter that stay mapped between runs; the least recently used leave.
+_MOST_MAPPED = 1024
+_Attribute = driver.CUpointer_attribute
+
+
+class Exporter:
+    """What this process lets others map.
+
+    Attributes
+    ----------
+    process
+        Bytes that no other process has.
+    """
+
+    def __init__(self) -> None:
+        self.process = os.urandom(16)
+        self._told: dict[int, Allocation] = {}
+
+    def find(self, pointer: int) -> Allocation | None:
+        """Return the allocation that an address lies in; None if CUDA can't export it."""
+        capable = _attribute(_Attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer)
+        if not capable:
+            return None
+        error, base, size = driver.cuMemGetAddressRange(pointer)
+        if int(error):
+            return None
+        address, buffer_id = int(base), self._buffer_id(int(base))
+        known = self._told.get(address)
+        if buffer_id is None or (known is not None and known.buffer_id == buffer_id):
+            return known
+        try:
+            handle = bytes(cp.cuda.runtime.ipcGetMemHandle(address))
+        except cp.cuda.runtime.CUDARuntimeError as failure:
+            log.info("device memory at %#x can't be exported: %s", address, failure)
+            return None
+        self._told[address] = Allocation(handle, int(size), buffer_id, address)
+        return self._told[address]
+
+    def alive(self) -> list[int]:
+        """Return the buffer ids of all allocations that were told and are still there."""
+        self._told = {
+            address: told for address, told in self._told.items() if self._buffer_id(address) == told.buffer_id
+        }
+        return [told.buffer_id for told in self._told.values()]
+
+    def _buffer_id(self, address: int) -> int | None:
+        return _attribute(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype, order: str = "C") -> Any:
+        """Return a new array that can be exported: from CuPy's allocator, or past it where that has no such memory."""
+        made = cp.empty(shape, dtype, order=order)
+        if not made.size or self.find(made.data.ptr) is not None:
+            return made
+        memory = cp.cuda.Memory(made.nbytes)
+        return cp.ndarray(shape, dtype, memptr=cp.cuda.MemoryPointer(memory, 0), order=order)
+
+
+def _attribute(name: Any, pointer: int) -> int | None:
+    error, value = driver.cuPointerGetAttribute(name, pointer)
+    return None if int(error) else int(value)
+
+
+class Mappings:
+    """Other processes' allocations, as this process sees them. Used by the engine's thread alone."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[bytes, collections.OrderedDict[int, int]] = {}
+        self._groups: dict[bytes, set[int]] = {}
+
+    def __len__(self) -> int:
+        """Return how many allocations are mapped."""
+        return sum(map(len, self._mapped.values()))
+
+    def open(self, process: bytes, allocation: Allocation) -> int:
+        """Return the address of another process' allocation here, mapped when it is first needed.
+
+        Raises
+        ------
+        EngineError
+            CUDA can't map it.
+        """
+        mapped = self._mapped.setdefault(process, collections.OrderedDict())
+        if allocation.buffer_id not in mapped:
+            try:
+                mapped[allocation.buffer_id] = int(cp.cuda.runtime.ipcOpenMemHandle(allocation.handle))
+            except cp.cuda.runtime.CUDARuntimeError as error:
+                raise EngineError(
+                    f"memory of another GPU can't be mapped ({error}): the processes must share a host, its IPC "
+                    "namespace and all GPUs. Use engine='cublasmp' (config distmm.engine)"
+                ) from error
+        mapped.move_to_end(allocation.buffer_id)
+        return mapped[allocation.buffer_id]
+
+    def begin(self, group: int, process: bytes, alive: Iterable[int]) -> None:
+        """Note that a run of a group reads a process' memory; close what that process no longer has."""
+        mapped, kept = self._mapped.setdefault(process, collections.OrderedDict()), set(alive)
+        for buffer_id in [number for number in mapped if number not in kept]:
+            close_quietly(mapped.pop(buffer_id))
+        self._groups.setdefault(process, set()).add(group)
+
+    def trim(self) -> None:
+        """Close what is too much, when no run uses any of it."""
+        for mapped in self._mapped.values():
+            while len(mapped) > _MOST_MAPPED:
+                close_quietly(mapped.popitem(last=False)[1])
+
+    def release(self, group: int) -> None:
+        """Close what no other group reads."""
+        for process, groups in list(self._groups.items()):
+            groups.discard(group)
+            if not groups:
+                del self._groups[process]
+                for pointer in self._mapped.pop(process, {}).values():
+                    close_quietly(pointer)
+
+
+def close_quietly(pointer: int) -> None:
+    """Unmap; that it fails where the exporter is gone is of no consequence."""
+    try:
+        cp.cuda.runtime.ipcCloseMemHandle(pointer)
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        log.info("a mapping of another process' memory can't be closed: %s", error)

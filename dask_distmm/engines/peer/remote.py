@@ -1,0 +1,113 @@
+"""Other participants' memory, as one rank reads it: mapped matrices, and flags that say what is ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import cupy as cp
+import cupyx
+import numpy as np
+
+from dask_distmm.engines.offers import FLAG_BYTES, Offer
+from dask_distmm.errors import EngineError
+from dask_distmm.layout.rectangles import Span
+from dask_distmm.plan import Plan
+
+if TYPE_CHECKING:
+    from dask_distmm.engines.peer import PeerEngine
+
+__all__ = ["Remote"]
+
+# Between two looks at a flag (seconds).
+_LOOK = 2e-5
+
+
+class Remote:
+    """What all others offer, mapped as it is needed.
+
+    Parameters
+    ----------
+    plan
+        Of the run.
+    offers
+        For each participant; None for those that offer nothing.
+    engine
+        Which keeps the mappings.
+
+    Attributes
+    ----------
+    pulled_bytes
+        Bytes that were asked for so far.
+    """
+
+    def __init__(self, plan: Plan, offers: Sequence[Offer | None], engine: PeerEngine) -> None:
+        self._plan, self._offers, self._engine = plan, offers, engine
+        self.pulled_bytes = 0
+        self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
+        for offer in offers:
+            if offer is not None and offer.process != engine.exporter.process:
+                engine.mappings.begin(plan.group, offer.process, offer.alive)
+
+    def span(self, holder: int, operand: int, number: int, size: int) -> Span | None:
+        """Return where a participant's matrix is in this process; None if it offers nothing.
+
+        Parameters
+        ----------
+        holder, operand, number
+            The participant, and which of its matrices.
+        size
+            Bytes that will be pulled from it.
+        """
+        offer = self._offers[holder]
+        if offer is None:
+            return None
+        place = offer.places.get((operand, number))
+        if place is None:
+            raise EngineError(f"{self._plan.participants[holder].address} offers no matrix {number} of {operand}")
+        self.pulled_bytes += size
+        return Span(self._address(offer, place.allocation) + place.offset, place.row_stride, place.col_stride)
+
+    def _address(self, offer: Offer, number: int) -> int:
+        allocation = offer.allocations[number]
+        if offer.process == self._engine.exporter.process:
+            return allocation.address
+        return self._engine.mappings.open(offer.process, allocation)
+
+    def ready(self, holder: int, flag: int, check: Callable[[], None] | None = None) -> bool:
+        """Whether a participant has raised a flag.
+
+        With `check`, which raises if the run has been ended, wait until it has.
+
+        Raises
+        ------
+        EngineError
+            It has not for longer than the whole product could take.
+        """
+        options = self._plan.problem.options
+        most = options.transfer_timeout + self._plan.flops / options.machine(self._plan.engine).rate("other")
+        end = time.monotonic() + most
+        while not self._look(holder, flag):
+            if check is None:
+                return False
+            check()
+            if time.monotonic() > end:
+                raise EngineError(
+                    f"worker {self._plan.participants[holder].address} has not finished its sums for {most:.0f} s, "
+                    "longer than the whole product could take (config distmm.timeouts.transfer)"
+                )
+            time.sleep(_LOOK)
+        return True
+
+    def _look(self, holder: int, flag: int) -> bool:
+        """Read a flag in another GPU's memory."""
+        offer = self._offers[holder]
+        if offer is None or offer.flags is None:
+            raise EngineError(f"{self._plan.participants[holder].address} is a rank and offers no memory")
+        number, offset = offer.flags
+        stream, runtime = self._engine.looking, cp.cuda.runtime
+        at = self._address(offer, number) + offset + flag * FLAG_BYTES
+        runtime.memcpyAsync(self._seen.ctypes.data, at, FLAG_BYTES, runtime.memcpyDefault, stream.ptr)
+        stream.synchronize()
+        return bool(self._seen[0])

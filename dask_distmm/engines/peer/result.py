@@ -1,0 +1,199 @@
+"""D on one rank: what it is summed up in, others' partial sums, its chunks, the formula."""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Any
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.engines.device.finishing import Finishing
+from dask_distmm.engines.offers import BLOCKS
+from dask_distmm.engines.peer.pulls import Rectangle, span_of
+from dask_distmm.engines.peer.sources import Sources, record
+from dask_distmm.engines.schedule import merged
+from dask_distmm.layout.rectangles import Span
+from dask_distmm.plan import Plan
+from dask_distmm.plan.cuts import padded
+from dask_distmm.plan.plan import Rect
+from dask_distmm.plan.pulls import blocks, in_place, step_of
+
+if TYPE_CHECKING:
+    from dask_distmm.engines.peer import PeerEngine
+
+__all__ = ["ALIGNED", "Result"]
+
+# Distances of rows that GEMMs are quick with: multiples of so many elements.
+ALIGNED = 16
+# Rows of partial sums are pulled into one of so many buffers while the other is added.
+_ADDING = 2
+
+
+class Result:
+    """What a rank sums up, and what becomes of it. Making it allocates everything.
+
+    Parameters
+    ----------
+    plan, rank
+        Of the run.
+    sums
+        Type that all ranks sum in.
+    sources
+        What the rank can read.
+    engine
+        Whose memory and streams these are.
+
+    Attributes
+    ----------
+    blocks
+        Pieces of the rank's block of D, and the arrays that they are multiplied into.
+    flags
+        In this GPU's memory: raised for each rank whose part of the partial sums is done, and for the block itself.
+    coming
+        Ranks whose partial sums are still to be added, in an order that is the same every time.
+    """
+
+    def __init__(self, plan: Plan, rank: int, sums: np.dtype, sources: Sources, engine: PeerEngine) -> None:
+        self.plan, self.rank, self.sums, self._sources, self._stream = plan, rank, sums, sources, engine.stream
+        problem, step, empty = plan.problem, step_of(plan.problem), engine.exporter.empty
+        owned = {int(index): plan.chunk_rect(int(index)) for index in plan.owned(rank)}
+        # Chunks of D, or the sums that are finished or rounded to them.
+        self._chunks: dict[int, Any] = {}
+        self.blocks: list[tuple[Rect, Any]] = []
+        number_of = {rect: index for index, rect in owned.items() if rect in in_place(plan, rank)}
+        for rect in blocks(plan, rank):
+            rows, cols = rect[1] - rect[0], rect[3] - rect[2]
+            if rect in number_of:
+                array = cp.empty((rows, cols), self.sums)
+                self._chunks[number_of[rect]] = array
+            else:
+                array = empty((padded(rows, step), padded(cols, max(step, ALIGNED))), self.sums)[:rows, :cols]
+            self.blocks.append((rect, array))
+        for index, rect in owned.items():
+            if index not in self._chunks:
+                self._chunks[index] = cp.empty((rect[1] - rect[0], rect[3] - rect[2]), self.sums)
+        self._finishing = Finishing(plan, sources.me, rank, sources.chunks, "C") if problem.finished else None
+        self._rounded: dict[int, Any] = {}
+        if self._finishing is None and self.sums != problem.result_type:
+            self._rounded = {index: cp.empty(x.shape, problem.result_type) for index, x in self._chunks.items()}
+        self._adding: list[Any] = []
+        if plan.grid[2] > 1:
+            final = merged(plan.final_rects(rank))
+            most = max((r[3] - r[2] for r in final), default=0)
+            size = max(((r[1] - r[0]) * (r[3] - r[2]) for r in final), default=0)
+            limit = max(most, problem.options.buffer_bytes // 4 // _ADDING // self.sums.itemsize)
+            self._adding = [cp.empty(min(size, limit), self.sums) for _ in range(_ADDING)]
+        self.flags = empty((len(plan.ranks) + 1,), np.dtype(np.int32))
+        self._used: dict[int, Any] = {}
+        self._turn = 0
+        self.coming: collections.deque[int] = collections.deque()
+        if plan.grid[2] > 1 and plan.final_rects(rank):
+            # The one before this rank computes this rank's part right after its own.
+            count = len(plan.ranks)
+            self.coming.extend((rank - behind) % count for behind in range(1, count))
+
+    def shared(self) -> list[tuple[int, Any]]:
+        """Return the blocks that others read, with their numbers."""
+        mine = {id(chunk) for chunk in self._chunks.values()}
+        every = self.plan.grid[2] > 1
+        return [(number, x) for number, (_, x) in enumerate(self.blocks) if every or id(x) not in mine]
+
+    def raise_flag(self, number: int) -> None:
+        """Tell whoever looks that a rank's part of the partial sums, or (the last flag) the block, is complete."""
+        at = int(self.flags.data.ptr) + number * self.flags.itemsize
+        cp.cuda.runtime.memsetAsync(at, 1, self.flags.itemsize, self._stream.ptr)
+
+    def add_ready(self, *, block: bool) -> None:
+        """Add the next rank's partial sums if they are ready, or when they are."""
+        sources, rank = self._sources, self.coming[0]
+        assert sources.remote is not None
+        if not sources.remote.ready(self.plan.ranks[rank], self.rank, sources.ended.check if block else None):
+            return
+        self.coming.popleft()
+        rect, own = self.blocks[0]
+        for r0, r1, c0, c1 in merged(self.plan.final_rects(self.rank)):
+            step = max(1, self._adding[0].size // (c1 - c0))
+            for top in range(r0, r1, step):
+                bottom = min(top + step, r1)
+                number = self._turn = (self._turn + 1) % _ADDING
+                rows, cols = bottom - top, c1 - c0
+                buffer = self._adding[number][: rows * cols].reshape(rows, cols)
+                stream = sources.next_stream()
+                if number in self._used:
+                    stream.wait_event(self._used[number])
+                self._pull(rank, rect, (top, bottom, c0, c1), span_of(buffer), stream)
+                self._stream.wait_event(record(stream))
+                with self._stream:
+                    part = own[top - rect[0] : bottom - rect[0], c0 - rect[2] : c1 - rect[2]]
+                    cp.add(part, buffer, out=part)
+                self._used[number] = record(self._stream)
+
+    def _pull(self, rank: int, whole: Rect, part: Rect, target: Span, stream: cp.cuda.Stream) -> None:
+        """Put the copy of a part of another rank's only block on a stream."""
+        rows, cols, size = part[1] - part[0], part[3] - part[2], self.sums.itemsize
+        source = self._sources.there(self.plan.ranks[rank], BLOCKS, 0, rows * cols * size)
+        assert source is not None
+        pointer = source.pointer + (part[0] - whole[0]) * source.row_stride + (part[2] - whole[2]) * source.col_stride
+        found = Rectangle(source._replace(pointer=pointer), target, rows, cols)
+        self._sources.copy([found], size, stream)
+
+    def deliver(self) -> dict[Any, Any]:
+        """Put together this rank's chunks of D, finish or round them; return these and auxiliary outputs."""
+        plan, stream, sources, size = self.plan, self._stream, self._sources, self.sums.itemsize
+        if self._finishing is not None:
+            sources.gather(self._finishing, stream)
+        in_blocks = {id(array) for _, array in self.blocks}
+        here: list[Rectangle] = []
+        there: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
+        for index, target in self._chunks.items():
+            for rank, rect in plan.final_holders(index) if id(target) not in in_blocks else ():
+                if rank != self.rank:
+                    there[rank].append((index, rect))
+                    continue
+                for whole, array in self.blocks:
+                    here += self._part(index, rect, whole, span_of(array))
+        sources.copy(here, size, stream, here=True)
+        for rank, parts in sorted(there.items(), key=lambda item: (item[0] - self.rank) % len(plan.ranks)):
+            assert sources.remote is not None
+            sources.remote.ready(plan.ranks[rank], len(plan.ranks), sources.ended.check)
+            pulls, found = sources.next_stream(), []
+            for number, whole in enumerate(blocks(plan, rank)):
+                area = sum(_overlap(rect, whole) for _, rect in parts)
+                if area and (source := sources.there(plan.ranks[rank], BLOCKS, number, area * size)):
+                    found += [x for index, rect in parts for x in self._part(index, rect, whole, source)]
+            sources.copy(found, size, pulls)
+            stream.wait_event(record(pulls))
+        outputs: dict[Any, Any] = dict(self._chunks)
+        if self._finishing is not None:
+            outputs = self._finishing.apply(outputs, stream)
+        for index, rounded in self._rounded.items():
+            with stream:
+                rounded[...] = outputs[index]
+            outputs[index] = rounded
+        return outputs
+
+    def _part(self, index: int, rect: Rect, whole: Rect, source: Span) -> list[Rectangle]:
+        """Return the copy of a part of D that is in a block to a chunk of this rank, if they overlap."""
+        r0, r1 = max(rect[0], whole[0]), min(rect[1], whole[1])
+        c0, c1 = max(rect[2], whole[2]), min(rect[3], whole[3])
+        if r0 >= r1 or c0 >= c1:
+            return []
+        top, _, left, _ = self.plan.chunk_rect(index)
+        target = span_of(self._chunks[index])
+        start = target.pointer + (r0 - top) * target.row_stride + (c0 - left) * target.col_stride
+        begin = source.pointer + (r0 - whole[0]) * source.row_stride + (c0 - whole[2]) * source.col_stride
+        to = target._replace(pointer=start)
+        return [Rectangle(source._replace(pointer=begin), to, r1 - r0, c1 - c0)]
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All device memory that it holds."""
+        found = [*(array for _, array in self.blocks), *self._chunks.values(), *self._rounded.values(), *self._adding]
+        return found + (self._finishing.arrays if self._finishing is not None else [])
+
+
+def _overlap(one: Rect, other: Rect) -> int:
+    """Return the elements that two rectangles have in common."""
+    rows, cols = (min(one[i + 1], other[i + 1]) - max(one[i], other[i]) for i in (0, 2))
+    return max(0, rows) * max(0, cols)

@@ -1,0 +1,156 @@
+"""Where A, B and what the formula reads come from: pulls out of chunks, here and there, into this GPU's memory."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.dtypes import FP8, carried, typed
+from dask_distmm.engines.base import ChunkKey, Comm, wait_checked
+from dask_distmm.engines.device.finishing import Finishing
+from dask_distmm.engines.device.operands import in_type
+from dask_distmm.engines.panels import Piece
+from dask_distmm.engines.peer.pulls import Rectangle, copy, span_of
+from dask_distmm.layout.rectangles import Span
+from dask_distmm.plan import Plan
+from dask_distmm.plan.plan import EVERYWHERE
+
+if TYPE_CHECKING:
+    from dask_distmm.engines.peer.remote import Remote
+
+__all__ = ["Ended", "Sources", "record"]
+
+
+class Ended:
+    """Whether a run has been ended from outside; any thread may say so."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise if it has."""
+        if self.error is not None:
+            raise self.error
+
+
+def record(stream: cp.cuda.Stream) -> cp.cuda.Event:
+    """Return an event that is done when all that is on the stream now is."""
+    event = cp.cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
+
+
+class Sources:
+    """All that one rank can read.
+
+    Parameters
+    ----------
+    plan, me, comm
+        Of the run.
+    chunks
+        What this participant has staged, on the device.
+    streams
+        For pulls, used in turn.
+    ended
+        Whether the run still goes on.
+
+    Attributes
+    ----------
+    remote
+        What others offer; None if nobody else takes part.
+    kept
+        Device memory that must stay until all pulls are over.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        comm: Comm,
+        chunks: Mapping[ChunkKey, Any],
+        streams: Sequence[cp.cuda.Stream],
+        ended: Ended,
+    ) -> None:
+        self.plan, self.me, self.comm, self.chunks, self.ended = plan, me, comm, chunks, ended
+        self.remote: Remote | None = None
+        self.kept: list[Any] = []
+        self._launches: list[Any] = []
+        self._streams, self._turn = streams, 0
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Bytes that others had."""
+        return self.remote.pulled_bytes if self.remote is not None else 0
+
+    def next_stream(self) -> cp.cuda.Stream:
+        """Return a stream for the next pulls."""
+        self._turn += 1
+        return self._streams[self._turn % len(self._streams)]
+
+    def copy(self, found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream, *, here: bool = False) -> None:
+        """Put copies on a stream; see `pulls.copy`."""
+        self._launches += copy(found, itemsize, stream, here=here)
+
+    def pull(self, operand: int, pieces: Sequence[Piece], target: Span, size: int, stream: cp.cuda.Stream) -> None:
+        """Put the copies of some pieces of an operand on a stream; pieces are placed from the target on."""
+        name = self.plan.problem.operands[operand]
+        where = self.plan.where[name]
+        assert where is not None
+        found, outside = [], collections.defaultdict(list)
+        for piece in pieces:
+            holder = int(where[piece.chunk])
+            start = target.pointer + piece.row * target.row_stride + piece.col * target.col_stride
+            if holder in (self.me, EVERYWHERE):
+                source = span_of(self.chunks[name, piece.chunk])
+            elif (told := self.there(holder, operand, piece.chunk, piece.rows * piece.cols * size)) is not None:
+                source = told
+            else:
+                outside[holder].append((piece, start))
+                continue
+            pointer = source.pointer + piece.r0 * source.row_stride + piece.c0 * source.col_stride
+            to = target._replace(pointer=start)
+            found.append(Rectangle(source._replace(pointer=pointer), to, piece.rows, piece.cols))
+        self.copy(found, size, stream)
+        for holder, these in outside.items():
+            self._fetch(holder, operand, these, target, size, stream)
+
+    def there(self, holder: int, operand: int, number: int, size: int) -> Span | None:
+        """Return where a matrix of another participant is, mapped here; None if it offers nothing."""
+        return None if self.remote is None else self.remote.span(holder, operand, number, size)
+
+    def _fetch(
+        self, holder: int, operand: int, pieces: list[tuple[Piece, int]], target: Span, size: int, stream: Any
+    ) -> None:
+        """Get what a participant has that offers no memory, over Dask's comms."""
+        held = self.plan.problem.dtype_of(self.plan.problem.operands[operand])
+        dtype = carried(self.plan.problem.matrix_types[operand] if operand < 2 else held, "cupy")
+        boxes = np.array([(operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p, _ in pieces], np.int64)
+        answer = self.comm.fetch(holder, "input", boxes, False)
+        found = []
+        for (piece, start), data in zip(pieces, wait_checked(answer, self.ended.check), strict=True):
+            # What is multiplied in another type has been converted there.
+            bare = data.view(np.uint8) if held in FP8 and data.dtype.itemsize == 1 else data
+            part = typed(cp.asarray(bare), held)
+            part = part if part.dtype == dtype else in_type(part, held, dtype)
+            self.kept.append(part)
+            found.append(Rectangle(span_of(part), target._replace(pointer=start), piece.rows, piece.cols))
+        # The default stream has done this.
+        stream.wait_event(record(cp.cuda.Stream.null))
+        self.copy(found, size, stream)
+
+    def gather(self, finishing: Finishing, stream: cp.cuda.Stream) -> None:
+        """Pull what the formula reads for this rank's chunks; let a stream wait for it."""
+        pulls = self.next_stream()
+        for number, one in enumerate(finishing.inputs, start=2):
+            moves = one.moves.take(one.moves.dst_owner == self.me)
+            columns = (moves.dst, moves.src, moves.src_row, moves.src_col, moves.nrows, moves.ncols)
+            for part, chunk, r0, c0, rows, cols, row, col in zip(
+                *(x.tolist() for x in (*columns, moves.dst_row, moves.dst_col)), strict=True
+            ):
+                piece = Piece(number, chunk, r0, c0, rows, cols, row, col)
+                self.pull(number, [piece], span_of(one.parts[part]), one.dtype.itemsize, pulls)
+        stream.wait_event(record(pulls))

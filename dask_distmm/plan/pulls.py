@@ -1,0 +1,313 @@
+"""How a rank that pulls what it needs walks over its block of products; memory and time of that. Pure.
+
+A rank computes ``D[rows, cols] = A[rows, depth] @ B[depth, cols]`` (see `plan`). Of one operand it holds a part, the
+other one passes by in panels, each of which is pulled into a buffer while an earlier one is multiplied::
+
+             panels of B                     what is held: rows of A, all of depth where that fits
+             [ 0 ][ 1 ][ 2 ][ 3 ]            in flight: 1 and 2, while 0 is multiplied
+    A held   [   ][   ][   ][   ]  D
+
+What lies right already, in one chunk of this GPU, is multiplied as it lies and needs no buffer. Buffers together stay
+below ``distmm.peer.buffer-bytes``: if what is to be held does not fit into half of them, it is cut along k (D is then
+added to, in the type that is summed in), or along its own axis (the panels then pass by again).
+
+The estimate of a way is::
+
+    seconds  = max(multiply, pulls) + exposed * pulls + start + end + latency
+    multiply = max over ranks of flops / rate
+    pulls    = max over ranks of bytes from others / bandwidth
+    start    = what must be here before the first GEMM, where nothing is at home
+    end      = the last partial sums and chunks of D, and passes over D, at memory bandwidth
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.plan.cuts import Bounds, overlaps, padded
+from dask_distmm.plan.memory import chunk_bytes, spread
+from dask_distmm.plan.plan import EVERYWHERE, Estimate, Plan, Rect
+from dask_distmm.plan.problem import Problem
+
+__all__ = ["PANELS", "Walk", "blocks", "estimate", "in_place", "project", "step_of", "sums_in", "walks"]
+
+# Buffers for panels: one is multiplied, the others fill.
+PANELS = 3
+# Rows of a GEMM: with fewer the panels that pass by again take longer to pull than to multiply (16-bit types).
+_LEAST_ROWS = 4096
+# Of k: with less each GEMM spends its time on reading and writing D.
+_LEAST_DEPTH = 512
+# Panels are this wide, or wider: as many of them as ranks, at least four.
+_LEAST_WIDTH = 1024
+_FEWEST_PANELS = 4
+# GEMMs into smaller chunks of D than this along an axis leave multiprocessors idle: D is made in one piece and copied.
+_LEAST_BLOCK = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Walk:
+    """The order of one rank's work, but for where things lie.
+
+    Parameters
+    ----------
+    held
+        The operand of which a part is held: 0 for A, 1 for B.
+    parts, depth
+        Cuts of the held operand's own axis (rows of A, columns of B) and of k, from the rank's first to its last.
+    width
+        Rows or columns of a panel of the other operand, at most.
+    lies
+        For A and B, whether all of the rank's part lies in single chunks on its own GPU, as far as a plan can tell.
+    held_bytes, panel_bytes
+        Of a buffer for either; 0 where what lies there is used.
+    """
+
+    held: int
+    parts: Bounds
+    depth: Bounds
+    width: int
+    lies: tuple[bool, bool]
+    held_bytes: int
+    panel_bytes: int
+
+    @property
+    def held_buffers(self) -> int:
+        """How many of the held parts there are at a time: the next one fills while one is used."""
+        return 2 if (len(self.parts) - 1) * (len(self.depth) - 1) > 1 else 1
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of all buffers together."""
+        return self.held_buffers * self.held_bytes + PANELS * self.panel_bytes
+
+
+def step_of(problem: Problem) -> int:
+    """Return what extents of a GEMM are padded to a multiple of: FP8 needs 16."""
+    return 16 if problem.fp8 else 1
+
+
+def walks(plan: Plan) -> list[Walk]:
+    """Return how each rank walks over its block."""
+    return [_walk(plan, rank) for rank in range(len(plan.ranks))]
+
+
+def _walk(plan: Plan, rank: int) -> Walk:
+    problem, (p, q, s) = plan.problem, plan.grid
+    (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
+    extents, sizes, step = (r1 - r0, c1 - c0), _given(problem), step_of(problem)
+    lies = (
+        _lies(plan, 0, plan.ranks[rank], (r0, r1, k0, k1)),
+        _lies(plan, 1, plan.ranks[rank], (k0, k1, c0, c1)),
+    )
+    if s > 1 and plan.method == "reducescatter":
+        # Panels are what other ranks add up: slabs of D.
+        held = 1 if _slabs_by_rows(plan) else 0
+    elif q == 1 and p > 1:
+        held = 0
+    elif p == 1 and q > 1:
+        held = 1
+    else:
+        held = int(extents[1] * sizes[1] < extents[0] * sizes[0])
+    room = problem.options.buffer_bytes
+    own, kk = extents[held], k1 - k0
+    rows, depth, held_bytes = own, kk, 0
+    if not lies[held] or problem.fp8:
+        wide = problem.sum_type != problem.compute_type
+        rows, depth = _fit(own, kk, sizes[held], room // 2, wide, step)
+        held_bytes = padded(rows, step) * padded(depth, step) * sizes[held]
+    parts, cuts = _even(r0 if held == 0 else c0, own, rows), _even(k0, kk, depth)
+    passing = 1 - held
+    left = room - held_bytes * (2 if (len(parts) - 1) * (len(cuts) - 1) > 1 else 1)
+    most = max(left, room // 4) // PANELS // max(1, padded(depth, step) * sizes[passing])
+    wanted = max(-(-extents[passing] // max(_FEWEST_PANELS, len(plan.ranks))), min(_LEAST_WIDTH, extents[passing]))
+    width = max(step, min(wanted, most) // step * step)
+    panel_bytes = 0
+    if not lies[passing] or problem.fp8:
+        panel_bytes = min(width, padded(extents[passing], step)) * padded(depth, step) * sizes[passing]
+    return Walk(held, parts, cuts, width, lies, held_bytes, panel_bytes)
+
+
+def _given(problem: Problem) -> tuple[int, int]:
+    """Return the bytes of an element of A and B as they are multiplied."""
+    a, b = (dtype_from_name(name).itemsize for name in problem.matrix_types)
+    return a, b
+
+
+def _slabs_by_rows(plan: Plan) -> bool:
+    return plan.final_rects(0)[0][3] == plan.problem.n
+
+
+def _lies(plan: Plan, operand: int, participant: int, part: Rect) -> bool:
+    """Whether a part of an operand is on one participant, in chunks that span it along k."""
+    problem, where = plan.problem, (plan.where_a, plan.where_b)[operand]
+    if where is None:
+        return False
+    sizes = (problem.a_chunks, problem.b_chunks)[operand]
+    ends = [np.cumsum(axis) for axis in sizes]
+    # Chunks along both axes that overlap the part; empty ones at its edges do not matter.
+    (i0, i1), (j0, j1) = (
+        (int(np.searchsorted(end, start, "right")), int(np.searchsorted(end, stop, "left")) + 1)
+        for end, start, stop in zip(ends, part[::2], part[1::2], strict=True)
+    )
+    grid = where.reshape(len(sizes[0]), len(sizes[1]))[i0:i1, j0:j1]
+    return grid.shape[1 - operand] == 1 and bool(((grid == participant) | (grid == EVERYWHERE)).all())
+
+
+def _fit(own: int, kk: int, size: int, room: int, wide: bool, step: int) -> tuple[int, int]:
+    """Return how much of its own axis and of k what is held may have.
+
+    Parameters
+    ----------
+    wide
+        Sums have more bits than D: with k cut they need memory of their own.
+    """
+    if own * kk * size <= room:
+        return own, kk
+    room //= 2
+    rows = room // (kk * size) // step * step
+    if wide and rows >= min(own, _LEAST_ROWS):
+        return min(rows, own), kk
+    depth = room // (own * size) // step * step
+    if depth >= min(kk, _LEAST_DEPTH):
+        return own, depth
+    depth = min(kk, padded(_LEAST_DEPTH, step))
+    return min(own, max(step, room // (depth * size) // step * step)), depth
+
+
+def _even(start: int, length: int, most: int) -> Bounds:
+    """Cut a range into pieces of `most`, the last one smaller."""
+    return (*range(start, start + length, most), start + length)
+
+
+def sums_in(plan: Plan, found: Sequence[Walk]) -> np.dtype:
+    """Return the type that all ranks sum in: D's own, unless D is added to several times in it."""
+    several = plan.grid[2] > 1 or any(len(one.depth) > 2 for one in found)
+    return plan.problem.compute_type if several else plan.problem.sum_type
+
+
+def blocks(plan: Plan, rank: int) -> list[Rect]:
+    """Return the pieces in which a rank's block of D lies, the same wherever it is asked for.
+
+    Chunks of the result, or parts of them, where these are large; else all in one.
+    """
+    region = plan.region(rank)
+    if plan.grid[2] > 1 or plan.problem.fp8:
+        return [region]
+    rows, cols = plan.chunk_cuts
+    down, across = overlaps(rows, *region[:2]), overlaps(cols, *region[2:])
+    if any(len(axis) > 1 and min(b - a for _, a, b in axis) < _LEAST_BLOCK for axis in (down, across)):
+        return [region]
+    return [(r0, r1, c0, c1) for _, r0, r1 in down for _, c0, c1 in across]
+
+
+def in_place(plan: Plan, rank: int) -> set[Rect]:
+    """Return those of a rank's blocks that are a chunk of D, if the rank holds that chunk: multiplied into as it is."""
+    # Elsewhere others read what is not complete yet, or the library needs more room.
+    return set() if plan.grid[2] > 1 or plan.problem.fp8 else set(blocks(plan, rank))
+
+
+def project(plan: Plan) -> dict[str, int]:
+    """Return the projected bytes of device memory that a run holds at its peak, for each participant.
+
+    Counted are staged chunks, also in the type that they are multiplied in, buffers, what is summed into, and D.
+    """
+    problem, npart = plan.problem, len(plan.participants)
+    total = np.zeros(npart)
+    for operand, given in zip("ab", _given(problem), strict=True):
+        held = problem.itemsize(operand)
+        sizes = chunk_bytes(problem, operand)
+        converted = sizes // held * given if given != held else 0 * sizes
+        sizes = converted if operand == "b" and problem.same else sizes + converted
+        total += spread(plan, operand, sizes)
+    # Where these lie is not looked at; each rank has copies of the parts that its chunks need.
+    total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
+    found = walks(plan)
+    sums = sums_in(plan, found).itemsize
+    stored = sums != problem.itemsize("d") or problem.finished
+    for rank, index in enumerate(plan.ranks):
+        total[index] += found[rank].buffer_bytes
+        lying = in_place(plan, rank)
+        total[index] += sum(map(_area, blocks(plan, rank))) * sums
+        owned = [plan.chunk_rect(number) for number in plan.owned(rank).tolist()]
+        total[index] += sum(_area(rect) for rect in owned if rect not in lying) * sums
+        if stored:
+            area = sum(map(_area, owned))
+            total[index] += area * problem.itemsize("d") * (2 if problem.finish.saved else 1)
+        if plan.grid[2] > 1:
+            final = sum(map(_area, plan.final_rects(rank))) * sums
+            total[index] += 2 * min(final, problem.options.buffer_bytes // 4)
+    return {worker.address: int(total[i]) for i, worker in enumerate(plan.participants)}
+
+
+def _area(rect: Rect) -> int:
+    return (rect[1] - rect[0]) * (rect[3] - rect[2])
+
+
+def estimate(
+    plan: Plan, needed: NDArray[np.float64], home: NDArray[np.float64], delivered: NDArray[np.float64]
+) -> Estimate:
+    """Apply the formulas at the top of this module.
+
+    Parameters
+    ----------
+    needed, home
+        Bytes of A and B that each rank multiplies, and how many of them are on its GPU.
+    delivered
+        Elements of finished chunks of D that each rank pulls from others.
+    """
+    problem, machine = plan.problem, plan.problem.options.machine("peer")
+    ranks, s = range(len(plan.ranks)), plan.grid[2]
+    found = walks(plan)
+    sums = sums_in(plan, found).itemsize
+    area = np.array([_area(plan.region(rank)) for rank in ranks], float)
+    depth = np.array([np.diff(plan.k_range(rank))[0] for rank in ranks], float)
+    rate = machine.rate(problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0]))
+    compute = problem.flops * area * depth / (problem.m * problem.n * problem.k) / rate
+
+    final = np.array([sum(map(_area, plan.final_rects(rank))) for rank in ranks], float)
+    away = 1 - home / np.maximum(needed, 1.0)
+    pulled = needed - home
+    again = np.array([len(one.parts) - 1 for one in found])
+    passing = np.array([_passing_bytes(plan, rank, found[rank].held) for rank in ranks])
+    pulled = pulled + away * (again - 1) * passing
+    partial = (s - 1) * final * sums
+    # A quarter of what is held and of a panel are enough to begin with.
+    begin = away**2 * np.array([one.held_bytes + one.panel_bytes for one in found]) / 4 / machine.bandwidth
+    last = (partial / max(1, s - 1) + delivered * sums) / machine.bandwidth
+    copied = 3.0 * partial + 2.0 * _passes(plan, sums) * sums
+    end = last + copied / machine.memory_bandwidth
+    pulls = (pulled + partial * (s > 1) * (s - 2) / max(1, s - 1)) / machine.bandwidth
+    exposed = dict(machine.exposed).get(plan.method, 1.0)
+    moving = np.maximum(pulls - compute, 0.0) + exposed * pulls + begin + end
+    worst = int(np.argmax(compute + moving))
+    return Estimate(
+        method=plan.method,
+        grid=plan.grid,
+        seconds=float((compute + moving)[worst]) + (3 if len(plan.ranks) > 1 else 2) * machine.latency,
+        compute_seconds=float(compute[worst]),
+        transfer_seconds=float(moving[worst]),
+        bytes_moved=int((pulled + partial + delivered * sums).sum()),
+        peak_bytes=max(plan.projected_bytes.values()),
+    )
+
+
+def _passing_bytes(plan: Plan, rank: int, held: int) -> float:
+    """Bytes of the operand that passes by, once."""
+    (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
+    return float(((c1 - c0) if held == 0 else (r1 - r0)) * (k1 - k0) * _given(plan.problem)[1 - held])
+
+
+def _passes(plan: Plan, sums: int) -> NDArray[np.float64]:
+    """Elements of D that each rank copies once more: to its chunks from where they were summed up, to store them."""
+    stored = sums != plan.problem.itemsize("d") or plan.problem.finished
+    found = []
+    for rank in range(len(plan.ranks)):
+        lying = in_place(plan, rank)
+        owned = [plan.chunk_rect(number) for number in plan.owned(rank).tolist()]
+        found.append(sum(_area(rect) * (stored + (rect not in lying)) for rect in owned))
+    return np.array(found, float)

@@ -1,0 +1,253 @@
+"""The engine that pulls, on emulated devices: the conformance suite, little room, memory that comes and goes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+import dask
+import pytest
+from epilog_cases import Case, run_case
+from narrow_cases import PAIRS
+from test_narrow_emulated import run_narrow
+
+from dask_distmm.distribution import BlockCyclic, Slab
+from dask_distmm.errors import EngineError
+from dask_distmm.plan import plan, pulls
+from dask_distmm.testing import conformance
+
+METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    """Little room for buffers, so that panels are narrow; `cut` says what goes if that is not enough."""
+
+    def set_to(size, cut="depth"):
+        monkeypatch.setattr(pulls, "_LEAST_DEPTH", 16 if cut == "depth" else 10**6)
+        monkeypatch.setattr(pulls, "_LEAST_WIDTH", 8)
+        monkeypatch.setattr(pulls, "_LEAST_BLOCK", 8)
+        monkeypatch.setattr(pulls, "_LEAST_ROWS", 4)
+        return dask.config.set({"distmm.peer.buffer-bytes": size})
+
+    return set_to
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("nranks", "orders"), [(1, "CF"), (2, "CC"), (3, "FF"), (4, "FC"), (6, "CC")])
+def test_methods_and_orders(make_peers, method, nranks, orders):
+    ranks, world = make_peers()
+    conformance(ranks, method, nranks, orders=orders, own_out_chunks=True)
+    assert nranks == 1 or world.memory.most_mapped
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("size", "cut"), [(2**14, "depth"), (2**13, "rows"), (2**12, "depth")])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_little_room_for_buffers(make_peers, tight, method, size, cut, dtype):
+    ranks, _ = make_peers()
+    with tight(size, cut):
+        made = conformance(ranks, method, 3, dtype, own_out_chunks=True)
+    walk = pulls.walks(made)[0]
+    if method == "local" and not walk.lies[walk.held]:
+        assert len(walk.depth if cut == "depth" and dtype == "float64" else walk.parts) > 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "complex128"])
+def test_types(make_peers, method, dtype):
+    ranks, _ = make_peers()
+    conformance(ranks, method, 3, dtype)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (1, 40, 3), (64, 1, 9)])
+def test_shapes(make_peers, method, shape):
+    ranks, _ = make_peers()
+    conformance(ranks, method, 4, shape=shape, most_chunks=3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("transposed", [(False, False), (True, False)])
+def test_chunks_that_are_used_as_they_lie(make_peers, method, transposed):
+    ranks, _ = make_peers()
+    conformance(ranks, method, 2, shape=(32, 32, 32), most_chunks=1, transposed=transposed)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_numpy_chunks_of_two_types(make_peers, method):
+    ranks, _ = make_peers(host=True)
+    conformance(ranks, method, 3, "float32", b_dtype="float64")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_that_can_not_be_exported_is_copied_once(make_peers, method):
+    ranks, world = make_peers()
+    world.memory.not_exportable.update(["w0", "w2"])
+    conformance(ranks, method, 3)
+
+
+@pytest.mark.parametrize("method", ["local", "allgather", "reducescatter"])
+def test_participants_that_are_no_ranks(make_peers, method):
+    """One offers its memory, one has none to offer: its chunks come over Dask's comms."""
+    ranks, _ = make_peers()
+    ranks.silent.add("s1")
+    conformance(ranks, method, 2, sources=2)
+    conformance(ranks, method, 2, "float32", b_dtype="float64", sources=2)
+
+
+@pytest.mark.parametrize(
+    "distributions", [(Slab(0), None, Slab(0)), (BlockCyclic((2, 2), (34, 36)), BlockCyclic((2, 2), (36, 30)), None)]
+)
+def test_distributions_by_hand(make_peers, distributions):
+    ranks, _ = make_peers()
+    conformance(ranks, "auto", 4, own_out_chunks=True, distributions=distributions)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("epilog", "dtype"), [("gelu_aux_bias", "float32"), ("drelu_bgrad", "bfloat16")])
+def test_epilogs(make_peers, method, epilog, dtype):
+    ranks, _ = make_peers()
+    case = Case(epilog, dtype, alpha=2.0, beta=0.5, bias_axis=0, bias="row")
+    case.check(*run_case(ranks, case, method, 3, 1, True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("orders", ["CC", "FF"])
+def test_fp8(make_peers, tight, method, orders):
+    ranks, world = make_peers()
+    del world.calls[:]
+    with tight(2**13):
+        run_narrow(ranks, method, 3, PAIRS[0], "bfloat16", orders=orders)
+    assert {call[1] for call in world.calls} == {"lt"}
+
+
+@pytest.mark.parametrize("pair", PAIRS[1:])
+def test_fp8_pairs(make_peers, pair):
+    ranks, _ = make_peers(host=pair == PAIRS[1])
+    run_narrow(ranks, "auto", 3, pair, "float8_e4m3fn", lazy=True, sources=1)
+
+
+def test_fp8_on_old_gpus_says_what_is_needed(make_peers):
+    ranks, world = make_peers()
+    world.compute_capability = "80"
+    with pytest.raises(EngineError, match=r"FP8 needs compute capability 8\.9"):
+        run_narrow(ranks, "allgather", 2, PAIRS[0], "float32")
+
+
+def test_a_run_that_is_over_is_freed_at_once(make_peers):
+    """Without the garbage collector: it does not know how much device memory waits for it."""
+    ranks, _ = make_peers()
+    gc.collect()
+    gc.disable()
+    try:
+        for method in METHODS:
+            conformance(ranks, method, 3)
+            made = [weakref.ref(job) for job in ranks.jobs]
+            for job in ranks.jobs:
+                job.comm.jobs = None  # the network in memory knows the jobs, and they know it
+                del job
+            ranks.jobs.clear()
+            assert made
+            assert not [job for job in made if job() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_held_is_as_projected(make_peers, tight, method):
+    ranks, _ = make_peers()
+    with tight(2**16):
+        made = conformance(ranks, method, 2, shape=(64, 64, 64), most_chunks=3)
+        again = plan(made.problem, made.participants, made.where_a, made.where_b, engine="peer")
+    for job in [job for job in ranks.jobs if job.rank is not None]:
+        assert 0 < job.held_bytes <= again.projected_bytes[f"w{job.me}"] + 4096  # rows are padded
+
+
+def test_what_the_exporter_has_freed_is_unmapped(make_peers):
+    ranks, world = make_peers()
+    counts = []
+    for _ in range(3):
+        conformance(ranks, "allgather", 3, seed=5)
+        counts.append(len(world.memory.mapped))
+        # As if all pools were emptied: what comes next lies in other allocations, at other addresses or not.
+        for process in ("w0", "w1", "w2"):
+            world.memory.drop(process)
+        ranks.placed.clear()
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+def test_a_trace_has_all_steps(make_peers):
+    ranks, _ = make_peers()
+    made = conformance(ranks, "allgather", 2, seed=5)
+    for engine in ranks.engines.values():
+        engine.trace = []
+    conformance(ranks, "allgather", 2, seed=5)
+    steps = [step for engine in ranks.engines.values() for run in engine.trace for step in run]
+    assert sum(step.amount for step in steps if step.what == "GEMM") == made.flops
+    pulled = sum(job.received_bytes - job.comm.received_bytes for job in ranks.jobs[-2:])
+    assert sum(step.amount for step in steps if step.what == "pull") <= pulled
+    assert any(step.what == "pull" for step in steps)
+
+
+def test_only_so_much_stays_mapped(make_peers, monkeypatch):
+    ranks, world = make_peers()
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.memory"], "_MOST_MAPPED", 0)
+    conformance(ranks, "allgather", 3)
+    assert not world.memory.mapped
+    conformance(ranks, "allgather", 3)
+
+
+@pytest.mark.parametrize("method", ["allgather", "reducescatter", "allreduce"])
+def test_a_rank_that_fails_ends_the_run_for_all(make_peers, monkeypatch, method):
+    """The others wait for its sums at most until they are told."""
+    ranks, _ = make_peers()
+    kind = sys.modules["dask_distmm.engines.peer.job"].PeerJob
+    real = kind._product
+
+    def fail(self, product):
+        if self.rank == 1:
+            raise ZeroDivisionError("in the middle")
+        real(self, product)
+
+    monkeypatch.setattr(kind, "_product", fail)
+    with pytest.raises(ZeroDivisionError, match="in the middle"):
+        conformance(ranks, method, 3)
+    monkeypatch.setattr(kind, "_product", real)
+    conformance(ranks, method, 3)
+
+
+def test_a_rank_that_never_finishes_its_sums_is_named(make_peers, monkeypatch):
+    ranks, _ = make_peers()
+    kind = sys.modules["dask_distmm.engines.peer.result"].Result
+    real = kind.raise_flag
+    monkeypatch.setattr(kind, "raise_flag", lambda self, number: self.rank == 2 or real(self, number))
+    with (
+        dask.config.set({"distmm.timeouts.transfer": "0.3s"}),
+        pytest.raises(EngineError, match=r"worker w\d has not finished its sums for"),
+    ):
+        conformance(ranks, "reducescatter", 3)
+
+
+def test_who_can_reach_whom_is_told(make_peers):
+    ranks, world = make_peers()
+    engine = ranks.module.PeerEngine()
+    world.devices, world.reached = ["0000:01:00.0", "0000:02:00.0", "0000:03:00.0"], ["0000:03:00.0"]
+    assert engine.links() == ("0000:01:00.0", ("0000:03:00.0",))
+    world.devices = []
+    with pytest.raises(EngineError, match="no NVIDIA GPU is visible"):
+        engine.versions()
+    world.devices = ["0000:01:00.0"]
+
+
+def test_memory_that_can_not_be_mapped_says_what_to_do(make_peers, monkeypatch):
+    ranks, _ = make_peers()
+    runtime = sys.modules["cupy"].cuda.runtime
+
+    def refuse(handle):
+        raise runtime.CUDARuntimeError("cudaErrorMapBufferObjectFailed")
+
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", refuse)
+    with pytest.raises(EngineError, match=r"can't be mapped \(cudaErrorMapBufferObjectFailed\).*engine='cublasmp'"):
+        conformance(ranks, "allgather", 3, seed=3)

@@ -1,0 +1,110 @@
+"""What processes tell each other of their memory, and what is refused of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgpack
+import numpy as np
+import pytest
+
+from dask_distmm.engines.offers import BLOCKS, Allocation, Offer, read_offers
+from dask_distmm.errors import ProtocolError
+from dask_distmm.layout.rectangles import Span
+from dask_distmm.plan import Worker, plan
+from dask_distmm.testing import make_problem
+
+HERE = 10**6
+
+
+@pytest.fixture
+def made():
+    problem = make_problem(((4, 4), (6,)), ((6,), (8,)), "float32", method="allgather", array="cupy")
+    where = np.array([0, 1], np.int32), np.array([1], np.int32)
+    return plan(problem, [Worker("w0"), Worker("w1")], *where, engine="peer")
+
+
+def offer(made):
+    """What participant 1 offers: the second chunk of A, the one of B, a block of D."""
+    allocation = Allocation(b"h" * 64, 4096, 77, HERE)
+    found = Offer(b"p" * 16, [77, 2**63 + 5])
+    found.add(0, 1, allocation, Span(HERE, 24, 4))
+    found.add(1, 0, allocation, Span(HERE + 256 + 5 * 32, -32, 4))
+    found.add(BLOCKS, 0, allocation, Span(HERE + 1024, 64, 4))
+    found.add_flags(allocation, HERE + 2048)
+    return found.to_wire()
+
+
+def test_there_and_back(made):
+    wire = msgpack.unpackb(msgpack.packb([None, offer(made)]))
+    nothing, found = read_offers(wire, made, mine=0)
+    assert nothing is None
+    assert found.process == b"p" * 16
+    assert found.alive == [77, 2**63 + 5]
+    assert found.allocations == [Allocation(b"h" * 64, 4096, 77, HERE)]
+    assert found.places[1, 0] == (0, 256 + 5 * 32, -32, 4)
+    assert found.flags == (0, 2048)
+
+
+def test_its_own_and_what_is_out_of_reach_are_not_read(made):
+    assert read_offers([None, {"nonsense": 1}], made, mine=1) == [None, None]
+    near, far = Worker("w0", host="a", device="x", reach=("y",)), Worker("w1", host="b", device="y")
+    apart = dataclasses.replace(made, participants=(near, far))
+    assert read_offers([None, offer(made)], apart, mine=0) == [None, None]
+    together = dataclasses.replace(made, participants=(near, dataclasses.replace(far, host="a")))
+    assert read_offers([None, offer(made)], together, mine=0)[1] is not None
+
+
+def change(key, value):
+    return lambda wire: wire.__setitem__(key, value)
+
+
+def move(row, column, value):
+    def apply(wire):
+        table = np.frombuffer(wire["places"], np.int64).reshape(-1, 6).copy()
+        table[row, column] = value
+        wire["places"] = table.tobytes()
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (change("process", b"short"), "process"),
+        (change("process", "p" * 16), "process"),
+        (change("alive", ["x"]), "natural"),
+        (change("alive", [True]), "natural"),
+        (change("alive", [-1]), "natural"),
+        (change("allocations", [[b"h" * 63, 4096, 77, HERE]]), "handle"),
+        (change("allocations", [[b"h" * 64, 4096.0, 77, HERE]]), "natural"),
+        (change("allocations", [[b"h" * 64, 4096, 77]]), "unpack"),
+        (change("allocations", []), "allocation 0"),
+        (change("places", b"12345"), "buffer size"),
+        (change("places", b""), "chunk 1 of A is not in it"),
+        (change("flags", None), "without flags"),
+        (change("flags", [0, 4096 - 8]), "reaches"),
+        (change("flags", [3, 0]), "allocation 3"),
+        (move(0, 3, -4), "reaches"),
+        (move(0, 3, 4096 - 16), "reaches"),
+        (move(0, 4, 2**60), "reaches"),
+        (move(0, 4, 2**63 - 1), "out of range"),
+        (move(0, 2, 1), "allocation 1"),
+        (move(1, 3, 0), "reaches from byte -160"),
+        (move(2, 4, 4000), "reaches"),
+        (lambda wire: wire.pop("places"), "KeyError"),
+    ],
+)
+def test_what_is_malformed_or_outside_is_refused(made, spoil, what):
+    wire = offer(made)
+    spoil(wire)
+    with pytest.raises(ProtocolError, match=r"malformed offer of w1: .*" + what):
+        read_offers([None, wire], made, mine=0)
+
+
+def test_other_things_than_offers_are_refused(made):
+    for wire in ("text", 5, [1]):
+        with pytest.raises(ProtocolError, match="malformed offer of w1"):
+            read_offers([None, wire], made, mine=0)
+    with pytest.raises(ProtocolError, match="1 offers for 2 participants"):
+        read_offers([None], made, mine=0)

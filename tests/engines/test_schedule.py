@@ -1,0 +1,164 @@
+"""The order of a rank's work in the peer engine: everything multiplied once, out of buffers that hold it."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import dask
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_distmm.engines.schedule import make_schedule, merged
+from dask_distmm.layout import ChunkGrid
+from dask_distmm.plan import METHODS, Worker, plan, pulls
+from dask_distmm.plan.pulls import PANELS, walks
+from dask_distmm.testing import make_problem, random_chunks
+
+KINDS = ["float64", "float16", "float8_e4m3fn"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    """Constants for matrices of hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_LEAST_DEPTH", 16), ("_LEAST_WIDTH", 8), ("_LEAST_BLOCK", 8), ("_LEAST_ROWS", 4)):
+            patch.setattr(pulls, name, value)
+        yield
+
+
+def made(seed, method, nranks, kind, size, sources=0, together=False):
+    rng = np.random.default_rng(seed)
+    m, n, k = rng.integers(1, 120, 3).tolist()
+    a_chunks = random_chunks(rng, m, 5), random_chunks(rng, k, 5)
+    b_chunks = random_chunks(rng, k, 5), random_chunks(rng, n, 5)
+    out = random_chunks(rng, m, 4), random_chunks(rng, n, 4)
+    with dask.config.set({"distmm.peer.buffer-bytes": size}):
+        problem = make_problem(a_chunks, b_chunks, kind, method=method, out_chunks=out, array="cupy")
+    where = [rng.integers(0, 1 if together else nranks + sources, ChunkGrid(x).nparts) for x in (a_chunks, b_chunks)]
+    roster = [Worker(f"w{i}") for i in range(nranks)]
+    others = [Worker(f"s{i}") for i in range(sources)]
+    where = [x.astype(np.int32) for x in where]
+    return plan(problem, roster, where[0], where[1], others, engine="peer")
+
+
+def lies_as_planned(found, me):
+    """Whether a part is within one chunk of a participant, as the engine looks it up."""
+
+    def lies(operand, rect):
+        sizes = found.problem.chunks_of("ab"[operand])
+        grid, where = ChunkGrid(sizes), found.where["ab"[operand]]
+        for part in range(grid.nparts):
+            rows, cols = grid.slices(*grid.coords(part))
+            if rows.start <= rect[0] and rect[1] <= rows.stop and cols.start <= rect[2] and rect[3] <= cols.stop:
+                if found.problem.fp8 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
+                    return False
+                return int(where[part]) == me
+        return False
+
+    return lies
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(METHODS),
+    st.integers(1, 6),
+    st.sampled_from(KINDS),
+    st.sampled_from([2**11, 2**13, 2**16, 2**30]),
+    st.booleans(),
+)
+def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, kind, size, together):
+    found = made(seed, method, nranks, kind, size, sources=1, together=together)
+    step = pulls.step_of(found.problem)
+    box = np.zeros((found.problem.m, found.problem.n), np.int64)
+    for rank, walk in enumerate(walks(found)):
+        lies = lies_as_planned(found, found.ranks[rank])
+        schedule = make_schedule(found, rank, walk, lies)
+        inside, counts = {}, collections.Counter()
+        summed = np.zeros_like(box)
+        finished = []
+        for turn in schedule.turns:
+            for fill in turn.fills:
+                # What was in this part of the buffer before is gone.
+                inside[fill.slot, fill.at] = fill
+                extents, kk = schedule.slots[fill.slot]
+                own, depth = (fill.rect[:2], fill.rect[2:]) if fill.operand == 0 else (fill.rect[2:], fill.rect[:2])
+                assert fill.at + own[1] - own[0] <= extents
+                assert depth[1] - depth[0] <= kk
+                assert fill.at % step == 0
+                covered = sum(piece.rows * piece.cols for piece in fill.pieces)
+                assert covered == (own[1] - own[0]) * (depth[1] - depth[0])
+            for product in turn.products:
+                for fill in (*product.a, *product.b):
+                    if fill.slot is None:
+                        assert lies(fill.operand, fill.rect)
+                    else:
+                        assert inside[fill.slot, fill.at] is fill, "a product reads what is not there (any more)"
+                for side in (product.a, product.b):
+                    own = 0 if side[0].operand == 0 else 2
+                    for one, other in itertools.pairwise(side):
+                        assert one.slot == other.slot is not None
+                        assert one.rect[own + 1] == other.rect[own]
+                        assert other.at - one.at == one.rect[own + 1] - one.rect[own]
+                r0, r1, c0, c1 = product.rect
+                key = product.rect, product.a[0].rect[2:]
+                counts[key] += 1
+                assert product.b[0].rect[:2] == product.a[0].rect[2:]
+                top, _, left, _ = found.region(rank)
+                assert not (r0 - top) % step
+                assert not (c0 - left) % step
+                # The first one stores, all others add.
+                assert (summed[r0:r1, c0:c1] > 0).all() == product.add
+                summed[r0:r1, c0:c1] += product.a[0].rect[3] - product.a[0].rect[2]
+            finished += turn.done
+            for to in turn.done:
+                for r0, r1, c0, c1 in found.final_rects(to):
+                    k0, k1 = found.k_range(rank)
+                    assert (summed[r0:r1, c0:c1] == k1 - k0).all(), "told to be complete too early"
+        assert max(counts.values()) == 1
+        assert sorted(finished) == (list(range(len(found.ranks))) if found.grid[2] > 1 else [])
+        slots = {slot for slot in schedule.slots if slot[0] != walk.held}
+        assert len(slots) <= PANELS
+        box += summed
+    assert (box == found.problem.k).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(METHODS), st.integers(1, 4), st.sampled_from([2**14, 2**16]))
+def test_buffers_are_as_projected(seed, method, nranks, size):
+    """And below what they may be, where that is not too little for any GEMM."""
+    found = made(seed, method, nranks, "float64", size)
+    for rank, walk in enumerate(walks(found)):
+        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+        used = sum(extent * kk * 8 for extent, kk in schedule.slots.values())
+        assert used <= walk.buffer_bytes
+        assert walk.buffer_bytes <= size or walk.width == 1 or len(walk.parts) > 2
+        assert found.projected_bytes[found.workers[rank]] >= walk.buffer_bytes
+
+
+def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():
+    n = 4096
+    sizes = ((n // 4,) * 4, (n,)), ((n,), (n // 4,) * 4)
+    problem = make_problem(*sizes, "float32", method="allgather", array="cupy")
+    where = np.arange(4, dtype=np.int32)
+    found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
+    held = 0 if found.grid[1] == 1 else 1
+    order = []
+    for rank, walk in enumerate(walks(found)):
+        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+        assert len(schedule.turns) == 4
+        assert walk.held == held
+        assert not schedule.turns[0].fills, "what lies right comes first"
+        panels = [product.b[0] if held == 0 else product.a[0] for turn in schedule.turns for product in turn.products]
+        order.append([int(where[panel.pieces[0].chunk]) for panel in panels])
+    assert all(len(set(together)) == 4 for together in zip(*order, strict=True))
+    assert [row[0] for row in order] == list(found.ranks)
+
+
+def test_rectangles_that_are_one_are_put_together():
+    assert merged([(0, 2, 0, 3), (0, 2, 3, 5), (2, 4, 0, 5)]) == [(0, 4, 0, 5)]
+    assert merged([(0, 2, 3, 5), (2, 4, 0, 5)]) == [(0, 2, 3, 5), (2, 4, 0, 5)]
+    assert merged([]) == []

@@ -1,0 +1,120 @@
+"""Which engine and which workers: what the roster makes of what workers say of themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_distmm.errors import EngineError, MissingEngineError, PlanError
+from dask_distmm.plan import Worker, plan
+from dask_distmm.plan.reach import out_of_reach
+from dask_distmm.roster import Roster
+from dask_distmm.testing import make_problem
+
+GPUS = {"peer": {"cuda": "13000"}, "cublasmp": {"nccl": "2.30.7"}, "numpy": {"numpy": "2"}}
+
+
+def roster(*said):
+    """A roster of workers that have said certain things."""
+    names = [f"w{number}" for number in range(len(said))]
+    workers = {
+        name: SimpleNamespace(address=name, nthreads=1, memory_limit=10**9, status=SimpleNamespace(name="running"))
+        for name in names
+    }
+    found = Roster(SimpleNamespace(workers=workers))
+    found._described.update(zip(names, said, strict=True))
+    return found
+
+
+def gpu(number, count=4, host="h", engines=GPUS, reach=None):
+    reach = [f"gpu{n}" for n in range(count) if n != number] if reach is None else reach
+    links = {"peer": [f"gpu{number}", reach], "cublasmp": ["", []], "numpy": ["", []]}
+    return {"version": "1", "engines": engines, "memory": {"peer": 10**11}, "host": host, "links": links}
+
+
+def cpu():
+    missing = {"error": "No module named 'cupy'"}
+    return gpu(0) | {"engines": {"peer": missing, "cublasmp": missing, "numpy": {"numpy": "2"}}, "links": {}}
+
+
+def choose(found, engine="auto", array="cupy", wanted=None, dtype="float32"):
+    engines, workers = asyncio.run(found.choose(engine, array, [dtype] * 3, wanted))
+    return engines, [worker.address for worker in workers]
+
+
+def test_gpus_that_reach_each_other_have_a_choice():
+    everyone = [f"w{i}" for i in range(4)]
+    assert choose(roster(*map(gpu, range(4)))) == (("peer", "cublasmp"), everyone)
+    assert choose(roster(*map(gpu, range(4))), "cublasmp") == (("cublasmp",), everyone)
+    assert choose(roster(*map(gpu, range(4))), "peer", wanted=2) == (("peer",), ["w0", "w1"])
+    # NumPy chunks go to GPUs where there are some.
+    assert choose(roster(*map(gpu, range(4))), array="numpy") == (("peer", "cublasmp"), everyone)
+    assert choose(roster(cpu(), cpu()), array="numpy") == (("numpy",), ["w0", "w1"])
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([gpu(0), gpu(1, host="other")], "w0 is on host 'h', w1 on 'other'"),
+        ([gpu(0, reach=[]), gpu(1)], r"GPU of w0 \(gpu0\) can't read the memory of that of w1 \(gpu1\)"),
+        ([gpu(0), gpu(1, reach=["gpu2"])], r"GPU of w1 \(gpu1\) can't read"),
+        ([gpu(0), gpu(1) | {"links": {}}], "w1 does not say which GPU"),
+    ],
+)
+def test_others_do_not_and_asking_for_it_says_why(said, reason):
+    assert choose(roster(*said)) == (("cublasmp",), ["w0", "w1"])
+    with pytest.raises(EngineError, match=f"engine 'peer' is for GPUs of one host.*{reason}.*workers="):
+        choose(roster(*said), "peer")
+    assert choose(roster(*said), "peer", wanted=("w0",)) == (("peer",), ["w0"])
+
+
+def test_an_engine_that_more_workers_have_is_taken():
+    lacking = GPUS | {"peer": {"error": "no cuda.bindings"}}
+    found = roster(gpu(0), gpu(1), gpu(2, engines=lacking))
+    assert choose(found) == (("cublasmp",), ["w0", "w1", "w2"])
+    alone = GPUS | {"cublasmp": {"error": "no NCCL"}}
+    assert choose(roster(gpu(0, engines=alone), gpu(1, engines=alone))) == (("peer",), ["w0", "w1"])
+
+
+def test_what_is_not_there():
+    with pytest.raises(MissingEngineError, match=r"no worker has engine 'peer'; w0 says: No module named 'cupy'"):
+        choose(roster(cpu()), "peer")
+    with pytest.raises(PlanError, match="workers=3, but the cluster has 2"):
+        choose(roster(gpu(0), gpu(1)), wanted=3)
+    with pytest.raises(EngineError, match="different versions of the libraries of engine 'peer'"):
+        choose(roster(gpu(0), gpu(1, engines=GPUS | {"peer": {"cuda": "12090"}})), "peer")
+
+
+def test_two_workers_on_one_gpu_reach_each_other():
+    shared = Worker("a", host="h", device="gpu0"), Worker("b", host="h", device="gpu0")
+    assert out_of_reach(shared) == ""
+    assert out_of_reach(()) == ""
+
+
+@pytest.mark.parametrize("n", [256, 8192, 16384, 32768])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_of_several_engines_the_quickest_is_planned(n, dtype):
+    sizes = ((n // 4,) * 4, (n,)), ((n,), (n // 4,) * 4)
+    where = np.arange(4, dtype=np.int32)
+    workers = [Worker(f"w{i}", memory_limit=2**37) for i in range(4)]
+    problem = make_problem(*sizes, dtype, array="cupy")
+    alone = {e: plan(problem, workers, where, where, engine=e).estimate.seconds for e in ("peer", "cublasmp")}
+    made = plan(problem, workers, where, where, engine=("peer", "cublasmp"))
+    assert made.engine == min(alone, key=alone.get)
+    if n >= 8192:
+        assert made.engine == "peer"
+        assert made.method in ("allgather", "summa")
+
+
+def test_what_one_engine_can_not_do_the_other_does():
+    """cuBLASMp's SUMMA has no FP8."""
+    sizes = ((64, 64), (128,)), ((128,), (64, 64))
+    where = np.zeros(2, np.int32)
+    problem = make_problem(*sizes, "float8_e4m3fn", method="summa", array="cupy")
+    made = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine=("peer", "cublasmp"))
+    assert (made.engine, made.method) == ("peer", "summa")
+    with pytest.raises(PlanError, match="no method 'summa' for FP8"):
+        plan(problem, [Worker("w0"), Worker("w1")], where, where, engine=("cublasmp",))
