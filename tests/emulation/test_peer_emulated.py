@@ -43,8 +43,15 @@ def test_methods_and_orders(make_peers, method, nranks, orders):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("size", "cut"), [(2**14, "depth"), (2**13, "rows"), (2**12, "depth")])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize(
+    ("size", "cut", "dtype"),
+    [
+        (2**14, "depth", "float64"),
+        (2**12, "depth", "float64"),
+        (2**13, "rows", "bfloat16"),
+        (2**12, "depth", "bfloat16"),
+    ],
+)
 def test_little_room_for_buffers(make_peers, tight, method, size, cut, dtype):
     ranks, _ = make_peers()
     with tight(size, cut):
@@ -62,7 +69,7 @@ def test_types(make_peers, method, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (1, 40, 3), (64, 1, 9)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (1, 40, 3)])
 def test_shapes(make_peers, method, shape):
     ranks, _ = make_peers()
     conformance(ranks, method, 4, shape=shape, most_chunks=3)
