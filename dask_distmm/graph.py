@@ -179,6 +179,7 @@ def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
     )
     job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None)
     job.prepare()
+    job.accept([job.offer])
     return Alone(job.execute())
 
 

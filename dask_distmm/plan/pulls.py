@@ -65,6 +65,8 @@ class Walk:
         For A and B, whether all of the rank's part lies in single chunks on its own GPU, as far as a plan can tell.
     held_bytes, panel_bytes
         Of a buffer for either; 0 where what lies there is used.
+    panels
+        Buffers for panels.
     """
 
     held: int
@@ -74,6 +76,7 @@ class Walk:
     lies: tuple[bool, bool]
     held_bytes: int
     panel_bytes: int
+    panels: int = PANELS
 
     @property
     def held_buffers(self) -> int:
@@ -83,7 +86,7 @@ class Walk:
     @property
     def buffer_bytes(self) -> int:
         """Of all buffers together."""
-        return self.held_buffers * self.held_bytes + PANELS * self.panel_bytes
+        return self.held_buffers * self.held_bytes + self.panels * self.panel_bytes
 
 
 def step_of(problem: Problem) -> int:
@@ -129,7 +132,9 @@ def _walk(plan: Plan, rank: int) -> Walk:
     panel_bytes = 0
     if not lies[passing] or problem.fp8:
         panel_bytes = min(width, padded(extents[passing], step)) * padded(depth, step) * sizes[passing]
-    return Walk(held, parts, cuts, width, lies, held_bytes, panel_bytes)
+    again = (len(parts) - 1) * (len(cuts) - 1) > 1
+    panels = PANELS if again else min(PANELS, -(-extents[passing] // width))
+    return Walk(held, parts, cuts, width, lies, held_bytes, panel_bytes, panels)
 
 
 def _given(problem: Problem) -> tuple[int, int]:

@@ -108,3 +108,13 @@ def test_a_watchdog_that_is_called_off_does_nothing():
     dog.start()
     dog.call_off()
     assert not threading.Event().wait(0.2)
+
+
+def test_only_communicators_know_an_order_of_ranks():
+    groups = Groups()
+    pulling = groups.use("peer", ("b", "a"))
+    assert groups.use("peer", ("a", "b")) == pulling
+    groups.use("cublasmp", ("b", "a"))
+    assert groups.orders(["peer", "cublasmp"]) == [("b", "a")]
+    assert groups.orders(["peer"]) == []
+    assert set(groups.lose("b")) == {pulling, (2, "cublasmp", ("b", "a"))}

@@ -61,7 +61,7 @@ def lies_as_planned(found, me):
     return lies
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from(METHODS),
@@ -126,7 +126,7 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
     assert (box == found.problem.k).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(METHODS), st.integers(1, 4), st.sampled_from([2**14, 2**16]))
 def test_buffers_are_as_projected(seed, method, nranks, size):
     """And below what they may be, where that is not too little for any GEMM."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cupy as cp
+import numpy as np
 
 from dask_distmm.engines.base import ChunkKey, Comm
 from dask_distmm.engines.peer.job import PeerJob, Step
@@ -66,6 +67,8 @@ class PeerEngine:
             raise EngineError(f"no NVIDIA GPU: {error}") from error
         if not count:
             raise EngineError("no NVIDIA GPU is visible to this process")
+        if self.exporter.find(self.exporter.empty((1,), np.dtype(np.uint8)).data.ptr) is None:
+            raise EngineError("CUDA does not let other processes map memory of this GPU (cudaIpcGetMemHandle)")
         return {
             "cuda": str(cp.cuda.runtime.runtimeGetVersion()),
             "nvmath": importlib.metadata.version("nvmath-python"),

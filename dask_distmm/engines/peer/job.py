@@ -33,7 +33,7 @@ from dask_distmm.engines.offers import BLOCKS, Offer, read_offers
 from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import ALIGNED, Result
-from dask_distmm.engines.peer.sources import Ended, Sources, record
+from dask_distmm.engines.peer.sources import Ended, Pull, Sources, record
 from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
@@ -91,6 +91,7 @@ class PeerJob:
         self._items = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
         self._inputs: Future[None] = Future()
         self._inputs.set_result(None)
+        self._found: dict[int, Pull] = {}
         self._ended = Ended()
         self._sources = Sources(plan, me, comm, self.chunks, engine.pulls, self._ended)
 
@@ -131,6 +132,7 @@ class PeerJob:
         self._schedule = make_schedule(plan, self.rank, self._walks[self.rank], self._lies)
         self._buffers = {slot: self._buffer(slot, *size) for slot, size in self._schedule.slots.items()}
         self._result = Result(plan, self.rank, self._sums, self._sources, self.engine)
+        self._calls = [[self._gemms(product) for product in turn.products] for turn in self._schedule.turns]
 
     def _buffer(self, slot: Slot, extent: int, kk: int) -> Any:
         """Return a buffer for parts of A (own axis x k) or of B (k x own axis)."""
@@ -212,11 +214,16 @@ class PeerJob:
         return offer
 
     def accept(self, offers: Sequence[Any]) -> None:
-        """Take what all participants offer."""
-        if self.rank is None or len(self.plan.participants) == 1:
+        """Take what all participants offer, and map what this rank needs of it."""
+        if self.rank is None:
             return
-        found = read_offers(offers, self.plan, self.me)
-        self._sources.remote = Remote(self.plan, found, self.engine)
+        if len(self.plan.participants) > 1:
+            found = read_offers(offers, self.plan, self.me)
+            self._sources.remote = Remote(self.plan, found, self.engine)
+        # Before the first copy: between copies the host would be too slow.
+        for fill in (fill for turn in self._schedule.turns for fill in turn.fills):
+            target, size = self._in_buffer(fill).span, self._items[fill.operand]
+            self._found[fill.number] = self._sources.find(fill.operand, fill.pieces, target, size)
 
     # The work
 
@@ -251,6 +258,9 @@ class PeerJob:
         self.timings["total"] = time.perf_counter() - started
         self.held_bytes = self._count()
         self.engine.mappings.trim()
+        if not self.plan.group:
+            # One rank has no group, and nobody would say when what it has mapped is to go.
+            self.engine.mappings.release(0)
         self.progress(1.0)
         return outputs
 
@@ -269,9 +279,9 @@ class PeerJob:
             self._ended.check()
             for fill in turn.fills:
                 self._fill(fill)
-            for product in turn.products:
+            for product, gemms in zip(turn.products, self._calls[number], strict=True):
                 begin = self._trace_from(self._stream)
-                self._product(product)
+                self._product(product, gemms)
                 r0, r1, c0, c1 = product.rect
                 self._trace_to("GEMM", number, 2.0 * (r1 - r0) * (c1 - c0) * _depth(product.a[0]), begin, self._stream)
             for rank in turn.done:
@@ -289,13 +299,13 @@ class PeerJob:
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
         assert fill.slot is not None
-        stream, size = self._sources.next_stream(), self._items[fill.operand]
+        stream = self._sources.next_stream()
         if fill.slot in self._used:
             stream.wait_event(self._used[fill.slot])
-        view, begin, before = self._in_buffer(fill), self._trace_from(stream), self._sources.pulled_bytes
-        self._sources.pull(fill.operand, fill.pieces, view.span, size, stream)
+        begin, what = self._trace_from(stream), self._found[fill.number]
+        self._sources.pull(what, stream)
         self._pad(fill, stream)
-        self._trace_to("pull", fill.number, float(self._sources.pulled_bytes - before), begin, stream)
+        self._trace_to("pull", fill.number, float(what.away), begin, stream)
         self._filled[fill.number] = record(stream)
 
     def _trace_from(self, stream: cp.cuda.Stream) -> Any:
@@ -324,30 +334,30 @@ class PeerJob:
             with stream:
                 buffer[(at, slice(kk, more)) if fill.operand == 0 else (slice(kk, more), at)] = 0
 
-    def _product(self, product: Product) -> None:
-        """Put a GEMM on the stream, or one for each block of D, as soon as its operands are here."""
-        stream, step = self._stream, step_of(self.plan.problem)
-        for fill in (*product.a, *product.b):
-            if fill.number in self._filled:
-                stream.wait_event(self._filled[fill.number])
+    def _gemms(self, product: Product) -> list[tuple[Shape, Memory, Memory, Memory]]:
+        """Return a product as GEMMs: one for each block of D that it is multiplied into."""
+        step, found = step_of(self.plan.problem), []
         a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(_depth(product.a[0]), step)
+        ops = "N" if b.order == "C" else "T", "N" if a.order == "C" else "T"
         r0, r1, c0, c1 = product.rect
         for (top, bottom, left, right), array in self._result.blocks:
             i0, i1, j0, j1 = max(top, r0), min(bottom, r1), max(left, c0), min(right, c1)
             if i0 >= i1 or j0 >= j1:
                 continue
-            rows = _moved(a, 0, i0 - r0, self._items[0])
-            cols = _moved(b, 1, j0 - c0, self._items[1])
             at = span_of(array)
             start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
-            shape = Shape(
-                padded(i1 - i0, step),
-                padded(j1 - j0, step),
-                kk,
-                True,
-                ("N" if b.order == "C" else "T", "N" if a.order == "C" else "T"),
-            )
-            d = Memory(start, max(1, at.row_stride // self._sums.itemsize))
+            shape = Shape(padded(i1 - i0, step), padded(j1 - j0, step), kk, True, ops)
+            rows, cols = _moved(a, 0, i0 - r0, self._items[0]), _moved(b, 1, j0 - c0, self._items[1])
+            found.append((shape, rows, cols, Memory(start, max(1, at.row_stride // self._sums.itemsize))))
+        return found
+
+    def _product(self, product: Product, gemms: Sequence[tuple[Shape, Memory, Memory, Memory]]) -> None:
+        """Put a product on the stream, as soon as its operands are here."""
+        stream = self._stream
+        for fill in (*product.a, *product.b):
+            if fill.number in self._filled:
+                stream.wait_event(self._filled[fill.number])
+        for shape, rows, cols, d in gemms:
             multiply(stream, shape, self._kinds, rows, cols, d, add=product.add)
         used = record(stream)
         for fill in (*product.a, *product.b):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 import numpy as np
@@ -22,7 +22,7 @@ from dask_distmm.plan.plan import EVERYWHERE
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote
 
-__all__ = ["Ended", "Sources", "record"]
+__all__ = ["Ended", "Pull", "Sources", "record"]
 
 
 class Ended:
@@ -42,6 +42,31 @@ def record(stream: cp.cuda.Stream) -> cp.cuda.Event:
     event = cp.cuda.Event(disable_timing=True)
     event.record(stream)
     return event
+
+
+class Pull(NamedTuple):
+    """Copies that fill a part of an operand.
+
+    Parameters
+    ----------
+    operand
+        Its number.
+    found
+        What can be copied right away.
+    outside
+        For each participant that offers no memory, pieces and their addresses.
+    target, size
+        Where all of it goes, and bytes of an element.
+    away
+        Bytes that others have.
+    """
+
+    operand: int
+    found: list[Rectangle]
+    outside: dict[int, list[tuple[Piece, int]]]
+    target: Span
+    size: int
+    away: int
 
 
 class Sources:
@@ -95,28 +120,32 @@ class Sources:
         """Put copies on a stream; see `pulls.copy`."""
         self._launches += copy(found, itemsize, stream, here=here)
 
-    def pull(self, operand: int, pieces: Sequence[Piece], target: Span, size: int, stream: cp.cuda.Stream) -> None:
-        """Put the copies of some pieces of an operand on a stream; pieces are placed from the target on."""
+    def find(self, operand: int, pieces: Sequence[Piece], target: Span, size: int) -> Pull:
+        """Find out what is to be copied for some pieces of an operand, which are placed from the target on."""
         name = self.plan.problem.operands[operand]
         where = self.plan.where[name]
         assert where is not None
-        found, outside = [], collections.defaultdict(list)
+        found, away, outside = [], 0, collections.defaultdict(list)
         for piece in pieces:
-            holder = int(where[piece.chunk])
+            holder, amount = int(where[piece.chunk]), piece.rows * piece.cols * size
             start = target.pointer + piece.row * target.row_stride + piece.col * target.col_stride
             if holder in (self.me, EVERYWHERE):
                 source = span_of(self.chunks[name, piece.chunk])
-            elif (told := self.there(holder, operand, piece.chunk, piece.rows * piece.cols * size)) is not None:
-                source = told
+            elif (told := self.there(holder, operand, piece.chunk, amount)) is not None:
+                source, away = told, away + amount
             else:
                 outside[holder].append((piece, start))
                 continue
             pointer = source.pointer + piece.r0 * source.row_stride + piece.c0 * source.col_stride
             to = target._replace(pointer=start)
             found.append(Rectangle(source._replace(pointer=pointer), to, piece.rows, piece.cols))
-        self.copy(found, size, stream)
-        for holder, these in outside.items():
-            self._fetch(holder, operand, these, target, size, stream)
+        return Pull(operand, found, dict(outside), target, size, away)
+
+    def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
+        """Put what was found on a stream."""
+        self.copy(what.found, what.size, stream)
+        for holder, these in what.outside.items():
+            self._fetch(holder, what.operand, these, what.target, what.size, stream)
 
     def there(self, holder: int, operand: int, number: int, size: int) -> Span | None:
         """Return where a matrix of another participant is, mapped here; None if it offers nothing."""
@@ -147,10 +176,10 @@ class Sources:
         pulls = self.next_stream()
         for number, one in enumerate(finishing.inputs, start=2):
             moves = one.moves.take(one.moves.dst_owner == self.me)
-            columns = (moves.dst, moves.src, moves.src_row, moves.src_col, moves.nrows, moves.ncols)
-            for part, chunk, r0, c0, rows, cols, row, col in zip(
-                *(x.tolist() for x in (*columns, moves.dst_row, moves.dst_col)), strict=True
-            ):
-                piece = Piece(number, chunk, r0, c0, rows, cols, row, col)
-                self.pull(number, [piece], span_of(one.parts[part]), one.dtype.itemsize, pulls)
+            columns = (moves.src, moves.src_row, moves.src_col, moves.nrows, moves.ncols, moves.dst_row, moves.dst_col)
+            pieces: dict[int, list[Piece]] = collections.defaultdict(list)
+            for part, *piece in zip(moves.dst.tolist(), *(x.tolist() for x in columns), strict=True):
+                pieces[part].append(Piece(number, *piece))
+            for part, these in pieces.items():
+                self.pull(self.find(number, these, span_of(one.parts[part]), one.dtype.itemsize), pulls)
         stream.wait_event(record(pulls))
