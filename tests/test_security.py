@@ -101,8 +101,8 @@ def choose(roster: Roster, **options):
 
 def test_nccl_is_refused_where_tls_does_not_cover_it():
     """On one host nothing leaves it; across hosts only who says so gets plaintext."""
-    assert choose(cluster_of("a", "a"))[0] == "cublasmp"
-    assert choose(cluster_of("a", "b", encrypted=False))[0] == "cublasmp"
-    assert choose(cluster_of("a", "b"), plaintext_nccl=True)[0] == "cublasmp"
+    assert choose(cluster_of("a", "a"))[0] == ("cublasmp",)
+    assert choose(cluster_of("a", "b", encrypted=False))[0] == ("cublasmp",)
+    assert choose(cluster_of("a", "b"), plaintext_nccl=True)[0] == ("cublasmp",)
     with pytest.raises(EngineError, match="a and b.*not encrypted.*distmm.allow-plaintext-nccl"):
         choose(cluster_of("a", "b", "a"))

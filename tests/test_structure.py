@@ -41,7 +41,7 @@ ORDER = [
     ["narrow"],
     ["config", "dtypes", "epilog", "keys"],
     ["answers"],
-    ["errors", "_version"],
+    ["errors", "_version", "faults"],
 ]
 PURE = [
     *["plan", "distribution", "layout", "run", "groups", "history"],
