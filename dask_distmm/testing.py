@@ -23,7 +23,7 @@ from dask_distmm.distribution import FREE, Distributions
 from dask_distmm.dtypes import dtype_from_name, operand_dtype
 from dask_distmm.engines.base import REPLICA, Boxes, ChunkKey, Engine, Job
 from dask_distmm.epilog import Finish
-from dask_distmm.faults import FAULT_POINTS, inject
+from dask_distmm.faults import FAULT_POINTS, inject, remove_faults
 from dask_distmm.plan import EVERYWHERE, Chunks, Plan, Problem, Worker, plan
 
 __all__ = [
