@@ -24,7 +24,7 @@ def roster(*said):
         name: SimpleNamespace(address=name, nthreads=1, memory_limit=10**9, status=SimpleNamespace(name="running"))
         for name in names
     }
-    found = Roster(SimpleNamespace(workers=workers))
+    found = Roster(SimpleNamespace(workers=workers, security=SimpleNamespace(require_encryption=False)))
     found._described.update(zip(names, said, strict=True))
     return found
 
