@@ -17,7 +17,7 @@ from dask_distmm.plan.show import size_text
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-__all__ = ["as_html", "as_lines", "progress"]
+__all__ = ["as_html", "as_lines", "progress", "short_name"]
 
 # How often the scheduler is asked (seconds), and how wide a bar is.
 _ASK = 0.25
@@ -146,12 +146,12 @@ def as_html(found: Sequence[Mapping[str, Any]]) -> str:
             f'<div style="width: {100 * line["share"]:.1f}%; height: 100%; background: {colour}"></div></div>'
         )
         run = f"run {line['run']}" if line.get("run") else ""
-        cells = (escape(_short(line["name"])), run, line["phase"], bar, f"{line['share']:.0%}", escape(_note(line)))
+        cells = (escape(short_name(line["name"])), run, line["phase"], bar, f"{line['share']:.0%}", escape(_note(line)))
         rows.append("<tr>" + "".join(f'<td style="text-align: left">{cell}</td>' for cell in cells) + "</tr>")
     return f'<table style="border-collapse: collapse">{"".join(rows)}</table>'
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """Return a multiply's name with only the first digits of its token."""
     front, _, token = name.rpartition("-")
     return f"{front}-{token[:8]}" if front else name
@@ -159,7 +159,7 @@ def _short(name: str) -> str:
 
 def _head(line: Mapping[str, Any]) -> str:
     run = f"  run {line['run']}" if line.get("run") else ""
-    return f"{_short(line['name'])}{run}" + (f"  {line['phase']}" if line["phase"] else "")
+    return f"{short_name(line['name'])}{run}" + (f"  {line['phase']}" if line["phase"] else "")
 
 
 def _note(line: Mapping[str, Any]) -> str:

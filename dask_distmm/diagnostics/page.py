@@ -8,18 +8,16 @@ from typing import Any
 
 from bokeh.layouts import column, row
 from bokeh.models import (
-    CDSView,
     ColumnDataSource,
     DataTable,
     Div,
-    GroupFilter,
     HoverTool,
     HTMLTemplateFormatter,
     NumberFormatter,
-    NumeralTickFormatter,
     TableColumn,
 )
 from bokeh.plotting import figure
+from bokeh.transform import factor_cmap
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from dask_distmm.diagnostics import tables
@@ -64,6 +62,7 @@ class Page:
             ColumnDataSource(data=empty) for empty in (tables.runs([], 0.0), tables.phases(None), *tables.empty())
         )
         self._picked: int | None = None
+        self._run_axes: list[Any] = []
         self._runs.selected.on_change("indices", self._pick)
         self.root = column(
             self._summary,
@@ -94,53 +93,38 @@ class Page:
             TableColumn(field=f, title=title, width=width, **({"formatter": form} if form else {}))
             for f, title, width, form in columns
         ]
-        return DataTable(source=self._runs, columns=made, index_position=None, height=220, sizing_mode="stretch_width")
+        return DataTable(source=self._runs, columns=made, index_position=None, height=180, sizing_mode="stretch_width")
 
     def _timeline(self) -> Any:
-        plot = figure(
-            title="Phases of each rank",
-            y_range=[],
-            x_axis_label="seconds since the run began",
-            height=280,
-            tools="xpan,xwheel_zoom,reset",
-            sizing_mode="stretch_width",
-        )
-        for phase in PHASES:
-            view = CDSView(filter=GroupFilter(column_name="phase", group=phase))
-            plot.hbar(
-                y="rank",
-                left="left",
-                right="right",
-                height=0.8,
-                color=_COLOURS[phase],
-                source=self._phases,
-                view=view,
-                legend_label=phase,
-            )
+        plot = _figure("Phases of each rank", 250, y_range=[], x_axis_label="seconds since the run began")
+        colours = factor_cmap("phase", [_COLOURS[phase] for phase in PHASES], list(PHASES))
+        sides = {"y": "rank", "left": "left", "right": "right", "height": 0.8}
+        plot.hbar(**sides, fill_color=colours, line_color=None, legend_field="phase", source=self._phases)
+        plot.x_range.start = 0
         plot.add_tools(HoverTool(tooltips=[("rank", "@rank"), ("phase", "@phase"), ("seconds", "@seconds{0.0000}")]))
         plot.add_layout(plot.legend[0], "right")
         self._rank_axis = plot.y_range
         return plot
 
     def _memory_plot(self) -> Any:
-        plot = figure(title="Memory of each worker", y_range=[], height=280, tools="reset", sizing_mode="stretch_width")
+        plot = _figure("Memory of each worker", 250, y_range=[], x_axis_label="MiB")
         projected = {"fill_color": None, "line_color": "#222222", "line_width": 2, "legend_label": "run, projected"}
-        plot.hbar(y="worker", right="process", height=0.8, color="#BBBBBB", source=self._memory, legend_label="process")
-        plot.hbar(y="worker", right="held", height=0.5, color="#0072B2", source=self._memory, legend_label="run, held")
-        plot.hbar(y="worker", right="projected", height=0.5, source=self._memory, **projected)
-        plot.xaxis.formatter = NumeralTickFormatter(format="0.0 ib")
+        bars = {"y": "worker", "line_color": None, "source": self._memory}
+        plot.hbar(**bars, right="process", height=0.8, color="#BBBBBB", legend_label="process now")
+        plot.hbar(**bars, right="held", height=0.5, color="#0072B2", legend_label="run, held")
+        plot.hbar(**bars | projected, right="projected", height=0.5)
         plot.x_range.start = 0
-        tips = [("worker", "@worker"), ("process now", "@process{0.0 ib}"), ("projected", "@projected{0.0 ib}")]
-        plot.add_tools(HoverTool(tooltips=[*tips, ("held", "@held{0.0 ib}")]))
+        shown = {"process now": "process", "run, projected": "projected", "run, held": "held"}
+        tips = [(label, f"@{field}{{0,0.0}} MiB") for label, field in shown.items()]
+        plot.add_tools(HoverTool(tooltips=[("worker", "@worker"), *tips]))
         plot.add_layout(plot.legend[0], "right")
         self._worker_axis = plot.y_range
         return plot
 
     def _bytes_plot(self) -> Any:
-        plot = self._by_run("Bytes moved between workers")
+        plot = self._by_run("MiB moved between workers")
         plot.vbar(x="run", top="moved", width=0.8, color="#E69F00", source=self._rates)
-        plot.yaxis.formatter = NumeralTickFormatter(format="0.0 ib")
-        plot.add_tools(HoverTool(tooltips=[("run", "@run"), ("received", "@moved{0.0 ib}")]))
+        plot.add_tools(HoverTool(tooltips=[("run", "@run"), ("received", "@moved{0,0.0} MiB")]))
         return plot
 
     def _rate_plot(self) -> Any:
@@ -152,11 +136,9 @@ class Page:
         return plot
 
     def _by_run(self, title: str) -> Any:
-        plot = figure(
-            title=title, x_range=[], x_axis_label="run", height=220, tools="reset", sizing_mode="stretch_width"
-        )
+        plot = _figure(title, 190, x_range=[], x_axis_label="run")
         plot.y_range.start = 0
-        self._run_axes = [*getattr(self, "_run_axes", []), plot.x_range]
+        self._run_axes.append(plot.x_range)
         return plot
 
     def _pick(self, attribute: str, old: list[int], new: list[int]) -> None:
@@ -185,3 +167,7 @@ class Page:
         self._rates.data = tables.rates(records)
         for axis in self._run_axes:
             axis.factors = self._rates.data["run"]
+
+
+def _figure(title: str, height: int, **kwargs: Any) -> Any:
+    return figure(title=title, height=height, tools="", toolbar_location=None, sizing_mode="stretch_width", **kwargs)

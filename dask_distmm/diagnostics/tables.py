@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from dask_distmm.diagnostics.bars import short_name
 from dask_distmm.diagnostics.records import PHASES, Record, Totals
 from dask_distmm.plan.show import size_text, time_text
 
@@ -17,6 +18,7 @@ Columns = dict[str, list[Any]]
 # So many runs have a bar; more could not be told apart.
 _BARS = 20
 _NAN = float("nan")
+_MIB = 2**20
 
 
 def empty() -> tuple[Columns, Columns]:
@@ -45,7 +47,7 @@ def _row(record: Record, now: float) -> dict[str, Any]:
     grid = " x ".join(map(str, record.grid))
     return {
         "run": record.run_id,
-        "name": record.name,
+        "name": short_name(record.name),
         "outcome": record.outcome,
         "share": record.share,
         "how": f"{record.method}, {grid}" if grid else "",
@@ -103,22 +105,22 @@ def phases(record: Record | None) -> Columns:
 
 
 def memory(record: Record | None, process: Mapping[str, int]) -> Columns:
-    """Return the bytes of each worker: of its process now, and of the run, projected and held (nan: not known)."""
+    """Return the MiB of each worker: of its process now, and of the run, projected and held (nan: not known)."""
     addresses = list(record.projected_bytes) if record else sorted(process)
     return {
         "worker": [_short(address) for address in addresses],
-        "process": [process.get(address, _NAN) for address in addresses],
-        "projected": [record.projected_bytes[address] if record else _NAN for address in addresses],
-        "held": [record.held_bytes.get(address, _NAN) if record else _NAN for address in addresses],
+        "process": [process.get(address, _NAN) / _MIB for address in addresses],
+        "projected": [record.projected_bytes[address] / _MIB if record else _NAN for address in addresses],
+        "held": [record.held_bytes.get(address, _NAN) / _MIB if record else _NAN for address in addresses],
     }
 
 
 def rates(records: Sequence[Record]) -> Columns:
-    """Return bytes, speed and bound (TFLOP/s) of the last runs that are done."""
+    """Return MiB moved, speed and bound (TFLOP/s) of the last runs that are done."""
     done = [record for record in records if record.outcome == "done"][-_BARS:]
     return {
         "run": [str(record.run_id) for record in done],
-        "moved": [record.received_bytes for record in done],
+        "moved": [record.received_bytes / _MIB for record in done],
         "tflops": [record.rate / 1e12 for record in done],
         "bound": [record.bound / 1e12 for record in done],
         "of_bound": [record.share_of_bound for record in done],
