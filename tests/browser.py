@@ -81,6 +81,9 @@ async def _visit(devtools: str, url: str, expression: str) -> tuple[Any, bytes]:
         return value, base64.b64decode(shot["data"])
     finally:
         connection.close()
+        # Until the browser has closed its side too; else the socket would be left to the garbage collector.
+        while await connection.read_message() is not None:
+            pass
 
 
 def visit(url: str, expression: str, folder: Path, size: tuple[int, int] = (1300, 1000)) -> tuple[Any, bytes]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 import urllib.request
 
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, futures_of, wait
+from distributed import Client, Event, LocalCluster, futures_of, wait
 from distributed import progress as dask_progress
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,26 +138,49 @@ def test_bars():
 # On a cluster
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+class Shown(io.StringIO):
+    """Text that says when something was written."""
+
+    def __init__(self, terminal=False):
+        super().__init__()
+        self.written, self.isatty = threading.Event(), lambda: terminal
+
+    def write(self, text):
+        self.written.set()
+        return super().write(text)
+
+
+def held(x, name):
+    """Chunks that are not there before an event."""
+
+    def later(block):
+        Event(name).wait(60)
+        return block
+
+    return x.map_blocks(later, dtype=x.dtype, meta=np.empty((0, 0)))
 
 
 def test_progress(client, capsys):
     """All multiplies that the results need, till they are done; Dask's own bar beside it."""
-    a, b = np.random.default_rng().standard_normal((2, 400, 400))
-    x, y = da.from_array(a, chunks=100), da.from_array(b, chunks=130)
-    inner = matmul(x, y)
-    c = (matmul(inner, y) + 1).persist()
-    text, drawn = io.StringIO(), Terminal()
+    a, b = np.random.default_rng().standard_normal((2, 300, 300))
+    x, y = da.from_array(a, chunks=150), da.from_array(b, chunks=100)
+    text, drawn = Shown(), Shown(terminal=True)
+    go = Event("test-progress-go")
+    # Nothing may be over before it was looked at: the first line lets the chunks go.
+    opener = threading.Thread(target=lambda: text.written.wait(60) and go.set())
+    opener.start()
+    c = (matmul(matmul(held(x, go.name), y), y) + 1).persist()
     dask_distmm.progress(c, file=text)
-    assert all(future.done() for future in futures_of(c))
+    opener.join()
+    assert {future.status for future in futures_of(c)} == {"finished"}
     dask_distmm.progress({"also": [c]}, file=drawn)
     dask_progress(c, notebook=False)
     assert "100% Completed" in capsys.readouterr().out
-    assert text.getvalue().splitlines()[-1].endswith(f"100%  {c.npartitions} of {c.npartitions}")
-    assert sum(line.startswith("matmul-") and "  done  " in line for line in text.getvalue().splitlines()) == 2
-    assert "\x1b[2K" in drawn.getvalue()
+    lines = text.getvalue().splitlines()
+    assert lines[-1].endswith(f"100%  {c.npartitions} of {c.npartitions}")
+    assert sum(line.startswith("matmul-") and "  reading  " in line for line in lines) == 2
+    assert sum(line.startswith("matmul-") and "  done  " in line for line in lines) == 2
+    assert "\x1b[2Kresults" in drawn.getvalue()
     assert_product(a @ b, b, (c - 1).compute())
 
 
@@ -168,8 +192,10 @@ def test_progress_of_what_fails(client):
 
     x = da.ones((200, 200), chunks=100)
     c = matmul(x.map_blocks(bad, dtype=float, meta=np.empty((0, 0))), x).persist()
-    text = io.StringIO()
+    text = Shown()
     dask_distmm.progress(c, file=text)
+    assert text.getvalue().splitlines()[-1].startswith("results  failed")
+    assert "  done  " not in text.getvalue()
     with pytest.raises(ValueError, match="no such chunk"):
         c.compute()
 
@@ -231,9 +257,9 @@ def test_the_page_in_a_browser(process_cluster, client, tmp_path):
 
     x = da.random.random((300, 300), chunks=100)
     wait(matmul(x, x, method="summa").persist())
-    page = get(process_cluster, "/distmm")
-    assert "<title>Dask: matrix multiplies</title>" in page
-    assert 'href="distmm"' in get(process_cluster, "/status")
+    # What fails while the page is made is answered with 500, which raises.
+    for path in ("/distmm", "/status"):
+        assert 'href="distmm"' in get(process_cluster, path)
     if CHROMIUM is None:
         pytest.skip("there is no Chromium to draw the page")
     url = f"http://127.0.0.1:{process_cluster.scheduler.http_server.port}/distmm"

@@ -112,10 +112,13 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
         found = [dict(line) for line in answer["found"]]
         if answer["known"]:
             names = [line["name"] for line in found]
-        if done == len(futures):
+        finished = sum(future.status == "finished" for future in futures)
+        if finished == len(futures):
             # Whoever has the results need not care that chunks of them are still moved or freed.
             found = [line | {"phase": "done", "share": 1.0} if line["phase"] != "failed" else line for line in found]
-        total = {"name": "results", "phase": "", "share": done / len(futures), "count": f"{done} of {len(futures)}"}
+        phase = "failed" if any(future.status == "error" for future in futures) else ""
+        count = f"{finished} of {len(futures)}"
+        total = {"name": "results", "phase": phase, "share": finished / len(futures), "count": count}
         show([*found, total])
         if done == len(futures):
             return
