@@ -18,6 +18,7 @@ _register_defaults()
 
 from dask_distmm.api import NotCollective, explain, matmul  # noqa: E402
 from dask_distmm.cluster import free_workspaces  # noqa: E402
+from dask_distmm.diagnostics.bars import progress  # noqa: E402
 from dask_distmm.distribution import BlockCyclic, Slab  # noqa: E402
 from dask_distmm.epilog import Epilog  # noqa: E402
 from dask_distmm.errors import (  # noqa: E402
@@ -65,6 +66,7 @@ __all__ = [
     "is_enabled",
     "matmul",
     "matmul_grouped",
+    "progress",
     "quantize",
 ]
 

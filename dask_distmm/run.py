@@ -21,7 +21,7 @@ from typing import Any, Literal
 from dask_distmm.errors import ProtocolError
 from dask_distmm.plan.show import size_text, time_text
 
-__all__ = ["Lost", "Phase", "Released", "Run", "Summary", "summarize"]
+__all__ = ["Lost", "Phase", "Released", "Run", "Summary", "is_report", "summarize"]
 
 Phase = Literal["staged", "voting", "running", "done", "failed"]
 
@@ -77,6 +77,8 @@ class Run:
     # The share of its work that each participant has said is done, and when the last of them had got any further.
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
     moved: float = math.inf
+    # Bytes of matrices that each participant has said have arrived.
+    received: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def live(self) -> bool:
@@ -119,8 +121,10 @@ class Run:
         if self.phase == "running" and not self.waiting_for:
             self.phase = "done"
 
-    def report(self, address: str, share: float, now: float) -> None:
+    def report(self, address: str, share: float, now: float, received: int = 0) -> None:
         """Note which share of its work a participant has done; what is not further than before is no progress."""
+        if self.phase == "running" and address in self.participants:
+            self.received[address] = max(received, self.received.get(address, 0))
         if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):
             self.shares[address] = share
             self.moved = now
@@ -192,16 +196,24 @@ class Summary:
         Bytes of matrices that have arrived from other participants, but for what a library moves on its own.
     held_bytes
         Most bytes that participants held, by address, of those that count.
+    ranks
+        ``seconds`` and ``timings`` of each participant that had work of its own, by address.
     """
 
     seconds: float
     timings: dict[str, float]
     received_bytes: int
     held_bytes: dict[str, int]
+    ranks: dict[str, dict[str, Any]]
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {time_text(value)}" for name, value in self.timings.items())
         return f"{time_text(self.seconds)}{phases and f' ({phases})'}; {size_text(self.received_bytes)} received"
+
+
+def is_report(share: Any, received: Any) -> bool:
+    """Whether this is what a participant may say of how far it is: a share from 0 to 1, and bytes."""
+    return isinstance(share, float) and 0 <= share <= 1 and isinstance(received, int) and received >= 0
 
 
 def summarize(answers: Mapping[str, Mapping[str, Any]]) -> Summary:
@@ -215,4 +227,5 @@ def summarize(answers: Mapping[str, Mapping[str, Any]]) -> Summary:
         timings,
         sum(answer["received"] for answer in answers.values()),
         {address: answer["bytes"] for address, answer in answers.items() if answer["bytes"]},
+        {a: {"seconds": x["seconds"], "timings": dict(x["timings"])} for a, x in answers.items() if x["timings"]},
     )

@@ -29,6 +29,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_distmm.answers import as_plain
 from dask_distmm.config import read_options
+from dask_distmm.diagnostics.attach import attach
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, ProtocolError, RunFailedError
 from dask_distmm.groups import Group, Groups
@@ -41,7 +42,7 @@ from dask_distmm.roster import Roster, Staging
 from dask_distmm.rounds import ask_all, check, failed
 from dask_distmm.run import Lost as _Lost
 from dask_distmm.run import Released as _Released
-from dask_distmm.run import Run, summarize
+from dask_distmm.run import Run, is_report, summarize
 from dask_distmm.worker import NAME, DistMMWorkerPlugin
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         scheduler.stream_handlers["distmm-progress"] = self.progressed
         # So that `Client.dump_cluster_state()` finds it.
         scheduler.extensions[NAME] = self
+        self.records = attach(scheduler, self)
         await scheduler.register_worker_plugin(None, dumps(DistMMWorkerPlugin()), name=NAME, idempotent=True)
 
     # Handlers
@@ -140,15 +142,15 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if run is not None and run.run_id == run_id:
             self.pinned.restart(name, f"distmm-lost-{run_id}")
 
-    def progressed(self, worker: str = "", run_id: Any = None, share: Any = None, **_: Any) -> None:
+    def progressed(self, worker: str = "", run_id: Any = None, share: Any = None, received: Any = 0, **_: Any) -> None:
         """Note how far a participant is. On Dask's own stream, which an exception would close: it raises nothing."""
         run = self.live.get(run_id) if isinstance(run_id, int) else None
-        if run is None or not isinstance(share, float) or not 0 <= share <= 1:
+        if run is None or not is_report(share, received):
             return
         before = run.share
-        run.report(worker, share, time())
+        run.report(worker, share, time(), received)
         if int(100 * run.share) > int(100 * before):
-            self._event("progress", run, share=run.share)
+            self._event("progress", run, share=run.share, received_bytes=sum(run.received.values()))
 
     # One run
 
@@ -174,6 +176,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return {"status": "OK", "run_id": run_id}
         except _Released:
             await self._end(run, "its task was released")
+            self._event("released", run)
             return {"status": "restart"}
         except _Lost as reason:
             await self._end(run, str(reason))
@@ -261,7 +264,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def _start(self, run: Run, made: Plan, offers: Sequence[Any]) -> None:
         run.begin_running(time())
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
-        self._event("start", run, method=made.method, grid=made.grid, engine=made.engine, flops=made.flops)
+        how = {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}
+        self._event("start", run, **how, bound=made.bound, ranks=made.workers, projected_bytes=made.projected_bytes)
 
         async def ask(address: str) -> Any:
             return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id, offers=offers)
@@ -444,4 +448,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.history.note(run.run_id, " ".join([action, *(f"{name}={value}" for name, value in details.items())]))
         if reason := details.get("reason"):
             log.info("run %d of %s: %s, %s", run.run_id, run.name, action, reason)
-        self.scheduler.log_event(NAME, {"action": action, "run": run.run_id, "name": run.name, **details})
+        event = {"action": action, "run": run.run_id, "name": run.name, **details}
+        self.records.note(time(), event)
+        self.scheduler.log_event(NAME, event)

@@ -212,7 +212,7 @@ class WorkerSide:
         plan, job = self.runs[run_id]
         loop = asyncio.get_running_loop()
         self.history.note(run_id, "began")
-        telling = asyncio.ensure_future(self._tell_progress(run_id))
+        telling = asyncio.ensure_future(self._tell_progress(run_id, job))
         try:
             started = loop.time()
             made = await loop.run_in_executor(self.engine_thread, _execute, job, offers)
@@ -235,12 +235,12 @@ class WorkerSide:
             log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, self.address, what)
         return {"status": "OK", **answer}
 
-    async def _tell_progress(self, run_id: int) -> None:
+    async def _tell_progress(self, run_id: int, job: Job) -> None:
         """Tell the scheduler from time to time how far this worker is."""
         while True:
             await asyncio.sleep(_TELL)
-            share = self.progress.get(run_id, 0.0)
-            self.worker.batched_send({"op": "distmm-progress", "run_id": run_id, "share": float(share)})
+            told = {"share": float(self.progress.get(run_id, 0.0)), "received": int(job.received_bytes)}
+            self.worker.batched_send({"op": "distmm-progress", "run_id": run_id, **told})
 
     async def release(self, group: int, engine: str, grace: float) -> dict[str, Any]:
         """Free what the ranks of a group keep between runs; all of them are asked at the same time."""

@@ -164,6 +164,12 @@ class Plan:
         return self.problem.flops
 
     @property
+    def bound(self) -> float:
+        """Floating-point operations that all ranks could do in a second, by the rates of the cost model."""
+        rate = self.problem.options.machine(self.engine).rate(self.problem.compute_type.name)
+        return rate * sum(self.participants[index].nthreads for index in self.ranks)
+
+    @property
     def workers(self) -> tuple[str, ...]:
         """Addresses of the ranks, in their order."""
         return tuple(self.participants[index].address for index in self.ranks)

@@ -1,0 +1,202 @@
+"""``dask_distmm.progress``: how far runs are, in a terminal or a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, TextIO
+
+from dask_distmm.answers import rebuild
+from dask_distmm.errors import PlanError
+from dask_distmm.plan.show import size_text
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+__all__ = ["as_html", "as_lines", "progress", "short_name"]
+
+# How often the scheduler is asked (seconds), and how wide a bar is.
+_ASK = 0.25
+_WIDTH = 30
+
+Show = Callable[[Sequence[Mapping[str, Any]]], None]
+
+
+def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) -> Any:
+    """Show how far the multiplies are that collections or futures need, until all of these are done.
+
+    There is a line for each multiply with its phase (reading, waiting, voting, multiplying, collecting, done, failed),
+    the share of that phase's work which is done, and the bytes that have travelled; and a line for all results.
+    ``distributed.progress``, which shows tasks, can be used beside it.
+
+    Parameters
+    ----------
+    *x : dask collection, distributed.Future, or nested lists or dicts of these
+        What is being computed: ``x = C.persist()`` or ``x = client.compute(C)``.
+    notebook : bool, optional
+        Whether to show HTML in a notebook and return at once. By default, whether this is a Jupyter kernel.
+    file : file object, optional
+        Where text goes; standard error by default. If it is no terminal, a line is written for each new phase.
+
+    Returns
+    -------
+    None or awaitable
+        In a notebook it returns at once, else when all is done, well or not: errors are raised by ``x.result()`` or
+        ``x.compute()`` as always. With an asynchronous client it returns an awaitable.
+
+    Raises
+    ------
+    PlanError
+        Nothing in `x` is being computed on a cluster.
+
+    Examples
+    --------
+    >>> C = dask_distmm.matmul(A, B).persist()    # doctest: +SKIP
+    >>> dask_distmm.progress(C)                   # doctest: +SKIP
+    matmul-1f0c5e2a  run 3  multiplying  [##################            ]  61%  1.2 GiB
+    results                              [                              ]   0%  0 of 16
+    """
+    from distributed import futures_of
+    from distributed.utils import is_kernel
+
+    futures = futures_of(list(x))
+    if not futures:
+        raise PlanError(
+            "progress() found nothing that is being computed on a cluster; "
+            "start it first: x = x.persist() or x = client.compute(x)"
+        )
+    client = futures[0].client
+    if is_kernel() if notebook is None else notebook:
+        watched = _watch(client, futures, _displayed())
+        if client.asynchronous:
+            return watched
+        threading.Thread(target=_in_background, args=(client, watched), daemon=True, name="distmm-progress").start()
+        return None
+    text = _Text(file or sys.stderr)
+    watched = _watch(client, futures, text)
+    return watched if client.asynchronous else _until_done(client, watched)
+
+
+def _until_done(client: Client, watched: Coroutine[Any, Any, None]) -> None:
+    client.sync(lambda: watched)
+
+
+def _in_background(client: Client, watched: Coroutine[Any, Any, None]) -> None:
+    # The client may be closed first: there is nobody then to tell.
+    with contextlib.suppress(Exception):
+        client.sync(lambda: watched)
+
+
+async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
+    """Ask the scheduler again and again, and show what it says."""
+    names: list[str] | None = None
+    while True:
+        done = sum(future.status != "pending" for future in futures)
+        keys = [future.key for future in futures] if names is None else []
+        answer = await client.scheduler.distmm_progress(names=names, keys=keys)
+        if not isinstance(answer, dict):
+            # No multiply has told the scheduler of us yet, so that it does not know the call.
+            from distributed.protocol.pickle import dumps
+
+            from dask_distmm.scheduler import DistMMSchedulerPlugin
+
+            made = DistMMSchedulerPlugin()
+            await client.scheduler.register_scheduler_plugin(plugin=dumps(made), name=made.name, idempotent=True)
+            continue
+        if answer["status"] != "OK":
+            raise rebuild(answer)
+        found = [dict(line) for line in answer["found"]]
+        if answer["known"]:
+            names = [line["name"] for line in found]
+        finished = sum(future.status == "finished" for future in futures)
+        if finished == len(futures):
+            # Whoever has the results need not care that chunks of them are still moved or freed.
+            found = [line | {"phase": "done", "share": 1.0} if line["phase"] != "failed" else line for line in found]
+        phase = "failed" if any(future.status == "error" for future in futures) else ""
+        count = f"{finished} of {len(futures)}"
+        total = {"name": "results", "phase": phase, "share": finished / len(futures), "count": count}
+        show([*found, total])
+        if done == len(futures):
+            return
+        await asyncio.sleep(_ASK)
+
+
+def as_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what the scheduler said as lines of text, a bar on each."""
+    heads = [_head(line) for line in found]
+    width = max(map(len, heads), default=0)
+    lines = []
+    for head, line in zip(heads, found, strict=True):
+        full = int(_WIDTH * line["share"])
+        note = _note(line)
+        lines.append(f"{head:<{width}}  [{'#' * full:<{_WIDTH}}] {line['share']:4.0%}" + (f"  {note}" if note else ""))
+    return lines
+
+
+def as_html(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the scheduler said as an HTML table; no script, nothing from elsewhere."""
+    rows = []
+    for line in found:
+        colour = {"failed": "#D55E00", "done": "#009E73"}.get(line["phase"], "#0072B2")
+        label = f"{line['name']} {line['phase']} {line['share']:.0%}"
+        bar = (
+            f'<div role="progressbar" aria-label="{escape(label)}" aria-valuenow="{100 * line["share"]:.0f}" '
+            'style="width: 16em; height: 0.9em; border: 1px solid #999">'
+            f'<div style="width: {100 * line["share"]:.1f}%; height: 100%; background: {colour}"></div></div>'
+        )
+        run = f"run {line['run']}" if line.get("run") else ""
+        cells = (escape(short_name(line["name"])), run, line["phase"], bar, f"{line['share']:.0%}", escape(_note(line)))
+        rows.append("<tr>" + "".join(f'<td style="text-align: left">{cell}</td>' for cell in cells) + "</tr>")
+    return f'<table style="border-collapse: collapse">{"".join(rows)}</table>'
+
+
+def short_name(name: str) -> str:
+    """Return a multiply's name with only the first digits of its token."""
+    front, _, token = name.rpartition("-")
+    return f"{front}-{token[:8]}" if front else name
+
+
+def _head(line: Mapping[str, Any]) -> str:
+    run = f"  run {line['run']}" if line.get("run") else ""
+    return f"{short_name(line['name'])}{run}" + (f"  {line['phase']}" if line["phase"] else "")
+
+
+def _note(line: Mapping[str, Any]) -> str:
+    if "count" in line:
+        return str(line["count"])
+    return size_text(line["received_bytes"]) + " received" if line["received_bytes"] else ""
+
+
+class _Text:
+    """Writes bars: over and over in the same place of a terminal; elsewhere a line for what is new."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self._drawn = file, 0
+        self._phases: dict[str, str] = {}
+        self._terminal = file.isatty()
+
+    def __call__(self, found: Sequence[Mapping[str, Any]]) -> None:
+        lines = as_lines(found)
+        if self._terminal:
+            up = f"\x1b[{self._drawn}A" if self._drawn else ""
+            self._file.write(up + "".join(f"\r\x1b[2K{line}\n" for line in lines))
+            self._drawn = len(lines)
+        else:
+            for text, line in zip(lines, found, strict=True):
+                mark = line["phase"] or ("done" if line["share"] == 1 else "")
+                if mark and self._phases.get(line["name"]) != mark:
+                    self._phases[line["name"]] = mark
+                    self._file.write(text + "\n")
+        self._file.flush()
+
+
+def _displayed() -> Show:
+    """Return what shows bars in the output of the notebook's cell that runs now."""
+    from IPython.display import HTML, display
+
+    handle = display(HTML(""), display_id=True)
+    return lambda found: handle.update(HTML(as_html(found)))

@@ -1,0 +1,173 @@
+"""The page ``/distmm`` of the scheduler's dashboard: runs, their phases by rank, bytes, speed and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from bokeh.layouts import column, row
+from bokeh.models import (
+    ColumnDataSource,
+    DataTable,
+    Div,
+    HoverTool,
+    HTMLTemplateFormatter,
+    NumberFormatter,
+    TableColumn,
+)
+from bokeh.plotting import figure
+from bokeh.transform import factor_cmap
+from distributed.dashboard.components.scheduler import BOKEH_THEME, env
+
+from dask_distmm.diagnostics import tables
+from dask_distmm.diagnostics.records import PHASES, Record
+
+__all__ = ["distmm_doc"]
+
+_UPDATE_MILLISECONDS = 500
+# Okabe and Ito's colours, which everybody can tell apart; grey for what is nobody's work.
+_COLOURS = dict(zip(PHASES, ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#BBBBBB"), strict=True))
+_OUTCOME = """<span style="color:
+<%= {done: '#007a5a', failed: '#b34a00', restarted: '#b34a00'}[value] || 'inherit' %>"><%= value %></span>"""
+
+
+def distmm_doc(scheduler: Any, extra: Mapping[str, Any], doc: Any) -> None:
+    """Fill a document of Bokeh's with the page; called once for each viewer."""
+    doc.title = "Dask: matrix multiplies"
+    page = Page(scheduler)
+    page.update()
+    doc.add_periodic_callback(page.update, _UPDATE_MILLISECONDS)
+    doc.add_root(page.root)
+    doc.template = env.get_template("simple.html")
+    doc.template_variables.update(extra)
+    doc.theme = BOKEH_THEME
+
+
+class Page:
+    """What one viewer sees.
+
+    Parameters
+    ----------
+    scheduler
+        The Dask scheduler, which has the plugin.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._plugin = scheduler.plugins["distmm"]
+        self._summary = Div(styles={"font-size": "14px", "margin": "8px"})
+        self._chosen = Div(styles={"font-size": "14px", "margin": "8px"})
+        self._runs, self._phases, self._memory, self._rates = (
+            ColumnDataSource(data=empty) for empty in (tables.runs([], 0.0), tables.phases(None), *tables.empty())
+        )
+        self._picked: int | None = None
+        self._run_axes: list[Any] = []
+        self._runs.selected.on_change("indices", self._pick)
+        self.root = column(
+            self._summary,
+            self._table(),
+            self._chosen,
+            row(self._timeline(), self._memory_plot(), sizing_mode="stretch_width"),
+            row(self._bytes_plot(), self._rate_plot(), sizing_mode="stretch_width"),
+            sizing_mode="stretch_width",
+        )
+
+    def _table(self) -> Any:
+        share = NumberFormatter(format="0%", text_align="right")
+        columns = [
+            ("run", "Run", 50, None),
+            ("name", "Multiply", 150, None),
+            ("outcome", "State", 80, HTMLTemplateFormatter(template=_OUTCOME)),
+            ("share", "Done", 50, share),
+            ("how", "Method and ranks", 150, None),
+            ("engine", "Engine", 70, None),
+            ("when", "Began", 70, None),
+            ("seconds", "Seconds", 70, NumberFormatter(format="0,0.000", text_align="right", nan_format="")),
+            ("moved", "Received", 80, None),
+            ("tflops", "TFLOP/s", 70, NumberFormatter(format="0,0.000", text_align="right", nan_format="")),
+            ("of_bound", "Of bound", 70, NumberFormatter(format="0%", text_align="right", nan_format="")),
+            ("reason", "Reason", 250, None),
+        ]
+        made = [
+            TableColumn(field=f, title=title, width=width, **({"formatter": form} if form else {}))
+            for f, title, width, form in columns
+        ]
+        return DataTable(source=self._runs, columns=made, index_position=None, height=180, sizing_mode="stretch_width")
+
+    def _timeline(self) -> Any:
+        plot = _figure("Phases of each rank", 250, y_range=[], x_axis_label="seconds since the run began")
+        colours = factor_cmap("phase", [_COLOURS[phase] for phase in PHASES], list(PHASES))
+        sides = {"y": "rank", "left": "left", "right": "right", "height": 0.8}
+        plot.hbar(**sides, fill_color=colours, line_color=None, legend_field="phase", source=self._phases)
+        plot.x_range.start = 0
+        plot.add_tools(HoverTool(tooltips=[("rank", "@rank"), ("phase", "@phase"), ("seconds", "@seconds{0.0000}")]))
+        plot.add_layout(plot.legend[0], "right")
+        self._rank_axis = plot.y_range
+        return plot
+
+    def _memory_plot(self) -> Any:
+        plot = _figure("Memory of each worker", 250, y_range=[], x_axis_label="MiB")
+        projected = {"fill_color": None, "line_color": "#222222", "line_width": 2, "legend_label": "run, projected"}
+        bars = {"y": "worker", "line_color": None, "source": self._memory}
+        plot.hbar(**bars, right="process", height=0.8, color="#BBBBBB", legend_label="process now")
+        plot.hbar(**bars, right="held", height=0.5, color="#0072B2", legend_label="run, held")
+        plot.hbar(**bars | projected, right="projected", height=0.5)
+        plot.x_range.start = 0
+        shown = {"process now": "process", "run, projected": "projected", "run, held": "held"}
+        tips = [(label, f"@{field}{{0,0.0}} MiB") for label, field in shown.items()]
+        plot.add_tools(HoverTool(tooltips=[("worker", "@worker"), *tips]))
+        plot.add_layout(plot.legend[0], "right")
+        self._worker_axis = plot.y_range
+        return plot
+
+    def _bytes_plot(self) -> Any:
+        plot = self._by_run("MiB moved between workers")
+        plot.vbar(x="run", top="moved", width=0.8, color="#E69F00", source=self._rates)
+        plot.add_tools(HoverTool(tooltips=[("run", "@run"), ("received", "@moved{0,0.0} MiB")]))
+        return plot
+
+    def _rate_plot(self) -> Any:
+        plot = self._by_run("TFLOP/s; the line is the bound of the cost model")
+        plot.vbar(x="run", top="tflops", width=0.8, color="#0072B2", source=self._rates)
+        plot.scatter(x="run", y="bound", marker="dash", size=16, line_width=2, color="#D55E00", source=self._rates)
+        tips = [("run", "@run"), ("TFLOP/s", "@tflops{0.000}"), ("bound", "@bound{0.000}"), ("share", "@of_bound{0%}")]
+        plot.add_tools(HoverTool(tooltips=tips))
+        return plot
+
+    def _by_run(self, title: str) -> Any:
+        plot = _figure(title, 190, x_range=[], x_axis_label="run")
+        plot.y_range.start = 0
+        self._run_axes.append(plot.x_range)
+        return plot
+
+    def _pick(self, attribute: str, old: list[int], new: list[int]) -> None:
+        self._picked = self._runs.data["run"][new[0]] if new else None
+        self.update()
+
+    def update(self) -> None:
+        """Show what is known now."""
+        records = list(self._plugin.records)
+        self._summary.text = tables.summary(self._plugin.records.totals, records)
+        table = tables.runs(records, time.time())
+        if table != self._runs.data:
+            picked = [table["run"].index(self._picked)] if self._picked in table["run"] else []
+            self._runs.data = table
+            self._runs.selected.indices = picked
+        shown = tables.shown(records, self._picked)
+        self._chosen.text = tables.caption(shown, self._picked)
+        self._show(shown, records)
+
+    def _show(self, shown: Record | None, records: list[Record]) -> None:
+        self._rank_axis.factors = tables.rank_names(shown)
+        self._phases.data = tables.phases(shown)
+        process = {address: ws.memory.process for address, ws in self._scheduler.workers.items()}
+        self._memory.data = tables.memory(shown, process)
+        self._worker_axis.factors = list(reversed(self._memory.data["worker"]))
+        self._rates.data = tables.rates(records)
+        for axis in self._run_axes:
+            axis.factors = self._rates.data["run"]
+
+
+def _figure(title: str, height: int, **kwargs: Any) -> Any:
+    return figure(title=title, height=height, tools="", toolbar_location=None, sizing_mode="stretch_width", **kwargs)

@@ -1,0 +1,165 @@
+"""Runs now and before, made from the events that the scheduler's plugin logs. Pure."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+__all__ = ["PHASES", "Outcome", "Record", "Records", "Totals", "by_phase"]
+
+Outcome = Literal["running", "done", "restarted", "failed", "released"]
+
+_ENDED = ("done", "restarted", "failed", "released")
+
+# What engines time, in the order in which it happens; "other" is what a rank spent besides.
+PHASES = ("gate", "redistribute", "multiply", "deliver", "replicate", "other")
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+    """One run.
+
+    Parameters
+    ----------
+    run_id, name
+        Its number, and the name of the multiply.
+    started
+        When its participants began (seconds since the epoch); when it ended, if it did before.
+    method, engine, grid
+        How it is shared among the ranks; empty if it never began.
+    flops, bound
+        Floating-point operations in all, and how many a second its ranks could do by the cost model.
+    ranks
+        Addresses of the ranks in their order.
+    projected_bytes, held_bytes
+        Projected peak of the run's memory by worker, and what the engine held at most, where it counts.
+    outcome, reason
+        How it ended, and why if not well.
+    share
+        The share of the work that is done.
+    seconds
+        How long it took; nan while it runs, or if it did not end well.
+    received_bytes
+        Bytes of matrices that have travelled between workers so far.
+    phases
+        Seconds of each of `PHASES` by address, of a run that is done.
+    """
+
+    run_id: int
+    name: str
+    started: float
+    method: str = ""
+    engine: str = ""
+    grid: tuple[int, ...] = ()
+    flops: float = 0.0
+    bound: float = 0.0
+    ranks: tuple[str, ...] = ()
+    projected_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    held_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    outcome: Outcome = "running"
+    reason: str = ""
+    share: float = 0.0
+    seconds: float = float("nan")
+    received_bytes: int = 0
+    phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Floating-point operations in a second; 0 if it is not done."""
+        return self.flops / self.seconds if self.outcome == "done" and self.seconds > 0 else 0.0
+
+    @property
+    def share_of_bound(self) -> float:
+        """What part that is of what the cost model says that the ranks can do."""
+        return self.rate / self.bound if self.bound > 0 else 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """Sums over all runs since the scheduler started, whether their records are still kept or not.
+
+    Parameters
+    ----------
+    runs
+        How many ended, by outcome.
+    flops, received_bytes
+        Of runs that are done.
+    seconds
+        Of runs that are done, by phase: of each run and phase what the slowest rank took.
+    """
+
+    runs: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(_ENDED, 0))
+    flops: float = 0.0
+    received_bytes: int = 0
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+
+class Records:
+    """The last runs, oldest first, and the sums over all.
+
+    Parameters
+    ----------
+    most
+        How many runs are kept.
+    """
+
+    def __init__(self, most: int = 200) -> None:
+        self._most = most
+        self._runs: collections.OrderedDict[int, Record] = collections.OrderedDict()
+        self.totals = Totals()
+
+    def note(self, now: float, event: Mapping[str, Any]) -> None:
+        """Add an event, as it is logged under the topic "distmm"; `now` is in seconds since the epoch."""
+        record = self._runs.get(event["run"])
+        if record is None:
+            record = self._runs[event["run"]] = Record(event["run"], event["name"], now)
+            while len(self._runs) > self._most:
+                self._runs.popitem(last=False)
+        match event["action"]:
+            case "start":
+                record.started = now
+                record.method, record.engine = event["method"], event["engine"]
+                record.grid, record.ranks = tuple(event["grid"]), tuple(event["ranks"])
+                record.flops, record.bound = event["flops"], event["bound"]
+                record.projected_bytes = dict(event["projected_bytes"])
+            case "progress":
+                record.share, record.received_bytes = event["share"], event["received_bytes"]
+            case "done":
+                record.seconds, record.received_bytes = event["seconds"], event["received_bytes"]
+                record.held_bytes, record.share = dict(event["held_bytes"]), 1.0
+                record.phases = {address: by_phase(**found) for address, found in event["ranks"].items()}
+                self._end(record, "done")
+            case "restart":
+                self._end(record, "restarted", event["reason"])
+            case "failed":
+                self._end(record, "failed", event["reason"])
+            case "released":
+                self._end(record, "released")
+
+    def _end(self, record: Record, outcome: Outcome, reason: str = "") -> None:
+        record.outcome, record.reason = outcome, reason
+        self.totals.runs[outcome] += 1
+        if outcome == "done":
+            self.totals.flops += record.flops
+            self.totals.received_bytes += record.received_bytes
+            for phase in PHASES:
+                slowest = max((found[phase] for found in record.phases.values()), default=0.0)
+                self.totals.seconds[phase] += slowest
+
+    def of(self, name: str) -> Record | None:
+        """Return the last run of a multiply."""
+        return next((record for record in reversed(self._runs.values()) if record.name == name), None)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(list(self._runs.values()))
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+
+def by_phase(seconds: float, timings: Mapping[str, float]) -> dict[str, float]:
+    """Return a rank's seconds by phase; what engines call otherwise, and what they did not time, is "other"."""
+    found = {phase: timings.get(phase, 0.0) for phase in PHASES[:-1]}
+    return {**found, "other": max(0.0, seconds - sum(found.values()))}

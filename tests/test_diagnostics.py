@@ -1,0 +1,279 @@
+"""What a person sees of runs: records, bars, the page of the dashboard, metrics."""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+import urllib.request
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, Event, LocalCluster, futures_of, wait
+from distributed import progress as dask_progress
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dask_distmm
+from dask_distmm import PlanError, matmul
+from dask_distmm.diagnostics import tables
+from dask_distmm.diagnostics.bars import as_html, as_lines
+from dask_distmm.diagnostics.records import PHASES, Records, by_phase
+from dask_distmm.run import Run, is_report
+from dask_distmm.testing import assert_product
+
+START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}
+START |= {"ranks": ("tcp://a", "tcp://b"), "projected_bytes": {"tcp://a": 2**20, "tcp://b": 2**21}}
+RANKS = {
+    "tcp://a": {"seconds": 1.0, "timings": {"multiply": 0.75, "deliver": 0.125, "total": 1.0}},
+    "tcp://b": {"seconds": 2.0, "timings": {"multiply": 2.0}},
+}
+DONE = {"action": "done", "seconds": 2.0, "received_bytes": 100, "held_bytes": {"tcp://a": 2**19}, "ranks": RANKS}
+PROGRESS = {"action": "progress", "share": 0.5, "received_bytes": 40}
+ENDS = {"done": DONE, "restarted": {"action": "restart", "reason": "a worker is gone"}}
+ENDS |= {"failed": {"action": "failed", "reason": "no <memory>\nat all"}, "released": {"action": "released"}}
+
+
+def note(records, run, *events):
+    for number, event in enumerate(events):
+        records.note(100.0 + number, {"run": run, "name": "matmul-1f0c5e2a77", **event})
+
+
+def test_a_run_that_is_done():
+    records = Records()
+    note(records, 7, START, PROGRESS)
+    (record,) = records
+    assert (record.outcome, record.share, record.received_bytes, record.rate) == ("running", 0.5, 40, 0)
+    note(records, 7, DONE)
+    assert (record.outcome, record.share, record.rate, record.share_of_bound) == ("done", 1.0, 2e9, 0.25)
+    assert record.phases["tcp://a"] == dict.fromkeys(PHASES, 0.0) | {"multiply": 0.75, "deliver": 0.125, "other": 0.125}
+    assert records.totals.seconds["multiply"] == 2.0
+    assert (records.totals.flops, records.totals.received_bytes) == (4e9, 100)
+    assert records.of("matmul-1f0c5e2a77") is record
+    assert records.of("another") is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from(sorted(ENDS)), st.booleans()), max_size=20))
+def test_sums_outlive_the_records(ends):
+    """However many runs there are, and whether they ever began: all are counted, the last ones are kept."""
+    records = Records(most=3)
+    for number, (_, outcome, began) in enumerate(ends):
+        begins = [START] if began or outcome == "done" else []
+        note(records, number, *begins, ENDS[outcome])
+    for outcome in ENDS:
+        assert records.totals.runs[outcome] == sum(end[1] == outcome for end in ends)
+    assert [record.run_id for record in records] == list(range(len(ends)))[-3:]
+    table = tables.runs(list(records), 200.0)
+    assert table["run"] == [record.run_id for record in records][::-1]
+    assert {len(column) for column in table.values()} == {len(records)}
+
+
+@given(st.floats(0, 10), st.dictionaries(st.sampled_from([*PHASES, "total"]), st.floats(0, 10)))
+def test_phases_cover_a_rank(seconds, timings):
+    found = by_phase(seconds, timings)
+    assert tuple(found) == PHASES
+    assert min(found.values()) >= 0
+    assert sum(found.values()) == pytest.approx(max(seconds, sum(found.values()) - found["other"]))
+
+
+def test_the_columns_of_the_page():
+    records = Records()
+    note(records, 1, START, DONE)
+    note(records, 2, START, ENDS["failed"])
+    note(records, 3, START, PROGRESS)
+    table = tables.runs(list(records), 111.0)
+    assert table["outcome"] == ["running", "failed", "done"]
+    assert table["name"] == ["matmul-1f0c5e2a"] * 3
+    assert table["seconds"] == [11.0, None, 2.0]
+    assert table["of_bound"] == [None, None, 0.25]
+    assert table["reason"] == ["", "no <memory>", ""]
+    record = tables.shown(list(records), None)
+    assert record.run_id == 1
+    assert tables.shown(list(records), 3).run_id == 3
+    bars = tables.phases(record)
+    assert bars["phase"] == ["multiply", "deliver", "other", "multiply"]
+    assert set(bars["rank"]) == set(tables.rank_names(record)) == {"0: a", "1: b"}
+    assert (bars["left"], bars["right"]) == ([0.0, 0.75, 0.875, 0.0], [0.75, 0.875, 1.0, 2.0])
+    memory = tables.memory(record, {"tcp://b": 2**22})
+    assert memory["projected"] == [1.0, 2.0]
+    assert (memory["held"][0], memory["process"][1]) == (0.5, 4.0)
+    assert math.isnan(memory["held"][1])
+    assert math.isnan(memory["process"][0])
+    assert tables.rates(list(records))["run"] == ["1"]
+    assert "1 running, 1 done, 0 restarted, 1 failed" in tables.summary(records.totals, list(records))
+    assert tables.shown([], None) is None
+    assert not tables.phases(None)["rank"]
+
+
+def test_what_a_participant_may_report():
+    assert is_report(0.5, 7)
+    for share, received in [(1, 7), (math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:
+        assert not is_report(share, received)
+    run = Run(1, "m", "k", "a", frozenset("ab"), phase="running")
+    for address, received in [("a", 5), ("b", 7), ("a", 3), ("stranger", 50)]:
+        run.report(address, 0.1, 0.0, received)
+    assert run.received == {"a": 5, "b": 7}
+
+
+FOUND = [
+    {"name": "matmul-1f0c5e2a77", "phase": "multiplying", "share": 0.5, "run": 3, "received_bytes": 2**30},
+    {"name": "<b>-0", "phase": "failed", "share": 0.0, "run": 0, "received_bytes": 0},
+    {"name": "results", "phase": "", "share": 0.0, "count": "0 of 16"},
+]
+
+
+def test_bars():
+    first, second, last = as_lines(FOUND)
+    assert first == "matmul-1f0c5e2a  run 3  multiplying  [" + "#" * 15 + " " * 15 + "]  50%  1.0 GiB received"
+    assert last.endswith("]   0%  0 of 16")
+    assert len({line.index("[") for line in (first, second, last)}) == 1
+    html = as_html(FOUND)
+    assert "&lt;b&gt;-0" in html
+    assert "<b>" not in html
+    assert 'aria-valuenow="50"' in html
+    assert as_lines([]) == []
+
+
+# On a cluster
+
+
+class Shown(io.StringIO):
+    """Text that says when something was written."""
+
+    def __init__(self, terminal=False):
+        super().__init__()
+        self.written, self.isatty = threading.Event(), lambda: terminal
+
+    def write(self, text):
+        self.written.set()
+        return super().write(text)
+
+
+def held(x, name):
+    """Chunks that are not there before an event."""
+
+    def later(block):
+        Event(name).wait(60)
+        return block
+
+    return x.map_blocks(later, dtype=x.dtype, meta=np.empty((0, 0)))
+
+
+def test_progress(client, capsys):
+    """All multiplies that the results need, till they are done; Dask's own bar beside it."""
+    a, b = np.random.default_rng().standard_normal((2, 300, 300))
+    x, y = da.from_array(a, chunks=150), da.from_array(b, chunks=100)
+    text, drawn = Shown(), Shown(terminal=True)
+    go = Event("test-progress-go")
+    # Nothing may be over before it was looked at: the first line lets the chunks go.
+    opener = threading.Thread(target=lambda: text.written.wait(60) and go.set())
+    opener.start()
+    c = (matmul(matmul(held(x, go.name), y), y) + 1).persist()
+    dask_distmm.progress(c, file=text)
+    opener.join()
+    assert {future.status for future in futures_of(c)} == {"finished"}
+    dask_distmm.progress({"also": [c]}, file=drawn)
+    dask_progress(c, notebook=False)
+    assert "100% Completed" in capsys.readouterr().out
+    lines = text.getvalue().splitlines()
+    assert lines[-1].endswith(f"100%  {c.npartitions} of {c.npartitions}")
+    assert sum(line.startswith("matmul-") and "  reading  " in line for line in lines) == 2
+    assert sum(line.startswith("matmul-") and "  done  " in line for line in lines) == 2
+    assert "\x1b[2Kresults" in drawn.getvalue()
+    assert_product(a @ b, b, (c - 1).compute())
+
+
+def test_progress_of_what_fails(client):
+    """It ends, and leaves the error to whoever wants the result."""
+
+    def bad(block):
+        raise ValueError("no such chunk")
+
+    x = da.ones((200, 200), chunks=100)
+    c = matmul(x.map_blocks(bad, dtype=float, meta=np.empty((0, 0))), x).persist()
+    text = Shown()
+    dask_distmm.progress(c, file=text)
+    assert text.getvalue().splitlines()[-1].startswith("results  failed")
+    assert "  done  " not in text.getvalue()
+    with pytest.raises(ValueError, match="no such chunk"):
+        c.compute()
+
+
+def test_progress_needs_something_to_watch(client):
+    x = da.ones((200, 200), chunks=100)
+    with pytest.raises(PlanError, match="persist"):
+        dask_distmm.progress(matmul(x, x))
+
+
+def get(cluster, path):
+    # Not `dashboard_link`, which names the host as others see it.
+    url = f"http://127.0.0.1:{cluster.scheduler.http_server.port}{path}"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def test_phases_by_rank_are_in_the_events(client):
+    x = da.random.random((300, 300), chunks=100)
+    matmul(x, x, method="summa").compute()
+    events = [event for _, event in client.get_events("distmm")]
+    start = [event for event in events if event["action"] == "start"][-1]
+    done = [event for event in events if event["action"] == "done"][-1]
+    assert start["bound"] > 0
+    assert set(start["ranks"]) == set(done["ranks"])
+    assert all(0 < one["timings"]["multiply"] <= one["seconds"] <= done["seconds"] for one in done["ranks"].values())
+
+
+def test_metrics(process_cluster, client):
+    pytest.importorskip("prometheus_client")
+
+    def scraped():
+        lines = get(process_cluster, "/metrics").splitlines()
+        found = (line.rsplit(" ", 1) for line in lines if line.startswith("dask_distmm_"))
+        return {name: float(value) for name, value in found}
+
+    x = da.random.random((200, 200), chunks=100)
+    matmul(x, x).compute()
+    before = scraped()
+    y = da.random.random((300, 300), chunks=100)
+    matmul(y, y, method="summa").compute()
+    after = scraped()
+    assert after['dask_distmm_runs_total{outcome="done"}'] == before['dask_distmm_runs_total{outcome="done"}'] + 1
+    assert after["dask_distmm_flops_total"] - before["dask_distmm_flops_total"] == 2 * 300**3
+    assert after["dask_distmm_received_bytes_total"] > before["dask_distmm_received_bytes_total"]
+    multiply = 'dask_distmm_phase_seconds_total{phase="multiply"}'
+    assert after[multiply] > before[multiply]
+    assert after["dask_distmm_live_runs"] == 0
+    assert after["dask_distmm_restarts_total"] >= 0
+
+
+# What Bokeh's documents hold in the browser, where the page is drawn.
+COLUMNS = """JSON.stringify(Bokeh.documents[0].roots()[0].children[1].source.data.outcome)"""
+
+
+def test_the_page_in_a_browser(process_cluster, client, tmp_path):
+    pytest.importorskip("bokeh")
+    from browser import CHROMIUM, visit
+
+    x = da.random.random((300, 300), chunks=100)
+    wait(matmul(x, x, method="summa").persist())
+    # What fails while the page is made is answered with 500, which raises.
+    for path in ("/distmm", "/status"):
+        assert 'href="distmm"' in get(process_cluster, path)
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium to draw the page")
+    url = f"http://127.0.0.1:{process_cluster.scheduler.http_server.port}/distmm"
+    outcomes, png = visit(url, COLUMNS, tmp_path)
+    assert '"done"' in outcomes
+    assert png.startswith(b"\x89PNG")
+
+
+def test_no_page_without_a_dashboard():
+    """A scheduler without one multiplies as ever."""
+    with (
+        LocalCluster(1, processes=False, dashboard_address=None, threads_per_worker=1) as cluster,
+        Client(cluster) as c,
+    ):
+        x = da.random.random((100, 100), chunks=50)
+        wait(matmul(x, x).persist())
+        assert [event["action"] for _, event in c.get_events("distmm")] == ["start", "done"]
