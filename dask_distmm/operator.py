@@ -1,21 +1,25 @@
 """``enable``, ``disable``, ``enabled``: route Dask's own ``@``, matmul, dot and tensordot here.
 
-Dask has no hook for this. All its ways to multiply end in two functions, each reachable under two names:
+Dask has no hook for this. All its ways to multiply end in three functions, each reachable under several names:
 
 ========================================  ==================================
 ``@``, ``np.matmul``                      ``dask.array.routines.matmul``
 ``da.matmul``                             ``dask.array.matmul``
 ``Array.dot``, ``da.dot``, ``da.vdot``    ``dask.array.routines.tensordot``
 ``da.tensordot``, ``np.tensordot``        ``dask.array.tensordot``
+``da.einsum``, ``np.einsum``, xarray      ``dask.array.einsum``
 ========================================  ==================================
 
-While enabled, these four names hold functions of ours. What is not ours they pass on unchanged.
+While enabled, these names hold functions of ours. What is not ours they pass on unchanged. Functions of ``np.linalg``
+that Dask lacks, and for which it would compute its arrays at once, are in `dask_distmm.numpy_functions`. Arrays of
+other kinds, which have names of their own, are in `dask_distmm.collections`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
@@ -26,6 +30,7 @@ import dask.array.routines
 import dask.config
 import numpy as np
 
+from dask_distmm import numpy_functions
 from dask_distmm.errors import MissingEngineError
 
 __all__ = ["dask_matmul", "dask_tensordot", "disable", "enable", "enabled", "is_enabled"]
@@ -83,10 +88,11 @@ def _install() -> None:
     if _replaced:
         return
     for module in (dask.array.routines, dask.array):
-        for name, ours in (("matmul", _matmul), ("tensordot", _tensordot)):
+        for name, ours in (("matmul", _matmul), ("tensordot", _tensordot), ("einsum", _einsum)):
             before = getattr(module, name)
             _replaced[module, name] = before
             setattr(module, name, _passing_on(ours, before))
+    numpy_functions.install(is_enabled)
 
 
 def _uninstall_if_unused() -> None:
@@ -97,6 +103,7 @@ def _uninstall_if_unused() -> None:
         if getattr(getattr(module, name), "_distmm", False):
             setattr(module, name, before)
     _replaced.clear()
+    numpy_functions.uninstall()
 
 
 def _passing_on(ours: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,6 +144,27 @@ def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
     if np.promote_types(a.dtype, b.dtype) != np.result_type(a.dtype, b.dtype):
         return NotImplemented
     return _product(a if left_axis == ndims[0] - 1 else a.T, b if right_axis == 0 else b.T)
+
+
+def _einsum(*args: Any, **kwargs: Any) -> Any:
+    """Take a contraction over one axis of matrices and vectors, without a batch, as a product."""
+    # How Dask would go about it says nothing of ours.
+    if len(args) != 3 or not isinstance(args[0], str) or set(kwargs) - {"optimize", "split_every"}:
+        return NotImplemented
+    spec, lhs, rhs = args
+    found = re.fullmatch(r"([a-zA-Z]{1,2}),([a-zA-Z]{1,2})->([a-zA-Z]{0,2})", spec.replace(" ", ""))
+    if found is None or not all(isinstance(x, dask.array.Array) for x in (lhs, rhs)):
+        return NotImplemented
+    left, right, out = found.groups()
+    summed = set(left) & set(right)
+    if any(len(set(x)) != len(x) for x in (left, right, out)) or len(summed) != 1:
+        return NotImplemented
+    (k,) = summed
+    kept = (left + right).replace(k, "")
+    if sorted(kept) != sorted(out) or (lhs.ndim, rhs.ndim) != (len(left), len(right)):
+        return NotImplemented
+    result = _tensordot(lhs, rhs, axes=(left.index(k), right.index(k)))
+    return result.T if result is not NotImplemented and kept != out else result
 
 
 def _product(a: Any, b: Any) -> Any:

@@ -25,6 +25,7 @@ ORDER = [
     ["stacks"],
     ["formula"],
     ["operator", "quantize", "views"],
+    ["collections", "numpy_functions"],
     ["graph", "cluster"],
     ["scheduler"],
     ["pins", "priorities", "rounds"],
