@@ -38,9 +38,7 @@ def cheapest_order(sizes: Sequence[int]) -> dict[tuple[int, int], int]:
     for length in range(1, count):
         for i in range(count - length):
             j = i + length
-            costs = {
-                s: cost[i, s] + cost[s + 1, j] + sizes[i] * sizes[s + 1] * sizes[j + 1] for s in range(i, j)
-            }
+            costs = {s: cost[i, s] + cost[s + 1, j] + sizes[i] * sizes[s + 1] * sizes[j + 1] for s in range(i, j)}
             split[i, j] = min(costs, key=costs.__getitem__)
             cost[i, j] = costs[split[i, j]]
     return split
@@ -50,9 +48,13 @@ def _multi_dot(arrays: Sequence[Any], *, out: Any = None) -> Any:
     found = [dask.array.asanyarray(x) for x in arrays]
     if out is not None or len(found) < 2:
         return NotImplemented
-    wrong = [x.ndim for x in found[1:-1] if x.ndim != 2] + [x.ndim for x in (found[0], found[-1]) if x.ndim not in (1, 2)]
+    wrong = [x.ndim for x in found[1:-1] if x.ndim != 2] + [
+        x.ndim for x in (found[0], found[-1]) if x.ndim not in (1, 2)
+    ]
     if wrong:
-        raise np.linalg.LinAlgError(f"{wrong[0]}-dimensional array given; matrices have 2 (the first and last may have 1)")
+        raise np.linalg.LinAlgError(
+            f"{wrong[0]}-dimensional array given; matrices have 2 (the first and last may have 1)"
+        )
     sizes = [1 if found[0].ndim == 1 else found[0].shape[0], *(x.shape[0] for x in found[1:])]
     sizes.append(1 if found[-1].ndim == 1 else found[-1].shape[1])
     split = cheapest_order(sizes)

@@ -26,6 +26,7 @@ ORDER = [
     ["formula"],
     ["operator", "quantize", "views"],
     ["collections", "numpy_functions"],
+    ["planned"],
     ["graph", "cluster"],
     ["scheduler"],
     ["pins", "priorities", "rounds"],
