@@ -90,7 +90,7 @@ def is_enabled() -> bool:
 
 
 def _install() -> None:
-    ways = {"matmul": _matmul, "tensordot": _tensordot, "einsum": _einsum}
+    ways: dict[str, Callable[..., Any]] = {"matmul": _matmul, "tensordot": _tensordot, "einsum": _einsum}
     ways |= {"__matmul__": _matmul, "__rmatmul__": _reflected_matmul}
     for owner in owners():
         for name, ours in ways.items():

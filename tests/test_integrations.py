@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import pytest
 from dask import delayed
 
 import dask_distmm
-from dask_distmm import PlanError
 from dask_distmm.numpy_functions import cheapest_order
 
 
@@ -97,8 +97,9 @@ def test_linalg(computed):
     y = x[:, 0] + 1
     close(computed(lambda: da.linalg.lstsq(x, y)[0]), np.linalg.lstsq(a, a[:, 0] + 1)[0])
     u, values, v = computed(lambda: da.linalg.svd_compressed(x.rechunk(10), 20, n_power_iter=1))
-    close(values, np.linalg.svd(a)[1])
-    close(u * values @ v, a)
+    # As exact as the random matrix that compresses is far from singular.
+    np.testing.assert_allclose(values, np.linalg.svd(a)[1], rtol=1e-5)
+    np.testing.assert_allclose(u * values @ v, a, atol=1e-5)
     definite = da.from_array(b @ b.T + 20 * np.eye(20), chunks=10)
     close(computed(lambda: da.linalg.solve(definite, s), runs=1), np.linalg.solve(b @ b.T + 20 * np.eye(20), b))
     # These multiply blocks in tasks of their own.
@@ -111,7 +112,7 @@ def test_linalg(computed):
 def test_delayed_of_a_product(computed):
     """Dask's delayed copies the whole graph of an array under other keys; steps are not copied."""
     b, s = square()
-    close(computed(lambda: delayed(np.linalg.pinv)(s @ s), runs=1), np.linalg.pinv(b @ b))
+    close(computed(lambda: delayed(np.cumsum)(s @ s), runs=1), np.cumsum(b @ b))
     one = s.rechunk(20)
     close(computed(lambda: delayed(np.sum)(one @ one) + (one @ one).sum(), runs=1), 2 * (b @ b).sum())
 
@@ -143,54 +144,16 @@ def test_dask_ml(computed):
     pca = PCA(3, svd_solver="full").fit(x)
     close(computed(lambda: pca.transform(x), runs=1), (a - pca.mean_) @ pca.components_.T)
     svd = TruncatedSVD(19, algorithm="randomized", n_iter=2, random_state=0)
-    close(computed(lambda: svd.fit(x).singular_values_)[0], np.linalg.svd(a)[1][0])
+    assert computed(lambda: svd.fit(x).singular_values_)[0] == pytest.approx(np.linalg.svd(a)[1][0], rel=1e-5)
     expected = np.linalg.norm(a[:, None] - a[None], axis=-1)
-    np.testing.assert_allclose(computed(lambda: euclidean_distances(x, x + 0)), expected, atol=1e-6)
+    np.testing.assert_allclose(computed(lambda: euclidean_distances(x, x + 0)), expected, atol=1e-5)
 
 
-def test_dask_array_package(inproc_client, take_all):
-    pytest.importorskip("dask_array", reason="needs dask-array")
-    import dask_array
-
-    (a, _), (b, s) = tall(), square()
-    x, y = dask_array.from_array(a, chunks=9), dask_array.from_array(b, chunks=8)
-    names = ("matmul", "tensordot")
-    before = [getattr(module, name) for module in (dask_array, dask_array.linalg) for name in names]
-    ways = {
-        "@": lambda: x @ y,
-        "reflected": lambda: a @ y,
-        "np.matmul": lambda: np.matmul(x, y),
-        "np.dot": lambda: np.dot(x, y),
-        "dot": lambda: x.dot(y),
-        "matmul": lambda: dask_array.matmul(x, y),
-        "tensordot": lambda: dask_array.tensordot(x, y, axes=1),
-        "ours": lambda: dask_distmm.matmul(x, y),
-        "turned": lambda: dask_distmm.matmul(x.T, y, op_a="T"),
-    }
-    runs = inproc_client.run_on_scheduler(count_runs)
-    with dask_distmm.enabled():
-        for name, way in ways.items():
-            c = way()
-            assert isinstance(c, dask_array.Array), name
-            close(c.compute(), a @ b)
-            assert (runs := runs + 1) == inproc_client.run_on_scheduler(count_runs), name
-        # Lazy before and after, persisted between.
-        held = ((x + 1) @ y).persist()
-        close(((held * 2)[:7] @ y.T).compute(), (((a + 1) @ b * 2) @ b.T)[:7])
-        assert dask_distmm.explain(x, y).method
-        # Dask and the package both refuse a mixture.
-        with pytest.raises((TypeError, ValueError, NotImplementedError)):
-            x @ s
-    with pytest.raises(PlanError, match="dask_array"):
-        dask_distmm.matmul(x, s)
-    assert [getattr(module, name) for module in (dask_array, dask_array.linalg) for name in names] == before
-    d, aux = dask_distmm.matmul(x, y, epilog="relu_aux", result_amax=True)
-    close(d.compute(), np.maximum(a @ b, 0))
-    close(aux["result_amax"].compute(), np.maximum(a @ b, 0).max())
-
-
-def test_query_planning():
-    """A process has it on or off, so this takes one of its own."""
-    script = pathlib.Path(__file__).with_name("planned_cases.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+@pytest.mark.parametrize("cases", ["planned_cases.py", "dask_array_cases.py"])
+def test_other_kinds_of_arrays(cases):
+    """A process has query planning on or off, and importing dask_array changes Dask's configuration."""
+    if cases == "dask_array_cases.py" and importlib.util.find_spec("dask_array") is None:
+        pytest.skip("needs dask-array")
+    script = pathlib.Path(__file__).with_name(cases)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
