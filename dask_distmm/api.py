@@ -17,6 +17,7 @@ from dask.base import tokenize
 from dask_distmm import formula, operator
 from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, current_client, snapshot
+from dask_distmm.collections import any_kind, check_planned, ndim_of, planning
 from dask_distmm.config import read_options, setting
 from dask_distmm.distribution import FREE, Distribution, Distributions
 from dask_distmm.dtypes import FP8, Types, resolve_types, supported, takes
@@ -53,6 +54,7 @@ class NotCollective:
         return reason_html(self.reason)
 
 
+@any_kind
 def matmul(
     a: Any,
     b: Any,
@@ -168,9 +170,10 @@ def matmul(
     >>> aux["relu_aux"].dtype
     dtype('bool')
     """
-    if np.ndim(a) > 2 or np.ndim(b) > 2:
+    if ndim_of(a) > 2 or ndim_of(b) > 2:
         from dask_distmm import batched
 
+        check_planned("batches need more of Dask than it has there")
         return batched.matmul(
             a, b, c, alpha=alpha, beta=beta, op_a=op_a, op_b=op_b, epilog=epilog, epilog_inputs=epilog_inputs,
             bias_axis=bias_axis, result_amax=result_amax, a_type=a_type, b_type=b_type, result_type=result_type,
@@ -187,7 +190,8 @@ def matmul(
     spec, extras = formula.parse(
         a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
     )
-    collective = why_not(a, b, types) is None and formula.unfit(extras) is None
+    reason = why_not(a, b, types, cluster=not planning()) or formula.unfit(extras)
+    collective = check_planned(reason) is None
     if spec.plain and types.usual:
         if not collective:
             return operator.dask_matmul(a, b)
@@ -210,6 +214,7 @@ def matmul(
     return formula.result(problem, a, b, [array for _, array in extras])
 
 
+@any_kind
 def explain(
     a: Any,
     b: Any,
@@ -258,7 +263,7 @@ def explain(
     PlanError, ProjectedMemoryError
         As `matmul`.
     """
-    if np.ndim(a) > 2 or np.ndim(b) > 2:
+    if ndim_of(a) > 2 or ndim_of(b) > 2:
         from dask_distmm import batched
 
         return batched.explain(

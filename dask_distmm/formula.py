@@ -8,10 +8,12 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
+from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.chunks import array_kind, let_e5m2_travel
+from dask_distmm.collections import as_array, reducible
 from dask_distmm.dtypes import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype, supported
 from dask_distmm.epilog import Finish, elementwise, reductions
 from dask_distmm.epilog import scaled as scaled_result
@@ -130,7 +132,7 @@ def _try(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs:
 def _fit(name: str, value: Any, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
     """Return an input as a matrix, or a batch of them, that broadcasts against D."""
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    array, shape = da.asanyarray(value), (*batch, a.shape[-2], b.shape[-1])
+    array, shape = as_array(value), (*batch, a.shape[-2], b.shape[-1])
     if array.ndim < 2:
         array = array.reshape((1, -1)) if array.ndim else array.reshape((1, 1))
     whole = name in ("relu_aux", "gelu_aux")
@@ -168,7 +170,7 @@ def result(
     meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
     lying_a, lying_b = map(under, (a, b), problem.arrays, problem.turned)
     graph = build_graph(problem, lying_a, lying_b, extras)
-    d = da.Array(graph, problem.name, problem.out_chunks, meta=meta)
+    d = Array(graph, problem.name, problem.out_chunks, meta=meta)
     return d if problem.finish.plain else outputs(problem, d, a, b)
 
 
@@ -183,7 +185,7 @@ def outputs(problem: Problem, d: da.Array, a: da.Array, b: da.Array) -> tuple[da
             for sizes, kept in zip(problem.out_chunks, spec.keeps(name), strict=True)
         )
         meta = output_meta(d, dtype)
-        array = da.Array(build_output(problem, name, d), output_name(problem.name, name), chunks, meta=meta)
+        array = reducible(Array(build_output(problem, name, d), output_name(problem.name, name), chunks, meta=meta))
         if name == spec.sums:
             array = array.sum(axis=spec.sum_axis, dtype=dtype).astype(problem.result_type)
         found[name] = array.max() if name == "result_amax" else array
@@ -211,7 +213,7 @@ def _mapped(spec: Finish, x: da.Array, extras: Extras) -> da.Array:
 def operand_sum(spec: Finish, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
     """Return op(A) or op(B) summed over k, in the type of D."""
     array, axis = (a, -1) if spec.operand_sum == "bgrada" else (b, -2)
-    return array.astype(compute_dtype(dtype, a.shape[-1])).sum(axis=axis).astype(dtype)
+    return reducible(array).astype(compute_dtype(dtype, a.shape[-1])).sum(axis=axis).astype(dtype)
 
 
 def without_a_run(

@@ -18,11 +18,11 @@ from __future__ import annotations
 import collections
 import itertools
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from dask._task_spec import List, Task, TaskRef
+from dask._task_spec import Alias, List, Task, TaskRef
 from dask.highlevelgraph import HighLevelGraph
 from distributed import Reschedule, get_worker
 
@@ -47,6 +47,16 @@ class Step(Task):  # type: ignore[misc]
     def block_fusion(self) -> bool:
         """Keep this task and its key as they are."""
         return True
+
+    def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Any:
+        """Replace keys that this task needs, but never its own: a copy under another key is this task's result.
+
+        ``dask.delayed`` makes such copies of whole graphs that are given to it. A copied barrier would ask for the
+        run of another one.
+        """
+        if key is None and subs.get(self.key, self.key) != self.key:
+            return Alias(self.key)
+        return super().substitute(subs, key)
 
 
 def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:

@@ -1,21 +1,25 @@
 """``enable``, ``disable``, ``enabled``: route Dask's own ``@``, matmul, dot and tensordot here.
 
-Dask has no hook for this. All its ways to multiply end in two functions, each reachable under two names:
+Dask has no hook for this. All its ways to multiply end in three functions, each reachable under several names:
 
 ========================================  ==================================
 ``@``, ``np.matmul``                      ``dask.array.routines.matmul``
 ``da.matmul``                             ``dask.array.matmul``
 ``Array.dot``, ``da.dot``, ``da.vdot``    ``dask.array.routines.tensordot``
 ``da.tensordot``, ``np.tensordot``        ``dask.array.tensordot``
+``da.einsum``, ``np.einsum``, xarray      ``dask.array.einsum``
 ========================================  ==================================
 
-While enabled, these four names hold functions of ours. What is not ours they pass on unchanged.
+While enabled, these names hold functions of ours. What is not ours they pass on unchanged. Functions of ``np.linalg``
+that Dask lacks, and for which it would compute its arrays at once, are in `dask_distmm.numpy_functions`. Arrays of
+other kinds, which have names of their own, are in `dask_distmm.collections`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
@@ -25,7 +29,10 @@ import dask.array
 import dask.array.routines
 import dask.config
 import numpy as np
+from dask.array.core import Array
 
+from dask_distmm import numpy_functions
+from dask_distmm.collections import any_kind, as_array, kinds, ndim_of, owners, planning
 from dask_distmm.errors import MissingEngineError
 
 __all__ = ["dask_matmul", "dask_tensordot", "disable", "enable", "enabled", "is_enabled"]
@@ -41,7 +48,10 @@ _replaced: dict[tuple[Any, str], Any] = {}
 
 
 def enable() -> None:
-    """Route Dask's matrix products here until `disable`. Doing it again changes nothing."""
+    """Route Dask's matrix products here until `disable`. Doing it again changes nothing.
+
+    Products of the package dask-array too, if it has been imported; so import it before, or do this again.
+    """
     global _switched_on
     with _lock:
         _switched_on = True
@@ -80,13 +90,16 @@ def is_enabled() -> bool:
 
 
 def _install() -> None:
-    if _replaced:
-        return
-    for module in (dask.array.routines, dask.array):
-        for name, ours in (("matmul", _matmul), ("tensordot", _tensordot)):
-            before = getattr(module, name)
-            _replaced[module, name] = before
-            setattr(module, name, _passing_on(ours, before))
+    ways: dict[str, Callable[..., Any]] = {"matmul": _matmul, "tensordot": _tensordot, "einsum": _einsum}
+    ways |= {"__matmul__": _matmul, "__rmatmul__": _reflected_matmul}
+    for owner in owners():
+        for name, ours in ways.items():
+            if (owner, name) in _replaced or (isinstance(owner, type) != name.startswith("__")):
+                continue
+            if (before := getattr(owner, name, None)) is not None:
+                _replaced[owner, name] = before
+                setattr(owner, name, _passing_on(ours, before))
+    numpy_functions.install(is_enabled)
 
 
 def _uninstall_if_unused() -> None:
@@ -97,15 +110,17 @@ def _uninstall_if_unused() -> None:
         if getattr(getattr(module, name), "_distmm", False):
             setattr(module, name, before)
     _replaced.clear()
+    numpy_functions.uninstall()
 
 
 def _passing_on(ours: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that tries ours, which answers NotImplemented for what it leaves to Dask."""
+    adapted = any_kind(ours)
 
     @functools.wraps(before)
     def routed(*args: Any, **kwargs: Any) -> Any:
-        if is_enabled():
-            result = ours(*args, **kwargs)
+        if is_enabled() and len(kinds(args)) < 2:
+            result = adapted(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         return before(*args, **kwargs)
@@ -120,10 +135,14 @@ def _matmul(*args: Any, **kwargs: Any) -> Any:
     return _product(*args)
 
 
+def _reflected_matmul(b: Any, a: Any) -> Any:
+    return _product(a, b)
+
+
 def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
     """Take a contraction over one axis of matrices and vectors."""
     try:
-        ndims = np.ndim(lhs), np.ndim(rhs)
+        ndims = ndim_of(lhs), ndim_of(rhs)
         if isinstance(axes, Iterable):
             left, right = ([x] if isinstance(x, Integral) else list(x) for x in axes)
         else:
@@ -133,10 +152,33 @@ def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
         left_axis, right_axis = (range(ndim)[x[0]] for ndim, x in zip(ndims, (left, right), strict=True))
     except (TypeError, ValueError, IndexError):
         return NotImplemented  # Dask's own function has the error to raise
-    a, b = (x if isinstance(x, dask.array.Array) else dask.array.asanyarray(x) for x in (lhs, rhs))
+    a, b = as_array(lhs), as_array(rhs)
     if np.promote_types(a.dtype, b.dtype) != np.result_type(a.dtype, b.dtype):
         return NotImplemented
     return _product(a if left_axis == ndims[0] - 1 else a.T, b if right_axis == 0 else b.T)
+
+
+def _einsum(*args: Any, **kwargs: Any) -> Any:
+    """Take a contraction over one axis of matrices and vectors, without a batch, as a product."""
+    # How Dask would go about it says nothing of ours.
+    if len(args) != 3 or not isinstance(args[0], str) or set(kwargs) - {"optimize", "split_every"}:
+        return NotImplemented
+    spec, lhs, rhs = args
+    # xarray writes an ellipsis before each operand, which stands for no axis where there are as many as letters.
+    found = re.fullmatch(r"([a-zA-Z]{1,2}),([a-zA-Z]{1,2})(?:->([a-zA-Z]{0,2}))?", re.sub(r"\.\.\.|\s", "", spec))
+    if found is None or not all(isinstance(x, Array) for x in (lhs, rhs)):
+        return NotImplemented
+    left, right, out = found.groups()
+    summed = set(left) & set(right)
+    if any(len(set(x)) != len(x) for x in (left, right)) or len(summed) != 1:
+        return NotImplemented
+    (k,) = summed
+    kept = (left + right).replace(k, "")
+    out = "".join(sorted(kept)) if out is None else out
+    if sorted(kept) != sorted(out) or (lhs.ndim, rhs.ndim) != (len(left), len(right)):
+        return NotImplemented
+    result = _tensordot(lhs, rhs, axes=(left.index(k), right.index(k)))
+    return result.T if result is not NotImplemented and kept != out else result
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -144,10 +186,11 @@ def _product(a: Any, b: Any) -> Any:
     from dask_distmm import api
     from dask_distmm.config import setting
 
-    if 0 in (np.ndim(a), np.ndim(b)):
+    if 0 in (ndim_of(a), ndim_of(b)):
         return NotImplemented
-    a, b = (x if isinstance(x, dask.array.Array) else dask.array.asanyarray(x) for x in (a, b))
-    if api.why_leave(a, b, float(setting("minimum-flops"))) is not None:
+    a, b = as_array(a), as_array(b)
+    # Planned arrays have no product that this could be left to.
+    if not planning() and api.why_leave(a, b, float(setting("minimum-flops"))) is not None:
         return NotImplemented
     try:
         return api.matmul(a, b)

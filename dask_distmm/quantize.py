@@ -25,6 +25,7 @@ import numpy as np
 from dask.array.utils import meta_from_array
 
 from dask_distmm.chunks import array_kind, let_e5m2_travel
+from dask_distmm.collections import as_array
 from dask_distmm.dtypes import FP8, Types, carried, type_name
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError
@@ -182,7 +183,7 @@ def operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
         One of them only has block scales, or another format, or blocks along another axis than k.
     """
     if not isinstance(a, BlockScaled) and not isinstance(b, BlockScaled):
-        return da.asanyarray(a), da.asanyarray(b)
+        return as_array(a), as_array(b)
     found = [f"{x.format} in blocks along axis {x.axis}" if isinstance(x, BlockScaled) else "unscaled" for x in (a, b)]
     if found[0].replace("axis 1", "axis 0") != found[1] or found[0] == found[1]:
         raise PlanError(f"A is {found[0]}, B {found[1]}; expected one format for both, along axis 1 of A and 0 of B")

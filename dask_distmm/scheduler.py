@@ -83,13 +83,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.replicas = Replicas(scheduler, self._tell)
         self._changed = asyncio.Condition()
         self._releasing: set[asyncio.Future[None]] = set()
-        scheduler.handlers.update(
-            distmm_run=self.run,
-            distmm_roster=self.describe,
-            distmm_locate=self.locate,
-            distmm_lost=self.lost,
-            distmm_free=self.free,
-        )
+        scheduler.handlers.update(distmm_run=self.run, distmm_roster=self.describe, distmm_locate=self.locate)
+        scheduler.handlers.update(distmm_lost=self.lost, distmm_free=self.free)
         scheduler.stream_handlers["distmm-progress"] = self.progressed
         # So that `Client.dump_cluster_state()` finds it.
         scheduler.extensions[NAME] = self

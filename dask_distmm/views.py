@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import dask.array as da
+from dask.array.core import Array
 
 __all__ = ["View", "under", "view_of"]
 
@@ -36,7 +37,7 @@ class View(NamedTuple):
 
 def under(x: da.Array, name: str, turned: bool) -> da.Array:
     """Return the array of that name, which `view_of` has found under a matrix."""
-    return x if x.name == name else da.Array(x.dask, name, x.chunks[::-1] if turned else x.chunks, meta=x._meta)
+    return x if x.name == name else Array(x.dask, name, x.chunks[::-1] if turned else x.chunks, meta=x._meta)
 
 
 def view_of(x: da.Array) -> View:

@@ -25,6 +25,8 @@ ORDER = [
     ["stacks"],
     ["formula"],
     ["operator", "quantize", "views"],
+    ["collections", "numpy_functions"],
+    ["planned"],
     ["graph", "cluster"],
     ["scheduler"],
     ["pins", "priorities", "rounds"],

@@ -1,0 +1,131 @@
+"""Functions of ``np.linalg`` that are nothing but matrix products, on Dask arrays, lazily.
+
+Dask lacks them: NumPy asks ``Array.__array_function__``, which computes the arrays, gathers them in this process and
+multiplies them here. While `dask_distmm.enable` is in force these functions take their place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dask
+import dask.array
+import dask.array.routines
+import numpy as np
+from dask.array.core import _HANDLED_FUNCTIONS
+
+__all__ = ["cheapest_order", "install", "uninstall"]
+
+
+def cheapest_order(sizes: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Return where to split a product of matrices so that it takes the fewest multiplications.
+
+    Parameters
+    ----------
+    sizes
+        Matrix i is (sizes[i], sizes[i + 1]).
+
+    Returns
+    -------
+    dict
+        For (i, j), the matrices i to j: the last one of the left part.
+    """
+    count = len(sizes) - 1
+    cost = {(i, i): 0 for i in range(count)}
+    split: dict[tuple[int, int], int] = {}
+    for length in range(1, count):
+        for i in range(count - length):
+            j = i + length
+            costs = {s: cost[i, s] + cost[s + 1, j] + sizes[i] * sizes[s + 1] * sizes[j + 1] for s in range(i, j)}
+            split[i, j] = min(costs, key=costs.__getitem__)
+            cost[i, j] = costs[split[i, j]]
+    return split
+
+
+def _multi_dot(arrays: Sequence[Any], *, out: Any = None) -> Any:
+    found = [dask.array.asanyarray(x) for x in arrays]
+    if out is not None or len(found) < 2:
+        return NotImplemented
+    wrong = [x.ndim for x in found[1:-1] if x.ndim != 2] + [
+        x.ndim for x in (found[0], found[-1]) if x.ndim not in (1, 2)
+    ]
+    if wrong:
+        raise np.linalg.LinAlgError(
+            f"{wrong[0]}-dimensional array given; matrices have 2 (the first and last may have 1)"
+        )
+    sizes = [1 if found[0].ndim == 1 else found[0].shape[0], *(x.shape[0] for x in found[1:])]
+    sizes.append(1 if found[-1].ndim == 1 else found[-1].shape[1])
+    split = cheapest_order(sizes)
+
+    def product(i: int, j: int) -> Any:
+        if i == j:
+            return found[i]
+        return dask.array.routines.matmul(product(i, split[i, j]), product(split[i, j] + 1, j))
+
+    return product(0, len(found) - 1)
+
+
+def _matrix_power(a: Any, n: Any) -> Any:
+    if a.ndim != 2 or a.shape[0] != a.shape[1] or not isinstance(n, int | np.integer) or n <= 0:
+        return NotImplemented  # an inverse, the identity, a batch, or an error that NumPy has to raise
+    result, square, rest = None, a, int(n)
+    while True:
+        if rest % 2:
+            result = square if result is None else dask.array.routines.matmul(result, square)
+        rest //= 2
+        if not rest:
+            return result
+        square = dask.array.routines.matmul(square, square)
+
+
+def _matmul(x1: Any, x2: Any, /) -> Any:
+    return dask.array.routines.matmul(x1, x2)
+
+
+def _tensordot(x1: Any, x2: Any, /, *, axes: Any = 2) -> Any:
+    return dask.array.routines.tensordot(x1, x2, axes=axes)
+
+
+def _inner(a: Any, b: Any, /) -> Any:
+    if 0 in (np.ndim(a), np.ndim(b)):
+        return NotImplemented
+    return dask.array.routines.tensordot(a, b, axes=(-1, -1))
+
+
+_OURS: dict[Callable[..., Any], Callable[..., Any]] = {
+    np.linalg.multi_dot: _multi_dot,
+    np.linalg.matrix_power: _matrix_power,
+    np.linalg.matmul: _matmul,
+    np.linalg.tensordot: _tensordot,
+    np.inner: _inner,
+}
+
+
+def install(wanted: Callable[[], bool]) -> None:
+    """Have Dask arrays answer to these functions; at once, as without us, while `wanted` says no."""
+    for function, ours in _OURS.items():
+        if function not in _HANDLED_FUNCTIONS:
+            _HANDLED_FUNCTIONS[function] = _lazily(function, ours, wanted)
+
+
+def uninstall() -> None:
+    """Undo `install`."""
+    for function in _OURS:
+        if getattr(_HANDLED_FUNCTIONS.get(function), "_distmm", False):
+            del _HANDLED_FUNCTIONS[function]
+
+
+def _lazily(function: Any, ours: Callable[..., Any], wanted: Callable[[], bool]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if wanted():
+            result = ours(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = dask.compute(args, kwargs)
+        return function(*args, **kwargs)
+
+    answer._distmm = True  # type: ignore[attr-defined]
+    return answer
