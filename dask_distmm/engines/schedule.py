@@ -20,7 +20,7 @@ from typing import NamedTuple
 from dask_distmm.engines.panels import Piece, coalesce, pieces_of
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
-from dask_distmm.plan.plan import Rect
+from dask_distmm.plan.plan import EVERYWHERE, Rect
 from dask_distmm.plan.pulls import PANELS, Walk, step_of
 
 __all__ = ["Fill", "Product", "Schedule", "Slot", "Turn", "make_schedule", "merged"]
@@ -262,7 +262,8 @@ class _Maker:
         assert where is not None
         found: dict[int, int] = collections.defaultdict(int)
         for piece in pieces_of(chunks, operand, rect):
-            found[int(where[piece.chunk])] += piece.rows * piece.cols
+            holder = int(where[piece.chunk])
+            found[self.plan.ranks[self.rank] if holder == EVERYWHERE else holder] += piece.rows * piece.cols
         return found
 
     def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:

@@ -85,9 +85,6 @@ def plan(
     found: list[Plan] = []
     failure: PlanError | ProjectedMemoryError | None = None
     for name in (engine,) if isinstance(engine, str) else engine:
-        if name == "peer" and any(problem.conjugated):
-            failure = PlanError("engine 'peer' does not conjugate: use engine='cublasmp', or conjugate before")
-            continue
         try:
             # The same multiply comes again and again in a loop: only its name differs.
             made = _plan(

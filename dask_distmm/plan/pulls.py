@@ -150,7 +150,8 @@ def _slabs_by_rows(plan: Plan) -> bool:
 def _lies(plan: Plan, operand: int, participant: int, part: Rect) -> bool:
     """Whether a part of an operand is on one participant, in chunks that span it along k."""
     problem, where = plan.problem, (plan.where_a, plan.where_b)[operand]
-    if where is None:
+    if where is None or (problem.conjugated[operand] and (plan.order_a, plan.order_b)[operand] == "C"):
+        # The library conjugates what it transposes; all else is copied first.
         return False
     sizes = (problem.a_chunks, problem.b_chunks)[operand]
     ends = [np.cumsum(axis) for axis in sizes]
@@ -160,7 +161,7 @@ def _lies(plan: Plan, operand: int, participant: int, part: Rect) -> bool:
         for end, start, stop in zip(ends, part[::2], part[1::2], strict=True)
     )
     grid = where.reshape(len(sizes[0]), len(sizes[1]))[i0:i1, j0:j1]
-    return grid.shape[1 - operand] == 1 and bool(((grid == participant) | (grid == EVERYWHERE)).all())
+    return grid.shape[1 - operand] == 1 and bool(np.isin(grid, (participant, EVERYWHERE)).all())
 
 
 def _fit(own: int, kk: int, size: int, room: int, wide: bool, step: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import numpy as np
 from dask_distmm.plan.memory import chunk_bytes
 from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Plan
+from dask_distmm.plan.problem import COLLECTIVE
 
 __all__ = ["ALONE_BYTES", "all_reduced", "with_replicas"]
 
@@ -34,7 +35,7 @@ def with_replicas(made: Plan, count: int) -> Plan:
     held = missing.copy()
     if all_reduced(made):
         missing[list(made.ranks)] = 0
-    elif made.engine != "numpy":
+    elif made.engine in COLLECTIVE:
         small = np.where(sizes < ALONE_BYTES, sizes, 0)
         own = np.bincount(made.owners, small, len(made.ranks)).astype(np.int64)
         # A vector to each other rank, and one from it.

@@ -264,3 +264,19 @@ def test_memory_that_can_not_be_mapped_says_what_to_do(make_peers, monkeypatch):
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", refuse)
     with pytest.raises(EngineError, match=r"can't be mapped \(cudaErrorMapBufferObjectFailed\).*engine='cublasmp'"):
         conformance(ranks, "allgather", 3, seed=3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("orders", ["CC", "FF"])
+def test_conjugates(make_peers, method, orders):
+    ranks, _ = make_peers()
+    conformance(ranks, method, 3, "complex128", conjugated=(True, True), orders=orders)
+    conformance(ranks, method, 2, "complex64", conjugated=(False, True), orders=orders, shape=(32,) * 3, most_chunks=1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("everywhere", "replicated"), [("a", False), ("b", True)])
+def test_replicas(make_peers, method, everywhere, replicated):
+    """All of D is fetched over Dask's comms afterwards: that is no part of the engine's."""
+    ranks, _ = make_peers()
+    conformance(ranks, method, 3, everywhere=everywhere, replicated=replicated, own_out_chunks=True)

@@ -36,9 +36,9 @@ from dask_distmm.engines.peer.result import ALIGNED, Result
 from dask_distmm.engines.peer.sources import Ended, Pull, Sources, record
 from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule
 from dask_distmm.layout.rectangles import Span
-from dask_distmm.plan import Plan
+from dask_distmm.plan import EVERYWHERE, Plan
 from dask_distmm.plan.cuts import padded
-from dask_distmm.plan.plan import EVERYWHERE, Rect
+from dask_distmm.plan.plan import Rect
 from dask_distmm.plan.pulls import PANELS, step_of, sums_in, walks
 
 if TYPE_CHECKING:
@@ -153,6 +153,9 @@ class PeerJob:
         (pointer, row, col), size = view.span, self._items[operand]
         inner, outer, width, height = (col, row, cols, rows) if view.order == "C" else (row, col, rows, cols)
         aligned = pointer % size == 0 and outer % size == 0
+        if self.plan.problem.conjugated[operand] and view.order == "C":
+            # The library conjugates what it transposes; all else is copied first.
+            return False
         if self.plan.problem.fp8:
             aligned = view.order == self._orders[operand] and not any(x % 16 for x in (pointer, outer, rows, cols))
         return bool(aligned and (inner == size or width == 1) and (height == 1 or outer >= width * size))
@@ -305,6 +308,13 @@ class PeerJob:
         begin, what = self._trace_from(stream), self._found[fill.number]
         self._sources.pull(what, stream)
         self._pad(fill, stream)
+        if self.plan.problem.conjugated[fill.operand] and self._orders[fill.operand] == "C":
+            kk = _depth(fill)
+            size = (fill.rect[1] - fill.rect[0]) if fill.operand == 0 else (fill.rect[3] - fill.rect[2])
+            at = slice(fill.at, fill.at + size)
+            part = self._buffers[fill.slot][(at, slice(kk)) if fill.operand == 0 else (slice(kk), at)]
+            with stream:
+                cp.conjugate(part, out=part)
         self._trace_to("pull", fill.number, float(what.away), begin, stream)
         self._filled[fill.number] = record(stream)
 
@@ -338,7 +348,7 @@ class PeerJob:
         """Return a product as GEMMs: one for each block of D that it is multiplied into."""
         step, found = step_of(self.plan.problem), []
         a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(_depth(product.a[0]), step)
-        ops = "N" if b.order == "C" else "T", "N" if a.order == "C" else "T"
+        ops = self._op(1, b), self._op(0, a)
         r0, r1, c0, c1 = product.rect
         for (top, bottom, left, right), array in self._result.blocks:
             i0, i1, j0, j1 = max(top, r0), min(bottom, r1), max(left, c0), min(right, c1)
@@ -350,6 +360,11 @@ class PeerJob:
             rows, cols = _moved(a, 0, i0 - r0, self._items[0]), _moved(b, 1, j0 - c0, self._items[1])
             found.append((shape, rows, cols, Memory(start, max(1, at.row_stride // self._sums.itemsize))))
         return found
+
+    def _op(self, operand: int, view: View) -> str:
+        if view.order == "C":
+            return "N"
+        return "C" if self.plan.problem.conjugated[operand] else "T"
 
     def _product(self, product: Product, gemms: Sequence[tuple[Shape, Memory, Memory, Memory]]) -> None:
         """Put a product on the stream, as soon as its operands are here."""

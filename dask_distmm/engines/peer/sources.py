@@ -16,8 +16,7 @@ from dask_distmm.engines.device.operands import in_type
 from dask_distmm.engines.panels import Piece
 from dask_distmm.engines.peer.pulls import Rectangle, copy, span_of
 from dask_distmm.layout.rectangles import Span
-from dask_distmm.plan import Plan
-from dask_distmm.plan.plan import EVERYWHERE
+from dask_distmm.plan import EVERYWHERE, Plan
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote
