@@ -9,6 +9,7 @@ from dask_distmm.errors import (
     DistMMError,
     EngineError,
     MissingEngineError,
+    NoWorkersError,
     PlanError,
     ProjectedMemoryError,
     RunFailedError,
@@ -36,5 +37,5 @@ def rebuild(answer: Mapping[str, Any]) -> DistMMError:
         return ProjectedMemoryError(message, answer["projected"], answer["limit"])
     if kind == "RunFailedError":
         return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"], answer["history"])
-    kinds = {"PlanError": PlanError, "EngineError": EngineError, "MissingEngineError": MissingEngineError}
+    kinds = {found.__name__: found for found in (PlanError, EngineError, MissingEngineError, NoWorkersError)}
     return kinds.get(kind, DistMMError)(message)

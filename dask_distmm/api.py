@@ -23,7 +23,7 @@ from dask_distmm.distribution import FREE, Distribution, Distributions
 from dask_distmm.dtypes import FP8, Types, resolve_types, supported, takes
 from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.epilog import PLAIN, Finish
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import NoWorkersError, PlanError
 from dask_distmm.plan import METHODS, BatchPlan, Chunks, Extra, Plan, Problem, Worker
 from dask_distmm.plan.html import reason_html
 from dask_distmm.quantize import operands
@@ -208,7 +208,10 @@ def matmul(
         return formula.without_a_run(a, b, spec, extras, types)
     problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types, asked)
     client = current_client()
-    known = snapshot(client, problem) if client is not None else None
+    try:
+        known = snapshot(client, problem) if client is not None else None
+    except NoWorkersError:
+        known = None  # There may be some when it is computed.
     if known is not None:
         (logger or log).info("%s, lazy\n%r", problem.name, known.plan(problem))
     return formula.result(problem, a, b, [array for _, array in extras])

@@ -13,6 +13,7 @@ __all__ = [
     "DistMMError",
     "EngineError",
     "MissingEngineError",
+    "NoWorkersError",
     "PlanError",
     "ProjectedMemoryError",
     "ProtocolError",
@@ -64,6 +65,10 @@ class EngineError(DistMMError):
 
 class MissingEngineError(EngineError):
     """No worker has an engine that multiplies such arrays."""
+
+
+class NoWorkersError(MissingEngineError):
+    """There is no worker at all now: the cluster has not started any yet, or all are being started again."""
 
 
 class ProtocolError(DistMMError):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.dtypes import takes
 from dask_distmm.engines.base import ENGINES, ON_REQUEST
-from dask_distmm.errors import EngineError, MissingEngineError, PlanError, ProtocolError
+from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError, ProtocolError
 from dask_distmm.plan import Problem, Worker
 from dask_distmm.plan.reach import out_of_reach
 from dask_distmm.run import Lost
@@ -139,6 +139,8 @@ class Roster:
             alone = reasons.get(engine)
             if alone:
                 raise EngineError(alone)
+            if not running:
+                raise NoWorkersError("the cluster has no running worker: start some, or wait until they are there")
             raise MissingEngineError(self._why_none(fitting, array, dtypes, list(running)))
         if isinstance(wanted, int) and wanted > len(able[chosen]):
             raise PlanError(f"workers={wanted}, but the cluster has {len(able[chosen])}")
@@ -241,8 +243,6 @@ class Roster:
 
     def _why_none(self, fitting: Sequence[str], array: str, dtypes: Sequence[str], addresses: Sequence[str]) -> str:
         """Say why no worker can multiply."""
-        if not addresses:
-            return "the cluster has no running worker"
         if not fitting:
             return f"no engine multiplies {array} arrays of {' and '.join(dict.fromkeys(dtypes))} in this way"
         for address in addresses:

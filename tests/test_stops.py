@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
 
-from dask_distmm import DistMMError, RunFailedError, matmul
+from dask_distmm import DistMMError, RunFailedError, explain, matmul
+from dask_distmm.errors import NoWorkersError
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
 # Short limits, so that what must end does so while somebody watches.
@@ -350,3 +351,18 @@ def test_the_last_events_are_in_a_dump(fault_client, tmp_path):
     events = [e["what"] for e in state["scheduler"]["extensions"]["distmm"]["history"] if e["run"] == newest]
     assert events[0].startswith("start method=summa")
     assert events[-1].startswith("done seconds=")
+
+
+def test_no_worker_is_there_yet():
+    """The multiply is built all the same, as Dask's own would be; it runs when there are workers."""
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        a, b, x, y = operands()
+        with pytest.raises(NoWorkersError, match="no running worker: start some"):
+            explain(x, y)
+        c = matmul(x, y, method="summa")
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=30)
+        assert_product(a, b, client.compute(c).result(timeout=60))
