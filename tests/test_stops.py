@@ -22,7 +22,7 @@ from dask_distmm.errors import NoWorkersError
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
 # Short limits, so that what must end does so while somebody watches.
-SHORT = {"distmm.timeouts": {"vote": "2s", "transfer": "2s", "silence": "3s", "grace": "5s"}}
+SHORT = {"distmm.timeouts": {"vote": "4s", "transfer": "3s", "silence": "4s", "grace": "5s"}}
 
 
 def operands():
