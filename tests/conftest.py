@@ -18,6 +18,9 @@ import dask_distmm
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left, remove_faults
 
+# Statistical profiles of all workers all the time are nothing that a test looks at.
+dask.config.set({"distributed.worker.profile.enabled": False})
+
 # A busy machine makes no property false. What hangs is ended by pytest-timeout.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
