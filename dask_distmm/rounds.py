@@ -72,8 +72,10 @@ async def ask_all(
                 reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
                 run.mute.update(run.waiting_for)
                 raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
-            seen = {address: ws.last_seen for address, ws in scheduler.workers.items()}
-            if silence is not None and (silent := run.silent(seen, time(), silence)):
+            if silence is None:
+                continue
+            seen = {a: scheduler.workers[a].last_seen for a in run.participants if a in scheduler.workers}
+            if silent := run.silent(seen, time(), silence):
                 reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
                 run.mute.update(silent)
                 raise failed(run, reason, dict.fromkeys(silent, reason))

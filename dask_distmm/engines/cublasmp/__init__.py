@@ -13,6 +13,7 @@ import cupy as cp
 from dask_distmm.engines.base import ChunkKey, Comm, log
 from dask_distmm.engines.cublasmp.job import CublasMpJob
 from dask_distmm.engines.cublasmp.library import Group, check_versions
+from dask_distmm.engines.device.checks import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 
@@ -37,12 +38,7 @@ class CublasMpEngine:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""
-        try:
-            count = cp.cuda.runtime.getDeviceCount()
-        except cp.cuda.runtime.CUDARuntimeError as error:
-            raise EngineError(f"no NVIDIA GPU: {error}") from error
-        if not count:
-            raise EngineError("no NVIDIA GPU is visible to this process")
+        check_gpu()
         try:
             return check_versions()
         except (ImportError, RuntimeError) as error:
@@ -64,13 +60,7 @@ class CublasMpEngine:
         ready: Sequence[Any] = (),
     ) -> CublasMpJob:
         """Return participant `me`'s side of a run."""
-        for (operand, number), chunk in chunks.items():
-            kind = type(chunk).__module__.split(".")[0]
-            if kind not in ("cupy", "numpy") or chunk.ndim != 2:
-                raise EngineError(
-                    f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the cublasmp engine needs 2-D "
-                    "cupy.ndarray or numpy.ndarray chunks: convert them with map_blocks(cupy.asarray)"
-                )
+        check_arrays(self.name, chunks)
         return CublasMpJob(plan, me, chunks, comm, progress, ready, self.stream, self.groups)
 
     def links(self) -> tuple[str, tuple[str, ...]]:

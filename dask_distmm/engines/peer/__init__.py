@@ -15,6 +15,7 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.base import ChunkKey, Comm
+from dask_distmm.engines.device.checks import check_arrays, check_gpu
 from dask_distmm.engines.peer.job import PeerJob, Step
 from dask_distmm.engines.peer.memory import Exporter, Mappings
 from dask_distmm.errors import EngineError
@@ -61,12 +62,7 @@ class PeerEngine:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""
-        try:
-            count = cp.cuda.runtime.getDeviceCount()
-        except cp.cuda.runtime.CUDARuntimeError as error:
-            raise EngineError(f"no NVIDIA GPU: {error}") from error
-        if not count:
-            raise EngineError("no NVIDIA GPU is visible to this process")
+        check_gpu()
         if self.exporter.find(self.exporter.empty((1,), np.dtype(np.uint8)).data.ptr) is None:
             raise EngineError("CUDA does not let other processes map memory of this GPU (cudaIpcGetMemHandle)")
         return {
@@ -98,13 +94,7 @@ class PeerEngine:
         ready: Sequence[Any] = (),
     ) -> PeerJob:
         """Return participant `me`'s side of a run."""
-        for (operand, number), chunk in chunks.items():
-            kind = type(chunk).__module__.split(".")[0]
-            if kind not in ("cupy", "numpy") or chunk.ndim != 2:
-                raise EngineError(
-                    f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the peer engine needs 2-D "
-                    "cupy.ndarray or numpy.ndarray chunks: convert them with map_blocks(cupy.asarray)"
-                )
+        check_arrays(self.name, chunks)
         return PeerJob(plan, me, chunks, comm, progress, ready, self)
 
     def release(self, group: int) -> None:
