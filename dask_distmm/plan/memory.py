@@ -77,7 +77,7 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
         held = np.zeros(npart)
         held[list(plan.ranks)] = sizes.sum()
         return held
-    return np.bincount(where, sizes, npart)
+    return np.bincount(where, sizes, npart).astype(np.float64)
 
 
 def project(plan: Plan) -> dict[str, int]:
