@@ -7,24 +7,13 @@ import dask.array as da
 import dask_array
 import numpy as np
 from distributed import Client
+from scripts import count_runs, raises
 
 import dask_distmm
 
 
-def count_runs(dask_scheduler) -> int:
-    return dask_scheduler.plugins["distmm"].newest_run if "distmm" in dask_scheduler.plugins else 0
-
-
 def close(found, expected) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def raises(kind, function) -> str:
-    try:
-        function()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"{kind} was not raised")
 
 
 def check(client: Client) -> None:

@@ -9,21 +9,10 @@ dask.config.set({"array.query-planning": True, "distmm.minimum-flops": 1e18})
 import dask.array as da  # noqa: E402
 import numpy as np  # noqa: E402
 from distributed import Client  # noqa: E402
+from scripts import count_runs, raises  # noqa: E402
 
 import dask_distmm  # noqa: E402
 from dask_distmm.testing import assert_product  # noqa: E402
-
-
-def count_runs(dask_scheduler) -> int:
-    return dask_scheduler.plugins["distmm"].newest_run if "distmm" in dask_scheduler.plugins else 0
-
-
-def raises(kind, function) -> str:
-    try:
-        function()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"{kind} was not raised")
 
 
 def main() -> None:

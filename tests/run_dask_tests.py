@@ -20,6 +20,7 @@ import dask.array
 import dask.array.utils
 import pytest
 from distributed import Client, LocalCluster
+from scripts import count_runs
 
 import dask_distmm
 
@@ -29,10 +30,6 @@ NAMES = (
     "(matmul or dot or tensordot or linalg or lstsq or svd or qr or cov or corrcoef)"
 )
 SOME = 6
-
-
-def count_runs(dask_scheduler) -> int:
-    return dask_scheduler.plugins["distmm"].newest_run if "distmm" in dask_scheduler.plugins else 0
 
 
 def compute_on_the_cluster() -> None:

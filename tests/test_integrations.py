@@ -12,13 +12,10 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask import delayed
+from scripts import count_runs
 
 import dask_distmm
 from dask_distmm.numpy_functions import cheapest_order
-
-
-def count_runs(dask_scheduler) -> int:
-    return dask_scheduler.plugins["distmm"].newest_run if "distmm" in dask_scheduler.plugins else 0
 
 
 @pytest.fixture
