@@ -17,7 +17,7 @@ import click
 import dask
 import dask.array as da
 import numpy as np
-from distributed import Client, Future, as_completed, futures_of
+from distributed import Client, Future, as_completed, futures_of, wait
 
 from dask_distmm import BatchPlan, NotCollective, Plan, PlanError, explain, matmul
 from dask_distmm.commands.stores import (
@@ -372,6 +372,10 @@ def _write(client: Client, array: da.Array, path: Path, place: Place) -> None:
                 bar.update(1)
 
 
+def _nothing() -> None:
+    """Do nothing, on a worker."""
+
+
 def _writing(dask_worker: Any) -> int:
     """Return how many tasks write, also of those that were cancelled. Runs on a worker."""
     return sum(str(ts.key).startswith(_put.__name__) for ts in dask_worker.state.all_running_tasks)
@@ -386,6 +390,10 @@ def _stopped(client: Client) -> Iterator[None]:
         deadline = time.monotonic() + _STOP_SECONDS
         with contextlib.suppress(Exception):
             client.cancel([key for key in client.futures if str(key).startswith(_put.__name__)])
+            # The scheduler's messages reach a worker in order: one that has run this begins none of the writes any more.
+            workers = client.scheduler_info(n_workers=-1)["workers"]
+            told = [client.submit(_nothing, workers=[address], pure=False, priority=1) for address in workers]
+            wait(told, timeout=_STOP_SECONDS)
             while any(client.run(_writing).values()) and time.monotonic() < deadline:
                 time.sleep(0.05)
         raise
