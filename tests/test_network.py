@@ -1,8 +1,12 @@
-"""A scheduler and workers on hosts of their own (network namespaces): what happens when a network is cut."""
+"""A scheduler and workers on hosts of their own (network namespaces): over each protocol, and when a network is cut."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import pathlib
+import subprocess
+import sys
 import time
 
 import dask
@@ -10,6 +14,7 @@ import dask.array as da
 import hosts
 import numpy as np
 import pytest
+from certificates import authority, environment
 from distributed import Client
 
 from dask_distmm import DistMMError, matmul
@@ -24,25 +29,48 @@ DASK = {"DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11s", "DASK_DISTRIBUTED__COMM_
 
 
 @contextlib.contextmanager
-def cluster(folder, protocol="tcp", **environment):
-    """A scheduler here and two hosts with two workers each; yields the hosts and a client."""
-    environment = DASK | environment
+def started(folder, protocol, **environment):
+    """Start a scheduler here and two hosts with two workers each; yields the hosts and the scheduler's file."""
     with hosts.Hosts(2, folder) as made:
-        file = str(folder / "scheduler.json")
-        common = ["--scheduler-file", file, "--no-dashboard", "--preload", "dask_distmm"]
-        made.start(None, "scheduler", "--host", f"{protocol}://{made.here}", "--port", "0", *common, **environment)
+        file = folder / "scheduler.json"
+        common = ["--scheduler-file", str(file), "--protocol", protocol, "--no-dashboard", "--preload", "dask_distmm"]
+        made.start(None, "scheduler", "--host", made.here, "--port", "0", *common, **environment)
         deadline = time.monotonic() + 60
-        while not (folder / "scheduler.json").exists():
+        while not file.exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         for i, address in enumerate(made.addresses):
             made.start(
                 i, "worker", "--host", address, "--nworkers", "2", "--nthreads", "1", *common, **environment
             )  # fmt: skip
-        limits = dask.config.set({"distributed.comm.timeouts": {"tcp": "11s", "connect": "10s"}})
-        with limits, Client(scheduler_file=file) as client:
-            client.wait_for_workers(4, timeout=60)
-            yield made, client
+        yield made, file
+
+
+@contextlib.contextmanager
+def cluster(folder):
+    """The same, and a client."""
+    limits = dask.config.set({"distributed.comm.timeouts": {"tcp": "11s", "connect": "10s"}})
+    with started(folder, "tcp", **DASK) as (made, file), limits, Client(scheduler_file=str(file)) as client:
+        client.wait_for_workers(4, timeout=60)
+        yield made, client
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "tls", "ucx"])
+def test_two_hosts(protocol, tmp_path):
+    """Every method, with a scheduler here and two workers on each of two hosts."""
+    given = {}
+    if protocol == "tls":
+        given = environment(authority(tmp_path / "ours", "ours"))
+    elif protocol == "ucx":
+        pytest.importorskip("distributed_ucxx")
+    program = [sys.executable, str(pathlib.Path(__file__).with_name("two_hosts_cases.py"))]
+    with started(tmp_path, protocol, **given) as (_, file):
+        done = subprocess.run(
+            [*program, str(file), protocol],
+            check=False, capture_output=True, text=True, timeout=150, env=os.environ | given,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "right on two hosts" in done.stdout
 
 
 def operands():

@@ -3,59 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import ssl
 from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from certificates import authority, security
 from distributed import Client, LocalCluster
 from distributed.security import Security
 
 from dask_distmm import EngineError, matmul
 from dask_distmm.roster import Roster
 from dask_distmm.testing import assert_nothing_left, assert_product
-
-
-def authority(folder, name: str) -> dict[str, str]:
-    """Make a certificate authority and one certificate of it; return what Dask's Security takes."""
-    folder.mkdir()
-    now = datetime.datetime.now(datetime.UTC)
-
-    def certify(subject: str, key, issuer: str, issuer_key, authority: bool):
-        return (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, subject)]))
-            .issuer_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, issuer)]))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-            .sign(issuer_key, hashes.SHA256())
-        )
-
-    ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    files = {
-        "ca": certify(name, ca_key, name, ca_key, True).public_bytes(serialization.Encoding.PEM),
-        "cert": certify(f"{name} node", key, name, ca_key, False).public_bytes(serialization.Encoding.PEM),
-        "key": key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        ),
-    }
-    for kind, data in files.items():
-        (folder / f"{kind}.pem").write_bytes(data)
-    return {kind: str(folder / f"{kind}.pem") for kind in files}
-
-
-def security(files: dict[str, str]) -> Security:
-    roles = ("client", "scheduler", "worker")
-    keys = {f"tls_{role}_{kind}": files[kind] for role in roles for kind in ("cert", "key")}
-    return Security(require_encryption=True, tls_ca_file=files["ca"], **keys)
 
 
 def test_tls_everywhere(tmp_path):

@@ -1,0 +1,71 @@
+"""One collective multiply on workers that Dask's operator starts on Kubernetes, by dask-kubernetes.
+
+``python docs/examples/on_kubernetes.py --image registry/dask-distmm:1`` with an image in which dask_distmm is installed,
+where the operator runs. ``--print`` prints the resource, for ``kubectl apply -f -``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import dask.array as da
+from dask_kubernetes.operator import KubeCluster, make_cluster_spec
+from distributed import Client
+
+import dask_distmm
+
+# Dask reads these as configuration; they are for the scheduler and for the workers.
+PRELOAD = {
+    "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": '["dask_distmm"]',
+    "DASK_DISTRIBUTED__WORKER__PRELOAD": '["dask_distmm"]',
+}
+
+
+def resource(image: str, workers: int, name: str = "distmm") -> dict[str, Any]:
+    """Return a DaskCluster: requests are limits, so that a worker's memory is its own."""
+    size = {"cpu": "2", "memory": "4Gi"}
+    return make_cluster_spec(
+        name=name,
+        image=image,
+        n_workers=workers,
+        env=PRELOAD,
+        resources={"requests": size, "limits": size},
+        # A worker that lost its scheduler ends, and its pod is started again.
+        worker_command="dask worker --death-timeout 60",
+    )
+
+
+def multiply(client: Client, workers: int) -> None:
+    """Multiply, and check."""
+    # The plan is made for the workers that are there when the run begins: wait for all of them.
+    client.wait_for_workers(workers, timeout=300)
+    with dask_distmm.enabled():
+        a = da.random.default_rng().standard_normal((3000, 2000), chunks=1000).persist()
+        b = da.random.default_rng().standard_normal((2000, 3000), chunks=1000).persist()
+        print(dask_distmm.explain(a, b))
+        c = (a @ b).persist()
+    x = da.ones((3000, 1), chunks=1000)
+    off = abs(c.dot(x) - a.dot(b.dot(x))).max().compute()
+    assert off < 1e-8, off
+    print(f"right on {workers} workers, off by {off:.1e} at most")
+
+
+def main() -> None:
+    """Start a cluster and multiply, or print what would be started."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--image", required=True)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--print", action="store_true", help="print the resource as JSON, which kubectl takes")
+    options = parser.parse_args()
+    spec = resource(options.image, options.workers)
+    if options.print:
+        print(json.dumps(spec, indent=2))
+        return
+    with KubeCluster(custom_cluster_spec=spec) as cluster, Client(cluster) as client:
+        multiply(client, options.workers)
+
+
+if __name__ == "__main__":
+    main()
