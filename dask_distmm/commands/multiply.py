@@ -17,9 +17,9 @@ import click
 import dask
 import dask.array as da
 import numpy as np
-from distributed import Client, Future, as_completed, futures_of, wait
+from distributed import Client, as_completed, futures_of, wait
 
-from dask_distmm import BatchPlan, NotCollective, Plan, PlanError, explain, matmul
+from dask_distmm import BatchPlan, NotCollective, Plan, PlanError, explain, matmul, progress
 from dask_distmm.commands.stores import (
     Place,
     check_target,
@@ -33,7 +33,6 @@ from dask_distmm.commands.stores import (
 )
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import DistMMError
-from dask_distmm.keys import barrier_key
 from dask_distmm.local import connected, default_workers
 from dask_distmm.plan.show import size_text, time_text
 
@@ -41,8 +40,6 @@ __all__ = ["Request", "explained", "page", "run"]
 
 Say = Callable[[str], None]
 
-# How often to ask the workers how far they are, in seconds.
-_POLL_SECONDS = 0.3
 # Workers may take so long to end the tasks that write, after an error or Ctrl-C (seconds).
 _STOP_SECONDS = 20.0
 
@@ -233,7 +230,7 @@ def run(
             for array, place in zip(results, targets, strict=True):
                 check_type(place, array.dtype)
             started = time.perf_counter()
-            held = _computed(client, results, arrays)
+            held = _computed(client, results)
             seconds = time.perf_counter() - started
             say(_speed(plan, seconds))
             for array, path, place in zip(held, paths, targets, strict=True):
@@ -285,49 +282,15 @@ def _bar(label: str, length: int) -> Any:
     return progressbar(length=length, label=f"{label:<12}", file=file, show_eta=False)
 
 
-def _progress(name: str, dask_worker: Any) -> tuple[int, float, bool]:
-    """Return how many chunks of a multiply are staged, and how much of the run is done. Runs on a worker."""
-    side = dask_worker.extensions.get("distmm")
-    if side is None:
-        return 0, 0.0, False
-    return len(side.staged.get(name, ())), max(side.progress.values(), default=0.0), bool(side.runs)
-
-
-def _computed(client: Client, results: Sequence[da.Array], operands: Sequence[da.Array]) -> list[da.Array]:
-    """Have the cluster compute arrays, show how far it is; return them in the cluster's memory."""
-    # The first part of the barrier's name is that of D before it was rechunked.
-    names = [name for name in results[0].dask.layers if barrier_key(name) in results[0].dask]
+def _computed(client: Client, results: Sequence[da.Array]) -> list[da.Array]:
+    """Have the cluster compute arrays, show in a terminal how far it is; return them in the cluster's memory."""
     held: list[da.Array] = list(client.persist(list(results)))
-    futures = futures_of(held)
-    if len(names) == 1:
-        chunks = sum(array.npartitions for array in {array.name: array for array in operands}.values())
-        _follow(client, futures, names[0], chunks)
-    with _bar("Collecting" if names else "Computing", len(futures)) as bar:
-        for future in as_completed(futures):
-            if future.status != "finished":
-                future.result()  # raises what went wrong
-            bar.update(1)
+    if sys.stderr.isatty():
+        progress(held)
+    for future in as_completed(futures_of(held)):
+        if future.status != "finished":
+            future.result()  # raises what went wrong
     return held
-
-
-def _follow(client: Client, futures: Sequence[Future], name: str, chunks: int) -> None:
-    """Show the reading and the multiplying of a collective run, until its first result is there."""
-    for label, length in (("Reading", chunks), ("Multiplying", 1000)):
-        with _bar(label, length) as bar:
-            while all(future.status == "pending" for future in futures):
-                found = list(client.run(_progress, name, on_error="ignore").values())
-                staged_now = sum(count for count, _, _ in found)
-                running = any(going for _, _, going in found)
-                if label == "Reading":
-                    bar.update(min(length, staged_now) - bar.pos)
-                    if running:
-                        break
-                elif running:
-                    share = sum(share for _, share, _ in found) / len(found)
-                    bar.update(max(0, min(length, int(1000 * share)) - bar.pos))
-                time.sleep(_POLL_SECONDS)
-            if all(future.status != "error" for future in futures):
-                bar.update(length - bar.pos)
 
 
 # Writing

@@ -17,13 +17,15 @@ from dask_distmm.plan.tiles import Tile, make_tiles
 
 if TYPE_CHECKING:
     from dask_distmm.plan.batches import BatchPlan
+    from dask_distmm.plan.shares import GroupPlan
 
-__all__ = ["batch_html", "plan_html", "reason_html"]
+__all__ = ["batch_html", "group_html", "plan_html", "reason_html"]
 
 _MULTIPLYING, _MOVING, _OTHER = "#56B4E9", "#E69F00", "#BBBBBB"
 _TAKEN = "#56B4E9"
 _MOST_WORKERS = 16
 _MOST_WAYS = 8
+_MOST_PRODUCTS = 24
 
 
 def plan_html(plan: Plan) -> str:
@@ -60,6 +62,31 @@ def batch_html(plan: BatchPlan) -> str:
         sections.append(_section("Estimated time", bars(rows, "estimated time of both ways") + legend))
     if plan.way == "collective" and plan.plan is not None:
         sections.append(_section("Each run", plan_html(plan.plan)))
+    return _page([*sections, _as_text(repr(plan))])
+
+
+def group_html(plan: GroupPlan) -> str:
+    """Return what notebooks show of the plan for a group of products: the longest first."""
+    from dask_distmm.plan.shares import in_words
+
+    found = sorted(
+        ((share.seconds * max(1, len(share.rows)), number, share) for number, share in enumerate(plan.shares) if share),
+        key=lambda each: (-each[0], each[1]),
+    )
+    rows = []
+    for seconds, number, share in found[:_MOST_PRODUCTS]:
+        m, n, k = plan.shapes[number]
+        fill = _MOVING if share.collective else _MULTIPLYING
+        rows.append(
+            Bar(f"{number}: {m} x {k} by {k} x {n}", in_words(share), (seconds,), (fill,), bold=share.collective)
+        )
+    sections = [_title(repr(plan).splitlines()[0])]
+    if rows:
+        legend = key([(_MULTIPLYING, "plain tasks, all together"), (_MOVING, "a collective run")])
+        more = f"<div>and {len(found) - len(rows)} shorter ones</div>" if len(found) > len(rows) else ""
+        sections.append(
+            _section("Estimated time of each product", bars(rows, "estimated time of each") + more + legend)
+        )
     return _page([*sections, _as_text(repr(plan))])
 
 

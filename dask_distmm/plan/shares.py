@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dask_distmm.plan.batches import WORTH, Sizes, resize
 from dask_distmm.plan.show import time_text
 
-__all__ = ["GroupPlan", "Share", "candidates", "share_out"]
+__all__ = ["GroupPlan", "Share", "candidates", "in_words", "share_out"]
 
 # Slabs lower than this keep BLAS from its speed.
 _LEAST_ROWS = 256
@@ -169,12 +169,20 @@ class GroupPlan:
             f"tasks; {time_text(self.seconds)} estimated on {self.slots} slots"
         ]
         for number, ((m, n, k), share) in enumerate(zip(self.shapes, self.shares, strict=True)):
-            if share is None:
-                text = "by Dask's own function"
-            elif share.collective:
-                text = f"a collective run, {time_text(share.seconds)}"
-            else:
-                slabs = f"{len(share.rows)} slabs of up to {max(share.rows)} rows" if len(share.rows) > 1 else "whole"
-                text = f"{slabs}, {time_text(share.seconds)} a task, place {share.rank} in the order"
-            lines.append(f"  {number:<9} {m} x {k} by {k} x {n}: {text}")
+            lines.append(f"  {number:<9} {m} x {k} by {k} x {n}: {in_words(share)}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from dask_distmm.plan.html import group_html
+
+        return group_html(self)
+
+
+def in_words(share: Share | None) -> str:
+    """Return what becomes of a product."""
+    if share is None:
+        return "by Dask's own function"
+    if share.collective:
+        return f"a collective run, {time_text(share.seconds)}"
+    slabs = f"{len(share.rows)} slabs of up to {max(share.rows)} rows" if len(share.rows) > 1 else "whole"
+    return f"{slabs}, {time_text(share.seconds)} a task, place {share.rank} in the order"

@@ -1,7 +1,7 @@
 """One collective multiply on workers that Dask's operator starts on Kubernetes, by dask-kubernetes.
 
-``python docs/examples/on_kubernetes.py --image registry/dask-distmm:1`` with an image in which dask_distmm is installed,
-where the operator runs. ``--print`` prints the resource, for ``kubectl apply -f -``.
+``python docs/examples/on_kubernetes.py --image registry/dask-distmm:1`` where the operator runs, with an image in which
+dask_distmm is installed. ``--print`` prints the resource, for ``kubectl apply -f -``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRELOAD = {
 def resource(image: str, workers: int, name: str = "distmm") -> dict[str, Any]:
     """Return a DaskCluster: requests are limits, so that a worker's memory is its own."""
     size = {"cpu": "2", "memory": "4Gi"}
-    return make_cluster_spec(
+    made = make_cluster_spec(
         name=name,
         image=image,
         n_workers=workers,
@@ -35,6 +35,9 @@ def resource(image: str, workers: int, name: str = "distmm") -> dict[str, Any]:
         # A worker that lost its scheduler ends, and its pod is started again.
         worker_command="dask worker --death-timeout 60",
     )
+    # dask-kubernetes 2026.3 starts "dask-scheduler", which Dask no longer has.
+    made["spec"]["scheduler"]["spec"]["containers"][0]["args"] = ["dask", "scheduler", "--host", "0.0.0.0"]
+    return made
 
 
 def multiply(client: Client, workers: int) -> None:

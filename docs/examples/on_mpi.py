@@ -1,6 +1,7 @@
 """One collective multiply on the ranks of an MPI program, by dask-mpi.
 
-``mpirun -n 6 python docs/examples/on_mpi.py``: rank 0 becomes the scheduler, rank 1 goes on here, the others are workers.
+``mpirun -n 6 python docs/examples/on_mpi.py``: rank 0 becomes the scheduler, rank 1 goes on here, the others are
+workers.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from dask_distmm.api import NotCollective
 from dask_distmm.errors import PlanError
 from dask_distmm.plan import METHODS
 from dask_distmm.plan.picture import Cell, coarse
+from dask_distmm.plan.shares import GroupPlan, Share
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -104,6 +105,20 @@ def test_a_batch_is_drawn() -> None:
         text = words(parsed(plan._repr_html_()))
         assert "whole items in plain tasks" in text
         assert ("Each run" in text) == (batch == "collective")
+
+
+def test_a_group_is_drawn() -> None:
+    run, slabs = Share(True, (), 0, 0.5), Share(False, (300, 200), 0, 0.01)
+    small = [Share(False, (300,), 1 + i, 0.001) for i in range(40)]
+    shapes = ((40_000, 500, 600), (500, 500, 600), *[(300, 500, 600)] * 40, (3, 3, 3))
+    plan = GroupPlan(shapes, (run, slabs, *small, None), 8, 0.6)
+    text = words(parsed(plan._repr_html_()))
+    assert text.startswith("Group: 43 products, 1 as collective runs, 41 as 42 plain tasks")
+    assert "0: 40000 x 600 by 600 x 500" in text
+    assert "2 slabs of up to 300 rows" in text
+    assert "and 18 shorter ones" in text
+    assert "42 3 x 3 by 3 x 3: by Dask's own function" in text
+    assert "shorter ones" not in words(parsed(GroupPlan(shapes[:1], (run,), 8, 0.5)._repr_html_()))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=200))
