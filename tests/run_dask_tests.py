@@ -29,7 +29,7 @@ NAMES = (
     "not norm and not lu_ and not solve and not cholesky and not inv and not svd_flip and not einsum and "
     "(matmul or dot or tensordot or linalg or lstsq or svd or qr or cov or corrcoef)"
 )
-SOME = 6
+SOME = 4
 
 
 def compute_on_the_cluster() -> None:
