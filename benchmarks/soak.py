@@ -1,11 +1,12 @@
 """Many runs one after the other, some of them failing: what is left of them in memory, files, threads and processes.
 
     python -m benchmarks.soak [--runs 2000] [--failures 20] [--json FILE]
+    python -m benchmarks.soak --gpus 4 --runs 300 [--engine peer]
 
 Every process of the cluster is looked at at every tenth of the way. Warm-up (the first fifth) is not counted: pools
 of connections, threads and memory reach their sizes there. Dask's logs are bounded to 1,000 entries. Exits with 1 if
-a process has more open files, threads or children afterwards than after warm-up, or its memory has grown by more
-than `GROWTH`.
+a process has more open files, threads or children afterwards than after warm-up, or its memory, that of its GPU or
+CuPy's pool there has grown by more than `GROWTH`.
 """
 
 from __future__ import annotations
@@ -37,20 +38,37 @@ _BOUNDED = {
     "distributed.admin.log-length": 1000,
     "distributed.worker.profile.enabled": False,
 }
-_UNITS = {"bytes": 2**20, "files": 1, "threads": 1}
+_UNITS = {"bytes": 2**20, "device": 2**20, "pool": 2**20, "files": 1, "threads": 1}
+_NAMES = {"bytes": "MiB", "device": "MiB of the GPU", "pool": "MiB of the pool"}
 _METHODS = ("auto", "summa", "allgather", "reducescatter", "allreduce")
 
 
 def resources() -> dict[str, int]:
-    """Return what this process holds: resident bytes, open files, threads, child processes."""
+    """Return what this process holds: resident bytes, open files, threads, child processes; bytes of its GPU."""
     gc.collect()
     process = psutil.Process()
-    return {
+    found = {
         "bytes": process.memory_info().rss,
         "files": process.num_fds(),
         "threads": process.num_threads(),
         "children": len(process.children()),
     }
+    if cupy := sys.modules.get("cupy"):
+        free, total = cupy.cuda.runtime.memGetInfo()
+        found |= {"device": total - free, "pool": cupy.get_default_memory_pool().total_bytes()}
+    return found
+
+
+def on_device(chunk: Any) -> Any:
+    """Return a chunk as an array of the worker's GPU."""
+    import cupy
+
+    return cupy.asarray(chunk)
+
+
+def on_host(chunk: Any) -> Any:
+    """Return a chunk as an array of the host."""
+    return chunk.get()
 
 
 def everywhere(client: Client) -> dict[str, dict[str, int]]:
@@ -58,7 +76,7 @@ def everywhere(client: Client) -> dict[str, dict[str, int]]:
     return {"scheduler": client.run_on_scheduler(resources), **client.run(resources)}
 
 
-def soak(client: Client, runs: int, failures: int) -> dict[str, Any]:
+def soak(client: Client, runs: int, failures: int, gpus: bool = False) -> dict[str, Any]:
     """Run; return the resources of each process at every tenth of the way.
 
     Parameters
@@ -69,15 +87,23 @@ def soak(client: Client, runs: int, failures: int) -> dict[str, Any]:
         How many multiplies, each of new random operands and checked.
     failures
         How many of them are made to fail on one rank.
+    gpus
+        Whether the operands lie on GPUs.
     """
     rng = np.random.default_rng()
+
+    def lazy(x: np.ndarray[Any, Any], chunks: int) -> da.Array:
+        found = da.from_array(x, chunks=chunks)
+        return found.map_blocks(on_device, meta=on_device(found._meta)) if gpus else found
+
     workers = sorted(client.scheduler_info()["workers"])
     failing = {int(x) for x in np.linspace(runs / 5, runs - 1, failures)}
     looks, failed = [], 0
     started = time.monotonic()
     for number, method in zip(range(runs), itertools.cycle(_METHODS), strict=False):
         a, b = rng.standard_normal((96, 80)), rng.standard_normal((80, 112))
-        d = matmul(da.from_array(a, chunks=32), da.from_array(b, chunks=40), method=method)
+        d = matmul(lazy(a, 32), lazy(b, 40), method=method)
+        d = d.map_blocks(on_host, meta=np.empty((0, 0))) if gpus else d
         if number in failing:
             point, action = [("vote", "memory"), ("execute", "error")][failed % 2]
             client.run(inject, point, action, workers=[workers[failed % len(workers)]])
@@ -101,7 +127,7 @@ def soak(client: Client, runs: int, failures: int) -> dict[str, Any]:
 def grown(looks: list[dict[str, Any]]) -> list[str]:
     """Return what any process holds more of at the end than after the warm-up."""
     first, last = looks[1]["held"], looks[-1]["held"]
-    allowed = {"bytes": GROWTH}
+    allowed = {"bytes": GROWTH, "device": GROWTH, "pool": GROWTH}
     return [
         f"{where}: {kind} from {first[where][kind]} to {last[where][kind]}"
         for where in first
@@ -110,24 +136,38 @@ def grown(looks: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def start(workers: int, gpus: int) -> Any:
+    """Start a cluster of CPU workers, or of one for each of so many GPUs."""
+    if not gpus:
+        return LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address="127.0.0.1:0")
+    from dask_cuda import LocalCUDACluster
+
+    return LocalCUDACluster(n_workers=gpus, protocol="tcp", dashboard_address=None)
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--failures", type=int, default=20)
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--gpus", type=int, default=0, help="on so many GPUs, a worker on each")
+    parser.add_argument("--engine", default="auto")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     with (
-        dask.config.set(_BOUNDED),
-        LocalCluster(n_workers=arguments.workers, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
+        dask.config.set(_BOUNDED | {"distmm.engine": arguments.engine}),
+        start(arguments.workers, arguments.gpus) as cluster,
         Client(cluster) as client,
     ):
-        found = soak(client, arguments.runs, arguments.failures)
+        found = soak(client, arguments.runs, arguments.failures, bool(arguments.gpus))
     for look in found["looks"]:
         held = look["held"].values()
-        columns = {kind: " ".join(str(one[kind] // unit) for one in held) for kind, unit in _UNITS.items()}
-        told = ", ".join(f"{found} {'MiB' if kind == 'bytes' else kind}" for kind, found in columns.items())
+        told = ", ".join(
+            " ".join(str(one[kind] // unit) for one in held if kind in one) + f" {_NAMES.get(kind, kind)}"
+            for kind, unit in _UNITS.items()
+            if any(kind in one for one in held)
+        )
         print(f"{look['runs']:6d} runs {look['seconds']:7.1f} s: {told}")
     more = grown(found["looks"])
     print(f"{found['failed']} runs failed as they were meant to; " + ("; ".join(more) or "nothing has grown"))

@@ -1,6 +1,7 @@
 """Clusters for the tests: one of worker processes and one in this process, shared by a session.
 
-Every test that uses them ends with a look at all workers and the scheduler: nothing of ours may be left.
+Every test that uses them ends with a look at all workers and the scheduler: nothing of ours may be left, and no process
+may hold more files, listening sockets, threads or children than before.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dask.array as da
 import pytest
 from distributed import Client, LocalCluster
 from hypothesis import settings
+from leaks import no_leaks
 
 import dask_distmm
 from dask_distmm import matmul
@@ -46,7 +48,7 @@ def process_cluster() -> Iterator[LocalCluster]:
 @pytest.fixture
 def client(process_cluster: LocalCluster) -> Iterator[Client]:
     """A client of three worker processes of one thread."""
-    with Client(process_cluster) as client:
+    with Client(process_cluster) as client, no_leaks(client):
         yield client
         assert_nothing_left(client)
 
@@ -62,7 +64,7 @@ def inproc_cluster() -> Iterator[LocalCluster]:
 @pytest.fixture
 def inproc_client(inproc_cluster: LocalCluster) -> Iterator[Client]:
     """A client of four workers in this process."""
-    with Client(inproc_cluster) as client:
+    with Client(inproc_cluster) as client, no_leaks(client):
         yield client
         assert_nothing_left(client)
 
@@ -96,7 +98,8 @@ def fault_client(fault_cluster: LocalCluster) -> Iterator[Client]:
         # Warm: the plugins are there before anything goes wrong.
         x = da.ones((30, 30), chunks=10)
         matmul(x, x).compute()
-        yield client
-        client.wait_for_workers(3, timeout=60)
-        client.run(remove_faults)
-        assert_nothing_left(client)
+        with no_leaks(client):
+            yield client
+            client.wait_for_workers(3, timeout=60)
+            client.run(remove_faults)
+            assert_nothing_left(client)

@@ -1,0 +1,69 @@
+"""What worker processes hold before and after a test: files, listening sockets, threads, children.
+
+Left out is what Dask and Zarr hold more or less of as they like: connections, and the threads that they name. Of the
+tests' own process, which is that of some clusters too, only our threads are looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+from distributed import Client
+
+# Dask's pools grow when they are used; a plugin has one engine thread, from its first run on.
+THREADS = re.compile("Dask|IO loop|TCP-Executor|asyncio_|AsyncProcess|Profile|QueueFeeder|zarr_io|distmm-engine")
+
+
+def held() -> dict[str, list[str]]:
+    """Return what this process holds of each kind."""
+    files = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            files.append(os.readlink(f"/proc/self/fd/{number}"))
+    process = psutil.Process()
+    return {
+        "files": [name for name in files if not name.startswith(("socket:", "anon_inode:"))],
+        "listeners": [str(each.laddr) for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN],
+        "threads": [thread.name for thread in threading.enumerate() if not THREADS.search(thread.name)],
+        "children": [str(child.pid) for child in process.children()],
+    }
+
+
+def held_by(client: Client) -> dict[int, dict[str, list[str]]]:
+    """Return the same for the processes of all workers and of the scheduler, by their numbers."""
+    found = dict(client.run(_numbered).values())
+    found |= dict([client.run_on_scheduler(_numbered)])
+    if os.getpid() in found:
+        threads = found[os.getpid()]["threads"]
+        found[os.getpid()] = {"threads": [name for name in threads if name.startswith("distmm")]}
+    return found
+
+
+def _numbered() -> tuple[int, dict[str, list[str]]]:
+    return os.getpid(), held()
+
+
+@contextlib.contextmanager
+def no_leaks(client: Client, timeout: float = 10.0) -> Iterator[None]:
+    """Compare what the processes that live on hold before and after."""
+    before = held_by(client)
+    yield
+    deadline = time.monotonic() + timeout
+    while True:
+        after = held_by(client)
+        more = [
+            f"process {number} held {kind} {had}, now {after[number][kind]}"
+            for number in before.keys() & after.keys()
+            for kind, had in before[number].items()
+            if len(after[number][kind]) > len(had)
+        ]
+        if not more:
+            return
+        assert time.monotonic() < deadline, "; ".join(more)
+        time.sleep(0.1)
