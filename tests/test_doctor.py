@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
+import dask
 import pytest
 from click.testing import CliRunner
 from distributed import Client
@@ -20,7 +21,7 @@ from dask_distmm import __version__, doctor
 from dask_distmm.cli import main
 from dask_distmm.doctor import facts
 from dask_distmm.doctor.findings import HERE, Report, differing
-from dask_distmm.engines.base import ENGINES
+from dask_distmm.engines.base import ENGINES, ON_REQUEST
 
 VERSIONS = dict.fromkeys(facts.DISTRIBUTIONS, "1.2.3") | {"python": "3.12.1", "dask_distmm": "0.1.0"}
 LIBRARIES = {"cublasmp": "1000", "nccl": "2.30.7", "nvmath": "1.0.0"}
@@ -215,6 +216,21 @@ def test_broken_libraries_take_no_other_answer_with_them(monkeypatch: pytest.Mon
     report = Report({HERE: found}, {"versions": facts.versions()}, None, "", "auto", tuple(ENGINES))
     assert report.status == 2
     assert "dask_distmm can't be imported: SystemError" in " ".join(doctor.text(report).split())
+
+
+def test_one_cause_is_said_once() -> None:
+    missing = {
+        name: {"error": f"EngineError: engine {name!r} can't be imported: no cupy"} for name in ("peer", "cublasmp")
+    }
+    report = _cluster({"tcp://0": cpu_worker(engines=missing | {"numpy": {}})})
+    assert report.reason == "peer and cublasmp can't run: no cupy"
+
+
+def test_engines_on_request_are_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``auto`` does not take is no part of the answer, but where it is asked for."""
+    assert set(doctor.examine(None).engines) == set(ENGINES) - set(ON_REQUEST)
+    with dask.config.set({"distmm.engine": "peer"}):
+        assert "peer" in doctor.examine(None).engines
 
 
 class Nvml(types.ModuleType):

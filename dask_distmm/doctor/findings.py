@@ -61,7 +61,7 @@ class Report:
     wanted
         The engine that is asked for, by the config ``distmm.engine``; ``"auto"`` for none.
     engines
-        Names of all engines, those that are taken first first.
+        Names of the engines that may be taken, those that are taken first first.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -99,7 +99,11 @@ class Report:
         better = self.engines[: self.engines.index(name)]
         if not better:
             return "the first choice, and it can run"
-        return "; ".join(f"{other} can't run: {_why_not(self, other)}" for other in better)
+        causes: dict[str, list[str]] = {}
+        for other in better:
+            cause = _why_not(self, other).removeprefix("EngineError: ").removeprefix(f"engine {other!r} ")
+            causes.setdefault(cause.removeprefix("can't be imported: "), []).append(other)
+        return "; ".join(f"{' and '.join(others)} can't run: {cause}" for cause, others in causes.items())
 
     @property
     def findings(self) -> list[Finding]:
