@@ -18,6 +18,7 @@ from distributed import Client
 
 # Dask's pools grow when they are used; a plugin has one engine thread, from its first run on.
 THREADS = re.compile("Dask|IO loop|TCP-Executor|asyncio_|AsyncProcess|Profile|QueueFeeder|zarr_io|distmm-engine")
+OURS = ("distmm-pinned", "distmm-progress")
 
 
 def held() -> dict[str, list[str]]:
@@ -37,15 +38,13 @@ def held() -> dict[str, list[str]]:
 
 def held_by(client: Client) -> dict[int, dict[str, list[str]]]:
     """Return the same for the processes of all workers and of the scheduler, by their numbers."""
-    found = dict(client.run(_numbered).values())
-    found |= dict([client.run_on_scheduler(_numbered)])
-    if os.getpid() in found:
-        threads = found[os.getpid()]["threads"]
-        found[os.getpid()] = {"threads": [name for name in threads if name.startswith("distmm")]}
-    return found
+    found = dict(client.run(_numbered, os.getpid()).values())
+    return found | dict([client.run_on_scheduler(_numbered, os.getpid())])
 
 
-def _numbered() -> tuple[int, dict[str, list[str]]]:
+def _numbered(tests: int) -> tuple[int, dict[str, list[str]]]:
+    if os.getpid() == tests:
+        return tests, {"threads": [thread.name for thread in threading.enumerate() if thread.name.startswith(OURS)]}
     return os.getpid(), held()
 
 
