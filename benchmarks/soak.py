@@ -60,18 +60,6 @@ def resources() -> dict[str, int]:
     return found
 
 
-def on_device(chunk: Any) -> Any:
-    """Return a chunk as an array of the worker's GPU."""
-    import cupy
-
-    return cupy.asarray(chunk)
-
-
-def on_host(chunk: Any) -> Any:
-    """Return a chunk as an array of the host."""
-    return chunk.get()
-
-
 def everywhere(client: Client) -> dict[str, dict[str, int]]:
     """Return `resources` of the scheduler (this process) and of all workers."""
     return {"scheduler": client.run_on_scheduler(resources), **client.run(resources)}
@@ -95,7 +83,7 @@ def soak(client: Client, runs: int, failures: int, gpus: bool = False) -> dict[s
 
     def lazy(x: np.ndarray[Any, Any], chunks: int) -> da.Array:
         found = da.from_array(x, chunks=chunks)
-        return found.map_blocks(on_device, meta=on_device(found._meta)) if gpus else found
+        return found.to_backend("cupy") if gpus else found
 
     workers = sorted(client.scheduler_info()["workers"])
     failing = {int(x) for x in np.linspace(runs / 5, runs - 1, failures)}
@@ -104,7 +92,7 @@ def soak(client: Client, runs: int, failures: int, gpus: bool = False) -> dict[s
     for number, method in zip(range(runs), itertools.cycle(_METHODS), strict=False):
         a, b = rng.standard_normal((96, 80)), rng.standard_normal((80, 112))
         d = matmul(lazy(a, 32), lazy(b, 40), method=method)
-        d = d.map_blocks(on_host, meta=np.empty((0, 0))) if gpus else d
+        d = d.to_backend("numpy") if gpus else d
         if number in failing:
             point, action = [("vote", "memory"), ("execute", "error")][failed % 2]
             client.run(inject, point, action, workers=[workers[failed % len(workers)]])

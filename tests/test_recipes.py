@@ -84,11 +84,12 @@ def test_mpi(tmp_path):
     assert "right on 4 workers" in printed
 
 
-def test_kubernetes(tmp_path):
+def test_kubernetes(tmp_path, monkeypatch):
     """The commands and environment that the operator would give to pods, in network namespaces."""
     pytest.importorskip("dask_kubernetes")
     if hosts.why_not():
         pytest.skip(hosts.why_not())
+    monkeypatch.syspath_prepend(EXAMPLES)
     example = load(EXAMPLES / "on_kubernetes.py")
     spec = example.resource("image", workers=2)["spec"]
     assert spec["worker"]["replicas"] == 2

@@ -275,11 +275,11 @@ def _check_paths(client: Client, paths: Sequence[str], mode: int) -> None:
 # How far it is
 
 
-def _bar(label: str, length: int) -> Any:
-    """Return a progress bar on standard error; nothing is shown where that is no terminal."""
+def _bar(length: int) -> Any:
+    """Return a progress bar of what is written on standard error; nothing is shown where that is no terminal."""
     progressbar: Any = click.progressbar
     file = sys.stderr if sys.stderr.isatty() else io.StringIO()
-    return progressbar(length=length, label=f"{label:<12}", file=file, show_eta=False)
+    return progressbar(length=length, label=f"{'Writing':<12}", file=file, show_eta=False)
 
 
 def _computed(client: Client, results: Sequence[da.Array]) -> list[da.Array]:
@@ -319,7 +319,7 @@ def _write(client: Client, array: da.Array, path: Path, place: Place) -> None:
     by_key = {future.key: future for future in futures_of(array)}
     parts = [(region, by_key[array.name, *number]) for number, region in _regions(array).items()]
     sizes = [axis[0] for axis in array.chunks]
-    with _bar("Writing", len(parts)) as bar:
+    with _bar(len(parts)) as bar:
         if place.kind == "zarr":
             target = make_zarr(path, place, array.shape, sizes, array.dtype)
             with _stopped(client):

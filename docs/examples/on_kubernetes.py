@@ -10,11 +10,9 @@ import argparse
 import json
 from typing import Any
 
-import dask.array as da
 from dask_kubernetes.operator import KubeCluster, make_cluster_spec
 from distributed import Client
-
-import dask_distmm
+from product import multiply
 
 # Dask reads these as configuration; they are for the scheduler and for the workers.
 PRELOAD = {
@@ -38,21 +36,6 @@ def resource(image: str, workers: int, name: str = "distmm") -> dict[str, Any]:
     # dask-kubernetes 2026.3 starts "dask-scheduler", which Dask no longer has.
     made["spec"]["scheduler"]["spec"]["containers"][0]["args"] = ["dask", "scheduler", "--host", "0.0.0.0"]
     return made
-
-
-def multiply(client: Client, workers: int) -> None:
-    """Multiply, and check."""
-    # The plan is made for the workers that are there when the run begins: wait for all of them.
-    client.wait_for_workers(workers, timeout=300)
-    with dask_distmm.enabled():
-        a = da.random.default_rng().standard_normal((3000, 2000), chunks=1000).persist()
-        b = da.random.default_rng().standard_normal((2000, 3000), chunks=1000).persist()
-        print(dask_distmm.explain(a, b))
-        c = (a @ b).persist()
-    x = da.ones((3000, 1), chunks=1000)
-    off = abs(c.dot(x) - a.dot(b.dot(x))).max().compute()
-    assert off < 1e-8, off
-    print(f"right on {workers} workers, off by {off:.1e} at most")
 
 
 def main() -> None:

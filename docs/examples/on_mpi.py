@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-import dask.array as da
 from dask_mpi import initialize
 from distributed import Client
-
-import dask_distmm
+from product import multiply
 
 
 def main() -> None:
@@ -31,17 +29,8 @@ def main() -> None:
     )
     from mpi4py import MPI
 
-    with Client() as client, dask_distmm.enabled():
-        workers = MPI.COMM_WORLD.Get_size() - 2
-        client.wait_for_workers(workers, timeout=120)
-        a = da.random.default_rng().standard_normal((3000, 2000), chunks=1000).persist()
-        b = da.random.default_rng().standard_normal((2000, 3000), chunks=1000).persist()
-        print(dask_distmm.explain(a, b))
-        c = (a @ b).persist()
-        x = da.ones((3000, 1), chunks=1000)
-        off = abs(c.dot(x) - a.dot(b.dot(x))).max().compute()
-        assert off < 1e-8, off
-        print(f"right on {workers} workers, off by {off:.1e} at most")
+    with Client() as client:
+        multiply(client, MPI.COMM_WORLD.Get_size() - 2)
 
 
 if __name__ == "__main__":

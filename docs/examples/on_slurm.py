@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-import dask.array as da
 from dask_jobqueue import SLURMCluster
 from distributed import Client
-
-import dask_distmm
+from product import multiply
 
 
 def main() -> None:
@@ -34,18 +32,9 @@ def main() -> None:
         interface=options.interface,
         worker_extra_args=["--preload", "dask_distmm"],
     )
-    with cluster, Client(cluster) as client, dask_distmm.enabled():
+    with cluster, Client(cluster) as client:
         cluster.scale(jobs=options.jobs)
-        # The plan is made for the workers that are there when the run begins: wait for all of them.
-        client.wait_for_workers(options.jobs * options.processes, timeout=300)
-        a = da.random.default_rng().standard_normal((3000, 2000), chunks=1000).persist()
-        b = da.random.default_rng().standard_normal((2000, 3000), chunks=1000).persist()
-        print(dask_distmm.explain(a, b))
-        c = (a @ b).persist()
-        x = da.ones((3000, 1), chunks=1000)
-        off = abs(c.dot(x) - a.dot(b.dot(x))).max().compute()
-        assert off < 1e-8, off
-        print(f"right on {len(client.scheduler_info(n_workers=-1)['workers'])} workers, off by {off:.1e} at most")
+        multiply(client, options.jobs * options.processes)
 
 
 if __name__ == "__main__":
