@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import pickle
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-from distributed.protocol import dask_serialize
-
-from dask_distmm.dtypes import FP8, carried, typed
+from dask_distmm.dtypes import carried, typed
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 
-__all__ = ["Staged", "array_kind", "check_chunks", "let_e5m2_travel", "order_of", "stage"]
+__all__ = ["Staged", "array_kind", "check_chunks", "order_of", "stage"]
 
 
 class Staged(NamedTuple):
@@ -82,21 +77,3 @@ def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, A
             )
         checked[operand, index] = chunk
     return checked
-
-
-@functools.cache
-def let_e5m2_travel() -> None:
-    """Let this process send NumPy arrays of float8_e5m2.
-
-    distributed names their type ``"<f1"``, which NumPy does not know, so they can't be read at the other end. Types
-    of ml_dtypes that call themselves void, as all others of 8 bits do, are pickled; here this one is too.
-    """
-    serialize, e5m2 = dask_serialize.dispatch(np.ndarray), FP8["float8_e5m2"]
-
-    def serialize_array(x: Any, context: Any = None) -> tuple[dict[str, Any], list[Any]]:
-        if x.dtype != e5m2:
-            return serialize(x, context=context)  # type: ignore[no-any-return]
-        header, frames = serialize(x.view(np.uint8), context=context)
-        return header | {"dtype": (1, pickle.dumps(e5m2))}, frames
-
-    dask_serialize.register(np.ndarray)(serialize_array)

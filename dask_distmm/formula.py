@@ -12,7 +12,7 @@ from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from distributed.protocol.pickle import dumps
 
-from dask_distmm.chunks import array_kind, let_e5m2_travel
+from dask_distmm.chunks import array_kind
 from dask_distmm.collections import as_array, reducible
 from dask_distmm.dtypes import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype, supported
 from dask_distmm.epilog import Finish, elementwise, reductions
@@ -24,6 +24,7 @@ from dask_distmm.narrow import stored
 from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Problem
 from dask_distmm.quantize import scaled, widened
+from dask_distmm.travel import let_types_travel
 from dask_distmm.views import under
 
 __all__ = ["apply_op", "operand_sum", "output_meta", "parse", "result", "unfit", "why_not", "without_a_run"]
@@ -249,9 +250,8 @@ def without_a_run(
 
 
 def _stored(x: Any, to: str) -> Any:
-    cupy = array_kind(x) == "cupy"
-    if not cupy:
-        let_e5m2_travel()
+    let_types_travel()
+    if array_kind(x) != "cupy":
         return stored(np, x, to, fp8_bytes=False)
     import cupy as cp
 

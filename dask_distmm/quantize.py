@@ -24,12 +24,13 @@ import ml_dtypes
 import numpy as np
 from dask.array.utils import meta_from_array
 
-from dask_distmm.chunks import array_kind, let_e5m2_travel
+from dask_distmm.chunks import array_kind
 from dask_distmm.collections import as_array
 from dask_distmm.dtypes import FP8, Types, carried, type_name
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError
 from dask_distmm.narrow import decode, largest, saturated, stored
+from dask_distmm.travel import let_types_travel
 
 __all__ = ["BlockScaled", "dequantize", "operands", "quantize", "scaled", "widened"]
 
@@ -283,8 +284,7 @@ def _scale_from(amax: Any, top: float) -> Any:
 
 def _quantized(x: Any, scale: Any, to: str) -> Any:
     cupy = array_kind(x) == "cupy"
-    if not cupy:
-        let_e5m2_travel()
+    let_types_travel()
     with np.errstate(all="ignore"):
         return stored(_module(x), x / _module(x).asarray(scale, np.float32), to, fp8_bytes=cupy)
 

@@ -24,11 +24,12 @@ import numpy as np
 from dask.array.utils import meta_from_array
 
 from dask_distmm import formula
-from dask_distmm.chunks import array_kind, let_e5m2_travel
+from dask_distmm.chunks import array_kind
 from dask_distmm.dtypes import FP8, Types, carried, dtype_from_name, operand_dtype, sum_dtype, typed
 from dask_distmm.epilog import Finish, finish
 from dask_distmm.narrow import decode, stored
 from dask_distmm.plan.batches import Sizes
+from dask_distmm.travel import let_types_travel
 
 __all__ = ["Product", "by_items", "by_runs", "item", "multiply", "shared"]
 
@@ -117,8 +118,7 @@ def multiply(
     if any(array_kind(array) == "cupy" for array in arrays):
         xp = importlib.import_module("cupy")
         arrays = [array if array_kind(array) == "cupy" else xp.asarray(array) for array in arrays]
-    else:
-        let_e5m2_travel()
+    let_types_travel()
     dtype = dtype_from_name(dtypes[0])
     operand = operand_dtype(*map(dtype_from_name, dtypes[1:3]))
     inner = sum_dtype(operand, dtype, max(1, arrays[0].shape[-1]))

@@ -33,7 +33,7 @@ from distributed.utils import sync
 from numpy.typing import NDArray
 
 from dask_distmm._version import __version__
-from dask_distmm.chunks import Staged, check_chunks, let_e5m2_travel, order_of, stage
+from dask_distmm.chunks import Staged, check_chunks, order_of, stage
 from dask_distmm.comms.dask import DaskComm, address_of
 from dask_distmm.config import parsed
 from dask_distmm.engines.base import ENGINES, Job, get_engine, log
@@ -44,6 +44,7 @@ from dask_distmm.keys import parse_stage_key
 from dask_distmm.plan import Plan
 from dask_distmm.replicas import ReplicaStore
 from dask_distmm.run import summarize
+from dask_distmm.travel import let_types_travel
 
 __all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
 
@@ -94,7 +95,7 @@ class WorkerSide:
         self._dask_dump = worker.handlers.get("dump_state")
         if self._dask_dump:
             self.handlers["dump_state"] = self.dump_state
-        let_e5m2_travel()
+        let_types_travel()
         worker.handlers.update(self.handlers)
         worker.stream_handlers.update(self.stream_handlers)
 
@@ -423,6 +424,7 @@ def _describe() -> dict[str, Any]:
             links[name] = [device, list(reach)]
         except EngineError as error:
             engines[name] = {"error": str(error)}
+    let_types_travel()  # of CuPy's too, now that it is here if it ever will
     known = {"engines": engines, "memory": memory, "links": links, "host": platform.node()}
     return {"status": "OK", "version": __version__, **known}
 

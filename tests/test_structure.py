@@ -35,7 +35,7 @@ ORDER = [
     ["roster"],
     ["diagnostics"],
     ["run", "groups", "history"],
-    ["chunks"],
+    ["chunks", "travel"],
     ["engines"],
     ["comms"],
     ["plan"],

@@ -89,12 +89,12 @@ def beside(offers: Sequence[Any], n: int, dtype: str, copying: bool, begin: floa
     """Return TFLOP/s of GEMMs on this GPU, with or without pulls on another stream."""
     import cupy
 
-    from dask_distmm.dtypes import dtype_from_name
+    from benchmarks.gpu.matrices import make_chunk
     from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, multiply
     from dask_distmm.engines.offers import Allocation
 
     kind = Kinds(dtype, dtype, dtype)
-    a, b, d = (cupy.zeros((n, n), dtype_from_name(dtype)) for _ in range(3))
+    a, b, d = (make_chunk((n, n), dtype, seed) for seed in range(3))
     me = [process for process, _, _ in offers].index(_KEPT["exporter"].process)
     process, allocation, offset = offers[(me + 1) % len(offers)]
     source = _KEPT["mappings"].open(process, Allocation(*allocation)) + offset

@@ -293,7 +293,9 @@ def install(monkeypatch, shares_memory=True, memory=None):
         runtime=runtime,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         get_elapsed_time=lambda first, last: 0.5,
-        Device=lambda: types.SimpleNamespace(compute_capability=world.compute_capability),
+        Device=lambda: types.SimpleNamespace(
+            compute_capability=world.compute_capability, use=lambda: memory is None or memory.make_current()
+        ),
         alloc=lambda size: Pointer(np.empty(size, np.uint8).__array_interface__["data"][0]),
     )
     module(

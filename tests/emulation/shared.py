@@ -37,7 +37,7 @@ class Arena:
         with open(os.path.join(folder, self.name), "wb") as file:
             file.truncate(size)
         self.mapping, self.address = open_mapping(folder, self.name)
-        self.used = 0
+        self.used, self.freed = 0, False
 
 
 def open_mapping(folder, name):
@@ -48,16 +48,17 @@ def open_mapping(folder, name):
 
 
 class Block:
-    """What one array lies in; poisoned when no array is left."""
+    """What one array lies in; poisoned when no array is left. One that is all of an arena frees it then."""
 
-    def __init__(self, arena, address, size):
+    def __init__(self, arena, address, size, alone=False):
         self.arena = arena
         self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (size,), "typestr": "|u1"}
-        weakref.finalize(self, _poison, arena, address, size)
+        weakref.finalize(self, _poison, arena, address, size, alone)
 
 
-def _poison(arena, address, size):
+def _poison(arena, address, size, alone):
     ctypes.memset(address, 0xFF, size)
+    arena.freed = alone
 
 
 class Memory:
@@ -102,7 +103,7 @@ class Memory:
                 arena = fitting[-1]
             address = arena.address + arena.used
             arena.used = min(arena.size, arena.used + -(-size // _ALIGNED) * _ALIGNED)
-        return Block(arena, address, size)
+        return Block(arena, address, size, alone)
 
     def array(self, kind, shape, dtype, order="C", block=None):
         """Return a poisoned array of this process' memory."""
@@ -113,10 +114,14 @@ class Memory:
         raw[...] = 0xFF
         return raw.view(dtype).reshape(shape, order=order).view(kind)
 
+    def make_current(self):
+        """Give this thread a context, which the driver asks for, and the runtime does not."""
+        self.local.current = True
+
     def owner_of(self, pointer):
         with self.lock:
             for arena in self.arenas:
-                if arena.address <= pointer < arena.address + arena.size:
+                if arena.address <= pointer < arena.address + arena.size and not arena.freed:
                     return arena
         return None
 
@@ -137,6 +142,8 @@ class Memory:
             setattr(CUpointer_attribute, name, value)
 
         def get_attribute(attribute, pointer):
+            if not getattr(self.local, "current", False):
+                return 201, None
             arena = self.owner_of(pointer)
             if arena is None or arena.owner != self.process:
                 return 1, None

@@ -244,6 +244,9 @@ def test_who_can_reach_whom_is_told(make_peers, monkeypatch):
     assert engine.links() == ("0000:01:00.0", ("0000:03:00.0",))
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.0")
     assert engine.versions() == {"cuda": "13000", "nvmath": "1.0"}
+    # An allocator whose memory can't be exported is no reason: results are put elsewhere.
+    world.memory.not_exportable.add(world.memory.process)
+    assert engine.versions() == {"cuda": "13000", "nvmath": "1.0"}
     world.devices = []
     with pytest.raises(EngineError, match="no NVIDIA GPU is visible"):
         engine.versions()

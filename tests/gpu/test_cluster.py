@@ -65,12 +65,15 @@ def test_too_narrow_types_go_to_dask(clusters):
 def test_pools_and_spilling(start, pool):
     """With 4 MB a GPU most chunks of A, B and D are spilled at any time."""
     with start(2, **{"protocol": "tcp"} | pool):
-        a, b = random((1024, 384)), random((384, 1024))
-        x, y = on_gpus(a, 128).persist(), on_gpus(b, 128).persist()
-        for method in ("allgather", "reducescatter"):
-            d = dask_distmm.matmul(x, y, method=method).persist()
-            assert_product(a, b, d.compute().get())
-            del d
+        for dtype in ("float64", "bfloat16"):
+            a, b = random((1024, 384), dtype), random((384, 1024), dtype)
+            x, y = on_gpus(a, 128).persist(), on_gpus(b, 128).persist()
+            for method in ("allgather", "reducescatter"):
+                d = dask_distmm.matmul(x, y, method=method).persist()
+                found = d.compute().get()
+                assert found.dtype == dtype
+                assert_product(a, b, found)
+                del d
 
 
 @pytest.mark.engines("cublasmp")

@@ -63,7 +63,8 @@ class PeerEngine:
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""
         check_gpu()
-        if self.exporter.find(self.exporter.empty((1,), np.dtype(np.uint8)).data.ptr) is None:
+        some = self.exporter.empty((1,), np.dtype(np.uint8))
+        if self.exporter.find(some.data.ptr) is None:
             raise EngineError("CUDA does not let other processes map memory of this GPU (cudaIpcGetMemHandle)")
         return {
             "cuda": str(cp.cuda.runtime.runtimeGetVersion()),

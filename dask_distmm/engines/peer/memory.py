@@ -82,6 +82,8 @@ class Exporter:
 
 
 def _attribute(name: Any, pointer: int) -> int | None:
+    # The driver answers only threads that have a context, and those that took pooled memory alone have none yet.
+    cp.cuda.Device().use()
     error, value = driver.cuPointerGetAttribute(name, pointer)
     return None if int(error) else int(value)
 
