@@ -16,7 +16,7 @@ from dask_distmm.dtypes import carried
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
-from dask_distmm.plan.pulls import blocks, sums_in, walks
+from dask_distmm.plan.pulls import blocks, lent, sums_in, walks
 from dask_distmm.plan.reach import reaches
 
 __all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Offer", "Place", "read_offers"]
@@ -178,14 +178,13 @@ def _check(offer: Offer, plan: Plan, index: int, sums: int) -> None:
     problem = plan.problem
     needed: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
     kinds = dict(zip("ab", problem.matrix_types, strict=True))
+    read = lent(plan, index)
     for operand, name in enumerate(problem.operands):
-        where, sizes = plan.where[name], problem.chunks_of(name)
+        sizes = problem.chunks_of(name)
         size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize
-        assert where is not None
-        for number in np.flatnonzero(where == index).tolist():
+        for number in np.flatnonzero(read[name]).tolist():
             i, j = divmod(number, len(sizes[1]))
-            if sizes[0][i] and sizes[1][j]:
-                needed[operand, number] = (sizes[0][i], sizes[1][j]), size
+            needed[operand, number] = (sizes[0][i], sizes[1][j]), size
     for key, (shape, size) in needed.items():
         if key not in offer.places:
             raise ValueError(f"chunk {key[1]} of {problem.operands[key[0]].upper()} is not in it")

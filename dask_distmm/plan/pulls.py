@@ -34,7 +34,7 @@ from dask_distmm.plan.memory import chunk_bytes, spread
 from dask_distmm.plan.plan import EVERYWHERE, Estimate, Plan, Rect
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["PANELS", "Walk", "blocks", "estimate", "in_place", "project", "step_of", "sums_in", "walks"]
+__all__ = ["PANELS", "Walk", "blocks", "estimate", "in_place", "lent", "project", "step_of", "sums_in", "walks"]
 
 # Buffers for panels: one is multiplied, the others fill.
 PANELS = 3
@@ -217,6 +217,31 @@ def in_place(plan: Plan, rank: int) -> set[Rect]:
     return set() if plan.grid[2] > 1 or plan.problem.fp8 else set(blocks(plan, rank))
 
 
+def lent(plan: Plan, me: int) -> dict[str, NDArray[np.bool_]]:
+    """Return for each operand which of a participant's chunks others read, in C order."""
+    problem, found = plan.problem, {}
+    for name in problem.operands:
+        where, sizes = plan.where[name], problem.chunks_of(name)
+        needed = np.zeros((len(sizes[0]), len(sizes[1])), bool)
+        # Which chunks of D each rank has is not looked at: what the formula reads may be anybody's.
+        needed |= name not in ("a", "b")
+        for rank, index in enumerate(plan.ranks):
+            if index != me and name in ("a", "b"):
+                (r0, r1, c0, c1), depth = plan.region(rank), plan.k_range(rank)
+                part = ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
+                rows, cols = (_touched(axis, *cut) for axis, cut in zip(sizes, part, strict=True))
+                needed |= np.logical_and.outer(rows, cols)
+        found[name] = needed.ravel() & (np.asarray(where) == me) & (chunk_bytes(problem, name) > 0)
+    return found
+
+
+def _touched(sizes: Sequence[int], start: int, stop: int) -> NDArray[np.bool_]:
+    """Whether each chunk along an axis overlaps a part of the axis."""
+    ends: NDArray[np.int64] = np.cumsum(sizes)
+    found: NDArray[np.bool_] = (ends > start) & (ends - np.asarray(sizes) < stop)
+    return found
+
+
 def project(plan: Plan) -> dict[str, int]:
     """Return the projected bytes of device memory that a run holds at its peak, for each participant.
 
@@ -230,6 +255,14 @@ def project(plan: Plan) -> dict[str, int]:
         converted = sizes // held * given if given != held else 0 * sizes
         sizes = converted if operand == "b" and problem.same else sizes + converted
         total += spread(plan, operand, sizes)
+    if all(where is not None for where in plan.where.values()):
+        for index, worker in enumerate(plan.participants):
+            if worker.address.startswith("ucx"):
+                # What others read is copied into memory that UCX does not map: see the engine's `memory`.
+                total[index] += sum(
+                    float(chunk_bytes(problem, name)[mine].sum()) / problem.itemsize(name) * given
+                    for (name, mine), given in zip(lent(plan, index).items(), _given(problem), strict=False)
+                )
     # Where these lie is not looked at; each rank has copies of the parts that its chunks need.
     total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
     found = walks(plan)

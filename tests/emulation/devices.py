@@ -44,7 +44,7 @@ class ndarray(np.ndarray):  # noqa: N801 - as CuPy's
     __module__ = "cupy"
 
     def __new__(cls, shape, dtype=float, memptr=None, order="C"):
-        return _shared.array(cls, shape, dtype, order, memptr.mem.block)
+        return _shared.array(cls, shape, dtype, order, memptr.block)
 
     @property
     def data(self):
@@ -207,16 +207,17 @@ class World:
             self.open[kind] -= 1
 
 
-class PlainMemory:
-    """An allocation past the pool."""
+class MemoryPool:
+    """A pool of allocations that can be exported, and that keeps nothing: each array has its own."""
 
-    def __init__(self, size):
-        self.block = _shared.allocate(size, exportable=True, alone=True)
+    def malloc(self, size):
+        return types.SimpleNamespace(block=_shared.allocate(size, exportable=True, alone=True))
 
+    def free_bytes(self):
+        return 0
 
-class MemoryPointer:
-    def __init__(self, mem, offset):
-        self.mem = mem
+    def free_all_blocks(self):
+        pass
 
 
 def _lazy(memory):
@@ -288,8 +289,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
     cuda = types.SimpleNamespace(
         Stream=stream_type,
         Event=event_type,
-        Memory=PlainMemory,
-        MemoryPointer=MemoryPointer,
+        MemoryPool=MemoryPool,
         runtime=runtime,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         get_elapsed_time=lambda first, last: 0.5,

@@ -114,6 +114,11 @@ class Memory:
         raw[...] = 0xFF
         return raw.view(dtype).reshape(shape, order=order).view(kind)
 
+    @property
+    def pooled(self):
+        """Names of allocations that are cut into several arrays."""
+        return {arena.name for arena in self.arenas if arena.size == _ARENA_BYTES}
+
     def make_current(self):
         """Give this thread a context, which the driver asks for, and the runtime does not."""
         self.local.current = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import types
 import weakref
 
 import dask
@@ -93,6 +94,42 @@ def test_memory_that_can_not_be_exported_is_copied_once(make_peers, method):
     ranks, world = make_peers()
     world.memory.not_exportable.update(["w0", "w2"])
     conformance(ranks, method, 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_that_ucx_maps_is_not_mapped(make_peers, monkeypatch, method):
+    """The driver lets one library of a process map an allocation; UCX may have those that chunks lie in."""
+    ranks, world = make_peers()
+    module, runtime = sys.modules["dask_distmm.engines.peer.memory"], sys.modules["cupy"].cuda.runtime
+    monkeypatch.setattr(module, "maps_for_itself", lambda address: address in ("w0", "w2"))
+    real = runtime.ipcOpenMemHandle
+
+    def open_handle(handle):
+        if handle[:2] in (b"w0", b"w2") and handle.rstrip(b"\0").decode() in world.memory.pooled:
+            raise runtime.CUDARuntimeError("cudaErrorAlreadyMapped: resource already mapped")
+        return real(handle)
+
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", open_handle)
+    conformance(ranks, method, 3)
+    conformance(ranks, method, 3, "float16", own_out_chunks=True)
+
+
+@pytest.mark.parametrize(
+    ("address", "transports", "maps"),
+    [
+        ("tcp://127.0.0.1:1", "all", False),
+        ("ucx://127.0.0.1:1", "all", True),
+        ("ucx://127.0.0.1:1", "tcp,cuda_copy,cuda_ipc", True),
+        ("ucx://127.0.0.1:1", "tcp,cuda_copy", False),
+        ("ucx://127.0.0.1:1", "^cuda_ipc", False),
+        ("ucx://127.0.0.1:1", "^ib", True),
+        ("ucx://127.0.0.1:1", None, True),
+    ],
+)
+def test_what_ucx_may_map(peer_engine, monkeypatch, address, transports, maps):
+    config = {} if transports is None else {"TLS": transports}
+    monkeypatch.setitem(sys.modules, "ucxx", types.SimpleNamespace(get_config=lambda: config))
+    assert sys.modules["dask_distmm.engines.peer.memory"].maps_for_itself(address) is maps
 
 
 @pytest.mark.parametrize("method", ["local", "allgather", "reducescatter"])

@@ -99,8 +99,9 @@ class PeerEngine:
         return PeerJob(plan, me, chunks, comm, progress, ready, self)
 
     def release(self, group: int) -> None:
-        """Unmap what the ranks of a group have read of each other, if no other group does."""
+        """Unmap what the ranks of a group have read of each other, if no other group does; free what is kept."""
         self.mappings.release(group)
+        self.exporter.free()
 
     def abandon(self, group: int) -> None:
         """Do the same: nothing here is shared that takes two to free."""

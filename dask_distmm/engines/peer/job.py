@@ -39,7 +39,7 @@ from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import EVERYWHERE, Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import PANELS, step_of, sums_in, walks
+from dask_distmm.plan.pulls import PANELS, lent, step_of, sums_in, walks
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer import PeerEngine
@@ -80,6 +80,7 @@ class PeerJob:
         self.plan, self.me, self.comm, self.progress, self.engine = plan, me, comm, progress, engine
         self.chunks: dict[ChunkKey, Any] = dict(chunks)
         self.rank = plan.ranks.index(me) if me in plan.ranks else None
+        self._address = plan.participants[me].address
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
         self.offer: Any = None
@@ -110,6 +111,7 @@ class PeerJob:
         if problem.fp8:
             check_fp8()
         self._kinds.compute_type  # noqa: B018 - the library must have it
+        self.engine.exporter.begin(self._address, problem.options.keep_workspace_bytes)
         self._staged = DeviceChunks(problem, self.chunks)
         self.chunks = self._staged.arrays
         self._sources.chunks = self.chunks
@@ -188,25 +190,27 @@ class PeerJob:
         """Tell where the chunks are, and the blocks of D that others need; what can't be told is copied once."""
         plan, exporter = self.plan, self.engine.exporter
         offer = Offer(exporter.process)
-        told = [
-            ((number, index), self.chunks[name, index])
-            for number, name in enumerate(plan.problem.operands)
-            for index in np.flatnonzero(plan.where[name] == self.me).tolist()
-        ]
-        if self.rank is not None:
-            told += [((BLOCKS, number), array) for number, array in self._result.shared()]
-        for key, array in told:
-            if not array.size:
-                continue
-            allocation, held = exporter.find(array.data.ptr), array
-            if allocation is None:
-                held = exporter.empty(array.shape, array.dtype, "C" if array.strides[0] >= array.strides[1] else "F")
-                with self._stream:
-                    held[...] = array
-                self._sources.kept.append(held)
-                allocation = exporter.find(held.data.ptr)
+        read, copies = lent(plan, self.me), dict[int, Any]()
+        for number, name in enumerate(plan.problem.operands):
+            for index in np.flatnonzero(read[name]).tolist():
+                held = array = self.chunks[name, index]
+                allocation = None if exporter.apart else exporter.find(array.data.ptr)
+                if allocation is None:
+                    if id(array) not in copies:  # A and B may be the same
+                        order = "C" if array.strides[0] >= array.strides[1] else "F"
+                        copies[id(array)] = exporter.empty(array.shape, array.dtype, order)
+                        with self._stream:
+                            copies[id(array)][...] = array
+                    held = copies[id(array)]
+                    allocation = exporter.find(held.data.ptr)
                 assert allocation is not None
-            offer.add(*key, allocation, span_of(held))
+                offer.add(number, index, allocation, span_of(held))
+        self._sources.kept += copies.values()
+        for number, array in self._result.shared() if self.rank is not None else ():
+            if array.size:
+                allocation = exporter.find(array.data.ptr)
+                assert allocation is not None
+                offer.add(BLOCKS, number, allocation, span_of(array))
         if self.rank is not None:
             pointer = int(self._result.flags.data.ptr)
             allocation = exporter.find(pointer)

@@ -5,11 +5,17 @@ pool. So an array is told as the handle of its allocation, an offset and strides
 that has it and by its buffer id, which no later allocation of that process gets, even at the same address.
 
 What is mapped stays mapped for later runs, until the exporter no longer lists the allocation as alive, or has left.
+
+UCX, where workers talk over it, maps allocations out of which it is asked to send, for as long as they exist; and the
+driver lets only one of a process' libraries map an allocation (https://github.com/openucx/ucx/issues/3192). Neither can
+know what the other one has. So with UCX others get copies, in memory that is never sent.
 """
 
 from __future__ import annotations
 
 import collections
+import importlib
+import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +28,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.engines.offers import Allocation
 from dask_distmm.errors import EngineError
 
-__all__ = ["Exporter", "Mappings", "close_quietly"]
+__all__ = ["Exporter", "Mappings", "close_quietly", "maps_for_itself"]
 
 # Allocations of one exporter that stay mapped between runs; the least recently used leave.
 _MOST_MAPPED = 1024
@@ -36,11 +42,25 @@ class Exporter:
     ----------
     process
         Bytes that no other process has.
+    apart
+        Whether only memory from `empty` is to be told.
     """
 
     def __init__(self) -> None:
-        self.process = os.urandom(16)
+        self.process, self.apart = os.urandom(16), False
         self._told: dict[int, Allocation] = {}
+        # Straight from cudaMalloc, whatever CuPy's own allocator is; what is freed stays here for the next run.
+        self._pool = cp.cuda.MemoryPool()
+
+    def begin(self, address: str, most: int) -> None:
+        """Begin a run on the worker of this address; free what is kept beyond `most` bytes."""
+        self.apart = maps_for_itself(address)
+        if self._pool.free_bytes() > most:
+            self.free()
+
+    def free(self) -> None:
+        """Free what is kept for the next run."""
+        self._pool.free_all_blocks()
 
     def find(self, pointer: int) -> Allocation | None:
         """Return the allocation that an address lies in; None if CUDA can't export it."""
@@ -73,12 +93,27 @@ class Exporter:
         return _attribute(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype, order: str = "C") -> Any:
-        """Return a new array that can be exported: from CuPy's allocator, or past it where that has no such memory."""
-        made = cp.empty(shape, dtype, order=order)
-        if not made.size or self.find(made.data.ptr) is not None:
-            return made
-        memory = cp.cuda.Memory(made.nbytes)
-        return cp.ndarray(shape, dtype, memptr=cp.cuda.MemoryPointer(memory, 0), order=order)
+        """Return a new array that can be exported: from CuPy's allocator, or past it where that will not do."""
+        if not self.apart:
+            made = cp.empty(shape, dtype, order=order)
+            if not made.size or self.find(made.data.ptr) is not None:
+                return made
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        return cp.ndarray(shape, dtype, memptr=self._pool.malloc(max(1, size)), order=order)
+
+
+def maps_for_itself(address: str) -> bool:
+    """Whether Dask's comms map device memory too, on a worker of this address: UCX does, where it may use CUDA IPC."""
+    if not address.startswith("ucx"):
+        return False
+    try:
+        transports = importlib.import_module("ucxx").get_config()["TLS"].lower()
+    except (ImportError, KeyError):
+        return True
+    names = transports.lstrip("^").split(",")
+    if transports.startswith("^"):
+        return not {"cuda", "cuda_ipc"} & set(names)
+    return bool({"all", "cuda", "cuda_ipc"} & set(names))
 
 
 def _attribute(name: Any, pointer: int) -> int | None:
