@@ -90,7 +90,7 @@ def beside(offers: Sequence[Any], n: int, dtype: str, copying: bool, begin: floa
     import cupy
 
     from benchmarks.gpu.matrices import make_chunk
-    from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, multiply
+    from dask_distmm.engines.device.gemm import Gemm, Kinds, Memory, Shape
     from dask_distmm.engines.offers import Allocation
 
     kind = Kinds(dtype, dtype, dtype)
@@ -103,14 +103,15 @@ def beside(offers: Sequence[Any], n: int, dtype: str, copying: bool, begin: floa
     gemms, pulls = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     shape, runtime = Shape(n, n, n, True, ("N", "N")), cupy.cuda.runtime
     matrices = [Memory(x.data.ptr, n) for x in (a, b, d)]
-    multiply(gemms, shape, kind, *matrices)
+    gemm = Gemm(shape, kind, *matrices)
+    gemm.run(gemms)
     cupy.cuda.Device().synchronize()
     time.sleep(max(0.0, begin - time.time()))
     first, last = cupy.cuda.Event(), cupy.cuda.Event()
     first.record(gemms)
     count = 10
     for _ in range(count):
-        multiply(gemms, shape, kind, *matrices)
+        gemm.run(gemms)
     last.record(gemms)
     while copying and not last.done:
         runtime.memcpyAsync(target.data.ptr, source, size, runtime.memcpyDefault, pulls.ptr)

@@ -27,6 +27,7 @@ _TIMEOUT = 30
 OVER_LIBRARIES = tuple(f"dask_distmm.{x}" for x in ("engines.cublasmp", "engines.device", "engines.peer", "comms.nccl"))
 _SIZES = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long long": 8, "uint4": 16}
 EPILOGUES = {"ALLREDUCE": 1, "RELU": 2, "GELU": 3, "BIAS": 4, "RELU_BIAS": 5, "GELU_BIAS": 6}
+LT_EPILOGUES = {"RELU": 2, "GELU": 32, "BIAS": 4, "RELU_BIAS": 6, "GELU_BIAS": 36}
 DATA_TYPES = {0: "f4", 1: "f8", 2: "f2", 4: "c8", 5: "c16", 14: ml_dtypes.bfloat16}
 DATA_TYPES |= {28: ml_dtypes.float8_e4m3fn, 29: ml_dtypes.float8_e5m2}
 
@@ -146,12 +147,20 @@ def _scalar(pointer, dtype):
 def _epilog(attributes, x, matrix):
     """What the library does on its tuned paths, to a rank's rows and columns of the product."""
     name = next((name for name, value in EPILOGUES.items() if value == attributes.get("EPILOGUE")), "")
-    if not name:
-        return x
-    assert 1 in (matrix.grid.nprow, matrix.grid.npcol), "SUMMA has no epilogs"
+    assert not name or 1 in (matrix.grid.nprow, matrix.grid.npcol), "SUMMA has no epilogs"
+    return _apply(name, attributes, x, matrix.dtype, matrix.local()[0])
+
+
+def _activated(attributes, x, dtype, rows):
+    """What cuBLASLt does."""
+    name = next((name for name, value in LT_EPILOGUES.items() if value == attributes["EPILOGUE"]), "")
+    assert name or attributes["EPILOGUE"] == 1
+    return _apply(name, attributes, x, dtype, rows)
+
+
+def _apply(name, attributes, x, dtype, rows):
     if name.endswith("BIAS"):
-        size = matrix.local()[0] * matrix.dtype.itemsize
-        bias = np.frombuffer(ctypes.string_at(attributes["BIAS_POINTER"], size), matrix.dtype)
+        bias = np.frombuffer(ctypes.string_at(attributes["BIAS_POINTER"], rows * dtype.itemsize), dtype)
         x = x + bias.astype(x.dtype)[:, None]
     if name.startswith("RELU"):
         return np.maximum(x, 0)
@@ -193,6 +202,8 @@ class World:
         self.compute_capability = "90"
         self.devices, self.reached = ["0000:01:00.0"], []
         self.open = defaultdict(int)
+        # Whether cuBLASLt knows how to multiply anything.
+        self.has_algorithms = True
 
     def keep(self, kind, thing):
         with self.lock:
@@ -570,46 +581,97 @@ def install(monkeypatch, shares_memory=True, memory=None):
         gemm_ex_64=gemm,
     )
 
-    # cuBLASLt, for FP8 on one GPU
+    # cuBLASLt. What is kept for the next run is not counted.
+
+    def keep(thing):
+        with world.lock:
+            number = next(world.numbers)
+            world.handles[number] = thing
+        return number
 
     def lt_attribute(descriptor, name, pointer, size):
-        world.handles[descriptor][name] = int(ctypes.c_int32.from_address(pointer).value)
+        kind = {4: ctypes.c_int32, 8: ctypes.c_uint64}[size]
+        assert (size == 8) == (lt_names[name] in ("BIAS_POINTER", "MAX_WORKSPACE_BYTES"))
+        world.handles[descriptor][lt_names[name]] = int(kind.from_address(pointer).value)
+
+    def lt_heuristic(handle, descriptor, in_a, in_b, in_c, in_d, preference, most, algorithms, count):
+        assert in_c == in_d
+        aligned = world.handles[preference]
+        assert aligned["MAX_WORKSPACE_BYTES"] > 0
+        found = {name: aligned[f"MIN_ALIGNMENT_{name}_BYTES"] for name in "ABCD"}
+        ctypes.c_uint64.from_address(algorithms).value = keep(found)
+        ctypes.c_int32.from_address(count).value = int(world.has_algorithms)
 
     def lt_matmul(handle, descriptor, alpha, a, in_a, b, in_b, beta, c, in_c, d, in_d, algo, space, size, stream):
         found = dict(world.handles[descriptor])
-        add = _scalar(beta, np.dtype("f4"))
+        aligned = world.handles[ctypes.c_uint64.from_address(algo).value]
+        kind = np.dtype(DATA_TYPES[world.handles[in_a][0]])
+        factor, add = (_scalar(pointer, kind) for pointer in (alpha, beta))
+        for pointer, name in ((a, "A"), (b, "B"), (c, "C"), (d, "D")):
+            assert pointer % aligned[name] == 0, "the algorithm was found for better alignment"
         described = [(pointer, world.handles[layout]) for pointer, layout in ((a, in_a), (b, in_b), (d, in_d))]
-        shared.on_stream(stream, lambda: lt_matmul_now(found, described, add))
+        shared.on_stream(stream, lambda: lt_matmul_now(found, described, factor, add))
 
-    def lt_matmul_now(found, described, add):
-        assert (found[3], found[4]) == (1, 0), "FP8 wants TN"
+    def lt_matmul_now(found, described, factor, add):
         matrices = []
         for pointer, (kind, rows, cols, ld) in described:
             dtype = np.dtype(DATA_TYPES[kind])
-            assert pointer % 16 == 0
-            assert ld * dtype.itemsize % 16 == 0
-            assert not {rows % 16, cols % 16} - {0}
             memory = np.ctypeslib.as_array(
                 ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint8)), (((cols - 1) * ld + rows) * dtype.itemsize,)
             )
             matrices.append(np.ndarray((rows, cols), dtype, memory, strides=(dtype.itemsize, ld * dtype.itemsize)))
         x, y, z = matrices
-        assert {x.dtype.itemsize, y.dtype.itemsize} == {1}
-        assert x.dtype != ml_dtypes.float8_e5m2 or y.dtype != ml_dtypes.float8_e5m2
+        fp8 = x.dtype.itemsize == 1
+        if fp8:
+            assert (found["TRANSA"], found["TRANSB"]) == (1, 0), "FP8 wants TN"
+            for pointer, (kind, rows, cols, ld) in described:
+                assert pointer % 16 == 0
+                assert ld * np.dtype(DATA_TYPES[kind]).itemsize % 16 == 0
+                assert not {rows % 16, cols % 16} - {0}
+            assert {x.dtype.itemsize, y.dtype.itemsize} == {1}
+            assert x.dtype != ml_dtypes.float8_e5m2 or y.dtype != ml_dtypes.float8_e5m2
+        wide = np.complex128 if x.dtype.kind == "c" else np.float64
+        x, y = (
+            (v, v.T, v.conj().T)[found[name]] for v, name in ((x.astype(wide), "TRANSA"), (y.astype(wide), "TRANSB"))
+        )
+        assert (*z.shape, x.shape[1]) == (x.shape[0], y.shape[1], y.shape[0])
         with np.errstate(all="ignore"):
-            before = add * z.astype(np.float64) if add else 0
-            z[...] = (x.astype(np.float64).T @ y.astype(np.float64) + before).astype(z.dtype)
-        world.calls.append((0, "lt", *z.shape, len(x)))
+            before = add * z.astype(wide) if add else 0
+            value = factor * (x @ y) + before
+            z[...] = _activated(found, value, z.dtype, len(z)).astype(z.dtype)
+        world.calls.append((0, "lt" if fp8 else "gemm", *z.shape, len(y)))
+        world.computed.append(found["compute"])
+        world.epilogs.append(next((name for name, x in LT_EPILOGUES.items() if x == found["EPILOGUE"]), ""))
+
+    lt_names = ["TRANSA", "TRANSB", "EPILOGUE", "BIAS_POINTER", "MAX_WORKSPACE_BYTES"]
+    lt_names += [f"MIN_ALIGNMENT_{name}_BYTES" for name in "ABCD"]
+    lt_attributes = {name: number for number, name in enumerate(lt_names)}
+
+    class Heuristic:
+        def __init__(self):
+            self._held = np.zeros(12, np.uint64)
+            self.ptr = self._held.ctypes.data
+
+    def lt_kind(at):
+        return np.uint64 if lt_names[at] in ("BIAS_POINTER", "MAX_WORKSPACE_BYTES") else np.int32
 
     lt = types.SimpleNamespace(
-        MatmulDescAttribute=types.SimpleNamespace(TRANSA=3, TRANSB=4),
-        get_matmul_desc_attribute_dtype=lambda name: np.int32,
+        MatmulDescAttribute=lt_attributes,
+        MatmulPreferenceAttribute=lt_attributes,
+        MatmulHeuristicResult=Heuristic,
+        cuBLASLtError=RuntimeError,
+        get_matmul_desc_attribute_dtype=lt_kind,
+        get_matmul_preference_attribute_dtype=lt_kind,
         create=lambda: 1,
-        matmul_desc_create=lambda compute, scale: world.keep("descriptor", {}),
-        matmul_desc_destroy=lambda number: world.drop("descriptor", number),
+        matmul_desc_create=lambda compute, scale: keep({"compute": compute}),
+        matmul_desc_destroy=lambda number: world.handles.pop(number),
         matmul_desc_set_attribute=lt_attribute,
-        matrix_layout_create=lambda *args: world.keep("descriptor", args),
-        matrix_layout_destroy=lambda number: world.drop("descriptor", number),
+        matmul_preference_create=lambda: keep({}),
+        matmul_preference_destroy=lambda number: world.handles.pop(number),
+        matmul_preference_set_attribute=lt_attribute,
+        matmul_algo_get_heuristic=lt_heuristic,
+        matrix_layout_create=lambda *args: keep(args),
+        matrix_layout_destroy=lambda number: world.handles.pop(number),
         matmul=lt_matmul,
     )
     module("nvmath.bindings", cublas=blas, cublasLt=lt, cublasMp=mp)

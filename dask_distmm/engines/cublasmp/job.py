@@ -29,10 +29,10 @@ from dask_distmm.comms.nccl import make_unique_id
 from dask_distmm.dtypes import FP8, carried, typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, is_of_d, wait_checked
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange, InputExchange
-from dask_distmm.engines.cublasmp.library import PLAIN, Group, Native
+from dask_distmm.engines.cublasmp.library import Group
 from dask_distmm.engines.cublasmp.replication import Replication, named
 from dask_distmm.engines.device.finishing import Finishing, NativeBias
-from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, check_fp8, multiply
+from dask_distmm.engines.device.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
 from dask_distmm.engines.device.host import to_host
 from dask_distmm.engines.device.operands import DeviceChunks, in_type, ld, mark, usable
 from dask_distmm.engines.gate import Gate
@@ -243,7 +243,7 @@ class CublasMpJob:
             bias = self._finishing.vector(stream) if isinstance(self._finishing, NativeBias) else None
             native = Native(complex(*plan.problem.finish.alpha), self._native, bias.data.ptr if bias is not None else 0)
         if group is None:
-            multiply(stream, Shape(*shape, tiles.flipped, tiles.ops), types, *memories)
+            Gemm(Shape(*shape, tiles.flipped, tiles.ops), types, *memories).run(stream)
         else:
             group.multiply(tiles, shape, types, *memories, native=native)
         marks.append(mark(stream))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import gc
 import importlib.metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -18,29 +18,18 @@ from nvmath.bindings import cublasMp
 
 from dask_distmm.comms.nccl import NcclComm, nccl_version
 from dask_distmm.dtypes import FP8
-from dask_distmm.engines.device.gemm import DATA_TYPES, OPS, Kinds, Memory, factors
+from dask_distmm.engines.device.gemm import DATA_TYPES, OPS, PLAIN, Kinds, Memory, Native, factors
 from dask_distmm.errors import EngineError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.plan.tiles import Stored, Tiles
 
-__all__ = ["PLAIN", "Group", "Native", "check_versions"]
+__all__ = ["Group", "check_versions"]
 
 _LEAST_CUBLASMP = 1000  # 0.10.0
 _LEAST_NCCL = (2, 30, 7)
 _MOST_DESCRIPTORS = 32
 
 _Attribute = cublasMp.MatmulDescriptorAttribute
-
-
-class Native(NamedTuple):
-    """What the library does beside the product: a factor, an epilog by its name, and the bias' address."""
-
-    alpha: complex = 1.0
-    epilog: str = ""
-    bias: int = 0
-
-
-PLAIN = Native()
 
 
 def check_versions() -> dict[str, str]:

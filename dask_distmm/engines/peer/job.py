@@ -26,7 +26,7 @@ import numpy as np
 
 from dask_distmm.dtypes import carried, typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm
-from dask_distmm.engines.device.gemm import Kinds, Memory, Shape, check_fp8, multiply
+from dask_distmm.engines.device.gemm import Gemm, Kinds, Memory, Shape, check_fp8
 from dask_distmm.engines.device.host import to_host
 from dask_distmm.engines.device.operands import DeviceChunks, mark
 from dask_distmm.engines.offers import BLOCKS, Offer, read_offers
@@ -348,7 +348,7 @@ class PeerJob:
             with stream:
                 buffer[(at, slice(kk, more)) if fill.operand == 0 else (slice(kk, more), at)] = 0
 
-    def _gemms(self, product: Product) -> list[tuple[Shape, Memory, Memory, Memory]]:
+    def _gemms(self, product: Product) -> list[Gemm]:
         """Return a product as GEMMs: one for each block of D that it is multiplied into."""
         step, found = step_of(self.plan.problem), []
         a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(_depth(product.a[0]), step)
@@ -362,7 +362,8 @@ class PeerJob:
             start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
             shape = Shape(padded(i1 - i0, step), padded(j1 - j0, step), kk, True, ops)
             rows, cols = _moved(a, 0, i0 - r0, self._items[0]), _moved(b, 1, j0 - c0, self._items[1])
-            found.append((shape, rows, cols, Memory(start, max(1, at.row_stride // self._sums.itemsize))))
+            d = Memory(start, max(1, at.row_stride // self._sums.itemsize))
+            found.append(Gemm(shape, self._kinds, rows, cols, d, add=product.add))
         return found
 
     def _op(self, operand: int, view: View) -> str:
@@ -370,14 +371,14 @@ class PeerJob:
             return "N"
         return "C" if self.plan.problem.conjugated[operand] else "T"
 
-    def _product(self, product: Product, gemms: Sequence[tuple[Shape, Memory, Memory, Memory]]) -> None:
+    def _product(self, product: Product, gemms: Sequence[Gemm]) -> None:
         """Put a product on the stream, as soon as its operands are here."""
         stream = self._stream
         for fill in (*product.a, *product.b):
             if fill.number in self._filled:
                 stream.wait_event(self._filled[fill.number])
-        for shape, rows, cols, d in gemms:
-            multiply(stream, shape, self._kinds, rows, cols, d, add=product.add)
+        for gemm in gemms:
+            gemm.run(stream)
         used = record(stream)
         for fill in (*product.a, *product.b):
             if fill.slot is not None:
