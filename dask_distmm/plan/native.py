@@ -1,4 +1,4 @@
-"""What of a plan's formula the collective library does itself, inside its multiply. Pure.
+"""What of a plan's formula the libraries do themselves, inside of a multiply. Pure.
 
 cuBLASMp 0.10 has epilogs on its tuned all-gather and reduce-scatter paths only, where they save a pass over D: the
 activations relu and gelu, a bias of one value for each row of the matrix that it computes, and both. That matrix is D
@@ -9,6 +9,10 @@ Factors of the product are native to every method.
 Not all that the library offers is as good as the engine's own kernel (measured, docs/gpu-validation.md): its gelu of
 float64 is off by up to 3e-10, and its all-gather with 16-bit types rounds the product before it adds a bias or applies
 gelu. These are not left to it.
+
+The peer engine's products are cuBLASLt's, whose epilogs are as good as the engine's own kernel. It computes the
+transpose of D, so a value for each column of D is native to it; and an element of D must be computed in one go (see
+`pulls.native`).
 """
 
 from __future__ import annotations
@@ -16,29 +20,37 @@ from __future__ import annotations
 import numpy as np
 
 from dask_distmm.plan.plan import Plan
+from dask_distmm.plan.problem import Problem
 from dask_distmm.plan.tiles import Tiles, make_tiles
 
-__all__ = ["NATIVE_EPILOGS", "native_epilog"]
+__all__ = ["NATIVE_EPILOGS", "library_epilog", "native_epilog"]
 
 NATIVE_EPILOGS = ("relu", "gelu", "bias", "relu_bias", "gelu_bias")
 
 
-def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
-    """Return the epilog that the library does, ``""`` for a factor alone; None where it can't do all of the formula."""
-    spec = plan.problem.finish
-    if plan.engine != "cublasmp" or len(plan.ranks) == 1 or spec.trivial:
+def library_epilog(problem: Problem) -> str | None:
+    """Return the epilog that NVIDIA's libraries have for a formula, ``""`` for a factor alone, or None."""
+    spec = problem.finish
+    if spec.trivial or spec.function or spec.amax or complex(*spec.beta) != 0 or spec.scales or spec.scale_d != 1:
         return None
-    if spec.function or spec.amax or complex(*spec.beta) != 0 or spec.scales or spec.scale_d != 1:
-        return None
-    if plan.problem.matrix_types != (plan.problem.dtype,) * 2:
+    if problem.matrix_types != (problem.dtype,) * 2:
         return None
     if not spec.epilog or spec.operand_sum:
         return ""
-    if spec.epilog not in NATIVE_EPILOGS or plan.method not in ("allgather", "reducescatter"):
+    dtype = problem.result_type
+    if spec.epilog not in NATIVE_EPILOGS or dtype.kind == "c" or (dtype == np.float64 and spec.activation == "gelu"):
+        return None
+    return str(spec.epilog)
+
+
+def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
+    """Return the epilog that cuBLASMp does, ``""`` for a factor alone; None where it can't do all of the formula."""
+    spec, found = plan.problem.finish, library_epilog(plan.problem)
+    if plan.engine != "cublasmp" or len(plan.ranks) == 1 or not found:
+        return found if plan.engine == "cublasmp" and len(plan.ranks) > 1 else None
+    if plan.method not in ("allgather", "reducescatter"):
         return None
     dtype = plan.problem.result_type
-    if dtype.kind == "c" or (dtype == np.float64 and spec.activation == "gelu"):
-        return None
     if dtype.itemsize == 2 and plan.method == "allgather" and spec.epilog != "relu":
         return None
     if "bias" in spec.inputs:
@@ -46,4 +58,4 @@ def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
         rows, cols = (sum(sizes) for sizes in plan.problem.chunks_of("bias"))
         if (rows, cols) != ((plan.problem.m, 1) if by_rows else (1, plan.problem.n)):
             return None
-    return spec.epilog
+    return found

@@ -31,10 +31,23 @@ from numpy.typing import NDArray
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.plan.cuts import Bounds, overlaps, padded
 from dask_distmm.plan.memory import chunk_bytes, spread
+from dask_distmm.plan.native import library_epilog
 from dask_distmm.plan.plan import EVERYWHERE, Estimate, Plan, Rect
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["PANELS", "Walk", "blocks", "estimate", "in_place", "lent", "project", "step_of", "sums_in", "walks"]
+__all__ = [
+    "PANELS",
+    "Walk",
+    "blocks",
+    "estimate",
+    "in_place",
+    "lent",
+    "native",
+    "project",
+    "step_of",
+    "sums_in",
+    "walks",
+]
 
 # Buffers for panels: one is multiplied, the others fill.
 PANELS = 3
@@ -192,8 +205,26 @@ def _even(start: int, length: int, most: int) -> Bounds:
 
 def sums_in(plan: Plan, found: Sequence[Walk]) -> np.dtype:
     """Return the type that all ranks sum in: D's own, unless D is added to several times in it."""
-    several = plan.grid[2] > 1 or any(len(one.depth) > 2 for one in found)
-    return plan.problem.compute_type if several else plan.problem.sum_type
+    if _several(plan, found):
+        return plan.problem.compute_type
+    return plan.problem.sum_type if native(plan, found) is None else plan.problem.result_type
+
+
+def _several(plan: Plan, found: Sequence[Walk]) -> bool:
+    return plan.grid[2] > 1 or any(len(one.depth) > 2 for one in found)
+
+
+def native(plan: Plan, found: Sequence[Walk]) -> str | None:
+    """Return the epilog that cuBLASLt does with each product, ``""`` for a factor alone; None if it can't do all."""
+    problem = plan.problem
+    epilog = library_epilog(problem)
+    if not epilog or _several(plan, found) or problem.fp8:
+        return None if _several(plan, found) or problem.fp8 else epilog
+    if problem.compute or problem.result_type.itemsize not in (2, 4):
+        return None
+    if "bias" in problem.finish.inputs and problem.chunks_of("bias")[0] != (1,):
+        return None
+    return epilog
 
 
 def blocks(plan: Plan, rank: int) -> list[Rect]:
@@ -267,7 +298,7 @@ def project(plan: Plan) -> dict[str, int]:
     total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
     found = walks(plan)
     sums = sums_in(plan, found).itemsize
-    stored = sums != problem.itemsize("d") or problem.finished
+    stored = sums != problem.itemsize("d") or (problem.finished and native(plan, found) is None)
     for rank, index in enumerate(plan.ranks):
         total[index] += found[rank].buffer_bytes
         lying = in_place(plan, rank)
@@ -318,7 +349,7 @@ def estimate(
     # A quarter of what is held and of a panel are enough to begin with.
     begin = away**2 * np.array([one.held_bytes + one.panel_bytes for one in found]) / 4 / machine.bandwidth
     last = (partial / max(1, s - 1) + delivered * sums) / machine.bandwidth
-    copied = 3.0 * partial + 2.0 * _passes(plan, sums) * sums
+    copied = 3.0 * partial + 2.0 * _passes(plan, found, sums) * sums
     end = last + copied / machine.memory_bandwidth
     pulls = (pulled + partial * (s > 1) * (s - 2) / max(1, s - 1)) / machine.bandwidth
     exposed = dict(machine.exposed).get(plan.method, 1.0)
@@ -341,9 +372,9 @@ def _passing_bytes(plan: Plan, rank: int, held: int) -> float:
     return float(((c1 - c0) if held == 0 else (r1 - r0)) * (k1 - k0) * _given(plan.problem)[1 - held])
 
 
-def _passes(plan: Plan, sums: int) -> NDArray[np.float64]:
+def _passes(plan: Plan, walked: Sequence[Walk], sums: int) -> NDArray[np.float64]:
     """Elements of D that each rank copies once more: to its chunks from where they were summed up, to store them."""
-    stored = sums != plan.problem.itemsize("d") or plan.problem.finished
+    stored = sums != plan.problem.itemsize("d") or (plan.problem.finished and native(plan, walked) is None)
     found = []
     for rank in range(len(plan.ranks)):
         lying = in_place(plan, rank)

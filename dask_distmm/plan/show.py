@@ -5,7 +5,7 @@ from __future__ import annotations
 from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Plan, everywhere
 from dask_distmm.plan.problem import Problem
-from dask_distmm.plan.pulls import walks
+from dask_distmm.plan.pulls import native, walks
 
 __all__ = ["WHAT", "plan_text", "size_text", "time_text"]
 
@@ -130,8 +130,10 @@ def _formula(plan: Plan) -> list[str]:
     kept = [*spec.per_element, *([spec.operand_sum] if spec.operand_sum else [])]
     also = f"; also {', '.join(kept)}" if kept else ""
     how = "on each rank's chunks of D, before they are stored"
-    if (native := native_epilog(plan)) is not None:
-        how = f"by cuBLASMp's epilog {native.upper()}" if native else "by cuBLASMp's alpha"
+    library = "cuBLASMp" if plan.engine == "cublasmp" else "cuBLASLt"
+    epilog = native(plan, walks(plan)) if plan.engine == "peer" else native_epilog(plan)
+    if epilog is not None:
+        how = f"by {library}'s epilog {epilog.upper()}" if epilog else f"by {library}'s alpha"
     elif plan.engine != "numpy":
         how = "by one fused kernel on each chunk of D"
     return [f"  formula   D = {text}{also}: {how}"]

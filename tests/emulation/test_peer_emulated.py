@@ -158,6 +158,34 @@ def test_epilogs(make_peers, method, epilog, dtype):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bias", ["row", "column"])
+@pytest.mark.parametrize("epilog", ["", "relu", "gelu", "bias", "relu_bias", "gelu_bias"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_what_the_library_does_itself(make_peers, method, bias, epilog, dtype):
+    """Where it can: a bias by columns, float64 without an epilog, no sums of several products."""
+    ranks, world = make_peers()
+    case = Case(epilog, dtype, bias=bias, alpha=-1.5)
+    del world.epilogs[:]
+    case.check(*run_case(ranks, case, method, 3, 1, False, amax=False))
+    made = ranks.jobs[-1].plan
+    name = pulls.native(made, pulls.walks(made))
+    possible = made.grid[2] == 1 and (not epilog or (dtype != "float64" and ("bias" not in epilog or bias == "column")))
+    assert (name == epilog) if possible else name is None
+    assert set(world.epilogs) == {epilog.upper() if possible else ""}
+
+
+@pytest.mark.parametrize("epilog", ["relu_bias", "gelu"])
+def test_sums_of_several_products_are_finished_by_the_kernel(make_peers, tight, epilog):
+    ranks, world = make_peers()
+    case = Case(epilog, "float32", alpha=-1.5)
+    del world.epilogs[:]
+    with tight(2**12):
+        case.check(*run_case(ranks, case, "allgather", 3, 1, False, amax=False))
+    assert max(len(walk.depth) for walk in pulls.walks(ranks.jobs[-1].plan)) > 2
+    assert set(world.epilogs) == {""}
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("orders", ["CC", "FF"])
 def test_fp8(make_peers, tight, method, orders):
     ranks, world = make_peers()

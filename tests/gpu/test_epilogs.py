@@ -68,13 +68,27 @@ def test_numpy_chunks(clusters, nworkers, epilog):
     check(clusters(nworkers)[0], case, "allgather", kind="numpy")
 
 
-@pytest.mark.engines("cublasmp")
 @pytest.mark.parametrize("method", ["allgather", "reducescatter"])
 @pytest.mark.parametrize("bias", ["row", "column"])
 @pytest.mark.parametrize("epilog", ["", "relu", "gelu", "bias", "relu_bias", "gelu_bias"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_what_the_library_does_itself(clusters, nworkers, method, bias, epilog, dtype):
     check(clusters(nworkers)[0], Case(epilog, dtype, bias=bias, alpha=-1.5), method)
+
+
+@pytest.mark.parametrize("method", ["allgather", "reducescatter", "summa"])
+@pytest.mark.parametrize("epilog", ["relu", "relu_bias", "gelu", "gelu_bias", "bias"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_stays_nan(clusters, nworkers, method, epilog, dtype):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    a, b, bias = (rng.standard_normal(size).astype(dtype) for size in ((64, 48), (48, 80), (80,)))
+    a[5, 7], b[3, 11] = np.nan, np.nan
+    inputs = {"bias": on_gpus(bias)} if "bias" in epilog else None
+    d = matmul(on_gpus(a), on_gpus(b), epilog=epilog, epilog_inputs=inputs, method=method)
+    lost = np.zeros((64, 80), bool)
+    lost[5], lost[:, 11] = True, True
+    np.testing.assert_array_equal(np.isnan(computed(client, d.persist()).astype(np.float32)), lost)
 
 
 def swish(x, shift, gate):

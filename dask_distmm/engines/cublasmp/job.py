@@ -105,7 +105,7 @@ class CublasMpJob:
         self._result = self._make_result()
         self._finishing: Finishing | NativeBias | None = None
         if self._native is not None and "bias" in problem.finish.inputs:
-            self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, self._tiles.d)
+            self._finishing = NativeBias.of_tile(self.plan, self.me, self.rank, self.chunks, self._tiles.d)
         elif self._native is None and problem.finished:
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
         found = self._finishing.inputs if self._finishing is not None else ()
@@ -240,8 +240,11 @@ class CublasMpJob:
         memories = [Memory(x.data.ptr, ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
         native = PLAIN
         if self._native is not None:
-            bias = self._finishing.vector(stream) if isinstance(self._finishing, NativeBias) else None
-            native = Native(complex(*plan.problem.finish.alpha), self._native, bias.data.ptr if bias is not None else 0)
+            bias = 0
+            if isinstance(self._finishing, NativeBias):
+                self._finishing.convert(stream)
+                bias = int(self._finishing.vector.data.ptr)
+            native = Native(complex(*plan.problem.finish.alpha), self._native, bias)
         if group is None:
             Gemm(Shape(*shape, tiles.flipped, tiles.ops), types, *memories).run(stream)
         else:

@@ -101,41 +101,63 @@ class _ByChunk(Input):
 
 
 class NativeBias:
-    """The bias that the library adds on this rank: a value for each row of the tile that it computes.
+    """The bias that the library adds on this rank, a value for each row or column of what the rank computes.
 
     Parameters
     ----------
     plan, me, rank, chunks
         As for `Finishing`.
-    tile
-        How D is distributed.
+    axis
+        Along which axis of D it has values.
+    sizes, parts
+        How ranks cut that axis, and the number of each rank's part.
+    length
+        Of what this rank computes along the axis; what is more than its part is padding.
+
+    Attributes
+    ----------
+    vector
+        The bias in the type of D, once `convert` has been done.
     """
 
-    def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], tile: Tile) -> None:
-        axis, self._dtype = (0 if tile.order == "F" else 1), plan.problem.result_type
-        lengths = tuple(tile.layout.local_shape(r)[axis] for r in range(len(plan.ranks)))
-        grid = tile.layout.grid
-        cut = (grid.nprow, grid.npcol)[axis] > 1
-        sizes = lengths if cut else lengths[:1]
-        own = carried(plan.problem.dtype_of("bias"), "cupy")
-        # What pads the tile is computed too.
-        self._padded = cp.zeros(tile.local(rank)[axis], own)
-        number = rank if cut else 0
-        part = self._padded[: sizes[number]].reshape((-1, 1) if axis == 0 else (1, -1))
-        needed = [[r if cut else 0] for r in range(len(plan.ranks))]
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        rank: int,
+        chunks: Mapping[ChunkKey, Any],
+        axis: int,
+        sizes: tuple[int, ...],
+        parts: Sequence[int],
+        length: int,
+    ) -> None:
+        own, dtype = carried(plan.problem.dtype_of("bias"), "cupy"), plan.problem.result_type
+        self._padded = cp.zeros(length, own)
+        self.vector = self._padded if own == dtype else cp.empty(length, dtype)
+        part = self._padded[: sizes[parts[rank]]].reshape((-1, 1) if axis == 0 else (1, -1))
         cuts = (sizes, (1,)) if axis == 0 else ((1,), sizes)
-        self.inputs: list[Input] = [Input(plan, me, "bias", chunks, cuts, needed, {number: part})]
+        needed = [[number] for number in parts]
+        self.inputs: list[Input] = [Input(plan, me, "bias", chunks, cuts, needed, {parts[rank]: part})]
 
-    def vector(self, stream: cp.cuda.Stream) -> cp.ndarray:
-        """Return the bias in the type of D, as it will be on the stream."""
-        with stream:
-            self._vector = self._padded.astype(self._dtype, copy=False)
-        return self._vector
+    @classmethod
+    def of_tile(cls, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], tile: Tile) -> NativeBias:
+        """Return the one for each row of the tile that the rank computes, or column of D if that is in C order."""
+        axis, grid, ranks = (0 if tile.order == "F" else 1), tile.layout.grid, range(len(plan.ranks))
+        lengths = tuple(tile.layout.local_shape(r)[axis] for r in ranks)
+        cut = (grid.nprow, grid.npcol)[axis] > 1
+        sizes, parts = (lengths, list(ranks)) if cut else (lengths[:1], [0 for _ in ranks])
+        return cls(plan, me, rank, chunks, axis, sizes, parts, tile.local(rank)[axis])
+
+    def convert(self, stream: cp.cuda.Stream) -> None:
+        """Put the conversion to the type of D on a stream."""
+        if self.vector is not self._padded:
+            with stream:
+                self.vector[...] = self._padded
 
     @property
     def arrays(self) -> list[Any]:
         """All device memory that it holds."""
-        return [self._padded]
+        return [self._padded, self.vector]
 
 
 class Finishing:

@@ -26,10 +26,12 @@ import numpy as np
 
 from dask_distmm.dtypes import carried, typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm
-from dask_distmm.engines.device.gemm import Gemm, Kinds, Memory, Shape, check_fp8
+from dask_distmm.engines.device.finishing import NativeBias
+from dask_distmm.engines.device.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
 from dask_distmm.engines.device.host import to_host
 from dask_distmm.engines.device.operands import DeviceChunks, mark
-from dask_distmm.engines.offers import BLOCKS, Offer, read_offers
+from dask_distmm.engines.offers import read_offers
+from dask_distmm.engines.peer.offering import make_offer
 from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import ALIGNED, Result
@@ -39,7 +41,7 @@ from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import EVERYWHERE, Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import PANELS, lent, step_of, sums_in, walks
+from dask_distmm.plan.pulls import PANELS, native, step_of, sums_in, walks
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer import PeerEngine
@@ -87,6 +89,7 @@ class PeerJob:
         self._ready, self._stream = ready, engine.stream
         self._walks = walks(plan)
         self._sums = sums_in(plan, self._walks)
+        self._epilog = native(plan, self._walks)
         self._orders = ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
         self._kinds = Kinds(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
         self._items = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
@@ -123,7 +126,7 @@ class PeerJob:
         try:
             self._staged.fill(stream)
             if len(self.plan.participants) > 1:
-                self.offer = self._make_offer().to_wire()
+                self.offer = self._make_offer()
         finally:
             # From the vote on others may read: what they read must be there.
             stream.synchronize()
@@ -134,6 +137,12 @@ class PeerJob:
         self._schedule = make_schedule(plan, self.rank, self._walks[self.rank], self._lies)
         self._buffers = {slot: self._buffer(slot, *size) for slot, size in self._schedule.slots.items()}
         self._result = Result(plan, self.rank, self._sums, self._sources, self.engine)
+        self._bias: NativeBias | None = None
+        if self._epilog is not None and "bias" in plan.problem.finish.inputs:
+            sizes = tuple(np.diff(plan.cols).tolist())
+            parts = [plan.coords(rank)[1] for rank in range(len(plan.ranks))]
+            arguments = (1, sizes, parts, sizes[parts[self.rank]])
+            self._bias = NativeBias(plan, self.me, self.rank, self.chunks, *arguments)
         self._calls = [[self._gemms(product) for product in turn.products] for turn in self._schedule.turns]
 
     def _buffer(self, slot: Slot, extent: int, kk: int) -> Any:
@@ -186,39 +195,12 @@ class PeerJob:
             order = "F"
         return View(Span(start, span.row_stride, span.col_stride), order), rows, cols
 
-    def _make_offer(self) -> Offer:
-        """Tell where the chunks are, and the blocks of D that others need; what can't be told is copied once."""
-        plan, exporter = self.plan, self.engine.exporter
-        offer = Offer(exporter.process)
-        read, copies = lent(plan, self.me), dict[int, Any]()
-        for number, name in enumerate(plan.problem.operands):
-            for index in np.flatnonzero(read[name]).tolist():
-                held = array = self.chunks[name, index]
-                allocation = None if exporter.apart else exporter.find(array.data.ptr)
-                if allocation is None:
-                    if id(array) not in copies:  # A and B may be the same
-                        order = "C" if array.strides[0] >= array.strides[1] else "F"
-                        copies[id(array)] = exporter.empty(array.shape, array.dtype, order)
-                        with self._stream:
-                            copies[id(array)][...] = array
-                    held = copies[id(array)]
-                    allocation = exporter.find(held.data.ptr)
-                assert allocation is not None
-                offer.add(number, index, allocation, span_of(held))
-        self._sources.kept += copies.values()
-        for number, array in self._result.shared() if self.rank is not None else ():
-            if array.size:
-                allocation = exporter.find(array.data.ptr)
-                assert allocation is not None
-                offer.add(BLOCKS, number, allocation, span_of(array))
-        if self.rank is not None:
-            pointer = int(self._result.flags.data.ptr)
-            allocation = exporter.find(pointer)
-            assert allocation is not None
-            offer.add_flags(allocation, pointer)
-            cp.cuda.runtime.memsetAsync(pointer, 0, self._result.flags.nbytes, self._stream.ptr)
-        offer.alive = exporter.alive()
-        return offer
+    def _make_offer(self) -> dict[str, Any]:
+        result = self._result if self.rank is not None else None
+        arguments = self.plan, self.me, self.chunks, result, self.engine.exporter, self._stream
+        offer, kept = make_offer(*arguments)
+        self._sources.kept += kept
+        return offer.to_wire()
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer, and map what this rank needs of it."""
@@ -279,6 +261,9 @@ class PeerJob:
         self._used: dict[Any, Any] = {}
         over: collections.deque[Any] = collections.deque()
         mine, result = False, self._result
+        if self._bias is not None:
+            self._sources.gather(self._bias, self._stream)
+            self._bias.convert(self._stream)
         for number, turn in enumerate(turns):
             if len(over) >= PANELS:
                 self._wait(over.popleft())
@@ -363,8 +348,18 @@ class PeerJob:
             shape = Shape(padded(i1 - i0, step), padded(j1 - j0, step), kk, True, ops)
             rows, cols = _moved(a, 0, i0 - r0, self._items[0]), _moved(b, 1, j0 - c0, self._items[1])
             d = Memory(start, max(1, at.row_stride // self._sums.itemsize))
-            found.append(Gemm(shape, self._kinds, rows, cols, d, add=product.add))
+            found.append(Gemm(shape, self._kinds, rows, cols, d, add=product.add, native=self._native(j0)))
         return found
+
+    def _native(self, column: int) -> Native:
+        """Return what the library does to a product whose first column is this one of D."""
+        if self._epilog is None:
+            return PLAIN
+        bias = 0
+        if self._bias is not None:
+            first = self.plan.region(self.rank or 0)[2]
+            bias = int(self._bias.vector.data.ptr) + (column - first) * self._bias.vector.itemsize
+        return Native(complex(*self.plan.problem.finish.alpha), self._epilog, bias)
 
     def _op(self, operand: int, view: View) -> str:
         if view.order == "C":
@@ -395,6 +390,7 @@ class PeerJob:
     def _count(self) -> int:
         """Return the bytes of all device memory that this rank holds for the run."""
         arrays = [*self._staged.all_arrays, *self._buffers.values(), *self._sources.kept, *self._result.arrays]
+        arrays += self._bias.arrays if self._bias is not None else []
         return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
     def _wait(self, event: cp.cuda.Event) -> None:

@@ -17,7 +17,7 @@ from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import blocks, in_place, step_of
+from dask_distmm.plan.pulls import blocks, in_place, native, step_of, walks
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer import PeerEngine
@@ -73,7 +73,10 @@ class Result:
         for index, rect in owned.items():
             if index not in self._chunks:
                 self._chunks[index] = cp.empty((rect[1] - rect[0], rect[3] - rect[2]), self.sums)
-        self._finishing = Finishing(plan, sources.me, rank, sources.chunks, "C") if problem.finished else None
+        by_library = native(plan, walks(plan)) is not None
+        self._finishing: Finishing | None = None
+        if problem.finished and not by_library:
+            self._finishing = Finishing(plan, sources.me, rank, sources.chunks, "C")
         self._rounded: dict[int, Any] = {}
         if self._finishing is None and self.sums != problem.result_type:
             self._rounded = {index: cp.empty(x.shape, problem.result_type) for index, x in self._chunks.items()}

@@ -11,7 +11,7 @@ import numpy as np
 
 from dask_distmm.dtypes import FP8, carried, typed
 from dask_distmm.engines.base import ChunkKey, Comm, wait_checked
-from dask_distmm.engines.device.finishing import Finishing
+from dask_distmm.engines.device.finishing import Finishing, NativeBias
 from dask_distmm.engines.device.operands import in_type
 from dask_distmm.engines.panels import Piece
 from dask_distmm.engines.peer.pulls import Rectangle, copy, span_of
@@ -170,10 +170,11 @@ class Sources:
         stream.wait_event(record(cp.cuda.Stream.null))
         self.copy(found, size, stream)
 
-    def gather(self, finishing: Finishing, stream: cp.cuda.Stream) -> None:
-        """Pull what the formula reads for this rank's chunks; let a stream wait for it."""
+    def gather(self, finishing: Finishing | NativeBias, stream: cp.cuda.Stream) -> None:
+        """Pull what the formula reads on this rank; let a stream wait for it."""
         pulls = self.next_stream()
-        for number, one in enumerate(finishing.inputs, start=2):
+        for one in finishing.inputs:
+            number = self.plan.problem.operands.index(one.name)
             moves = one.moves.take(one.moves.dst_owner == self.me)
             columns = (moves.src, moves.src_row, moves.src_col, moves.nrows, moves.ncols, moves.dst_row, moves.dst_col)
             pieces: dict[int, list[Piece]] = collections.defaultdict(list)

@@ -1,0 +1,80 @@
+"""What one participant offers of its memory: chunks that others read, its blocks of D, its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.offers import BLOCKS, Offer
+from dask_distmm.engines.peer.memory import Exporter
+from dask_distmm.engines.peer.pulls import span_of
+from dask_distmm.engines.peer.result import Result
+from dask_distmm.plan import Plan
+from dask_distmm.plan.pulls import lent
+
+__all__ = ["make_offer"]
+
+
+def make_offer(
+    plan: Plan,
+    me: int,
+    chunks: Mapping[ChunkKey, Any],
+    result: Result | None,
+    exporter: Exporter,
+    stream: cp.cuda.Stream,
+) -> tuple[Offer, list[Any]]:
+    """Tell where all is that others read; what can't be told is copied once.
+
+    Parameters
+    ----------
+    plan, me
+        Of the run.
+    chunks
+        What this participant has staged, on the device.
+    result
+        What it sums up; None if it is no rank.
+    exporter
+        Of this process.
+    stream
+        On which copies are made, and flags put down.
+
+    Returns
+    -------
+    offer
+        Good from when the stream has come so far.
+    kept
+        Device memory that must stay until the run is over.
+    """
+    offer = Offer(exporter.process)
+    read, copies = lent(plan, me), dict[int, Any]()
+    for number, name in enumerate(plan.problem.operands):
+        for index in np.flatnonzero(read[name]).tolist():
+            held = array = chunks[name, index]
+            allocation = None if exporter.apart else exporter.find(array.data.ptr)
+            if allocation is None:
+                if id(array) not in copies:  # A and B may be the same
+                    order = "C" if array.strides[0] >= array.strides[1] else "F"
+                    copies[id(array)] = exporter.empty(array.shape, array.dtype, order)
+                    with stream:
+                        copies[id(array)][...] = array
+                held = copies[id(array)]
+                allocation = exporter.find(held.data.ptr)
+            assert allocation is not None
+            offer.add(number, index, allocation, span_of(held))
+    if result is not None:
+        for number, array in result.shared():
+            if array.size:
+                allocation = exporter.find(array.data.ptr)
+                assert allocation is not None
+                offer.add(BLOCKS, number, allocation, span_of(array))
+        pointer = int(result.flags.data.ptr)
+        allocation = exporter.find(pointer)
+        assert allocation is not None
+        offer.add_flags(allocation, pointer)
+        cp.cuda.runtime.memsetAsync(pointer, 0, result.flags.nbytes, stream.ptr)
+    offer.alive = exporter.alive()
+    return offer, list(copies.values())
