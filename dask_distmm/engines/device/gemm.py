@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -233,7 +234,7 @@ class _Call:
             for kind, shape, ld in zip(kinds, shapes, lds, strict=True)
         ]
         weakref.finalize(self, _destroy, self.descriptor, self.layouts).atexit = False
-        self._biased = epilog.endswith("bias")
+        self._biased, self._lock = epilog.endswith("bias"), threading.Lock()
         self._set("EPILOGUE", _EPILOGS[epilog])
         for name, op in zip(("TRANSA", "TRANSB"), ops, strict=True):
             self._set(name, OPS[op])
@@ -269,14 +270,16 @@ class _Call:
         self, stream: cp.cuda.Stream, alpha: np.ndarray, beta: np.ndarray, x: int, y: int, d: int, bias: int
     ) -> None:
         """Put it on a stream."""
-        if self._biased:
-            self._set("BIAS_POINTER", bias)
         in_x, in_y, in_d = self.layouts
-        # The algorithm is the first member of the structure.
-        cublasLt.matmul(
-            *(_lt_handle(), self.descriptor, alpha.ctypes.data, x, in_x, y, in_y, beta.ctypes.data, d, in_d, d, in_d),
-            *(self.algorithm.ptr, _workspace(stream.ptr).data.ptr, _WORKSPACE_BYTES, stream.ptr),
-        )
+        with self._lock:
+            if self._biased:
+                self._set("BIAS_POINTER", bias)
+            # The algorithm is the first member of its structure.
+            cublasLt.matmul(
+                *(_lt_handle(), self.descriptor, alpha.ctypes.data, x, in_x, y, in_y),
+                *(beta.ctypes.data, d, in_d, d, in_d),
+                *(self.algorithm.ptr, _workspace(stream.ptr).data.ptr, _WORKSPACE_BYTES, stream.ptr),
+            )
 
 
 def _destroy(descriptor: int, layouts: list[int]) -> None:
