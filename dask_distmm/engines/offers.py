@@ -178,7 +178,7 @@ def _check(offer: Offer, plan: Plan, index: int, sums: int) -> None:
     problem = plan.problem
     needed: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
     kinds = dict(zip("ab", problem.matrix_types, strict=True))
-    read = lent(plan, index)
+    read = lent(plan, index, problem.operands)
     for operand, name in enumerate(problem.operands):
         sizes = problem.chunks_of(name)
         size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize

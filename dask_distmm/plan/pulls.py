@@ -220,7 +220,7 @@ def native(plan: Plan, found: Sequence[Walk]) -> str | None:
     epilog = library_epilog(problem)
     if not epilog or _several(plan, found) or problem.fp8:
         return None if _several(plan, found) or problem.fp8 else epilog
-    if problem.compute or problem.result_type.itemsize not in (2, 4):
+    if problem.compute:
         return None
     if "bias" in problem.finish.inputs and problem.chunks_of("bias")[0] != (1,):
         return None
@@ -248,10 +248,10 @@ def in_place(plan: Plan, rank: int) -> set[Rect]:
     return set() if plan.grid[2] > 1 or plan.problem.fp8 else set(blocks(plan, rank))
 
 
-def lent(plan: Plan, me: int) -> dict[str, NDArray[np.bool_]]:
-    """Return for each operand which of a participant's chunks others read, in C order."""
+def lent(plan: Plan, me: int, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    """Return for each of these operands which of a participant's chunks others read, in C order."""
     problem, found = plan.problem, {}
-    for name in problem.operands:
+    for name in names:
         where, sizes = plan.where[name], problem.chunks_of(name)
         needed = np.zeros((len(sizes[0]), len(sizes[1])), bool)
         # Which chunks of D each rank has is not looked at: what the formula reads may be anybody's.
@@ -286,14 +286,11 @@ def project(plan: Plan) -> dict[str, int]:
         converted = sizes // held * given if given != held else 0 * sizes
         sizes = converted if operand == "b" and problem.same else sizes + converted
         total += spread(plan, operand, sizes)
-    if all(where is not None for where in plan.where.values()):
-        for index, worker in enumerate(plan.participants):
-            if worker.address.startswith("ucx"):
-                # What others read is copied into memory that UCX does not map: see the engine's `memory`.
-                total[index] += sum(
-                    float(chunk_bytes(problem, name)[mine].sum()) / problem.itemsize(name) * given
-                    for (name, mine), given in zip(lent(plan, index).items(), _given(problem), strict=False)
-                )
+    for index, worker in enumerate(plan.participants):
+        if worker.address.startswith("ucx") and plan.where_a is not None and plan.where_b is not None:
+            # What others read is copied into memory that UCX does not map: see the engine's `memory`.
+            for (name, mine), given in zip(lent(plan, index, "ab").items(), _given(problem), strict=True):
+                total[index] += float(chunk_bytes(problem, name)[mine].sum()) / problem.itemsize(name) * given
     # Where these lie is not looked at; each rank has copies of the parts that its chunks need.
     total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
     found = walks(plan)

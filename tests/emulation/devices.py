@@ -218,11 +218,23 @@ class World:
             self.open[kind] -= 1
 
 
-class MemoryPool:
-    """A pool of allocations that can be exported, and that keeps nothing: each array has its own."""
+class PlainMemory:
+    """An allocation past the pools."""
 
-    def malloc(self, size):
-        return types.SimpleNamespace(block=_shared.allocate(size, exportable=True, alone=True))
+    def __init__(self, size):
+        self.block = _shared.allocate(size, exportable=True, alone=True)
+
+
+class MemoryPointer:
+    def __init__(self, mem, offset):
+        self.block = mem.block
+
+
+class MemoryPool:
+    """A pool that keeps nothing: each array has its own allocation."""
+
+    def __init__(self, allocator):
+        self.malloc = allocator
 
     def free_bytes(self):
         return 0
@@ -301,6 +313,8 @@ def install(monkeypatch, shares_memory=True, memory=None):
         Stream=stream_type,
         Event=event_type,
         MemoryPool=MemoryPool,
+        Memory=PlainMemory,
+        MemoryPointer=MemoryPointer,
         runtime=runtime,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         get_elapsed_time=lambda first, last: 0.5,
@@ -598,6 +612,8 @@ def install(monkeypatch, shares_memory=True, memory=None):
         assert in_c == in_d
         aligned = world.handles[preference]
         assert aligned["MAX_WORKSPACE_BYTES"] > 0
+        narrow = np.dtype(DATA_TYPES[world.handles[in_d][0]]).itemsize <= 2
+        assert aligned["REDUCTION_SCHEME_MASK"] == (2 if narrow else 3), "sums in a narrow type"
         found = {name: aligned[f"MIN_ALIGNMENT_{name}_BYTES"] for name in "ABCD"}
         ctypes.c_uint64.from_address(algorithms).value = keep(found)
         ctypes.c_int32.from_address(count).value = int(world.has_algorithms)
@@ -643,7 +659,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         world.computed.append(found["compute"])
         world.epilogs.append(next((name for name, x in LT_EPILOGUES.items() if x == found["EPILOGUE"]), ""))
 
-    lt_names = ["TRANSA", "TRANSB", "EPILOGUE", "BIAS_POINTER", "MAX_WORKSPACE_BYTES"]
+    lt_names = ["TRANSA", "TRANSB", "EPILOGUE", "BIAS_POINTER", "MAX_WORKSPACE_BYTES", "REDUCTION_SCHEME_MASK"]
     lt_names += [f"MIN_ALIGNMENT_{name}_BYTES" for name in "ABCD"]
     lt_attributes = {name: number for number, name in enumerate(lt_names)}
 

@@ -29,7 +29,7 @@ def small():
         yield
 
 
-def made(seed, method, nranks, kind, size, sources=0, together=False):
+def made(seed, method, nranks, kind, size, sources=0, together=False, scheme=""):
     rng = np.random.default_rng(seed)
     m, n, k = rng.integers(1, 120, 3).tolist()
     a_chunks = random_chunks(rng, m, 5), random_chunks(rng, k, 5)
@@ -38,8 +38,8 @@ def made(seed, method, nranks, kind, size, sources=0, together=False):
     with dask.config.set({"distmm.peer.buffer-bytes": size}):
         problem = make_problem(a_chunks, b_chunks, kind, method=method, out_chunks=out, array="cupy")
     where = [rng.integers(0, 1 if together else nranks + sources, ChunkGrid(x).nparts) for x in (a_chunks, b_chunks)]
-    roster = [Worker(f"w{i}") for i in range(nranks)]
-    others = [Worker(f"s{i}") for i in range(sources)]
+    roster = [Worker(f"{scheme}w{i}") for i in range(nranks)]
+    others = [Worker(f"{scheme}s{i}") for i in range(sources)]
     where = [x.astype(np.int32) for x in where]
     return plan(problem, roster, where[0], where[1], others, engine="peer")
 
@@ -137,6 +137,29 @@ def test_buffers_are_as_projected(seed, method, nranks, size):
         assert used <= walk.buffer_bytes
         assert walk.buffer_bytes <= size or walk.width == 1 or len(walk.parts) > 2
         assert found.projected_bytes[found.workers[rank]] >= walk.buffer_bytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(METHODS), st.integers(1, 4), st.integers(0, 2))
+def test_what_others_read_is_lent_and_nothing_else(seed, method, nranks, sources):
+    """And with UCX, which needs copies of it, projected."""
+    found = made(seed, method, nranks, "float64", 2**14, sources)
+    count = len(found.participants)
+    read = [set() for _ in range(count)]
+    for rank, walk in enumerate(walks(found)):
+        me = found.ranks[rank]
+        for turn in make_schedule(found, rank, walk, lies_as_planned(found, me)).turns:
+            pieces = [("ab"[fill.operand], piece.chunk) for fill in turn.fills for piece in fill.pieces]
+            for name, chunk in pieces:
+                if (holder := int(found.where[name][chunk])) != me:
+                    read[holder].add((name, chunk))
+    told = [pulls.lent(found, me, "ab") for me in range(count)]
+    assert read == [{(name, int(i)) for name, mine in one.items() for i in np.flatnonzero(mine)} for one in told]
+    ucx = made(seed, method, nranks, "float64", 2**14, sources, scheme="ucx://")
+    sizes = {name: np.multiply.outer(*map(np.asarray, found.problem.chunks_of(name))).ravel() * 8 for name in "ab"}
+    for me, worker in enumerate(found.participants):
+        copies = sum(int(sizes[name][mine].sum()) for name, mine in told[me].items())
+        assert ucx.projected_bytes["ucx://" + worker.address] == found.projected_bytes[worker.address] + copies
 
 
 def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():

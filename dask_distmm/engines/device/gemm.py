@@ -55,6 +55,8 @@ _EPILOGS = {"": 1, "relu": 2, "bias": 4, "relu_bias": 6, "gelu": 32, "gelu_bias"
 # NVIDIA's advice for Hopper.
 _WORKSPACE_BYTES = 32 * 2**20
 _MOST_ALIGNED = 256
+# cublasLtReductionScheme_t
+_IN_PLACE, _IN_COMPUTE_TYPE = 1, 2
 
 
 class Memory(NamedTuple):
@@ -234,6 +236,8 @@ class _Call:
             for kind, shape, ld in zip(kinds, shapes, lds, strict=True)
         ]
         weakref.finalize(self, _destroy, self.descriptor, self.layouts).atexit = False
+        wide = compute_dtype(dtype_from_name(kinds[0]), 1) == dtype_from_name(kinds[2])
+        self._reductions = (_IN_PLACE if wide else 0) | _IN_COMPUTE_TYPE
         self._biased, self._lock = epilog.endswith("bias"), threading.Lock()
         self._set("EPILOGUE", _EPILOGS[epilog])
         for name, op in zip(("TRANSA", "TRANSB"), ops, strict=True):
@@ -251,7 +255,9 @@ class _Call:
         wanted = dict(zip(("A", "B", "C", "D"), (*aligned, aligned[2]), strict=True))
         values = {f"MIN_ALIGNMENT_{name}_BYTES": value for name, value in wanted.items()}
         try:
-            for name, value in (values | {"MAX_WORKSPACE_BYTES": _WORKSPACE_BYTES}).items():
+            # Where k is cut, parts are added in the type that is computed in, never in a narrower one of D.
+            values |= {"MAX_WORKSPACE_BYTES": _WORKSPACE_BYTES, "REDUCTION_SCHEME_MASK": self._reductions}
+            for name, value in values.items():
                 at = int(attributes[name])
                 held = np.array([value], cublasLt.get_matmul_preference_attribute_dtype(at))
                 cublasLt.matmul_preference_set_attribute(preference, at, held.ctypes.data, held.nbytes)

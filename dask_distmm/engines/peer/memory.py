@@ -32,6 +32,8 @@ __all__ = ["Exporter", "Mappings", "close_quietly", "maps_for_itself"]
 
 # Allocations of one exporter that stay mapped between runs; the least recently used leave.
 _MOST_MAPPED = 1024
+# The driver's blocks.
+_BLOCK_BYTES = 2**21
 _Attribute = driver.CUpointer_attribute
 
 
@@ -50,7 +52,7 @@ class Exporter:
         self.process, self.apart = os.urandom(16), False
         self._told: dict[int, Allocation] = {}
         # Straight from cudaMalloc, whatever CuPy's own allocator is; what is freed stays here for the next run.
-        self._pool = cp.cuda.MemoryPool()
+        self._pool = cp.cuda.MemoryPool(_allocate)
 
     def begin(self, address: str, most: int) -> None:
         """Begin a run on the worker of this address; free what is kept beyond `most` bytes."""
@@ -100,6 +102,11 @@ class Exporter:
                 return made
         size = math.prod(shape) * np.dtype(dtype).itemsize
         return cp.ndarray(shape, dtype, memptr=self._pool.malloc(max(1, size)), order=order)
+
+
+def _allocate(size: int) -> Any:
+    """Return memory for a pool. The driver cuts smaller allocations, anybody's, out of blocks that it maps as one."""
+    return cp.cuda.MemoryPointer(cp.cuda.Memory(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES), 0)
 
 
 def maps_for_itself(address: str) -> bool:

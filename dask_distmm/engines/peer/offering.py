@@ -50,7 +50,7 @@ def make_offer(
         Device memory that must stay until the run is over.
     """
     offer = Offer(exporter.process)
-    read, copies = lent(plan, me), dict[int, Any]()
+    read, copies = lent(plan, me, plan.problem.operands), dict[int, Any]()
     for number, name in enumerate(plan.problem.operands):
         for index in np.flatnonzero(read[name]).tolist():
             held = array = chunks[name, index]
