@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.dtypes import takes
-from dask_distmm.engines.base import ENGINES, ON_REQUEST
+from dask_distmm.engines.base import ENGINES
 from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError, ProtocolError
 from dask_distmm.plan import Problem, Worker
 from dask_distmm.plan.reach import out_of_reach
@@ -125,7 +125,7 @@ class Roster:
                 raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {', '.join(sorted(running))}")
             running = {address: running[address] for address in wanted}
         await self._describe([address for address in running if address not in self._described])
-        offered = [name for name in ENGINES if engine == name or (engine == "auto" and name not in ON_REQUEST)]
+        offered = [name for name in ENGINES if engine in (name, "auto")]
         fitting = [name for name in offered if takes(name, array, dtypes)]
         able: dict[str, list[WorkerState]] = {}
         for name in fitting:

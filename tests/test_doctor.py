@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
-import dask
 import pytest
 from click.testing import CliRunner
 from distributed import Client
@@ -21,7 +20,7 @@ from dask_distmm import __version__, doctor
 from dask_distmm.cli import main
 from dask_distmm.doctor import facts
 from dask_distmm.doctor.findings import HERE, Report, differing
-from dask_distmm.engines.base import ENGINES, ON_REQUEST
+from dask_distmm.engines.base import ENGINES
 
 VERSIONS = dict.fromkeys(facts.DISTRIBUTIONS, "1.2.3") | {"python": "3.12.1", "dask_distmm": "0.1.0"}
 LIBRARIES = {"cublasmp": "1000", "nccl": "2.30.7", "nvmath": "1.0.0"}
@@ -224,13 +223,6 @@ def test_one_cause_is_said_once() -> None:
     }
     report = _cluster({"tcp://0": cpu_worker(engines=missing | {"numpy": {}})})
     assert report.reason == "peer and cublasmp can't run: no cupy"
-
-
-def test_engines_on_request_are_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``auto`` does not take is no part of the answer, but where it is asked for."""
-    assert set(doctor.examine(None).engines) == set(ENGINES) - set(ON_REQUEST)
-    with dask.config.set({"distmm.engine": "peer"}):
-        assert "peer" in doctor.examine(None).engines
 
 
 class Nvml(types.ModuleType):

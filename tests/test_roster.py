@@ -45,18 +45,7 @@ def choose(found, engine="auto", array="cupy", wanted=None, dtype="float32"):
     return engines, [worker.address for worker in workers]
 
 
-@pytest.fixture
-def chosen_freely(monkeypatch):
-    """As it will be when every engine has run on GPUs."""
-    monkeypatch.setattr("dask_distmm.roster.ON_REQUEST", ())
-
-
-def test_what_has_not_run_on_gpus_is_taken_on_request_only():
-    assert choose(roster(gpu(0), gpu(1))) == (("cublasmp",), ["w0", "w1"])
-    assert choose(roster(gpu(0), gpu(1)), "peer") == (("peer",), ["w0", "w1"])
-
-
-def test_gpus_that_reach_each_other_have_a_choice(chosen_freely):
+def test_gpus_that_reach_each_other_have_a_choice():
     everyone = [f"w{i}" for i in range(4)]
     assert choose(roster(*map(gpu, range(4)))) == (("peer", "cublasmp"), everyone)
     assert choose(roster(*map(gpu, range(4))), "cublasmp") == (("cublasmp",), everyone)
@@ -75,14 +64,14 @@ def test_gpus_that_reach_each_other_have_a_choice(chosen_freely):
         ([gpu(0), gpu(1) | {"links": {}}], "w1 does not say which GPU"),
     ],
 )
-def test_others_do_not_and_asking_for_it_says_why(chosen_freely, said, reason):
+def test_others_do_not_and_asking_for_it_says_why(said, reason):
     assert choose(roster(*said)) == (("cublasmp",), ["w0", "w1"])
     with pytest.raises(EngineError, match=f"engine 'peer' is for GPUs of one host.*{reason}.*workers="):
         choose(roster(*said), "peer")
     assert choose(roster(*said), "peer", wanted=("w0",)) == (("peer",), ["w0"])
 
 
-def test_an_engine_that_more_workers_have_is_taken(chosen_freely):
+def test_an_engine_that_more_workers_have_is_taken():
     lacking = GPUS | {"peer": {"error": "no cuda.bindings"}}
     found = roster(gpu(0), gpu(1), gpu(2, engines=lacking))
     assert choose(found) == (("cublasmp",), ["w0", "w1", "w2"])

@@ -14,7 +14,7 @@ from distributed import Client
 from dask_distmm.config import setting
 from dask_distmm.doctor import facts
 from dask_distmm.doctor.findings import HERE, Report
-from dask_distmm.engines.base import ENGINES, ON_REQUEST
+from dask_distmm.engines.base import ENGINES
 from dask_distmm.local import connected
 
 __all__ = ["examine"]
@@ -39,7 +39,7 @@ def examine(scheduler: str | None = None) -> Report:
     """
     client = {"versions": facts.versions()}
     wanted = str(setting("engine"))
-    engines = tuple(name for name in ENGINES if name == wanted or name not in ON_REQUEST)
+    engines = tuple(ENGINES)
     if scheduler is None:
         return Report({HERE: _of_this_machine()}, client, None, "", wanted, engines)
     with connected(scheduler, None, "check") as found:

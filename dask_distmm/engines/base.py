@@ -20,7 +20,6 @@ from dask_distmm.plan import Plan
 
 __all__ = [
     "ENGINES",
-    "ON_REQUEST",
     "REPLICA",
     "Boxes",
     "ChunkKey",
@@ -44,9 +43,6 @@ ENGINES = {
 
 # Of what `Job.execute` returns: ``(REPLICA, number)`` is a chunk of D that another rank owns.
 REPLICA = "replica"
-
-# Not chosen, only taken if asked for by name: what has not been seen to be right and quicker on real devices.
-ON_REQUEST = ("peer",)
 
 log = logging.getLogger("dask_distmm")
 
