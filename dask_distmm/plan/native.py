@@ -10,9 +10,10 @@ Not all that the library offers is as good as the engine's own kernel (measured,
 float64 is off by up to 3e-10, and its all-gather with 16-bit types rounds the product before it adds a bias or applies
 gelu. These are not left to it.
 
-The peer engine's products are cuBLASLt's, whose epilogs are as good as the engine's own kernel. It computes the
-transpose of D, so a value for each column of D is native to it; and an element of D must be computed in one go (see
-`pulls.native`).
+The peer engine's products are cuBLASLt's. It computes the transpose of D, so a value for each column of D is native to
+it; and an element of D must be computed in one go (see `pulls.native`). With 16-bit types its epilogs are not exact
+either where extents or addresses are odd (measured: some algorithms round the product first, up to 31 times the bound,
+some make 0 of relu(NaN), some refuse); with float32 and float64 they are.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def native(plan: Plan, found: Sequence[Walk]) -> str | None:
     epilog = library_epilog(problem)
     if not epilog or _several(plan, found) or problem.fp8:
         return None if _several(plan, found) or problem.fp8 else epilog
-    if problem.compute:
+    if problem.compute or problem.result_type.itemsize == 2:
         return None
     if "bias" in problem.finish.inputs and problem.chunks_of("bias")[0] != (1,):
         return None
