@@ -7,6 +7,7 @@ checked by `from_wire`, so that no message of ours needs unpickling.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,20 @@ class Extra:
     name: str
     chunks: Chunks
     dtype: str
+
+
+# Asked for each chunk, while GPUs wait.
+@functools.lru_cache(maxsize=256)
+def _types(a_dtype: str, b_dtype: str, dtype: str, k: int) -> tuple[np.dtype, np.dtype, tuple[str, str]]:
+    """Return what A and B are promoted to, what is computed in, and what a GPU library is given A and B in."""
+    operand = operand_dtype(dtype_from_name(a_dtype), dtype_from_name(b_dtype))
+    compute = sum_dtype(operand, dtype_from_name(dtype), k)
+    if a_dtype in FP8:
+        # No GPU multiplies E5M2 by itself; all of its numbers are float16's.
+        given = ("float16", "float16") if a_dtype == b_dtype == "float8_e5m2" else (a_dtype, b_dtype)
+        return operand, compute, given
+    name = compute.name if operand.kind in "iu" else operand.name
+    return operand, compute, (name, name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,12 +199,12 @@ class Problem:
     @property
     def operand_type(self) -> np.dtype:
         """NumPy type that A and B are promoted to."""
-        return operand_dtype(dtype_from_name(self.a_dtype), dtype_from_name(self.b_dtype))
+        return _types(self.a_dtype, self.b_dtype, self.dtype, self.k)[0]
 
     @property
     def compute_type(self) -> np.dtype:
         """NumPy type that is computed and summed in."""
-        return sum_dtype(self.operand_type, self.result_type, self.k)
+        return _types(self.a_dtype, self.b_dtype, self.dtype, self.k)[1]
 
     @property
     def fp8(self) -> bool:
@@ -199,15 +214,7 @@ class Problem:
     @property
     def matrix_types(self) -> tuple[str, str]:
         """Names of the types in which a GPU library is given A and B; no information is lost on the way to these."""
-        if self.a_dtype in FP8:
-            # No GPU multiplies E5M2 by itself; all of its numbers are float16's.
-            return (
-                ("float16", "float16")
-                if self.a_dtype == self.b_dtype == "float8_e5m2"
-                else (self.a_dtype, self.b_dtype)
-            )
-        name = self.compute_type.name if self.operand_type.kind in "iu" else self.operand_type.name
-        return name, name
+        return _types(self.a_dtype, self.b_dtype, self.dtype, self.k)[2]
 
     @property
     def finished(self) -> bool:

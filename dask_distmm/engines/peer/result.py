@@ -61,7 +61,8 @@ class Result:
         # Chunks of D, or the sums that are finished or rounded to them.
         self._chunks: dict[int, Any] = {}
         self.blocks: list[tuple[Rect, Any]] = []
-        number_of = {rect: index for index, rect in owned.items() if rect in in_place(plan, rank)}
+        lying = in_place(plan, rank)
+        number_of = {rect: index for index, rect in owned.items() if rect in lying}
         for rect in blocks(plan, rank):
             rows, cols = rect[1] - rect[0], rect[3] - rect[2]
             if rect in number_of:
