@@ -30,6 +30,7 @@ from distributed.scheduler import DEFAULT_EXTENSIONS
 from benchmarks.revision import revision
 from dask_distmm import RunFailedError, matmul
 from dask_distmm.bench import environment
+from dask_distmm.faults import remove_faults
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
 GROWTH = 16 * 2**20
@@ -41,6 +42,15 @@ _BOUNDED = {
 }
 _UNITS = {"bytes": 2**20, "device": 2**20, "pool": 2**20, "files": 1, "threads": 1}
 _NAMES = {"bytes": "MiB", "device": "MiB of the GPU", "pool": "MiB of the pool"}
+# How runs are made to fail: in turn at a fault point of `dask_distmm.faults`, with an action of it.
+_FAULTS = {
+    "numpy": (("vote", "memory"), ("execute", "error")),
+    "peer": (("vote", "memory"), ("panel", "error")),
+    "cublasmp": (("vote", "memory"), ("workspace", "device memory")),
+}
+# Extents of the products; on GPUs several ranks are to be worth it, without the latency that they are told of.
+_SMALL, _LARGE = (96, 112, 80), (1536, 1280, 1024)
+_NO_LATENCY = {"distmm.machine.peer.latency": 0, "distmm.machine.cublasmp.latency": 0}
 _METHODS = ("auto", "summa", "allgather", "reducescatter", "allreduce")
 
 
@@ -65,7 +75,18 @@ def everywhere(client: Client) -> dict[str, dict[str, int]]:
     return {"scheduler": client.run_on_scheduler(resources), **client.run(resources)}
 
 
-def soak(client: Client, runs: int, failures: int, gpus: bool = False) -> dict[str, Any]:
+def check(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], d: np.ndarray[Any, Any]) -> None:
+    """Raise if a product is not right: all of it, or, where that takes long, times a random vector."""
+    if a.size < 2**16:
+        assert_product(a, b, d)
+        return
+    v = np.random.default_rng().standard_normal(d.shape[1])
+    bound = 16 * np.finfo(d.dtype).eps * (abs(a) @ (abs(b) @ abs(v)))
+    if not (abs(d @ v - a @ (b @ v)) <= bound).all():
+        raise AssertionError("a product is wrong")
+
+
+def soak(client: Client, runs: int, failures: int, engine: str = "numpy") -> dict[str, Any]:
     """Run; return the resources of each process at every tenth of the way.
 
     Parameters
@@ -76,10 +97,11 @@ def soak(client: Client, runs: int, failures: int, gpus: bool = False) -> dict[s
         How many multiplies, each of new random operands and checked.
     failures
         How many of them are made to fail on one rank.
-    gpus
-        Whether the operands lie on GPUs.
+    engine
+        What multiplies; operands lie on GPUs unless it is numpy.
     """
-    rng = np.random.default_rng()
+    rng, gpus = np.random.default_rng(), engine != "numpy"
+    m, n, k = _LARGE if gpus else _SMALL
 
     def lazy(x: np.ndarray[Any, Any], chunks: int) -> da.Array:
         found = da.from_array(x, chunks=chunks)
@@ -90,22 +112,20 @@ def soak(client: Client, runs: int, failures: int, gpus: bool = False) -> dict[s
     looks, failed = [], 0
     started = time.monotonic()
     for number, method in zip(range(runs), itertools.cycle(_METHODS), strict=False):
-        a, b = rng.standard_normal((96, 80)), rng.standard_normal((80, 112))
-        d = matmul(lazy(a, 32), lazy(b, 40), method=method)
+        a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
+        d = matmul(lazy(a, m // 3), lazy(b, k // 2), method=method)
         d = d.to_backend("numpy") if gpus else d
         if number in failing:
-            point, action = [("vote", "memory"), ("execute", "error")][failed % 2]
-            client.run(inject, point, action, workers=[workers[failed % len(workers)]])
+            victim = [workers[failed % len(workers)]]
+            client.run(inject, *_FAULTS[engine][failed % 2], workers=victim)
             try:
                 client.compute(d).result(timeout=60)
             except RunFailedError:
                 failed += 1
-            # What has not happened, because that rank had no part in the run, happens to a later one.
+            # It has not happened where that worker had no part in the run.
+            client.run(remove_faults)
         else:
-            try:
-                assert_product(a, b, client.compute(d).result(timeout=60))
-            except RunFailedError:
-                failed += 1
+            check(a, b, client.compute(d).result(timeout=60))
         if (number + 1) % max(1, runs // 10) == 0:
             del d
             assert_nothing_left(client)
@@ -160,15 +180,16 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=20)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=0, help="on so many GPUs, a worker on each")
-    parser.add_argument("--engine", default="auto")
+    parser.add_argument("--engine", choices=["peer", "cublasmp"], default="peer", help="of GPUs")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
+    engine = arguments.engine if arguments.gpus else "numpy"
     with (
-        dask.config.set(_BOUNDED | {"distmm.engine": arguments.engine}),
+        dask.config.set(_BOUNDED | _NO_LATENCY | {"distmm.engine": engine}),
         start(arguments.workers, arguments.gpus) as cluster,
         Client(cluster) as client,
     ):
-        found = soak(client, arguments.runs, arguments.failures, bool(arguments.gpus))
+        found = soak(client, arguments.runs, arguments.failures, engine)
     for look in found["looks"]:
         held = look["held"].values()
         told = ", ".join(
