@@ -65,12 +65,21 @@ def gpu_cluster() -> Report:
     return _cluster({f"ucx://{i}": gpu_worker(i) for i in range(4)})
 
 
+def peer_cluster(**changes: Any) -> Report:
+    workers = {f"tcp://{i}": gpu_worker(i, **changes) for i in range(4)}
+    for worker in workers.values():
+        worker["engines"] = {"peer": LIBRARIES} | worker["engines"]
+    return _cluster(workers)
+
+
 def _cluster(workers: dict[str, Any]) -> Report:
     scheduler = {"host": "one", "versions": dict(VERSIONS), "plugin": True, "package": True}
     return Report(workers, {"versions": dict(VERSIONS)}, scheduler, "tcp://scheduler:8786", "auto", tuple(ENGINES))
 
 
-@pytest.mark.parametrize(("make", "engine"), [(cpu_cluster, "numpy"), (gpu_cluster, "cublasmp")])
+@pytest.mark.parametrize(
+    ("make", "engine"), [(cpu_cluster, "numpy"), (gpu_cluster, "cublasmp"), (peer_cluster, "peer")]
+)
 def test_where_all_is_well_nothing_is_found(make: Callable[[], Report], engine: str) -> None:
     report = make()
     assert (report.findings, report.status, report.engine) == ([], 0, engine)
@@ -78,6 +87,29 @@ def test_where_all_is_well_nothing_is_found(make: Callable[[], Report], engine: 
     assert text.endswith("All is well.")
     assert all(address in text for address in report.workers)
     json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_gpus_that_do_not_reach_each_other() -> None:
+    """The engine that pulls is for one host, and peer access between all of its GPUs."""
+    report = peer_cluster()
+    report.workers["tcp://3"]["host"] = "two"
+    assert report.engine == "cublasmp"
+    assert report.reason == "peer can't run: its GPUs are on 2 hosts"
+    report = peer_cluster()
+    for worker in report.workers.values():
+        worker["gpus"]["without_peer_access"] = [[0, 3]]
+    assert report.reason == "peer can't run: not all GPUs have peer access"
+
+
+def test_gpus_are_used_by_either_engine() -> None:
+    report = peer_cluster()
+    for worker in report.workers.values():
+        worker["engines"]["cublasmp"] = {"error": "no NCCL"}
+    assert (report.engine, report.findings) == ("peer", [])
+    for worker in report.workers.values():
+        worker["engines"]["peer"] = {"error": "no cupy"}
+    assert report.engine == "numpy"
+    assert any("GPUs that are not used" in found.text for found in report.findings)
 
 
 def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:

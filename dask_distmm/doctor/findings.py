@@ -77,8 +77,9 @@ class Report:
         return {address: facts for address, facts in self.workers.items() if "error" not in facts}
 
     def able(self, engine: str) -> list[str]:
-        """Return the addresses of the workers that have an engine."""
-        return [address for address, facts in self.answering.items() if "error" not in _engine(facts, engine)]
+        """Return the addresses of the workers that have an engine, and can use it together."""
+        found = [address for address, facts in self.answering.items() if "error" not in _engine(facts, engine)]
+        return [] if engine == "peer" and _apart([self.answering[address] for address in found]) else found
 
     @property
     def engine(self) -> str | None:
@@ -258,7 +259,7 @@ def _gpus(report: Report) -> Iterator[Finding]:
             continue
         if not gpus["devices"]:
             continue
-        if "error" in _engine(facts, "cublasmp") and report.engine != "cublasmp":
+        if all("error" in _engine(facts, name) for name in ("peer", "cublasmp")) and report.engine in (None, "numpy"):
             if (host, "unused") not in seen:
                 seen.add((host, "unused"))
                 text = f"{host} has GPUs that are not used: {_engine(facts, 'cublasmp').get('error')}"
@@ -341,11 +342,20 @@ def _engine(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
+def _apart(workers: Sequence[Mapping[str, Any]]) -> str:
+    """Say why workers with the engine peer can't read each other's memory; empty if they can."""
+    hosts = {str(facts["host"]) for facts in workers}
+    if len(hosts) > 1:
+        return f"its GPUs are on {len(hosts)} hosts"
+    return "not all GPUs have peer access" if any(facts["gpus"].get("without_peer_access") for facts in workers) else ""
+
+
 def _why_not(report: Report, engine: str) -> str:
     # Those that can't even import the package say nothing about an engine.
     asked = sorted(report.answering.values(), key=lambda facts: "error" in facts["engines"])
-    reasons = (_engine(facts, engine).get("error") for facts in asked)
-    return next((str(reason) for reason in reasons if reason), "no worker could be asked")
+    reasons = [_engine(facts, engine).get("error") for facts in asked]
+    apart = _apart([facts for facts, error in zip(asked, reasons, strict=True) if not error])
+    return next((str(reason) for reason in reasons if reason), apart or "no worker could be asked")
 
 
 def _install(facts: Mapping[str, Any]) -> str:
