@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import types
 import weakref
@@ -173,6 +174,19 @@ def test_what_the_library_does_itself(make_peers, method, bias, epilog, dtype):
     possible = made.grid[2] == 1 and (not epilog or (exact and ("bias" not in epilog or bias == "column")))
     assert (name == epilog) if possible else name is None
     assert set(world.epilogs) == {epilog.upper() if possible else ""}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_long_sums_of_16_bit_types_are_cut(make_peers, monkeypatch, method, dtype):
+    """And added up in float32."""
+    monkeypatch.setattr(pulls, "_MOST_DEPTH", 32)
+    monkeypatch.setattr(pulls, "_LEAST_BLOCK", 16)
+    ranks, _ = make_peers()
+    made = conformance(ranks, method, 3, dtype, shape=(64, 48, 300), own_out_chunks=True)
+    depths = [end - start for walk in pulls.walks(made) for start, end in itertools.pairwise(walk.depth)]
+    assert (max(depths) <= 32) == (dtype != "float32")
+    assert pulls.sums_in(made, pulls.walks(made)) == "float32"
 
 
 @pytest.mark.parametrize("epilog", ["relu_bias", "gelu"])
