@@ -176,19 +176,17 @@ def _natural(value: Any) -> int:
 def _check(offer: Offer, plan: Plan, index: int, sums: int) -> None:
     """Raise ValueError if anything is missing, or does not lie inside of its allocation."""
     problem = plan.problem
-    needed: dict[tuple[int, int], tuple[tuple[int, int], int]] = {}
     kinds = dict(zip("ab", problem.matrix_types, strict=True))
     read = lent(plan, index, problem.operands)
     for operand, name in enumerate(problem.operands):
         sizes = problem.chunks_of(name)
         size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize
-        for number in np.flatnonzero(read[name]).tolist():
+        for number in np.flatnonzero(plan.where[name] == index).tolist():
             i, j = divmod(number, len(sizes[1]))
-            needed[operand, number] = (sizes[0][i], sizes[1][j]), size
-    for key, (shape, size) in needed.items():
-        if key not in offer.places:
-            raise ValueError(f"chunk {key[1]} of {problem.operands[key[0]].upper()} is not in it")
-        _inside(offer, offer.places[key], shape, size)
+            if (operand, number) in offer.places:
+                _inside(offer, offer.places[operand, number], (sizes[0][i], sizes[1][j]), size)
+            elif read[name][number]:
+                raise ValueError(f"chunk {number} of {name.upper()} is not in it")
     if index in plan.ranks:
         rank = plan.ranks.index(index)
         for number, (r0, r1, c0, c1) in enumerate(blocks(plan, rank)):

@@ -81,7 +81,7 @@ def move(row, column, value):
         (change("allocations", [[b"h" * 64, 4096, 77]]), "unpack"),
         (change("allocations", []), "allocation 0"),
         (change("places", b"12345"), "buffer size"),
-        (change("places", b""), "chunk 1 of A is not in it"),
+        (change("places", b""), "chunk 0 of B is not in it"),
         (change("flags", None), "without flags"),
         (change("flags", [0, 4096 - 8]), "reaches"),
         (change("flags", [3, 0]), "allocation 3"),

@@ -7,10 +7,10 @@ would wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import threading
-import weakref
 from typing import Any, NamedTuple
 
 import cupy as cp
@@ -235,7 +235,6 @@ class _Call:
             cublasLt.matrix_layout_create(DATA_TYPES[kind], *shape, ld)
             for kind, shape, ld in zip(kinds, shapes, lds, strict=True)
         ]
-        weakref.finalize(self, _destroy, self.descriptor, self.layouts).atexit = False
         wide = compute_dtype(dtype_from_name(kinds[0]), 1) == dtype_from_name(kinds[2])
         self._reductions = (_IN_PLACE if wide else 0) | _IN_COMPUTE_TYPE
         self._biased, self._lock = epilog.endswith("bias"), threading.Lock()
@@ -248,6 +247,13 @@ class _Call:
         at = int(cublasLt.MatmulDescAttribute[name])
         held = np.array([value], cublasLt.get_matmul_desc_attribute_dtype(at))
         cublasLt.matmul_desc_set_attribute(self.descriptor, at, held.ctypes.data, held.nbytes)
+
+    def __del__(self) -> None:
+        # At the end of the process the library may be gone already.
+        with contextlib.suppress(Exception):
+            for layout in self.layouts:
+                cublasLt.matrix_layout_destroy(layout)
+            cublasLt.matmul_desc_destroy(self.descriptor)
 
     def find(self, aligned: tuple[int, int, int]) -> bool:
         """Find the best algorithm for matrices at multiples of so many bytes; return whether there is one."""
@@ -286,12 +292,6 @@ class _Call:
                 *(beta.ctypes.data, d, in_d, d, in_d),
                 *(self.algorithm.ptr, _workspace(stream.ptr).data.ptr, _WORKSPACE_BYTES, stream.ptr),
             )
-
-
-def _destroy(descriptor: int, layouts: list[int]) -> None:
-    for layout in layouts:
-        cublasLt.matrix_layout_destroy(layout)
-    cublasLt.matmul_desc_destroy(descriptor)
 
 
 @functools.lru_cache(maxsize=1024)
