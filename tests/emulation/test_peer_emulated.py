@@ -158,10 +158,10 @@ def test_epilogs(make_peers, method, epilog, dtype):
     case.check(*run_case(ranks, case, method, 3, 1, True))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["allgather", "reducescatter"])
 @pytest.mark.parametrize("bias", ["row", "column"])
 @pytest.mark.parametrize("epilog", ["", "relu", "gelu", "bias", "relu_bias", "gelu_bias"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_the_library_does_itself(make_peers, method, bias, epilog, dtype):
     """Where it is exact: a bias by columns, no 16-bit types, no gelu of float64, no sums of several products."""
     ranks, world = make_peers()
