@@ -30,8 +30,7 @@ from distributed.scheduler import DEFAULT_EXTENSIONS
 from benchmarks.revision import revision
 from dask_distmm import RunFailedError, matmul
 from dask_distmm.bench import environment
-from dask_distmm.faults import remove_faults
-from dask_distmm.testing import assert_nothing_left, assert_product, inject
+from dask_distmm.testing import assert_large_product, assert_nothing_left, assert_product, inject, remove_faults
 
 GROWTH = 16 * 2**20
 # Dask's own logs and profiles grow for hours before they reach their bounds; what is looked for is ours.
@@ -75,17 +74,6 @@ def everywhere(client: Client) -> dict[str, dict[str, int]]:
     return {"scheduler": client.run_on_scheduler(resources), **client.run(resources)}
 
 
-def check(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], d: np.ndarray[Any, Any]) -> None:
-    """Raise if a product is not right: all of it, or, where that takes long, times a random vector."""
-    if a.size < 2**16:
-        assert_product(a, b, d)
-        return
-    v = np.random.default_rng().standard_normal(d.shape[1])
-    bound = 16 * np.finfo(d.dtype).eps * (abs(a) @ (abs(b) @ abs(v)))
-    if not (abs(d @ v - a @ (b @ v)) <= bound).all():
-        raise AssertionError("a product is wrong")
-
-
 def soak(client: Client, runs: int, failures: int, engine: str = "numpy") -> dict[str, Any]:
     """Run; return the resources of each process at every tenth of the way.
 
@@ -101,7 +89,7 @@ def soak(client: Client, runs: int, failures: int, engine: str = "numpy") -> dic
         What multiplies; operands lie on GPUs unless it is numpy.
     """
     rng, gpus = np.random.default_rng(), engine != "numpy"
-    m, n, k = _LARGE if gpus else _SMALL
+    (m, n, k), check = (_LARGE, assert_large_product) if gpus else (_SMALL, assert_product)
 
     def lazy(x: np.ndarray[Any, Any], chunks: int) -> da.Array:
         found = da.from_array(x, chunks=chunks)

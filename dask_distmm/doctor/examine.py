@@ -38,8 +38,7 @@ def examine(scheduler: str | None = None) -> Report:
         No scheduler answers there.
     """
     client = {"versions": facts.versions()}
-    wanted = str(setting("engine"))
-    engines = tuple(ENGINES)
+    wanted, engines = str(setting("engine")), tuple(ENGINES)
     if scheduler is None:
         return Report({HERE: _of_this_machine()}, client, None, "", wanted, engines)
     with connected(scheduler, None, "check") as found:

@@ -61,7 +61,7 @@ class Report:
     wanted
         The engine that is asked for, by the config ``distmm.engine``; ``"auto"`` for none.
     engines
-        Names of the engines that may be taken, those that are taken first first.
+        Names of all engines, those that are taken first first.
     """
 
     workers: Mapping[str, Mapping[str, Any]]

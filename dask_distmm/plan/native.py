@@ -46,9 +46,11 @@ def library_epilog(problem: Problem) -> str | None:
 
 def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
     """Return the epilog that cuBLASMp does, ``""`` for a factor alone; None where it can't do all of the formula."""
+    if plan.engine != "cublasmp" or len(plan.ranks) == 1:
+        return None
     spec, found = plan.problem.finish, library_epilog(plan.problem)
-    if plan.engine != "cublasmp" or len(plan.ranks) == 1 or not found:
-        return found if plan.engine == "cublasmp" and len(plan.ranks) > 1 else None
+    if not found:
+        return found
     if plan.method not in ("allgather", "reducescatter"):
         return None
     dtype = plan.problem.result_type

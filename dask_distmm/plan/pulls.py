@@ -224,14 +224,19 @@ def _several(plan: Plan, found: Sequence[Walk]) -> bool:
 def native(plan: Plan, found: Sequence[Walk]) -> str | None:
     """Return the epilog that cuBLASLt does with each product, ``""`` for a factor alone; None if it can't do all."""
     problem = plan.problem
-    epilog = library_epilog(problem)
-    if not epilog or _several(plan, found) or problem.fp8:
-        return None if _several(plan, found) or problem.fp8 else epilog
-    if problem.compute or problem.result_type.itemsize == 2:
+    if _several(plan, found) or problem.fp8:
         return None
-    if "bias" in problem.finish.inputs and problem.chunks_of("bias")[0] != (1,):
+    epilog = library_epilog(problem)
+    if epilog and (problem.compute or problem.result_type.itemsize == 2):
+        return None
+    if epilog and "bias" in problem.finish.inputs and problem.chunks_of("bias")[0] != (1,):
         return None
     return epilog
+
+
+def _stored_apart(plan: Plan, found: Sequence[Walk], sums: int) -> bool:
+    """Whether D is written once more after its sums, of so many bytes an element: finished, or rounded."""
+    return sums != plan.problem.itemsize("d") or (plan.problem.finished and native(plan, found) is None)
 
 
 def blocks(plan: Plan, rank: int) -> list[Rect]:
@@ -302,7 +307,7 @@ def project(plan: Plan) -> dict[str, int]:
     total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
     found = walks(plan)
     sums = sums_in(plan, found).itemsize
-    stored = sums != problem.itemsize("d") or (problem.finished and native(plan, found) is None)
+    stored = _stored_apart(plan, found, sums)
     for rank, index in enumerate(plan.ranks):
         total[index] += found[rank].buffer_bytes
         lying = in_place(plan, rank)
@@ -378,7 +383,7 @@ def _passing_bytes(plan: Plan, rank: int, held: int) -> float:
 
 def _passes(plan: Plan, walked: Sequence[Walk], sums: int) -> NDArray[np.float64]:
     """Elements of D that each rank copies once more: to its chunks from where they were summed up, to store them."""
-    stored = sums != plan.problem.itemsize("d") or (plan.problem.finished and native(plan, walked) is None)
+    stored = _stored_apart(plan, walked, sums)
     found = []
     for rank in range(len(plan.ranks)):
         lying = in_place(plan, rank)

@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 
 import dask_distmm
-from dask_distmm.testing import assert_product
+from dask_distmm.testing import assert_large_product, assert_product
 
 N = 512
 
@@ -20,14 +20,6 @@ def on_gpus(array, chunks):
 
 def random(shape, dtype="float64"):
     return np.random.default_rng().standard_normal(shape).astype(dtype)
-
-
-def assert_large_product(a, b, found):
-    """As `assert_product`, times a random vector: the product in extended precision would take minutes."""
-    v, eps = np.random.default_rng().standard_normal(found.shape[1]), np.finfo(a.dtype).eps
-    a, b, found = (x.astype(float) for x in (a, b, found))
-    bound = 16 * eps * (abs(a) @ (abs(b) @ abs(v)))
-    assert (abs(found @ v - a @ (b @ v)) <= bound).all()
 
 
 def check(client, shape=(N, N, N), chunks=128, dtype="float64", **options):

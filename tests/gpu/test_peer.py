@@ -10,11 +10,11 @@ import dask.array as da
 import numpy as np
 import pytest
 from cluster_runner import ClusterRunner
-from gpu_products import assert_large_product, check, on_gpus, random
+from gpu_products import check, on_gpus, random
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
-from dask_distmm.testing import assert_nothing_left, conformance, inject
+from dask_distmm.testing import assert_large_product, assert_nothing_left, conformance, inject
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.engines("peer")]
 QUIET = {"distributed.deploy.lost-worker-timeout": "1h"}

@@ -136,7 +136,7 @@ class PeerJob:
         plan = self.plan
         self._schedule = make_schedule(plan, self.rank, self._walks[self.rank], self._lies)
         self._buffers = {slot: self._buffer(slot, *size) for slot, size in self._schedule.slots.items()}
-        self._result = Result(plan, self.rank, self._sums, self._sources, self.engine)
+        self._result = Result(plan, self.rank, self._sums, self._epilog is not None, self._sources, self.engine)
         self._bias: NativeBias | None = None
         if self._epilog is not None and "bias" in plan.problem.finish.inputs:
             sizes = tuple(np.diff(plan.cols).tolist())

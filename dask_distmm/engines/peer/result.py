@@ -17,7 +17,7 @@ from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import blocks, in_place, native, step_of, walks
+from dask_distmm.plan.pulls import blocks, in_place, step_of
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer import PeerEngine
@@ -39,6 +39,8 @@ class Result:
         Of the run.
     sums
         Type that all ranks sum in.
+    by_library
+        Whether the library does all of the formula with its products.
     sources
         What the rank can read.
     engine
@@ -54,7 +56,9 @@ class Result:
         Ranks whose partial sums are still to be added, in an order that is the same every time.
     """
 
-    def __init__(self, plan: Plan, rank: int, sums: np.dtype, sources: Sources, engine: PeerEngine) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, sums: np.dtype, by_library: bool, sources: Sources, engine: PeerEngine
+    ) -> None:
         self.plan, self.rank, self.sums, self._sources, self._stream = plan, rank, sums, sources, engine.stream
         problem, step, empty = plan.problem, step_of(plan.problem), engine.exporter.empty
         owned = {int(index): plan.chunk_rect(int(index)) for index in plan.owned(rank)}
@@ -74,7 +78,6 @@ class Result:
         for index, rect in owned.items():
             if index not in self._chunks:
                 self._chunks[index] = cp.empty((rect[1] - rect[0], rect[3] - rect[2]), self.sums)
-        by_library = native(plan, walks(plan)) is not None
         self._finishing: Finishing | None = None
         if problem.finished and not by_library:
             self._finishing = Finishing(plan, sources.me, rank, sources.chunks, "C")
