@@ -79,6 +79,25 @@ def operands():
     return a, b, da.from_array(a, chunks=60), da.from_array(b, chunks=70)
 
 
+def under_way(client):
+    """Begin a multiply; return it and its operands while all ranks are in the GEMM, where they stay for a while.
+
+    What Dask itself moves, before a run and to collect its result, waits as long as a network is cut.
+    """
+    for address in client.scheduler_info()["workers"]:
+        client.run(inject, "execute", "sleep", 0, 3.0, workers=[address])
+    a, b, x, y = operands()
+    future = client.compute(matmul(x, y, method="summa"))
+    deadline = time.monotonic() + 60
+    while "running" not in client.run_on_scheduler(
+        lambda dask_scheduler: {run.phase for run in dask_scheduler.plugins["distmm"].live.values()}
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.5)
+    return a, b, future
+
+
 def works(client, method="summa") -> None:
     a, b, x, y = operands()
     assert_product(a, b, client.compute(matmul(x, y, method=method)).result(timeout=60))
@@ -90,12 +109,7 @@ def test_a_network_is_cut(tmp_path, record_property):
     with cluster(tmp_path) as (made, client), dask.config.set(LIMITS):
         works(client)
         works(client, "reducescatter")
-        # Between the workers. A multiply that is begun now would wait for the network: Dask's own tasks do.
-        for address in client.scheduler_info()["workers"]:
-            client.run(inject, "execute", "sleep", 0, 1.0, workers=[address])
-        a, b, x, y = operands()
-        future = client.compute(matmul(x, y, method="summa"))
-        time.sleep(0.8)
+        a, b, future = under_way(client)
         with made.cut((0, 1)):
             started = time.monotonic()
             try:
@@ -108,11 +122,7 @@ def test_a_network_is_cut(tmp_path, record_property):
         works(client)
         assert_nothing_left(client)
         # Between a host and the scheduler: its workers are gone for Dask, and close.
-        for address in client.scheduler_info()["workers"]:
-            client.run(inject, "execute", "sleep", 0, 1.0, workers=[address])
-        a, b, x, y = operands()
-        future = client.compute(matmul(x, y, method="summa"))
-        time.sleep(0.8)
+        a, b, future = under_way(client)
         with made.cut((1, None)):
             started = time.monotonic()
             assert_product(a, b, future.result(timeout=90))
