@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dask_distmm.dtypes import carried, typed
 from dask_distmm.engines.base import ChunkKey
-from dask_distmm.errors import EngineError
+from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.plan import Plan
 
-__all__ = ["Staged", "array_kind", "check_chunks", "order_of", "stage"]
+__all__ = ["Staged", "array_kind", "check_boxes", "check_chunks", "order_of", "stage"]
 
 
 class Staged(NamedTuple):
@@ -71,9 +74,38 @@ def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, A
         chunk = typed(chunk, dtype)  # noqa: PLW2901
         if getattr(chunk, "shape", None) != shape or chunk.dtype != carried(dtype, array_kind(chunk)):
             found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
+            where = problem.staged_as(operand, index)[1:]
             raise EngineError(
-                f"chunk ({i}, {j}) of {operand.upper()} is {found}; the array says {shape} {dtype}: "
+                f"chunk {where} of {operand.upper()} is {found}; the array says {shape} {dtype}: "
                 "correct the chunks or the dtype where the array is made"
             )
         checked[operand, index] = chunk
     return checked
+
+
+def check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:
+    """Refuse a peer's request for what is outside a chunk or outside D.
+
+    Raises
+    ------
+    ProtocolError
+        It asks for that, or for nothing.
+    """
+    if kind not in ("input", "partial", "final", "enter") or not len(boxes):
+        raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
+    if kind == "enter":
+        if not 0 < boxes[0, 0] < len(plan.ranks):
+            raise ProtocolError(f"rank {boxes[0, 0]} of {len(plan.ranks)} wants to enter")
+        return
+    problem = plan.problem
+    for operand, index, r0, r1, c0, c1 in boxes.tolist():
+        shape = (problem.m, problem.n)
+        if kind == "input":
+            if not 0 <= operand < len(problem.operands):
+                raise ProtocolError(f"there is no operand {operand}")
+            sizes = problem.chunks_of(problem.operands[operand])
+            if not 0 <= index < len(sizes[0]) * len(sizes[1]):
+                raise ProtocolError(f"there is no chunk {index} of operand {operand}")
+            shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
+        if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
+            raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")

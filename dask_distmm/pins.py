@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from dask_distmm.keys import barrier_key, is_output, is_tile, parse_stage_key
-from dask_distmm.plan import Plan
+from dask_distmm.results import Result
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -31,17 +32,16 @@ class Pins:
         """Return how many multiplies have pinned tasks."""
         return len(self._pinned)
 
-    def pin(self, name: str, gate: TaskState, made: Plan) -> None:
+    def pin(self, name: str, gate: TaskState, result: Result) -> None:
         """Restrict collect tasks to the workers that hold their chunks."""
-        ncols = made.problem.chunk_counts("d")[1]
-        workers = made.workers
+        ncols = result.shape[1]
         ours = self._pinned.setdefault(name, {})
         for ts in gate.dependents:
             if not (isinstance(ts.key, tuple) and len(ts.key) == 3 and is_output(name, ts.key[0])):
                 continue
             if ts.worker_restrictions and ts.key not in ours:
                 continue  # the user's own
-            address = workers[made.owners[ts.key[1] * ncols + ts.key[2]]]
+            address = result.holders[ts.key[1] * ncols + ts.key[2]]
             self._scheduler.set_restrictions({ts.key: {address}})
             ours[ts.key] = address
 
@@ -53,16 +53,27 @@ class Pins:
             ts.state not in ("memory", "forgotten", "erred") and ours.get(ts.key) == address for ts in gate.dependents
         )
 
-    def restart(self, name: str, stimulus_id: str) -> None:
-        """Release a multiply's barrier and contribute tasks; Dask computes them again if they are wanted."""
+    def restart(
+        self, name: str, stimulus_id: str, staged: Collection[tuple[str, tuple[int, int]]] | None = None
+    ) -> None:
+        """Release a multiply's barrier and contribute tasks; Dask computes them again if they are wanted.
+
+        Parameters
+        ----------
+        name, stimulus_id
+            The multiply, and what Dask's log is to say.
+        staged
+            Operands and places of the only chunks whose contribute tasks are released; None for all.
+        """
         gate = self._scheduler.tasks.get(barrier_key(name))
         if gate is None:
             return
         present = {key: None for key in self._pinned.pop(name, {}) if key in self._scheduler.tasks}
         self._scheduler.set_restrictions(present)
         stages = [(ts, parse_stage_key(ts.key)) for ts in gate.dependencies if ts.state == "memory"]
-        staged = [ts for ts, stage in stages if stage and stage[0] == name]
-        recommendations = {ts.key: "released" for ts in staged}
+        ours = {ts: stage[1:] for ts, stage in stages if stage and stage[0] == name}
+        again = [ts for ts, place in ours.items() if staged is None or place in staged]
+        recommendations = {ts.key: "released" for ts in again}
         if gate.state in ("memory", "processing"):
             recommendations[gate.key] = "released"
         self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +60,26 @@ class Staging:
         if not good:
             raise ProtocolError(f"the staging of {problem.name} does not fit its {len(names)} operands")
         return cls(list(addresses), found, (a, b))
+
+    def on(self, problem: Problem, addresses: Collection[str]) -> set[tuple[str, tuple[int, int]]]:
+        """Return operand, and row and column, of all chunks that are staged on these workers."""
+        names = [name for name in problem.operands if name != "b" or not problem.same]
+        there = [address in addresses for address in self.addresses]
+        return {
+            (name, divmod(index, problem.chunk_counts(name)[1]))
+            for name, table in zip(names, self.where, strict=True)
+            for index, number in enumerate(table.tolist())
+            if there[number]
+        }
+
+    def of_part(self, problem: Problem) -> Staging:
+        """Return where the chunks of a part of the problem are staged."""
+        assert problem.part is not None
+        tables = list(self.where)
+        if problem.part.same:
+            tables.insert(1, tables[0])
+        where = [table[problem.every_chunk(name)] for name, table in zip(problem.operands, tables, strict=True)]
+        return Staging(self.addresses, where, self.orders)
 
 
 class Roster:

@@ -25,11 +25,12 @@ async def ask_all(
     run: Run,
     ask: Callable[[str], Awaitable[Any]],
     ended: Awaitable[None],
+    lose: Callable[[Run, str], bool],
     *,
     timeout: float | None = None,
     silence: float | None = None,
 ) -> dict[str, Any]:
-    """Ask every participant; return their answers by address, when all have answered well.
+    """Ask every participant; return their answers by address, when all that are not gone have answered well.
 
     Parameters
     ----------
@@ -41,6 +42,8 @@ async def ask_all(
         Asks the participant of an address.
     ended
         Done as soon as the run is over for another reason.
+    lose
+        Called with a participant that can't be reached; returns whether the run goes on without it.
     timeout
         Seconds within which all must have answered.
     silence
@@ -59,12 +62,14 @@ async def ask_all(
     deadline = None if timeout is None else time() + timeout
     try:
         pending: set[asyncio.Future[Any]] = {*tasks, over}
-        while len(answers) < len(tasks):
+        while run.waiting_for:
             left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
             finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             check(run)
             for task in finished & tasks.keys():
                 address = tasks[task]
+                if address in run.gone or (isinstance(task.exception(), OSError) and lose(run, address)):
+                    continue
                 answers[address] = _judge(run, address, task)
                 run.answer(address, run.run_id)
                 run.moved = time()
@@ -79,7 +84,7 @@ async def ask_all(
                 reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
                 run.mute.update(silent)
                 raise failed(run, reason, dict.fromkeys(silent, reason))
-        return answers
+        return {address: answer for address, answer in answers.items() if address not in run.gone}
     finally:
         for task in (*tasks, over):
             task.cancel()
@@ -91,17 +96,20 @@ def check(run: Run) -> None:
     if run.phase == "failed":
         if run.released:
             raise Released
-        raise Lost("; ".join(f"{address}: {reason}" for address, reason in run.failures.items()))
+        reasons = "; ".join(f"{address}: {reason}" for address, reason in run.failures.items())
+        raise Lost(reasons, workers=run.failures)
 
 
 def _judge(run: Run, address: str, task: asyncio.Future[Any]) -> Any:
     """Return a participant's good answer; raise what a bad one means."""
     error = task.exception()
     if isinstance(error, OSError):  # CommClosedError among them: the worker is going
-        raise Lost(f"{address}: {error}") from error
+        raise Lost(f"{address}: {error}", workers=[address]) from error
     if error is not None:
         raise failed(run, f"{type(error).__name__}: {error}", {address: str(error)}) from error
     answer = task.result()
+    if run.gone and not (isinstance(answer, Mapping) and answer.get("status") == "OK"):
+        raise Lost(f"{address} can't go on without {', '.join(sorted(run.gone))}", workers=run.gone)
     status = answer.get("status") if isinstance(answer, Mapping) else None
     if status == "OK":
         return answer

@@ -7,8 +7,9 @@ r"""The state machine of one run, without I/O: who is expected to answer, who ha
         +---------+---------+----> failed
 
 A run enters ``running`` only when every participant has voted for it, and ``done`` only when every one has
-finished; one failure fails it for all. Answers that do not fit are refused with `ProtocolError` and change
-nothing.
+finished; one failure fails it for all. Where its ranks need nothing of each other but what they have offered before
+(`Run.apart`), it goes on without those that are gone while it is running, as long as any is left. Answers that do not
+fit are refused with `ProtocolError` and change nothing.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class Lost(Exception):
         What is gone.
     replicas
         Names of results, if it is only their replicas: these are not used any more when it starts again.
+    workers
+        Addresses, if it is only these workers and what they had: all others still have what they staged.
     """
 
-    def __init__(self, reason: str, replicas: Sequence[str] = ()) -> None:
+    def __init__(self, reason: str, replicas: Sequence[str] = (), workers: Iterable[str] = ()) -> None:
         super().__init__(reason)
-        self.replicas = tuple(replicas)
+        self.replicas, self.workers = tuple(replicas), frozenset(workers)
 
 
 class Released(Exception):
@@ -79,6 +82,9 @@ class Run:
     moved: float = math.inf
     # Bytes of matrices that each participant has said have arrived.
     received: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Whether the others finish their parts when some are gone, and which are.
+    apart: bool = False
+    gone: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def live(self) -> bool:
@@ -87,8 +93,8 @@ class Run:
 
     @property
     def waiting_for(self) -> frozenset[str]:
-        """Participants that have not answered in this phase."""
-        return self.participants - self.answered
+        """Participants that are still there and have not answered in this phase."""
+        return self.participants - self.answered - self.gone
 
     def begin_vote(self) -> None:
         """Go from ``staged`` to ``voting``."""
@@ -115,6 +121,8 @@ class Run:
             raise ProtocolError(f"{address} takes no part in {self}")
         if self.phase not in ("voting", "running"):
             raise ProtocolError(f"{address} answered to {self}, which waits for nobody")
+        if address in self.gone:
+            raise ProtocolError(f"{address} answered to {self}, which goes on without it")
         if address in self.answered:
             raise ProtocolError(f"{address} answered twice in {self}")
         self.answered.add(address)
@@ -134,9 +142,8 @@ class Run:
         """The share of all the work that is done, as far as is known."""
         if self.phase != "running":
             return 1.0 if self.phase == "done" else 0.0
-        return sum(1.0 if a in self.answered else self.shares.get(a, 0.0) for a in self.participants) / len(
-            self.participants
-        )
+        there = self.participants - self.gone
+        return sum(1.0 if a in self.answered else self.shares.get(a, 0.0) for a in there) / len(there)
 
     def silent(self, seen: Mapping[str, float], now: float, limit: float) -> list[str]:
         """Return the participants that hold up a run which makes no progress.
@@ -153,7 +160,8 @@ class Run:
         """
         if self.phase != "running" or now - self.moved < limit:
             return []
-        return sorted(address for address in self.participants if now - seen.get(address, now) >= limit)
+        there = self.participants - self.gone
+        return sorted(address for address in there if now - seen.get(address, now) >= limit)
 
     def fail(self, failures: dict[str, str], *, released: bool = False) -> None:
         """End a live run with reasons by address, or because nobody wants it any more. What is over stays so."""
@@ -165,10 +173,21 @@ class Run:
         self.released = released
 
     def lose(self, addresses: Iterable[str]) -> bool:
-        """Fail the run if it is live and needs one of these workers, which are gone."""
-        lost = (self.participants | {self.worker}) & set(addresses)
+        """Fail the run if it is live and needs one of these workers, which are gone, or go on without them.
+
+        Returns
+        -------
+        bool
+            Whether this has changed anything.
+        """
+        lost = ((self.participants | {self.worker}) & set(addresses)) - self.gone
         if not self.live or not lost:
             return False
+        if self.apart and self.phase == "running" and self.participants - self.gone - lost:
+            self.gone |= lost
+            if not self.waiting_for:
+                self.phase = "done"
+            return True
         self.fail(dict.fromkeys(sorted(lost), "the worker has left the cluster"))
         return True
 

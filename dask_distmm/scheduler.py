@@ -11,6 +11,9 @@ A run, from the barrier's call to its answer::
 
 What goes wrong ends a run for all participants at once. If a worker was lost the multiply starts again
 (``restart``), up to ``distmm.retries`` times; everything else is one typed error, passed on as plain types.
+
+An engine whose ranks only pull goes on without a rank that is gone: the others finish their parts, and when the
+multiply starts again its run makes what is missing of D.
 """
 
 from __future__ import annotations
@@ -35,11 +38,14 @@ from dask_distmm.errors import DistMMError, ProtocolError, RunFailedError
 from dask_distmm.groups import Group, Groups
 from dask_distmm.history import History
 from dask_distmm.keys import barrier_key, barrier_name
+from dask_distmm.live import LiveRuns
 from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
+from dask_distmm.plan.pulls import apart
 from dask_distmm.replicas import Replicas
+from dask_distmm.results import Result, Survivors, of_survivors, together
 from dask_distmm.roster import Roster, Staging
-from dask_distmm.rounds import ask_all, check, failed
+from dask_distmm.rounds import ask_all, failed
 from dask_distmm.run import Lost as _Lost
 from dask_distmm.run import Released as _Released
 from dask_distmm.run import Run, is_report, summarize
@@ -64,9 +70,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     idempotent = True
 
     def __init__(self) -> None:
-        self.newest_run = 0
-        self.live: dict[int, Run] = {}
-        self.done: dict[str, tuple[Run, Plan]] = {}
+        self.done: dict[str, Result] = {}
         self.restarts: dict[str, int] = {}
         self.history = History()
 
@@ -81,7 +85,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.groups = Groups()
         self.pinned = Pins(scheduler)
         self.replicas = Replicas(scheduler, self._tell)
-        self._changed = asyncio.Condition()
+        self.kept = Survivors(self._tell)
+        self.live = LiveRuns(scheduler)
         self._releasing: set[asyncio.Future[None]] = set()
         scheduler.handlers.update(distmm_run=self.run, distmm_roster=self.describe, distmm_locate=self.locate)
         scheduler.handlers.update(distmm_lost=self.lost, distmm_free=self.free)
@@ -118,10 +123,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def locate(self, name: Any, run_id: Any, index: Any) -> dict[str, Any]:
         """Return the address of the worker that holds a chunk of a result."""
-        run, made = self.done.get(str(name), (None, None))
-        if run is None or made is None or run.run_id != run_id or index not in range(len(made.owners)):
+        result = self.done.get(str(name))
+        if result is None or result.run_id != run_id or index not in range(result.shape[0] * result.shape[1]):
             return {"status": "unknown"}
-        return {"status": "OK", "address": made.workers[made.owners[index]]}
+        return {"status": "OK", "address": result.holders[index]}
 
     async def free(self, grace: Any) -> int:
         """Free what engines keep on the workers between runs; return how many groups there were."""
@@ -133,8 +138,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def lost(self, name: Any, run_id: Any) -> None:
         """Start a multiply again because a chunk of its result is gone."""
-        run, _ = self.done.get(str(name), (None, None))
-        if run is not None and run.run_id == run_id:
+        result = self.done.get(str(name))
+        if result is not None and result.run_id == run_id:
             self.pinned.restart(name, f"distmm-lost-{run_id}")
 
     def progressed(self, worker: str = "", run_id: Any = None, share: Any = None, received: Any = 0, **_: Any) -> None:
@@ -151,56 +156,57 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def _run(self, problem: Problem, staging: Staging, worker: str) -> dict[str, Any]:
         key, retries = barrier_key(problem.name), problem.options.retries
-        for old in [run for run in self.live.values() if run.name == problem.name]:
-            await self._end(old, "the multiply was started again")
-        run_id = self.newest_run = self.newest_run + 1
-        run = Run(run_id, problem.name, key, worker, frozenset())
-        self.live[run_id] = run
+        for old in self.live.of(problem.name):
+            if old.gone and not old.released:
+                await self.live.over(old)
+            else:
+                await self._end(old, "the multiply was started again")
         made = None
-        try:
-            made = await self._freeze(run, problem, staging)
-            await self._turn(run)
-            offers = await self._vote(run, made)
-            await self._start(run, made, offers)
-            self._pin(run, made)
-            self.replicas.add(run.name, run_id, made)
-            self.restarts.pop(problem.name, None)
-            options = problem.options
-            surplus = self.groups.surplus(options.max_groups, options.keep_workspace_bytes)
-            self._release(surplus, options.grace_timeout)
-            return {"status": "OK", "run_id": run_id}
-        except _Released:
-            await self._end(run, "its task was released")
-            self._event("released", run)
-            return {"status": "restart"}
-        except _Lost as reason:
-            await self._end(run, str(reason))
-            self.replicas.drop(*reason.replicas)
-            if run.key not in self.scheduler.tasks:
+        async with self.live.begin(problem.name, key, worker) as run:
+            try:
+                kept, todo = self.kept.left(problem)
+                if todo is not None:
+                    made = await self._freeze(run, todo, staging if todo is problem else staging.of_part(todo))
+                    await self.live.turn(run)
+                    offers = await self._vote(run, made)
+                    await self._start(run, made, offers)
+                    self.replicas.add(run.name, run.run_id, made)
+                self._pin(run, made, kept)
+                self.restarts.pop(problem.name, None)
+                options = problem.options
+                surplus = self.groups.surplus(options.max_groups, options.keep_workspace_bytes)
+                self._release(surplus, options.grace_timeout)
+                return {"status": "OK", "run_id": self.done[problem.name].run_id}
+            except _Released:
+                await self._end(run, "its task was released")
+                self._event("released", run)
                 return {"status": "restart"}
-            again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + (not reason.replicas)
-            if again > retries:
-                del self.restarts[problem.name]
-                return as_plain(failed(run, f"it was started again {retries} times; last: {reason}"))
-            self._event("restart", run, reason=str(reason))
-            self.pinned.restart(problem.name, f"distmm-restart-{run_id}")
-            return {"status": "restart"}
-        except BaseException as error:
-            running = run.phase == "running"
-            told = await self._end(run, str(error))
-            if isinstance(error, RunFailedError):
-                error.history.update(told)
-                if run.worker in run.mute:
-                    self._fail_barrier(run, error)
-            self._event("failed", run, reason=str(error))
-            if running and made is not None and (group := self.groups.drop(made.group)):
-                # What it was in the middle of is not known.
-                self._release([group], problem.options.grace_timeout)
-            raise
-        finally:
-            self.live.pop(run_id, None)
-            async with self._changed:
-                self._changed.notify_all()
+            except _Lost as reason:
+                await self._end(run, str(reason))
+                self.replicas.drop(*reason.replicas)
+                if run.key not in self.scheduler.tasks:
+                    return {"status": "restart"}
+                again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + (not reason.replicas)
+                if again > retries:
+                    del self.restarts[problem.name]
+                    return as_plain(failed(run, f"it was started again {retries} times; last: {reason}"))
+                self._event("restart", run, reason=str(reason))
+                if run.worker not in run.gone:  # Dask runs its barrier again
+                    staged = staging.on(problem, reason.workers) if reason.workers else None
+                    self.pinned.restart(problem.name, f"distmm-restart-{run.run_id}", staged)
+                return {"status": "restart"}
+            except BaseException as error:
+                running = run.phase == "running"
+                told = await self._end(run, str(error))
+                if isinstance(error, RunFailedError):
+                    error.history.update(told)
+                    if run.worker in run.mute:
+                        self._fail_barrier(run, error)
+                self._event("failed", run, reason=str(error))
+                if running and made is not None and (group := self.groups.drop(made.group)):
+                    # What it was in the middle of is not known.
+                    self._release([group], problem.options.grace_timeout)
+                raise
 
     async def _freeze(self, run: Run, problem: Problem, staging: Staging) -> Plan:
         """Fix who takes part, and how."""
@@ -227,21 +233,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         # Workers that neither multiply nor hold a chunk have no part in it.
         needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *found]))
         run.participants = frozenset(made.participants[index].address for index in needed.tolist())
+        run.apart = apart(made)
         return made
-
-    async def _turn(self, run: Run) -> None:
-        """Wait until no earlier run uses a worker of this one: collectives meet in one order everywhere."""
-
-        def in_the_way(other: Run) -> bool:
-            # One whose participants are not fixed yet may turn out to need the same workers.
-            return other.run_id < run.run_id and (not other.participants or bool(other.participants & run.participants))
-
-        def free() -> bool:
-            return not run.live or not any(map(in_the_way, self.live.values()))
-
-        async with self._changed:
-            await self._changed.wait_for(free)
-        check(run)
 
     async def _vote(self, run: Run, made: Plan) -> list[Any]:
         """Return what each participant offers the others."""
@@ -253,7 +246,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return await self.scheduler.rpc(address).distmm_prepare(run_id=run.run_id, me=number[address], plan=wire)
 
         limit = made.problem.options.vote_timeout
-        votes = await ask_all(self.scheduler, run, ask, self._ended(run), timeout=limit)
+        votes = await ask_all(self.scheduler, run, ask, self.live.ended(run), self._lose, timeout=limit)
         return [votes.get(worker.address, {}).get("offer") for worker in made.participants]
 
     async def _start(self, run: Run, made: Plan, offers: Sequence[Any]) -> None:
@@ -266,8 +259,13 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id, offers=offers)
 
         silence = made.problem.options.silence_timeout
-        answers = await ask_all(self.scheduler, run, ask, self._ended(run), silence=silence)
+        answers = await ask_all(self.scheduler, run, ask, self.live.ended(run), self._lose, silence=silence)
         self.groups.keeps(made.group, max(answer["kept"] for answer in answers.values()))
+        if run.gone:
+            kept = of_survivors(run.run_id, made, answers, run.gone, run.participants)
+            self.kept[run.name] = kept
+            count = f"{len(kept.holders)} of {len(made.owners)} chunks of D are done"
+            raise _Lost(f"{', '.join(sorted(run.gone))} left the cluster; {count}", workers=run.gone)
         for address in run.participants:
             self.scheduler.worker_send(address, {"op": "distmm-finish", "run_id": run.run_id, "name": run.name})
         summary = summarize(answers)
@@ -278,23 +276,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Have groups freed, each in its turn as if it were a run of its ranks; it goes on in the background."""
 
         async def release(group: Group) -> None:
-            run_id = self.newest_run = self.newest_run + 1
-            run = Run(run_id, f"group-{group.number}", "", group.workers[0], frozenset(group.workers))
-            self.live[run_id] = run
-            try:
-                await self._turn(run)
-                asked = [
-                    self.scheduler.rpc(a).distmm_release(group=group.number, engine=group.engine, grace=grace)
-                    for a in group.workers
-                ]
-                # A watchdog bites after `grace` where a rank is stuck; one that stands still is not waited for.
-                await asyncio.wait_for(asyncio.gather(*asked), grace + _ABORT_TIMEOUT)
-            except (_Lost, _Released, OSError, TimeoutError):
-                pass  # a rank has left: `remove_worker` has told the others, or they end themselves
-            finally:
-                self.live.pop(run_id, None)
-                async with self._changed:
-                    self._changed.notify_all()
+            async with self.live.begin(f"group-{group.number}", "", group.workers[0], frozenset(group.workers)) as run:
+                # A rank that leaves ends it: `remove_worker` has told the others, or they end themselves.
+                with contextlib.suppress(_Lost, _Released, OSError, TimeoutError):
+                    await self.live.turn(run)
+                    asked = [
+                        self.scheduler.rpc(a).distmm_release(group=group.number, engine=group.engine, grace=grace)
+                        for a in group.workers
+                    ]
+                    # A watchdog bites after `grace` where a rank is stuck; one that stands still is not waited for.
+                    await asyncio.wait_for(asyncio.gather(*asked), grace + _ABORT_TIMEOUT)
 
         tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(release(group)) for group in groups]
         # Somebody must hold them until they are done.
@@ -303,13 +294,14 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             task.add_done_callback(self._releasing.discard)
         return tasks
 
-    async def _ended(self, run: Run) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not run.live)
-
     async def _end(self, run: Run, reason: str) -> dict[str, str]:
-        """Make all participants drop a run that did not succeed; return what they say they did."""
+        """Make all participants drop a run that did not succeed; return what they say they did.
+
+        Survivors of one that went on without some keep what they have made.
+        """
         run.fail({run.worker: reason})
+        kept = self.kept.get(run.name)
+        keep = kept.participants if kept is not None and kept.run_id == run.run_id else frozenset()
         present = [address for address in run.participants if address in self.scheduler.workers]
         told = dict.fromkeys(present, "it does not answer")
         answered: set[str] = set()
@@ -318,7 +310,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             if address in run.mute:
                 return
             with contextlib.suppress(OSError, TimeoutError):
-                call = self.scheduler.rpc(address).distmm_abort(run_id=run.run_id, reason=reason)
+                call = self.scheduler.rpc(address).distmm_abort(run_id=run.run_id, reason=reason, keep=address in keep)
                 answer = await asyncio.wait_for(call, _ABORT_TIMEOUT)
                 answered.add(address)
                 told[address] = str(answer["history"]) if isinstance(answer, dict) else "it does not know dask_distmm"
@@ -326,9 +318,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         await asyncio.gather(*map(abort, present))
         run.mute.update(told.keys() - answered)
         # Those that do not answer now hear of it on Dask's own stream, when they listen again.
-        self._tell(present, {"op": "distmm-end", "run_id": run.run_id, "reason": reason})
-        async with self._changed:
-            self._changed.notify_all()
+        self._tell([a for a in present if a not in keep], {"op": "distmm-end", "run_id": run.run_id, "reason": reason})
+        await self.live.changed()
         return told
 
     def _fail_barrier(self, run: Run, error: RunFailedError) -> None:
@@ -340,15 +331,23 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         stimulus = f"distmm-failed-{run.run_id}"
         self.scheduler.handle_task_erred(run.key, stimulus, worker=run.worker, run_id=ts.run_id, **message)
 
-    def _pin(self, run: Run, made: Plan) -> None:
-        """Let collect tasks fetch their chunks where they are."""
+    def _pin(self, run: Run, made: Plan | None, kept: Result | None) -> None:
+        """Let collect tasks fetch their chunks where they are: those of this run and what an earlier one has left."""
         gate = self.scheduler.tasks.get(run.key)
-        newer = any(other.run_id > run.run_id and other.name == run.name for other in self.live.values())
+        newer = any(other.run_id > run.run_id for other in self.live.of(run.name))
         if newer or gate is None or gate.state != "processing":
             # Released between the last rank's answer and now.
             raise _Released
-        self.done[run.name] = run, made
-        self.pinned.pin(run.name, gate, made)
+        result = kept if made is None else together(run.run_id, made, run.participants, kept)
+        assert result is not None
+        if result.missing:
+            raise _Lost(f"chunks {result.missing} of D are gone with the worker that had them")
+        if kept is not None and made is not None:
+            message = {"op": "distmm-adopt", "run_id": run.run_id, "before": kept.run_id}
+            self._tell(sorted(kept.participants), message)
+        self.kept.pop(run.name, None)
+        self.done[run.name] = result
+        self.pinned.pin(run.name, gate, result)
 
     # What happens on the cluster
 
@@ -357,21 +356,24 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.replicas.transition(key, finish)
         if finish not in ("released", "forgotten", "erred") or (name := barrier_name(key)) is None:
             return
-        run, _ = self.done.pop(name, (None, None))
+        result = self.done.pop(name, None)
         over = finish != "released"
         if over:
             self.pinned.forget(name)
             self.restarts.pop(name, None)
-        if run is not None or over:
-            message = {"op": "distmm-forget", "run_id": run.run_id if run else None, "name": name if over else None}
-            addresses = list(self.scheduler.workers) if over else list(run.participants) if run else []
+            self.kept.discard(name)
+        if result is not None or over:
+            message = {"op": "distmm-forget", "run_id": result and result.run_id, "name": name if over else None}
+            addresses = list(self.scheduler.workers) if over else sorted(result.participants) if result else []
             # After what Dask is about to tell the workers of these tasks: a contribute task that is running now
             # is then either done, and its chunk dropped, or known to be cancelled.
             asyncio.get_running_loop().call_soon(self._tell, addresses, message)
-        for live in self.live.values():
-            if live.name == name and live.live:
-                live.fail({live.worker: "its task was released"}, released=True)
-                self._notify()
+        for run in self.live.of(name):
+            # A barrier whose worker is gone is released before that is announced.
+            gone = finish == "released" and run.worker not in self.scheduler.workers
+            if run.live and not (gone and run.apart and self._lose(run, run.worker)):
+                run.fail({run.worker: "its task was released"}, released=True)
+                self.live.changed_soon()
 
     def _tell(self, addresses: Sequence[str], message: dict[str, Any]) -> None:
         for address in addresses:
@@ -390,14 +392,20 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for group in self.groups.lose(worker):
             left = [address for address in group.workers if address != worker]
             self._tell(left, {"op": "distmm-abandon", "group": group.number, "engine": group.engine})
-        lost = [run for run in self.live.values() if run.lose([worker])]
-        if lost:
-            self._notify()
-        for name, (_, made) in list(self.done.items()):
-            if worker not in made.workers:
-                continue
-            if self.pinned.owed_by(name, worker):
+        self.kept.lose(worker)
+        for run in self.live.values():
+            self._lose(run, worker)
+        for name, result in list(self.done.items()):
+            if worker in result.workers and self.pinned.owed_by(name, worker):
                 self.pinned.restart(name, f"distmm-remove-{worker}")
+
+    def _lose(self, run: Run, worker: str) -> bool:
+        """Let a run end, or go on without a worker that is gone; return whether it goes on."""
+        if run.lose([worker]):
+            message = {"op": "distmm-gone", "run_id": run.run_id, "address": worker}
+            self._tell(sorted(run.participants - run.gone) if run.gone else [], message)
+            self.live.changed_soon()
+        return worker in run.gone
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Free what engines keep between runs, if no client comes back soon."""
@@ -412,7 +420,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
         """Keep workers that take part in a run, or hold results that are not collected yet."""
         busy = {address for run in self.live.values() for address in run.participants}
-        busy.update(address for _, made in self.done.values() for address in made.workers)
+        busy.update(*(result.workers for result in (*self.done.values(), *self.kept.values())))
         return [ws for ws in workers if ws.address not in busy]
 
     def restart(self, scheduler: Scheduler) -> None:
@@ -420,19 +428,13 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for run in self.live.values():
             run.fail({run.worker: "its task was released"}, released=True)
         self.done.clear()
+        self.kept.clear()
         self.pinned.clear()
         self.replicas.clear()
         self.restarts.clear()
         self.roster.clear()
         self.groups.clear()
-        self._notify()
-
-    def _notify(self) -> None:
-        async def notify() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        self.scheduler._ongoing_background_tasks.call_soon(notify)
+        self.live.changed_soon()
 
     def _to_dict(self, *, exclude: Any = ()) -> dict[str, Any]:
         """Return what is known of runs; Dask calls this for ``Client.dump_cluster_state()``."""

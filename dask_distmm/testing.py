@@ -373,7 +373,7 @@ def _left_on_worker(dask_worker: Any) -> dict[str, int]:
 
 def _left_on_scheduler(dask_scheduler: Any) -> dict[str, int]:
     plugin = dask_scheduler.plugins.get("distmm")
-    names = ("live", "done", "restarts", "pinned", "replicas")
+    names = ("live", "done", "kept", "restarts", "pinned", "replicas")
     return {} if plugin is None else {name: len(getattr(plugin, name)) for name in names}
 
 

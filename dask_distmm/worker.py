@@ -30,13 +30,12 @@ from distributed import Worker, WorkerPlugin
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps
 from distributed.utils import sync
-from numpy.typing import NDArray
 
 from dask_distmm._version import __version__
-from dask_distmm.chunks import Staged, check_chunks, order_of, stage
+from dask_distmm.chunks import Staged, check_boxes, check_chunks, order_of, stage
 from dask_distmm.comms.dask import DaskComm, address_of
 from dask_distmm.config import parsed
-from dask_distmm.engines.base import ENGINES, Job, get_engine, log
+from dask_distmm.engines.base import ENGINES, ApartJob, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.history import History
@@ -89,6 +88,8 @@ class WorkerSide:
             "distmm-end": self.end,
             "distmm-finish": self.finish,
             "distmm-forget": self.forget,
+            "distmm-gone": self.gone,
+            "distmm-adopt": self.adopt,
             "distmm-abandon": self.abandon,
             "distmm-drop-replicas": self.replicas.drop,
         }
@@ -178,10 +179,8 @@ class WorkerSide:
         missing = []
         for operand, where in plan.where.items():
             assert where is not None
-            ncols = plan.problem.chunk_counts(operand)[1]
             for index in np.flatnonzero(where == me).tolist():
-                name = "a" if operand == "b" and plan.problem.same else operand
-                found = staged.get((name, *divmod(index, ncols)))
+                found = staged.get(plan.problem.staged_as(operand, index))
                 if found is None:
                     missing.append((operand, index))
                 else:
@@ -226,10 +225,11 @@ class WorkerSide:
             self.progress.pop(run_id, None)
         self.history.note(run_id, "was done")
         if run_id in self.runs:  # not aborted meanwhile
-            self.outputs[run_id] = result
+            self.outputs[run_id] = _numbered(plan, result)
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
         answer = {"seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
         answer |= {"received": job.received_bytes + received, "kept": job.kept_bytes}
+        answer["missing"] = list(job.missing) if isinstance(job, ApartJob) else []
         if log.isEnabledFor(logging.DEBUG):
             number = {address: rank for rank, address in enumerate(plan.workers)}.get(self.address, "none")
             what = summarize({self.address: answer})
@@ -258,9 +258,13 @@ class WorkerSide:
         with contextlib.suppress(RuntimeError):  # this worker is closing
             self.engine_thread.submit(get_engine(engine).abandon, group)
 
-    async def abort(self, run_id: int, reason: str) -> dict[str, Any]:
-        """End a run here that has not succeeded; the answer is what this worker did in it."""
-        self.end(run_id, reason)
+    async def abort(self, run_id: int, reason: str, keep: bool = False) -> dict[str, Any]:
+        """End a run here that has not succeeded, but `keep` its results; the answer is what this worker did in it."""
+        if keep:
+            self._over.append(run_id)
+            self.runs.pop(run_id, None)
+        else:
+            self.end(run_id, reason)
         return {"status": "OK", "history": self.history.brief(run_id)}
 
     def end(self, run_id: int, reason: str) -> None:
@@ -285,6 +289,20 @@ class WorkerSide:
         self.runs.pop(run_id, None)
         self.replicas.end(run_id)
         self.staged.pop(name, None)
+
+    def gone(self, run_id: int, address: str) -> None:
+        """Let a run go on without a participant, which has left."""
+        if run_id in self.runs:
+            plan, job = self.runs[run_id]
+            self.history.note(run_id, f"was told that {address} is gone")
+            for participant, worker in enumerate(plan.participants):
+                if worker.address == address and isinstance(job, ApartJob):
+                    job.lose(participant)
+
+    def adopt(self, run_id: int, before: int) -> None:
+        """Keep what an earlier run has left here as results of the one that has made what was missing."""
+        if before in self.outputs:
+            self.outputs[run_id] = self.outputs.pop(before) | self.outputs.get(run_id, {})
 
     def forget(self, run_id: int | None, name: str | None) -> None:
         """Drop a run with its results, and, if named, all chunks staged for a multiply."""
@@ -315,7 +333,7 @@ class WorkerSide:
                 own = await self.replicas.serve(run_id, table[:, 1].tolist())
                 return {"status": "OK", "data": [to_serialize(x) for x in own]}
             plan, job = self.runs[run_id]
-            _check_boxes(plan, kind, table)
+            check_boxes(plan, kind, table)
             # Shielded: a peer's request that is given up must not cancel what others wait for too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
             data = await asyncio.to_thread(job.serve, kind, table, bool(flat))
@@ -385,28 +403,6 @@ def worker_side(worker: Worker) -> WorkerSide:
     return side
 
 
-def _check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:
-    """Refuse requests for what is outside a chunk or outside D."""
-    if kind not in ("input", "partial", "final", "enter") or not len(boxes):
-        raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
-    if kind == "enter":
-        if not 0 < boxes[0, 0] < len(plan.ranks):
-            raise ProtocolError(f"rank {boxes[0, 0]} of {len(plan.ranks)} wants to enter")
-        return
-    problem = plan.problem
-    for operand, index, r0, r1, c0, c1 in boxes.tolist():
-        shape = (problem.m, problem.n)
-        if kind == "input":
-            if not 0 <= operand < len(problem.operands):
-                raise ProtocolError(f"there is no operand {operand}")
-            sizes = problem.chunks_of(problem.operands[operand])
-            if not 0 <= index < len(sizes[0]) * len(sizes[1]):
-                raise ProtocolError(f"there is no chunk {index} of operand {operand}")
-            shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
-        if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
-            raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
-
-
 def _execute(job: Job, offers: Any) -> Mapping[int, Any]:
     if not isinstance(offers, list | tuple):
         raise ProtocolError(f"offers are a {type(offers).__name__}, expected a list")
@@ -427,6 +423,12 @@ def _describe() -> dict[str, Any]:
     let_types_travel()  # of CuPy's too, now that it is here if it ever will
     known = {"engines": engines, "memory": memory, "links": links, "host": platform.node()}
     return {"status": "OK", "version": __version__, **known}
+
+
+def _numbered(plan: Plan, result: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a run's chunks under the numbers that they have for the user."""
+    every = plan.problem.every_chunk("d").tolist()
+    return {(key[0], every[key[1]]) if isinstance(key, tuple) else every[key]: chunk for key, chunk in result.items()}
 
 
 def _refusal(message: str) -> dict[str, Any]:

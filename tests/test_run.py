@@ -70,6 +70,49 @@ def test_losing_a_worker(lost, steps):
     assert not run.lose([lost])
 
 
+def test_ranks_that_work_apart_go_on_without_the_others():
+    run = make(apart=True)
+    run.begin_vote()
+    for worker in WORKERS:
+        run.answer(worker, 3)
+    run.begin_running(0.0)
+    run.report("a", 0.5, 1.0)
+    run.report("b", 0.2, 1.0)
+    # The one with the barrier too.
+    assert run.lose(["a"])
+    assert not run.lose(["a"])
+    assert run.live
+    assert run.waiting_for == {"b", "c"}
+    assert run.share == pytest.approx(0.1)
+    assert run.silent({"a": 0.0, "b": 90.0, "c": 0.0}, 100.0, 50.0) == ["c"]
+    with pytest.raises(ProtocolError, match="goes on without it"):
+        run.answer("a", 3)
+    run.answer("b", 3)
+    assert run.lose(["c"])
+    assert run.phase == "done"
+    assert run.gone == {"a", "c"}
+
+
+def test_somebody_must_be_left():
+    run = make(apart=True)
+    run.begin_vote()
+    for worker in WORKERS:
+        run.answer(worker, 3)
+    run.begin_running(0.0)
+    assert run.lose(["a", "b"])
+    assert run.lose(["c"])
+    assert run.phase == "failed"
+
+
+@pytest.mark.parametrize("vote", [False, True])
+def test_before_they_run_they_need_each_other(vote):
+    run = make(apart=True)
+    if vote:
+        run.begin_vote()
+    assert run.lose(["b"])
+    assert run.phase == "failed"
+
+
 messages = st.one_of(
     st.tuples(st.just("answer"), st.sampled_from([*WORKERS, "x"]), st.sampled_from([2, 3, 4])),
     st.tuples(st.just("begin_vote")),
@@ -80,9 +123,9 @@ messages = st.one_of(
 )
 
 
-@given(st.lists(messages, max_size=30))
-def test_any_order_of_messages(sequence):
-    run = make()
+@given(st.booleans(), st.lists(messages, max_size=30))
+def test_any_order_of_messages(apart, sequence):
+    run = make(apart=apart)
     votes: set[str] = set()
     order = ["staged", "voting", "running", "done"]
     for name, *arguments in sequence:
@@ -100,6 +143,8 @@ def test_any_order_of_messages(sequence):
             votes |= run.answered | answered
         if run.phase == "running":
             assert votes >= set(WORKERS)
+            assert run.waiting_for
+        assert not run.gone or apart
 
 
 @given(

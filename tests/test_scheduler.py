@@ -52,7 +52,7 @@ async def send(messages, dask_scheduler=None):
     plugin = dask_scheduler.plugins["distmm"]
 
     def state():
-        return plugin.newest_run, sorted(plugin.live), sorted(plugin.done), dict(plugin.restarts), len(plugin.pinned)
+        return plugin.live.newest, sorted(plugin.live), sorted(plugin.done), dict(plugin.restarts), len(plugin.pinned)
 
     before, found = state(), []
     for op, arguments in messages:

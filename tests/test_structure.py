@@ -29,12 +29,13 @@ ORDER = [
     ["planned"],
     ["graph", "cluster"],
     ["scheduler"],
-    ["pins", "priorities", "rounds"],
+    ["live", "pins", "priorities"],
+    ["rounds"],
     ["worker"],
     ["replicas"],
     ["roster"],
     ["diagnostics"],
-    ["run", "groups", "history"],
+    ["run", "groups", "history", "results"],
     ["chunks", "travel"],
     ["engines"],
     ["comms"],
@@ -47,7 +48,7 @@ ORDER = [
     ["errors", "_version", "faults"],
 ]
 PURE = [
-    *["plan", "distribution", "layout", "run", "groups", "history"],
+    *["plan", "distribution", "layout", "run", "groups", "history", "results"],
     *["keys", "dtypes", "narrow", "epilog", "errors", "engines"],
 ]
 ON_GPUS = {"cublasmp", "device", "peer"}

@@ -10,7 +10,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -21,6 +21,7 @@ from dask_distmm.plan import Plan
 __all__ = [
     "ENGINES",
     "REPLICA",
+    "ApartJob",
     "Boxes",
     "ChunkKey",
     "Comm",
@@ -98,6 +99,23 @@ class Job(Protocol):
 
     def abort(self, error: BaseException) -> None:
         """Make `execute` and everything that waits end with `error`, soon. Any thread; may be repeated."""
+        ...
+
+
+@runtime_checkable
+class ApartJob(Job, Protocol):
+    """One of a run whose ranks need nothing of each other but what they have offered before (`plan.pulls.apart`).
+
+    Attributes
+    ----------
+    missing
+        After `execute`: numbers of the chunks of D that could not be made without the participants that are gone.
+    """
+
+    missing: Sequence[int]
+
+    def lose(self, participant: int) -> None:
+        """Go on without a participant that is gone. Any thread, while `execute` runs."""
         ...
 
 

@@ -2,11 +2,12 @@
 
 `problem` what is multiplied, `plan` how; `methods` and `cuts` the ways to cut it, `memory` what each
 would hold, `planner` what each would take and the choice, `replicas` what keeping all of D everywhere adds, `show` the
-plan as text. `batches` and `shares` do the
-same for many products at once.
+plan as text. `part` cuts out of a problem what is left of it. `batches` and `shares` do the same for many products at
+once.
 """
 
 from dask_distmm.plan.batches import Batch, BatchEstimate, BatchPlan
+from dask_distmm.plan.part import restrict
 from dask_distmm.plan.plan import EVERYWHERE, Estimate, Packing, Plan, everywhere
 from dask_distmm.plan.planner import plan
 from dask_distmm.plan.problem import COLLECTIVE, METHODS, Chunks, Extra, Problem, Worker
@@ -30,4 +31,5 @@ __all__ = [
     "Worker",
     "everywhere",
     "plan",
+    "restrict",
 ]

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.config import Machine, Options
 from dask_distmm.distribution import FREE, Distributions, from_wire
 from dask_distmm.dtypes import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProtocolError
+from dask_distmm.plan.part import Part
 
 __all__ = ["COLLECTIVE", "METHODS", "Chunks", "Extra", "Problem", "Worker"]
 
@@ -137,6 +140,8 @@ class Problem:
         Whether A and B are the transposes of these; their chunks are staged as transposed views.
     conjugated
         Whether A and B are the conjugates of what is staged.
+    part
+        Which part of a larger multiply this is, whose chunks are staged; None if it is all of one.
     """
 
     name: str
@@ -160,6 +165,7 @@ class Problem:
     arrays: tuple[str, str] = ("", "")
     turned: tuple[bool, bool] = (False, False)
     conjugated: tuple[bool, bool] = (False, False)
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -251,6 +257,16 @@ class Problem:
         chunks = self.chunks_of(operand)
         return len(chunks[0]), len(chunks[1])
 
+    def staged_as(self, operand: str, index: int) -> tuple[str, int, int]:
+        """Return under which operand, row and column chunk `index` of an operand is staged."""
+        same = self.same if self.part is None else self.part.same
+        at = divmod(index, self.chunk_counts(operand)[1]) if self.part is None else self.part.at(operand, index)
+        return ("a" if operand == "b" and same else operand), *at
+
+    def every_chunk(self, operand: str) -> NDArray[np.int64]:
+        """Return the numbers that all chunks of an operand, or of ``"d"``, have in the multiply that the user sees."""
+        return np.arange(math.prod(self.chunk_counts(operand))) if self.part is None else self.part.every(operand)
+
     def itemsize(self, operand: str) -> int:
         """Bytes of an element of an operand, or of ``"d"``."""
         return dtype_from_name(self.dtype_of(operand)).itemsize
@@ -295,10 +311,14 @@ class Problem:
             for key in ("turned", "conjugated"):
                 of_a, of_b = map(bool, fields[key])
                 fields[key] = of_a, of_b
+            part, fields["part"] = fields["part"], None
             workers = fields["workers"]
             fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
             problem = cls(options=Options(**options), **fields)
             problem.compute_type, problem.result_type  # noqa: B018 - the types must exist
+            if part is not None:
+                counts = {name: problem.chunk_counts(name) for name in (*problem.operands, "d")}
+                problem = dataclasses.replace(problem, part=Part.from_wire(part, counts))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"malformed problem: {error!r}") from error
         if problem.compute not in ("", *COMPUTE_TYPES):

@@ -38,6 +38,7 @@ from dask_distmm.plan.problem import Problem
 __all__ = [
     "PANELS",
     "Walk",
+    "apart",
     "blocks",
     "estimate",
     "in_place",
@@ -390,3 +391,14 @@ def _passes(plan: Plan, walked: Sequence[Walk], sums: int) -> NDArray[np.float64
         owned = [plan.chunk_rect(number) for number in plan.owned(rank).tolist()]
         found.append(sum(_area(rect) * (stored + (rect not in lying)) for rect in owned))
     return np.array(found, float)
+
+
+def apart(plan: Plan) -> bool:
+    """Whether ranks need nothing of each other but what they have offered before the run, to make their own chunks.
+
+    Then the others finish their parts when one dies, and what is missing of D is a problem of its own.
+    """
+    problem = plan.problem
+    whole = problem.part is None and not any(problem.distributions) and problem.grid is None
+    kept = bool(plan.replicas) or any(plan.replica_runs)
+    return plan.engine == "peer" and len(plan.participants) > 1 and plan.grid[2] == 1 and whole and not kept

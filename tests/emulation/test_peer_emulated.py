@@ -5,19 +5,23 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+import threading
 import types
 import weakref
 
 import dask
+import numpy as np
 import pytest
 from epilog_cases import Case, run_case
 from narrow_cases import PAIRS
 from test_narrow_emulated import run_narrow
 
 from dask_distmm.distribution import BlockCyclic, Slab
+from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.epilog import Finish
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import plan, pulls
-from dask_distmm.testing import conformance
+from dask_distmm.plan import Worker, plan, pulls
+from dask_distmm.testing import assert_product, conformance, make_problem, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 
@@ -303,6 +307,59 @@ def test_a_rank_that_fails_ends_the_run_for_all(make_peers, monkeypatch, method)
         conformance(ranks, method, 3)
     monkeypatch.setattr(kind, "_product", real)
     conformance(ranks, method, 3)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "unmapped"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_rank_that_is_gone_is_missed_where_it_was_needed(make_peers, monkeypatch, when, dtype):
+    """Its chunks are nobody's. Others lack those that it had to add to, unless it has done so; all else is right."""
+    ranks, _ = make_peers()
+    kind, runtime = sys.modules["dask_distmm.engines.peer.job"].PeerJob, sys.modules["cupy"].cuda.runtime
+    execute, open_handle, dead = kind.execute, runtime.ipcOpenMemHandle, threading.Event()
+
+    def die(self):
+        if self.rank == 1:
+            if when != "before":
+                execute(self)
+            dead.set()
+            for job in ranks.jobs[-4:]:
+                job.lose(self.me)
+            return {}
+        if self.rank is not None:
+            dead.wait(10)
+        return execute(self)
+
+    def open_of_the_living(handle):
+        if dead.is_set() and when == "unmapped":
+            raise runtime.CUDARuntimeError("cudaErrorInvalidResourceHandle")
+        return open_handle(handle)
+
+    monkeypatch.setattr(kind, "execute", die)
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", open_of_the_living)
+    rng = np.random.default_rng()
+    a, b = (rng.standard_normal(shape).astype(dtype_from_name(dtype)) for shape in ((60, 40), (40, 30)))
+    # D's chunks go across the ranks' parts: the second rank adds to some that others own.
+    problem = make_problem(
+        ((30, 30), (40,)), ((40,), (10, 20)), dtype, method="allgather", out_chunks=((28, 4, 28), (30,)),
+        finish=Finish(epilog="relu_aux"),
+    )  # fmt: skip
+    chunks = {("a", 0): a[:30], ("a", 1): a[30:], ("b", 0): b[:, :10], ("b", 1): b[:, 10:]}
+    # Nothing of a rank's is mapped before its part of D is needed.
+    workers, elsewhere = [Worker(f"w{i}") for i in range(3)], np.full(2, 3, np.int32)
+    made = plan(problem, workers, elsewhere, elsewhere, sources=[Worker("s")], engine="peer")
+    chunks = {key: np.ascontiguousarray(chunk) for key, chunk in chunks.items()}
+    found = run_jobs(ranks, made, chunks)
+    assert made.owners.tolist() == [0, 1, 2]
+    assert all(1 in dict(made.final_holders(i)) for i in range(3))
+    missing = {job.rank: job.missing for job in ranks.jobs[-4:] if job.missing}
+    assert missing == ({} if when == "after" else {0: [0], 2: [2]})
+    there = {0, 2} if when == "after" else set()
+    assert set(found) == there | {("relu_aux", i) for i in there}
+    for index in there:
+        r0, r1, _, _ = made.chunk_rect(index)
+        x = a[r0:r1].astype(float) @ b.astype(float)
+        assert_product(a[r0:r1], b, np.where(found["relu_aux", index], found[index], x).astype(a.dtype))
+        assert (np.asarray(found[index] > 0) == found["relu_aux", index]).all()
 
 
 def test_a_rank_that_never_finishes_its_sums_is_named(make_peers, monkeypatch):

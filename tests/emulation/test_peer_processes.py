@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,10 +12,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Status
 
 import dask_distmm
-from dask_distmm.testing import assert_nothing_left, assert_product, inject
+from dask_distmm.keys import barrier_key
+from dask_distmm.testing import assert_nothing_left, assert_product, inject, remove_faults
 
 FOLDER = str(Path(__file__).parent)
 
@@ -45,11 +47,18 @@ def mapped(dask_worker=None):
 
 
 @pytest.fixture
-def client(tmp_path):
+def nworkers():
+    return 3
+
+
+@pytest.fixture
+def client(tmp_path, nworkers):
     (tmp_path / "devices").mkdir()
     with (
         dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}),
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address="127.0.0.1:0", protocol="tcp") as cluster,
+        LocalCluster(
+            n_workers=nworkers, threads_per_worker=1, dashboard_address="127.0.0.1:0", protocol="tcp"
+        ) as cluster,
         Client(cluster) as client,
     ):
         addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
@@ -57,13 +66,27 @@ def client(tmp_path):
         yield client
 
 
-def product(method, holders=None, **options):
-    """Operands lie on some workers only: one that a nanny has started again has no stand-ins."""
+def product(method, **options):
     rng = np.random.default_rng()
-    a, b = rng.standard_normal((90, 70)), rng.standard_normal((70, 80))
-    x, y = da.from_array(a, chunks=(30, 35)), da.from_array(b, chunks=(35, 20))
-    x, y = (v.persist(workers=holders) for v in (x, y)) if holders else (x, y)
+    # As many rows and columns of chunks as 2, 3 and 4 ranks can share.
+    a, b = rng.standard_normal((96, 70)), rng.standard_normal((70, 84))
+    x, y = da.from_array(a, chunks=(8, 35)), da.from_array(b, chunks=(35, 7))
     return a, b, dask_distmm.matmul(x, y, method=method, engine="peer", **options)
+
+
+def works(client, method="allgather"):
+    a, b, d = product(method)
+    assert_product(a, b, d.compute())
+
+
+def events(client, action):
+    return [event for _, event in client.get_events("distmm") if event["action"] == action]
+
+
+def not_again(client, address):
+    """Let a worker's nanny go when it dies: a process that it started instead would have no stand-ins."""
+    (nanny,) = [nanny for nanny in client.cluster.workers.values() if nanny.worker_address == address]
+    nanny.status = Status.closing_gracefully
 
 
 def wait_for(what, seconds=20):
@@ -76,12 +99,9 @@ def wait_for(what, seconds=20):
 def test_processes_pull_from_each_other_and_outlive_one_that_is_killed(client):
     """All that needs processes, on one cluster: starting it takes longest."""
     for method in ("allgather", "reducescatter", "summa"):
-        a, b, d = product(method)
-        assert_product(a, b, d.compute())
-    starts = [event for _, event in client.get_events("distmm") if event["action"] == "start"]
-    done = [event for _, event in client.get_events("distmm") if event["action"] == "done"]
-    assert {event["engine"] for event in starts} == {"peer"}
-    assert done[0]["received_bytes"] > 0
+        works(client, method)
+    assert {event["engine"] for event in events(client, "start")} == {"peer"}
+    assert events(client, "done")[0]["received_bytes"] > 0
     assert all(client.run(mapped).values())
 
     # What is mapped goes with what engines keep.
@@ -89,28 +109,71 @@ def test_processes_pull_from_each_other_and_outlive_one_that_is_killed(client):
     assert set(client.run(mapped).values()) == {0}
 
     # A rank dies between two panels: the others keep their processes, and what they have.
-    a, b, d = product("allgather")
-    assert_product(a, b, d.compute())
-    del d
+    works(client)
     victim, *others = sorted(client.scheduler_info(n_workers=-1)["workers"])
     survivors = client.run(os.getpid, workers=others)
+    not_again(client, victim)
     client.run(inject, "panel", "kill", workers=[victim])
-    a, b, d = product("reducescatter", others)
     started = time.monotonic()
-    assert_product(a, b, d.compute())
+    works(client, "reducescatter")
     assert time.monotonic() - started < 60
-    assert client.run(os.getpid, workers=others) == survivors
-    a, b, d = product("allgather", others, workers=others)
-    assert_product(a, b, d.compute())
+    assert client.run(os.getpid) == survivors
+    works(client)
     # The dead one's memory is not mapped any more: what is, is the other survivor's.
-    wait_for(lambda: all(0 < n <= 2 for n in client.run(mapped, workers=others).values()))
+    wait_for(lambda: all(0 < n <= 2 for n in client.run(mapped).values()))
 
     # An error on one rank ends the run on all, and nothing else.
     client.run(inject, "panel", "error", workers=others[:1])
-    a, b, d = product("allgather", others, workers=others)
     with pytest.raises(dask_distmm.RunFailedError, match="injected at panel"):
-        d.compute()
-    a, b, d = product("allgather", others, workers=others)
-    assert_product(a, b, d.compute())
-    del d
+        works(client)
+    works(client)
     assert_nothing_left(client)
+
+
+def killed_while_running(client, pick, **options):
+    """Multiply on ranks that take their time; kill the worker that `pick` names, by the barrier's; check what is made.
+
+    Returns the operations of each run that was started, and why it was started again.
+    """
+    addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    for address in addresses:
+        client.run(inject, "panel", "sleep", 0, 1.5, workers=[address])
+    a, b, d = product("allgather", **options)
+    starts, restarts = len(events(client, "start")), len(events(client, "restart"))
+    future = client.compute(d)
+    wait_for(lambda: len(events(client, "start")) > starts)
+    gate = barrier_key(d.name)
+    owner = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.tasks[gate].processing_on.address)
+    pids = client.run(os.getpid)
+    victim = pick(owner, addresses)
+    not_again(client, victim)
+    os.kill(pids.pop(victim), signal.SIGKILL)
+    assert_product(a, b, future.result(timeout=60))
+    client.run(remove_faults)
+    assert client.run(os.getpid) == pids
+    del future, d
+    assert_nothing_left(client)
+    found = [event["flops"] for event in events(client, "start")[starts:]]
+    return found, [event["reason"] for event in events(client, "restart")[restarts:]]
+
+
+@pytest.mark.parametrize("nworkers", [5])
+def test_who_dies_costs_its_own_part(client):
+    """The others finish theirs, with what it had offered; only what it would have made is made again."""
+    works(client)
+    # One that is no rank had chunks of A and B, all of which are read already, or mapped: nothing is missing.
+    ranks = tuple(sorted(client.scheduler_info(n_workers=-1)["workers"])[:4])
+    (whole,), (why,) = killed_while_running(client, lambda owner, every: every[4], workers=ranks)
+    assert "144 of 144 chunks of D are done" in why
+    # One rank of four.
+    (first, part), (why,) = killed_while_running(client, lambda owner, every: min(set(every) - {owner}))
+    assert (first, part) == (whole, whole / 4)
+    assert "108 of 144 chunks of D are done" in why
+    # The one whose barrier waits for the run: it is the scheduler that sees it through.
+    (first, part), whys = killed_while_running(client, lambda owner, every: owner)
+    assert (first, part) == (whole, whole / 3)
+    assert "96 of 144 chunks of D are done" in whys[0]
+    # One of two.
+    (first, part), (why,) = killed_while_running(client, lambda owner, every: min(set(every) - {owner}))
+    assert (first, part) == (whole, whole / 2)
+    works(client)

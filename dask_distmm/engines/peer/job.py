@@ -86,6 +86,8 @@ class PeerJob:
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
         self.offer: Any = None
+        self.missing: list[int] = []
+        self._gone: set[int] = set()
         self._ready, self._stream = ready, engine.stream
         self._walks = walks(plan)
         self._sums = sums_in(plan, self._walks)
@@ -208,7 +210,7 @@ class PeerJob:
             return
         if len(self.plan.participants) > 1:
             found = read_offers(offers, self.plan, self.me)
-            self._sources.remote = Remote(self.plan, found, self.engine)
+            self._sources.remote = Remote(self.plan, found, self.engine, self._gone)
         # Before the first copy: between copies the host would be too slow.
         for fill in (fill for turn in self._schedule.turns for fill in turn.fills):
             target, size = self._in_buffer(fill).span, self._items[fill.operand]
@@ -226,6 +228,7 @@ class PeerJob:
             self._multiply()
             marks.append(mark(self._stream))
             outputs = self._result.deliver()
+            self.missing = self._result.missing
             marks.append(mark(self._stream))
             self._wait(marks[-1])
             if self.plan.problem.array == "numpy":
@@ -415,6 +418,10 @@ class PeerJob:
             found.append(part if part.flags.forc else part.copy())
         cp.cuda.Stream.null.synchronize()
         return found
+
+    def lose(self, participant: int) -> None:
+        """Go on without a participant that is gone: what is mapped of its memory stays. Any thread."""
+        self._gone.add(participant)
 
     def abort(self, error: BaseException) -> None:
         """End with `error`, before the next panel. Any thread; may be repeated."""

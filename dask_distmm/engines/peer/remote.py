@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import cupy as cp
@@ -22,6 +22,8 @@ __all__ = ["Remote"]
 
 # Between two looks at a flag (seconds).
 _LOOK = 2e-5
+# How long it may take until the news that a worker is gone has come (seconds).
+_NEWS = 2.0
 
 
 class Remote:
@@ -35,6 +37,8 @@ class Remote:
         For each participant; None for those that offer nothing.
     engine
         Which keeps the mappings.
+    gone
+        Participants that have left while the run goes on; others add to it.
 
     Attributes
     ----------
@@ -42,9 +46,10 @@ class Remote:
         Bytes that were asked for so far.
     """
 
-    def __init__(self, plan: Plan, offers: Sequence[Offer | None], engine: PeerEngine) -> None:
+    def __init__(self, plan: Plan, offers: Sequence[Offer | None], engine: PeerEngine, gone: Collection[int]) -> None:
         self._plan, self._offers, self._engine = plan, offers, engine
         self.pulled_bytes = 0
+        self._gone = gone
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
         for offer in offers:
             if offer is not None and offer.process != engine.exporter.process:
@@ -59,6 +64,13 @@ class Remote:
             The participant, and which of its matrices.
         size
             Bytes that will be pulled from it.
+
+        Raises
+        ------
+        EngineError
+            It does not offer this matrix, or that can't be mapped.
+        ConnectionError
+            It was gone before its memory was mapped.
         """
         offer = self._offers[holder]
         if offer is None:
@@ -67,18 +79,28 @@ class Remote:
         if place is None:
             raise EngineError(f"{self._plan.participants[holder].address} offers no matrix {number} of {operand}")
         self.pulled_bytes += size
-        return Span(self._address(offer, place.allocation) + place.offset, place.row_stride, place.col_stride)
+        address = self._address(holder, offer, place.allocation)
+        return Span(address + place.offset, place.row_stride, place.col_stride)
 
-    def _address(self, offer: Offer, number: int) -> int:
+    def _address(self, holder: int, offer: Offer, number: int) -> int:
         allocation = offer.allocations[number]
         if offer.process == self._engine.exporter.process:
             return allocation.address
-        return self._engine.mappings.open(offer.process, allocation)
+        try:
+            return self._engine.mappings.open(offer.process, allocation)
+        except EngineError as error:
+            # What is mapped stays readable when its process dies; what is not can't be mapped any more.
+            end = time.monotonic() + _NEWS
+            while holder not in self._gone and time.monotonic() < end:
+                time.sleep(_LOOK)
+            if holder not in self._gone:
+                raise
+            raise ConnectionError(f"{self._plan.participants[holder].address} is gone: {error}") from error
 
     def ready(self, holder: int, flag: int, check: Callable[[], None] | None = None) -> bool:
         """Whether a participant has raised a flag.
 
-        With `check`, which raises if the run has been ended, wait until it has.
+        With `check`, which raises if the run has been ended, wait until it has, or is gone.
 
         Raises
         ------
@@ -88,8 +110,14 @@ class Remote:
         options = self._plan.problem.options
         most = options.transfer_timeout + self._plan.flops / options.machine(self._plan.engine).rate("other")
         end = time.monotonic() + most
-        while not self._look(holder, flag):
-            if check is None:
+        while True:
+            gone = holder in self._gone  # before the look: it may have raised it with its last breath
+            try:
+                if self._look(holder, flag):
+                    return True
+            except ConnectionError:
+                return False
+            if gone or check is None:
                 return False
             check()
             if time.monotonic() > end:
@@ -98,7 +126,6 @@ class Remote:
                     "longer than the whole product could take (config distmm.timeouts.transfer)"
                 )
             time.sleep(_LOOK)
-        return True
 
     def _look(self, holder: int, flag: int) -> bool:
         """Read a flag in another GPU's memory."""
@@ -107,7 +134,7 @@ class Remote:
             raise EngineError(f"{self._plan.participants[holder].address} is a rank and offers no memory")
         number, offset = offer.flags
         stream, runtime = self._engine.looking, cp.cuda.runtime
-        at = self._address(offer, number) + offset + flag * FLAG_BYTES
+        at = self._address(holder, offer, number) + offset + flag * FLAG_BYTES
         runtime.memcpyAsync(self._seen.ctypes.data, at, FLAG_BYTES, runtime.memcpyDefault, stream.ptr)
         stream.synchronize()
         return bool(self._seen[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import cupy as cp
@@ -54,6 +55,8 @@ class Result:
         In this GPU's memory: raised for each rank whose part of the partial sums is done, and for the block itself.
     coming
         Ranks whose partial sums are still to be added, in an order that is the same every time.
+    missing
+        After `deliver`: numbers of own chunks that ranks which are gone have not done their parts of.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Result:
         self.flags = empty((len(plan.ranks) + 1,), np.dtype(np.int32))
         self._used: dict[int, Any] = {}
         self._turn = 0
+        self.missing: list[int] = []
         self.coming: collections.deque[int] = collections.deque()
         if plan.grid[2] > 1 and plan.final_rects(rank):
             # The one before this rank computes this rank's part right after its own.
@@ -152,6 +156,7 @@ class Result:
             sources.gather(self._finishing, stream)
         in_blocks = {id(array) for _, array in self.blocks}
         here: list[Rectangle] = []
+        missing: set[int] = set()
         there: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
         for index, target in self._chunks.items():
             for rank, rect in plan.final_holders(index) if id(target) not in in_blocks else ():
@@ -162,15 +167,14 @@ class Result:
                     here += self._part(index, rect, whole, span_of(array))
         sources.copy(here, size, stream, here=True)
         for rank, parts in sorted(there.items(), key=lambda item: (item[0] - self.rank) % len(plan.ranks)):
-            assert sources.remote is not None
-            sources.remote.ready(plan.ranks[rank], len(plan.ranks), sources.ended.check)
-            pulls, found = sources.next_stream(), []
-            for number, whole in enumerate(blocks(plan, rank)):
-                area = sum(_overlap(rect, whole) for _, rect in parts)
-                if area and (source := sources.there(plan.ranks[rank], BLOCKS, number, area * size)):
-                    found += [x for index, rect in parts for x in self._part(index, rect, whole, source)]
+            found = self._done_by(rank, parts)
+            if found is None:
+                missing.update(index for index, _ in parts)
+                continue
+            pulls = sources.next_stream()
             sources.copy(found, size, pulls)
             stream.wait_event(record(pulls))
+        self.missing = sorted(missing)
         outputs: dict[Any, Any] = dict(self._chunks)
         if self._finishing is not None:
             outputs = self._finishing.apply(outputs, stream)
@@ -178,7 +182,28 @@ class Result:
             with stream:
                 rounded[...] = outputs[index]
             outputs[index] = rounded
+        for key in [key for key in outputs if (key[1] if isinstance(key, tuple) else key) in missing]:
+            del outputs[key]
         return outputs
+
+    def _done_by(self, rank: int, parts: Sequence[tuple[int, Rect]]) -> list[Rectangle] | None:
+        """Return the copies of parts of chunks (by number) out of another rank's block, once that is complete.
+
+        None if the rank is gone and has not completed it, or nobody can tell any more.
+        """
+        sources, plan, found = self._sources, self.plan, []
+        assert sources.remote is not None
+        if not sources.remote.ready(plan.ranks[rank], len(plan.ranks), sources.ended.check):
+            return None
+        try:
+            for number, whole in enumerate(blocks(plan, rank)):
+                area = sum(_overlap(rect, whole) for _, rect in parts)
+                source = sources.there(plan.ranks[rank], BLOCKS, number, area * self.sums.itemsize) if area else None
+                if source is not None:
+                    found += [x for index, rect in parts for x in self._part(index, rect, whole, source)]
+        except ConnectionError:
+            return None
+        return found
 
     def _part(self, index: int, rect: Rect, whole: Rect, source: Span) -> list[Rectangle]:
         """Return the copy of a part of D that is in a block to a chunk of this rank, if they overlap."""

@@ -1,0 +1,141 @@
+"""A part of a multiply as a problem of its own: what is left to do where some chunks of D are there already."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from dask_distmm.plan.problem import Chunks, Problem
+
+__all__ = ["Part", "restrict"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Which chunks of a larger multiply's arrays are those of a problem.
+
+    Parameters
+    ----------
+    numbers
+        For each operand, and ``"d"``: its name, numbers of its rows and columns of chunks in the larger multiply, and
+        how many columns of chunks there are in that.
+    same
+        Whether B is A in the larger multiply.
+    """
+
+    numbers: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]
+    same: bool
+
+    def at(self, operand: str, index: int) -> tuple[int, int]:
+        """Return row and column in the larger multiply of chunk `index` of an operand, or of ``"d"``."""
+        rows, cols, _ = self._of(operand)
+        i, j = divmod(index, len(cols))
+        return rows[i], cols[j]
+
+    def every(self, operand: str) -> NDArray[np.int64]:
+        """Return the numbers in the larger multiply of all chunks of an operand, or of ``"d"``."""
+        rows, cols, ncols = self._of(operand)
+        return np.add.outer(np.asarray(rows, np.int64) * ncols, np.asarray(cols, np.int64)).ravel()
+
+    def _of(self, operand: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        return next((rows, cols, ncols) for name, rows, cols, ncols in self.numbers if name == operand)
+
+    @classmethod
+    def from_wire(cls, wire: Any, counts: dict[str, tuple[int, int]]) -> Part:
+        """Make it from what `dataclasses.asdict` gave, checked against the numbers of chunks of the problem itself.
+
+        Raises
+        ------
+        ProtocolError
+            It does not fit.
+        """
+        found = tuple(
+            (str(name), tuple(map(int, rows)), tuple(map(int, cols)), int(ncols))
+            for name, rows, cols, ncols in wire["numbers"]
+        )
+        if {name: (len(rows), len(cols)) for name, rows, cols, _ in found} != counts:
+            raise ProtocolError(f"malformed problem: a part of other chunks than {counts}")
+        return cls(found, bool(wire["same"]))
+
+
+def restrict(problem: Problem, missing: Collection[int]) -> Problem | None:
+    """Return the problem whose D is the least part of another's that has some chunks, cut where all chunks are.
+
+    Parameters
+    ----------
+    problem
+        The larger one.
+    missing
+        Numbers of chunks of D.
+
+    Returns
+    -------
+    Problem or None
+        None if that is all of D, or D can't be made in parts: it is laid out by hand, or kept everywhere.
+    """
+    if problem.part is not None or any(problem.distributions) or problem.grid or problem.finish.replicated:
+        return None
+    extras = [extra.chunks for extra in problem.extras]
+    sizes = ([problem.out_chunks[0], problem.a_chunks[0]], [problem.out_chunks[1], problem.b_chunks[1]])
+    at = np.divmod(np.asarray(sorted(missing), np.int64), len(problem.out_chunks[1]))
+    wanted: list[NDArray[np.bool_]] = []
+    for axis, length in enumerate((problem.m, problem.n)):
+        # What is broadcast along an axis is needed whole.
+        long = [*sizes[axis], *(chunks[axis] for chunks in extras if sum(chunks[axis]) == length)]
+        if any(0 in chunking for chunking in long):
+            return None
+        wanted.append(_wanted(long, np.unique(at[axis]), length))
+    if all(mask.all() for mask in wanted):
+        return None
+
+    def taken(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        found = []
+        for axis, chunking in enumerate(problem.chunks_of(name)):
+            cut = axis == 0 if name == "a" else axis == 1 if name == "b" else sum(chunking) == len(wanted[axis])
+            starts = np.cumsum(chunking) - chunking
+            found.append(tuple(np.flatnonzero(wanted[axis][starts]).tolist() if cut else range(len(chunking))))
+        return found[0], found[1]
+
+    names = (*problem.operands, "d")
+    numbers = {name: taken(name) for name in names}
+
+    def sizes_of(name: str) -> Chunks:
+        (rows, cols), (of_rows, of_cols) = problem.chunks_of(name), numbers[name]
+        return tuple(rows[i] for i in of_rows), tuple(cols[j] for j in of_cols)
+
+    return dataclasses.replace(
+        problem,
+        a_chunks=sizes_of("a"),
+        b_chunks=sizes_of("b"),
+        out_chunks=sizes_of("d"),
+        extras=tuple(dataclasses.replace(extra, chunks=sizes_of(extra.name)) for extra in problem.extras),
+        method="auto",
+        same=False,
+        arrays=("", ""),
+        part=Part(tuple((name, *numbers[name], problem.chunk_counts(name)[1]) for name in names), problem.same),
+    )
+
+
+def _wanted(chunkings: Sequence[Sequence[int]], chunks: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
+    """Mark the elements of an axis from one common edge of all chunkings to another that have any of these chunks.
+
+    Parameters
+    ----------
+    chunkings
+        Chunk sizes; the chunks are those of the first.
+    """
+    ends = [np.cumsum(sizes) for sizes in chunkings]
+    common = np.concatenate([[0], ends[0][np.all([np.isin(ends[0], other) for other in ends], axis=0)]])
+    marked = np.zeros(length, bool)
+    for chunk in chunks.tolist():
+        start = int(ends[0][chunk] - chunkings[0][chunk])
+        at = int(np.searchsorted(common, start, "right"))
+        marked[common[at - 1] : common[at]] = True
+    return marked

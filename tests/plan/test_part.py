@@ -1,0 +1,122 @@
+"""What is left of a multiply, as a problem of its own."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_distmm.distribution import Slab
+from dask_distmm.epilog import Finish
+from dask_distmm.errors import ProtocolError
+from dask_distmm.plan import Extra, Problem, restrict
+from dask_distmm.testing import make_problem
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+
+
+def cut_again(draw, chunks):
+    """Other chunks of the same length that may have edges in common with the first."""
+    edges = list(itertools.accumulate(chunks))
+    kept = draw(st.sets(st.sampled_from(edges))) | draw(st.sets(st.integers(1, edges[-1]), max_size=3)) | {edges[-1]}
+    return tuple(np.diff([0, *sorted(kept)]).tolist())
+
+
+@st.composite
+def problems(draw):
+    rows, cols, depth = (tuple(draw(sizes)) for _ in range(3))
+    extras = (
+        Extra("c", (cut_again(draw, rows), cut_again(draw, cols)), "float64"),
+        Extra("bias", ((1,), cut_again(draw, cols)), "float64"),
+    )
+    out = (cut_again(draw, rows), cut_again(draw, cols))
+    found = make_problem((rows, depth), (depth, cols), out_chunks=out, extras=extras)
+    count = len(out[0]) * len(out[1])
+    return found, draw(st.sets(st.integers(0, count - 1), min_size=1))
+
+
+def elements(chunks, numbers):
+    """Numbers of the elements of chunks along one axis."""
+    starts = np.cumsum(chunks) - chunks
+    return [e for i in numbers for e in range(starts[i], starts[i] + chunks[i])]
+
+
+@given(problems())
+def test_the_part_is_made_of_whole_chunks_and_has_what_is_missing(case):
+    problem, missing = case
+    part = restrict(problem, missing)
+    ncols = problem.chunk_counts("d")[1]
+    if part is None:
+        # Some chunk of each row, or of each column, from one common edge to the next is missing: both ways all of them.
+        edges = [
+            set.intersection(*(set(np.cumsum(chunking).tolist()) for chunking in axis))
+            for axis in (
+                (problem.out_chunks[0], problem.a_chunks[0], problem.extras[0].chunks[0]),
+                (problem.out_chunks[1], problem.b_chunks[1], *(e.chunks[1] for e in problem.extras)),
+            )
+        ]
+        for axis, common in enumerate(edges):
+            at = np.cumsum(problem.out_chunks[axis])
+            segments = {sum(edge < end for edge in common) for end in at.tolist()}
+            hit = {sum(e < at[divmod(i, ncols)[axis]] for e in common) for i in missing}
+            assert hit == segments
+        return
+    every = part.every_chunk("d").tolist()
+    assert missing <= set(every)
+    assert len(set(every)) == len(every) < len(problem.out_chunks[0]) * ncols
+    found = {name: part.part._of(name) for name in (*problem.operands, "d")}
+    of_rows, of_cols = (elements(problem.out_chunks[axis], found["d"][axis]) for axis in (0, 1))
+    assert elements(problem.a_chunks[0], found["a"][0]) == of_rows
+    assert elements(problem.b_chunks[1], found["b"][1]) == of_cols
+    assert elements(problem.extras[0].chunks[0], found["c"][0]) == of_rows
+    assert elements(problem.extras[0].chunks[1], found["c"][1]) == of_cols
+    assert elements(problem.extras[1].chunks[1], found["bias"][1]) == of_cols
+    assert (part.m, part.n, part.k) == (len(of_rows), len(of_cols), problem.k)
+    for name in (*problem.operands, "d"):
+        for index, number in enumerate(part.every_chunk(name).tolist()):
+            operand, *at = part.staged_as(name, index)
+            assert operand == name
+            assert np.ravel_multi_index(at, problem.chunk_counts(name)) == number
+            i, j = divmod(index, part.chunk_counts(name)[1])
+            assert part.chunks_of(name)[0][i] == problem.chunks_of(name)[0][at[0]]
+            assert part.chunks_of(name)[1][j] == problem.chunks_of(name)[1][at[1]]
+    assert Problem.from_wire(part.to_wire()) == part
+
+
+def test_a_times_a_is_staged_once():
+    problem = make_problem(((2, 2), (2, 2)), ((2, 2), (2, 2)), same=True)
+    part = restrict(problem, [1])
+    assert part.staged_as("a", 1) == ("a", 0, 1)
+    assert part.staged_as("b", 1) == ("a", 1, 1)
+    assert part.a_chunks == ((2,), (2, 2))
+    assert part.b_chunks == ((2, 2), (2,))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"distributions": (Slab(0), None, None)},
+        {"grid": (2, 1, 1), "method": "allgather"},
+        {"finish": Finish(epilog="allreduce")},
+        {"out_chunks": ((4, 0, 4), (8,))},
+    ],
+)
+def test_what_can_not_be_made_in_parts(changes):
+    problem = make_problem(((4, 4), (8,)), ((8,), (8,)), **({"out_chunks": ((4, 4), (8,))} | changes))
+    assert restrict(problem, [0]) is None
+
+
+def test_a_part_has_no_parts():
+    part = restrict(make_problem(((4, 4, 4), (8,)), ((8,), (8,))), [0, 1])
+    assert part.m == 8
+    assert restrict(part, [0]) is None
+
+
+def test_a_part_of_other_chunks_is_refused():
+    wire = restrict(make_problem(((4, 4), (8,)), ((8,), (8,))), [0]).to_wire()
+    wire["part"]["numbers"] = wire["part"]["numbers"][1:]
+    with pytest.raises(ProtocolError, match="a part of other chunks"):
+        Problem.from_wire(wire)
