@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from distributed.core import error_message
+
 from dask_distmm.keys import barrier_key, is_output, is_tile, parse_stage_key
 from dask_distmm.results import Result
+from dask_distmm.run import Run
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -78,6 +81,15 @@ class Pins:
             recommendations[gate.key] = "released"
         self._scheduler.transitions(recommendations, stimulus_id=stimulus_id)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
+
+    def fail(self, run: Run, error: Exception) -> None:
+        """End a barrier's task here, as its worker would if it did not stand still: the user waits for it."""
+        ts = self._scheduler.tasks.get(run.key)
+        if ts is None or ts.state != "processing" or ts.processing_on.address != run.worker:
+            return
+        message = {name: value for name, value in error_message(error).items() if name != "status"}
+        stimulus = f"distmm-failed-{run.run_id}"
+        self._scheduler.handle_task_erred(run.key, stimulus, worker=run.worker, run_id=ts.run_id, **message)
 
     def unpin_tiles(self, address: str) -> None:
         """Let chunks that were laid out on a worker which is gone be made again anywhere."""

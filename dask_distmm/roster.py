@@ -214,7 +214,7 @@ class Roster:
         number = {worker.address: index for index, worker in enumerate(workers)}
         gone = [address for address in staging.addresses if address not in self._scheduler.workers]
         if gone:
-            raise Lost(f"{gone[0]} left with chunks that were staged there")
+            raise Lost(f"{gone[0]} left with chunks that were staged there", workers=gone)
         others = [self._scheduler.workers[address] for address in staging.addresses if address not in number]
         sources = [self.worker(ws, "") for ws in others]
         number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from distributed import Scheduler, SchedulerPlugin
-from distributed.core import error_message
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 
@@ -186,13 +185,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 self.replicas.drop(*reason.replicas)
                 if run.key not in self.scheduler.tasks:
                     return {"status": "restart"}
-                again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + (not reason.replicas)
+                # Each loss counts once: several workers may go, of which the last are missed when it starts again.
+                counts = not reason.replicas and run.failed_in != "staged"
+                again = self.restarts[problem.name] = self.restarts.get(problem.name, 0) + counts
                 if again > retries:
                     del self.restarts[problem.name]
                     return as_plain(failed(run, f"it was started again {retries} times; last: {reason}"))
                 self._event("restart", run, reason=str(reason))
                 if run.worker not in run.gone:  # Dask runs its barrier again
-                    staged = staging.on(problem, reason.workers) if reason.workers else None
+                    there = self.scheduler.workers.keys() - reason.workers
+                    staged = staging.on(problem, set(staging.addresses) - there) if reason.workers else None
                     self.pinned.restart(problem.name, f"distmm-restart-{run.run_id}", staged)
                 return {"status": "restart"}
             except BaseException as error:
@@ -201,7 +203,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 if isinstance(error, RunFailedError):
                     error.history.update(told)
                     if run.worker in run.mute:
-                        self._fail_barrier(run, error)
+                        self.pinned.fail(run, error)
                 self._event("failed", run, reason=str(error))
                 if running and made is not None and (group := self.groups.drop(made.group)):
                     # What it was in the middle of is not known.
@@ -321,15 +323,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._tell([a for a in present if a not in keep], {"op": "distmm-end", "run_id": run.run_id, "reason": reason})
         await self.live.changed()
         return told
-
-    def _fail_barrier(self, run: Run, error: RunFailedError) -> None:
-        """End the barrier's task here, as its worker would if it did not stand still: the user waits for it."""
-        ts = self.scheduler.tasks.get(run.key)
-        if ts is None or ts.state != "processing" or ts.processing_on.address != run.worker:
-            return
-        message = {name: value for name, value in error_message(error).items() if name != "status"}
-        stimulus = f"distmm-failed-{run.run_id}"
-        self.scheduler.handle_task_erred(run.key, stimulus, worker=run.worker, run_id=ts.run_id, **message)
 
     def _pin(self, run: Run, made: Plan | None, kept: Result | None) -> None:
         """Let collect tasks fetch their chunks where they are: those of this run and what an earlier one has left."""

@@ -20,12 +20,24 @@ import dask_distmm
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left, remove_faults
 
+# Files that take longest; two processes share them out in this order, so that none is left over at the end.
+LONG = [
+    *["test_dask_suite", "test_epilog", "test_narrow", "test_stops", "test_peer_emulated", "test_chaos"],
+    *["test_cublasmp_emulated", "test_faults", "test_batched", "test_network", "test_preload", "test_demo"],
+]
+
 # Statistical profiles of all workers all the time are nothing that a test looks at.
 dask.config.set({"distributed.worker.profile.enabled": False})
 
 # A busy machine makes no property false. What hangs is ended by pytest-timeout.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first."""
+    place = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -48,6 +49,24 @@ def test_a_worker_dies_after_the_run_with_persisted_results(fault_client):
     z = da.ones((30, 30), chunks=10)
     fault_client.compute(matmul(z, z + 1)).result(timeout=60)
     assert_product(a, b, fault_client.compute(c).result(timeout=60))
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.5])
+def test_two_of_three_die(fault_client, apart):
+    """One after the other: the second has gone with what it staged when the first's part is staged again."""
+    first, second, _ = sorted(fault_client.run(process_id))
+    a, b, x, y = operands()
+    fault_client.run(inject, "execute", "kill", workers=[first])
+    if apart:
+        fault_client.run(inject, "execute", "sleep", 0, apart, workers=[second])
+        fault_client.run(inject, "tiles", "kill", workers=[second])
+    else:
+        fault_client.run(inject, "execute", "kill", workers=[second])
+    with dask.config.set({"distmm.retries": 2}):
+        assert_product(a, b, fault_client.compute(matmul(x, y, method="summa")).result(timeout=60))
+    fault_client.wait_for_workers(3, timeout=60)
+    a, b, x, y = operands()
+    assert_product(a, b, fault_client.compute(matmul(x, y, method="summa")).result(timeout=60))
 
 
 @pytest.mark.parametrize(

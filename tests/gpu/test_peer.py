@@ -74,7 +74,8 @@ def test_a_rank_killed_between_panels_costs_only_itself(start, method, skip):
         assert took < 60
         if method == "allgather":
             # The survivor has finished its half.
-            whole, part = [event["flops"] for _, event in client.get_events("distmm") if event["action"] == "start"][-2:]
+            starts = [event for _, event in client.get_events("distmm") if event["action"] == "start"]
+            whole, part = (event["flops"] for event in starts[-2:])
             assert part == whole / 2
         check(client, method=method)
         assert_nothing_left(client)
