@@ -14,7 +14,7 @@ from dask_distmm.engines.base import ChunkKey, Comm, wait_checked
 from dask_distmm.engines.device.finishing import Finishing, NativeBias
 from dask_distmm.engines.device.operands import in_type
 from dask_distmm.engines.panels import Piece
-from dask_distmm.engines.peer.pulls import Rectangle, copy, span_of
+from dask_distmm.engines.peer.pulls import Copies, Rectangle, span_of
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import EVERYWHERE, Plan
 
@@ -50,8 +50,8 @@ class Pull(NamedTuple):
     ----------
     operand
         Its number.
-    found
-        What can be copied right away.
+    copies
+        Of what lies here, and of what is mapped.
     outside
         For each participant that offers no memory, pieces and their addresses.
     target, size
@@ -61,7 +61,7 @@ class Pull(NamedTuple):
     """
 
     operand: int
-    found: list[Rectangle]
+    copies: list[Copies]
     outside: dict[int, list[tuple[Piece, int]]]
     target: Span
     size: int
@@ -102,7 +102,8 @@ class Sources:
         self.plan, self.me, self.comm, self.chunks, self.ended = plan, me, comm, chunks, ended
         self.remote: Remote | None = None
         self.kept: list[Any] = []
-        self._launches: list[Any] = []
+        # Kept until all is over.
+        self._copies: list[Copies] = []
         self._streams, self._turn = streams, 0
 
     @property
@@ -116,33 +117,42 @@ class Sources:
         return self._streams[self._turn % len(self._streams)]
 
     def copy(self, found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream, *, here: bool = False) -> None:
-        """Put copies on a stream; see `pulls.copy`."""
-        self._launches += copy(found, itemsize, stream, here=here)
+        """Put copies on a stream; parameters as `Copies`."""
+        self._run(Copies(found, itemsize, here=here), stream)
+
+    def _run(self, copies: Copies, stream: cp.cuda.Stream) -> None:
+        copies.run(stream)
+        self._copies.append(copies)
 
     def find(self, operand: int, pieces: Sequence[Piece], target: Span, size: int) -> Pull:
         """Find out what is to be copied for some pieces of an operand, which are placed from the target on."""
         name = self.plan.problem.operands[operand]
         where = self.plan.where[name]
         assert where is not None
-        found, away, outside = [], 0, collections.defaultdict(list)
+        here: list[Rectangle] = []
+        there: list[Rectangle] = []
+        away, outside = 0, collections.defaultdict(list)
         for piece in pieces:
             holder, amount = int(where[piece.chunk]), piece.rows * piece.cols * size
             start = target.pointer + piece.row * target.row_stride + piece.col * target.col_stride
             if holder in (self.me, EVERYWHERE):
-                source = span_of(self.chunks[name, piece.chunk])
+                found, source = here, span_of(self.chunks[name, piece.chunk])
             elif (told := self.there(holder, operand, piece.chunk, amount)) is not None:
-                source, away = told, away + amount
+                found, source, away = there, told, away + amount
             else:
                 outside[holder].append((piece, start))
                 continue
             pointer = source.pointer + piece.r0 * source.row_stride + piece.c0 * source.col_stride
             to = target._replace(pointer=start)
             found.append(Rectangle(source._replace(pointer=pointer), to, piece.rows, piece.cols))
-        return Pull(operand, found, dict(outside), target, size, away)
+        # One chunk is what memcpy does as quickly.
+        copies = [Copies(here, size, here=len(here) > 1), Copies(there, size)]
+        return Pull(operand, copies, dict(outside), target, size, away)
 
     def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
         """Put what was found on a stream."""
-        self.copy(what.found, what.size, stream)
+        for copies in what.copies:
+            self._run(copies, stream)
         for holder, these in what.outside.items():
             self._fetch(holder, what.operand, these, what.target, what.size, stream)
 
