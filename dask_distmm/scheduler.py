@@ -12,8 +12,8 @@ A run, from the barrier's call to its answer::
 What goes wrong ends a run for all participants at once. If a worker was lost the multiply starts again
 (``restart``), up to ``distmm.retries`` times; everything else is one typed error, passed on as plain types.
 
-An engine whose ranks only pull goes on without a rank that is gone: the others finish their parts, and when the
-multiply starts again its run makes what is missing of D.
+Chunks of D that are done are kept when others are lost, after a run or in the middle of one whose ranks only pull: such
+a run goes on without a rank that is gone. When the multiply starts again its run makes what is missing.
 """
 
 from __future__ import annotations
@@ -385,12 +385,14 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for group in self.groups.lose(worker):
             left = [address for address in group.workers if address != worker]
             self._tell(left, {"op": "distmm-abandon", "group": group.number, "engine": group.engine})
-        self.kept.lose(worker)
         for run in self.live.values():
             self._lose(run, worker)
         for name, result in list(self.done.items()):
             if worker in result.workers and self.pinned.owed_by(name, worker):
+                # All others keep what they have, for the run that makes the rest.
+                self.kept[name] = self.done.pop(name)
                 self.pinned.restart(name, f"distmm-remove-{worker}")
+        self.kept.lose(worker)
 
     def _lose(self, run: Run, worker: str) -> bool:
         """Let a run end, or go on without a worker that is gone; return whether it goes on."""

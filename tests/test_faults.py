@@ -20,6 +20,11 @@ def operands():
     return a, b, da.from_array(a, chunks=60), da.from_array(b, chunks=70)
 
 
+def starts(client):
+    """Operations of all runs that were started."""
+    return [event["flops"] for _, event in client.get_events("distmm") if event["action"] == "start"]
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("point", ["stage", "vote", "execute", "tiles", "assemble"])
 def test_a_worker_dies(fault_client, point, victim):
@@ -37,7 +42,11 @@ def test_a_worker_dies_with_results_half_collected(fault_client):
     a, b, x, y = operands()
     address = sorted(fault_client.scheduler_info()["workers"])[1]
     fault_client.run(inject, "collect", "kill", 3, workers=[address])
+    before = len(starts(fault_client))
     assert_product(a, b, fault_client.compute(matmul(x, y, method="summa")).result(timeout=60))
+    # Only what that worker had is made again.
+    whole, part = starts(fault_client)[before:]
+    assert part < whole == 2 * 300 * 280 * 260
 
 
 def test_a_worker_dies_after_the_run_with_persisted_results(fault_client):
