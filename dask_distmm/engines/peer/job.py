@@ -2,7 +2,8 @@
 
 ::
 
-    prepare()   chunks are complete and told, buffers and D are allocated. Its failure is a vote against the run
+    prepare()   chunks are complete and told, buffers and D are allocated, the first ones filled with what lies here.
+                Its failure is a vote against the run
     accept()    others' offers are read; what they no longer have is unmapped
     execute()   panel by panel: pulls on streams of their own, a GEMM on another one as soon as they are here
                 others' partial sums of this rank's part of D are pulled and added as they get ready
@@ -35,10 +36,9 @@ from dask_distmm.engines.peer.offering import make_offer
 from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import ALIGNED, Result
-from dask_distmm.engines.peer.sources import Ended, Pull, Sources, record
+from dask_distmm.engines.peer.sources import Ended, Pull, Sources, View, record
 from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule
-from dask_distmm.layout.rectangles import Span
-from dask_distmm.plan import EVERYWHERE, Plan
+from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Rect
 from dask_distmm.plan.pulls import PANELS, native, step_of, sums_in, walks
@@ -57,13 +57,6 @@ class Step(NamedTuple):
     amount: float
     begin: float
     end: float
-
-
-class View(NamedTuple):
-    """A matrix on this GPU: where it lies, and which axis is dense."""
-
-    span: Span
-    order: str
 
 
 class PeerJob:
@@ -98,6 +91,7 @@ class PeerJob:
         self._inputs: Future[None] = Future()
         self._inputs.set_result(None)
         self._found: dict[int, Pull] = {}
+        self._ahead: set[int] = set()
         self._ended = Ended()
         self._sources = Sources(plan, me, comm, self.chunks, engine.pulls, self._ended)
 
@@ -127,10 +121,13 @@ class PeerJob:
         stream.wait_event(allocated)
         try:
             self._staged.fill(stream)
+            if self.rank is not None:
+                self._fill_ahead()
             if len(self.plan.participants) > 1:
                 self.offer = self._make_offer()
         finally:
-            # From the vote on others may read: what they read must be there.
+            # From the vote on others may read: what they read must be there. And nothing may be under way that an
+            # abort would free the memory of.
             stream.synchronize()
 
     def _allocate(self) -> None:
@@ -159,7 +156,7 @@ class PeerJob:
 
     def _lies(self, operand: int, rect: Rect) -> bool:
         """Whether a part of an operand lies in one chunk of this GPU such that the library can use it."""
-        found = self._chunk_at(operand, rect)
+        found = self._sources.chunk_at(operand, rect, self._items[operand])
         if found is None:
             return False
         view, rows, cols = found
@@ -172,30 +169,6 @@ class PeerJob:
         if self.plan.problem.fp8:
             aligned = view.order == self._orders[operand] and not any(x % 16 for x in (pointer, outer, rows, cols))
         return bool(aligned and (inner == size or width == 1) and (height == 1 or outer >= width * size))
-
-    def _chunk_at(self, operand: int, rect: Rect) -> tuple[View, int, int] | None:
-        """Return the part of the one chunk of this GPU that a part of an operand is; None if there is none such."""
-        name = "ab"[operand]
-        sizes = self.plan.problem.chunks_of(name)
-        where = self.plan.where[name]
-        at = []
-        for axis, (start, stop) in enumerate((rect[:2], rect[2:])):
-            ends = np.cumsum(sizes[axis])
-            number = int(np.searchsorted(ends, start, "right"))
-            if stop > ends[number]:
-                return None
-            at.append((number, start - int(ends[number] - sizes[axis][number])))
-        index = at[0][0] * len(sizes[1]) + at[1][0]
-        assert where is not None
-        if where[index] not in (self.me, EVERYWHERE):
-            return None
-        span = span_of(self.chunks[name, index])
-        rows, cols = rect[1] - rect[0], rect[3] - rect[2]
-        start = span.pointer + at[0][1] * span.row_stride + at[1][1] * span.col_stride
-        order = "C" if span.col_stride == self._items[operand] or (cols == 1 and rows > 1) else "F"
-        if rows == 1 and cols > 1 and span.col_stride != self._items[operand]:
-            order = "F"
-        return View(Span(start, span.row_stride, span.col_stride), order), rows, cols
 
     def _make_offer(self) -> dict[str, Any]:
         result = self._result if self.rank is not None else None
@@ -213,8 +186,8 @@ class PeerJob:
             self._sources.remote = Remote(self.plan, found, self.engine, self._gone)
         # Before the first copy: between copies the host would be too slow.
         for fill in (fill for turn in self._schedule.turns for fill in turn.fills):
-            target, size = self._in_buffer(fill).span, self._items[fill.operand]
-            self._found[fill.number] = self._sources.find(fill.operand, fill.pieces, target, size)
+            if fill.number not in self._ahead:
+                self._found[fill.number] = self._find(fill)
 
     # The work
 
@@ -291,13 +264,33 @@ class PeerJob:
         if len(plan.ranks) > 1:
             result.raise_flag(len(plan.ranks))
 
+    def _fill_ahead(self) -> None:
+        """Put on the stream what buffers are filled with first, as far as it lies here: others vote meanwhile."""
+        used: set[Slot | None] = set()
+        for turn in self._schedule.turns:
+            for fill in turn.fills:
+                if fill.slot not in used and self._sources.has(fill.operand, fill.pieces):
+                    self._put(fill, self._find(fill), self._stream)
+                    self._ahead.add(fill.number)
+            used.update(fill.slot for product in turn.products for fill in (*product.a, *product.b))
+
+    def _find(self, fill: Fill) -> Pull:
+        return self._sources.find(fill.operand, fill.pieces, self._in_buffer(fill).span, self._items[fill.operand])
+
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
-        assert fill.slot is not None
-        stream = self._sources.next_stream()
+        if fill.number in self._ahead:
+            return
+        stream, what = self._sources.next_stream(), self._found[fill.number]
         if fill.slot in self._used:
             stream.wait_event(self._used[fill.slot])
-        begin, what = self._trace_from(stream), self._found[fill.number]
+        begin = self._trace_from(stream)
+        self._put(fill, what, stream)
+        self._trace_to("pull", fill.number, float(what.away), begin, stream)
+        self._filled[fill.number] = record(stream)
+
+    def _put(self, fill: Fill, what: Pull, stream: cp.cuda.Stream) -> None:
+        assert fill.slot is not None
         self._sources.pull(what, stream)
         self._pad(fill, stream)
         if self.plan.problem.conjugated[fill.operand] and self._orders[fill.operand] == "C":
@@ -307,8 +300,6 @@ class PeerJob:
             part = self._buffers[fill.slot][(at, slice(kk)) if fill.operand == 0 else (slice(kk), at)]
             with stream:
                 cp.conjugate(part, out=part)
-        self._trace_to("pull", fill.number, float(what.away), begin, stream)
-        self._filled[fill.number] = record(stream)
 
     def _trace_from(self, stream: cp.cuda.Stream) -> Any:
         return mark(stream) if self.engine.trace is not None else None
@@ -386,7 +377,7 @@ class PeerJob:
         """Return where a part of an operand is."""
         if fill.slot is not None:
             return self._in_buffer(fill)
-        found = self._chunk_at(fill.operand, fill.rect)
+        found = self._sources.chunk_at(fill.operand, fill.rect, self._items[fill.operand])
         assert found is not None
         return found[0]
 

@@ -17,11 +17,12 @@ from dask_distmm.engines.panels import Piece
 from dask_distmm.engines.peer.pulls import Copies, Rectangle, span_of
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import EVERYWHERE, Plan
+from dask_distmm.plan.plan import Rect
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote
 
-__all__ = ["Ended", "Pull", "Sources", "record"]
+__all__ = ["Ended", "Pull", "Sources", "View", "record"]
 
 
 class Ended:
@@ -41,6 +42,13 @@ def record(stream: cp.cuda.Stream) -> cp.cuda.Event:
     event = cp.cuda.Event(disable_timing=True)
     event.record(stream)
     return event
+
+
+class View(NamedTuple):
+    """A matrix on this GPU: where it lies, and which axis is dense."""
+
+    span: Span
+    order: str
 
 
 class Pull(NamedTuple):
@@ -123,6 +131,39 @@ class Sources:
     def _run(self, copies: Copies, stream: cp.cuda.Stream) -> None:
         copies.run(stream)
         self._copies.append(copies)
+
+    def has(self, operand: int, pieces: Sequence[Piece]) -> bool:
+        """Whether all pieces of an operand are of chunks that lie here."""
+        where = self.plan.where[self.plan.problem.operands[operand]]
+        assert where is not None
+        return all(int(where[piece.chunk]) in (self.me, EVERYWHERE) for piece in pieces)
+
+    def chunk_at(self, operand: int, rect: Rect, size: int) -> tuple[View, int, int] | None:
+        """Return the part of the one chunk of this GPU that a part of an operand is; None if there is none such.
+
+        With its rows and columns; `size` is what an element has in bytes.
+        """
+        name = "ab"[operand]
+        sizes = self.plan.problem.chunks_of(name)
+        where = self.plan.where[name]
+        at = []
+        for axis, (start, stop) in enumerate((rect[:2], rect[2:])):
+            ends = np.cumsum(sizes[axis])
+            number = int(np.searchsorted(ends, start, "right"))
+            if stop > ends[number]:
+                return None
+            at.append((number, start - int(ends[number] - sizes[axis][number])))
+        index = at[0][0] * len(sizes[1]) + at[1][0]
+        assert where is not None
+        if where[index] not in (self.me, EVERYWHERE):
+            return None
+        span = span_of(self.chunks[name, index])
+        rows, cols = rect[1] - rect[0], rect[3] - rect[2]
+        start = span.pointer + at[0][1] * span.row_stride + at[1][1] * span.col_stride
+        order = "C" if span.col_stride == size or (cols == 1 and rows > 1) else "F"
+        if rows == 1 and cols > 1 and span.col_stride != size:
+            order = "F"
+        return View(Span(start, span.row_stride, span.col_stride), order), rows, cols
 
     def find(self, operand: int, pieces: Sequence[Piece], target: Span, size: int) -> Pull:
         """Find out what is to be copied for some pieces of an operand, which are placed from the target on."""
