@@ -20,8 +20,10 @@ import dask_distmm
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left, remove_faults
 
-# Files that take longest; two processes share them out in this order, so that none is left over at the end.
+# Files that take longest; two processes share them out in this order, so that none is left over at the end. Before them
+# the one that looks at a setting of the whole process, which runs of other tests change.
 LONG = [
+    "test_blas",
     *["test_dask_suite", "test_epilog", "test_narrow", "test_stops", "test_peer_emulated", "test_chaos"],
     *["test_cublasmp_emulated", "test_faults", "test_batched", "test_network", "test_preload", "test_demo"],
 ]
