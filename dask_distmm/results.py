@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dask_distmm.errors import ProtocolError
 from dask_distmm.plan import Plan, Problem, restrict
 
@@ -97,8 +95,8 @@ def of_survivors(
     missing = {index for answer in answers.values() for index in answer["missing"]}
     if not missing <= set(range(len(made.owners))):
         raise ProtocolError(f"chunks {sorted(missing)} are said to be missing of {len(made.owners)}")
-    dead, owners = set(gone), [made.workers[rank] for rank in made.owners.tolist()]
-    holders = {i: address for i, address in enumerate(owners) if i not in missing and address not in dead}
+    dead = set(gone)
+    holders = {i: address for i, address in _holders(made).items() if i not in missing and address not in dead}
     return Result(run_id, made.problem.chunk_counts("d"), holders, participants - dead)
 
 
@@ -112,8 +110,13 @@ def together(run_id: int, made: Plan, participants: frozenset[str], kept: Result
     kept
         What the earlier one has left.
     """
-    owners = [made.workers[rank] for rank in made.owners.tolist()]
-    mine = dict(zip(np.asarray(made.problem.every_chunk("d")).tolist(), owners, strict=True))
+    mine = _holders(made)
     if kept is None:
         return Result(run_id, made.problem.chunk_counts("d"), mine, participants)
     return Result(run_id, kept.shape, kept.holders | mine, participants | kept.participants)
+
+
+def _holders(made: Plan) -> dict[int, str]:
+    """Return the address that has each chunk of D after a run, by the number that it has for the user."""
+    owners = [made.workers[rank] for rank in made.owners.tolist()]
+    return dict(zip(made.problem.every_chunk("d").tolist(), owners, strict=True))

@@ -261,8 +261,7 @@ class WorkerSide:
     async def abort(self, run_id: int, reason: str, keep: bool = False) -> dict[str, Any]:
         """End a run here that has not succeeded, but `keep` its results; the answer is what this worker did in it."""
         if keep:
-            self._over.append(run_id)
-            self.runs.pop(run_id, None)
+            self._close(run_id)
         else:
             self.end(run_id, reason)
         return {"status": "OK", "history": self.history.brief(run_id)}
@@ -285,10 +284,13 @@ class WorkerSide:
 
     def finish(self, run_id: int, name: str) -> None:
         """All ranks are done: what only the run needed goes, results stay."""
+        self._close(run_id)
+        self.staged.pop(name, None)
+
+    def _close(self, run_id: int) -> None:
         self._over.append(run_id)
         self.runs.pop(run_id, None)
         self.replicas.end(run_id)
-        self.staged.pop(name, None)
 
     def gone(self, run_id: int, address: str) -> None:
         """Let a run go on without a participant, which has left."""
@@ -427,6 +429,8 @@ def _describe() -> dict[str, Any]:
 
 def _numbered(plan: Plan, result: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a run's chunks under the numbers that they have for the user."""
+    if plan.problem.part is None:
+        return dict(result)
     every = plan.problem.every_chunk("d").tolist()
     return {(key[0], every[key[1]]) if isinstance(key, tuple) else every[key]: chunk for key, chunk in result.items()}
 

@@ -16,6 +16,14 @@ def make(**changes) -> Run:
     return Run(**({"run_id": 3, "name": "m", "key": "k", "worker": "a", "participants": frozenset(WORKERS)} | changes))
 
 
+def start(run: Run) -> None:
+    """Have everybody vote for it, and begin."""
+    run.begin_vote()
+    for worker in WORKERS:
+        run.answer(worker, 3)
+    run.begin_running(0.0)
+
+
 def test_the_straight_way():
     run = make()
     run.begin_vote()
@@ -72,10 +80,7 @@ def test_losing_a_worker(lost, steps):
 
 def test_ranks_that_work_apart_go_on_without_the_others():
     run = make(apart=True)
-    run.begin_vote()
-    for worker in WORKERS:
-        run.answer(worker, 3)
-    run.begin_running(0.0)
+    start(run)
     run.report("a", 0.5, 1.0)
     run.report("b", 0.2, 1.0)
     # The one with the barrier too.
@@ -95,10 +100,7 @@ def test_ranks_that_work_apart_go_on_without_the_others():
 
 def test_somebody_must_be_left():
     run = make(apart=True)
-    run.begin_vote()
-    for worker in WORKERS:
-        run.answer(worker, 3)
-    run.begin_running(0.0)
+    start(run)
     assert run.lose(["a", "b"])
     assert run.lose(["c"])
     assert run.phase == "failed"
@@ -157,10 +159,7 @@ def test_silence_ends_no_run_that_makes_progress(reports, seen, now, limit):
     """Only who gave no sign of life is named, and only where nobody got any further for as long."""
     run = make()
     assert run.silent(seen, now, limit) == []
-    run.begin_vote()
-    for worker in WORKERS:
-        run.answer(worker, 3)
-    run.begin_running(0.0)
+    start(run)
     furthest: dict[str, float] = {}
     moved = [0.0]
     for worker, share, when in sorted(reports, key=lambda x: x[2]):

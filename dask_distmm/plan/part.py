@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "restrict"]
 
+_AXIS_OF_K = {"a": 1, "b": 0}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
@@ -98,7 +100,8 @@ def restrict(problem: Problem, missing: Collection[int]) -> Problem | None:
     def taken(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         found = []
         for axis, chunking in enumerate(problem.chunks_of(name)):
-            cut = axis == 0 if name == "a" else axis == 1 if name == "b" else sum(chunking) == len(wanted[axis])
+            # Neither k nor what is broadcast is cut.
+            cut = axis != _AXIS_OF_K.get(name) and sum(chunking) == len(wanted[axis])
             starts = np.cumsum(chunking) - chunking
             found.append(tuple(np.flatnonzero(wanted[axis][starts]).tolist() if cut else range(len(chunking))))
         return found[0], found[1]
