@@ -227,7 +227,8 @@ class WorkerSide:
         if run_id in self.runs:  # not aborted meanwhile
             self.outputs[run_id] = _numbered(plan, result)
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
-        answer = {"seconds": loop.time() - started, "timings": timings, "bytes": job.held_bytes}
+        seconds = loop.time() - started + timings.get("ahead", 0.0)
+        answer = {"seconds": seconds, "timings": timings, "bytes": job.held_bytes}
         answer |= {"received": job.received_bytes + received, "kept": job.kept_bytes}
         answer["missing"] = list(job.missing) if isinstance(job, ApartJob) else []
         if log.isEnabledFor(logging.DEBUG):

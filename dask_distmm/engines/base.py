@@ -54,7 +54,7 @@ class Job(Protocol):
     Attributes
     ----------
     timings
-        Seconds of each part of the work, by name; filled by `execute`.
+        Seconds of each part of the work, by name; filled by `execute`. ``"ahead"`` is work before `accept`.
     held_bytes
         What it held at most in the memory that it works in; 0 where the engine does not count.
     kept_bytes

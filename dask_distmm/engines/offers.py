@@ -16,7 +16,7 @@ from dask_distmm.dtypes import carried
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
-from dask_distmm.plan.pulls import blocks, lent, sums_in, walks
+from dask_distmm.plan.pulls import blocks, lent
 from dask_distmm.plan.reach import reaches
 
 __all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Offer", "Place", "read_offers"]
@@ -114,7 +114,7 @@ class Offer:
         }
 
 
-def read_offers(wires: Sequence[Any], plan: Plan, mine: int) -> list[Offer | None]:
+def read_offers(wires: Sequence[Any], plan: Plan, mine: int, sums: int) -> list[Offer | None]:
     """Return what all participants offer, from plain types.
 
     Parameters
@@ -125,6 +125,8 @@ def read_offers(wires: Sequence[Any], plan: Plan, mine: int) -> list[Offer | Non
         Of the run: which participant has what, and of what shape.
     mine
         This participant. Its own offer is not read, nor those of participants that it can't reach.
+    sums
+        Bytes of an element of what ranks sum into.
 
     Raises
     ------
@@ -133,7 +135,6 @@ def read_offers(wires: Sequence[Any], plan: Plan, mine: int) -> list[Offer | Non
     """
     if len(wires) != len(plan.participants):
         raise ProtocolError(f"{len(wires)} offers for {len(plan.participants)} participants")
-    sums = sums_in(plan, walks(plan)).itemsize
     found: list[Offer | None] = []
     for index, wire in enumerate(wires):
         # Chunks of workers on other hosts come over Dask's comms.

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from dask_distmm.engines.panels import Piece, coalesce, pieces_of
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
+from dask_distmm.plan.extents import unit
 from dask_distmm.plan.plan import EVERYWHERE, Rect
 from dask_distmm.plan.pulls import PANELS, Walk, step_of
 
@@ -179,9 +180,7 @@ class _Maker:
                 found.append(self._fill(self.held, (segment.start, segment.stop), depth, None, 0))
                 continue
             length = segment.stop - segment.start
-            size = (
-                padded(length, self.step, _PIECES) if epoch == 0 and self._away(self.held, segment, depth) else length
-            )
+            size = self._piece(length) if epoch == 0 and self._away(self.held, segment, depth) else length
             for start in range(segment.start, segment.stop, size):
                 stop = min(start + size, segment.stop)
                 found.append(self._fill(self.held, (start, stop), depth, slot, at))
@@ -206,12 +205,16 @@ class _Maker:
             pieces: list[_Segment] = []
             for segment in self._segments(self.passing, slab, depth):
                 edges = self._edges(self.passing, (segment.start, segment.stop))
-                cuts = (segment.start, segment.stop) if segment.lies else coalesce(edges, self.walk.width, self.step)
+                cuts = (
+                    (segment.start, segment.stop)
+                    if segment.lies
+                    else coalesce(edges, self.walk.width, unit(self.walk.width, self.step))
+                )
                 pieces += [_Segment(low, high, segment.lies) for low, high in itertools.pairwise(cuts)]
             found += [(piece, to) for piece in self._in_order(pieces, depth)]
         if ramp and not found[0][0].lies and self._away(self.passing, found[0][0], depth):
             (first, to), *rest = found
-            size = padded(first.stop - first.start, self.step, _PIECES)
+            size = self._piece(first.stop - first.start)
             found = [
                 (_Segment(start, min(start + size, first.stop), False), to)
                 for start in range(first.start, first.stop, size)
@@ -265,6 +268,9 @@ class _Maker:
             holder = int(where[piece.chunk])
             found[self.plan.ranks[self.rank] if holder == EVERYWHERE else holder] += piece.rows * piece.cols
         return found
+
+    def _piece(self, length: int) -> int:
+        return padded(length, unit(length // _PIECES, self.step), _PIECES)
 
     def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:
         return set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.rank]}

@@ -21,6 +21,7 @@ from scipy.optimize import linear_sum_assignment
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan.cuts import Bounds, by_rows, largest_overlap, padded, uniform_cut
+from dask_distmm.plan.extents import slowdown
 from dask_distmm.plan.memory import chunk_bytes, spread
 from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Packing, Plan, everywhere
@@ -275,6 +276,8 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
         np.prod([np.diff(cut).max() * (len(cut) - 1) / cut[-1] for cut in (made.rows, made.cols, made.depth)])
     )
     compute = problem.flops * uneven / nranks / machine.rate(_rate(problem))
+    # Chunks have been put together to tiles.
+    compute *= slowdown(problem, in_chunks=False)
     received = np.max(sum(received for _, received in moved.operands), initial=0.0) + np.max(
         moved.d_received, initial=0
     )

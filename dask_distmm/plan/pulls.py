@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.plan.cuts import Bounds, overlaps, padded
+from dask_distmm.plan.extents import slowdown, unit
 from dask_distmm.plan.memory import chunk_bytes, spread
 from dask_distmm.plan.native import library_epilog
 from dask_distmm.plan.plan import EVERYWHERE, Estimate, Plan, Rect
@@ -63,6 +64,10 @@ _MOST_DEPTH = 32768
 # Panels are this wide, or wider: as many of them as ranks, at least four.
 _LEAST_WIDTH = 1024
 _FEWEST_PANELS = 4
+# Extents are padded in buffers, and in a D that is copied afterwards, where that takes less than it saves: for 16-bit
+# types break-even is at a harmonic mean of the extents of 3 x 160, for float64 of 3 x 500. D is there twice then.
+_LEAST_PADDED = 512
+_MOST_PADDED_BYTES = 8 * 2**30
 # GEMMs into smaller chunks of D than this along an axis leave multiprocessors idle: D is made in one piece and copied.
 _LEAST_BLOCK = 4096
 
@@ -108,8 +113,13 @@ class Walk:
 
 
 def step_of(problem: Problem) -> int:
-    """Return what extents of a GEMM are padded to a multiple of: FP8 needs 16."""
-    return 16 if problem.fp8 else 1
+    """Return what extents of a GEMM are padded to a multiple of: FP8 needs 16; others are quick then, but copied."""
+    if problem.fp8:
+        return 16
+    mean = 1 / sum(1 / max(1, extent) for extent in (problem.m, problem.n, problem.k))
+    if mean < _LEAST_PADDED or problem.m * problem.n * problem.result_type.itemsize > _MOST_PADDED_BYTES:
+        return 1
+    return 16 if slowdown(problem, in_chunks=True) > 1 else 1
 
 
 def walks(plan: Plan) -> list[Walk]:
@@ -137,21 +147,21 @@ def _walk(plan: Plan, rank: int) -> Walk:
     room = problem.options.buffer_bytes
     own, kk = extents[held], k1 - k0
     rows, depth, held_bytes = own, kk, 0
-    if not lies[held] or problem.fp8:
+    if not lies[held] or step > 1:
         wide = problem.sum_type != problem.compute_type
         rows, depth = _fit(own, kk, sizes[held], room // 2, wide, step)
     if 2 in sizes and extents[0] * extents[1] >= _LEAST_BLOCK**2:
         depth = min(depth, _MOST_DEPTH)
-    if not lies[held] or problem.fp8:
+    if not lies[held] or step > 1:
         held_bytes = padded(rows, step) * padded(depth, step) * sizes[held]
     parts, cuts = _even(r0 if held == 0 else c0, own, rows), _even(k0, kk, depth)
     passing = 1 - held
     left = room - held_bytes * (2 if (len(parts) - 1) * (len(cuts) - 1) > 1 else 1)
     most = max(left, room // 4) // PANELS // max(1, padded(depth, step) * sizes[passing])
     wanted = max(-(-extents[passing] // max(_FEWEST_PANELS, len(plan.ranks))), min(_LEAST_WIDTH, extents[passing]))
-    width = max(step, min(wanted, most) // step * step)
+    width = max(step, _down(min(padded(wanted, unit(wanted, step)), most), step))
     panel_bytes = 0
-    if not lies[passing] or problem.fp8:
+    if not lies[passing] or step > 1:
         panel_bytes = min(width, padded(extents[passing], step)) * padded(depth, step) * sizes[passing]
     again = (len(parts) - 1) * (len(cuts) - 1) > 1
     panels = PANELS if again else min(PANELS, -(-extents[passing] // width))
@@ -196,14 +206,19 @@ def _fit(own: int, kk: int, size: int, room: int, wide: bool, step: int) -> tupl
     if own * kk * size <= room:
         return own, kk
     room //= 2
-    rows = room // (kk * size) // step * step
+    rows = _down(room // (kk * size), step)
     if wide and rows >= min(own, _LEAST_ROWS):
         return min(rows, own), kk
-    depth = room // (own * size) // step * step
+    depth = _down(room // (own * size), step)
     if depth >= min(kk, _LEAST_DEPTH):
         return own, depth
     depth = min(kk, padded(_LEAST_DEPTH, step))
-    return min(own, max(step, room // (depth * size) // step * step)), depth
+    return min(own, max(step, _down(room // (depth * size), step))), depth
+
+
+def _down(length: int, step: int) -> int:
+    """Return the most that is not longer, and that pieces may have; see `unit`."""
+    return length // unit(length, step) * unit(length, step)
 
 
 def _even(start: int, length: int, most: int) -> Bounds:
@@ -225,7 +240,7 @@ def _several(plan: Plan, found: Sequence[Walk]) -> bool:
 def native(plan: Plan, found: Sequence[Walk]) -> str | None:
     """Return the epilog that cuBLASLt does with each product, ``""`` for a factor alone; None if it can't do all."""
     problem = plan.problem
-    if _several(plan, found) or problem.fp8:
+    if _several(plan, found) or step_of(problem) > 1:
         return None
     epilog = library_epilog(problem)
     if epilog and (problem.compute or problem.result_type.itemsize == 2):
@@ -246,7 +261,7 @@ def blocks(plan: Plan, rank: int) -> list[Rect]:
     Chunks of the result, or parts of them, where these are large; else all in one.
     """
     region = plan.region(rank)
-    if plan.grid[2] > 1 or plan.problem.fp8:
+    if plan.grid[2] > 1 or step_of(plan.problem) > 1:
         return [region]
     rows, cols = plan.chunk_cuts
     down, across = overlaps(rows, *region[:2]), overlaps(cols, *region[2:])
@@ -258,7 +273,7 @@ def blocks(plan: Plan, rank: int) -> list[Rect]:
 def in_place(plan: Plan, rank: int) -> set[Rect]:
     """Return those of a rank's blocks that are a chunk of D, if the rank holds that chunk: multiplied into as it is."""
     # Elsewhere others read what is not complete yet, or the library needs more room.
-    return set() if plan.grid[2] > 1 or plan.problem.fp8 else set(blocks(plan, rank))
+    return set() if plan.grid[2] > 1 or step_of(plan.problem) > 1 else set(blocks(plan, rank))
 
 
 def lent(plan: Plan, me: int, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
@@ -348,6 +363,8 @@ def estimate(
     depth = np.array([np.diff(plan.k_range(rank))[0] for rank in ranks], float)
     rate = machine.rate(problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0]))
     compute = problem.flops * area * depth / (problem.m * problem.n * problem.k) / rate
+    if step_of(problem) == 1:
+        compute *= slowdown(problem, in_chunks=True)
 
     final = np.array([sum(map(_area, plan.final_rects(rank))) for rank in ranks], float)
     away = 1 - home / np.maximum(needed, 1.0)
@@ -365,10 +382,12 @@ def estimate(
     exposed = dict(machine.exposed).get(plan.method, 1.0)
     moving = np.maximum(pulls - compute, 0.0) + exposed * pulls + begin + end
     worst = int(np.argmax(compute + moving))
+    # A rank that is alone with what it multiplies waits for nobody, one that pulls for no sums.
+    messages = 3.0 if len(plan.ranks) > 1 else 2.5 if len(plan.participants) > 1 else 2.0
     return Estimate(
         method=plan.method,
         grid=plan.grid,
-        seconds=float((compute + moving)[worst]) + (3 if len(plan.ranks) > 1 else 2) * machine.latency,
+        seconds=float((compute + moving)[worst]) + messages * machine.latency,
         compute_seconds=float(compute[worst]),
         transfer_seconds=float(moving[worst]),
         bytes_moved=int((pulled + partial + delivered * sums).sum()),

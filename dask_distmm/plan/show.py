@@ -5,7 +5,7 @@ from __future__ import annotations
 from dask_distmm.plan.native import native_epilog
 from dask_distmm.plan.plan import Estimate, Plan, everywhere
 from dask_distmm.plan.problem import Problem
-from dask_distmm.plan.pulls import native, walks
+from dask_distmm.plan.pulls import native, step_of, walks
 
 __all__ = ["WHAT", "plan_text", "size_text", "time_text"]
 
@@ -96,10 +96,11 @@ def _pulls(plan: Plan) -> str:
     names, what = ("A", "B")[:: -1 if walk.held else 1], ("rows", "columns")[:: 1 if walk.held else -1]
     parts, depth = len(walk.parts) - 1, len(walk.depth) - 1
     cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
-    lies = " as it lies" if walk.lies[walk.held] else ""
+    lies = " as it lies" if walk.lies[walk.held] and not walk.held_bytes else ""
+    padded = "; padded to multiples of 16, which GEMMs are quick with" if step_of(plan.problem) > 1 else ""
     return (
         f"{names[0]} held{cut}{lies}, {names[1]} in panels of up to {walk.width} {what[0]}; "
-        f"buffers of {size_text(walk.buffer_bytes)}"
+        f"buffers of {size_text(walk.buffer_bytes)}{padded}"
     )
 
 

@@ -214,6 +214,35 @@ def test_fp8(make_peers, tight, method, orders):
     assert {call[1] for call in world.calls} == {"lt"}
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dtype", "nranks", "orders"), [("float16", 2, "CC"), ("float16", 3, "FC"), ("float64", 4, "FF")]
+)
+def test_extents_that_gemms_are_slow_with_are_padded(make_peers, monkeypatch, tight, method, dtype, nranks, orders):
+    monkeypatch.setattr(pulls, "_LEAST_PADDED", 0)
+    job = sys.modules["dask_distmm.engines.peer.job"]
+    shapes = []
+
+    class Noted(job.Gemm):
+        def __init__(self, shape, *args, **kwargs):
+            shapes.append(shape[:3])
+            super().__init__(shape, *args, **kwargs)
+
+    monkeypatch.setattr(job, "Gemm", Noted)
+    for size in (2**11, 2**24):
+        with tight(size):
+            conformance(make_peers()[0], method, nranks, dtype, orders=orders, own_out_chunks=True)
+    assert shapes
+    assert not any(extent % 16 for shape in shapes for extent in shape)
+
+
+@pytest.mark.parametrize("epilog", ["", "bias", "gelu_aux_bias", "dgelu"])
+def test_formulas_of_padded_products(make_peers, monkeypatch, epilog):
+    monkeypatch.setattr(pulls, "_LEAST_PADDED", 0)
+    case = Case(epilog, "float16", alpha=1.5)
+    case.check(*run_case(make_peers()[0], case, "allgather", 3, 1, False, amax=False))
+
+
 @pytest.mark.parametrize("pair", PAIRS[1:])
 def test_fp8_pairs(make_peers, pair):
     ranks, _ = make_peers(host=pair == PAIRS[1])
@@ -280,6 +309,67 @@ def test_a_trace_has_all_steps(make_peers):
     pulled = sum(job.received_bytes - job.comm.received_bytes for job in ranks.jobs[-2:])
     assert sum(step.amount for step in steps if step.what == "pull") <= pulled
     assert any(step.what == "pull" for step in steps)
+
+
+@pytest.mark.parametrize("method", ["local", "allgather", "reducescatter"])
+def test_what_is_multiplied_before_the_vote_is_over_when_a_run_is_given_up(make_peers, monkeypatch, method):
+    """Its memory goes back to the pool then, and to somebody else."""
+    ranks, _ = make_peers()
+    kind, looked_at = sys.modules["dask_distmm.engines.peer.job"].PeerJob, []
+
+    def accept(self, offers):
+        if self._ahead is not None:
+            blocks = [np.asarray(array).view(np.uint8) for _, array in self._result.blocks]
+            assert self.engine.stream.queue, "nobody waits for it before"
+            self.abort(EngineError("not all voted for it"))
+            looked_at.append([block.copy() for block in blocks])
+            self.engine.stream.synchronize()
+            assert all((one == other).all() for one, other in zip(blocks, looked_at[-1], strict=True))
+            assert any((block != 0xFF).any() for block in blocks)
+        accept_really(self, offers)
+
+    accept_really = kind.accept
+    monkeypatch.setattr(kind, "accept", accept)
+
+    def until_a_rank_has_at_home_what_it_begins_with():
+        while not looked_at:
+            conformance(ranks, method, 2, "float64", shape=(64, 48, 56), most_chunks=2)
+
+    with pytest.raises(EngineError, match="not all voted"):
+        until_a_rank_has_at_home_what_it_begins_with()
+
+
+@pytest.mark.parametrize(("least", "most", "begun"), [(0.0, 1.0, True), (1.0, 5.0, False), (0.0, 1e-12, False)])
+def test_what_takes_too_little_or_too_much_is_not_begun_before_the_vote(make_peers, monkeypatch, least, most, begun):
+    ranks, _ = make_peers()
+    job = sys.modules["dask_distmm.engines.peer.job"]
+    monkeypatch.setattr(job, "_LEAST_AHEAD_SECONDS", least)
+    monkeypatch.setattr(job, "_MOST_AHEAD_SECONDS", most)
+    conformance(ranks, "local", 1, seed=5)
+    assert (ranks.jobs[-1]._ahead is not None) == begun
+    assert ("ahead" in ranks.jobs[-1].timings) == begun
+
+
+def test_a_job_that_is_dropped_has_its_products_over_with(make_peers, monkeypatch):
+    ranks, _ = make_peers()
+    kind = sys.modules["dask_distmm.engines.peer.job"].PeerJob
+
+    def fail(self, offers):
+        raise ZeroDivisionError("before it began")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "accept", fail)
+        patch.setattr(kind, "abort", lambda self, error: None)
+        with pytest.raises(ZeroDivisionError, match="before it began"):
+            conformance(ranks, "local", 1, seed=5)
+    stream = ranks.engines["w0"].stream
+    assert stream.queue
+    for job in ranks.jobs:
+        job.comm.jobs = None
+        del job
+    ranks.jobs.clear()
+    gc.collect()
+    assert not stream.queue
 
 
 def test_only_so_much_stays_mapped(make_peers, monkeypatch):

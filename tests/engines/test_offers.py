@@ -14,6 +14,8 @@ from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Worker, plan
 from dask_distmm.testing import make_problem
 
+# Bytes of a float32.
+SUMS = 4
 HERE = 10**6
 
 
@@ -37,7 +39,7 @@ def offer(made):
 
 def test_there_and_back(made):
     wire = msgpack.unpackb(msgpack.packb([None, offer(made)]))
-    nothing, found = read_offers(wire, made, mine=0)
+    nothing, found = read_offers(wire, made, mine=0, sums=SUMS)
     assert nothing is None
     assert found.process == b"p" * 16
     assert found.alive == [77, 2**63 + 5]
@@ -47,12 +49,12 @@ def test_there_and_back(made):
 
 
 def test_its_own_and_what_is_out_of_reach_are_not_read(made):
-    assert read_offers([None, {"nonsense": 1}], made, mine=1) == [None, None]
+    assert read_offers([None, {"nonsense": 1}], made, mine=1, sums=SUMS) == [None, None]
     near, far = Worker("w0", host="a", device="x", reach=("y",)), Worker("w1", host="b", device="y")
     apart = dataclasses.replace(made, participants=(near, far))
-    assert read_offers([None, offer(made)], apart, mine=0) == [None, None]
+    assert read_offers([None, offer(made)], apart, mine=0, sums=SUMS) == [None, None]
     together = dataclasses.replace(made, participants=(near, dataclasses.replace(far, host="a")))
-    assert read_offers([None, offer(made)], together, mine=0)[1] is not None
+    assert read_offers([None, offer(made)], together, mine=0, sums=SUMS)[1] is not None
 
 
 def change(key, value):
@@ -99,12 +101,12 @@ def test_what_is_malformed_or_outside_is_refused(made, spoil, what):
     wire = offer(made)
     spoil(wire)
     with pytest.raises(ProtocolError, match=r"malformed offer of w1: .*" + what):
-        read_offers([None, wire], made, mine=0)
+        read_offers([None, wire], made, mine=0, sums=SUMS)
 
 
 def test_other_things_than_offers_are_refused(made):
     for wire in ("text", 5, [1]):
         with pytest.raises(ProtocolError, match="malformed offer of w1"):
-            read_offers([None, wire], made, mine=0)
+            read_offers([None, wire], made, mine=0, sums=SUMS)
     with pytest.raises(ProtocolError, match="1 offers for 2 participants"):
-        read_offers([None], made, mine=0)
+        read_offers([None], made, mine=0, sums=SUMS)

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from dask_distmm.engines.schedule import make_schedule, merged
 from dask_distmm.layout import ChunkGrid
-from dask_distmm.plan import METHODS, Worker, plan, pulls
+from dask_distmm.plan import METHODS, Worker, extents, plan, pulls
 from dask_distmm.plan.pulls import PANELS, walks
 from dask_distmm.testing import make_problem, random_chunks
 
+SMALL = {"_LEAST_DEPTH": 16, "_LEAST_WIDTH": 8, "_LEAST_BLOCK": 8, "_LEAST_ROWS": 4}
+AS_THEY_ARE = {name: getattr(pulls, name) for name in SMALL}
 KINDS = ["float64", "float16", "float8_e4m3fn"]
 
 
@@ -24,8 +26,13 @@ KINDS = ["float64", "float16", "float8_e4m3fn"]
 def small():
     """Constants for matrices of hundreds."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("_LEAST_DEPTH", 16), ("_LEAST_WIDTH", 8), ("_LEAST_BLOCK", 8), ("_LEAST_ROWS", 4)):
+        for name, value in SMALL.items():
             patch.setattr(pulls, name, value)
+        # FP8 has multiples of 16 anyway.
+        patch.setattr(extents, "_TILE", 16)
+        # Padded are float16, as if all extents were large, and FP8.
+        patch.setattr(pulls, "_LEAST_PADDED", 0)
+        patch.setitem(extents._SLOWDOWN, "float64", (1.0, 1.0))
         yield
 
 
@@ -53,7 +60,7 @@ def lies_as_planned(found, me):
         for part in range(grid.nparts):
             rows, cols = grid.slices(*grid.coords(part))
             if rows.start <= rect[0] and rect[1] <= rows.stop and cols.start <= rect[2] and rect[3] <= cols.stop:
-                if found.problem.fp8 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
+                if pulls.step_of(found.problem) > 1 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
                     return False
                 return int(where[part]) == me
         return False
@@ -179,6 +186,32 @@ def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():
         order.append([int(where[panel.pieces[0].chunk]) for panel in panels])
     assert all(len(set(together)) == 4 for together in zip(*order, strict=True))
     assert [row[0] for row in order] == list(found.ranks)
+
+
+@pytest.mark.parametrize("room", ["256 MiB", "2 GiB"])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize(("size", "parts"), [(131072, 2), (20000, 4), (65536, 3)])
+def test_large_matrices_are_cut_where_gemms_are_quick(monkeypatch, size, parts, dtype, room):
+    """cuBLAS took twice as long for panels of 9,363 columns as for those of 8,192."""
+    for name, value in AS_THEY_ARE.items():
+        monkeypatch.setattr(pulls, name, value)
+    monkeypatch.setattr(extents, "_TILE", 128)
+    large = dtype == "float16" and room == "2 GiB"
+    edge = size // parts // 128 * 128
+    sizes = (edge,) * (parts - 1) + (size - edge * (parts - 1),)
+    with dask.config.set({"distmm.peer.buffer-bytes": room}):
+        problem = make_problem((sizes, (size,)), ((size,), sizes), dtype, method="allgather", array="cupy")
+    where = np.arange(parts, dtype=np.int32)
+    found = plan(problem, [Worker(f"w{i}") for i in range(parts)], where, where, engine="peer")
+    for rank, walk in enumerate(walks(found)):
+        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+        r0, r1, c0, c1 = found.region(rank)
+        for product in (product for turn in schedule.turns for product in turn.products):
+            top, bottom, left, right = product.rect
+            k0, k1 = product.a[0].rect[2:]
+            starts = {top - r0, left - c0, k0}
+            ends = {bottom - r0, right - c0, k1} - {r1 - r0, c1 - c0, size}
+            assert not any(x % (128 if large else 16) for x in starts | ends)
 
 
 def test_rectangles_that_are_one_are_put_together():

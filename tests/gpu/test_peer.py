@@ -14,6 +14,7 @@ from gpu_products import check, on_gpus, random
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
+from dask_distmm.plan.pulls import step_of
 from dask_distmm.testing import assert_large_product, assert_nothing_left, conformance, inject
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.engines("peer")]
@@ -53,6 +54,18 @@ def test_sizes_that_take_time(clusters, shape, dtype, method):
     rng = np.random.default_rng()
     a, b = (rng.standard_normal(size, np.float32).astype(dtype) for size in ((m, k), (k, n)))
     x, y = (on_gpus(v, tuple(-(-s // 3) for s in v.shape)) for v in (a, b))
+    found = client.compute(dask_distmm.matmul(x, y, method=method), sync=True).get()
+    assert_large_product(a, b, found)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("method", ["auto", "local", "allgather", "reducescatter"])
+def test_extents_that_are_padded(clusters, dtype, method):
+    """Those that cuBLAS is slow with."""
+    client, _ = clusters(2)
+    a, b = random((2053, 2407), dtype), random((2407, 1999), dtype)
+    x, y = on_gpus(a, (700, 1203)), on_gpus(b, (1203, 1000))
+    assert step_of(dask_distmm.explain(x, y, method=method).problem) == 16
     found = client.compute(dask_distmm.matmul(x, y, method=method), sync=True).get()
     assert_large_product(a, b, found)
 

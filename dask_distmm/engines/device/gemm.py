@@ -181,6 +181,12 @@ class Gemm:
         if self._call is None and (native.epilog or types.a in FP8):
             raise EngineError(f"cuBLASLt has no algorithm for {kinds} of {self._extents} with epilog {native.epilog!r}")
 
+    @property
+    def flops(self) -> float:
+        """Its floating-point operations, as of real numbers."""
+        rows, cols, k = self._extents
+        return 2.0 * rows * cols * k
+
     def run(self, stream: cp.cuda.Stream) -> None:
         """Put it on a stream."""
         x, y, d = self._places

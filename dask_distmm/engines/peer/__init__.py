@@ -1,8 +1,9 @@
 """The engine for GPUs of one host that can read each other's memory: no rank sends, each pulls what it needs.
 
-`memory` exports and maps device memory, `pulls` issues copies, `remote` is what others offer as one rank sees it, `job`
-is one participant's side of a run. The parts that know no GPU are beside this package: `engines.offers`, what a process
-tells others of its memory, and `engines.schedule`, the order of a rank's work.
+`memory` exports and maps device memory, `pulls` issues copies, `remote` is what others offer as one rank sees it,
+`job` is one side of a run, `ahead` what it does of that before the vote, `trace` when it did what. The parts that know
+no GPU are beside this package: `engines.offers`, what a process tells others of its memory, and `engines.schedule`, the
+order of a rank's work.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import numpy as np
 
 from dask_distmm.engines.base import ChunkKey, Comm
 from dask_distmm.engines.device.checks import check_arrays, check_gpu
-from dask_distmm.engines.peer.job import PeerJob, Step
+from dask_distmm.engines.peer.job import PeerJob
 from dask_distmm.engines.peer.memory import Exporter, Mappings
+from dask_distmm.engines.peer.trace import Step
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 

@@ -2,8 +2,8 @@
 
 ::
 
-    prepare()   chunks are complete and told, buffers and D are allocated, the first ones filled with what lies here.
-                Its failure is a vote against the run
+    prepare()   chunks are complete and told, buffers and D are allocated, the first ones filled with what lies here,
+                and multiplied. Its failure is a vote against the run
     accept()    others' offers are read; what they no longer have is unmapped
     execute()   panel by panel: pulls on streams of their own, a GEMM on another one as soon as they are here
                 others' partial sums of this rank's part of D are pulled and added as they get ready
@@ -20,7 +20,7 @@ import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cupy as cp
 import numpy as np
@@ -32,11 +32,13 @@ from dask_distmm.engines.device.gemm import PLAIN, Gemm, Kinds, Memory, Native, 
 from dask_distmm.engines.device.host import to_host
 from dask_distmm.engines.device.operands import DeviceChunks, mark
 from dask_distmm.engines.offers import read_offers
+from dask_distmm.engines.peer.ahead import Ahead
 from dask_distmm.engines.peer.offering import make_offer
-from dask_distmm.engines.peer.pulls import span_of
+from dask_distmm.engines.peer.pulls import Copies, span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import ALIGNED, Result
 from dask_distmm.engines.peer.sources import Ended, Pull, Sources, View, record
+from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
@@ -48,15 +50,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerJob"]
 
-
-class Step(NamedTuple):
-    """A pull or a GEMM of a traced run: number of the panel, bytes or operations, begin and end in milliseconds."""
-
-    what: str
-    turn: int
-    amount: float
-    begin: float
-    end: float
+# What takes so long is begun before the vote. Behind shorter products there are pulls to hide, and of longer ones too
+# much is lost where the run does not take place.
+_LEAST_AHEAD_SECONDS, _MOST_AHEAD_SECONDS = 1e-3, 5e-3
 
 
 class PeerJob:
@@ -82,7 +78,7 @@ class PeerJob:
         self.missing: list[int] = []
         self._gone: set[int] = set()
         self._ready, self._stream = ready, engine.stream
-        self._walks = walks(plan)
+        self._walks, self._step = walks(plan), step_of(plan.problem)
         self._sums = sums_in(plan, self._walks)
         self._epilog = native(plan, self._walks)
         self._orders = ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
@@ -90,8 +86,12 @@ class PeerJob:
         self._items = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
         self._inputs: Future[None] = Future()
         self._inputs.set_result(None)
+        self._began = 0.0
         self._found: dict[int, Pull] = {}
-        self._ahead: set[int] = set()
+        self._at_home: dict[int, Copies] = {}
+        self._filled_ahead: set[int] = set()
+        self._ahead: Ahead | None = None
+        self._trace = Trace(on=engine.trace is not None)
         self._ended = Ended()
         self._sources = Sources(plan, me, comm, self.chunks, engine.pulls, self._ended)
 
@@ -129,6 +129,8 @@ class PeerJob:
             # From the vote on others may read: what they read must be there. And nothing may be under way that an
             # abort would free the memory of.
             stream.synchronize()
+        if self.rank is not None:
+            self._multiply_ahead()
 
     def _allocate(self) -> None:
         assert self.rank is not None
@@ -166,8 +168,10 @@ class PeerJob:
         if self.plan.problem.conjugated[operand] and view.order == "C":
             # The library conjugates what it transposes; all else is copied first.
             return False
+        if self._step > 1:
+            aligned = not any(x % 16 for x in (pointer, outer, rows, cols))
         if self.plan.problem.fp8:
-            aligned = view.order == self._orders[operand] and not any(x % 16 for x in (pointer, outer, rows, cols))
+            aligned = aligned and view.order == self._orders[operand]
         return bool(aligned and (inner == size or width == 1) and (height == 1 or outer >= width * size))
 
     def _make_offer(self) -> dict[str, Any]:
@@ -179,14 +183,15 @@ class PeerJob:
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer, and map what this rank needs of it."""
+        self._began = time.perf_counter()
         if self.rank is None:
             return
         if len(self.plan.participants) > 1:
-            found = read_offers(offers, self.plan, self.me)
+            found = read_offers(offers, self.plan, self.me, self._sums.itemsize)
             self._sources.remote = Remote(self.plan, found, self.engine, self._gone)
         # Before the first copy: between copies the host would be too slow.
         for fill in (fill for turn in self._schedule.turns for fill in turn.fills):
-            if fill.number not in self._ahead:
+            if fill.number not in self._filled_ahead:
                 self._found[fill.number] = self._find(fill)
 
     # The work
@@ -215,11 +220,11 @@ class PeerJob:
                 stream.synchronize()
         for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
+        if self._ahead is not None:
+            seconds, self.timings["ahead"] = self._ahead.over(self._trace, self._began)
+            self.timings["multiply"] += seconds
         if self.engine.trace is not None:
-            elapsed = cp.cuda.get_elapsed_time
-            self.engine.trace.append(
-                [Step(what, n, x, elapsed(marks[0], a), elapsed(marks[0], b)) for what, n, x, a, b in self._steps]
-            )
+            self.engine.trace.append(self._trace.steps(marks[0]))
         self.timings["total"] = time.perf_counter() - started
         self.held_bytes = self._count()
         self.engine.mappings.trim()
@@ -232,7 +237,6 @@ class PeerJob:
     def _multiply(self) -> None:
         """Issue all turns, and the sums of others as they get ready."""
         plan, turns = self.plan, self._schedule.turns
-        self._steps: list[tuple[str, int, float, Any, Any]] = []
         self._filled: dict[int, Any] = {}
         self._used: dict[Any, Any] = {}
         over: collections.deque[Any] = collections.deque()
@@ -248,10 +252,9 @@ class PeerJob:
             for fill in turn.fills:
                 self._fill(fill)
             for product, gemms in zip(turn.products, self._calls[number], strict=True):
-                begin = self._trace_from(self._stream)
+                begin = self._trace.begin(self._stream) if gemms else None
                 self._product(product, gemms)
-                r0, r1, c0, c1 = product.rect
-                self._trace_to("GEMM", number, 2.0 * (r1 - r0) * (c1 - c0) * _depth(product.a[0]), begin, self._stream)
+                self._trace.end("GEMM", number, sum(x.flops for x in gemms), begin, self._stream)
             for rank in turn.done:
                 result.raise_flag(rank)
             over.append(record(self._stream))
@@ -265,28 +268,48 @@ class PeerJob:
             result.raise_flag(len(plan.ranks))
 
     def _fill_ahead(self) -> None:
-        """Put on the stream what buffers are filled with first, as far as it lies here: others vote meanwhile."""
+        """Find what of all buffers lies here; put on the stream what they are filled with first, if all of it does."""
         used: set[Slot | None] = set()
         for turn in self._schedule.turns:
             for fill in turn.fills:
+                target, size = self._in_buffer(fill).span, self._items[fill.operand]
+                self._at_home[fill.number] = self._sources.at_home(fill.operand, fill.pieces, target, size)
                 if fill.slot not in used and self._sources.has(fill.operand, fill.pieces):
                     self._put(fill, self._find(fill), self._stream)
-                    self._ahead.add(fill.number)
+                    self._filled_ahead.add(fill.number)
             used.update(fill.slot for product in turn.products for fill in (*product.a, *product.b))
 
+    def _multiply_ahead(self) -> None:
+        """Put the first products on the stream, as far as all that they need is here."""
+        rate = self.plan.problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a)
+        turns = zip(self._schedule.turns, self._calls, strict=True)
+        every = [(x, calls, at) for turn, calls in turns for at, x in enumerate(turn.products)]
+        seconds, first = 0.0, 0
+        for product, calls, at in every if self._bias is None else ():
+            more = sum(gemm.flops for gemm in calls[at]) / rate
+            here = all(x.slot is None or x.number in self._filled_ahead for x in (*product.a, *product.b))
+            if not here or seconds + more > _MOST_AHEAD_SECONDS:
+                break
+            seconds, first = seconds + more, first + 1
+        if first and seconds >= _LEAST_AHEAD_SECONDS:
+            self._ahead = Ahead(self._stream, [gemm for _, calls, at in every[:first] for gemm in calls[at]])
+            for _, calls, at in every[:first]:
+                calls[at] = []
+
     def _find(self, fill: Fill) -> Pull:
-        return self._sources.find(fill.operand, fill.pieces, self._in_buffer(fill).span, self._items[fill.operand])
+        target, size = self._in_buffer(fill).span, self._items[fill.operand]
+        return self._sources.find(fill.operand, fill.pieces, target, size, self._at_home.get(fill.number))
 
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
-        if fill.number in self._ahead:
+        if fill.number in self._filled_ahead:
             return
         stream, what = self._sources.next_stream(), self._found[fill.number]
         if fill.slot in self._used:
             stream.wait_event(self._used[fill.slot])
-        begin = self._trace_from(stream)
+        begin = self._trace.begin(stream)
         self._put(fill, what, stream)
-        self._trace_to("pull", fill.number, float(what.away), begin, stream)
+        self._trace.end("pull", fill.number, float(what.away), begin, stream)
         self._filled[fill.number] = record(stream)
 
     def _put(self, fill: Fill, what: Pull, stream: cp.cuda.Stream) -> None:
@@ -301,13 +324,6 @@ class PeerJob:
             with stream:
                 cp.conjugate(part, out=part)
 
-    def _trace_from(self, stream: cp.cuda.Stream) -> Any:
-        return mark(stream) if self.engine.trace is not None else None
-
-    def _trace_to(self, what: str, number: int, amount: float, begin: Any, stream: cp.cuda.Stream) -> None:
-        if begin is not None:
-            self._steps.append((what, number, amount, begin, mark(stream)))
-
     def _in_buffer(self, fill: Fill) -> View:
         assert fill.slot is not None
         span = span_of(self._buffers[fill.slot])
@@ -316,7 +332,7 @@ class PeerJob:
 
     def _pad(self, fill: Fill, stream: cp.cuda.Stream) -> None:
         """Zero what pads k: it is summed over."""
-        step = step_of(self.plan.problem)
+        step = self._step
         k0, k1 = fill.rect[2:] if fill.operand == 0 else fill.rect[:2]
         kk = k1 - k0
         if kk % step:
@@ -329,7 +345,7 @@ class PeerJob:
 
     def _gemms(self, product: Product) -> list[Gemm]:
         """Return a product as GEMMs: one for each block of D that it is multiplied into."""
-        step, found = step_of(self.plan.problem), []
+        step, found = self._step, []
         a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(_depth(product.a[0]), step)
         ops = self._op(1, b), self._op(0, a)
         r0, r1, c0, c1 = product.rect
@@ -417,6 +433,8 @@ class PeerJob:
     def abort(self, error: BaseException) -> None:
         """End with `error`, before the next panel. Any thread; may be repeated."""
         self._ended.error = self._ended.error or error
+        if self._ahead is not None:
+            self._ahead.give_up()
 
 
 def _depth(fill: Fill) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dask_distmm.engines.device.finishing import Finishing
 from dask_distmm.engines.offers import BLOCKS
-from dask_distmm.engines.peer.pulls import Rectangle, span_of
+from dask_distmm.engines.peer.pulls import Copies, Rectangle, span_of
 from dask_distmm.engines.peer.sources import Sources, record
 from dask_distmm.engines.schedule import merged
 from dask_distmm.layout.rectangles import Span
@@ -95,6 +95,8 @@ class Result:
             limit = max(most, problem.options.buffer_bytes // 4 // _ADDING // self.sums.itemsize)
             self._adding = [cp.empty(min(size, limit), self.sums) for _ in range(_ADDING)]
         self.flags = empty((len(plan.ranks) + 1,), np.dtype(np.int32))
+        self._there: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
+        self._own = Copies(self._find_own(), self.sums.itemsize, here=True)
         self._used: dict[int, Any] = {}
         self._turn = 0
         self.missing: list[int] = []
@@ -154,19 +156,9 @@ class Result:
         plan, stream, sources, size = self.plan, self._stream, self._sources, self.sums.itemsize
         if self._finishing is not None:
             sources.gather(self._finishing, stream)
-        in_blocks = {id(array) for _, array in self.blocks}
-        here: list[Rectangle] = []
         missing: set[int] = set()
-        there: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
-        for index, target in self._chunks.items():
-            for rank, rect in plan.final_holders(index) if id(target) not in in_blocks else ():
-                if rank != self.rank:
-                    there[rank].append((index, rect))
-                    continue
-                for whole, array in self.blocks:
-                    here += self._part(index, rect, whole, span_of(array))
-        sources.copy(here, size, stream, here=True)
-        for rank, parts in sorted(there.items(), key=lambda item: (item[0] - self.rank) % len(plan.ranks)):
+        self._own.run(stream)
+        for rank, parts in sorted(self._there.items(), key=lambda item: (item[0] - self.rank) % len(plan.ranks)):
             found = self._done_by(rank, parts)
             if found is None:
                 missing.update(index for index, _ in parts)
@@ -185,6 +177,19 @@ class Result:
         for key in [key for key in outputs if (key[1] if isinstance(key, tuple) else key) in missing]:
             del outputs[key]
         return outputs
+
+    def _find_own(self) -> list[Rectangle]:
+        """Return the copies of what is in own blocks to own chunks; note what is in those of others."""
+        found: list[Rectangle] = []
+        in_blocks = {id(array) for _, array in self.blocks}
+        for index, target in self._chunks.items():
+            for rank, rect in self.plan.final_holders(index) if id(target) not in in_blocks else ():
+                if rank != self.rank:
+                    self._there[rank].append((index, rect))
+                    continue
+                for whole, array in self.blocks:
+                    found += self._part(index, rect, whole, span_of(array))
+        return found
 
     def _done_by(self, rank: int, parts: Sequence[tuple[int, Rect]]) -> list[Rectangle] | None:
         """Return the copies of parts of chunks (by number) out of another rank's block, once that is complete.

@@ -134,9 +134,8 @@ class Sources:
 
     def has(self, operand: int, pieces: Sequence[Piece]) -> bool:
         """Whether all pieces of an operand are of chunks that lie here."""
-        where = self.plan.where[self.plan.problem.operands[operand]]
-        assert where is not None
-        return all(int(where[piece.chunk]) in (self.me, EVERYWHERE) for piece in pieces)
+        name = self.plan.problem.operands[operand]
+        return all(self._holder(name, piece) == self.me for piece in pieces)
 
     def chunk_at(self, operand: int, rect: Rect, size: int) -> tuple[View, int, int] | None:
         """Return the part of the one chunk of this GPU that a part of an operand is; None if there is none such.
@@ -165,30 +164,39 @@ class Sources:
             order = "F"
         return View(Span(start, span.row_stride, span.col_stride), order), rows, cols
 
-    def find(self, operand: int, pieces: Sequence[Piece], target: Span, size: int) -> Pull:
-        """Find out what is to be copied for some pieces of an operand, which are placed from the target on."""
+    def at_home(self, operand: int, pieces: Sequence[Piece], target: Span, size: int) -> Copies:
+        """Find out what is to be copied of chunks that lie here, for pieces that are placed from the target on."""
+        name, found = self.plan.problem.operands[operand], []
+        for piece in pieces:
+            if self._holder(name, piece) == self.me:
+                found.append(_copy_of(piece, span_of(self.chunks[name, piece.chunk]), target))
+        # One chunk is what memcpy does as quickly.
+        return Copies(found, size, here=len(found) > 1)
+
+    def find(
+        self, operand: int, pieces: Sequence[Piece], target: Span, size: int, at_home: Copies | None = None
+    ) -> Pull:
+        """Find out all that is to be copied for some pieces of an operand, which are placed from the target on."""
         name = self.plan.problem.operands[operand]
-        where = self.plan.where[name]
-        assert where is not None
-        here: list[Rectangle] = []
         there: list[Rectangle] = []
         away, outside = 0, collections.defaultdict(list)
         for piece in pieces:
-            holder, amount = int(where[piece.chunk]), piece.rows * piece.cols * size
-            start = target.pointer + piece.row * target.row_stride + piece.col * target.col_stride
-            if holder in (self.me, EVERYWHERE):
-                found, source = here, span_of(self.chunks[name, piece.chunk])
-            elif (told := self.there(holder, operand, piece.chunk, amount)) is not None:
-                found, source, away = there, told, away + amount
-            else:
-                outside[holder].append((piece, start))
+            holder, amount = self._holder(name, piece), piece.rows * piece.cols * size
+            if holder == self.me:
                 continue
-            pointer = source.pointer + piece.r0 * source.row_stride + piece.c0 * source.col_stride
-            to = target._replace(pointer=start)
-            found.append(Rectangle(source._replace(pointer=pointer), to, piece.rows, piece.cols))
-        # One chunk is what memcpy does as quickly.
-        copies = [Copies(here, size, here=len(here) > 1), Copies(there, size)]
+            if (told := self.there(holder, operand, piece.chunk, amount)) is not None:
+                there.append(_copy_of(piece, told, target))
+                away += amount
+            else:
+                outside[holder].append((piece, _start(piece, target)))
+        copies = [at_home or self.at_home(operand, pieces, target, size), Copies(there, size)]
         return Pull(operand, copies, dict(outside), target, size, away)
+
+    def _holder(self, name: str, piece: Piece) -> int:
+        where = self.plan.where[name]
+        assert where is not None
+        holder = int(where[piece.chunk])
+        return self.me if holder == EVERYWHERE else holder
 
     def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
         """Put what was found on a stream."""
@@ -234,3 +242,14 @@ class Sources:
             for part, these in pieces.items():
                 self.pull(self.find(number, these, span_of(one.parts[part]), one.dtype.itemsize), pulls)
         stream.wait_event(record(pulls))
+
+
+def _start(piece: Piece, target: Span) -> int:
+    return target.pointer + piece.row * target.row_stride + piece.col * target.col_stride
+
+
+def _copy_of(piece: Piece, chunk: Span, target: Span) -> Rectangle:
+    """Return the copy of a piece of a chunk to where it belongs."""
+    pointer = chunk.pointer + piece.r0 * chunk.row_stride + piece.c0 * chunk.col_stride
+    to = target._replace(pointer=_start(piece, target))
+    return Rectangle(chunk._replace(pointer=pointer), to, piece.rows, piece.cols)
