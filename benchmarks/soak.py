@@ -4,9 +4,9 @@
     python -m benchmarks.soak --gpus 4 --runs 300 [--engine peer]
 
 Every process of the cluster is looked at at every tenth of the way. Warm-up (the first fifth) is not counted: pools
-of connections, threads and memory reach their sizes there. Dask's logs are bounded to 1,000 entries. Exits with 1 if
-a process has more open files, threads or children afterwards than after warm-up, or its memory, that of its GPU or
-CuPy's pool there has grown by more than `GROWTH`.
+of connections, threads and memory reach their sizes there. Dask's logs, which hold graphs with their data, are bounded
+to 20 entries. Exits with 1 if a process has more open files, threads or children afterwards than after warm-up, or its
+memory, that of its GPU or CuPy's pool there has grown by more than `GROWTH`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import dask
@@ -29,15 +30,15 @@ from distributed import Client, LocalCluster
 from distributed.scheduler import DEFAULT_EXTENSIONS
 
 from benchmarks.revision import revision
-from dask_distmm import RunFailedError, matmul
+from dask_distmm import RunFailedError, free_workspaces, matmul
 from dask_distmm.bench import environment
 from dask_distmm.testing import assert_large_product, assert_nothing_left, assert_product, inject, remove_faults
 
 GROWTH = 16 * 2**20
 # Dask's own logs and profiles grow for hours before they reach their bounds; what is looked for is ours.
 _BOUNDED = {
-    "distributed.admin.low-level-log-length": 1000,
-    "distributed.admin.log-length": 1000,
+    "distributed.admin.low-level-log-length": 20,
+    "distributed.admin.log-length": 20,
     "distributed.worker.profile.enabled": False,
 }
 _UNITS = {"bytes": 2**20, "device": 2**20, "pool": 2**20, "files": 1, "threads": 1}
@@ -49,7 +50,7 @@ _FAULTS = {
     "cublasmp": (("vote", "memory"), ("workspace", "device memory")),
 }
 # Extents of the products; on GPUs several ranks are to be worth it, without the latency that they are told of.
-_SMALL, _LARGE = (96, 112, 80), (1536, 1280, 1024)
+_SMALL, _LARGE = (96, 112, 80), (768, 640, 512)
 _NO_LATENCY = {"distmm.machine.peer.latency": 0, "distmm.machine.cublasmp.latency": 0}
 _METHODS = ("auto", "summa", "allgather", "reducescatter", "allreduce")
 
@@ -77,7 +78,13 @@ def everywhere(client: Client) -> dict[str, dict[str, int]]:
     return {"scheduler": client.run_on_scheduler(resources), **client.run(resources)}
 
 
-def soak(client: Client, runs: int, failures: int, engine: str = "numpy") -> dict[str, Any]:
+def soak(
+    client: Client,
+    runs: int,
+    failures: int,
+    engine: str = "numpy",
+    tell: Callable[[dict[str, Any]], None] = lambda look: None,
+) -> dict[str, Any]:
     """Run; return the resources of each process at every tenth of the way.
 
     Parameters
@@ -90,6 +97,8 @@ def soak(client: Client, runs: int, failures: int, engine: str = "numpy") -> dic
         How many of them are made to fail on one rank.
     engine
         What multiplies; operands lie on GPUs unless it is numpy.
+    tell
+        Gets the resources at once, too.
     """
     rng, gpus = np.random.default_rng(), engine != "numpy"
     (m, n, k), check = (_LARGE, assert_large_product) if gpus else (_SMALL, assert_product)
@@ -108,11 +117,18 @@ def soak(client: Client, runs: int, failures: int, engine: str = "numpy") -> dic
         d = d.to_backend("numpy") if gpus else d
         if number in failing:
             victim = [workers[failed % len(workers)]]
-            client.run(inject, *_FAULTS[engine][failed % 2], workers=victim)
+            fault = _FAULTS[engine][failed % 2]
+            if fault[0] == "workspace":
+                # It is allocated where none is kept.
+                free_workspaces()
+            client.run(inject, *fault, workers=victim)
+            future = client.compute(d)
             try:
-                client.compute(d).result(timeout=60)
+                future.result(timeout=60)
             except RunFailedError:
                 failed += 1
+            # With Dask the traceback of a future's error holds the future, and that the graph with its data.
+            future.release()
             # It has not happened where that worker had no part in the run.
             client.run(remove_faults)
         else:
@@ -121,6 +137,7 @@ def soak(client: Client, runs: int, failures: int, engine: str = "numpy") -> dic
             del d
             assert_nothing_left(client)
             looks.append({"runs": number + 1, "seconds": time.monotonic() - started, "held": everywhere(client)})
+            tell(looks[-1])
     return {"runs": runs, "failed": failed, "looks": looks}
 
 
@@ -164,6 +181,17 @@ def start(workers: int, gpus: int) -> Any:
     return LocalCUDACluster(n_workers=gpus, protocol="tcp", dashboard_address=None, **kept)
 
 
+def tell(look: dict[str, Any]) -> None:
+    """Print what all processes hold."""
+    held = look["held"].values()
+    told = ", ".join(
+        " ".join(str(one[kind] // unit) for one in held if kind in one) + f" {_NAMES.get(kind, kind)}"
+        for kind, unit in _UNITS.items()
+        if any(kind in one for one in held)
+    )
+    print(f"{look['runs']:6d} runs {look['seconds']:7.1f} s: {told}", flush=True)
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -180,15 +208,7 @@ def main() -> int:
         start(arguments.workers, arguments.gpus) as cluster,
         Client(cluster) as client,
     ):
-        found = soak(client, arguments.runs, arguments.failures, engine)
-    for look in found["looks"]:
-        held = look["held"].values()
-        told = ", ".join(
-            " ".join(str(one[kind] // unit) for one in held if kind in one) + f" {_NAMES.get(kind, kind)}"
-            for kind, unit in _UNITS.items()
-            if any(kind in one for one in held)
-        )
-        print(f"{look['runs']:6d} runs {look['seconds']:7.1f} s: {told}")
+        found = soak(client, arguments.runs, arguments.failures, engine, tell)
     more = grown(found["looks"])
     print(f"{found['failed']} runs failed as they were meant to; " + ("; ".join(more) or "nothing has grown"))
     if arguments.json:

@@ -27,7 +27,8 @@ NOTES = {
         "jax: of one call until its result is ready; the others: between two CUDA events, after an all-reduce, with "
         "what Python does before the first kernel"
     ),
-    "run": "distmm: the longest run on any worker, from the gate to the result's chunks, as the scheduler logs it",
+    "run": "distmm: the longest run on any worker, from its start to the result's chunks, and what was multiplied "
+    "before the start, as the scheduler logs it",
     "multiply": "distmm: of that the library's multiply alone, between two CUDA events: what nvmath and torch are",
     "error": (
         "distmm, dask: largest error in some rows over 16 eps sum |a||b| (and half an ulp of 16-bit types); "
