@@ -52,7 +52,7 @@ def memory_rate(seconds: float) -> float:
 
 def transfer_rate(client: Client, repeat: int) -> tuple[float, float]:
     """Return bytes per second and seconds per message between two workers, over Dask's comms."""
-    one, two = list(client.scheduler_info()["workers"])[:2]
+    one, two = list(client.nthreads())[:2]
 
     def seconds(size: int) -> float:
         taken = []

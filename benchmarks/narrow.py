@@ -129,7 +129,7 @@ def main() -> None:
         LocalCUDACluster(protocol="ucx", dashboard_address="127.0.0.1:0", silence_logs=50) as cluster,
         Client(cluster) as client,
     ):
-        document["gpus"] = len(client.scheduler_info(n_workers=-1)["workers"])
+        document["gpus"] = len(client.nthreads())
         for way in options.ways:
             try:
                 document["accuracy"][way] = accuracy(client, way, options.accuracy_size)

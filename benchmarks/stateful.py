@@ -75,7 +75,7 @@ class Session:
                 n_workers=options.workers or 2, threads_per_worker=1, dashboard_address="127.0.0.1:0"
             )
         self.client = stack.enter_context(Client(stack.enter_context(cluster)))
-        self.workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
+        self.workers = len(self.client.nthreads())
 
     def matrix(self, size: int) -> da.Array:
         """Return a fresh random matrix, in memory."""

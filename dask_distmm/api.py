@@ -390,7 +390,7 @@ def check_workers(workers: Sequence[str] | int | None) -> tuple[str, ...] | int 
         return workers
     workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))
     if not workers or not all(isinstance(address, str) for address in workers):
-        raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.scheduler_info()")
+        raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.nthreads()")
     return workers
 
 

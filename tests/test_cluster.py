@@ -152,7 +152,7 @@ def test_several_clients_one_thread_workers(process_cluster):
 
 
 def test_workers_by_address_and_number(client):
-    addresses = list(client.scheduler_info()["workers"])
+    addresses = list(client.nthreads())
     a = client.persist(fresh(300, 300, chunks=100))
     wait(a)
     for workers, expected in ((addresses[1:2], 1), (addresses[:2], 2), (2, 2)):

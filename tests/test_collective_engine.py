@@ -165,7 +165,7 @@ def test_a_group_is_used_again_and_freed_on_demand(client, engine):
 
 @pytest.mark.parametrize("limit", [{"distmm.cublasmp.max-groups": 1}, {"distmm.cublasmp.keep-workspace": 1000}])
 def test_the_least_recently_used_group_leaves(client, engine, limit):
-    addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    addresses = sorted(client.nthreads())
     with dask.config.set(limit):
         for count in (3, 2):
             a, b, d = product(method="allgather", workers=addresses[:count])
@@ -198,7 +198,7 @@ def test_the_others_forget_the_group_of_a_worker_that_left(client, engine):
     a, b, d = product(method="allgather")
     assert_product(a, b, d.compute())
     del d
-    client.retire_workers([sorted(client.scheduler_info(n_workers=-1)["workers"])[0]])
+    client.retire_workers([sorted(client.nthreads())[0]])
     deadline = time.monotonic() + 20
     while len(engine.released) < 2:
         assert time.monotonic() < deadline

@@ -274,7 +274,7 @@ def test_later_multiplies_find_it_without_being_told(client):
 
 
 def test_where_tiles_lie(client):
-    addresses = list(client.scheduler_info()["workers"])
+    addresses = list(client.nthreads())
     a = fresh(50, 40, chunks=20)
     x = distribute(a, BlockCyclic((1, 2), (20, 7)), workers=addresses[:0:-1])
     wait(x)

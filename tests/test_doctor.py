@@ -319,7 +319,7 @@ def test_the_command_asks_all_workers(client: Client) -> None:
     found = json.loads(done.stdout)
     assert done.exit_code == found["status"]
     assert found["engine"] == "numpy"
-    assert set(found["workers"]) == set(client.scheduler_info()["workers"])
+    assert set(found["workers"]) == set(client.nthreads())
     for one in found["workers"].values():
         assert (one["threads"], one["nanny"]) == (1, True)
         assert one["versions"] == found["client"]["versions"]

@@ -29,7 +29,7 @@ def starts(client):
 @pytest.mark.parametrize("point", ["stage", "vote", "execute", "tiles", "assemble"])
 def test_a_worker_dies(fault_client, point, victim):
     """Killed wherever it is, whether or not it runs the barrier: computed again, right."""
-    address = sorted(fault_client.scheduler_info()["workers"])[victim]
+    address = sorted(fault_client.nthreads())[victim]
     fault_client.run(inject, point, "kill", 2 if point == "stage" else 0, workers=[address])
     a, b, x, y = operands()
     method = "reducescatter" if point == "assemble" else "summa"
@@ -40,7 +40,7 @@ def test_a_worker_dies(fault_client, point, victim):
 
 def test_a_worker_dies_with_results_half_collected(fault_client):
     a, b, x, y = operands()
-    address = sorted(fault_client.scheduler_info()["workers"])[1]
+    address = sorted(fault_client.nthreads())[1]
     fault_client.run(inject, "collect", "kill", 3, workers=[address])
     before = len(starts(fault_client))
     assert_product(a, b, fault_client.compute(matmul(x, y, method="summa")).result(timeout=60))

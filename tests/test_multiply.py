@@ -152,7 +152,7 @@ def test_workers_that_do_not_see_the_files_are_named(
     client: Client, files: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Client.run
-    blind = min(client.scheduler_info()["workers"])
+    blind = min(client.nthreads())
 
     def elsewhere(self: Client, function: object, *arguments: object, **options: object) -> object:
         found = run(self, function, *arguments, **options)

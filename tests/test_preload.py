@@ -89,7 +89,7 @@ def test_the_scheduler_is_killed_and_started_again(tmp_path):
             client.wait_for_workers(2, timeout=60)
             works(client)
             pids = [*client.run(os.getpid).values(), made.processes["worker"].pid]
-            for address in client.scheduler_info()["workers"]:
+            for address in client.nthreads():
                 client.run(inject, "execute", "sleep", 0, 3.0, workers=[address])
             x = da.ones((200, 200), chunks=60)
             future = client.compute(matmul(x, x, method="summa"))

@@ -110,6 +110,6 @@ def test_kubernetes(tmp_path, monkeypatch):
             start(made, i, "worker", DASK_WORKER_NAME=f"distmm-worker-{i}", DASK_SCHEDULER_ADDRESS=address)
         with Client(address, timeout=60) as client:
             example.multiply(client, 2)
-            names = {worker["name"] for worker in client.scheduler_info()["workers"].values()}
+            names = client.run_on_scheduler(lambda dask_scheduler: {x.name for x in dask_scheduler.workers.values()})
             assert names == {"distmm-worker-1", "distmm-worker-2"}
             assert "distmm" in client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.plugins))

@@ -256,7 +256,7 @@ def test_replicas_that_have_vanished_are_not_missed(client, retries):
     a = fresh(90, 90)
     d = matmul(a, a, epilog="allreduce").persist()
     wait(d)
-    victim = next(iter(client.scheduler_info()["workers"]))
+    victim = next(iter(client.nthreads()))
     client.run(lambda dask_worker: dask_worker.extensions["distmm"].replicas.drop(), workers=[victim])
     with dask.config.set({"distmm.retries": retries}):
         e = matmul(a, d, method="summa")
@@ -305,7 +305,7 @@ def test_integers_vectors_and_batches(client):
 def test_an_error_while_chunks_travel_ends_the_run(client):
     a = fresh(60, 60)
     matmul(a, a).compute()
-    victim = next(iter(client.scheduler_info()["workers"]))
+    victim = next(iter(client.nthreads()))
     client.run(inject, "replicate", "error", workers=[victim])
     with pytest.raises(RunFailedError, match="injected at replicate"):
         matmul(a, a, epilog="allreduce").compute()
@@ -320,12 +320,12 @@ def test_workers_die_and_others_come():
         Client(cluster) as client,
     ):
         matmul(a, b).compute()
-        victim = next(iter(client.scheduler_info()["workers"]))
+        victim = next(iter(client.nthreads()))
         client.run(inject, "replicate", "kill", workers=[victim])
         d = matmul(a, b, epilog="allreduce", method="allgather").persist()
         wait(d)
         client.wait_for_workers(2)
-        victim = next(iter(client.scheduler_info()["workers"]))
+        victim = next(iter(client.nthreads()))
         os.kill(client.run(os.getpid, workers=[victim])[victim], signal.SIGKILL)
         e = matmul(d, d)
         assert_product(d.compute(), d.compute(), e.compute())

@@ -28,7 +28,7 @@ def test_tls_everywhere(tmp_path):
         ) as cluster,
         Client(cluster) as client,
     ):
-        assert all(address.startswith("tls://") for address in client.scheduler_info()["workers"])
+        assert all(address.startswith("tls://") for address in client.nthreads())
         rng = np.random.default_rng()
         a, b = rng.standard_normal((200, 180)), rng.standard_normal((180, 190))
         for method in ("summa", "reducescatter"):

@@ -151,10 +151,10 @@ def slow(monkeypatch):
 
 def test_members_of_a_run_are_not_scaled_away(small, slow):
     a, b, x, y = operands()
-    members = sorted(small.scheduler_info()["workers"])[:3]
+    members = sorted(small.nthreads())[:3]
     future = small.compute(matmul(x, y, method="summa", workers=members))
     assert set(wait_until_running(small)) >= set(members)
-    bystanders = set(small.scheduler_info()["workers"]) - set(wait_until_running(small))
+    bystanders = set(small.nthreads()) - set(wait_until_running(small))
     offered = small.run_on_scheduler(lambda dask_scheduler: dask_scheduler.workers_to_close(n=4))
     assert set(offered) == bystanders
     assert_product(a, b, future.result(timeout=60))
@@ -172,12 +172,12 @@ def test_a_member_is_retired_by_name(small, slow):
     member = wait_until_running(small)[1]
     small.retire_workers([member])
     assert_product(a, b, future.result(timeout=60))
-    assert member not in small.scheduler_info()["workers"]
+    assert member not in small.nthreads()
 
 
 def test_a_worker_that_joins_takes_part_in_the_next_run(small, slow):
     a, b, x, y = operands()
-    before = set(small.scheduler_info()["workers"])
+    before = set(small.nthreads())
     first = matmul(x, y, method="summa")
     future = small.compute(first)
     wait_until_running(small)
@@ -204,7 +204,7 @@ def test_the_client_goes_while_it_runs(small, slow):
 
 def test_everything_is_restarted_while_it_runs(fault_client):
     _, _, x, y = operands()
-    for address in fault_client.scheduler_info()["workers"]:
+    for address in fault_client.nthreads():
         fault_client.run(inject, "execute", "sleep", 0, 5.0, workers=[address])
     future = fault_client.compute(matmul(x, y, method="summa"))
     wait_until_running(fault_client)
@@ -249,7 +249,7 @@ def test_a_function_of_the_user_fails_on_one_rank(fault_client):
 @pytest.mark.parametrize("count", [2, 3])
 def test_clients_that_share_workers(fault_client, count):
     """Overlapping rosters on workers of one thread, many runs each: all right, in one order everywhere."""
-    addresses = sorted(fault_client.scheduler_info()["workers"])
+    addresses = sorted(fault_client.nthreads())
     wrong = []
 
     def work(number: int) -> None:
@@ -294,7 +294,7 @@ def forget_what_workers_said(dask_scheduler) -> None:
 def test_another_version_on_one_worker(fault_client):
     from dask_distmm import __version__
 
-    address = sorted(fault_client.scheduler_info()["workers"])[1]
+    address = sorted(fault_client.nthreads())[1]
     _, _, x, y = operands()
     try:
         fault_client.run(pretend, "0.0.1", workers=[address])
@@ -321,8 +321,8 @@ def hear(dask_worker):
 
 
 def test_a_worker_without_the_plugin_is_left_out(fault_client):
-    address = sorted(fault_client.scheduler_info()["workers"])[1]
-    others = [worker for worker in fault_client.scheduler_info()["workers"] if worker != address]
+    address = sorted(fault_client.nthreads())[1]
+    others = [worker for worker in fault_client.nthreads() if worker != address]
     a, b, x, y = operands()
     x, y = (fault_client.persist(z, workers=others) for z in (x, y))
     wait([x, y])

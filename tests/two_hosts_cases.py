@@ -19,7 +19,7 @@ def main(scheduler_file: str, protocol: str) -> None:
     rng = np.random.default_rng()
     with Client(scheduler_file=scheduler_file) as client:
         client.wait_for_workers(4, timeout=60)
-        workers = list(client.scheduler_info(n_workers=-1)["workers"])
+        workers = list(client.nthreads())
         assert all(address.startswith(f"{protocol}://") for address in workers), workers
         hosts = {address.split("//")[1].rpartition(":")[0] for address in workers}
         assert len(hosts) == 2, workers

@@ -57,7 +57,7 @@ class Cluster:
         )
         self.client = Client(self.cluster)
         self.client.wait_for_workers(self.gpus, timeout=60)
-        self.addresses = sorted(self.client.scheduler_info(n_workers=-1)["workers"])
+        self.addresses = sorted(self.client.nthreads())
         self.first: float | None = None
         self.info = {
             "workers": len(self.addresses),
@@ -210,7 +210,7 @@ class Cluster:
     def healthy(self) -> bool:
         """Whether all workers are there and empty again after a failure."""
         try:
-            present = sorted(self.client.scheduler_info(n_workers=-1)["workers"])
+            present = sorted(self.client.nthreads())
             return present == self.addresses and self._wait_until_empty()
         except Exception:
             return False

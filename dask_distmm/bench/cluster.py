@@ -72,8 +72,8 @@ class Session:
 
     def __init__(self, client: Client, timeout: float = 600.0, array: str = "numpy", here: bool = False) -> None:
         self._client, self.timeout, self.array, self.here = client, timeout, array, here
-        found = client.scheduler_info(n_workers=-1)["workers"].values()
-        self.workers, self.threads = len(found), max((worker["nthreads"] for worker in found), default=0)
+        found = client.nthreads().values()
+        self.workers, self.threads = len(found), max(found, default=0)
 
     @property
     def client(self) -> Client:

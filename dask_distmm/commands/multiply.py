@@ -257,7 +257,7 @@ def _speed(plan: Plan | BatchPlan | NotCollective, seconds: float) -> str:
 
 
 def _worker_count(client: Client) -> int:
-    count = len(client.scheduler_info(n_workers=-1)["workers"])
+    count = len(client.nthreads())
     if not count:
         raise DistMMError(f"the cluster at {client.scheduler.address} has no workers: start some, dask worker ADDRESS")
     return count
@@ -354,7 +354,7 @@ def _stopped(client: Client) -> Iterator[None]:
         with contextlib.suppress(Exception):
             client.cancel([key for key in client.futures if str(key).startswith(_put.__name__)])
             # A worker gets messages in order: one that has run this begins none of the writes any more.
-            workers = client.scheduler_info(n_workers=-1)["workers"]
+            workers = client.nthreads()
             told = [client.submit(_nothing, workers=[address], pure=False, priority=1) for address in workers]
             wait(told, timeout=_STOP_SECONDS)
             while any(client.run(_writing).values()) and time.monotonic() < deadline:

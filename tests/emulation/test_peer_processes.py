@@ -61,7 +61,7 @@ def client(tmp_path, nworkers):
         ) as cluster,
         Client(cluster) as client,
     ):
-        addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        addresses = sorted(client.nthreads())
         client.run(become_gpu_worker, str(tmp_path / "devices"), addresses)
         yield client
 
@@ -110,7 +110,7 @@ def test_processes_pull_from_each_other_and_outlive_one_that_is_killed(client):
 
     # A rank dies between two panels: the others keep their processes, and what they have.
     works(client)
-    victim, *others = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    victim, *others = sorted(client.nthreads())
     survivors = client.run(os.getpid, workers=others)
     not_again(client, victim)
     client.run(inject, "panel", "kill", workers=[victim])
@@ -135,7 +135,7 @@ def killed_while_running(client, pick, **options):
 
     Returns the operations of each run that was started, and why it was started again.
     """
-    addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    addresses = sorted(client.nthreads())
     for address in addresses:
         client.run(inject, "panel", "sleep", 0, 1.5, workers=[address])
     a, b, d = product("allgather", **options)
@@ -162,7 +162,7 @@ def test_who_dies_costs_its_own_part(client):
     """The others finish theirs, with what it had offered; only what it would have made is made again."""
     works(client)
     # One that is no rank had chunks of A and B, all of which are read already, or mapped: nothing is missing.
-    ranks = tuple(sorted(client.scheduler_info(n_workers=-1)["workers"])[:4])
+    ranks = tuple(sorted(client.nthreads())[:4])
     (whole,), (why,) = killed_while_running(client, lambda owner, every: every[4], workers=ranks)
     assert "144 of 144 chunks of D are done" in why
     # One rank of four.

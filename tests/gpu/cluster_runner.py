@@ -47,7 +47,7 @@ class ClusterRunner:
 
     def __init__(self, client, engine=None, kind="cupy"):
         self.client, self.engine, self.kind = client, engine, kind
-        self.addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        self.addresses = sorted(client.nthreads())
         self.plans = []
 
     def __call__(self, problem, nranks, chunks, where):

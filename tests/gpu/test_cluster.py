@@ -86,7 +86,7 @@ def test_a_rank_killed_inside_a_collective(start, point):
     quick = {"distmm.timeouts.grace": "3s", "distributed.deploy.lost-worker-timeout": "1h"}
     with dask.config.set(quick), start(2, "tcp") as client:
         check(client)
-        victim, other = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        victim, other = sorted(client.nthreads())
         survivor = client.run(os.getpid, workers=[other])[other]
         client.run(inject, point, "kill", workers=[victim])
         started = time.monotonic()
@@ -108,7 +108,7 @@ def test_a_rank_killed_before_the_library_costs_only_itself(start):
 
     with dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}), start(2, "tcp") as client:
         check(client)
-        victim, other = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        victim, other = sorted(client.nthreads())
         survivor = client.run(os.getpid, workers=[other])
         client.run(inject, "vote", "kill", workers=[victim])
         check(client, method="allgather")
@@ -130,7 +130,7 @@ def test_no_memory_on_one_rank_is_one_error_that_names_it(start):
 
     with start(2, "tcp") as client:
         check(client)
-        victim = sorted(client.scheduler_info(n_workers=-1)["workers"])[1]
+        victim = sorted(client.nthreads())[1]
         pids = client.run(os.getpid)
         client.run(fill, workers=[victim])
         size = 8192
@@ -151,7 +151,7 @@ def test_workspace_that_does_not_fit_is_agreed_on(start):
     from dask_distmm.testing import inject
 
     with start(2, "tcp") as client:
-        victim = sorted(client.scheduler_info(n_workers=-1)["workers"])[1]
+        victim = sorted(client.nthreads())[1]
         client.run(inject, "workspace", "device memory", workers=[victim])
         with pytest.raises(RunFailedError, match=f"{victim}: no room for cuBLASMp's workspace"):
             check(client, method="allgather")
@@ -185,7 +185,7 @@ def test_two_hundred_multiplies_leave_everything_flat(clusters):
 @pytest.mark.gpus(2)
 def test_groups_are_limited_and_freed(start):
     with dask.config.set({"distmm.cublasmp.max-groups": 1}), start(2, "tcp") as client:
-        addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        addresses = sorted(client.nthreads())
 
         def groups(dask_worker):
             from dask_distmm.engines.base import get_engine
@@ -216,7 +216,7 @@ def test_what_is_held_is_what_was_projected(clusters, method, chunks):
     n = 2048
     client, _ = clusters(2)
     dask_distmm.free_workspaces()  # what earlier tests have left is larger, or smaller
-    addresses = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    addresses = sorted(client.nthreads())
     sizes = ((n // 2, n), (n, n // 2)) if chunks == "slabs" else ((chunks, chunks),) * 2
     operands = []
     for number, size in enumerate(sizes):

@@ -75,7 +75,7 @@ def test_extents_that_are_padded(clusters, dtype, method):
 def test_a_rank_killed_between_panels_costs_only_itself(start, method, skip):
     with dask.config.set(QUIET | {"distmm.peer.buffer-bytes": "1 MiB"}), start(2, "tcp") as client:
         check(client)
-        victim, other = sorted(client.scheduler_info(n_workers=-1)["workers"])
+        victim, other = sorted(client.nthreads())
         survivor = client.run(os.getpid, workers=[other])[other]
         client.run(inject, "panel", "kill", skip, workers=[victim])
         started = time.monotonic()
@@ -96,7 +96,7 @@ def test_a_rank_killed_between_panels_costs_only_itself(start, method, skip):
 
 def test_an_error_on_one_rank_ends_the_run_on_all(clusters):
     client, _ = clusters(2)
-    victim = sorted(client.scheduler_info(n_workers=-1)["workers"])[0]
+    victim = sorted(client.nthreads())[0]
     client.run(inject, "panel", "error", workers=[victim])
     with pytest.raises(RunFailedError, match="injected at panel"):
         check(client, method="allgather")
