@@ -15,6 +15,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, WorkerPlugin, as_completed, wait
+from run_events import events
 
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left, assert_product
@@ -143,7 +144,7 @@ def test_inputs_are_on_disk():
         c = matmul(x, y, method="summa").persist()
         wait(c)
         after = client.run(peak)
-        projected = [e["projected_bytes"] for _, e in client.get_events("distmm") if e["action"] == "done"][-1]
+        projected = events(client, "done")[-1]["projected_bytes"]
         # A worker reads single chunks back from disk and writes others there, next to what the run itself holds.
         assert all(after[w] - before[w] <= projected[w] + 64 * 2**20 for w in after)
         rows = np.sort(np.random.default_rng().integers(0, 3072, 8))

@@ -9,6 +9,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from run_events import events
 
 import dask_distmm
 from dask_distmm import matmul
@@ -42,9 +43,9 @@ def test_methods(client, method, pack_below):
 def test_a_collective_run_took_place(client):
     a = fresh(300, 300, chunks=100)
     matmul(a, a, method="summa").compute()
-    actions = [event for _, event in client.get_events("distmm")]
-    assert [event["action"] for event in actions[-2:]] == ["start", "done"]
-    assert actions[-2]["method"] == "summa"
+    last = events(client)[-2:]
+    assert [event["action"] for event in last] == ["start", "done"]
+    assert last[0]["method"] == "summa"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "int8", "int64", "bool"])
@@ -89,10 +90,10 @@ def test_persist_future_and_reuse(client):
     expected = (a.compute() @ b.compute() @ b.compute()).sum()
     np.testing.assert_allclose(future.result(), expected, rtol=1e-9)
     # The same multiply again has the same keys, and costs no second run.
-    runs = len(client.get_events("distmm"))
+    runs = len(events(client))
     assert matmul(a, b).name == c.name
     matmul(a, b).compute()
-    assert len(client.get_events("distmm")) == runs
+    assert len(events(client)) == runs
 
 
 def test_task_counts(client):

@@ -13,6 +13,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
+from run_events import events
 
 import dask_distmm
 from dask_distmm import PlanError, Slab
@@ -117,10 +118,6 @@ def product(m=60, n=50, k=70, chunks=20, **options):
     a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
     d = dask_distmm.matmul(da.from_array(a, chunks), da.from_array(b, chunks), **options)
     return a, b, d
-
-
-def events(client, action):
-    return [event for _, event in client.get_events("distmm") if event["action"] == action]
 
 
 @pytest.mark.parametrize("method", ["allgather", "local", "auto"])

@@ -14,6 +14,7 @@ from distributed import Client, Event, LocalCluster, futures_of, wait
 from distributed import progress as dask_progress
 from hypothesis import given
 from hypothesis import strategies as st
+from run_events import events
 
 import dask_distmm
 from dask_distmm import PlanError, matmul
@@ -216,9 +217,7 @@ def get(cluster, path):
 def test_phases_by_rank_are_in_the_events(client):
     x = da.random.random((300, 300), chunks=100)
     matmul(x, x, method="summa").compute()
-    events = [event for _, event in client.get_events("distmm")]
-    start = [event for event in events if event["action"] == "start"][-1]
-    done = [event for event in events if event["action"] == "done"][-1]
+    start, done = (events(client, action)[-1] for action in ("start", "done"))
     assert start["bound"] > 0
     assert set(start["ranks"]) == set(done["ranks"])
     assert all(0 < one["timings"]["multiply"] <= one["seconds"] <= done["seconds"] for one in done["ranks"].values())
@@ -276,4 +275,4 @@ def test_no_page_without_a_dashboard():
     ):
         x = da.random.random((100, 100), chunks=50)
         wait(matmul(x, x).persist())
-        assert [event["action"] for _, event in c.get_events("distmm")] == ["start", "done"]
+        assert [event["action"] for event in events(c)] == ["start", "done"]

@@ -8,6 +8,7 @@ import pytest
 from distributed import wait
 from hypothesis import given
 from hypothesis import strategies as st
+from run_events import events
 
 import dask_distmm
 from dask_distmm import BlockCyclic, PlanError, Slab, distribute, explain, matmul
@@ -257,7 +258,7 @@ def test_laid_out_operands_do_not_move(client, da_, db, dd, out_chunks, gathered
     assert planned.bytes_moved == gathered
     d = matmul(x, y, distributions=[da_, db, dd], out_chunks=out_chunks).compute()
     assert_product(a.compute(), b.compute(), d)
-    event = client.get_events("distmm")[-1][1]
+    event = events(client)[-1]
     assert event["action"] == "done"
     assert event["received_bytes"] == gathered
     np.testing.assert_array_equal(x.compute(), a.compute())
@@ -270,7 +271,7 @@ def test_later_multiplies_find_it_without_being_told(client):
     wait([x, y])
     assert explain(x, y, method="allgather").bytes_moved == 2 * 60 * 30 * 8
     assert_product(a.compute(), b.compute(), matmul(x, y, method="allgather").compute())
-    assert client.get_events("distmm")[-1][1]["received_bytes"] == 2 * 60 * 30 * 8
+    assert events(client)[-1]["received_bytes"] == 2 * 60 * 30 * 8
 
 
 def test_where_tiles_lie(client):

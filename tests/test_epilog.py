@@ -9,6 +9,7 @@ import pytest
 from epilog_cases import ALL, Case
 from hypothesis import given
 from hypothesis import strategies as st
+from run_events import events
 
 import dask_distmm
 from dask_distmm import matmul
@@ -71,7 +72,7 @@ def test_a_collective_graph_without_a_cluster(client):
 
 
 def runs(client):
-    return sum(1 for _, event in client.get_events("distmm") if event["action"] == "done")
+    return len(events(client, "done"))
 
 
 def test_one_run_makes_all_outputs(client):

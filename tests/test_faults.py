@@ -9,6 +9,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import wait
+from run_events import events
 
 from dask_distmm import RunFailedError, matmul
 from dask_distmm.testing import assert_product, inject
@@ -22,7 +23,7 @@ def operands():
 
 def starts(client):
     """Operations of all runs that were started."""
-    return [event["flops"] for _, event in client.get_events("distmm") if event["action"] == "start"]
+    return [event["flops"] for event in events(client, "start")]
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

@@ -10,6 +10,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from run_events import events
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,9 @@ def gradients(perceptron, values):
 def test_gradients_are_those_of_autograd(client, perceptron):
     torch = pytest.importorskip("torch", reason="PyTorch is the reference")
     values = arrays()
-    before = sum(1 for _, event in client.get_events("distmm") if event["action"] == "done")
+    before = len(events(client, "done"))
     loss, found = gradients(perceptron, values)
-    runs = sum(1 for _, event in client.get_events("distmm") if event["action"] == "done") - before
+    runs = len(events(client, "done")) - before
     assert runs == 5
     tensors = {name: torch.tensor(v, requires_grad=name[0] in "wb") for name, v in values.items()}
     hidden = torch.relu(tensors["x"] @ tensors["w1"] + tensors["b1"])

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from distributed import Client
+from run_events import events
 
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
@@ -93,7 +94,7 @@ def test_the_scheduler_is_killed_and_started_again(tmp_path):
                 client.run(inject, "execute", "sleep", 0, 3.0, workers=[address])
             x = da.ones((200, 200), chunks=60)
             future = client.compute(matmul(x, x, method="summa"))
-            until(lambda: any(event["action"] == "start" for _, event in client.get_events("distmm")[-1:]), 30)
+            until(lambda: [event["action"] for event in events(client)[-1:]] == ["start"], 30)
             made.processes["scheduler"].kill()
             made.processes["scheduler"].wait()
             made.processes["worker"].wait(timeout=90)

@@ -14,6 +14,7 @@ import pytest
 from distributed import Client, LocalCluster, wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_events import events
 
 import dask_distmm
 from dask_distmm import Matmul, PlanError, ProjectedMemoryError, matmul
@@ -31,7 +32,7 @@ def fresh(*shape, chunks=30, dtype="float64"):
 
 
 def runs(client):
-    return [event for _, event in client.get_events("distmm") if event["action"] == "done"]
+    return events(client, "done")
 
 
 def kept(client):
@@ -261,8 +262,7 @@ def test_replicas_that_have_vanished_are_not_missed(client, retries):
     with dask.config.set({"distmm.retries": retries}):
         e = matmul(a, d, method="summa")
     assert_product(a.compute(), d.compute(), e.compute())
-    events = [event for _, event in client.get_events("distmm")]
-    assert any(event["action"] == "restart" and "no longer has replicas" in event["reason"] for event in events)
+    assert any("no longer has replicas" in event["reason"] for event in events(client, "restart"))
     assert "on all workers" not in repr(dask_distmm.explain(a, d))
     del d, e
     until(lambda: kept(client) == {0})

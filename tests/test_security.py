@@ -12,6 +12,7 @@ import pytest
 from certificates import authority, security
 from distributed import Client, LocalCluster
 from distributed.security import Security
+from run_events import events
 
 from dask_distmm import EngineError, matmul
 from dask_distmm.roster import Roster
@@ -35,7 +36,7 @@ def test_tls_everywhere(tmp_path):
             c = matmul(da.from_array(a, chunks=60), da.from_array(b, chunks=70), method=method)
             assert_product(a, b, c.compute())
             del c
-        moved = [event["received_bytes"] for _, event in client.get_events("distmm") if event["action"] == "done"]
+        moved = [event["received_bytes"] for event in events(client, "done")]
         assert all(moved)
         assert_nothing_left(client)
         with pytest.raises((OSError, ssl.SSLError)):

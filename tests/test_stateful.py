@@ -11,6 +11,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from run_events import events
 
 import dask_distmm
 from dask_distmm import Matmul, PlanError, Slab
@@ -25,7 +26,7 @@ def fresh(*shape, chunks, dtype="float64"):
 
 
 def runs(client):
-    return [event for _, event in client.get_events("distmm") if event["action"] == "done"]
+    return events(client, "done")
 
 
 def tiles(client):

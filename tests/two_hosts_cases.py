@@ -10,6 +10,7 @@ import sys
 import dask.array as da
 import numpy as np
 from distributed import Client
+from run_events import events
 
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left, assert_product
@@ -29,7 +30,7 @@ def main(scheduler_file: str, protocol: str) -> None:
             c = matmul(da.from_array(a, chunks=300), da.from_array(b, chunks=(300, 40)), method=method)
             assert_product(a, b, c.compute())
             del c
-        done = [event for _, event in client.get_events("distmm") if event["action"] == "done"]
+        done = events(client, "done")
         assert len(done) == 4
         assert all(event["received_bytes"] for event in done)
         assert_nothing_left(client)

@@ -13,6 +13,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, Status
+from run_events import events
 
 import dask_distmm
 from dask_distmm.keys import barrier_key
@@ -77,10 +78,6 @@ def product(method, **options):
 def works(client, method="allgather"):
     a, b, d = product(method)
     assert_product(a, b, d.compute())
-
-
-def events(client, action):
-    return [event for _, event in client.get_events("distmm") if event["action"] == action]
 
 
 def not_again(client, address):

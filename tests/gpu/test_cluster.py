@@ -14,6 +14,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from gpu_products import N, check, on_gpus, random
+from run_events import events
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
@@ -231,7 +232,7 @@ def test_what_is_held_is_what_was_projected(clusters, method, chunks):
     for _ in range(2):
         dask_distmm.matmul(*operands, method=method).sum().compute()
         operands.reverse()
-    (event,) = [e for _, e in client.get_events("distmm") if e["action"] == "done"][-1:]
+    event = events(client, "done")[-1]
     for address, held in event["held_bytes"].items():
         projected = event["projected_bytes"][address]
         print(f"{method}, {chunks}: held {held >> 20} MiB, projected {projected >> 20} MiB")

@@ -7,6 +7,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from epilog_cases import ALL, Case
+from run_events import events
 
 from dask_distmm import matmul
 from dask_distmm.testing import random_chunks
@@ -30,7 +31,7 @@ def computed(client, array):
 
 def finished(client):
     """Numbers of the runs that are over, as far as the scheduler remembers."""
-    return {event["run"] for _, event in client.get_events("distmm") if event["action"] == "done"}
+    return {event["run"] for event in events(client, "done")}
 
 
 def check(client, case, method, with_c=False, kind="cupy", **more):

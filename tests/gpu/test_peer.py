@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cluster_runner import ClusterRunner
 from gpu_products import check, on_gpus, random
+from run_events import events
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
@@ -87,8 +88,7 @@ def test_a_rank_killed_between_panels_costs_only_itself(start, method, skip):
         assert took < 60
         if method == "allgather":
             # The survivor has finished its half.
-            starts = [event for _, event in client.get_events("distmm") if event["action"] == "start"]
-            whole, part = (event["flops"] for event in starts[-2:])
+            whole, part = (event["flops"] for event in events(client, "start")[-2:])
             assert part == whole / 2
         check(client, method=method)
         assert_nothing_left(client)

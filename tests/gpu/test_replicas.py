@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from distributed import wait
+from run_events import events
 from test_epilogs import computed, on_gpus
 
 from dask_distmm import explain, matmul
@@ -32,7 +33,7 @@ def test_later_multiplies_move_nothing(clusters, nworkers, method, beta):
     assert "on all workers" in repr(explain(d.T, d))
     e = matmul(d, d, op_a="T", method="allgather", out_chunks=(192 // nworkers, 192)).persist()
     wait(e)
-    assert [x for _, x in client.get_events("distmm") if x["action"] == "done"][-1]["received_bytes"] == 0
+    assert events(client, "done")[-1]["received_bytes"] == 0
     assert_product(value.T, value, computed(client, e))
     del d, e
     assert_nothing_left(client)

@@ -6,6 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import wait
+from run_events import events
 from test_epilogs import computed, on_gpus
 
 import dask_distmm
@@ -20,7 +21,7 @@ def random(*shape, dtype="float64"):
 
 
 def received(client):
-    return [e for _, e in client.get_events("distmm") if e["action"] == "done"][-1]["received_bytes"]
+    return events(client, "done")[-1]["received_bytes"]
 
 
 @pytest.mark.parametrize("method", METHODS)
