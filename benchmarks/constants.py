@@ -60,7 +60,7 @@ def transfer_rate(client: Client, repeat: int) -> tuple[float, float]:
             data = client.submit(np.ones, size, workers=[one], key=f"data-{size}-{number}")
             wait(data)
             taken.append(client.submit(fetch, one, data.key, workers=[two], key=f"fetch-{size}-{number}").result())
-        return statistics.median(taken)
+        return float(statistics.median(taken))
 
     small, large = seconds(1), seconds(2**23)
     return 8 * 2**23 / (large - small), small

@@ -132,7 +132,11 @@ def measure_size(session: Session, size: int) -> dict[str, Any]:
                 if way != "execute":
                     x, y = session.matrix(size), session.matrix(size)
                 if way == "stateless":
-                    taken, d = timed(lambda x=x, y=y: dask_distmm.matmul(x, y, method=options.method).persist())
+
+                    def stateless(x: da.Array = x, y: da.Array = y) -> Any:
+                        return dask_distmm.matmul(x, y, method=options.method).persist()
+
+                    taken, d = timed(stateless)
                     used = x, y
                 else:
                     if way == "reset":

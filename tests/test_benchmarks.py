@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -192,3 +192,55 @@ def test_the_verdict_of_a_sweep_compares_auto_with_the_best():
     assert f"within 5 %: {products // 2} of {products}; the worst takes 1.100 of the best" in text
     assert "(peer allgather)" in text
     assert verdict([]) == ""
+
+
+def test_operations_of_a_batch_lie_as_the_driver_reads_them():
+    """Read by the structures of cuda.h, they copy what they are to copy."""
+    import ctypes
+
+    from benchmarks.gpu.batch import operations
+    from dask_distmm.layout.rectangles import Span
+
+    class Place(ctypes.Structure):
+        _fields_ = [
+            ("ptr", ctypes.c_uint64),
+            ("row", ctypes.c_size_t),
+            ("layer", ctypes.c_size_t),
+            ("at", ctypes.c_int * 2),
+        ]
+
+    class Array(ctypes.Structure):
+        _fields_ = [("array", ctypes.c_void_p), ("offset", ctypes.c_size_t * 3)]
+
+    class Either(ctypes.Union):
+        _fields_ = [("ptr", Place), ("array", Array)]
+
+    class Operand(ctypes.Structure):
+        _fields_ = [("type", ctypes.c_int), ("op", Either)]
+
+    class Operation(ctypes.Structure):
+        _fields_ = [("src", Operand), ("dst", Operand), ("extent", ctypes.c_size_t * 3), ("order", ctypes.c_int)]
+        _fields_ += [("flags", ctypes.c_uint)]
+
+    class Rectangle(NamedTuple):
+        source: Span
+        target: Span
+        rows: int
+        cols: int
+
+    source, target = np.random.default_rng().integers(1, 256, (12, 40), np.uint8), np.zeros((20, 64), np.uint8)
+    at = [x.__array_interface__["data"][0] for x in (source, target)]
+    found = [
+        Rectangle(Span(at[0] + 40 * r, 40, 1), Span(at[1] + 64 * (r + 3) + 5, 64, 1), rows, 40)
+        for r, rows in ((0, 5), (5, 7))
+    ]
+    made = operations(found, overlap=True)
+    assert made.dtype.itemsize == ctypes.sizeof(Operation)
+    for one in (Operation * len(made)).from_address(made.__array_interface__["data"][0]):
+        assert (one.src.type, one.dst.type, one.order, one.flags, one.extent[2]) == (1, 1, 1, 1, 1)
+        for row in range(one.extent[1]):
+            places = (place.op.ptr.ptr + row * place.op.ptr.row for place in (one.dst, one.src))
+            ctypes.memmove(*places, one.extent[0])
+    expected = np.zeros_like(target)
+    expected[3:15, 5:45] = source
+    np.testing.assert_array_equal(target, expected)

@@ -1,8 +1,9 @@
 """How fast GPUs pull from each other: ``python -m benchmarks.gpu.links``, on a host with N GPUs.
 
 What the peer engine rests on: copies out of memory of other GPUs by copy engines, in one piece and in rows, one
-or two at a time, all GPUs at once; what mapping costs; and what GEMMs lose to copies that go on. The figures are for
-``distmm.machine.peer`` (`bandwidth`, `exposed`) and for the constants of `dask_distmm.engines.peer`.
+or two at a time, all GPUs at once; many small ones (chunks of a 16 x 16 grid) issued one by one, as one batch, and by
+one kernel; what mapping costs; and what GEMMs lose to copies that go on. The figures are for ``distmm.machine.peer``
+(`bandwidth`, `exposed`) and for the constants of `dask_distmm.engines.peer`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from typing import Any
 
 # One piece, and rows of so many bytes out of rows four times as long.
 WIDTHS = (0, 512, 2048, 8192, 32768, 131072)
+# Edges of bfloat16 chunks, and how many are pulled: half of a 16 x 16 grid.
+EDGES, COUNT = (256, 512, 1024), 128
+# How: calls of cudaMemcpy2DAsync, one of cuMemcpy3DBatchAsync (with its hint to leave multiprocessors alone), a kernel.
+WAYS = ("copies", "batch", "batch, overlap", "kernel")
 _KEPT: dict[str, Any] = {}
 
 
@@ -41,7 +46,7 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     from dask_distmm.engines.device.kernels import copy_rectangles
     from dask_distmm.engines.offers import Allocation
     from dask_distmm.engines.peer.memory import Mappings
-    from dask_distmm.engines.peer.pulls import Rectangle, copy
+    from dask_distmm.engines.peer.pulls import Copies, Rectangle
     from dask_distmm.layout.rectangles import Span
 
     mappings = _KEPT.setdefault("mappings", Mappings())
@@ -62,21 +67,18 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
         Rectangle(Span(p, stride, 1), Span(t.data.ptr, cols, 1), rows, cols)
         for p, t in zip(mapped, targets, strict=True)
     ]
-    launches = []
+    ready: list[Any] = [Copies([one], 1) for one in found]
     if kernel:
         table = [[(one.source.pointer, one.target.pointer, cols, rows, 1, stride, cols)] for one in found]
-        launches = [copy_rectangles([np.array(one, np.int64)], 1)[0] for one in table]
+        ready = [copy_rectangles([np.array(one, np.int64)], 1)[0] for one in table]
     cupy.cuda.Stream.null.synchronize()
     time.sleep(max(0.0, begin - time.time()))
     marks = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in flows]
     for flow, (first, _) in zip(flows, marks, strict=True):
         first.record(flow)
     for _ in range(repeat):
-        for number, (flow, one) in enumerate(zip(flows, found, strict=True)):
-            if kernel:
-                launches[number].run(flow)
-            else:
-                launches += copy([one], 1, flow)
+        for flow, one in zip(flows, ready, strict=True):
+            one.run(flow)
     for flow, (_, last) in zip(flows, marks, strict=True):
         last.record(flow)
         last.synchronize()
@@ -85,13 +87,60 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     return {"GB/s": repeat * size * len(mapped) / seconds / 1e9, "open_ms": opening * 1e3, "right": good}
 
 
-def beside(offers: Sequence[Any], n: int, dtype: str, copying: bool, begin: float) -> float:
-    """Return TFLOP/s of GEMMs on this GPU, with or without pulls on another stream."""
+def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str, Any]:
+    """Pull many chunks of the next GPU to their places in a matrix; return milliseconds of the host and of the GPU."""
+    import cupy
+    import numpy as np
+
+    from benchmarks.gpu.batch import Batch
+    from dask_distmm.engines.device.kernels import copy_rectangles
+    from dask_distmm.engines.offers import Allocation
+    from dask_distmm.engines.peer.pulls import Copies, Rectangle
+    from dask_distmm.layout.rectangles import Span
+
+    me = [process for process, _, _ in offers].index(_KEPT["exporter"].process)
+    process, allocation, offset = offers[(me + 1) % len(offers)]
+    source = _KEPT["mappings"].open(process, Allocation(*allocation)) + offset
+    width, across = 2 * edge, 16
+    target = cupy.zeros((COUNT // across * edge, across * width), cupy.uint8)
+    found = []
+    for number in range(COUNT):
+        at = target.data.ptr + number // across * edge * across * width + number % across * width
+        found.append(
+            Rectangle(Span(source + number * edge * width, width, 1), Span(at, across * width, 1), edge, width)
+        )
+    if way == "kernel":
+        table = [(one.source.pointer, one.target.pointer, width, edge, 1, width, across * width) for one in found]
+        ready: Any = copy_rectangles([np.array(table, np.int64)], 1)[0]
+    else:
+        ready = Copies(found, 1) if way == "copies" else Batch(found, overlap=way.endswith("overlap"))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    time.sleep(max(0.0, begin - time.time()))
+    host, device = [], []
+    for _ in range(5):
+        first, last = cupy.cuda.Event(), cupy.cuda.Event()
+        first.record(stream)
+        started = time.perf_counter()
+        ready.run(stream)
+        host.append(time.perf_counter() - started)
+        last.record(stream)
+        last.synchronize()
+        device.append(cupy.cuda.get_elapsed_time(first, last))
+        time.sleep(0.005)
+    return {"host_ms": 1e3 * sorted(host)[2], "ms": sorted(device)[2], "right": int(target.min()) == 1}
+
+
+def beside(offers: Sequence[Any], n: int, dtype: str, how: str, begin: float) -> float:
+    """Return TFLOP/s of GEMMs on this GPU: alone, or beside pulls in one piece, or in batches, on another stream."""
     import cupy
 
+    from benchmarks.gpu.batch import Batch
     from benchmarks.gpu.matrices import make_chunk
     from dask_distmm.engines.device.gemm import Gemm, Kinds, Memory, Shape
     from dask_distmm.engines.offers import Allocation
+    from dask_distmm.engines.peer.pulls import Rectangle
+    from dask_distmm.layout.rectangles import Span
 
     kind = Kinds(dtype, dtype, dtype)
     a, b, d = (make_chunk((n, n), dtype, seed) for seed in range(3))
@@ -103,6 +152,10 @@ def beside(offers: Sequence[Any], n: int, dtype: str, copying: bool, begin: floa
     gemms, pulls = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     shape, runtime = Shape(n, n, n, True, ("N", "N")), cupy.cuda.runtime
     matrices = [Memory(x.data.ptr, n) for x in (a, b, d)]
+    rows, width = size // COUNT // 1024, 1024
+    steps = [i * rows * width for i in range(COUNT)]
+    found = [Rectangle(Span(source + at, width, 1), Span(target.data.ptr + at, width, 1), rows, width) for at in steps]
+    batch = Batch(found, overlap="overlap" in how) if "batch" in how else None
     gemm = Gemm(shape, kind, *matrices)
     gemm.run(gemms)
     cupy.cuda.Device().synchronize()
@@ -113,12 +166,15 @@ def beside(offers: Sequence[Any], n: int, dtype: str, copying: bool, begin: floa
     for _ in range(count):
         gemm.run(gemms)
     last.record(gemms)
-    while copying and not last.done:
-        runtime.memcpyAsync(target.data.ptr, source, size, runtime.memcpyDefault, pulls.ptr)
+    while how != "alone" and not last.done:
+        if batch is not None:
+            batch.run(pulls)
+        else:
+            runtime.memcpyAsync(target.data.ptr, source, size, runtime.memcpyDefault, pulls.ptr)
         pulls.synchronize()
     last.synchronize()
     pulls.synchronize()
-    return 2 * n**3 * count / (cupy.cuda.get_elapsed_time(first, last) / 1e3) / 1e12
+    return float(2 * n**3 * count / (cupy.cuda.get_elapsed_time(first, last) / 1e3) / 1e12)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,12 +210,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     }
                     results.append(row)
                     print(row, flush=True)
+        for edge in EDGES:
+            for way in WAYS:
+                many = list(client.run(pieces, offers, edge, way, time.time() + 0.5).values())
+                row = {"pieces": f"{COUNT} of {edge} x {edge} bfloat16", "by": way}
+                row |= {name: round(max(one[name] for one in many), 3) for name in ("host_ms", "ms")}
+                row["right"] = all(one["right"] for one in many)
+                results.append(row)
+                print(row, flush=True)
         for dtype in ("bfloat16", "float64", "float32"):
-            rates = [
-                min(client.run(beside, offers, 8192, dtype, copying, time.time() + 1).values())
-                for copying in (False, True)
-            ]
-            row = {"GEMM": dtype, "alone": round(rates[0], 1), "beside pulls": round(rates[1], 1)}
+            row = {"GEMM": dtype}
+            for how in ("alone", "beside pulls", "beside batches", "beside batches, overlap"):
+                row[how] = round(min(client.run(beside, offers, 8192, dtype, how, time.time() + 1).values()), 1)
             results.append(row)
             print(row, flush=True)
     if options.out:

@@ -1,0 +1,78 @@
+"""What the first launch after an idle moment costs: ``python -m benchmarks.gpu.launches``, on one GPU.
+
+A run begins with a product after its worker has waited for others. How long that takes to begin, for the host and for
+the GPU, as it is and after something small that was put on the stream before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# Idle milliseconds before.
+IDLE = (0.0, 0.2, 1.0, 5.0)
+
+
+def measure(run: Callable[[], None], before: Callable[[], None], stream: Any, idle: float) -> tuple[float, float]:
+    """Return milliseconds that a launch takes of the host, and from the mark before it until it is over on the GPU."""
+    import cupy
+
+    host, device = [], []
+    for _ in range(15):
+        stream.synchronize()
+        time.sleep(idle / 1e3)
+        before()
+        first, last = cupy.cuda.Event(), cupy.cuda.Event()
+        first.record(stream)
+        started = time.perf_counter()
+        run()
+        host.append(1e3 * (time.perf_counter() - started))
+        last.record(stream)
+        last.synchronize()
+        device.append(cupy.cuda.get_elapsed_time(first, last))
+    return statistics.median(host), statistics.median(device)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.launches", description=__doc__)
+    parser.add_argument("--size", type=int, default=2048, help="rows of the square product")
+    parser.add_argument("--type", default="bfloat16")
+    options = parser.parse_args(arguments)
+    import cupy
+
+    from benchmarks.gpu.matrices import make_chunk
+    from dask_distmm.engines.device.gemm import Gemm, Kinds, Memory, Shape
+
+    kinds, stream = Kinds(options.type, options.type, options.type), cupy.cuda.Stream(non_blocking=True)
+    kept = []
+
+    def product(n: int) -> Callable[[], None]:
+        matrices = [make_chunk((n, n), options.type, seed) for seed in range(3)]
+        kept.extend(matrices)
+        gemm = Gemm(Shape(n, n, n, True, ("N", "N")), kinds, *(Memory(x.data.ptr, n) for x in matrices))
+        return lambda: gemm.run(stream)
+
+    large, small, word = product(options.size), product(256), cupy.zeros(1, cupy.int32)
+    for run in (large, small):
+        run()
+    cupy.cuda.Device().synchronize()
+    befores: dict[str, Callable[[], None]] = {
+        "nothing": lambda: None,
+        "a word set": lambda: word.data.memset_async(0, 4, stream),
+        "a small product": small,
+        "a small product, over": lambda: (small(), stream.synchronize())[1],
+    }
+    for what, before in befores.items():
+        for idle in IDLE:
+            host, device = measure(large, before, stream, idle)
+            print(f"{what:24} after {idle:3.1f} ms idle: host {host:.3f} ms, GPU {device:.3f} ms", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(importlib.import_module("benchmarks.gpu.launches").main())
