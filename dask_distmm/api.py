@@ -11,23 +11,23 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
-from dask.array.core import normalize_chunks
 from dask.base import tokenize
 
 from dask_distmm import formula, operator
 from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, current_client, snapshot
 from dask_distmm.collections import any_kind, check_planned, ndim_of, planning
-from dask_distmm.config import read_options, setting
-from dask_distmm.distribution import FREE, Distribution, Distributions
+from dask_distmm.config import setting
+from dask_distmm.distribution import Distribution
 from dask_distmm.dtypes import FP8, Types, resolve_types, supported, takes
 from dask_distmm.engines.base import ENGINES, log
-from dask_distmm.epilog import PLAIN, Finish
 from dask_distmm.errors import NoWorkersError, PlanError
-from dask_distmm.plan import METHODS, BatchPlan, Chunks, Extra, Plan, Problem, Worker
+from dask_distmm.graph import together
+from dask_distmm.plan import BatchPlan, Plan, Problem, Worker
 from dask_distmm.plan.html import reason_html
+from dask_distmm.problems import check_distributions, check_names, check_shapes, make_problem, result_chunks
 from dask_distmm.quantize import operands
-from dask_distmm.views import under, view_of
+from dask_distmm.views import under
 
 __all__ = ["NotCollective", "explain", "matmul"]
 
@@ -202,19 +202,24 @@ def matmul(
             result = matmul(row, col, method=method, engine=engine, workers=workers, logger=logger)
             return result[(0 if a.ndim == 1 else slice(None), 0 if b.ndim == 1 else slice(None))]
         if 0 in (*a.shape, *b.shape):
-            chunks = _out_chunks(a, b, out_chunks)
+            chunks = result_chunks(a, b, out_chunks)
             return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
     if not collective or 0 in (*a.shape, *b.shape):
         return formula.without_a_run(a, b, spec, extras, types)
     problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types, asked)
     client = current_client()
     try:
-        known = snapshot(client, problem) if client is not None else None
+        known = snapshot(client, problem, _lying(problem, a, b, extras)) if client is not None else None
     except NoWorkersError:
         known = None  # There may be some when it is computed.
+    groups = {} if known is None else together(problem, known.holders(problem))
+    if groups:
+        # Not the same tasks as where the chunks were not in memory, or elsewhere.
+        flat = [[operand, np.concatenate(x), np.array([len(group) for group in x])] for operand, x in groups.items()]
+        problem = dataclasses.replace(problem, name=f"matmul-{tokenize(problem.name, flat)}")
     if known is not None:
         (logger or log).info("%s, lazy\n%r", problem.name, known.plan(problem))
-    return formula.result(problem, a, b, [array for _, array in extras])
+    return formula.result(problem, a, b, [array for _, array in extras], groups)
 
 
 @any_kind
@@ -300,10 +305,15 @@ def explain(
         known: Snapshot | None = Snapshot(imaginary, [], [None, None], [problem.engine_alone], [])
     else:
         assert client is not None
-        known = snapshot(client, problem, [*map(under, (a, b), problem.arrays, problem.turned)])
+        known = snapshot(client, problem, _lying(problem, a, b))
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     return known.plan(problem)
+
+
+def _lying(problem: Problem, a: da.Array, b: da.Array, extras: Sequence[tuple[str, da.Array]] = ()) -> list[da.Array]:
+    """Return the arrays whose chunks are staged."""
+    return [*map(under, (a, b), problem.arrays, problem.turned), *(array for _, array in extras)]
 
 
 def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:
@@ -348,103 +358,8 @@ def why_leave(a: da.Array, b: da.Array, minimum_flops: float) -> str | None:
     return None
 
 
-def make_problem(
-    a: da.Array,
-    b: da.Array,
-    method: str,
-    engine: str,
-    out_chunks: Any,
-    workers: Sequence[str] | int | None,
-    spec: Finish = PLAIN,
-    extras: Sequence[tuple[str, da.Array]] = (),
-    types: Types | None = None,
-    distributions: Distributions = FREE,
-) -> Problem:
-    """Return the Problem of multiplying two 2-D Dask arrays."""
-    types = types or resolve_types(a.dtype, b.dtype)
-    workers = check_workers(workers)
-    chunks = _out_chunks(a, b, out_chunks)
-    options = read_options()
-    fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, method, engine, workers)
-    views = view_of(a), view_of(b)
-    found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
-    turned, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
-    more = [dataclasses.astuple(spec), [x.name for _, x in extras], repr(distributions), turned, conjugated]
-    token = tokenize(a.name, b.name, fields, types, options, more)
-    array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
-    same = a.name == b.name and types.a == types.b
-    return Problem(
-        *(f"matmul-{token}", *fields, same, options, array, found, spec, types.compute),
-        distributions=distributions,
-        arrays=(views[0].array.name, views[1].array.name),
-        turned=turned,
-        conjugated=conjugated,
-    )
-
-
-def check_workers(workers: Sequence[str] | int | None) -> tuple[str, ...] | int | None:
-    """Return `workers` as a Problem has them."""
-    if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
-        raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
-    if workers is None or isinstance(workers, int):
-        return workers
-    workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))
-    if not workers or not all(isinstance(address, str) for address in workers):
-        raise PlanError(f"workers={workers!r}: expected addresses of workers, as in client.nthreads()")
-    return workers
-
-
-def check_distributions(distributions: Sequence[Distribution | None] | None) -> Distributions:
-    """Return `distributions` as a Problem has them."""
-    found = () if distributions is None else tuple(distributions) if isinstance(distributions, list | tuple) else None
-    if found is None or len(found) > 3 or not all(x is None or isinstance(x, Distribution) for x in found):
-        raise PlanError(
-            f"distributions={distributions!r}: expected up to three of Slab, BlockCyclic or None, for A, B, D"
-        )
-    a, b, d = (*found, None, None, None)[:3]
-    return a, b, d
-
-
-def check_names(method: str | None, engine: str | None) -> tuple[str, str]:
-    """Return method and engine, from the configuration where they are None; refuse unknown ones."""
-    method = setting("method") if method is None else method
-    engine = setting("engine") if engine is None else engine
-    if method not in ("auto", *METHODS):
-        raise PlanError(f"unknown method {method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
-    if engine not in ("auto", *ENGINES):
-        raise PlanError(f"unknown engine {engine!r}; known are 'auto', {', '.join(map(repr, ENGINES))}")
-    return method, engine
-
-
-def check_shapes(a: da.Array, b: da.Array) -> None:
-    """Refuse scalars, unknown chunk sizes, and a contraction over axes of different lengths."""
-    for name, array in (("first", a), ("second", b)):
-        if array.ndim == 0:
-            raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
-        if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
-            raise PlanError(
-                f"the {name} operand has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first"
-            )
-    if a.shape[-1] != (b.shape[-2] if b.ndim > 1 else b.shape[0]):
-        raise PlanError(
-            f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
-            f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal"
-        )
-
-
 def _check_batch(batch: str | None) -> None:
     if batch not in (None, "auto"):
         raise PlanError(
             f"batch={batch!r}: the operands are matrices, there is one product; method='local' multiplies on one worker"
         )
-
-
-def _out_chunks(a: da.Array, b: da.Array, out_chunks: Any) -> Chunks:
-    if out_chunks is None:
-        return a.chunks[0], b.chunks[1]
-    shape = (a.shape[0], b.shape[1])
-    try:
-        rows, cols = normalize_chunks(out_chunks, shape, dtype=a.dtype)
-    except (ValueError, TypeError) as error:
-        raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
-    return rows, cols

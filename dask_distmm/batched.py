@@ -12,7 +12,7 @@ import numpy as np
 from dask.array.core import normalize_chunks
 from dask.utils import parse_bytes, parse_timedelta
 
-from dask_distmm import api, formula
+from dask_distmm import api, formula, problems
 from dask_distmm.cluster import Snapshot, current_client, snapshot
 from dask_distmm.config import parsed, read_options, setting
 from dask_distmm.dtypes import resolve_types
@@ -133,7 +133,7 @@ def demands(options: Mapping[str, Any]) -> list[str]:
 
 def _rest(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options, checked, with what the configuration says where they were left out."""
-    method, engine = api.check_names(options["method"], options["engine"])
+    method, engine = problems.check_names(options["method"], options["engine"])
     return {**options, "method": method, "engine": engine, "batch": check_name(options["batch"])}
 
 
@@ -147,7 +147,7 @@ def _parse(a: Any, b: Any, c: Any, options: Mapping[str, Any]) -> Product:
     """
     a, b = operands(a, b)
     a, b = (formula.apply_op(name, x, options[f"op_{name}"]) for name, x in (("a", a), ("b", b)))
-    api.check_shapes(a, b)
+    problems.check_shapes(a, b)
     try:
         batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
@@ -257,8 +257,8 @@ def _plan(product: Product, options: Mapping[str, Any], needed: Sequence[str], i
     a, b = pair or (item(x, first, product.batch) for x in (product.a, product.b))
     runs = 1 if pair else math.prod(product.batch)
     extras = [(name, item(array, first, product.batch)) for name, array in product.extras]
-    asked = api.check_distributions(options["distributions"])
-    problem = api.make_problem(
+    asked = problems.check_distributions(options["distributions"])
+    problem = problems.make_problem(
         a,
         b,
         options["method"],

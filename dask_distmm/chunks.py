@@ -13,7 +13,7 @@ from dask_distmm.engines.base import ChunkKey
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.plan import Plan
 
-__all__ = ["Staged", "array_kind", "check_boxes", "check_chunks", "order_of", "stage"]
+__all__ = ["Staged", "array_kind", "check_boxes", "check_chunks", "numbered", "order_of", "stage"]
 
 
 class Staged(NamedTuple):
@@ -25,10 +25,13 @@ class Staged(NamedTuple):
         The chunk.
     ready
         The CUDA event after which its contents are there; None for what is there already.
+    by
+        The task that has contributed it: row and column of its first chunk.
     """
 
     array: Any
     ready: Any
+    by: tuple[int, int]
 
 
 def array_kind(array: Any) -> str:
@@ -38,15 +41,15 @@ def array_kind(array: Any) -> str:
     return package if package in ("numpy", "cupy") and kind.__name__ == "ndarray" else kind.__name__
 
 
-def stage(chunk: Any) -> Staged:
-    """Take a chunk from a task's thread."""
+def stage(chunk: Any, by: tuple[int, int] = (0, 0)) -> Staged:
+    """Take a chunk from a task's thread; `by` as `Staged` has it."""
     if array_kind(chunk) != "cupy":
-        return Staged(chunk, None)
+        return Staged(chunk, None, by)
     import cupy
 
     ready = cupy.cuda.Event(disable_timing=True)
     ready.record()  # of this thread's current stream, which has been given the work that makes the chunk
-    return Staged(chunk, ready)
+    return Staged(chunk, ready, by)
 
 
 def order_of(chunk: Any) -> str:
@@ -81,6 +84,14 @@ def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, A
             )
         checked[operand, index] = chunk
     return checked
+
+
+def numbered(plan: Plan, result: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a run's chunks under the numbers that they have for the user."""
+    if plan.problem.part is None:
+        return dict(result)
+    every = plan.problem.every_chunk("d").tolist()
+    return {(key[0], every[key[1]]) if isinstance(key, tuple) else every[key]: chunk for key, chunk in result.items()}
 
 
 def check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:

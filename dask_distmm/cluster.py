@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dask_distmm.answers import rebuild
 from dask_distmm.config import read_options
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import Plan, Problem, Worker, plan
+from dask_distmm.plan import EVERYWHERE, Plan, Problem, Worker, plan
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -54,7 +54,7 @@ class Snapshot:
 
     def plan(self, problem: Problem) -> Plan:
         """Return the plan for a problem, as things are."""
-        a, b = self.placed or (None, None)
+        a, b, *_ = self.placed or (None, None)
         where_a, where_b = _turned(problem, "a", a), _turned(problem, "b", b)
         return plan(
             problem,
@@ -66,10 +66,22 @@ class Snapshot:
             groups=self.groups,
         )
 
+    def holders(self, problem: Problem) -> dict[str, NDArray[np.int32]]:
+        """Return which worker has each chunk of those operands that are all in memory, and on one worker each.
+
+        Of the operands that are staged; `placed` must be of all operands' arrays.
+        """
+        found = {}
+        for operand, where in zip(problem.operands, self.placed, strict=True):
+            where = _turned(problem, operand, where)  # noqa: PLW2901
+            if where is not None and (where != EVERYWHERE).all() and not (operand == "b" and problem.same):
+                found[operand] = where
+        return found
+
 
 def _turned(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
     """Return where A's or B's chunks are, in their order, from where those of the array underneath are."""
-    if where is None or not problem.turned["ab".index(operand)]:
+    if where is None or operand not in "ab" or not problem.turned["ab".index(operand)]:
         return where
     nrows, ncols = problem.chunk_counts(operand)
     return np.ascontiguousarray(where.reshape(ncols, nrows).T).ravel()

@@ -7,7 +7,8 @@ r"""The task graph of a multiply: contribute tasks, one barrier, collect tasks.
     B(i,j) -> contribute /                       \ collect (p,q) -> D(p,q)
 
 The graph does not know the cluster: who multiplies what is decided when the barrier runs, on the scheduler.
-No task waits for another one's task; only the barrier waits, for the run.
+No task waits for another one's task; only the barrier waits, for the run. Chunks that are in memory already are
+contributed together, those of a worker by one task, since each task costs Dask most of a millisecond.
 
 The same graph runs without a cluster too (``compute(scheduler="threads")``): then contribute tasks pass
 their chunks on and the barrier multiplies alone.
@@ -25,6 +26,7 @@ import numpy as np
 from dask._task_spec import Alias, List, Task, TaskRef
 from dask.highlevelgraph import HighLevelGraph
 from distributed import Reschedule, get_worker
+from numpy.typing import NDArray
 
 from dask_distmm.answers import rebuild
 from dask_distmm.chunks import order_of, stage
@@ -35,7 +37,10 @@ from dask_distmm.keys import barrier_key, output_name, stage_name
 from dask_distmm.plan import Problem, Worker, plan
 from dask_distmm.worker import WorkerSide, worker_side
 
-__all__ = ["barrier", "build_graph", "build_output", "collect", "contribute"]
+__all__ = ["barrier", "build_graph", "build_output", "collect", "contribute", "together"]
+
+# Chunks that one task contributes. What is on disk is read back on the worker's event loop, which others wait for.
+_MOST_CHUNKS, _MOST_BYTES = 512, 2**30
 
 
 class Step(Task):  # type: ignore[misc]
@@ -59,7 +64,43 @@ class Step(Task):  # type: ignore[misc]
         return super().substitute(subs, key)
 
 
-def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:
+def together(problem: Problem, where: Mapping[str, NDArray[np.int32]]) -> dict[str, list[list[int]]]:
+    """Return which chunks are contributed by one task, as far as it is several: chunks of one worker.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied.
+    where
+        For operands all of whose chunks are in memory, a number for the worker that has each.
+
+    Returns
+    -------
+    dict of list of list of int
+        For some operands, all their chunks' numbers in groups.
+    """
+    found = {}
+    for operand, holders in where.items():
+        rows, cols = problem.chunks_of(operand)
+        sizes = np.outer(rows, cols).ravel() * problem.itemsize(operand)
+        groups: list[list[int]] = []
+        for holder in np.unique(holders).tolist():
+            group: list[int] = []
+            room = 0
+            for number in np.flatnonzero(holders == holder).tolist():
+                room -= int(sizes[number])
+                if not group or room < 0 or len(group) == _MOST_CHUNKS:
+                    groups.append(group := [])
+                    room = _MOST_BYTES - int(sizes[number])
+                group.append(number)
+        if len(groups) < len(holders):
+            found[operand] = groups
+    return found
+
+
+def build_graph(
+    problem: Problem, a: Any, b: Any, extras: Sequence[Any] = (), groups: Mapping[str, list[list[int]]] | None = None
+) -> HighLevelGraph:
     """Return the graph of D under the array name ``problem.name``.
 
     Parameters
@@ -68,23 +109,28 @@ def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) ->
         What is multiplied.
     a, b, extras
         Dask arrays of 2 dimensions; A's and B's transposes where the problem says so.
+    groups
+        Which chunks are contributed by one task, where it is several (`together`). Its key is that of the first one.
     """
     turned = dict(zip("ab", problem.turned, strict=True))
     operands = [("a", a), *([] if problem.same else [("b", b)]), *zip(problem.operands[2:], extras, strict=True)]
-    staged: list[list[Hashable]] = []
+    numbers: list[bytes] = []
+    receipts: list[List] = []
     layer: dict[Hashable, Task] = {}
     for operand, array in operands:
         name, turn = stage_name(problem.name, operand), turned.get(operand, False)
         nrows, ncols = array.numblocks[::-1] if turn else array.numblocks
-        keys = [(name, i, j) for i in range(nrows) for j in range(ncols)]
-        for key in keys:
-            _, i, j = key
-            chunk = TaskRef((array.name, j, i) if turn else (array.name, i, j))
-            layer[key] = Step(key, contribute, problem.name, operand, i, j, chunk, turn)
-        staged.append(list(keys))
+        found = (groups or {}).get(operand) or [[number] for number in range(nrows * ncols)]
+        keys = []
+        for group in found:
+            places = [divmod(number, ncols) for number in group]
+            chunks = [TaskRef((array.name, j, i) if turn else (array.name, i, j)) for i, j in places]
+            keys.append((name, *places[0]))
+            layer[keys[-1]] = Step(keys[-1], contribute, problem.name, operand, places, turn, *chunks)
+        numbers.append(np.array(list(itertools.chain(*found)), np.int32).tobytes())
+        receipts.append(List(*map(TaskRef, keys)))
     gate = barrier_key(problem.name)
-    arguments = [List(*map(TaskRef, keys)) for keys in staged]
-    layer[gate] = Step(gate, barrier, problem.to_wire(), *arguments)
+    layer[gate] = Step(gate, barrier, problem.to_wire(), numbers, *receipts)
     nrows, ncols = problem.chunk_counts("d")
     for index, (i, j) in enumerate(itertools.product(range(nrows), range(ncols))):
         key = (problem.name, i, j)
@@ -120,21 +166,34 @@ class Alone:
         self.value = value
 
 
-def contribute(name: str, operand: str, i: int, j: int, chunk: Any, turn: bool = False) -> tuple[str, str] | Alone:
-    """Stage a chunk, or its transpose, where it lies; return the worker's address, and the memory order."""
-    side, chunk = _side(), chunk.T if turn else chunk
-    return Alone(chunk) if side is None else side.stage(name, operand, i, j, chunk)
+def contribute(
+    name: str, operand: str, places: Sequence[tuple[int, int]], turn: bool, *chunks: Any
+) -> list[tuple[str, str]] | list[Alone]:
+    """Stage chunks, or their transposes, where they lie; return for each the worker's address and the memory order."""
+    side, chunks = _side(), tuple(chunk.T for chunk in chunks) if turn else chunks
+    if side is None:
+        return [Alone(chunk) for chunk in chunks]
+    return side.stage(name, operand, dict(zip(places, chunks, strict=True)))
 
 
-def barrier(wire: dict[str, Any], *receipts: Sequence[Any]) -> int | Alone:
+def barrier(wire: dict[str, Any], numbers: Sequence[bytes], *contributed: Sequence[Sequence[Any]]) -> int | Alone:
     """Have the multiply run; return the number of the run.
+
+    Parameters
+    ----------
+    wire
+        The problem.
+    numbers
+        For each operand that is staged, the numbers of its chunks as they come.
+    contributed
+        For each of these what each contribute task has returned.
 
     Raises
     ------
     DistMMError
         The run failed; one of the types of `dask_distmm.errors`.
     """
-    side = _side()
+    side, receipts = _side(), list(map(_in_order, numbers, contributed))
     if side is None or isinstance(receipts[0][0], Alone):
         return _run_alone(Problem.from_wire(wire), receipts)
     addresses = sorted({address for operand in receipts for address, _ in operand})
@@ -149,6 +208,12 @@ def barrier(wire: dict[str, Any], *receipts: Sequence[Any]) -> int | Alone:
         raise rebuild(answer)
     run_id: int = answer["run_id"]
     return run_id
+
+
+def _in_order(numbers: bytes, contributed: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return what tasks have returned for chunks, by the chunks' numbers."""
+    by_number = dict(zip(np.frombuffer(numbers, np.int32).tolist(), itertools.chain(*contributed), strict=True))
+    return [by_number[number] for number in range(len(by_number))]
 
 
 def _request_run(side: WorkerSide, wire: dict[str, Any], staging: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_distmm import api, formula
+from dask_distmm import api, formula, problems
 from dask_distmm.batched import check_name, demands, known_workers, task_options, why_not
 from dask_distmm.cluster import Snapshot, current_client
 from dask_distmm.config import read_options, setting
@@ -152,7 +152,7 @@ def _parse(
                     f"found {a.ndim} and {b.ndim} dimensions; expected matrices, for others there is matmul"
                 )
             a, b = formula.apply_op("a", a, op_a), formula.apply_op("b", b, op_b)
-            api.check_shapes(a, b)
+            problems.check_shapes(a, b)
             name = "" if epilog is None or callable(epilog) else str(getattr(epilog, "value", epilog)).lower()
             wanted = Finish(epilog=name)
             if wanted.inputs or wanted.per_element or wanted.operand_sum or wanted.replicated:
@@ -169,7 +169,7 @@ def _parse(
 
 def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
     """Share the products out."""
-    method, engine = api.check_names(options["method"], options["engine"])
+    method, engine = problems.check_names(options["method"], options["engine"])
     wanted, needed = check_name(options["batch"]), demands(options)
     if wanted == "items" and needed:
         raise PlanError(f"batch='items' and {needed[0]}: plain tasks run where Dask puts them; leave one of them out")
@@ -182,7 +182,7 @@ def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
     def problem_of(i: int) -> Problem:
         """Return a product as a collective run would see it."""
         product = products[i]
-        return api.make_problem(
+        return problems.make_problem(
             product.a, product.b, method, engine, None, options["workers"], product.spec, (), product.types
         )
 

@@ -23,7 +23,6 @@ from dask._task_spec import List, Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from dask_distmm.api import check_workers
 from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, ask_roster, current_client
 from dask_distmm.config import setting
@@ -34,6 +33,7 @@ from dask_distmm.formula import why_not
 from dask_distmm.keys import tile_name
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan import Chunks
+from dask_distmm.problems import check_workers
 
 if TYPE_CHECKING:
     from distributed import Client

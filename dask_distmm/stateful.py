@@ -26,7 +26,7 @@ import dask.array as da
 import numpy as np
 
 from dask_distmm import formula
-from dask_distmm.api import check_distributions, check_names, check_shapes, check_workers, make_problem, why_not
+from dask_distmm.api import why_not
 from dask_distmm.cluster import Snapshot, current_client, free_workspaces, snapshot
 from dask_distmm.config import setting
 from dask_distmm.distribution import Distribution
@@ -38,6 +38,7 @@ from dask_distmm.likeness import Like
 from dask_distmm.placement import place
 from dask_distmm.plan import Plan, Problem, plan
 from dask_distmm.plan.tilings import operand_tiles
+from dask_distmm.problems import check_distributions, check_names, check_shapes, check_workers, make_problem
 from dask_distmm.quantize import operands
 from dask_distmm.views import under
 

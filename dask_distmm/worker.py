@@ -32,7 +32,7 @@ from distributed.protocol.pickle import dumps
 from distributed.utils import sync
 
 from dask_distmm._version import __version__
-from dask_distmm.chunks import Staged, check_boxes, check_chunks, order_of, stage
+from dask_distmm.chunks import Staged, check_boxes, check_chunks, numbered, order_of, stage
 from dask_distmm.comms.dask import DaskComm, address_of
 from dask_distmm.config import parsed
 from dask_distmm.engines.base import ENGINES, ApartJob, Job, get_engine, log
@@ -107,10 +107,12 @@ class WorkerSide:
 
     # Called from tasks
 
-    def stage(self, name: str, operand: str, i: int, j: int, chunk: Any) -> tuple[str, str]:
-        """Keep chunk (i, j) of an operand for the run of multiply `name`; return where it lies, and how."""
-        self.staged.setdefault(name, {})[operand, i, j] = stage(chunk)
-        return self.address, order_of(chunk)
+    def stage(self, name: str, operand: str, chunks: Mapping[tuple[int, int], Any]) -> list[tuple[str, str]]:
+        """Keep a task's chunks, by place, for the run of multiply `name`; return where they lie, and how."""
+        by = next(iter(chunks))
+        for place, chunk in chunks.items():
+            self.staged.setdefault(name, {})[operand, *place] = stage(chunk, by)
+        return [(self.address, order_of(chunk)) for chunk in chunks.values()]
 
     def collect(self, run_id: int, output: str, index: int) -> Any:
         """Return chunk number `index` of D (``""``) or of an auxiliary output of a run, or None if it is not here."""
@@ -225,7 +227,7 @@ class WorkerSide:
             self.progress.pop(run_id, None)
         self.history.note(run_id, "was done")
         if run_id in self.runs:  # not aborted meanwhile
-            self.outputs[run_id] = _numbered(plan, result)
+            self.outputs[run_id] = numbered(plan, result)
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
         seconds = loop.time() - started + timings.get("ahead", 0.0)
         answer = {"seconds": seconds, "timings": timings, "bytes": job.held_bytes}
@@ -386,9 +388,11 @@ class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
         # The end of a cancelled task is announced as the transition that it would have made.
         over = start == "cancelled" and finish in ("released", "forgotten", "memory", "error", "rescheduled")
         if over and (stage := parse_stage_key(key)):
-            name, operand, index = stage
+            name, operand, by = stage
             chunks = self._side.staged.get(name, {})
-            chunks.pop((operand, *index), None)
+            for place, found in list(chunks.items()):
+                if place[0] == operand and found.by == by:
+                    del chunks[place]
             if not chunks:
                 self._side.staged.pop(name, None)
 
@@ -426,14 +430,6 @@ def _describe() -> dict[str, Any]:
     let_types_travel()  # of CuPy's too, now that it is here if it ever will
     known = {"engines": engines, "memory": memory, "links": links, "host": platform.node()}
     return {"status": "OK", "version": __version__, **known}
-
-
-def _numbered(plan: Plan, result: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a run's chunks under the numbers that they have for the user."""
-    if plan.problem.part is None:
-        return dict(result)
-    every = plan.problem.every_chunk("d").tolist()
-    return {(key[0], every[key[1]]) if isinstance(key, tuple) else every[key]: chunk for key, chunk in result.items()}
 
 
 def _refusal(message: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import dask.array as da
 import numpy as np
 from dask.array.optimization import optimize
 
-from dask_distmm.api import make_problem
 from dask_distmm.graph import build_graph
 from dask_distmm.keys import barrier_key, barrier_name, parse_stage_key, stage_name
+from dask_distmm.problems import make_problem
 
 
 def lazy(a, b, **options):
@@ -66,3 +66,14 @@ def test_alone_without_a_cluster():
     got = dask.compute(lazy(a, b), lazy(a, b)[3], scheduler="sync")
     np.testing.assert_allclose(got[0], x @ y, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(got[1], (x @ y)[3], rtol=1e-12, atol=1e-12)
+
+
+def test_alone_with_chunks_that_are_contributed_together():
+    rng = np.random.default_rng()
+    x, y = rng.standard_normal((50, 40)), rng.standard_normal((50, 30))
+    a, b = da.from_array(x, chunks=(20, 15)), da.from_array(y, chunks=(20, 11))
+    problem = make_problem(a.T, b, "auto", "auto", None, None)
+    groups = {"a": [[1, 4, 8], [0, 7], [2, 3, 5, 6]], "b": [[3, 2, 1, 0], [4, 5, 6, 7, 8]]}
+    found = da.Array(build_graph(problem, a, b, groups=groups), problem.name, problem.out_chunks, dtype=float)
+    assert sum(parse_stage_key(key) is not None for key in dict(found.dask)) == 5
+    np.testing.assert_allclose(found.compute(scheduler="sync"), x.T @ y, rtol=1e-12, atol=1e-12)

@@ -127,7 +127,7 @@ def test_a_vote_finds_out_what_is_missing():
     async def work() -> None:
         side = WorkerSide(Loop())
         problem = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m", arrays=("x", "y"))
-        side.stage("m", "b", 0, 0, np.ones((5, 6)))
+        side.stage("m", "b", {(0, 0): np.ones((5, 6))})
         where = np.full(2, EVERYWHERE, np.int32), np.zeros(1, np.int32)
         wire = plan(problem, [Worker("inproc://1")], *where, replica_runs=(7, 0)).to_wire()
         chunks = {0: np.ones((4, 5)), 1: np.ones((3, 5))}
@@ -155,8 +155,8 @@ def test_requests_for_replicas():
         finish = Finish(epilog="allreduce")
         problem = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m", finish=finish)
         for i, rows in enumerate((4, 3)):
-            side.stage("m", "a", i, 0, np.ones((rows, 5)))
-        side.stage("m", "b", 0, 0, np.ones((5, 6)))
+            side.stage("m", "a", {(i, 0): np.ones((rows, 5))})
+        side.stage("m", "b", {(0, 0): np.ones((5, 6))})
         wire = plan(problem, [Worker("inproc://1")], np.zeros(2, np.int32), np.zeros(1, np.int32)).to_wire()
         box = np.array([[0, 1, 0, 0, 0, 0]], np.int64)
 

@@ -23,7 +23,7 @@ ORDER = [
     ["grouped"],
     ["api", "batched", "preload"],
     ["stacks"],
-    ["formula"],
+    ["formula", "problems"],
     ["operator", "quantize", "views"],
     ["collections", "numpy_functions"],
     ["planned"],

@@ -45,9 +45,9 @@ def small_plan() -> Plan:
 
 
 def staged(side) -> None:
-    side.stage("m", "a", 0, 0, np.ones((4, 5)))
-    side.stage("m", "a", 1, 0, np.ones((3, 5)))
-    side.stage("m", "b", 0, 0, np.ones((5, 6)))
+    side.stage("m", "a", {(0, 0): np.ones((4, 5))})
+    side.stage("m", "a", {(1, 0): np.ones((3, 5))})
+    side.stage("m", "b", {(0, 0): np.ones((5, 6))})
 
 
 def test_one_run_by_hand():
@@ -197,8 +197,10 @@ def test_a_chunk_staged_by_a_cancelled_task_leaves_nothing():
     plugin._side = side
     staged(side)
     side.forget(None, "m")
-    side.stage("m", "a", 1, 0, np.ones((3, 5)))
-    side.stage("m", "b", 0, 0, np.ones((5, 6)))
+    side.stage("m", "a", {(1, 0): np.ones((3, 5)), (0, 0): np.ones((4, 5))})
+    side.stage("m", "b", {(0, 0): np.ones((5, 6))})
+    plugin.transition((stage_name("m", "a"), 0, 0), "cancelled", "memory")
+    assert len(side.staged["m"]) == 3
     plugin.transition((stage_name("m", "a"), 1, 0), "cancelled", "memory")
     assert list(side.staged["m"]) == [("b", 0, 0)]
     plugin.transition((stage_name("m", "b"), 0, 0), "cancelled", "released")
