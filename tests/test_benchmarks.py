@@ -244,3 +244,58 @@ def test_operations_of_a_batch_lie_as_the_driver_reads_them():
     expected = np.zeros_like(target)
     expected[3:15, 5:45] = source
     np.testing.assert_array_equal(target, expected)
+
+
+class Answers:
+    """Teams that measure what they are told to."""
+
+    def __init__(self, seconds: dict[str, Any]) -> None:
+        self.seconds, self.asked, self.started = seconds, [], 0
+
+    def start(self):
+        self.started += 1
+        return self
+
+    def ask(self, case, timeout):
+        from benchmarks.gpu.team import TeamError
+
+        self.asked.append(case.method)
+        what = self.seconds[case.method]
+        if what == "ends":
+            raise TeamError("process 0 died")
+        if what == "wrong":
+            return {"failure": "wrong result"}, True
+        # Slower and slower, as a machine that gets warm.
+        times = [what + 0.001 * len(self.asked)] * case.repeat
+        return {"seconds": times, "run_seconds": times, "timings": {"multiply": times}, "method": case.method}, True
+
+    def kill(self):
+        pass
+
+    close = kill
+
+
+def test_cases_of_a_product_take_turns():
+    from benchmarks.gpu.cases import SLABS, Case, square
+    from benchmarks.gpu.team import Crew, in_rounds
+
+    methods = {"auto": 1.0, "allgather": 1.1, "local": 3.0, "summa": "wrong", "reducescatter": "ends"}
+    cases = [Case("peer", SLABS, "float64", square(8), 7, method=method) for method in methods]
+    teams = Answers(methods)
+    crew = Crew(teams.start, timeout=10, end=float("inf"))
+    found = {case.method: answer for case, answer in in_rounds(cases, crew.ask, 3)}
+    crew.close()
+    # What is slow, or fails, is not asked again.
+    assert teams.asked == [*methods, "allgather", "auto", "auto", "allgather"]
+    assert {method: len(found[method].get("seconds", [])) for method in methods} == {
+        **{"auto": 9, "allgather": 9, "local": 3},
+        **{"summa": 0, "reducescatter": 0},
+    }
+    assert found["auto"]["timings"]["multiply"] == found["auto"]["run_seconds"] == found["auto"]["seconds"]
+    assert found["summa"]["failure"] == "wrong result"
+    assert found["reducescatter"]["failure"] == "process 0 died"
+    # The team that was ended was started again.
+    assert teams.started == 2
+    # And when there is no time, what is known is told.
+    crew = Crew(teams.start, timeout=10, end=0.0)
+    assert {answer["failure"] for _, answer in in_rounds(cases, crew.ask, 3)} == {"no time left"}

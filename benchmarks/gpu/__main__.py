@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu import report
 from benchmarks.gpu.cases import CLUSTER, ENGINES, PEERS, VARIANTS, Case, cases, sweep
-from benchmarks.gpu.team import Team, TeamError, describe
+from benchmarks.gpu.team import NO_TIME, Crew, Team, describe, in_rounds
 from benchmarks.revision import revision
 from dask_distmm.bench import environment
 
@@ -41,9 +43,6 @@ MEMBERS = {
 # Peers with a process for each GPU, and those of them that see no other GPU.
 RANKS, ALONE = ("cublas", "nvmath", "torch"), ("cublas", "nvmath")
 
-# A variant that hangs would otherwise take all the time that there is.
-_MOST_ENDS = 2
-
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
@@ -57,6 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", nargs="+", default=list(PEERS), choices=PEERS, help="what to measure, in this order")
     add("--tall", action="store_true", help="also a Gram product and a short and wide one, in float64")
     add("--sweep", action="store_true", help="also many shapes and numbers of GPUs, by each engine and method")
+    add("--rounds", type=int, default=3, help="in which the cases of one product of the sweep take turns")
     add("--counts", type=int, nargs="+", default=[2, 4], help="numbers of GPUs of the sweep")
     add("--protocol", default="ucx", help="of the cluster")
     add("--rmm-pool-size", help="of the cluster's workers, for CuPy too; none if not given")
@@ -64,8 +64,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=120.0, help="seconds that a case, or the start of a peer, may take")
     add("--out", type=Path, help="JSON file; benchmarks/results/gpu-N.json for N GPUs if not given")
     options = parser.parse_args(arguments)
-    if min(options.repeat, *options.sizes, *options.chunks) < 1:
-        parser.error("--repeat, --sizes and --chunks must be positive")
+    if min(options.repeat, options.rounds, *options.sizes, *options.chunks) < 1:
+        parser.error("--repeat, --rounds, --sizes and --chunks must be positive")
     return options
 
 
@@ -110,55 +110,27 @@ class Benchmark:
 
     def run(self) -> None:
         """Measure everything that was asked for."""
-        groups = dict.fromkeys("cluster" if peer in CLUSTER else peer for peer in self.options.peers)
+        options = self.options
+        groups = dict.fromkeys("cluster" if peer in CLUSTER else peer for peer in options.peers)
         for group in groups:
-            peers = [peer for peer in self.options.peers if peer == group or (group == "cluster" and peer in CLUSTER)]
-            self._group(group, [case for peer in peers for case in self._cases(peer)])
-        if self.options.sweep:
-            options = self.options
+            peers = [peer for peer in options.peers if peer == group or (group == "cluster" and peer in CLUSTER)]
+            with contextlib.closing(self._crew(group)) as crew:
+                for case in (case for peer in peers for case in self._cases(peer)):
+                    self._add(case, crew.ask(case))
+        if options.sweep:
             counts = [count for count in options.counts if count <= options.gpus]
-            self._group("cluster", list(sweep(options.types, options.chunks, counts, options.repeat)))
+            every = sweep(options.types, options.chunks, counts, options.repeat)
+            with contextlib.closing(self._crew("cluster")) as crew:
+                for _, found in itertools.groupby(every, lambda case: dataclasses.replace(case, peer="", method="")):
+                    for case, answer in in_rounds(list(found), crew.ask, options.rounds):
+                        self._add(case, answer)
 
     def _cases(self, peer: str) -> Iterator[Case]:
         options = self.options
         return cases(peer, options.types, options.sizes, options.chunks, options.repeat, tall=options.tall)
 
-    def _group(self, group: str, waiting: Sequence[Case]) -> None:
-        """Measure the cases of one team; start it again where one ended it, but not where it does not start."""
-        end = self.began + self.options.seconds
-        team: Team | None = None
-        hopeless = ""
-        ended: list[tuple[str, str]] = []
-        try:
-            for case in waiting:
-                if time.time() >= end:
-                    self._add(case, {"failure": "no time left"})
-                    continue
-                if ended.count((case.peer, case.variant)) >= _MOST_ENDS:
-                    self._add(case, {"failure": f"skipped: this variant has ended its processes {_MOST_ENDS} times"})
-                    continue
-                if team is None and not hopeless:
-                    try:
-                        team = self._start(group)
-                    except TeamError as error:
-                        hopeless = str(error)
-                if team is None:
-                    self._add(case, {"failure": hopeless})
-                    continue
-                timeout = min(self.options.timeout, end + 30 - time.time())
-                try:
-                    asked = dataclasses.replace(case, deadline=time.time() + 0.8 * timeout)
-                    answer, fine = team.ask(asked, timeout)
-                except (TeamError, OSError) as error:
-                    answer, fine = {"failure": describe(error) if isinstance(error, OSError) else str(error)}, False
-                if not fine:
-                    ended.append((case.peer, case.variant))
-                    team.kill()
-                    team = None
-                self._add(case, answer)
-        finally:
-            if team is not None:
-                team.close()
+    def _crew(self, group: str) -> Crew:
+        return Crew(lambda: self._start(group), self.options.timeout, self.began + self.options.seconds)
 
     def _start(self, group: str) -> Team:
         """Start a team."""
@@ -233,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ImportError, ValueError) as error:
         say(f"no plot: {error}")
     failed = [e["failure"] for e in benchmark.results if e["peer"] in ENGINES and e["failure"]]
-    return int(any(failure != "no time left" for failure in failed))
+    return int(any(failure != NO_TIME for failure in failed))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import multiprocessing
 import os
 import socket
+import statistics
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -21,6 +23,10 @@ from benchmarks.gpu.cases import Case
 # When one rank has failed the others may wait for it for ever.
 _AFTER_A_FAILURE = 10.0
 _CLOSING = 20.0
+# A variant that hangs would otherwise take all the time that there is.
+_MOST_ENDS = 2
+_SLOW = 2.0
+NO_TIME = "no time left"
 
 
 class Member(Protocol):
@@ -164,6 +170,96 @@ class Team:
             process.join(10)
         for pipe in self._pipes:
             pipe.close()
+
+
+class Crew:
+    """The team that cases are asked of: started for the first one, and again where one has ended it.
+
+    Parameters
+    ----------
+    start
+        Makes the team.
+    timeout
+        Seconds that a case may take.
+    end
+        When no case is begun any more (`time.time`).
+    """
+
+    def __init__(self, start: Callable[[], Team], timeout: float, end: float) -> None:
+        self._start, self._timeout, self._end = start, timeout, end
+        self._team: Team | None = None
+        self._hopeless = ""
+        self._ended: list[tuple[str, str]] = []
+
+    def ask(self, case: Case) -> dict[str, Any]:
+        """Return what was measured, or the failure."""
+        if time.time() >= self._end:
+            return {"failure": NO_TIME}
+        if self._ended.count((case.peer, case.variant)) >= _MOST_ENDS:
+            return {"failure": f"skipped: this variant has ended its processes {_MOST_ENDS} times"}
+        if self._team is None and not self._hopeless:
+            try:
+                self._team = self._start()
+            except TeamError as error:
+                self._hopeless = str(error)
+        if self._team is None:
+            return {"failure": self._hopeless}
+        timeout = min(self._timeout, self._end + 30 - time.time())
+        try:
+            asked = dataclasses.replace(case, deadline=time.time() + 0.8 * timeout)
+            answer, fine = self._team.ask(asked, timeout)
+        except (TeamError, OSError) as error:
+            answer, fine = {"failure": describe(error) if isinstance(error, OSError) else str(error)}, False
+        if not fine:
+            self._ended.append((case.peer, case.variant))
+            self._team.kill()
+            self._team = None
+        return answer
+
+    def close(self) -> None:
+        """Let the team go."""
+        if self._team is not None:
+            self._team.close()
+
+
+def in_rounds(
+    cases: Sequence[Case], ask: Callable[[Case], dict[str, Any]], rounds: int
+) -> list[tuple[Case, dict[str, Any]]]:
+    """Have the cases of one product take turns, so that what drifts is the same for all; return their answers.
+
+    In each round the next one comes first. Who takes more than twice as long as the best, or fails, has one turn.
+    """
+    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
+    best = float("inf")
+    for turn in range(rounds):
+        first = turn % len(cases)
+        for case in (*cases[first:], *cases[:first]):
+            if turn and (found[case][0].get("failure") or _seconds(found[case][0]) > _SLOW * best):
+                continue
+            found[case].append(ask(dataclasses.replace(case, repeat=-(-case.repeat // rounds))))
+        best = min(map(_seconds, (answers[0] for answers in found.values())))
+    return [(case, _together(answers)) for case, answers in found.items()]
+
+
+def _seconds(answer: dict[str, Any]) -> float:
+    times = answer.get("run_seconds") or answer.get("seconds")
+    return statistics.median(times) if times and not answer.get("failure") else float("inf")
+
+
+def _together(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return several answers to one case as one; a failure of the first or a wrong result is one of all."""
+    good = [answer for answer in answers if not answer.get("failure")]
+    bad = [answer for answer in answers if answer.get("failure") not in (None, NO_TIME)]
+    if bad or not good:
+        return (bad or list(answers))[0]
+    whole = dict(good[0])
+    for answer in good[1:]:
+        for name in ("seconds", "build_seconds", "run_seconds"):
+            if name in whole:
+                whole[name] = whole[name] + answer[name]
+        more = answer.get("timings", {})
+        whole["timings"] = {name: times + more.get(name, []) for name, times in whole.get("timings", {}).items()}
+    return whole
 
 
 def _serve(pipe: Connection, parent: int, name: str, rank: int, size: int, port: int, options: dict[str, Any]) -> None:
