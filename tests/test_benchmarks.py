@@ -299,3 +299,26 @@ def test_cases_of_a_product_take_turns():
     # And when there is no time, what is known is told.
     crew = Crew(teams.start, timeout=10, end=0.0)
     assert {answer["failure"] for _, answer in in_rounds(cases, crew.ask, 3)} == {"no time left"}
+
+
+def test_the_gpu_benchmark_asks_for_all_cases_and_writes_what_it_knows(tmp_path, monkeypatch, capsys):
+    from benchmarks.gpu import __main__ as command
+
+    teams = Answers({"auto": 1.0, "allgather": 1.2, "reducescatter": 1.3, "local": 9.0})
+    started = []
+    monkeypatch.setattr(command.Benchmark, "_start", lambda self, group: started.append(group) or teams.start())
+    options = (
+        "--gpus 2 --sweep --counts 2 4 --types float32 --sizes 64 --chunks 4 --repeat 6 --peers cublas peer distmm"
+    )
+    parsed = command.parse([*options.split(), "--out", str(tmp_path / "gpu.json")])
+    benchmark = command.Benchmark(parsed, ["0", "1"], {})
+    benchmark.run()
+    assert started == ["cublas", "cluster", "cluster"]
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["results"] == benchmark.results
+    found = [(entry["peer"], entry["variant"]) for entry in written["results"] if entry["kind"] == "run"]
+    assert len(found) == 3 + 2 * 2 + 9 * 2 * (1 + 2 * 3)
+    assert {len(e["seconds"]) for e in written["results"] if e["variant"].endswith("local, 2 GPUs")} == {2}
+    text = command.report.verdict(written["results"])
+    assert "within 5 %: 18 of 18" in text
+    assert "float32" in capsys.readouterr().out

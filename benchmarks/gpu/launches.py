@@ -1,13 +1,14 @@
 """What the first launch after an idle moment costs: ``python -m benchmarks.gpu.launches``, on one GPU.
 
 A run begins with a product after its worker has waited for others. How long that takes to begin, for the host and for
-the GPU, as it is and after something small that was put on the stream before.
+the GPU, by the library's call and as a CUDA graph, as it is and after something small that was put on the stream.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -67,10 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "a small product": small,
         "a small product, over": lambda: (small(), stream.synchronize())[1],
     }
-    for what, before in befores.items():
-        for idle in IDLE:
-            host, device = measure(large, before, stream, idle)
-            print(f"{what:24} after {idle:3.1f} ms idle: host {host:.3f} ms, GPU {device:.3f} ms", flush=True)
+    stream.begin_capture()
+    large()
+    graph = stream.end_capture()
+    graph.upload(stream)
+    runs: dict[str, Callable[[], None]] = {"call": large, "graph": lambda: graph.launch(stream)}
+    for (how, run), (what, before), idle in itertools.product(runs.items(), befores.items(), IDLE):
+        host, device = measure(run, before, stream, idle)
+        print(f"{how:6} after {what:24} {idle:3.1f} ms idle: host {host:.3f} ms, GPU {device:.3f} ms", flush=True)
     return 0
 
 
