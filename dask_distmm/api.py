@@ -209,10 +209,11 @@ def matmul(
     problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types, asked)
     client = current_client()
     try:
-        known = snapshot(client, problem, _lying(problem, a, b, extras)) if client is not None else None
+        lying = _lying(problem, a, b, extras)
+        known = snapshot(client, problem, lying) if client is not None else None
     except NoWorkersError:
         known = None  # There may be some when it is computed.
-    groups = {} if known is None else together(problem, known.holders(problem))
+    groups = {} if known is None else together(problem, known.holders(problem, lying))
     if groups:
         # Not the same tasks as where the chunks were not in memory, or elsewhere.
         flat = [[operand, np.concatenate(x), np.array([len(group) for group in x])] for operand, x in groups.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -66,17 +67,33 @@ class Snapshot:
             groups=self.groups,
         )
 
-    def holders(self, problem: Problem) -> dict[str, NDArray[np.int32]]:
-        """Return which worker has each chunk of those operands that are all in memory, and on one worker each.
+    def holders(self, problem: Problem, arrays: Sequence[Any]) -> dict[str, NDArray[np.int32]]:
+        """Return which worker has each chunk of operands that stay in memory.
 
-        Of the operands that are staged; `placed` must be of all operands' arrays.
+        Parameters
+        ----------
+        problem
+            What is to be multiplied.
+        arrays
+            Those of all operands, as they were asked for. Their chunks stay if their graphs hold them as futures, as
+            those of persisted arrays do.
         """
         found = {}
-        for operand, where in zip(problem.operands, self.placed, strict=True):
-            where = _turned(problem, operand, where)  # noqa: PLW2901
-            if where is not None and (where != EVERYWHERE).all() and not (operand == "b" and problem.same):
-                found[operand] = where
+        for operand, array, where in zip(problem.operands, arrays, self.placed, strict=True):
+            turned = _turned(problem, operand, where)
+            staged = not (operand == "b" and problem.same)
+            if staged and turned is not None and (turned != EVERYWHERE).all() and _is_held(array):
+                found[operand] = turned
         return found
+
+
+def _is_held(array: Any) -> bool:
+    """Whether all chunks of an array are futures."""
+    from distributed import Future
+
+    layer = array.dask.layers.get(array.name, {})
+    keys = itertools.product((array.name,), *map(range, array.numblocks))
+    return all(isinstance(layer.get(key), Future) for key in keys)
 
 
 def _turned(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:

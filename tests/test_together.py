@@ -100,6 +100,18 @@ def test_what_is_not_in_memory_is_contributed_chunk_by_chunk(client):
     assert_product(a, a, d.compute())
 
 
+def test_what_may_go_any_time_is_contributed_chunk_by_chunk(client):
+    """Chunks that somebody else holds: the graph of the product does not keep them."""
+    a = np.random.default_rng().standard_normal((60, 60))
+    x = da.from_array(a, chunks=20)
+    held = x.persist()
+    wait(held)
+    d = matmul(x, held)
+    assert contributed(d)["a"] == [1] * 9
+    del held
+    assert_product(a, a, d.compute())
+
+
 def test_names_differ_where_tasks_do(client):
     """The same product before and after its operands are in memory: both are right, also side by side."""
     a = np.random.default_rng().standard_normal((60, 60))
