@@ -306,7 +306,7 @@ def test_the_gpu_benchmark_asks_for_all_cases_and_writes_what_it_knows(tmp_path,
 
     teams = Answers({"auto": 1.0, "allgather": 1.2, "reducescatter": 1.3, "local": 9.0})
     started = []
-    monkeypatch.setattr(command.Benchmark, "_start", lambda self, group: started.append(group) or teams.start())
+    monkeypatch.setattr(command.Benchmark, "_start", lambda self, group, gpus: started.append(group) or teams.start())
     options = (
         "--gpus 2 --sweep --counts 2 4 --types float32 --sizes 64 --chunks 4 --repeat 6 --peers cublas peer distmm"
     )
@@ -322,3 +322,32 @@ def test_the_gpu_benchmark_asks_for_all_cases_and_writes_what_it_knows(tmp_path,
     text = command.report.verdict(written["results"])
     assert "within 5 %: 18 of 18" in text
     assert "float32" in capsys.readouterr().out
+
+
+def test_scaling_compares_with_one_gpu_and_with_the_bound(tmp_path, monkeypatch, capsys):
+    from benchmarks.gpu import __main__ as command
+    from benchmarks.gpu import scaling
+
+    teams, started = Answers({"auto": 1.25, "allgather": 1.0, "summa": 1.3, "reducescatter": 1.5}), []
+    monkeypatch.setattr(command.Benchmark, "_start", lambda self, *team: started.append(team) or teams.start())
+    files = []
+    for counts in ("1 2", "4 8"):
+        files.append(str(tmp_path / f"{counts[0]}.json"))
+        options = f"--gpus 8 --scaling --counts {counts} --types float32 --rounds 1 --peers cublas torch peer distmm"
+        benchmark = command.Benchmark(command.parse([*options.split(), "--out", files[-1]]), list("01234567"), {})
+        benchmark.run()
+    teams_of = [("cublas", 4), ("cublas", 8), ("torch", 4), ("torch", 8), ("cluster", 8)]
+    assert started == [("cublas", 1), ("cublas", 2), ("torch", 2), ("cluster", 8), *teams_of]
+    found = [(e["gpus"], e["n"]) for e in benchmark.results if e["peer"] == "distmm" and e["kind"] == "wall"]
+    # 4 x 10^9 elements an operand per 4 GPUs.
+    assert found == [(4, 32768), (4, 63232), (8, 32768), (8, 89344)]
+    capsys.readouterr()
+    assert scaling.main([*files, "--plot", str(tmp_path / "scaling.png")]) == 0
+    text = capsys.readouterr().out
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("float32  strong distmm (multiply)")]
+    # These take the same time on however many GPUs, but for their drift. Rate, share of one GPU, of as many.
+    rate = 2 * 32768**3 / 1.25e12
+    numbers = [float(cell.rstrip("%")) for cell in row[4:10]]
+    assert numbers == pytest.approx([rate, 100, 100, rate / 2, 50, 100], rel=0.05)
+    assert "within 5 %: 2 of 8; the worst takes 1.2" in text
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000

@@ -10,13 +10,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import report
-from benchmarks.gpu.cases import CLUSTER, ENGINES, PEERS, VARIANTS, Case, cases, sweep
+from benchmarks.gpu.cases import CLUSTER, ENGINES, PEERS, VARIANTS, Case, cases, scaling, sweep
 from benchmarks.gpu.team import NO_TIME, Crew, Team, describe, in_rounds
 from benchmarks.revision import revision
 from dask_distmm.bench import environment
@@ -56,16 +56,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", nargs="+", default=list(PEERS), choices=PEERS, help="what to measure, in this order")
     add("--tall", action="store_true", help="also a Gram product and a short and wide one, in float64")
     add("--sweep", action="store_true", help="also many shapes and numbers of GPUs, by each engine and method")
-    add("--rounds", type=int, default=3, help="in which the cases of one product of the sweep take turns")
-    add("--counts", type=int, nargs="+", default=[2, 4], help="numbers of GPUs of the sweep")
+    add("--scaling", action="store_true", help="instead of all else strong and weak scaling over numbers of GPUs")
+    add("--rounds", type=int, default=3, help="in which the cases of one product take turns, if swept or scaled")
+    add("--counts", type=int, nargs="+", default=[2, 4], help="numbers of GPUs of the sweep, and to scale over")
     add("--protocol", default="ucx", help="of the cluster")
     add("--rmm-pool-size", help="of the cluster's workers, for CuPy too; none if not given")
     add("--seconds", type=float, default=1800.0, help="begin no case after so long")
     add("--timeout", type=float, default=120.0, help="seconds that a case, or the start of a peer, may take")
     add("--out", type=Path, help="JSON file; benchmarks/results/gpu-N.json for N GPUs if not given")
     options = parser.parse_args(arguments)
-    if min(options.repeat, options.rounds, *options.sizes, *options.chunks) < 1:
-        parser.error("--repeat, --rounds, --sizes and --chunks must be positive")
+    if min(options.repeat, options.rounds, *options.sizes, *options.chunks, *options.counts) < 1:
+        parser.error("--repeat, --rounds, --sizes, --chunks and --counts must be positive")
     return options
 
 
@@ -112,39 +113,60 @@ class Benchmark:
         """Measure everything that was asked for."""
         options = self.options
         groups = dict.fromkeys("cluster" if peer in CLUSTER else peer for peer in options.peers)
+        counts = [count for count in options.counts if count <= options.gpus]
         for group in groups:
             peers = [peer for peer in options.peers if peer == group or (group == "cluster" and peer in CLUSTER)]
+            if options.scaling:
+                self._scale(group, peers, counts)
+                continue
             with contextlib.closing(self._crew(group)) as crew:
                 for case in (case for peer in peers for case in self._cases(peer)):
                     self._add(case, crew.ask(case))
         if options.sweep:
-            counts = [count for count in options.counts if count <= options.gpus]
-            every = sweep(options.types, options.chunks, counts, options.repeat)
             with contextlib.closing(self._crew("cluster")) as crew:
-                for _, found in itertools.groupby(every, lambda case: dataclasses.replace(case, peer="", method="")):
-                    for case, answer in in_rounds(list(found), crew.ask, options.rounds):
-                        self._add(case, answer)
+                self._by_turns(crew, sweep(options.types, options.chunks, counts, options.repeat))
+
+    def _scale(self, group: str, peers: Sequence[str], counts: Sequence[int]) -> None:
+        """Measure strong and weak scaling: on the workers of one cluster, or by a team for each number of GPUs."""
+        options = self.options
+        found = [x for count in counts for peer in peers for x in scaling(peer, options.types, count, options.repeat)]
+        if group != "cluster":
+            for count, cases in itertools.groupby(found, lambda case: case.workers):
+                with contextlib.closing(self._crew(group, count)) as crew:
+                    for case in cases:
+                        self._add(case, crew.ask(case))
+            return
+        with contextlib.closing(self._crew(group)) as crew:
+            self._by_turns(crew, sorted(found, key=lambda case: (case.workers, case.dtype, case.shape.n)))
+
+    def _by_turns(self, crew: Crew, every: Iterable[Case]) -> None:
+        """Measure cases of which those of one product, on as many GPUs, follow each other."""
+        for _, found in itertools.groupby(every, lambda case: dataclasses.replace(case, peer="", method="")):
+            for case, answer in in_rounds(list(found), crew.ask, self.options.rounds):
+                self._add(case, answer)
 
     def _cases(self, peer: str) -> Iterator[Case]:
         options = self.options
         return cases(peer, options.types, options.sizes, options.chunks, options.repeat, tall=options.tall)
 
-    def _crew(self, group: str) -> Crew:
-        return Crew(lambda: self._start(group), self.options.timeout, self.began + self.options.seconds)
+    def _crew(self, group: str, gpus: int = 0) -> Crew:
+        gpus = gpus or self.options.gpus
+        return Crew(lambda: self._start(group, gpus), self.options.timeout, self.began + self.options.seconds)
 
-    def _start(self, group: str) -> Team:
+    def _start(self, group: str, gpus: int) -> Team:
         """Start a team."""
-        say(f"# {group}: starting, {time.time() - self.began:.0f} s after the beginning")
+        say(f"# {group} on {gpus} GPUs: starting, {time.time() - self.began:.0f} s after the beginning")
+        devices = self.devices[:gpus]
         options = {
-            "gpus": self.options.gpus,
-            "devices": self.devices,
+            "gpus": gpus,
+            "devices": devices,
             "protocol": self.options.protocol,
             "rmm_pool_size": self.options.rmm_pool_size,
         }
         team = Team(
             MEMBERS[group],
-            self.devices,
-            size=self.options.gpus if group in RANKS else 1,
+            devices,
+            size=gpus if group in RANKS else 1,
             own=group in ALONE,
             options=options,
             timeout=self.options.timeout,
@@ -200,6 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     benchmark.run()
     say("\n" + report.table(benchmark.results))
     say("\n" + report.verdict(benchmark.results))
+    if options.scaling:
+        say("\n" + report.scaling(benchmark.results))
     try:
         report.plot(document, options.out.with_suffix(".png"))
     except (ImportError, ValueError) as error:

@@ -125,6 +125,31 @@ def sweep(dtypes: Sequence[str], grids: Sequence[int], counts: Sequence[int], re
                     yield Case(peer, variant, dtype, shape, repeat, method=method, workers=count)
 
 
+# Strong scaling, and weak scaling at 4 x 10^9 elements an operand per 4 GPUs, in multiples of 256.
+STRONG = square(32768)
+_WEAK_ELEMENTS, _WEAK_STEP = 1e9, 256
+
+
+def weak(count: int) -> Shape:
+    """Return the square product of weak scaling on some number of GPUs."""
+    return square(round((_WEAK_ELEMENTS * count) ** 0.5 / _WEAK_STEP) * _WEAK_STEP)
+
+
+def scaling(peer: str, dtypes: Sequence[str], count: int, repeat: int) -> Iterator[Case]:
+    """Yield strong and weak scaling of a peer on some number of GPUs; an engine by each of its methods."""
+    alone = count == 1
+    if peer == "dask" or (alone and peer not in ("cublas", *ENGINES)):
+        return
+    variants = (VARIANTS[peer][0],) if alone and peer == "cublas" else VARIANTS.get(peer, (SLABS,))
+    methods = ["auto"]
+    if peer in ("peer", "cublasmp") and not alone:
+        # On one GPU: all would have to go there, and the others would wait.
+        methods = [method for method in METHODS if method != "local" and (method != "summa" or count >= 4)]
+    for dtype, shape, variant, method in itertools.product(dtypes, (STRONG, weak(count)), variants, methods):
+        times = min(repeat, _FEW) if dtype == "float64" else repeat  # which takes seconds
+        yield Case(peer, variant, dtype, shape, times, method=method, workers=count)
+
+
 def split(length: int, parts: int) -> tuple[int, ...]:
     """Cut a length into nearly equal parts, the longer ones first; none is empty."""
     least, more = divmod(length, parts)

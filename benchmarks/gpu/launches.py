@@ -1,7 +1,8 @@
 """What the first launch after an idle moment costs: ``python -m benchmarks.gpu.launches``, on one GPU.
 
 A run begins with a product after its worker has waited for others. How long that takes to begin, for the host and for
-the GPU, by the library's call and as a CUDA graph, as it is and after something small that was put on the stream.
+the GPU, by the library's call and as a CUDA graph: after an idle moment, and with something small that is put on the
+stream at its end, or before the last millisecond of it.
 """
 
 from __future__ import annotations
@@ -14,28 +15,39 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Idle milliseconds before.
+# Idle milliseconds in all.
 IDLE = (0.0, 0.2, 1.0, 5.0)
+# And those of them after what is done before the launch, where that is not done at the end.
+LATER = 1.0
 
 
-def measure(run: Callable[[], None], before: Callable[[], None], stream: Any, idle: float) -> tuple[float, float]:
-    """Return milliseconds that a launch takes of the host, and from the mark before it until it is over on the GPU."""
+def measure(run: Callable[[], None], before: Callable[[], None], stream: Any, first: float, then: float) -> list[float]:
+    """Return milliseconds that a launch takes of the host, and until it is over on the GPU from the mark before it.
+
+    Parameters
+    ----------
+    run
+        What is measured.
+    before
+        Done after `first` milliseconds of sleep, with `then` more following.
+    """
     import cupy
 
     host, device = [], []
     for _ in range(15):
         stream.synchronize()
-        time.sleep(idle / 1e3)
+        time.sleep(first / 1e3)
         before()
-        first, last = cupy.cuda.Event(), cupy.cuda.Event()
-        first.record(stream)
+        time.sleep(then / 1e3)
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record(stream)
         started = time.perf_counter()
         run()
         host.append(1e3 * (time.perf_counter() - started))
-        last.record(stream)
-        last.synchronize()
-        device.append(cupy.cuda.get_elapsed_time(first, last))
-    return statistics.median(host), statistics.median(device)
+        end.record(stream)
+        end.synchronize()
+        device.append(cupy.cuda.get_elapsed_time(begin, end))
+    return [statistics.median(host), statistics.median(device)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,13 +70,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gemm = Gemm(Shape(n, n, n, True, ("N", "N")), kinds, *(Memory(x.data.ptr, n) for x in matrices))
         return lambda: gemm.run(stream)
 
-    large, small, word = product(options.size), product(256), cupy.zeros(1, cupy.int32)
-    for run in (large, small):
+    large, small, word = product(options.size), product(64), cupy.zeros(1, cupy.int32)
+
+    def spin(seconds: float = 1e-3) -> None:
+        """Put words on the stream, one at a time, for a while."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            word.data.memset_async(0, 4, stream)
+            stream.synchronize()
+
+    for run in (large, small, spin):
         run()
     cupy.cuda.Device().synchronize()
     befores: dict[str, Callable[[], None]] = {
         "nothing": lambda: None,
         "a word set": lambda: word.data.memset_async(0, 4, stream),
+        "words set for 1 ms": spin,
         "a small product": small,
         "a small product, over": lambda: (small(), stream.synchronize())[1],
     }
@@ -74,8 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     graph.upload(stream)
     runs: dict[str, Callable[[], None]] = {"call": large, "graph": lambda: graph.launch(stream)}
     for (how, run), (what, before), idle in itertools.product(runs.items(), befores.items(), IDLE):
-        host, device = measure(run, before, stream, idle)
-        print(f"{how:6} after {what:24} {idle:3.1f} ms idle: host {host:.3f} ms, GPU {device:.3f} ms", flush=True)
+        for then in (0.0, LATER) if idle > LATER and what != "nothing" else (0.0,):
+            host, device = measure(run, before, stream, idle - then, then)
+            when = f"{idle:3.1f} ms idle" + (f", {then:.0f} of them after it" if then else "")
+            print(f"{how:6} {what:24} {when}: host {host:.3f} ms, GPU {device:.3f} ms", flush=True)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu.cases import CLUSTER, Case
+from benchmarks.gpu.cases import CLUSTER, STRONG, Case
 
 SCHEMA_VERSION = 1
 BOUND = "cublas"
@@ -60,12 +60,14 @@ def clean(value: Any) -> Any:
 
 def rows(case: Case, gpus: int, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the entries of the document for one case: one, or three where an engine's own times are known."""
+    gpus = case.workers or gpus
     base = {
         "dtype": case.dtype,
         "case": case.shape.name,
         "m": case.shape.m,
         "n": case.shape.n,
         "k": case.shape.k,
+        "gpus": gpus,
         "peer": case.peer,
         "variant": case.label,
     }
@@ -84,7 +86,7 @@ def rows(case: Case, gpus: int, answer: Mapping[str, Any]) -> list[dict[str, Any
             "kind": kind,
             "failure": None,
             "ms": 1e3 * middle,
-            "tflops": case.flops / (case.workers or gpus) / middle / 1e12,
+            "tflops": case.flops / gpus / middle / 1e12,
             "seconds": list(seconds),
         }
         if kind == "wall":
@@ -97,15 +99,41 @@ def rows(case: Case, gpus: int, answer: Mapping[str, Any]) -> list[dict[str, Any
 
 def add_shares(results: Sequence[dict[str, Any]]) -> None:
     """Add to every measured entry its share of the bound of the same product, where that was measured."""
-    bounds: dict[tuple[str, str], float] = {}
+    bounds: dict[tuple[str, str, int], float] = {}
     for entry in results:
         if entry["peer"] == BOUND and entry["kind"] == "wall" and entry["failure"] is None:
-            key = entry["dtype"], entry["case"]
+            key = entry["dtype"], entry["case"], entry["gpus"]
             bounds[key] = max(bounds.get(key, 0.0), entry["tflops"])
     for entry in results:
-        bound = bounds.get((entry["dtype"], entry["case"]))
+        bound = bounds.get((entry["dtype"], entry["case"], entry["gpus"]))
         if entry["failure"] is None:
             entry["share"] = entry["tflops"] / bound if bound else None
+
+
+def scaling(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return what each peer makes of several numbers of GPUs, at its fastest, as a text table.
+
+    A cell is TFLOP/s of one GPU, its share of what cuBLAS does on one GPU alone, and of the bound on as many GPUs. Weak
+    scaling has a problem of its own for each number, and cuBLAS alone the one for 1.
+    """
+    best: dict[tuple[str, str, str], dict[int, Mapping[str, Any]]] = {}
+    for entry in results:
+        if entry["failure"] is None and entry["kind"] != "run":
+            kind = "strong" if entry["case"] == STRONG.name else "weak"
+            found = best.setdefault((entry["dtype"], kind, f"{entry['peer']} ({entry['kind']})"), {})
+            if entry["tflops"] > found.get(entry["gpus"], {"tflops": 0.0})["tflops"]:
+                found[entry["gpus"]] = entry
+    counts = sorted({count for found in best.values() for count in found})
+    lines = [f"{'':<40}" + "".join(f"{f'{count} GPUs':>22}" for count in counts)]
+    for (dtype, kind, name), found in sorted(best.items(), key=lambda item: item[0][:2]):
+        alone = best.get((dtype, kind, f"{BOUND} (wall)"), {}).get(1, {}).get("tflops")
+        cells = []
+        for count in counts:
+            rate, share = (found[count]["tflops"], found[count].get("share")) if count in found else (0.0, None)
+            shares = ["-" if x is None else f"{100 * x:.1f}%" for x in (rate / alone if alone else None, share)]
+            cells.append(" ".join([f"{rate:.1f}", *(f"{text:>6}" for text in shares)]) if rate else "")
+        lines.append(f"{dtype:<9}{kind:<7}{name:<24}" + "".join(f"{cell:>22}" for cell in cells))
+    return "\n".join(lines)
 
 
 def verdict(results: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""What each GPU does when, in one product by the peer engine: ``python -m benchmarks.gpu.timeline``.
+"""What each GPU does when, in a product by the peer engine: ``python -m benchmarks.gpu.timeline``.
 
 Prints, for each worker, pulls and GEMMs of the last of a few runs with their begin and end in milliseconds, rates, and
 for how long the GPU multiplied nothing. For tuning: panel sizes, streams, the order of turns.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu.cases import Case, square
+from benchmarks.gpu.cases import SLABS, Case, square
 
 
 def trace(on: bool) -> list[Any]:
@@ -40,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.timeline", description=__doc__)
     add = parser.add_argument
     add("--gpus", type=int, default=4)
-    add("--size", type=int, default=16384)
+    add("--sizes", type=int, nargs="+", default=[16384])
     add("--type", default="bfloat16")
-    add("--chunks", default="1 chunk a GPU", help="or 4x4, 16x16 and so on")
+    add("--chunks", nargs="+", default=[SLABS], help="or 4x4, 16x16 and so on")
     add("--method", default="auto")
     add("--pulls", type=int, help="streams for pulls")
     options = parser.parse_args(arguments)
@@ -54,13 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.pulls:
             cluster.client.run(set_pulls, options.pulls)
-        case = Case("peer", options.chunks, options.type, square(options.size), 3, method=options.method)
-        cluster.client.run(trace, True)
-        answer = cluster.measure(case)
-        print({key: answer.get(key) for key in ("method", "grid", "error", "failure", "run_seconds", "timings")})
-        for address, runs in cluster.client.run(trace, False).items():
-            print(address)
-            print("\n".join(lines(runs[-1])) if runs else "  no run")
+        for size, chunks in itertools.product(options.sizes, options.chunks):
+            case = Case("peer", chunks, options.type, square(size), 3, method=options.method)
+            cluster.client.run(trace, True)
+            answer = cluster.measure(case)
+            names = ("method", "grid", "error", "failure", "run_seconds", "timings")
+            print(f"N={size}, {chunks}:", {key: answer.get(key) for key in names}, flush=True)
+            for address, runs in cluster.client.run(trace, False).items():
+                print(address)
+                print("\n".join(lines(runs[-1])) if runs else "  no run", flush=True)
     finally:
         cluster.close()
     return 0

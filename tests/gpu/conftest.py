@@ -29,11 +29,12 @@ SHARED = os.environ.get("DISTMM_TEST_SHARED_GPUS") == "1"
 
 
 def pytest_generate_tests(metafunc):
-    """``-k 4workers`` selects, and ``-k peer``; tests for one engine alone say so."""
+    """``-k 4workers`` selects, and ``-k peer``; tests for one engine alone say so, modules their `COUNTS`."""
     marker = metafunc.definition.get_closest_marker("engines")
     metafunc.parametrize("engine", marker.args if marker else ["cublasmp", "peer"], indirect=True)
     if "nworkers" in metafunc.fixturenames:
-        metafunc.parametrize("nworkers", [1, 2, 3, 4], ids=lambda n: f"{n}workers", scope="session")
+        counts = getattr(metafunc.module, "COUNTS", range(1, 5))
+        metafunc.parametrize("nworkers", counts, ids=lambda n: f"{n}workers", scope="session")
 
 
 @pytest.hookimpl(trylast=True)

@@ -7,6 +7,7 @@ from cluster_runner import ClusterRunner
 
 from dask_distmm.testing import conformance
 
+COUNTS = range(1, 9)
 METHODS = ["allgather", "reducescatter", "allreduce", "summa", "local", "auto"]
 TYPES = ["float64", "float32", "float16", "bfloat16", "complex64", "complex128"]
 PATHS = {
@@ -54,6 +55,14 @@ def test_numpy_chunks(clusters, nworkers, method, dtype):
 @pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float16", "float32"), ("float64", "complex64")])
 def test_two_types(runner, nworkers, dtypes):
     conformance(runner, "auto", nworkers, dtypes[0], b_dtype=dtypes[1])
+
+
+@pytest.mark.gpus(8)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize(("shape", "grid"), [((211, 103, 157), (4, 2, 1)), ((103, 211, 157), (2, 4, 1))])
+def test_grids_of_eight(clusters, shape, grid, dtype):
+    for orders in ("CC", "FC"):
+        assert conformance(ClusterRunner(clusters(8)[0]), "summa", 8, dtype, shape=shape, orders=orders).grid == grid
 
 
 @pytest.mark.gpus(2)
