@@ -1,7 +1,8 @@
 """What each GPU does when, in a product by the peer engine: ``python -m benchmarks.gpu.timeline``.
 
-Prints, for each worker, pulls and GEMMs of the last of a few runs with their begin and end in milliseconds, rates, and
-for how long the GPU multiplied nothing. For tuning: panel sizes, streams, the order of turns.
+Prints, for each worker, pulls and GEMMs of the last of a few runs with their begin and end in milliseconds, rates, when
+the host put them on their streams, and for how long the GPU multiplied. For tuning: panel sizes, streams, the order of
+turns.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ def trace(on: bool) -> list[Any]:
     return [[tuple(step) for step in run] for run in found or ()]
 
 
-def lines(steps: Sequence[tuple[str, int, float, float, float]]) -> list[str]:
+def lines(steps: Sequence[tuple[str, int, float, float, float, float, float]]) -> list[str]:
     """Return one worker's steps as text, and what its GEMMs left idle."""
     found, busy, last = [], 0.0, 0.0
-    for what, number, amount, begin, end in sorted(steps, key=lambda step: step[3]):
+    for what, number, amount, begin, end, put, over in sorted(steps, key=lambda step: step[3]):
         rate = amount / max(1e-9, (end - begin) / 1e3)
         text = f"{rate / 1e12:8.1f} TFLOP/s" if what == "GEMM" else f"{rate / 1e9:8.1f} GB/s"
-        found.append(f"  {begin:9.3f} {end:9.3f}  {what} {number:<4}{text}")
+        found.append(f"  {begin:9.3f} {end:9.3f}  {what} {number:<4}{text}   host {put:8.3f} {over:8.3f}")
         if what == "GEMM":
             busy, last = busy + end - begin, max(last, end)
     return [*found, f"  multiplying for {busy:.3f} of {last:.3f} ms"]
@@ -47,10 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--method", default="auto")
     add("--pulls", type=int, help="streams for pulls")
     options = parser.parse_args(arguments)
+    from benchmarks.gpu.__main__ import find_gpus
     from benchmarks.gpu.clusters import Cluster
 
-    setup = {"gpus": options.gpus, "devices": None, "protocol": "tcp", "rmm_pool_size": None}
-    setup["devices"] = list(range(options.gpus))
+    devices = find_gpus()[0][: options.gpus]
+    setup = {"gpus": options.gpus, "devices": devices, "protocol": "tcp", "rmm_pool_size": None}
     cluster = Cluster(0, 1, 0, setup)
     try:
         if options.pulls:

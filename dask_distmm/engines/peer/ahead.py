@@ -50,6 +50,6 @@ class Ahead:
     def over(self, trace: Trace, began: float) -> tuple[float, float]:
         """Return how many seconds they took, and how many of these before the run began; they are done."""
         self._finalizer.detach()
-        trace.add("GEMM", 0, self._flops, self._start, self._end)
+        trace.add("GEMM", 0, self._flops, self._start, self._end, self._put)
         seconds = float(cp.cuda.get_elapsed_time(self._start, self._end)) / 1e3
         return seconds, min(seconds, began - self._put)

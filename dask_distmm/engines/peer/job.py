@@ -193,6 +193,7 @@ class PeerJob:
         for fill in (fill for turn in self._schedule.turns for fill in turn.fills):
             if fill.number not in self._filled_ahead:
                 self._found[fill.number] = self._find(fill)
+        self.timings["offers"] = time.perf_counter() - self._began
 
     # The work
 
@@ -224,7 +225,7 @@ class PeerJob:
             seconds, self.timings["ahead"] = self._ahead.over(self._trace, self._began)
             self.timings["multiply"] += seconds
         if self.engine.trace is not None:
-            self.engine.trace.append(self._trace.steps(marks[0]))
+            self.engine.trace.append(self._trace.steps(marks[0], started))
         self.timings["total"] = time.perf_counter() - started
         self.held_bytes = self._count()
         self.engine.mappings.trim()

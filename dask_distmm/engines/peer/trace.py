@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NamedTuple
 
 import cupy as cp
@@ -12,13 +13,18 @@ __all__ = ["Step", "Trace"]
 
 
 class Step(NamedTuple):
-    """A pull or a GEMM of a traced run: number of the panel, bytes or operations, begin and end in milliseconds."""
+    """A pull or a GEMM of a traced run: number of the panel, bytes or operations, begin and end in milliseconds.
+
+    The last two are when the host put it on its stream: from when, and until when.
+    """
 
     what: str
     turn: int
     amount: float
     begin: float
     end: float
+    put: float
+    over: float
 
 
 class Trace:
@@ -32,23 +38,27 @@ class Trace:
 
     def __init__(self, on: bool) -> None:
         self._on = on
-        self._steps: list[tuple[str, int, float, Any, Any]] = []
+        self._steps: list[tuple[str, int, float, Any, Any, float, float]] = []
 
     def begin(self, stream: cp.cuda.Stream) -> Any:
         """Return what `end` wants to know of a step that is put on a stream now."""
-        return mark(stream) if self._on else None
+        return (mark(stream), time.perf_counter()) if self._on else None
 
     def end(self, what: str, number: int, amount: float, begin: Any, stream: cp.cuda.Stream) -> None:
         """Note a step that has been put on a stream."""
         if begin is not None:
-            self.add(what, number, amount, begin, mark(stream))
+            over = time.perf_counter()
+            self._steps.append((what, number, amount, begin[0], mark(stream), begin[1], over))
 
-    def add(self, what: str, number: int, amount: float, begin: cp.cuda.Event, end: cp.cuda.Event) -> None:
-        """Note a step between two events."""
+    def add(self, what: str, number: int, amount: float, begin: cp.cuda.Event, end: cp.cuda.Event, put: float) -> None:
+        """Note a step between two events, which the host has put on its stream at some time."""
         if self._on:
-            self._steps.append((what, number, amount, begin, end))
+            self._steps.append((what, number, amount, begin, end, put, put))
 
-    def steps(self, start: cp.cuda.Event) -> list[Step]:
-        """Return all steps, when they are over, with times from an event on."""
+    def steps(self, start: cp.cuda.Event, started: float) -> list[Step]:
+        """Return all steps, when they are over, with times from an event on, and from a time of the host on."""
         elapsed = cp.cuda.get_elapsed_time
-        return [Step(what, n, x, elapsed(start, a), elapsed(start, b)) for what, n, x, a, b in self._steps]
+        return [
+            Step(what, n, x, elapsed(start, a), elapsed(start, b), 1e3 * (put - started), 1e3 * (over - started))
+            for what, n, x, a, b, put, over in self._steps
+        ]
