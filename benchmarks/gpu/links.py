@@ -46,7 +46,7 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     from dask_distmm.engines.device.kernels import copy_rectangles
     from dask_distmm.engines.offers import Allocation
     from dask_distmm.engines.peer.memory import Mappings
-    from dask_distmm.engines.peer.pulls import Copies, Rectangle
+    from dask_distmm.engines.peer.pulls import Copies, Rectangle, table_of
     from dask_distmm.layout.rectangles import Span
 
     mappings = _KEPT.setdefault("mappings", Mappings())
@@ -67,7 +67,7 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
         Rectangle(Span(p, stride, 1), Span(t.data.ptr, cols, 1), rows, cols)
         for p, t in zip(mapped, targets, strict=True)
     ]
-    ready: list[Any] = [Copies([one], 1) for one in found]
+    ready: list[Any] = [Copies(table_of([one], 1), 1) for one in found]
     if kernel:
         table = [[(one.source.pointer, one.target.pointer, cols, rows, 1, stride, cols)] for one in found]
         ready = [copy_rectangles([np.array(one, np.int64)], 1)[0] for one in table]
@@ -95,7 +95,7 @@ def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str
     from benchmarks.gpu.batch import Batch
     from dask_distmm.engines.device.kernels import copy_rectangles
     from dask_distmm.engines.offers import Allocation
-    from dask_distmm.engines.peer.pulls import Copies, Rectangle
+    from dask_distmm.engines.peer.pulls import Copies, Rectangle, table_of
     from dask_distmm.layout.rectangles import Span
 
     me = [process for process, _, _ in offers].index(_KEPT["exporter"].process)
@@ -113,7 +113,7 @@ def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str
         table = [(one.source.pointer, one.target.pointer, width, edge, 1, width, across * width) for one in found]
         ready: Any = copy_rectangles([np.array(table, np.int64)], 1)[0]
     else:
-        ready = Copies(found, 1) if way == "copies" else Batch(found, overlap=way.endswith("overlap"))
+        ready = Copies(table_of(found, 1), 1) if way == "copies" else Batch(found, overlap=way.endswith("overlap"))
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     time.sleep(max(0.0, begin - time.time()))

@@ -46,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--type", default="bfloat16")
     add("--chunks", nargs="+", default=[SLABS], help="or 4x4, 16x16 and so on")
     add("--method", default="auto")
-    add("--pulls", type=int, help="streams for pulls")
     options = parser.parse_args(arguments)
     from benchmarks.gpu.__main__ import find_gpus
     from benchmarks.gpu.clusters import Cluster
@@ -55,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup = {"gpus": options.gpus, "devices": devices, "protocol": "tcp", "rmm_pool_size": None}
     cluster = Cluster(0, 1, 0, setup)
     try:
-        if options.pulls:
-            cluster.client.run(set_pulls, options.pulls)
         for size, chunks in itertools.product(options.sizes, options.chunks):
             case = Case("peer", chunks, options.type, square(size), 3, method=options.method)
             cluster.client.run(trace, True)
@@ -69,13 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         cluster.close()
     return 0
-
-
-def set_pulls(count: int) -> None:
-    """Have this worker's engine pull on so many streams."""
-    module: Any = importlib.import_module("dask_distmm.engines.peer")
-    module._PULLS = count
-    module.ENGINE._streams = []
 
 
 if __name__ == "__main__":

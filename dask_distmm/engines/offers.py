@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.dtypes import carried
 from dask_distmm.errors import ProtocolError
@@ -19,7 +20,7 @@ from dask_distmm.plan import Plan
 from dask_distmm.plan.pulls import blocks, lent
 from dask_distmm.plan.reach import reaches
 
-__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Offer", "Place", "read_offers"]
+__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Offer", "read_offers"]
 
 # What a block of D has in place of an operand's number.
 BLOCKS = -1
@@ -27,7 +28,10 @@ BLOCKS = -1
 FLAG_BYTES = 4
 _HANDLE_BYTES = 64
 _PROCESS_BYTES = 16
-_MOST = 2**62
+# Sums of three such numbers are not beyond 64 bits.
+_MOST = 2**61
+# What is told of a matrix: number of the allocation, offset of its first element, strides, in bytes.
+_TOLD = 4
 
 
 class Allocation(NamedTuple):
@@ -51,15 +55,6 @@ class Allocation(NamedTuple):
     address: int
 
 
-class Place(NamedTuple):
-    """Where a matrix lies: number of the allocation, offset of its first element, strides, in bytes."""
-
-    allocation: int
-    offset: int
-    row_stride: int
-    col_stride: int
-
-
 class Offer:
     """What one participant offers.
 
@@ -75,7 +70,8 @@ class Offer:
     allocations
         Those that are used now.
     places
-        Where matrices lie, by operand (or `BLOCKS`) and number.
+        Of one that was read, by operand (or `BLOCKS`): a row for each matrix, with the number of the allocation (-1 if
+        it is not offered), the offset of its first element there, and its strides, in bytes.
     flags
         Where its flags are; None if it is no rank.
     """
@@ -83,14 +79,16 @@ class Offer:
     def __init__(self, process: bytes, alive: Iterable[int] = ()) -> None:
         self.process, self.alive = process, list(alive)
         self.allocations: list[Allocation] = []
-        self.places: dict[tuple[int, int], Place] = {}
+        self.places: dict[int, NDArray[np.int64]] = {}
         self.flags: tuple[int, int] | None = None
         self._numbers: dict[int, int] = {}
+        self._rows: list[tuple[int, ...]] = []
 
     def add(self, operand: int, number: int, allocation: Allocation, span: Span) -> None:
         """Tell where a matrix lies."""
         at = self._number(allocation)
-        self.places[operand, number] = Place(at, span.pointer - allocation.address, span.row_stride, span.col_stride)
+        offset = span.pointer - allocation.address
+        self._rows.append((operand, number, at, offset, span.row_stride, span.col_stride))
 
     def add_flags(self, allocation: Allocation, pointer: int) -> None:
         """Tell where the flags are."""
@@ -104,7 +102,7 @@ class Offer:
 
     def to_wire(self) -> dict[str, Any]:
         """As plain types."""
-        table = np.array([(*key, *place) for key, place in self.places.items()], np.int64).reshape(-1, 6)
+        table = np.array(self._rows, np.int64).reshape(-1, 2 + _TOLD)
         return {
             "process": self.process,
             "alive": self.alive,
@@ -136,6 +134,7 @@ def read_offers(wires: Sequence[Any], plan: Plan, mine: int, sums: int) -> list[
     if len(wires) != len(plan.participants):
         raise ProtocolError(f"{len(wires)} offers for {len(plan.participants)} participants")
     found: list[Offer | None] = []
+    read = lent(plan, plan.problem.operands)
     for index, wire in enumerate(wires):
         # Chunks of workers on other hosts come over Dask's comms.
         if wire is None or index == mine or not reaches(plan.participants[mine], plan.participants[index]):
@@ -143,7 +142,7 @@ def read_offers(wires: Sequence[Any], plan: Plan, mine: int, sums: int) -> list[
             continue
         try:
             offer = _read(wire)
-            _check(offer, plan, index, sums)
+            _check(offer, wire["places"], plan, index, sums, read)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             address = plan.participants[index].address
             raise ProtocolError(f"malformed offer of {address}: {type(error).__name__}: {error}") from error
@@ -160,8 +159,6 @@ def _read(wire: Mapping[str, Any]) -> Offer:
         if not isinstance(handle, bytes) or len(handle) != _HANDLE_BYTES:
             raise ValueError(f"a handle is not {_HANDLE_BYTES} bytes")
         offer.allocations.append(Allocation(handle, _natural(size), _natural(buffer_id), _natural(address)))
-    for operand, number, *place in np.frombuffer(wire["places"], np.int64).reshape(-1, 6).tolist():
-        offer.places[operand, number] = Place(*place)
     if wire["flags"] is not None:
         allocation, offset = map(_natural, wire["flags"])
         offer.flags = allocation, offset
@@ -174,39 +171,61 @@ def _natural(value: Any) -> int:
     return value
 
 
-def _check(offer: Offer, plan: Plan, index: int, sums: int) -> None:
-    """Raise ValueError if anything is missing, or does not lie inside of its allocation."""
+def _check(
+    offer: Offer, places: bytes, plan: Plan, index: int, sums: int, read: Mapping[str, NDArray[np.bool_]]
+) -> None:
+    """Put down where matrices lie; raise ValueError if any is missing, or does not lie inside of its allocation."""
     problem = plan.problem
     kinds = dict(zip("ab", problem.matrix_types, strict=True))
-    read = lent(plan, index, problem.operands)
+    table = np.frombuffer(places, np.int64).reshape(-1, 2 + _TOLD)
     for operand, name in enumerate(problem.operands):
-        sizes = problem.chunks_of(name)
+        sizes = [np.asarray(axis, np.int64) for axis in problem.chunks_of(name)]
+        rows, cols = (x.ravel() for x in np.meshgrid(*sizes, indexing="ij"))
         size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize
-        for number in np.flatnonzero(plan.where[name] == index).tolist():
-            i, j = divmod(number, len(sizes[1]))
-            if (operand, number) in offer.places:
-                _inside(offer, offer.places[operand, number], (sizes[0][i], sizes[1][j]), size)
-            elif read[name][number]:
-                raise ValueError(f"chunk {number} of {name.upper()} is not in it")
+        found = _places(offer, table, operand, len(rows))
+        absent = np.flatnonzero(read[name][index] & (found[:, 0] < 0))
+        if len(absent):
+            raise ValueError(f"chunk {absent[0]} of {name.upper()} is not in it")
+        _inside(offer, found, rows, cols, size)
     if index in plan.ranks:
         rank = plan.ranks.index(index)
-        for number, (r0, r1, c0, c1) in enumerate(blocks(plan, rank)):
-            if (BLOCKS, number) in offer.places:
-                _inside(offer, offer.places[BLOCKS, number], (r1 - r0, c1 - c0), sums)
+        rects = np.array(blocks(plan, rank), np.int64).reshape(-1, 4)
+        found = _places(offer, table, BLOCKS, len(rects))
+        _inside(offer, found, rects[:, 1] - rects[:, 0], rects[:, 3] - rects[:, 2], sums)
         if offer.flags is None:
             raise ValueError("a rank without flags")
-        _inside(offer, Place(*offer.flags, 0, FLAG_BYTES), (1, len(plan.ranks) + 1), FLAG_BYTES)
+        flags = np.array([(*offer.flags, 0, FLAG_BYTES)], np.int64)
+        _inside(offer, flags, np.array([1]), np.array([len(plan.ranks) + 1]), FLAG_BYTES)
 
 
-def _inside(offer: Offer, place: Place, shape: tuple[int, int], itemsize: int) -> None:
-    if not 0 <= place.allocation < len(offer.allocations):
-        raise ValueError(f"there is no allocation {place.allocation}")
-    if max(map(abs, place)) > _MOST:
+def _places(offer: Offer, table: NDArray[np.int64], operand: int, count: int) -> NDArray[np.int64]:
+    """Put down where the matrices of an operand lie."""
+    told = table[table[:, 0] == operand]
+    offer.places[operand] = np.full((count, _TOLD), -1, np.int64)
+    if len(told) and not 0 <= told[:, 1].min() <= told[:, 1].max() < count:
+        raise ValueError(f"numbers out of range: operand {operand} has {count} matrices")
+    offer.places[operand][told[:, 1]] = told[:, 2:]
+    if len(told) and told[:, 2].min() < 0:
+        raise ValueError(f"there is no allocation {told[:, 2].min()}")
+    return offer.places[operand]
+
+
+def _inside(
+    offer: Offer, places: NDArray[np.int64], rows: NDArray[np.int64], cols: NDArray[np.int64], itemsize: int
+) -> None:
+    """Raise ValueError if any matrix that is offered, of some rows and columns, is not inside of its allocation."""
+    there = places[:, 0] >= 0
+    (number, offset, down, across), rows, cols = places[there].T, rows[there], cols[there]
+    if len(number) and number.max() >= len(offer.allocations):
+        raise ValueError(f"there is no allocation {number.max()}")
+    ends = [(count - 1.0) * stride for count, stride in ((rows, down), (cols, across))]
+    if any((np.abs(numbers) > _MOST).any() for numbers in (offset.astype(float), *ends)):
         raise ValueError("numbers out of range")
-    ends = [(n - 1) * stride for n, stride in zip(shape, place[2:], strict=True)]
-    low, high = (place.offset + sum(f(0, end) for end in ends) for f in (min, max))
-    if low < 0 or high + itemsize > offer.allocations[place.allocation].size:
+    far = [(count - 1) * stride for count, stride in ((rows, down), (cols, across))]
+    low, high = (offset + f(0, far[0]) + f(0, far[1]) for f in (np.minimum, np.maximum))
+    sizes = np.array([one.size for one in offer.allocations], np.uint64)[number]
+    for at in np.flatnonzero((low < 0) | (np.maximum(high, 0).astype(np.uint64) + np.uint64(itemsize) > sizes)):
         raise ValueError(
-            f"a matrix of {shape[0]} x {shape[1]} reaches from byte {low} to {high + itemsize} of an allocation of "
-            f"{offer.allocations[place.allocation].size}"
+            f"a matrix of {rows[at]} x {cols[at]} reaches from byte {low[at]} to {high[at] + itemsize} of an "
+            f"allocation of {sizes[at]}"
         )

@@ -276,21 +276,25 @@ def in_place(plan: Plan, rank: int) -> set[Rect]:
     return set() if plan.grid[2] > 1 or step_of(plan.problem) > 1 else set(blocks(plan, rank))
 
 
-def lent(plan: Plan, me: int, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-    """Return for each of these operands which of a participant's chunks others read, in C order."""
+def lent(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    """Return for each of these operands which of each participant's chunks others read: (participants, chunks)."""
     problem, found = plan.problem, {}
+    mine = np.arange(len(plan.participants))[:, None]
     for name in names:
-        where, sizes = plan.where[name], problem.chunks_of(name)
-        needed = np.zeros((len(sizes[0]), len(sizes[1])), bool)
-        # Which chunks of D each rank has is not looked at: what the formula reads may be anybody's.
-        needed |= name not in ("a", "b")
-        for rank, index in enumerate(plan.ranks):
-            if index != me and name in ("a", "b"):
+        sizes = problem.chunks_of(name)
+        if name in ("a", "b"):
+            reads = np.zeros((len(plan.participants), len(sizes[0]), len(sizes[1])), bool)
+            for rank, index in enumerate(plan.ranks):
                 (r0, r1, c0, c1), depth = plan.region(rank), plan.k_range(rank)
                 part = ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
                 rows, cols = (_touched(axis, *cut) for axis, cut in zip(sizes, part, strict=True))
-                needed |= np.logical_and.outer(rows, cols)
-        found[name] = needed.ravel() & (np.asarray(where) == me) & (chunk_bytes(problem, name) > 0)
+                reads[index] |= np.logical_and.outer(rows, cols)
+            flat = reads.reshape(len(reads), -1)
+            needed = flat.sum(0) > flat
+        else:
+            # Which chunks of D each rank has is not looked at: what the formula reads may be anybody's.
+            needed = np.ones(1, bool)
+        found[name] = needed & (np.asarray(plan.where[name]) == mine) & (chunk_bytes(problem, name) > 0)
     return found
 
 
@@ -314,11 +318,11 @@ def project(plan: Plan) -> dict[str, int]:
         converted = sizes // held * given if given != held else 0 * sizes
         sizes = converted if operand == "b" and problem.same else sizes + converted
         total += spread(plan, operand, sizes)
-    for index, worker in enumerate(plan.participants):
-        if worker.address.startswith("ucx") and plan.where_a is not None and plan.where_b is not None:
-            # What others read is copied into memory that UCX does not map: see the engine's `memory`.
-            for (name, mine), given in zip(lent(plan, index, "ab").items(), _given(problem), strict=True):
-                total[index] += float(chunk_bytes(problem, name)[mine].sum()) / problem.itemsize(name) * given
+    copied = np.array([worker.address.startswith("ucx") for worker in plan.participants])
+    if copied.any() and plan.where_a is not None and plan.where_b is not None:
+        # What others read is copied into memory that UCX does not map: see the engine's `memory`.
+        for (name, read), given in zip(lent(plan, "ab").items(), _given(problem), strict=True):
+            total += copied * (read @ chunk_bytes(problem, name)) / problem.itemsize(name) * given
     # Where these lie is not looked at; each rank has copies of the parts that its chunks need.
     total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
     found = walks(plan)

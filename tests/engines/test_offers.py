@@ -44,7 +44,8 @@ def test_there_and_back(made):
     assert found.process == b"p" * 16
     assert found.alive == [77, 2**63 + 5]
     assert found.allocations == [Allocation(b"h" * 64, 4096, 77, HERE)]
-    assert found.places[1, 0] == (0, 256 + 5 * 32, -32, 4)
+    assert found.places[1].tolist() == [[0, 256 + 5 * 32, -32, 4]]
+    assert found.places[0].tolist() == [[-1] * 4, [0, 0, 24, 4]]
     assert found.flags == (0, 2048)
 
 
@@ -89,9 +90,14 @@ def move(row, column, value):
         (change("flags", [3, 0]), "allocation 3"),
         (move(0, 3, -4), "reaches"),
         (move(0, 3, 4096 - 16), "reaches"),
-        (move(0, 4, 2**60), "reaches"),
+        (move(0, 4, 2**40), "reaches"),
+        (move(0, 4, 2**60), "out of range"),
         (move(0, 4, 2**63 - 1), "out of range"),
         (move(0, 2, 1), "allocation 1"),
+        (move(0, 2, -1), "allocation -1"),
+        (move(0, 1, 2), "operand 0 has 2 matrices"),
+        (move(0, 1, -1), "operand 0 has 2 matrices"),
+        (move(0, 3, -(2**63)), "out of range"),
         (move(1, 3, 0), "reaches from byte -160"),
         (move(2, 4, 4000), "reaches"),
         (lambda wire: wire.pop("places"), "KeyError"),

@@ -160,7 +160,8 @@ def test_what_others_read_is_lent_and_nothing_else(seed, method, nranks, sources
             for name, chunk in pieces:
                 if (holder := int(found.where[name][chunk])) != me:
                     read[holder].add((name, chunk))
-    told = [pulls.lent(found, me, "ab") for me in range(count)]
+    lent = pulls.lent(found, "ab")
+    told = [{name: every[me] for name, every in lent.items()} for me in range(count)]
     assert read == [{(name, int(i)) for name, mine in one.items() for i in np.flatnonzero(mine)} for one in told]
     ucx = made(seed, method, nranks, "float64", 2**14, sources, scheme="ucx://")
     sizes = {name: np.multiply.outer(*map(np.asarray, found.problem.chunks_of(name))).ravel() * 8 for name in "ab"}

@@ -25,9 +25,6 @@ from dask_distmm.plan import Plan
 
 __all__ = ["ENGINE", "PeerEngine"]
 
-# Pulls from two ranks at a time fill the gaps that one after the other would leave.
-_PULLS = 2
-
 
 class PeerEngine:
     """Multiplies on GPUs with cuBLAS, on panels that are pulled from other GPUs' memory; one GPU a worker process."""
@@ -44,7 +41,7 @@ class PeerEngine:
     def _made(self) -> list[cp.cuda.Stream]:
         """Return the engine's own streams, on the process' current device."""
         if not self._streams:
-            self._streams = [cp.cuda.Stream(non_blocking=True) for _ in range(_PULLS + 2)]
+            self._streams = [cp.cuda.Stream(non_blocking=True) for _ in range(4)]
         return self._streams
 
     @property
@@ -58,9 +55,14 @@ class PeerEngine:
         return self._made()[1]
 
     @property
-    def pulls(self) -> list[cp.cuda.Stream]:
-        """What pulls."""
-        return self._made()[2:]
+    def pulls(self) -> cp.cuda.Stream:
+        """What pulls A and B, and what the formula reads."""
+        return self._made()[2]
+
+    @property
+    def sums(self) -> cp.cuda.Stream:
+        """What pulls others' sums: these wait for products that others' panels must not wait for."""
+        return self._made()[3]
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""

@@ -37,7 +37,7 @@ from dask_distmm.engines.peer.offering import make_offer
 from dask_distmm.engines.peer.pulls import Copies, span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import ALIGNED, Result
-from dask_distmm.engines.peer.sources import Ended, Pull, Sources, View, record
+from dask_distmm.engines.peer.sources import Ended, Parts, Pull, Sources, View, record
 from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule
 from dask_distmm.plan import Plan
@@ -88,6 +88,7 @@ class PeerJob:
         self._inputs.set_result(None)
         self._began = 0.0
         self._found: dict[int, Pull] = {}
+        self._parts: dict[int, Parts] = {}
         self._at_home: dict[int, Copies] = {}
         self._filled_ahead: set[int] = set()
         self._ahead: Ahead | None = None
@@ -217,7 +218,7 @@ class PeerJob:
                 }
         finally:
             # Nothing of this run may touch memory that is freed now. No kernel waits for anybody: this ends.
-            for stream in (*self.engine.pulls, self._stream):
+            for stream in (self.engine.pulls, self.engine.sums, self._stream):
                 stream.synchronize()
         for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
@@ -274,8 +275,9 @@ class PeerJob:
         for turn in self._schedule.turns:
             for fill in turn.fills:
                 target, size = self._in_buffer(fill).span, self._items[fill.operand]
-                self._at_home[fill.number] = self._sources.at_home(fill.operand, fill.pieces, target, size)
-                if fill.slot not in used and self._sources.has(fill.operand, fill.pieces):
+                parts = self._parts[fill.number] = self._sources.parts(fill.operand, fill.pieces, target, size)
+                self._at_home[fill.number] = self._sources.at_home(parts)
+                if fill.slot not in used and (parts.holders == self.me).all():
                     self._put(fill, self._find(fill), self._stream)
                     self._filled_ahead.add(fill.number)
             used.update(fill.slot for product in turn.products for fill in (*product.a, *product.b))
@@ -298,14 +300,13 @@ class PeerJob:
                 calls[at] = []
 
     def _find(self, fill: Fill) -> Pull:
-        target, size = self._in_buffer(fill).span, self._items[fill.operand]
-        return self._sources.find(fill.operand, fill.pieces, target, size, self._at_home.get(fill.number))
+        return self._sources.find(self._parts[fill.number], self._at_home[fill.number])
 
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
         if fill.number in self._filled_ahead:
             return
-        stream, what = self._sources.next_stream(), self._found[fill.number]
+        stream, what = self._sources.stream, self._found[fill.number]
         if fill.slot in self._used:
             stream.wait_event(self._used[fill.slot])
         begin = self._trace.begin(stream)

@@ -50,9 +50,9 @@ def make_offer(
         Device memory that must stay until the run is over.
     """
     offer = Offer(exporter.process)
-    read, copies = lent(plan, me, plan.problem.operands), dict[int, Any]()
+    read, copies = lent(plan, plan.problem.operands), dict[int, Any]()
     for number, name in enumerate(plan.problem.operands):
-        for index in np.flatnonzero(read[name]).tolist():
+        for index in np.flatnonzero(read[name][me]).tolist():
             held = array = chunks[name, index]
             allocation = None if exporter.apart else exporter.find(array.data.ptr)
             if allocation is None:

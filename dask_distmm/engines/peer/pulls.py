@@ -7,15 +7,28 @@ from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.engines.device.kernels import Launch, copy_rectangles
-from dask_distmm.layout.rectangles import Span
+from dask_distmm.layout.rectangles import (
+    DST,
+    DST_OUTER,
+    INNER,
+    OUTER,
+    SRC,
+    SRC_INNER,
+    SRC_OUTER,
+    Span,
+    Table,
+)
 
-__all__ = ["Copies", "Rectangle", "span_of"]
+__all__ = ["Copies", "Rectangle", "span_of", "table_of", "tabulate"]
 
-# A copy engine has a cost for each copy (some microseconds, on the host too): many small ones go into one kernel.
-_SMALL_BYTES = 64 * 2**10
-_MANY = 16
+# A copy engine rests 4 to 5 microseconds between copies, and each takes as long of the host: many of this size and
+# below go into one kernel, which pulls 325 GB/s where copy engines pull 360 in large ones (H200). The kernel takes
+# multiprocessors from GEMMs, so not for what copy engines do nearly as well.
+_SMALL_BYTES = 4 * 2**20
+_MANY = 8
 
 
 class Rectangle(NamedTuple):
@@ -27,43 +40,66 @@ class Rectangle(NamedTuple):
     cols: int
 
 
+def tabulate(
+    sources: NDArray[np.int64], targets: NDArray[np.int64], rows: NDArray[np.int64], cols: NDArray[np.int64], size: int
+) -> Table:
+    """Return the table of some copies; see `layout.rectangles`.
+
+    Parameters
+    ----------
+    sources, targets
+        A row for each: address of the first element, row stride and column stride in bytes.
+    rows, cols
+        Of each.
+    size
+        Bytes of an element.
+    """
+    (src, src_row, src_col), (dst, dst_row, dst_col) = sources.T, targets.T
+    # Along the axis that is dense in the target.
+    across = (dst_col == size) | (cols == 1)
+    table = np.empty((len(rows), 7), np.int64)
+    table[:, SRC], table[:, DST] = src, dst
+    table[:, INNER], table[:, OUTER] = np.where(across, cols, rows), np.where(across, rows, cols)
+    table[:, SRC_INNER], table[:, SRC_OUTER] = np.where(across, src_col, src_row), np.where(across, src_row, src_col)
+    table[:, DST_OUTER] = np.where(across, dst_row, dst_col)
+    return table
+
+
+def table_of(found: Sequence[Rectangle], size: int) -> Table:
+    """Return the table of some copies of elements of `size` bytes."""
+    flat = np.array([(*one.source, *one.target, one.rows, one.cols) for one in found], np.int64).reshape(-1, 8)
+    return tabulate(flat[:, :3], flat[:, 3:6], flat[:, 6], flat[:, 7], size)
+
+
 class Copies:
     """Copies that are ready to be put on a stream, once. Targets do not overlap, and are dense along one axis.
 
     Parameters
     ----------
-    found
-        What is to be copied.
+    table
+        What is to be copied; see `layout.rectangles`.
     itemsize
         Bytes of an element.
     here
         Whether all of it is in this GPU's memory: then a kernel is quickest.
     """
 
-    def __init__(self, found: Sequence[Rectangle], itemsize: int, *, here: bool = False) -> None:
-        self._whole: list[tuple[int, int, int]] = []
-        self._by_rows: list[tuple[int, int, int, int, int, int]] = []
-        by_kernel: list[Rectangle] = []
-        small = here or sum(one.rows * one.cols * itemsize < _SMALL_BYTES for one in found) >= _MANY
-        for one in found:
-            (src, src_row, src_col), (dst, dst_row, dst_col), rows, cols = one
-            # Along the axis that is dense in the target.
-            if dst_col == itemsize or cols == 1:
-                src_inner, src_outer, dst_outer, width, height = src_col, src_row, dst_row, cols * itemsize, rows
-                single = cols == 1
-            else:
-                src_inner, src_outer, dst_outer, width, height = src_row, src_col, dst_col, rows * itemsize, cols
-                single = rows == 1
-            dense = (single or src_inner == itemsize) and (height == 1 or (src_outer >= width and dst_outer >= width))
-            if not dense or (small and (here or width * height < _SMALL_BYTES)):
-                by_kernel.append(one)
-            elif height == 1 or src_outer == dst_outer == width:
-                self._whole.append((dst, src, width * height))
-            else:
-                self._by_rows.append((dst, dst_outer, src, src_outer, width, height))
+    def __init__(self, table: Table, itemsize: int, *, here: bool = False) -> None:
+        width, height = table[:, INNER] * itemsize, table[:, OUTER]
+        single = height == 1
+        dense = (table[:, INNER] == 1) | (table[:, SRC_INNER] == itemsize)
+        dense &= single | ((table[:, SRC_OUTER] >= width) & (table[:, DST_OUTER] >= width))
+        small = width * height < _SMALL_BYTES
+        by_kernel = ~dense | here | (small & (np.count_nonzero(small) >= _MANY))
+        whole = ~by_kernel & (single | ((table[:, SRC_OUTER] == width) & (table[:, DST_OUTER] == width)))
+        by_rows = ~by_kernel & ~whole
+        columns = np.stack([table[:, DST], table[:, SRC], width * height], 1)
+        self._whole: list[list[int]] = columns[whole].tolist()
+        columns = np.stack([table[:, DST], table[:, DST_OUTER], table[:, SRC], table[:, SRC_OUTER], width, height], 1)
+        self._by_rows: list[list[int]] = columns[by_rows].tolist()
         self._launches: list[Launch] = []
-        if by_kernel:
-            self._launches = copy_rectangles([np.array([_row(one, itemsize) for one in by_kernel], np.int64)], itemsize)
+        if by_kernel.any():
+            self._launches = copy_rectangles([table[by_kernel]], itemsize)
             # Their tables are put on the device by the default stream.
             self._ready = cp.cuda.Event(disable_timing=True)
             self._ready.record(cp.cuda.Stream.null)
@@ -79,14 +115,6 @@ class Copies:
             stream.wait_event(self._ready)
         for launch in self._launches:
             launch.run(stream)
-
-
-def _row(one: Rectangle, itemsize: int) -> tuple[int, ...]:
-    """Return a row of the table of a copy kernel."""
-    (src, src_row, src_col), (dst, dst_row, dst_col), rows, cols = one
-    if dst_col == itemsize or cols == 1:
-        return src, dst, cols, rows, src_col, src_row, dst_row
-    return src, dst, rows, cols, src_row, src_col, dst_col
 
 
 def span_of(array: Any) -> Span:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import cupy as cp
 import cupyx
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.engines.offers import FLAG_BYTES, Offer
 from dask_distmm.errors import EngineError
-from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
 
 if TYPE_CHECKING:
@@ -55,32 +55,48 @@ class Remote:
             if offer is not None and offer.process != engine.exporter.process:
                 engine.mappings.begin(plan.group, offer.process, offer.alive)
 
-    def span(self, holder: int, operand: int, number: int, size: int) -> Span | None:
-        """Return where a participant's matrix is in this process; None if it offers nothing.
+    def offers(self, holder: int) -> bool:
+        """Whether a participant lets others map its memory."""
+        return self._offers[holder] is not None
+
+    def spans(
+        self, operand: int, holders: NDArray[np.int64], numbers: NDArray[np.int64], size: int
+    ) -> NDArray[np.int64]:
+        """Return where matrices of an operand are in this process: address, row stride and column stride of each.
 
         Parameters
         ----------
-        holder, operand, number
-            The participant, and which of its matrices.
+        operand
+            Its number, or `offers.BLOCKS`.
+        holders, numbers
+            Of each matrix: the participant that offers it, and which one it is.
         size
-            Bytes that will be pulled from it.
+            Bytes that will be pulled from all of them.
 
         Raises
         ------
         EngineError
-            It does not offer this matrix, or that can't be mapped.
+            A matrix is not offered, or can't be mapped.
         ConnectionError
-            It was gone before its memory was mapped.
+            A participant was gone before its memory was mapped.
         """
-        offer = self._offers[holder]
-        if offer is None:
-            return None
-        place = offer.places.get((operand, number))
-        if place is None:
-            raise EngineError(f"{self._plan.participants[holder].address} offers no matrix {number} of {operand}")
+        found = np.empty((len(numbers), 3), np.int64)
+        for holder in np.unique(holders).tolist():
+            offer = self._offers[holder]
+            assert offer is not None
+            theirs = np.flatnonzero(holders == holder)
+            places = offer.places[operand][numbers[theirs]]
+            for allocation in np.unique(places[:, 0]).tolist():
+                within = places[:, 0] == allocation
+                if allocation < 0:
+                    number = numbers[theirs[within][0]]
+                    raise EngineError(
+                        f"{self._plan.participants[holder].address} offers no matrix {number} of {operand}"
+                    )
+                found[theirs[within], 0] = self._address(holder, offer, allocation) + places[within, 1]
+            found[theirs, 1:] = places[:, 2:]
         self.pulled_bytes += size
-        address = self._address(holder, offer, place.allocation)
-        return Span(address + place.offset, place.row_stride, place.col_stride)
+        return found
 
     def _address(self, holder: int, offer: Offer, number: int) -> int:
         allocation = offer.allocations[number]

@@ -10,8 +10,7 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.device.finishing import Finishing
-from dask_distmm.engines.offers import BLOCKS
-from dask_distmm.engines.peer.pulls import Copies, Rectangle, span_of
+from dask_distmm.engines.peer.pulls import Copies, Rectangle, span_of, table_of
 from dask_distmm.engines.peer.sources import Sources, record
 from dask_distmm.engines.schedule import merged
 from dask_distmm.layout.rectangles import Span
@@ -62,7 +61,8 @@ class Result:
     def __init__(
         self, plan: Plan, rank: int, sums: np.dtype, by_library: bool, sources: Sources, engine: PeerEngine
     ) -> None:
-        self.plan, self.rank, self.sums, self._sources, self._stream = plan, rank, sums, sources, engine.stream
+        self.plan, self.rank, self.sums, self._sources = plan, rank, sums, sources
+        self._stream, self._pulls = engine.stream, engine.sums
         problem, step, empty = plan.problem, step_of(plan.problem), engine.exporter.empty
         owned = {int(index): plan.chunk_rect(int(index)) for index in plan.owned(rank)}
         # Chunks of D, or the sums that are finished or rounded to them.
@@ -96,7 +96,7 @@ class Result:
             self._adding = [cp.empty(min(size, limit), self.sums) for _ in range(_ADDING)]
         self.flags = empty((len(plan.ranks) + 1,), np.dtype(np.int32))
         self._there: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
-        self._own = Copies(self._find_own(), self.sums.itemsize, here=True)
+        self._own = Copies(table_of(self._find_own(), self.sums.itemsize), self.sums.itemsize, here=True)
         self._used: dict[int, Any] = {}
         self._turn = 0
         self.missing: list[int] = []
@@ -132,7 +132,7 @@ class Result:
                 number = self._turn = (self._turn + 1) % _ADDING
                 rows, cols = bottom - top, c1 - c0
                 buffer = self._adding[number][: rows * cols].reshape(rows, cols)
-                stream = sources.next_stream()
+                stream = self._pulls
                 if number in self._used:
                     stream.wait_event(self._used[number])
                 self._pull(rank, rect, (top, bottom, c0, c1), span_of(buffer), stream)
@@ -145,7 +145,7 @@ class Result:
     def _pull(self, rank: int, whole: Rect, part: Rect, target: Span, stream: cp.cuda.Stream) -> None:
         """Put the copy of a part of another rank's only block on a stream."""
         rows, cols, size = part[1] - part[0], part[3] - part[2], self.sums.itemsize
-        source = self._sources.there(self.plan.ranks[rank], BLOCKS, 0, rows * cols * size)
+        source = self._sources.block(self.plan.ranks[rank], 0, rows * cols * size)
         assert source is not None
         pointer = source.pointer + (part[0] - whole[0]) * source.row_stride + (part[2] - whole[2]) * source.col_stride
         found = Rectangle(source._replace(pointer=pointer), target, rows, cols)
@@ -163,9 +163,8 @@ class Result:
             if found is None:
                 missing.update(index for index, _ in parts)
                 continue
-            pulls = sources.next_stream()
-            sources.copy(found, size, pulls)
-            stream.wait_event(record(pulls))
+            sources.copy(found, size, self._pulls)
+            stream.wait_event(record(self._pulls))
         self.missing = sorted(missing)
         outputs: dict[Any, Any] = dict(self._chunks)
         if self._finishing is not None:
@@ -203,7 +202,7 @@ class Result:
         try:
             for number, whole in enumerate(blocks(plan, rank)):
                 area = sum(_overlap(rect, whole) for _, rect in parts)
-                source = sources.there(plan.ranks[rank], BLOCKS, number, area * self.sums.itemsize) if area else None
+                source = sources.block(plan.ranks[rank], number, area * self.sums.itemsize) if area else None
                 if source is not None:
                     found += [x for index, rect in parts for x in self._part(index, rect, whole, source)]
         except ConnectionError:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.dtypes import FP8, carried, typed
 from dask_distmm.engines.base import ChunkKey, Comm, wait_checked
 from dask_distmm.engines.device.finishing import Finishing, NativeBias
 from dask_distmm.engines.device.operands import in_type
+from dask_distmm.engines.offers import BLOCKS
 from dask_distmm.engines.panels import Piece
-from dask_distmm.engines.peer.pulls import Copies, Rectangle, span_of
+from dask_distmm.engines.peer.pulls import Copies, Rectangle, span_of, table_of, tabulate
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import EVERYWHERE, Plan
 from dask_distmm.plan.plan import Rect
@@ -22,7 +24,12 @@ from dask_distmm.plan.plan import Rect
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote
 
-__all__ = ["Ended", "Pull", "Sources", "View", "record"]
+__all__ = ["Ended", "Parts", "Pull", "Sources", "View", "record"]
+
+# Columns of a table of pieces.
+_CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
+    Piece._fields.index, ("chunk", "r0", "c0", "rows", "cols", "row", "col")
+)
 
 
 class Ended:
@@ -51,28 +58,61 @@ class View(NamedTuple):
     order: str
 
 
-class Pull(NamedTuple):
-    """Copies that fill a part of an operand.
+class Parts(NamedTuple):
+    """Pieces of chunks that fill a part of an operand, a row for each: in the order in which they are to be copied.
 
     Parameters
     ----------
     operand
         Its number.
+    holders
+        Participants that have the chunks.
+    pieces
+        Columns as in `Piece`.
+    targets
+        Address of the first element, row stride and column stride of where each goes.
+    size
+        Bytes of an element.
+    """
+
+    operand: int
+    holders: NDArray[np.int64]
+    pieces: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    size: int
+
+    @property
+    def bytes(self) -> int:
+        """How many there are."""
+        return int((self.pieces[:, _ROWS] * self.pieces[:, _COLS]).sum()) * self.size
+
+    def take(self, which: NDArray[np.bool_]) -> Parts:
+        """Return some of them."""
+        return self._replace(holders=self.holders[which], pieces=self.pieces[which], targets=self.targets[which])
+
+    def copies(self, chunks: NDArray[np.int64], *, here: bool = False) -> Copies:
+        """Return what copies them out of chunks at some addresses, each with its row and column stride."""
+        pointers = chunks[:, 0] + self.pieces[:, _R0] * chunks[:, 1] + self.pieces[:, _C0] * chunks[:, 2]
+        sources = np.column_stack([pointers, chunks[:, 1:]])
+        table = tabulate(sources, self.targets, self.pieces[:, _ROWS], self.pieces[:, _COLS], self.size)
+        return Copies(table, self.size, here=here)
+
+
+class Pull(NamedTuple):
+    """Copies that fill a part of an operand.
+
+    Parameters
+    ----------
     copies
         Of what lies here, and of what is mapped.
     outside
-        For each participant that offers no memory, pieces and their addresses.
-    target, size
-        Where all of it goes, and bytes of an element.
+        For each participant that offers no memory, its parts.
     away
         Bytes that others have.
     """
 
-    operand: int
     copies: list[Copies]
-    outside: dict[int, list[tuple[Piece, int]]]
-    target: Span
-    size: int
+    outside: dict[int, Parts]
     away: int
 
 
@@ -85,8 +125,9 @@ class Sources:
         Of the run.
     chunks
         What this participant has staged, on the device.
-    streams
-        For pulls, used in turn.
+    stream
+        For pulls, which are done in the order in which they are needed: of several streams a copy engine takes which it
+        likes.
     ended
         Whether the run still goes on.
 
@@ -104,7 +145,7 @@ class Sources:
         me: int,
         comm: Comm,
         chunks: Mapping[ChunkKey, Any],
-        streams: Sequence[cp.cuda.Stream],
+        stream: cp.cuda.Stream,
         ended: Ended,
     ) -> None:
         self.plan, self.me, self.comm, self.chunks, self.ended = plan, me, comm, chunks, ended
@@ -112,30 +153,37 @@ class Sources:
         self.kept: list[Any] = []
         # Kept until all is over.
         self._copies: list[Copies] = []
-        self._streams, self._turn = streams, 0
+        self.stream = stream
 
     @property
     def pulled_bytes(self) -> int:
         """Bytes that others had."""
         return self.remote.pulled_bytes if self.remote is not None else 0
 
-    def next_stream(self) -> cp.cuda.Stream:
-        """Return a stream for the next pulls."""
-        self._turn += 1
-        return self._streams[self._turn % len(self._streams)]
-
-    def copy(self, found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream, *, here: bool = False) -> None:
-        """Put copies on a stream; parameters as `Copies`."""
-        self._run(Copies(found, itemsize, here=here), stream)
+    def copy(self, found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream) -> None:
+        """Put copies of elements of so many bytes on a stream."""
+        self._run(Copies(table_of(found, itemsize), itemsize), stream)
 
     def _run(self, copies: Copies, stream: cp.cuda.Stream) -> None:
         copies.run(stream)
         self._copies.append(copies)
 
-    def has(self, operand: int, pieces: Sequence[Piece]) -> bool:
-        """Whether all pieces of an operand are of chunks that lie here."""
-        name = self.plan.problem.operands[operand]
-        return all(self._holder(name, piece) == self.me for piece in pieces)
+    def parts(self, operand: int, pieces: Sequence[Piece], target: Span, size: int) -> Parts:
+        """Return pieces of an operand, which are placed from the target on.
+
+        Those of the next participant come first, so that ranks that pull the same part at the same time do not all read
+        from one.
+        """
+        where = self.plan.where[self.plan.problem.operands[operand]]
+        assert where is not None
+        table = np.array(pieces, np.int64).reshape(-1, len(Piece._fields))
+        holders = np.asarray(where, np.int64)[table[:, _CHUNK]]
+        holders = np.where(holders == EVERYWHERE, self.me, holders)
+        order = np.argsort((holders - self.me) % len(self.plan.participants), kind="stable")
+        holders, table = holders[order], table[order]
+        starts = target.pointer + table[:, _ROW] * target.row_stride + table[:, _COL] * target.col_stride
+        strides = np.broadcast_to(np.array(target[1:], np.int64), (len(table), 2))
+        return Parts(operand, holders, table, np.column_stack([starts, strides]), size)
 
     def chunk_at(self, operand: int, rect: Rect, size: int) -> tuple[View, int, int] | None:
         """Return the part of the one chunk of this GPU that a part of an operand is; None if there is none such.
@@ -164,74 +212,63 @@ class Sources:
             order = "F"
         return View(Span(start, span.row_stride, span.col_stride), order), rows, cols
 
-    def at_home(self, operand: int, pieces: Sequence[Piece], target: Span, size: int) -> Copies:
-        """Find out what is to be copied of chunks that lie here, for pieces that are placed from the target on."""
-        name, found = self.plan.problem.operands[operand], []
-        for piece in pieces:
-            if self._holder(name, piece) == self.me:
-                found.append(_copy_of(piece, span_of(self.chunks[name, piece.chunk]), target))
+    def at_home(self, parts: Parts) -> Copies:
+        """Find out what is to be copied of chunks that lie here."""
+        own, name = parts.take(parts.holders == self.me), self.plan.problem.operands[parts.operand]
+        chunks = [span_of(self.chunks[name, index]) for index in own.pieces[:, _CHUNK].tolist()]
         # One chunk is what memcpy does as quickly.
-        return Copies(found, size, here=len(found) > 1)
+        return own.copies(np.array(chunks, np.int64).reshape(-1, 3), here=len(chunks) > 1)
 
-    def find(
-        self, operand: int, pieces: Sequence[Piece], target: Span, size: int, at_home: Copies | None = None
-    ) -> Pull:
-        """Find out all that is to be copied for some pieces of an operand, which are placed from the target on."""
-        name = self.plan.problem.operands[operand]
-        there: list[Rectangle] = []
-        away, outside = 0, collections.defaultdict(list)
-        for piece in pieces:
-            holder, amount = self._holder(name, piece), piece.rows * piece.cols * size
-            if holder == self.me:
-                continue
-            if (told := self.there(holder, operand, piece.chunk, amount)) is not None:
-                there.append(_copy_of(piece, told, target))
-                away += amount
-            else:
-                outside[holder].append((piece, _start(piece, target)))
-        copies = [at_home or self.at_home(operand, pieces, target, size), Copies(there, size)]
-        return Pull(operand, copies, dict(outside), target, size, away)
-
-    def _holder(self, name: str, piece: Piece) -> int:
-        where = self.plan.where[name]
-        assert where is not None
-        holder = int(where[piece.chunk])
-        return self.me if holder == EVERYWHERE else holder
+    def find(self, parts: Parts, at_home: Copies | None = None) -> Pull:
+        """Find out all that is to be copied."""
+        away = parts.take(parts.holders != self.me)
+        told = [holder for holder in np.unique(away.holders).tolist() if self.remote and self.remote.offers(holder)]
+        offered = np.isin(away.holders, told)
+        copies, there = [at_home or self.at_home(parts)], away.take(offered)
+        if told:
+            assert self.remote is not None
+            chunks = self.remote.spans(parts.operand, there.holders, there.pieces[:, _CHUNK], there.bytes)
+            copies.append(there.copies(chunks))
+        others = {holder: away.take(away.holders == holder) for holder in np.unique(away.holders[~offered]).tolist()}
+        return Pull(copies, others, there.bytes)
 
     def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
         """Put what was found on a stream."""
         for copies in what.copies:
             self._run(copies, stream)
-        for holder, these in what.outside.items():
-            self._fetch(holder, what.operand, these, what.target, what.size, stream)
+        for holder, parts in what.outside.items():
+            self._fetch(holder, parts, stream)
 
-    def there(self, holder: int, operand: int, number: int, size: int) -> Span | None:
-        """Return where a matrix of another participant is, mapped here; None if it offers nothing."""
-        return None if self.remote is None else self.remote.span(holder, operand, number, size)
+    def block(self, holder: int, number: int, size: int) -> Span | None:
+        """Return where a block of another rank's is, mapped here, of which `size` bytes are wanted."""
+        if self.remote is None or not self.remote.offers(holder):
+            return None
+        (found,) = self.remote.spans(BLOCKS, np.array([holder]), np.array([number]), size).tolist()
+        return Span(*found)
 
-    def _fetch(
-        self, holder: int, operand: int, pieces: list[tuple[Piece, int]], target: Span, size: int, stream: Any
-    ) -> None:
+    def _fetch(self, holder: int, parts: Parts, stream: Any) -> None:
         """Get what a participant has that offers no memory, over Dask's comms."""
-        held = self.plan.problem.dtype_of(self.plan.problem.operands[operand])
-        dtype = carried(self.plan.problem.matrix_types[operand] if operand < 2 else held, "cupy")
-        boxes = np.array([(operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p, _ in pieces], np.int64)
-        answer = self.comm.fetch(holder, "input", boxes, False)
-        found = []
-        for (piece, start), data in zip(pieces, wait_checked(answer, self.ended.check), strict=True):
+        operand, table, problem = parts.operand, parts.pieces, self.plan.problem
+        held = problem.dtype_of(problem.operands[operand])
+        dtype = carried(problem.matrix_types[operand] if operand < 2 else held, "cupy")
+        first, extent = table[:, [_R0, _C0]], table[:, [_ROWS, _COLS]]
+        boxes = np.column_stack([table[:, : _CHUNK + 1], np.stack([first, first + extent], 2).reshape(-1, 4)])
+        answer, spans = self.comm.fetch(holder, "input", boxes, False), []
+        for data in wait_checked(answer, self.ended.check):
             # What is multiplied in another type has been converted there.
             bare = data.view(np.uint8) if held in FP8 and data.dtype.itemsize == 1 else data
             part = typed(cp.asarray(bare), held)
             part = part if part.dtype == dtype else in_type(part, held, dtype)
             self.kept.append(part)
-            found.append(Rectangle(span_of(part), target._replace(pointer=start), piece.rows, piece.cols))
+            spans.append(span_of(part))
         # The default stream has done this.
         stream.wait_event(record(cp.cuda.Stream.null))
-        self.copy(found, size, stream)
+        got = tabulate(np.array(spans, np.int64), parts.targets, table[:, _ROWS], table[:, _COLS], parts.size)
+        self._run(Copies(got, parts.size), stream)
 
     def gather(self, finishing: Finishing | NativeBias, stream: cp.cuda.Stream) -> None:
         """Pull what the formula reads on this rank; let a stream wait for it."""
-        pulls = self.next_stream()
+        pulls = self.stream
         for one in finishing.inputs:
             number = self.plan.problem.operands.index(one.name)
             moves = one.moves.take(one.moves.dst_owner == self.me)
@@ -240,16 +277,6 @@ class Sources:
             for part, *piece in zip(moves.dst.tolist(), *(x.tolist() for x in columns), strict=True):
                 pieces[part].append(Piece(number, *piece))
             for part, these in pieces.items():
-                self.pull(self.find(number, these, span_of(one.parts[part]), one.dtype.itemsize), pulls)
+                size = one.dtype.itemsize
+                self.pull(self.find(self.parts(number, these, span_of(one.parts[part]), size)), pulls)
         stream.wait_event(record(pulls))
-
-
-def _start(piece: Piece, target: Span) -> int:
-    return target.pointer + piece.row * target.row_stride + piece.col * target.col_stride
-
-
-def _copy_of(piece: Piece, chunk: Span, target: Span) -> Rectangle:
-    """Return the copy of a piece of a chunk to where it belongs."""
-    pointer = chunk.pointer + piece.r0 * chunk.row_stride + piece.c0 * chunk.col_stride
-    to = target._replace(pointer=_start(piece, target))
-    return Rectangle(chunk._replace(pointer=pointer), to, piece.rows, piece.cols)
