@@ -141,7 +141,7 @@ def peer_engine(tmp_path_factory):
         engine = importlib.import_module("dask_distmm.engines.peer")
         _small_pinned_buffers(monkeypatch)
         # Small products are begun before the vote, too.
-        monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.job"], "_LEAST_AHEAD_SECONDS", 0.0)
+        monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.ahead"], "_LEAST_SECONDS", 0.0)
         yield engine, world
     _forget()
 

@@ -241,6 +241,7 @@ class Stream:
 
     def __init__(self, together, immediate=False):
         self.together, self.immediate, self.queue = together, immediate, collections.deque()
+        self.captured = None
         self.ptr = next(Stream._pointers)
         together.append(self)
         _streams[self.ptr] = self
@@ -253,8 +254,18 @@ class Stream:
                 return
             self.queue.append(("wait", event.mark))
 
+    def begin_capture(self):
+        assert self.captured is None
+        self.captured = []
+
+    def end_capture(self):
+        graph, self.captured = Graph(self.captured), None
+        return graph
+
     def add(self, operation):
-        if self.immediate:
+        if self.captured is not None:
+            self.captured.append(operation)
+        elif self.immediate:
             operation()
         else:
             self.queue.append(("do", operation))
@@ -297,6 +308,20 @@ class Stream:
 
     def __exit__(self, *args):
         pass
+
+
+class Graph:
+    """What was put on a stream while that was captured."""
+
+    def __init__(self, operations):
+        self.operations = operations
+
+    def upload(self, stream):
+        pass
+
+    def launch(self, stream):
+        for operation in self.operations:
+            stream.add(operation)
 
 
 def on_stream(pointer, operation):

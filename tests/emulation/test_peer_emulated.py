@@ -339,15 +339,33 @@ def test_what_is_multiplied_before_the_vote_is_over_when_a_run_is_given_up(make_
         until_a_rank_has_at_home_what_it_begins_with()
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("method", ["local", "allgather", "summa", "reducescatter"])
+def test_first_products_that_ran_before_are_a_graph(make_peers, monkeypatch, method, dtype):
+    ranks, _ = make_peers()
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.ahead"], "_LEAST_SECONDS", 1.0)
+    nranks, captured = (1 if method == "local" else 2), 0
+    for seed in range(30):
+        for _ in range(2):
+            conformance(ranks, method, nranks, dtype, shape=(64, 48, 56), most_chunks=2, seed=seed)
+            captured += sum(job._first is not None for job in ranks.jobs[-nranks:])
+        if captured > 2:
+            return
+    raise AssertionError(f"{captured} of 30 problems began with what a rank has at home")
+
+
 @pytest.mark.parametrize(("least", "most", "begun"), [(0.0, 1.0, True), (1.0, 5.0, False), (0.0, 1e-12, False)])
 def test_what_takes_too_little_or_too_much_is_not_begun_before_the_vote(make_peers, monkeypatch, least, most, begun):
     ranks, _ = make_peers()
-    job = sys.modules["dask_distmm.engines.peer.job"]
-    monkeypatch.setattr(job, "_LEAST_AHEAD_SECONDS", least)
-    monkeypatch.setattr(job, "_MOST_AHEAD_SECONDS", most)
-    conformance(ranks, "local", 1, seed=5)
-    assert (ranks.jobs[-1]._ahead is not None) == begun
-    assert ("ahead" in ranks.jobs[-1].timings) == begun
+    module = sys.modules["dask_distmm.engines.peer.ahead"]
+    monkeypatch.setattr(module, "_LEAST_SECONDS", least)
+    monkeypatch.setattr(module, "_MOST_SECONDS", most)
+    for again in (False, True):
+        conformance(ranks, "local", 1, seed=5)
+        assert (ranks.jobs[-1]._ahead is not None) == begun
+        assert ("ahead" in ranks.jobs[-1].timings) == begun
+        # What has run before is captured instead.
+        assert (ranks.jobs[-1]._first is not None) == (again and not begun and most == 5.0)
 
 
 def test_a_job_that_is_dropped_has_its_products_over_with(make_peers, monkeypatch):

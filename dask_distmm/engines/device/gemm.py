@@ -182,6 +182,11 @@ class Gemm:
             raise EngineError(f"cuBLASLt has no algorithm for {kinds} of {self._extents} with epilog {native.epilog!r}")
 
     @property
+    def ran(self) -> bool:
+        """Whether cuBLASLt has multiplied in just this way before, wherever the matrices were."""
+        return self._call is not None and self._call.ran
+
+    @property
     def flops(self) -> float:
         """Its floating-point operations, as of real numbers."""
         rows, cols, k = self._extents
@@ -243,7 +248,7 @@ class _Call:
         ]
         wide = compute_dtype(dtype_from_name(kinds[0]), 1) == dtype_from_name(kinds[2])
         self._reductions = (_IN_PLACE if wide else 0) | _IN_COMPUTE_TYPE
-        self._biased, self._lock = epilog.endswith("bias"), threading.Lock()
+        self._biased, self._lock, self.ran = epilog.endswith("bias"), threading.Lock(), False
         self._set("EPILOGUE", _EPILOGS[epilog])
         for name, op in zip(("TRANSA", "TRANSB"), ops, strict=True):
             self._set(name, OPS[op])
@@ -298,6 +303,7 @@ class _Call:
                 *(beta.ctypes.data, d, in_d, d, in_d),
                 *(self.algorithm.ptr, _workspace(stream.ptr).data.ptr, _WORKSPACE_BYTES, stream.ptr),
             )
+            self.ran = True
 
 
 @functools.lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@
     prepare()   chunks are complete and told, buffers and D are allocated, the first ones filled with what lies here,
                 and multiplied. Its failure is a vote against the run
     accept()    others' offers are read; what they no longer have is unmapped
-    execute()   panel by panel: pulls on streams of their own, a GEMM on another one as soon as they are here
+    execute()   panel by panel: pulls on a stream of their own, a GEMM on another one as soon as they are here
                 others' partial sums of this rank's part of D are pulled and added as they get ready
                 parts of this rank's chunks that others have are pulled; the formula
 
@@ -32,7 +32,7 @@ from dask_distmm.engines.device.gemm import PLAIN, Gemm, Kinds, Memory, Native, 
 from dask_distmm.engines.device.host import to_host
 from dask_distmm.engines.device.operands import DeviceChunks, mark
 from dask_distmm.engines.offers import read_offers
-from dask_distmm.engines.peer.ahead import Ahead
+from dask_distmm.engines.peer.ahead import Ahead, Captured, at_hand, capture
 from dask_distmm.engines.peer.offering import make_offer
 from dask_distmm.engines.peer.pulls import Copies, span_of
 from dask_distmm.engines.peer.remote import Remote
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
     from dask_distmm.engines.peer import PeerEngine
 
 __all__ = ["PeerJob"]
-
-# What takes so long is begun before the vote. Behind shorter products there are pulls to hide, and of longer ones too
-# much is lost where the run does not take place.
-_LEAST_AHEAD_SECONDS, _MOST_AHEAD_SECONDS = 1e-3, 5e-3
 
 
 class PeerJob:
@@ -88,10 +84,11 @@ class PeerJob:
         self._inputs.set_result(None)
         self._began = 0.0
         self._found: dict[int, Pull] = {}
-        self._parts: dict[int, Parts] = {}
-        self._at_home: dict[int, Copies] = {}
+        # Of each fill what there is to copy, and the copies of what lies here.
+        self._parts: dict[int, tuple[Parts, Copies]] = {}
         self._filled_ahead: set[int] = set()
         self._ahead: Ahead | None = None
+        self._first: Captured | None = None
         self._trace = Trace(on=engine.trace is not None)
         self._ended = Ended()
         self._sources = Sources(plan, me, comm, self.chunks, engine.pulls, self._ended)
@@ -246,6 +243,10 @@ class PeerJob:
         if self._bias is not None:
             self._sources.gather(self._bias, self._stream)
             self._bias.convert(self._stream)
+        if self._first is not None:
+            begin = self._trace.begin(self._stream)
+            self._first.run(self._stream)
+            self._trace.end("GEMM", 0, self._first.flops, begin, self._stream)
         for number, turn in enumerate(turns):
             if len(over) >= PANELS:
                 self._wait(over.popleft())
@@ -275,32 +276,31 @@ class PeerJob:
         for turn in self._schedule.turns:
             for fill in turn.fills:
                 target, size = self._in_buffer(fill).span, self._items[fill.operand]
-                parts = self._parts[fill.number] = self._sources.parts(fill.operand, fill.pieces, target, size)
-                self._at_home[fill.number] = self._sources.at_home(parts)
+                parts = self._sources.parts(fill.operand, fill.pieces, target, size)
+                self._parts[fill.number] = parts, self._sources.at_home(parts)
                 if fill.slot not in used and (parts.holders == self.me).all():
                     self._put(fill, self._find(fill), self._stream)
                     self._filled_ahead.add(fill.number)
             used.update(fill.slot for product in turn.products for fill in (*product.a, *product.b))
 
     def _multiply_ahead(self) -> None:
-        """Put the first products on the stream, as far as all that they need is here."""
-        rate = self.plan.problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a)
+        """Begin the first products, as far as all that they need is here, or make them ready."""
         turns = zip(self._schedule.turns, self._calls, strict=True)
-        every = [(x, calls, at) for turn, calls in turns for at, x in enumerate(turn.products)]
-        seconds, first = 0.0, 0
-        for product, calls, at in every if self._bias is None else ():
-            more = sum(gemm.flops for gemm in calls[at]) / rate
-            here = all(x.slot is None or x.number in self._filled_ahead for x in (*product.a, *product.b))
-            if not here or seconds + more > _MOST_AHEAD_SECONDS:
-                break
-            seconds, first = seconds + more, first + 1
-        if first and seconds >= _LEAST_AHEAD_SECONDS:
-            self._ahead = Ahead(self._stream, [gemm for _, calls, at in every[:first] for gemm in calls[at]])
-            for _, calls, at in every[:first]:
-                calls[at] = []
+        every = [(product, calls, at) for turn, calls in turns for at, product in enumerate(turn.products)]
+        rate = self.plan.problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a)
+        count, long = at_hand([(calls[at], self._is_here(product)) for product, calls, at in every], rate)
+        products = [gemm for _, calls, at in every[:count] for gemm in calls[at]]
+        self._ahead = Ahead(self._stream, products) if long else None
+        self._first = None if long else capture(self._stream, products)
+        for _, calls, at in every[:count] if long or self._first is not None else ():
+            calls[at] = []
+
+    def _is_here(self, product: Product) -> bool:
+        fills = (*product.a, *product.b)
+        return self._bias is None and all(x.slot is None or x.number in self._filled_ahead for x in fills)
 
     def _find(self, fill: Fill) -> Pull:
-        return self._sources.find(self._parts[fill.number], self._at_home[fill.number])
+        return self._sources.find(*self._parts[fill.number])
 
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
