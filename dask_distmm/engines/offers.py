@@ -28,7 +28,7 @@ BLOCKS = -1
 FLAG_BYTES = 4
 _HANDLE_BYTES = 64
 _PROCESS_BYTES = 16
-# Sums of three such numbers are not beyond 64 bits.
+# The sum of three such numbers is not beyond 64 bits.
 _MOST = 2**61
 # What is told of a matrix: number of the allocation, offset of its first element, strides, in bytes.
 _TOLD = 4
@@ -134,7 +134,7 @@ def read_offers(wires: Sequence[Any], plan: Plan, mine: int, sums: int) -> list[
     if len(wires) != len(plan.participants):
         raise ProtocolError(f"{len(wires)} offers for {len(plan.participants)} participants")
     found: list[Offer | None] = []
-    read = lent(plan, plan.problem.operands)
+    read, extents = lent(plan, plan.problem.operands), _extents(plan)
     for index, wire in enumerate(wires):
         # Chunks of workers on other hosts come over Dask's comms.
         if wire is None or index == mine or not reaches(plan.participants[mine], plan.participants[index]):
@@ -142,7 +142,7 @@ def read_offers(wires: Sequence[Any], plan: Plan, mine: int, sums: int) -> list[
             continue
         try:
             offer = _read(wire)
-            _check(offer, wire["places"], plan, index, sums, read)
+            _check(offer, wire["places"], plan, index, sums, read, extents)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             address = plan.participants[index].address
             raise ProtocolError(f"malformed offer of {address}: {type(error).__name__}: {error}") from error
@@ -171,31 +171,50 @@ def _natural(value: Any) -> int:
     return value
 
 
+# Rows, columns, and bytes of an element, of matrices.
+_Extents = NDArray[np.int64]
+
+
+def _extents(plan: Plan) -> dict[str, _Extents]:
+    """Return those of all chunks, by operand."""
+    problem, found = plan.problem, {}
+    kinds = dict(zip("ab", problem.matrix_types, strict=True))
+    for name in problem.operands:
+        rows, cols = (np.asarray(axis, np.int64) for axis in problem.chunks_of(name))
+        size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize
+        sizes = np.full(len(rows) * len(cols), size, np.int64)
+        found[name] = np.stack([np.repeat(rows, len(cols)), np.tile(cols, len(rows)), sizes], 1)
+    return found
+
+
 def _check(
-    offer: Offer, places: bytes, plan: Plan, index: int, sums: int, read: Mapping[str, NDArray[np.bool_]]
+    offer: Offer,
+    places: bytes,
+    plan: Plan,
+    index: int,
+    sums: int,
+    read: Mapping[str, NDArray[np.bool_]],
+    extents: Mapping[str, _Extents],
 ) -> None:
     """Put down where matrices lie; raise ValueError if any is missing, or does not lie inside of its allocation."""
-    problem = plan.problem
-    kinds = dict(zip("ab", problem.matrix_types, strict=True))
     table = np.frombuffer(places, np.int64).reshape(-1, 2 + _TOLD)
-    for operand, name in enumerate(problem.operands):
-        sizes = [np.asarray(axis, np.int64) for axis in problem.chunks_of(name)]
-        rows, cols = (x.ravel() for x in np.meshgrid(*sizes, indexing="ij"))
-        size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize
-        found = _places(offer, table, operand, len(rows))
+    every: list[tuple[NDArray[np.int64], _Extents]] = []
+    for operand, name in enumerate(plan.problem.operands):
+        found = _places(offer, table, operand, len(extents[name]))
         absent = np.flatnonzero(read[name][index] & (found[:, 0] < 0))
         if len(absent):
             raise ValueError(f"chunk {absent[0]} of {name.upper()} is not in it")
-        _inside(offer, found, rows, cols, size)
+        every.append((found, extents[name]))
     if index in plan.ranks:
-        rank = plan.ranks.index(index)
-        rects = np.array(blocks(plan, rank), np.int64).reshape(-1, 4)
-        found = _places(offer, table, BLOCKS, len(rects))
-        _inside(offer, found, rects[:, 1] - rects[:, 0], rects[:, 3] - rects[:, 2], sums)
+        rects = np.array(blocks(plan, plan.ranks.index(index)), np.int64).reshape(-1, 4)
+        sizes = np.full(len(rects), sums)
+        shapes = np.stack([rects[:, 1] - rects[:, 0], rects[:, 3] - rects[:, 2], sizes], 1)
+        every.append((_places(offer, table, BLOCKS, len(rects)), shapes))
         if offer.flags is None:
             raise ValueError("a rank without flags")
         flags = np.array([(*offer.flags, 0, FLAG_BYTES)], np.int64)
-        _inside(offer, flags, np.array([1]), np.array([len(plan.ranks) + 1]), FLAG_BYTES)
+        every.append((flags, np.array([(1, len(plan.ranks) + 1, FLAG_BYTES)], np.int64)))
+    _inside(offer, *(np.concatenate(columns) for columns in zip(*every, strict=True)))
 
 
 def _places(offer: Offer, table: NDArray[np.int64], operand: int, count: int) -> NDArray[np.int64]:
@@ -210,12 +229,10 @@ def _places(offer: Offer, table: NDArray[np.int64], operand: int, count: int) ->
     return offer.places[operand]
 
 
-def _inside(
-    offer: Offer, places: NDArray[np.int64], rows: NDArray[np.int64], cols: NDArray[np.int64], itemsize: int
-) -> None:
-    """Raise ValueError if any matrix that is offered, of some rows and columns, is not inside of its allocation."""
+def _inside(offer: Offer, places: NDArray[np.int64], extents: _Extents) -> None:
+    """Raise ValueError if any matrix that is offered is not inside of its allocation."""
     there = places[:, 0] >= 0
-    (number, offset, down, across), rows, cols = places[there].T, rows[there], cols[there]
+    (number, offset, down, across), (rows, cols, itemsize) = places[there].T, extents[there].T
     if len(number) and number.max() >= len(offer.allocations):
         raise ValueError(f"there is no allocation {number.max()}")
     ends = [(count - 1.0) * stride for count, stride in ((rows, down), (cols, across))]
@@ -224,8 +241,9 @@ def _inside(
     far = [(count - 1) * stride for count, stride in ((rows, down), (cols, across))]
     low, high = (offset + f(0, far[0]) + f(0, far[1]) for f in (np.minimum, np.maximum))
     sizes = np.array([one.size for one in offer.allocations], np.uint64)[number]
-    for at in np.flatnonzero((low < 0) | (np.maximum(high, 0).astype(np.uint64) + np.uint64(itemsize) > sizes)):
+    beyond = np.maximum(high + itemsize, 0).astype(np.uint64) > sizes
+    for at in np.flatnonzero((low < 0) | beyond):
         raise ValueError(
-            f"a matrix of {rows[at]} x {cols[at]} reaches from byte {low[at]} to {high[at] + itemsize} of an "
+            f"a matrix of {rows[at]} x {cols[at]} reaches from byte {low[at]} to {high[at] + itemsize[at]} of an "
             f"allocation of {sizes[at]}"
         )

@@ -82,7 +82,6 @@ class PeerJob:
         self._items = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
         self._inputs: Future[None] = Future()
         self._inputs.set_result(None)
-        self._began = 0.0
         self._found: dict[int, Pull] = {}
         # Of each fill what there is to copy, and the copies of what lies here.
         self._parts: dict[int, tuple[Parts, Copies]] = {}
@@ -187,8 +186,9 @@ class PeerJob:
         if len(self.plan.participants) > 1:
             found = read_offers(offers, self.plan, self.me, self._sums.itemsize)
             self._sources.remote = Remote(self.plan, found, self.engine, self._gone)
-        # Before the first copy: between copies the host would be too slow.
-        for fill in (fill for turn in self._schedule.turns for fill in turn.fills):
+        # All of it is mapped now; what there is to copy later is found out while the GPU is busy.
+        self._sources.map([parts for parts, _ in self._parts.values()])
+        for fill in (fill for turn in self._schedule.turns[:PANELS] for fill in turn.fills):
             if fill.number not in self._filled_ahead:
                 self._found[fill.number] = self._find(fill)
         self.timings["offers"] = time.perf_counter() - self._began
@@ -306,7 +306,7 @@ class PeerJob:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
         if fill.number in self._filled_ahead:
             return
-        stream, what = self._sources.stream, self._found[fill.number]
+        stream, what = self._sources.stream, self._found.get(fill.number) or self._find(fill)
         if fill.slot in self._used:
             stream.wait_event(self._used[fill.slot])
         begin = self._trace.begin(stream)

@@ -43,7 +43,7 @@ class Remote:
     Attributes
     ----------
     pulled_bytes
-        Bytes that were asked for so far.
+        Bytes that were asked for so far; who asks adds to it.
     """
 
     def __init__(self, plan: Plan, offers: Sequence[Offer | None], engine: PeerEngine, gone: Collection[int]) -> None:
@@ -55,13 +55,12 @@ class Remote:
             if offer is not None and offer.process != engine.exporter.process:
                 engine.mappings.begin(plan.group, offer.process, offer.alive)
 
-    def offers(self, holder: int) -> bool:
-        """Whether a participant lets others map its memory."""
-        return self._offers[holder] is not None
+    @property
+    def offering(self) -> NDArray[np.bool_]:
+        """Which participants let others map their memory."""
+        return np.array([offer is not None for offer in self._offers])
 
-    def spans(
-        self, operand: int, holders: NDArray[np.int64], numbers: NDArray[np.int64], size: int
-    ) -> NDArray[np.int64]:
+    def spans(self, operand: int, holders: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where matrices of an operand are in this process: address, row stride and column stride of each.
 
         Parameters
@@ -70,8 +69,6 @@ class Remote:
             Its number, or `offers.BLOCKS`.
         holders, numbers
             Of each matrix: the participant that offers it, and which one it is.
-        size
-            Bytes that will be pulled from all of them.
 
         Raises
         ------
@@ -95,7 +92,6 @@ class Remote:
                     )
                 found[theirs[within], 0] = self._address(holder, offer, allocation) + places[within, 1]
             found[theirs, 1:] = places[:, 2:]
-        self.pulled_bytes += size
         return found
 
     def _address(self, holder: int, offer: Offer, number: int) -> int:

@@ -151,6 +151,8 @@ class Sources:
         self.plan, self.me, self.comm, self.chunks, self.ended = plan, me, comm, chunks, ended
         self.remote: Remote | None = None
         self.kept: list[Any] = []
+        # Of each operand, where chunks of others are.
+        self._mapped: dict[int, NDArray[np.int64]] = {}
         # Kept until all is over.
         self._copies: list[Copies] = []
         self.stream = stream
@@ -219,32 +221,49 @@ class Sources:
         # One chunk is what memcpy does as quickly.
         return own.copies(np.array(chunks, np.int64).reshape(-1, 3), here=len(chunks) > 1)
 
-    def find(self, parts: Parts, at_home: Copies | None = None) -> Pull:
-        """Find out all that is to be copied."""
-        away = parts.take(parts.holders != self.me)
-        told = [holder for holder in np.unique(away.holders).tolist() if self.remote and self.remote.offers(holder)]
-        offered = np.isin(away.holders, told)
-        copies, there = [at_home or self.at_home(parts)], away.take(offered)
-        if told:
-            assert self.remote is not None
-            chunks = self.remote.spans(parts.operand, there.holders, there.pieces[:, _CHUNK], there.bytes)
-            copies.append(there.copies(chunks))
-        others = {holder: away.take(away.holders == holder) for holder in np.unique(away.holders[~offered]).tolist()}
-        return Pull(copies, others, there.bytes)
+    def map(self, every: Sequence[Parts]) -> None:
+        """Map all that some parts are copied from: before the first copy, and while all are alive."""
+        if self.remote is None:
+            return
+        offering = self.remote.offering
+        for operand in {parts.operand for parts in every}:
+            where = np.concatenate(
+                [np.stack([x.holders, x.pieces[:, _CHUNK]]) for x in every if x.operand == operand], 1
+            )
+            where = where[:, (where[0] != self.me) & offering[where[0]]]
+            numbers, first = np.unique(where[1], return_index=True)
+            chunks = self.plan.where[self.plan.problem.operands[operand]]
+            assert chunks is not None
+            at = self._mapped.setdefault(operand, np.zeros((len(chunks), 3), np.int64))
+            at[numbers] = self.remote.spans(operand, where[0, first], numbers)
+
+    def find(self, parts: Parts, at_home: Copies) -> Pull:
+        """Find out all that is to be copied, from what was mapped."""
+        away = parts.holders != self.me
+        if not away.any():
+            return Pull([at_home], {}, 0)
+        offered = away & self.remote.offering[parts.holders] if self.remote is not None else np.zeros_like(away)
+        there, copies = parts.take(offered), [at_home]
+        if len(there.holders):
+            copies.append(there.copies(self._mapped[parts.operand][there.pieces[:, _CHUNK]]))
+        others = set(parts.holders[away & ~offered].tolist())
+        return Pull(copies, {holder: parts.take(parts.holders == holder) for holder in sorted(others)}, there.bytes)
 
     def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
         """Put what was found on a stream."""
         for copies in what.copies:
             self._run(copies, stream)
+        if self.remote is not None:
+            self.remote.pulled_bytes += what.away
         for holder, parts in what.outside.items():
             self._fetch(holder, parts, stream)
 
     def block(self, holder: int, number: int, size: int) -> Span | None:
         """Return where a block of another rank's is, mapped here, of which `size` bytes are wanted."""
-        if self.remote is None or not self.remote.offers(holder):
+        if self.remote is None or not self.remote.offering[holder]:
             return None
-        (found,) = self.remote.spans(BLOCKS, np.array([holder]), np.array([number]), size).tolist()
-        return Span(*found)
+        self.remote.pulled_bytes += size
+        return Span(*self.remote.spans(BLOCKS, np.array([holder]), np.array([number]))[0].tolist())
 
     def _fetch(self, holder: int, parts: Parts, stream: Any) -> None:
         """Get what a participant has that offers no memory, over Dask's comms."""
@@ -276,7 +295,9 @@ class Sources:
             pieces: dict[int, list[Piece]] = collections.defaultdict(list)
             for part, *piece in zip(moves.dst.tolist(), *(x.tolist() for x in columns), strict=True):
                 pieces[part].append(Piece(number, *piece))
-            for part, these in pieces.items():
-                size = one.dtype.itemsize
-                self.pull(self.find(self.parts(number, these, span_of(one.parts[part]), size)), pulls)
+            size = one.dtype.itemsize
+            every = [self.parts(number, these, span_of(one.parts[part]), size) for part, these in pieces.items()]
+            self.map(every)
+            for parts in every:
+                self.pull(self.find(parts, self.at_home(parts)), pulls)
         stream.wait_event(record(pulls))
