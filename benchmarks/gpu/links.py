@@ -46,7 +46,7 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     from dask_distmm.engines.device.kernels import copy_rectangles
     from dask_distmm.engines.offers import Allocation
     from dask_distmm.engines.peer.memory import Mappings
-    from dask_distmm.engines.peer.pulls import Copies, Rectangle, table_of
+    from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
     from dask_distmm.layout.rectangles import Span
 
     mappings = _KEPT.setdefault("mappings", Mappings())
@@ -67,10 +67,10 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
         Rectangle(Span(p, stride, 1), Span(t.data.ptr, cols, 1), rows, cols)
         for p, t in zip(mapped, targets, strict=True)
     ]
-    ready: list[Any] = [Copies(table_of([one], 1), 1) for one in found]
+    ready: list[Any] = make_copies([table_of([one], 1) for one in found], 1)
     if kernel:
         table = [[(one.source.pointer, one.target.pointer, cols, rows, 1, stride, cols)] for one in found]
-        ready = [copy_rectangles([np.array(one, np.int64)], 1)[0] for one in table]
+        ready = [copy_rectangles([np.array(one, np.int64)], 1)[0][0] for one in table]
     cupy.cuda.Stream.null.synchronize()
     time.sleep(max(0.0, begin - time.time()))
     marks = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in flows]
@@ -95,7 +95,7 @@ def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str
     from benchmarks.gpu.batch import Batch
     from dask_distmm.engines.device.kernels import copy_rectangles
     from dask_distmm.engines.offers import Allocation
-    from dask_distmm.engines.peer.pulls import Copies, Rectangle, table_of
+    from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
     from dask_distmm.layout.rectangles import Span
 
     me = [process for process, _, _ in offers].index(_KEPT["exporter"].process)
@@ -111,9 +111,13 @@ def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str
         )
     if way == "kernel":
         table = [(one.source.pointer, one.target.pointer, width, edge, 1, width, across * width) for one in found]
-        ready: Any = copy_rectangles([np.array(table, np.int64)], 1)[0]
+        ready: Any = copy_rectangles([np.array(table, np.int64)], 1)[0][0]
     else:
-        ready = Copies(table_of(found, 1), 1) if way == "copies" else Batch(found, overlap=way.endswith("overlap"))
+        ready = (
+            make_copies([table_of(found, 1)], 1)[0]
+            if way == "copies"
+            else Batch(found, overlap=way.endswith("overlap"))
+        )
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     time.sleep(max(0.0, begin - time.time()))

@@ -2,7 +2,8 @@
 
 An offer travels with the vote, and all offers with the message that starts the run. It lists allocations, and for each
 chunk and each block of D where in which of them it lies. Whoever reads an offer checks that all of it lies inside the
-allocation that it names, since nobody else does.
+allocation that it names, since nobody else does. What that takes is worked out before the vote (`Expected`): between
+the start of a run and its first pull the GPUs wait.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dask_distmm.plan import Plan
 from dask_distmm.plan.pulls import blocks, lent
 from dask_distmm.plan.reach import reaches
 
-__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Offer", "read_offers"]
+__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers"]
 
 # What a block of D has in place of an operand's number.
 BLOCKS = -1
@@ -56,7 +57,7 @@ class Allocation(NamedTuple):
 
 
 class Offer:
-    """What one participant offers.
+    """What one participant offers, as it makes it.
 
     Parameters
     ----------
@@ -64,40 +65,28 @@ class Offer:
         Which process it is.
     alive
         Buffer ids of all its allocations that others may have mapped.
-
-    Attributes
-    ----------
-    allocations
-        Those that are used now.
-    places
-        Of one that was read, by operand (or `BLOCKS`): a row for each matrix, with the number of the allocation (-1 if
-        it is not offered), the offset of its first element there, and its strides, in bytes.
-    flags
-        Where its flags are; None if it is no rank.
     """
 
     def __init__(self, process: bytes, alive: Iterable[int] = ()) -> None:
         self.process, self.alive = process, list(alive)
-        self.allocations: list[Allocation] = []
-        self.places: dict[int, NDArray[np.int64]] = {}
-        self.flags: tuple[int, int] | None = None
+        self._allocations: list[Allocation] = []
+        self._flags: tuple[int, int] | None = None
         self._numbers: dict[int, int] = {}
         self._rows: list[tuple[int, ...]] = []
 
     def add(self, operand: int, number: int, allocation: Allocation, span: Span) -> None:
         """Tell where a matrix lies."""
-        at = self._number(allocation)
-        offset = span.pointer - allocation.address
+        at, offset = self._number(allocation), span.pointer - allocation.address
         self._rows.append((operand, number, at, offset, span.row_stride, span.col_stride))
 
     def add_flags(self, allocation: Allocation, pointer: int) -> None:
         """Tell where the flags are."""
-        self.flags = self._number(allocation), pointer - allocation.address
+        self._flags = self._number(allocation), pointer - allocation.address
 
     def _number(self, allocation: Allocation) -> int:
         if allocation.buffer_id not in self._numbers:
-            self._numbers[allocation.buffer_id] = len(self.allocations)
-            self.allocations.append(allocation)
+            self._numbers[allocation.buffer_id] = len(self._allocations)
+            self._allocations.append(allocation)
         return self._numbers[allocation.buffer_id]
 
     def to_wire(self) -> dict[str, Any]:
@@ -106,144 +95,200 @@ class Offer:
         return {
             "process": self.process,
             "alive": self.alive,
-            "allocations": [list(one) for one in self.allocations],
+            "allocations": [list(one) for one in self._allocations],
             "places": table.tobytes(),
-            "flags": None if self.flags is None else list(self.flags),
+            "flags": None if self._flags is None else list(self._flags),
         }
 
 
-def read_offers(wires: Sequence[Any], plan: Plan, mine: int, sums: int) -> list[Offer | None]:
-    """Return what all participants offer, from plain types.
+class Told(NamedTuple):
+    """What a participant has told of itself: see `Offer`; its flags' allocation and offset, if it is a rank."""
+
+    process: bytes
+    alive: list[int]
+    allocations: list[Allocation]
+    flags: tuple[int, int] | None
+
+
+class Offers(NamedTuple):
+    """What all participants offer.
 
     Parameters
     ----------
-    wires
-        For each participant what `Offer.to_wire` gave, or None.
+    told
+        By each; None for this participant itself, and for those that it can't reach or that offer nothing.
+    places
+        Where matrices lie, by operand (or `BLOCKS`): (participants, matrices, 4), with the number of the allocation (-1
+        if it is not offered), the offset of the first element there, and the strides, in bytes.
+    """
+
+    told: list[Told | None]
+    places: dict[int, NDArray[np.int64]]
+
+
+class Expected:
+    """What others are to offer in a run.
+
+    Parameters
+    ----------
     plan
         Of the run: which participant has what, and of what shape.
     mine
         This participant. Its own offer is not read, nor those of participants that it can't reach.
     sums
         Bytes of an element of what ranks sum into.
-
-    Raises
-    ------
-    ProtocolError
-        Something is missing, of the wrong type, or outside of its allocation.
     """
-    if len(wires) != len(plan.participants):
-        raise ProtocolError(f"{len(wires)} offers for {len(plan.participants)} participants")
-    found: list[Offer | None] = []
-    read, extents = lent(plan, plan.problem.operands), _extents(plan)
-    for index, wire in enumerate(wires):
-        # Chunks of workers on other hosts come over Dask's comms.
-        if wire is None or index == mine or not reaches(plan.participants[mine], plan.participants[index]):
-            found.append(None)
-            continue
-        try:
-            offer = _read(wire)
-            _check(offer, wire["places"], plan, index, sums, read, extents)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-            address = plan.participants[index].address
-            raise ProtocolError(f"malformed offer of {address}: {type(error).__name__}: {error}") from error
-        found.append(offer)
-    return found
+
+    def __init__(self, plan: Plan, mine: int, sums: int) -> None:
+        problem, count = plan.problem, len(plan.participants)
+        self._addresses = [worker.address for worker in plan.participants]
+        me = plan.participants[mine]
+        self._read = [index != mine and reaches(me, other) for index, other in enumerate(plan.participants)]
+        self._is_rank = [index in plan.ranks for index in range(count)]
+        kinds, read = dict(zip("ab", problem.matrix_types, strict=True)), lent(plan, problem.operands)
+        # Rows, columns and bytes of an element of all chunks of all operands, and of all blocks of D; for each operand
+        # and participant where its own begin, and how many there are. The last operand are the blocks.
+        extents: list[NDArray[np.int64]] = []
+        self._first = np.zeros((len(problem.operands) + 1, count), np.int64)
+        self._count = np.zeros_like(self._first)
+        # Of the matrices that must not be missing: operand, participant, number.
+        needed: list[NDArray[np.int64]] = []
+        at = 0
+        for operand, name in enumerate(problem.operands):
+            rows, cols = (np.asarray(axis, np.int64) for axis in problem.chunks_of(name))
+            size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize
+            extents.append(_shapes(np.repeat(rows, len(cols)), np.tile(cols, len(rows)), size))
+            self._first[operand], self._count[operand] = at, len(extents[-1])
+            at += len(extents[-1])
+            needed.append(np.insert(np.argwhere(read[name] & np.array(self._read)[:, None]), 0, operand, axis=1))
+        for rank, index in enumerate(plan.ranks):
+            rects = np.array(blocks(plan, rank), np.int64).reshape(-1, 4)
+            extents.append(_shapes(rects[:, 1] - rects[:, 0], rects[:, 3] - rects[:, 2], sums))
+            self._first[-1, index], self._count[-1, index] = at, len(rects)
+            at += len(rects)
+        self._flags = _shapes(np.ones(1, np.int64), np.array([len(plan.ranks) + 1]), FLAG_BYTES)
+        self._extents, self._needed = np.concatenate([*extents, self._flags]), np.concatenate(needed).T
+        self._names = [*problem.operands, "blocks of d"]
+
+    def read(self, wires: Sequence[Any]) -> Offers:
+        """Return what all participants offer, from what `Offer.to_wire` gave for each, or None.
+
+        Raises
+        ------
+        ProtocolError
+            Something is missing, of the wrong type, or outside of its allocation.
+        """
+        if len(wires) != len(self._read):
+            raise ProtocolError(f"{len(wires)} offers for {len(self._read)} participants")
+        told: list[Told | None] = []
+        tables = [np.empty((0, 2 + _TOLD), np.int64)]
+        owners: list[int] = []
+        for index, wire in enumerate(wires):
+            # Chunks of workers on other hosts come over Dask's comms.
+            one = None
+            if wire is not None and self._read[index]:
+                try:
+                    one = _told(wire)
+                    tables.append(np.frombuffer(wire["places"], np.int64).reshape(-1, 2 + _TOLD))
+                except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+                    raise self._malformed(index, f"{type(error).__name__}: {error}") from error
+                if self._is_rank[index] and one.flags is None:
+                    raise self._malformed(index, "a rank without flags")
+                owners.append(index)
+            told.append(one)
+        participant = np.repeat(np.array(owners, np.int64), [len(table) for table in tables[1:]])
+        return Offers(told, self._places(told, participant, np.concatenate(tables)))
+
+    def _malformed(self, index: int, what: str) -> ProtocolError:
+        return ProtocolError(f"malformed offer of {self._addresses[index]}: {what}")
+
+    def _places(
+        self, told: Sequence[Told | None], participant: NDArray[np.int64], table: NDArray[np.int64]
+    ) -> dict[int, NDArray[np.int64]]:
+        """Return where all matrices lie, of what each of some participants tells: operand, number, and the place."""
+        operand, number = table[:, 0], table[:, 1]
+        last = len(self._names) - 1
+        known = (operand >= BLOCKS) & (operand < last)
+        operand = np.where(operand == BLOCKS, last, operand)
+        known &= (number >= 0) & (number < self._count[np.where(known, operand, 0), participant])
+        if not known.all():
+            at = int(np.argmin(known))
+            raise self._malformed(int(participant[at]), f"there is no matrix {number[at]} of operand {table[at, 0]}")
+        flags = [(index, 0, *one.flags, 0, FLAG_BYTES) for index, one in enumerate(told) if one and one.flags]
+        owners = np.concatenate([participant, np.array([row[0] for row in flags], np.int64)])
+        where = np.concatenate([table[:, 2:], np.array([row[2:] for row in flags], np.int64).reshape(-1, _TOLD)])
+        ids = np.full(len(where), len(self._extents) - 1)
+        ids[: len(table)] = self._first[operand, participant] + number
+        self._check(told, owners, where, self._extents[ids])
+        found = {}
+        for number_of, name in enumerate(self._names):
+            mine = operand == number_of
+            found[number_of if number_of < last else BLOCKS] = dense = np.full(
+                (len(told), int(self._count[number_of].max()), _TOLD), -1, np.int64
+            )
+            dense[participant[mine], number[mine]] = table[mine, 2:]
+            wanted = self._needed[1:, self._needed[0] == number_of]
+            absent = np.flatnonzero(dense[wanted[0], wanted[1], 0] < 0) if wanted.size else ()
+            for index, missing in wanted[:, absent].T.tolist() if len(absent) else ():
+                if told[index] is not None:
+                    raise self._malformed(index, f"chunk {missing} of {name.upper()} is not in it")
+        return found
+
+    def _check(
+        self,
+        told: Sequence[Told | None],
+        owners: NDArray[np.int64],
+        where: NDArray[np.int64],
+        extents: NDArray[np.int64],
+    ) -> None:
+        """Raise if any matrix is not inside of its owner's allocation."""
+        counts = np.array([len(one.allocations) if one else 0 for one in told])
+        bases = np.concatenate([[0], np.cumsum(counts)])
+        sizes = np.array([a.size for one in told if one for a in one.allocations], np.uint64)
+        (allocation, offset, down, across), (rows, cols, itemsize) = where.T, extents.T
+        strange = (allocation < 0) | (allocation >= counts[owners])
+        ends = [(count - 1.0) * stride for count, stride in ((rows, down), (cols, across))]
+        large = np.zeros(len(where), bool)
+        for numbers in (offset.astype(float), *ends):
+            large |= np.abs(numbers) > _MOST
+        if (strange | large).any():
+            at = int(np.argmax(strange | large))
+            what = f"there is no allocation {allocation[at]}" if strange[at] else "numbers out of range"
+            raise self._malformed(int(owners[at]), what)
+        far = [(count - 1) * stride for count, stride in ((rows, down), (cols, across))]
+        low, high = (offset + f(0, far[0]) + f(0, far[1]) for f in (np.minimum, np.maximum))
+        size = sizes[bases[owners] + allocation]
+        outside = (low < 0) | (np.maximum(high + itemsize, 0).astype(np.uint64) > size)
+        if outside.any():
+            at = int(np.argmax(outside))
+            raise self._malformed(
+                int(owners[at]),
+                f"a matrix of {rows[at]} x {cols[at]} reaches from byte {low[at]} to {high[at] + itemsize[at]} of an "
+                f"allocation of {size[at]}",
+            )
 
 
-def _read(wire: Mapping[str, Any]) -> Offer:
+def _shapes(rows: NDArray[np.int64], cols: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    return np.stack([rows, cols, np.full(len(rows), size, np.int64)], 1)
+
+
+def _told(wire: Mapping[str, Any]) -> Told:
     process = wire["process"]
     if not isinstance(process, bytes) or len(process) != _PROCESS_BYTES:
         raise ValueError(f"process is not {_PROCESS_BYTES} bytes")
-    offer = Offer(process, map(_natural, wire["alive"]))
+    allocations = []
     for handle, size, buffer_id, address in wire["allocations"]:
         if not isinstance(handle, bytes) or len(handle) != _HANDLE_BYTES:
             raise ValueError(f"a handle is not {_HANDLE_BYTES} bytes")
-        offer.allocations.append(Allocation(handle, _natural(size), _natural(buffer_id), _natural(address)))
+        allocations.append(Allocation(handle, _natural(size), _natural(buffer_id), _natural(address)))
+    flags = None
     if wire["flags"] is not None:
         allocation, offset = map(_natural, wire["flags"])
-        offer.flags = allocation, offset
-    return offer
+        flags = min(allocation, _MOST), min(offset, _MOST + 1)
+    return Told(process, [_natural(number) for number in wire["alive"]], allocations, flags)
 
 
 def _natural(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
         raise ValueError(f"expected a natural number of 64 bits, found {str(value)[:40]}")
     return value
-
-
-# Rows, columns, and bytes of an element, of matrices.
-_Extents = NDArray[np.int64]
-
-
-def _extents(plan: Plan) -> dict[str, _Extents]:
-    """Return those of all chunks, by operand."""
-    problem, found = plan.problem, {}
-    kinds = dict(zip("ab", problem.matrix_types, strict=True))
-    for name in problem.operands:
-        rows, cols = (np.asarray(axis, np.int64) for axis in problem.chunks_of(name))
-        size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize
-        sizes = np.full(len(rows) * len(cols), size, np.int64)
-        found[name] = np.stack([np.repeat(rows, len(cols)), np.tile(cols, len(rows)), sizes], 1)
-    return found
-
-
-def _check(
-    offer: Offer,
-    places: bytes,
-    plan: Plan,
-    index: int,
-    sums: int,
-    read: Mapping[str, NDArray[np.bool_]],
-    extents: Mapping[str, _Extents],
-) -> None:
-    """Put down where matrices lie; raise ValueError if any is missing, or does not lie inside of its allocation."""
-    table = np.frombuffer(places, np.int64).reshape(-1, 2 + _TOLD)
-    every: list[tuple[NDArray[np.int64], _Extents]] = []
-    for operand, name in enumerate(plan.problem.operands):
-        found = _places(offer, table, operand, len(extents[name]))
-        absent = np.flatnonzero(read[name][index] & (found[:, 0] < 0))
-        if len(absent):
-            raise ValueError(f"chunk {absent[0]} of {name.upper()} is not in it")
-        every.append((found, extents[name]))
-    if index in plan.ranks:
-        rects = np.array(blocks(plan, plan.ranks.index(index)), np.int64).reshape(-1, 4)
-        sizes = np.full(len(rects), sums)
-        shapes = np.stack([rects[:, 1] - rects[:, 0], rects[:, 3] - rects[:, 2], sizes], 1)
-        every.append((_places(offer, table, BLOCKS, len(rects)), shapes))
-        if offer.flags is None:
-            raise ValueError("a rank without flags")
-        flags = np.array([(*offer.flags, 0, FLAG_BYTES)], np.int64)
-        every.append((flags, np.array([(1, len(plan.ranks) + 1, FLAG_BYTES)], np.int64)))
-    _inside(offer, *(np.concatenate(columns) for columns in zip(*every, strict=True)))
-
-
-def _places(offer: Offer, table: NDArray[np.int64], operand: int, count: int) -> NDArray[np.int64]:
-    """Put down where the matrices of an operand lie."""
-    told = table[table[:, 0] == operand]
-    offer.places[operand] = np.full((count, _TOLD), -1, np.int64)
-    if len(told) and not 0 <= told[:, 1].min() <= told[:, 1].max() < count:
-        raise ValueError(f"numbers out of range: operand {operand} has {count} matrices")
-    offer.places[operand][told[:, 1]] = told[:, 2:]
-    if len(told) and told[:, 2].min() < 0:
-        raise ValueError(f"there is no allocation {told[:, 2].min()}")
-    return offer.places[operand]
-
-
-def _inside(offer: Offer, places: NDArray[np.int64], extents: _Extents) -> None:
-    """Raise ValueError if any matrix that is offered is not inside of its allocation."""
-    there = places[:, 0] >= 0
-    (number, offset, down, across), (rows, cols, itemsize) = places[there].T, extents[there].T
-    if len(number) and number.max() >= len(offer.allocations):
-        raise ValueError(f"there is no allocation {number.max()}")
-    ends = [(count - 1.0) * stride for count, stride in ((rows, down), (cols, across))]
-    if any((np.abs(numbers) > _MOST).any() for numbers in (offset.astype(float), *ends)):
-        raise ValueError("numbers out of range")
-    far = [(count - 1) * stride for count, stride in ((rows, down), (cols, across))]
-    low, high = (offset + f(0, far[0]) + f(0, far[1]) for f in (np.minimum, np.maximum))
-    sizes = np.array([one.size for one in offer.allocations], np.uint64)[number]
-    beyond = np.maximum(high + itemsize, 0).astype(np.uint64) > sizes
-    for at in np.flatnonzero((low < 0) | beyond):
-        raise ValueError(
-            f"a matrix of {rows[at]} x {cols[at]} reaches from byte {low[at]} to {high[at] + itemsize[at]} of an "
-            f"allocation of {sizes[at]}"
-        )

@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from dask_distmm.engines.offers import BLOCKS, Allocation, Offer, read_offers
+from dask_distmm.engines.offers import BLOCKS, Allocation, Expected, Offer
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Worker, plan
@@ -37,25 +37,33 @@ def offer(made):
     return found.to_wire()
 
 
+def read(wires, made, mine=0):
+    return Expected(made, mine=mine, sums=SUMS).read(wires)
+
+
 def test_there_and_back(made):
-    wire = msgpack.unpackb(msgpack.packb([None, offer(made)]))
-    nothing, found = read_offers(wire, made, mine=0, sums=SUMS)
+    found = read(msgpack.unpackb(msgpack.packb([None, offer(made)])), made)
+    nothing, told = found.told
     assert nothing is None
-    assert found.process == b"p" * 16
-    assert found.alive == [77, 2**63 + 5]
-    assert found.allocations == [Allocation(b"h" * 64, 4096, 77, HERE)]
-    assert found.places[1].tolist() == [[0, 256 + 5 * 32, -32, 4]]
-    assert found.places[0].tolist() == [[-1] * 4, [0, 0, 24, 4]]
-    assert found.flags == (0, 2048)
+    assert told.process == b"p" * 16
+    assert told.alive == [77, 2**63 + 5]
+    assert told.allocations == [Allocation(b"h" * 64, 4096, 77, HERE)]
+    assert told.flags == (0, 2048)
+    assert found.places[0][1].tolist() == [[-1] * 4, [0, 0, 24, 4]]
+    assert found.places[1][1].tolist() == [[0, 256 + 5 * 32, -32, 4]]
+    assert found.places[BLOCKS][1].tolist() == [[0, 1024, 64, 4]]
+    assert (found.places[0][0] == -1).all()
 
 
 def test_its_own_and_what_is_out_of_reach_are_not_read(made):
-    assert read_offers([None, {"nonsense": 1}], made, mine=1, sums=SUMS) == [None, None]
+    assert read([None, {"nonsense": 1}], made, mine=1).told == [None, None]
     near, far = Worker("w0", host="a", device="x", reach=("y",)), Worker("w1", host="b", device="y")
     apart = dataclasses.replace(made, participants=(near, far))
-    assert read_offers([None, offer(made)], apart, mine=0, sums=SUMS) == [None, None]
+    assert read([None, offer(made)], apart).told == [None, None]
     together = dataclasses.replace(made, participants=(near, dataclasses.replace(far, host="a")))
-    assert read_offers([None, offer(made)], together, mine=0, sums=SUMS)[1] is not None
+    assert read([None, offer(made)], together).told[1] is not None
+    # Whoever lets nobody map its memory offers nothing.
+    assert read([None, None], made).told == [None, None]
 
 
 def change(key, value):
@@ -95,8 +103,12 @@ def move(row, column, value):
         (move(0, 4, 2**63 - 1), "out of range"),
         (move(0, 2, 1), "allocation 1"),
         (move(0, 2, -1), "allocation -1"),
-        (move(0, 1, 2), "operand 0 has 2 matrices"),
-        (move(0, 1, -1), "operand 0 has 2 matrices"),
+        (move(0, 1, 2), "no matrix 2 of operand 0"),
+        (move(0, 1, -1), "no matrix -1 of operand 0"),
+        (move(0, 0, 2), "no matrix 1 of operand 2"),
+        (move(0, 0, -2), "no matrix 1 of operand -2"),
+        (change("flags", [2**64 - 1, 0]), "allocation"),
+        (change("flags", [0, 2**64 - 1]), "reaches"),
         (move(0, 3, -(2**63)), "out of range"),
         (move(1, 3, 0), "reaches from byte -160"),
         (move(2, 4, 4000), "reaches"),
@@ -107,12 +119,12 @@ def test_what_is_malformed_or_outside_is_refused(made, spoil, what):
     wire = offer(made)
     spoil(wire)
     with pytest.raises(ProtocolError, match=r"malformed offer of w1: .*" + what):
-        read_offers([None, wire], made, mine=0, sums=SUMS)
+        read([None, wire], made)
 
 
 def test_other_things_than_offers_are_refused(made):
     for wire in ("text", 5, [1]):
         with pytest.raises(ProtocolError, match="malformed offer of w1"):
-            read_offers([None, wire], made, mine=0, sums=SUMS)
+            read([None, wire], made)
     with pytest.raises(ProtocolError, match="1 offers for 2 participants"):
-        read_offers([None], made, mine=0, sums=SUMS)
+        read([None], made)

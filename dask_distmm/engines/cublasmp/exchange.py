@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import cupy as cp
+import numpy as np
 
-from dask_distmm.engines.device.kernels import copy_rectangles
+from dask_distmm.engines.device.kernels import Launch, copy_rectangles
 from dask_distmm.engines.shuffle import Shuffle
 from dask_distmm.layout import Moves
-from dask_distmm.layout.rectangles import Span
+from dask_distmm.layout.rectangles import Span, Table
 
 if TYPE_CHECKING:
     from dask_distmm.comms.nccl import NcclComm
@@ -64,8 +65,8 @@ class Exchange:
         self.buffers = [buffer for one in found for buffer in one.buffers]
         self._keep, itemsize = found, found[0].itemsize
         shuffles = [one.shuffle for one in found]
-        self._pack = copy_rectangles([t for s in shuffles for t in s.packing], itemsize)
-        self._unpack = copy_rectangles([t for s in shuffles for t in s.unpacking], itemsize)
+        self._pack = _launches([t for s in shuffles for t in s.packing], itemsize)
+        self._unpack = _launches([t for s in shuffles for t in s.unpacking], itemsize)
         self._sends = [send for s in shuffles for send in s.sends]
         self._receives = [receive for s in shuffles for receive in s.receives]
         self.received_bytes = sum(size for _, _, size in self._receives)
@@ -103,3 +104,7 @@ class InputExchange:
         self.exchange = Exchange(
             DeviceShuffle(among, me, ranks, "C", one.widths, one.arrays, one.parts, itemsize=one.dtype.itemsize)
         )
+
+
+def _launches(tables: Sequence[Table], itemsize: int) -> list[Launch]:
+    return copy_rectangles([np.concatenate(tables)], itemsize)[0] if tables else []

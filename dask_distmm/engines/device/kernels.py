@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import cupy as cp
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.layout.rectangles import INNER, OUTER, Table, split, unit_of, work
 
@@ -91,7 +93,7 @@ def _kernel(name: str, size: int) -> cp.RawKernel:
 
 
 class Launch:
-    """One kernel launch with its table on the device. Made ahead, on the default stream.
+    """One kernel launch with its table on the device.
 
     Parameters
     ----------
@@ -101,14 +103,17 @@ class Launch:
         Bytes of what it copies at a time.
     threads
         Shape of a block.
-    rows, first
-        The table, and the number of the first block of each rectangle.
+    blocks
+        How many.
+    table, first
+        On the device: the table, and the number of the first block of each rectangle.
     """
 
-    def __init__(self, name: str, size: int, threads: tuple[int, ...], rows: Table, first: Table) -> None:
-        self._kernel, self._threads, self._blocks = _kernel(name, size), threads, int(first[-1])
-        on_device = cp.asarray(np.concatenate([rows.ravel(), first.astype(np.int64)]))
-        self._arguments = (on_device[: rows.size], on_device[rows.size :], np.int32(len(rows)))
+    def __init__(
+        self, name: str, size: int, threads: tuple[int, ...], blocks: int, table: cp.ndarray, first: cp.ndarray
+    ) -> None:
+        self._kernel, self._threads, self._blocks = _kernel(name, size), threads, blocks
+        self._arguments = (table, first, np.int32(len(first) - 1))
 
     def run(self, stream: cp.cuda.Stream) -> None:
         """Put it on a stream."""
@@ -116,25 +121,34 @@ class Launch:
             self._kernel((self._blocks,), self._threads, self._arguments)
 
 
-def copy_rectangles(tables: list[Table], itemsize: int) -> list[Launch]:
-    """Return the launches that copy all rectangles of some tables: at most one of each kind there is.
+def copy_rectangles(tables: Sequence[Table], itemsize: int) -> list[list[Launch]]:
+    """Return for each of some tables the launches that copy its rectangles: at most one of each kind there is.
+
+    Made on the default stream, with one copy to the device for all of them.
 
     Parameters
     ----------
     tables
-        See `rectangles`; rectangles must not overlap where they are written.
+        See `rectangles`; rectangles of one table must not overlap where they are written.
     itemsize
         Bytes of an element: 1, 2, 4, 8 or 16.
     """
-    if not tables:
-        return []
-    straight, transposed = split(np.concatenate(tables), itemsize)
-    launches = []
-    if len(straight):
-        unit = unit_of(straight, itemsize)
-        launches.append(Launch("copy_straight", unit, (256,), *work(straight, itemsize, unit)))
-    if len(transposed):
-        blocks = -(-transposed[:, INNER] // 32) * -(-transposed[:, OUTER] // 32)
-        first = np.concatenate([[0], np.cumsum(blocks)])
-        launches.append(Launch("copy_transposed", itemsize, (32, 8), transposed, first))
-    return launches
+    made: list[tuple[int, str, int, tuple[int, ...], Table, NDArray[np.int64]]] = []
+    for number, table in enumerate(tables):
+        straight, transposed = split(table, itemsize)
+        if len(straight):
+            unit = unit_of(straight, itemsize)
+            made.append((number, "copy_straight", unit, (256,), *work(straight, itemsize, unit)))
+        if len(transposed):
+            blocks = -(-transposed[:, INNER] // 32) * -(-transposed[:, OUTER] // 32)
+            first = np.concatenate([[0], np.cumsum(blocks)])
+            made.append((number, "copy_transposed", itemsize, (32, 8), transposed, first))
+    found: list[list[Launch]] = [[] for _ in tables]
+    if made:
+        on_device = cp.asarray(np.concatenate([part for *_, rows, first in made for part in (rows.ravel(), first)]))
+    at = 0
+    for number, name, size, threads, rows, first in made:
+        parts = on_device[at : at + rows.size], on_device[at + rows.size : at + rows.size + len(first)]
+        found[number].append(Launch(name, size, threads, int(first[-1]), *parts))
+        at += rows.size + len(first)
+    return found

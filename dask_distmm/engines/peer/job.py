@@ -31,7 +31,7 @@ from dask_distmm.engines.device.finishing import NativeBias
 from dask_distmm.engines.device.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
 from dask_distmm.engines.device.host import to_host
 from dask_distmm.engines.device.operands import DeviceChunks, mark
-from dask_distmm.engines.offers import read_offers
+from dask_distmm.engines.offers import Expected
 from dask_distmm.engines.peer.ahead import Ahead, Captured, at_hand, capture
 from dask_distmm.engines.peer.offering import make_offer
 from dask_distmm.engines.peer.pulls import Copies, span_of
@@ -82,6 +82,7 @@ class PeerJob:
         self._items = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
         self._inputs: Future[None] = Future()
         self._inputs.set_result(None)
+        self._expected: Expected | None = None
         self._found: dict[int, Pull] = {}
         # Of each fill what there is to copy, and the copies of what lies here.
         self._parts: dict[int, tuple[Parts, Copies]] = {}
@@ -122,6 +123,7 @@ class PeerJob:
                 self._fill_ahead()
             if len(self.plan.participants) > 1:
                 self.offer = self._make_offer()
+                self._expected = Expected(self.plan, self.me, self._sums.itemsize)
         finally:
             # From the vote on others may read: what they read must be there. And nothing may be under way that an
             # abort would free the memory of.
@@ -183,14 +185,11 @@ class PeerJob:
         self._began = time.perf_counter()
         if self.rank is None:
             return
-        if len(self.plan.participants) > 1:
-            found = read_offers(offers, self.plan, self.me, self._sums.itemsize)
-            self._sources.remote = Remote(self.plan, found, self.engine, self._gone)
-        # All of it is mapped now; what there is to copy later is found out while the GPU is busy.
-        self._sources.map([parts for parts, _ in self._parts.values()])
-        for fill in (fill for turn in self._schedule.turns[:PANELS] for fill in turn.fills):
-            if fill.number not in self._filled_ahead:
-                self._found[fill.number] = self._find(fill)
+        if self._expected is not None:
+            self._sources.remote = Remote(self.plan, self._expected.read(offers), self.engine, self._gone)
+        numbers = [number for number in self._parts if number not in self._filled_ahead]
+        found = self._sources.find([self._parts[number] for number in numbers])
+        self._found = dict(zip(numbers, found, strict=True))
         self.timings["offers"] = time.perf_counter() - self._began
 
     # The work
@@ -279,7 +278,7 @@ class PeerJob:
                 parts = self._sources.parts(fill.operand, fill.pieces, target, size)
                 self._parts[fill.number] = parts, self._sources.at_home(parts)
                 if fill.slot not in used and (parts.holders == self.me).all():
-                    self._put(fill, self._find(fill), self._stream)
+                    self._put(fill, self._sources.find([self._parts[fill.number]])[0], self._stream)
                     self._filled_ahead.add(fill.number)
             used.update(fill.slot for product in turn.products for fill in (*product.a, *product.b))
 
@@ -299,14 +298,11 @@ class PeerJob:
         fills = (*product.a, *product.b)
         return self._bias is None and all(x.slot is None or x.number in self._filled_ahead for x in fills)
 
-    def _find(self, fill: Fill) -> Pull:
-        return self._sources.find(*self._parts[fill.number])
-
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
         if fill.number in self._filled_ahead:
             return
-        stream, what = self._sources.stream, self._found.get(fill.number) or self._find(fill)
+        stream, what = self._sources.stream, self._found[fill.number]
         if fill.slot in self._used:
             stream.wait_event(self._used[fill.slot])
         begin = self._trace.begin(stream)

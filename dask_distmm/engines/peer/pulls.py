@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from dask_distmm.layout.rectangles import (
     Table,
 )
 
-__all__ = ["Copies", "Rectangle", "span_of", "table_of", "tabulate"]
+__all__ = ["Copies", "Rectangle", "make_copies", "span_of", "table_of", "tabulate"]
 
 # A copy engine rests 4 to 5 microseconds between copies, and each takes as long of the host: many of this size and
 # below go into one kernel, which pulls 325 GB/s where copy engines pull 360 in large ones (H200). The kernel takes
@@ -72,37 +73,22 @@ def table_of(found: Sequence[Rectangle], size: int) -> Table:
 
 
 class Copies:
-    """Copies that are ready to be put on a stream, once. Targets do not overlap, and are dense along one axis.
+    """Copies that are ready to be put on a stream, once; see `make_copies`.
 
     Parameters
     ----------
-    table
-        What is to be copied; see `layout.rectangles`.
-    itemsize
-        Bytes of an element.
-    here
-        Whether all of it is in this GPU's memory: then a kernel is quickest.
+    whole, by_rows
+        Arguments of memcpyAsync and of memcpy2DAsync.
+    launches
+        Of kernels.
+    ready
+        The event of the default stream when the kernels' tables are on the device.
     """
 
-    def __init__(self, table: Table, itemsize: int, *, here: bool = False) -> None:
-        width, height = table[:, INNER] * itemsize, table[:, OUTER]
-        single = height == 1
-        dense = (table[:, INNER] == 1) | (table[:, SRC_INNER] == itemsize)
-        dense &= single | ((table[:, SRC_OUTER] >= width) & (table[:, DST_OUTER] >= width))
-        small = width * height < _SMALL_BYTES
-        by_kernel = ~dense | here | (small & (np.count_nonzero(small) >= _MANY))
-        whole = ~by_kernel & (single | ((table[:, SRC_OUTER] == width) & (table[:, DST_OUTER] == width)))
-        by_rows = ~by_kernel & ~whole
-        columns = np.stack([table[:, DST], table[:, SRC], width * height], 1)
-        self._whole: list[list[int]] = columns[whole].tolist()
-        columns = np.stack([table[:, DST], table[:, DST_OUTER], table[:, SRC], table[:, SRC_OUTER], width, height], 1)
-        self._by_rows: list[list[int]] = columns[by_rows].tolist()
-        self._launches: list[Launch] = []
-        if by_kernel.any():
-            self._launches = copy_rectangles([table[by_kernel]], itemsize)
-            # Their tables are put on the device by the default stream.
-            self._ready = cp.cuda.Event(disable_timing=True)
-            self._ready.record(cp.cuda.Stream.null)
+    def __init__(
+        self, whole: list[list[int]], by_rows: list[list[int]], launches: list[Launch], ready: cp.cuda.Event
+    ) -> None:
+        self._whole, self._by_rows, self._launches, self._ready = whole, by_rows, launches, ready
 
     def run(self, stream: cp.cuda.Stream) -> None:
         """Put them on a stream; must be kept until they are done."""
@@ -115,6 +101,44 @@ class Copies:
             stream.wait_event(self._ready)
         for launch in self._launches:
             launch.run(stream)
+
+
+def make_copies(tables: Sequence[Table], itemsize: int, *, here: bool = False) -> list[Copies]:
+    """Return for each of some tables the copies that are to be done together.
+
+    Parameters
+    ----------
+    tables
+        What is to be copied; see `layout.rectangles`. Targets of one table do not overlap and are dense along one axis.
+    itemsize
+        Bytes of an element.
+    here
+        Whether all of it is in this GPU's memory: then a kernel is quickest.
+    """
+    table = np.concatenate(tables) if tables else np.empty((0, 7), np.int64)
+    ends = np.cumsum([0, *map(len, tables)])
+    width, height = table[:, INNER] * itemsize, table[:, OUTER]
+    source, target = table[:, SRC_OUTER], table[:, DST_OUTER]
+    single = height == 1
+    dense = (table[:, INNER] == 1) | (table[:, SRC_INNER] == itemsize)
+    dense &= single | ((source >= width) & (target >= width))
+    small = width * height < _SMALL_BYTES
+    # How many of these each table has.
+    many = np.diff(np.concatenate([[0], np.cumsum(small)])[ends]) >= _MANY
+    by_kernel = ~dense | here | (small & np.repeat(many, np.diff(ends)))
+    whole = ~by_kernel & (single | ((source == width) & (target == width)))
+    by_rows = ~(by_kernel | whole)
+    columns = np.stack([table[:, DST], target, table[:, SRC], source, width, height], 1)
+    columns[whole, :3] = np.stack([table[:, DST], table[:, SRC], width * height], 1)[whole]
+    parts = [slice(low, high) for low, high in itertools.pairwise(ends.tolist())]
+    launches = copy_rectangles([table[part][by_kernel[part]] for part in parts], itemsize)
+    # The kernels' tables are put on the device by the default stream.
+    ready = cp.cuda.Event(disable_timing=True)
+    ready.record(cp.cuda.Stream.null)
+    return [
+        Copies(columns[part][whole[part], :3].tolist(), columns[part][by_rows[part]].tolist(), kernels, ready)
+        for part, kernels in zip(parts, launches, strict=True)
+    ]
 
 
 def span_of(array: Any) -> Span:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import cupy as cp
@@ -11,7 +11,7 @@ import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.offers import FLAG_BYTES, Offer
+from dask_distmm.engines.offers import FLAG_BYTES, Offers
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Plan
 
@@ -34,7 +34,7 @@ class Remote:
     plan
         Of the run.
     offers
-        For each participant; None for those that offer nothing.
+        Of all participants.
     engine
         Which keeps the mappings.
     gone
@@ -46,19 +46,20 @@ class Remote:
         Bytes that were asked for so far; who asks adds to it.
     """
 
-    def __init__(self, plan: Plan, offers: Sequence[Offer | None], engine: PeerEngine, gone: Collection[int]) -> None:
+    def __init__(self, plan: Plan, offers: Offers, engine: PeerEngine, gone: Collection[int]) -> None:
         self._plan, self._offers, self._engine = plan, offers, engine
         self.pulled_bytes = 0
         self._gone = gone
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
-        for offer in offers:
-            if offer is not None and offer.process != engine.exporter.process:
-                engine.mappings.begin(plan.group, offer.process, offer.alive)
+        self._mapped: dict[tuple[int, int], int] = {}
+        for told in offers.told:
+            if told is not None and told.process != engine.exporter.process:
+                engine.mappings.begin(plan.group, told.process, told.alive)
 
     @property
     def offering(self) -> NDArray[np.bool_]:
         """Which participants let others map their memory."""
-        return np.array([offer is not None for offer in self._offers])
+        return np.array([one is not None for one in self._offers.told])
 
     def spans(self, operand: int, holders: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where matrices of an operand are in this process: address, row stride and column stride of each.
@@ -77,29 +78,30 @@ class Remote:
         ConnectionError
             A participant was gone before its memory was mapped.
         """
-        found = np.empty((len(numbers), 3), np.int64)
-        for holder in np.unique(holders).tolist():
-            offer = self._offers[holder]
-            assert offer is not None
-            theirs = np.flatnonzero(holders == holder)
-            places = offer.places[operand][numbers[theirs]]
-            for allocation in np.unique(places[:, 0]).tolist():
-                within = places[:, 0] == allocation
-                if allocation < 0:
-                    number = numbers[theirs[within][0]]
-                    raise EngineError(
-                        f"{self._plan.participants[holder].address} offers no matrix {number} of {operand}"
-                    )
-                found[theirs[within], 0] = self._address(holder, offer, allocation) + places[within, 1]
-            found[theirs, 1:] = places[:, 2:]
+        places = self._offers.places[operand][holders, numbers]
+        if (places[:, 0] < 0).any():
+            at = int(np.argmax(places[:, 0] < 0))
+            address = self._plan.participants[int(holders[at])].address
+            raise EngineError(f"{address} offers no matrix {numbers[at]} of {operand}")
+        pairs = zip(holders.tolist(), places[:, 0].tolist(), strict=True)
+        found = places[:, 1:].copy()
+        found[:, 0] += np.array([self._address(*pair) for pair in pairs], np.int64)
         return found
 
-    def _address(self, holder: int, offer: Offer, number: int) -> int:
-        allocation = offer.allocations[number]
-        if offer.process == self._engine.exporter.process:
+    def _address(self, holder: int, number: int) -> int:
+        """Return where an allocation of a participant is in this process."""
+        if (known := self._mapped.get((holder, number))) is None:
+            known = self._mapped[holder, number] = self._map(holder, number)
+        return known
+
+    def _map(self, holder: int, number: int) -> int:
+        told = self._offers.told[holder]
+        assert told is not None
+        allocation = told.allocations[number]
+        if told.process == self._engine.exporter.process:
             return allocation.address
         try:
-            return self._engine.mappings.open(offer.process, allocation)
+            return self._engine.mappings.open(told.process, allocation)
         except EngineError as error:
             # What is mapped stays readable when its process dies; what is not can't be mapped any more.
             end = time.monotonic() + _NEWS
@@ -141,12 +143,12 @@ class Remote:
 
     def _look(self, holder: int, flag: int) -> bool:
         """Read a flag in another GPU's memory."""
-        offer = self._offers[holder]
-        if offer is None or offer.flags is None:
+        told = self._offers.told[holder]
+        if told is None or told.flags is None:
             raise EngineError(f"{self._plan.participants[holder].address} is a rank and offers no memory")
-        number, offset = offer.flags
+        number, offset = told.flags
         stream, runtime = self._engine.looking, cp.cuda.runtime
-        at = self._address(holder, offer, number) + offset + flag * FLAG_BYTES
+        at = self._address(holder, number) + offset + flag * FLAG_BYTES
         runtime.memcpyAsync(self._seen.ctypes.data, at, FLAG_BYTES, runtime.memcpyDefault, stream.ptr)
         stream.synchronize()
         return bool(self._seen[0])

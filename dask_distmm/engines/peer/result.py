@@ -10,7 +10,7 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.device.finishing import Finishing
-from dask_distmm.engines.peer.pulls import Copies, Rectangle, span_of, table_of
+from dask_distmm.engines.peer.pulls import Rectangle, make_copies, span_of, table_of
 from dask_distmm.engines.peer.sources import Sources, record
 from dask_distmm.engines.schedule import merged
 from dask_distmm.layout.rectangles import Span
@@ -96,7 +96,7 @@ class Result:
             self._adding = [cp.empty(min(size, limit), self.sums) for _ in range(_ADDING)]
         self.flags = empty((len(plan.ranks) + 1,), np.dtype(np.int32))
         self._there: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
-        self._own = Copies(table_of(self._find_own(), self.sums.itemsize), self.sums.itemsize, here=True)
+        (self._own,) = make_copies([table_of(self._find_own(), self.sums.itemsize)], self.sums.itemsize, here=True)
         self._used: dict[int, Any] = {}
         self._turn = 0
         self.missing: list[int] = []

@@ -16,8 +16,8 @@ from dask_distmm.engines.device.finishing import Finishing, NativeBias
 from dask_distmm.engines.device.operands import in_type
 from dask_distmm.engines.offers import BLOCKS
 from dask_distmm.engines.panels import Piece
-from dask_distmm.engines.peer.pulls import Copies, Rectangle, span_of, table_of, tabulate
-from dask_distmm.layout.rectangles import Span
+from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, span_of, table_of, tabulate
+from dask_distmm.layout.rectangles import Span, Table
 from dask_distmm.plan import EVERYWHERE, Plan
 from dask_distmm.plan.plan import Rect
 
@@ -90,12 +90,11 @@ class Parts(NamedTuple):
         """Return some of them."""
         return self._replace(holders=self.holders[which], pieces=self.pieces[which], targets=self.targets[which])
 
-    def copies(self, chunks: NDArray[np.int64], *, here: bool = False) -> Copies:
+    def table(self, chunks: NDArray[np.int64]) -> Table:
         """Return what copies them out of chunks at some addresses, each with its row and column stride."""
         pointers = chunks[:, 0] + self.pieces[:, _R0] * chunks[:, 1] + self.pieces[:, _C0] * chunks[:, 2]
         sources = np.column_stack([pointers, chunks[:, 1:]])
-        table = tabulate(sources, self.targets, self.pieces[:, _ROWS], self.pieces[:, _COLS], self.size)
-        return Copies(table, self.size, here=here)
+        return tabulate(sources, self.targets, self.pieces[:, _ROWS], self.pieces[:, _COLS], self.size)
 
 
 class Pull(NamedTuple):
@@ -151,8 +150,6 @@ class Sources:
         self.plan, self.me, self.comm, self.chunks, self.ended = plan, me, comm, chunks, ended
         self.remote: Remote | None = None
         self.kept: list[Any] = []
-        # Of each operand, where chunks of others are.
-        self._mapped: dict[int, NDArray[np.int64]] = {}
         # Kept until all is over.
         self._copies: list[Copies] = []
         self.stream = stream
@@ -164,7 +161,7 @@ class Sources:
 
     def copy(self, found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream) -> None:
         """Put copies of elements of so many bytes on a stream."""
-        self._run(Copies(table_of(found, itemsize), itemsize), stream)
+        self._run(make_copies([table_of(found, itemsize)], itemsize)[0], stream)
 
     def _run(self, copies: Copies, stream: cp.cuda.Stream) -> None:
         copies.run(stream)
@@ -219,35 +216,36 @@ class Sources:
         own, name = parts.take(parts.holders == self.me), self.plan.problem.operands[parts.operand]
         chunks = [span_of(self.chunks[name, index]) for index in own.pieces[:, _CHUNK].tolist()]
         # One chunk is what memcpy does as quickly.
-        return own.copies(np.array(chunks, np.int64).reshape(-1, 3), here=len(chunks) > 1)
+        table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
+        return make_copies([table], parts.size, here=len(chunks) > 1)[0]
 
-    def map(self, every: Sequence[Parts]) -> None:
-        """Map all that some parts are copied from: before the first copy, and while all are alive."""
-        if self.remote is None:
-            return
-        offering = self.remote.offering
-        for operand in {parts.operand for parts in every}:
-            where = np.concatenate(
-                [np.stack([x.holders, x.pieces[:, _CHUNK]]) for x in every if x.operand == operand], 1
-            )
-            where = where[:, (where[0] != self.me) & offering[where[0]]]
-            numbers, first = np.unique(where[1], return_index=True)
-            chunks = self.plan.where[self.plan.problem.operands[operand]]
-            assert chunks is not None
-            at = self._mapped.setdefault(operand, np.zeros((len(chunks), 3), np.int64))
-            at[numbers] = self.remote.spans(operand, where[0, first], numbers)
+    def find(self, every: Sequence[tuple[Parts, Copies]]) -> list[Pull]:
+        """Find out all that is to be copied for several parts, with the copies of what lies here; map it."""
+        found: list[Pull | None] = [None] * len(every)
+        for operand, size in {(parts.operand, parts.size) for parts, _ in every}:
+            numbers = [at for at, (parts, _) in enumerate(every) if (parts.operand, parts.size) == (operand, size)]
+            for at, pull in zip(numbers, self._find([every[at] for at in numbers]), strict=True):
+                found[at] = pull
+        return [pull for pull in found if pull is not None]
 
-    def find(self, parts: Parts, at_home: Copies) -> Pull:
-        """Find out all that is to be copied, from what was mapped."""
-        away = parts.holders != self.me
-        if not away.any():
-            return Pull([at_home], {}, 0)
-        offered = away & self.remote.offering[parts.holders] if self.remote is not None else np.zeros_like(away)
-        there, copies = parts.take(offered), [at_home]
-        if len(there.holders):
-            copies.append(there.copies(self._mapped[parts.operand][there.pieces[:, _CHUNK]]))
-        others = set(parts.holders[away & ~offered].tolist())
-        return Pull(copies, {holder: parts.take(parts.holders == holder) for holder in sorted(others)}, there.bytes)
+    def _find(self, every: Sequence[tuple[Parts, Copies]]) -> list[Pull]:
+        """Do so for parts of one operand, all at once: between the start of a run and its first pull the GPUs wait."""
+        offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
+        offering[self.me] = False
+        theres = [parts.take(offering[parts.holders]) for parts, _ in every]
+        first, holders = theres[0], np.concatenate([there.holders for there in theres])
+        tables = [np.empty((0, 7), np.int64)] * len(every)
+        if self.remote is not None and len(holders):
+            pieces, targets = (np.concatenate([there[at] for there in theres]) for at in (2, 3))
+            spans = self.remote.spans(first.operand, holders, pieces[:, _CHUNK])
+            table = first._replace(holders=holders, pieces=pieces, targets=targets).table(spans)
+            tables = np.split(table, np.cumsum([len(there.holders) for there in theres])[:-1])
+        found = []
+        for (parts, at_home), there, copies in zip(every, theres, make_copies(tables, first.size), strict=True):
+            outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist()) - {self.me}
+            others = {holder: parts.take(parts.holders == holder) for holder in sorted(outside) if not offering[holder]}
+            found.append(Pull([at_home, copies], others, there.bytes))
+        return found
 
     def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
         """Put what was found on a stream."""
@@ -283,7 +281,7 @@ class Sources:
         # The default stream has done this.
         stream.wait_event(record(cp.cuda.Stream.null))
         got = tabulate(np.array(spans, np.int64), parts.targets, table[:, _ROWS], table[:, _COLS], parts.size)
-        self._run(Copies(got, parts.size), stream)
+        self._run(make_copies([got], parts.size)[0], stream)
 
     def gather(self, finishing: Finishing | NativeBias, stream: cp.cuda.Stream) -> None:
         """Pull what the formula reads on this rank; let a stream wait for it."""
@@ -297,7 +295,6 @@ class Sources:
                 pieces[part].append(Piece(number, *piece))
             size = one.dtype.itemsize
             every = [self.parts(number, these, span_of(one.parts[part]), size) for part, these in pieces.items()]
-            self.map(every)
-            for parts in every:
-                self.pull(self.find(parts, self.at_home(parts)), pulls)
+            for pull in self.find([(parts, self.at_home(parts)) for parts in every]):
+                self.pull(pull, pulls)
         stream.wait_event(record(pulls))
