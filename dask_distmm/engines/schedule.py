@@ -24,7 +24,7 @@ from dask_distmm.plan.extents import unit
 from dask_distmm.plan.plan import EVERYWHERE, Rect
 from dask_distmm.plan.pulls import PANELS, Walk, step_of
 
-__all__ = ["Fill", "Product", "Schedule", "Slot", "Turn", "make_schedule", "merged"]
+__all__ = ["Due", "Fill", "Product", "Schedule", "Slot", "Turn", "dues", "make_schedule", "merged"]
 
 # What is to be held, and the first panel, are filled in so many pieces if they come from elsewhere.
 _PIECES = 4
@@ -93,6 +93,25 @@ class Schedule(NamedTuple):
 
     turns: list[Turn]
     slots: dict[Slot, tuple[int, int]]
+
+
+class Due(NamedTuple):
+    """A fill that can be begun once the products of the turn `after` have been (-1: at once), and must be by `turn`."""
+
+    fill: Fill
+    after: int
+    turn: int
+
+
+def dues(turns: Sequence[Turn]) -> list[Due]:
+    """Return all fills in the order in which they are begun."""
+    last: dict[Slot, int] = {}
+    found: list[Due] = []
+    for number, turn in enumerate(turns):
+        found += [Due(fill, last.get(fill.slot, -1) if fill.slot else -1, number) for fill in turn.fills]
+        parts = [fill for product in turn.products for fill in (*product.a, *product.b)]
+        last |= {fill.slot: number for fill in parts if fill.slot is not None}
+    return found
 
 
 class _Segment(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.engines.schedule import make_schedule, merged
+from dask_distmm.engines.schedule import dues, make_schedule, merged
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.plan import METHODS, Worker, extents, plan, pulls
 from dask_distmm.plan.pulls import PANELS, walks
@@ -213,6 +213,23 @@ def test_large_matrices_are_cut_where_gemms_are_quick(monkeypatch, size, parts, 
             starts = {top - r0, left - c0, k0}
             ends = {bottom - r0, right - c0, k1} - {r1 - r0, c1 - c0, size}
             assert not any(x % (128 if large else 16) for x in starts | ends)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(METHODS), st.integers(1, 4), st.sampled_from([2**12, 2**14, 2**16]))
+def test_a_fill_is_due_after_the_last_use_of_its_buffer_and_before_its_first(seed, method, nranks, size):
+    found = made(seed, method, nranks, "float64", size)
+    for rank, walk in enumerate(walks(found)):
+        turns = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank])).turns
+        uses = [{f.number for product in turn.products for f in (*product.a, *product.b)} for turn in turns]
+        slot = {fill.number: fill.slot for turn in turns for fill in turn.fills}
+        due = dues(turns)
+        assert [one.fill for one in due] == [fill for turn in turns for fill in turn.fills]
+        for one in due:
+            mine = [number for number, used in enumerate(uses) if one.fill.number in used]
+            assert one.turn == mine[0]
+            before = [n for n, used in enumerate(uses[: one.turn]) if any(slot.get(x) == one.fill.slot for x in used)]
+            assert one.after == max(before, default=-1)
 
 
 def test_rectangles_that_are_one_are_put_together():

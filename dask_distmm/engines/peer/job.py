@@ -39,7 +39,7 @@ from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import ALIGNED, Result
 from dask_distmm.engines.peer.sources import Ended, Parts, Pull, Sources, View, record
 from dask_distmm.engines.peer.trace import Trace
-from dask_distmm.engines.schedule import Fill, Product, Slot, make_schedule
+from dask_distmm.engines.schedule import Due, Fill, Product, Slot, dues, make_schedule
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Rect
@@ -243,20 +243,21 @@ class PeerJob:
             self._sources.gather(self._bias, self._stream)
             self._bias.convert(self._stream)
         if self._first is not None:
-            begin = self._trace.begin(self._stream)
-            self._first.run(self._stream)
-            self._trace.end("GEMM", 0, self._first.flops, begin, self._stream)
+            with self._trace.step("GEMM", 0, self._first.flops, self._stream):
+                self._first.run(self._stream)
+        coming = collections.deque(due for due in dues(turns) if due.fill.number not in self._filled_ahead)
+        self._fill_while(coming, -1)
         for number, turn in enumerate(turns):
             if len(over) >= PANELS:
                 self._wait(over.popleft())
                 self.progress((number + 1 - PANELS) / len(turns))
             self._ended.check()
-            for fill in turn.fills:
-                self._fill(fill)
+            while coming and coming[0].turn == number:
+                self._fill(coming.popleft().fill)
             for product, gemms in zip(turn.products, self._calls[number], strict=True):
-                begin = self._trace.begin(self._stream) if gemms else None
-                self._product(product, gemms)
-                self._trace.end("GEMM", number, sum(x.flops for x in gemms), begin, self._stream)
+                with self._trace.step("GEMM", number, sum(x.flops for x in gemms), self._stream):
+                    self._product(product, gemms)
+            self._fill_while(coming, number)
             for rank in turn.done:
                 result.raise_flag(rank)
             over.append(record(self._stream))
@@ -298,16 +299,18 @@ class PeerJob:
         fills = (*product.a, *product.b)
         return self._bias is None and all(x.slot is None or x.number in self._filled_ahead for x in fills)
 
+    def _fill_while(self, coming: collections.deque[Due], turn: int) -> None:
+        """Put pulls on their stream that wait for no later turn, nor for answers of others."""
+        while coming and coming[0].after <= turn and not self._found[coming[0].fill.number].outside:
+            self._fill(coming.popleft().fill)
+
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
-        if fill.number in self._filled_ahead:
-            return
         stream, what = self._sources.stream, self._found[fill.number]
         if fill.slot in self._used:
             stream.wait_event(self._used[fill.slot])
-        begin = self._trace.begin(stream)
-        self._put(fill, what, stream)
-        self._trace.end("pull", fill.number, float(what.away), begin, stream)
+        with self._trace.step("pull", fill.number, float(what.away), stream):
+            self._put(fill, what, stream)
         self._filled[fill.number] = record(stream)
 
     def _put(self, fill: Fill, what: Pull, stream: cp.cuda.Stream) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import cupy as cp
@@ -40,15 +42,16 @@ class Trace:
         self._on = on
         self._steps: list[tuple[str, int, float, Any, Any, float, float]] = []
 
-    def begin(self, stream: cp.cuda.Stream) -> Any:
-        """Return what `end` wants to know of a step that is put on a stream now."""
-        return (mark(stream), time.perf_counter()) if self._on else None
-
-    def end(self, what: str, number: int, amount: float, begin: Any, stream: cp.cuda.Stream) -> None:
-        """Note a step that has been put on a stream."""
-        if begin is not None:
-            over = time.perf_counter()
-            self._steps.append((what, number, amount, begin[0], mark(stream), begin[1], over))
+    @contextlib.contextmanager
+    def step(self, what: str, number: int, amount: float, stream: cp.cuda.Stream) -> Iterator[None]:
+        """Note a step that is put on a stream inside of the context, if it does anything."""
+        if not self._on or not amount:
+            yield
+            return
+        begin, put = mark(stream), time.perf_counter()
+        yield
+        over = time.perf_counter()
+        self._steps.append((what, number, amount, begin, mark(stream), put, over))
 
     def add(self, what: str, number: int, amount: float, begin: cp.cuda.Event, end: cp.cuda.Event, put: float) -> None:
         """Note a step between two events, which the host has put on its stream at some time."""
