@@ -92,22 +92,42 @@ class Offer:
     def to_wire(self) -> dict[str, Any]:
         """As plain types."""
         table = np.array(self._rows, np.int64).reshape(-1, 2 + _TOLD)
+        numbers = np.array([one[1:] for one in self._allocations], np.uint64)
         return {
             "process": self.process,
-            "alive": self.alive,
-            "allocations": [list(one) for one in self._allocations],
+            "alive": np.array(self.alive, np.uint64).tobytes(),
+            "handles": b"".join(one.handle for one in self._allocations),
+            "allocations": numbers.tobytes(),
             "places": table.tobytes(),
             "flags": None if self._flags is None else list(self._flags),
         }
 
 
 class Told(NamedTuple):
-    """What a participant has told of itself: see `Offer`; its flags' allocation and offset, if it is a rank."""
+    """What a participant has told of itself; see `Offer`.
+
+    Parameters
+    ----------
+    process, alive
+        As told.
+    handles
+        Of all its allocations that are used, one after the other.
+    numbers
+        Size, buffer id and address of each.
+    flags
+        Allocation and offset, if it is a rank.
+    """
 
     process: bytes
     alive: list[int]
-    allocations: list[Allocation]
+    handles: bytes
+    numbers: NDArray[np.uint64]
     flags: tuple[int, int] | None
+
+    def allocation(self, number: int) -> Allocation:
+        """Return one of its allocations."""
+        at = number * _HANDLE_BYTES
+        return Allocation(self.handles[at : at + _HANDLE_BYTES], *self.numbers[number].tolist())
 
 
 class Offers(NamedTuple):
@@ -242,9 +262,9 @@ class Expected:
         extents: NDArray[np.int64],
     ) -> None:
         """Raise if any matrix is not inside of its owner's allocation."""
-        counts = np.array([len(one.allocations) if one else 0 for one in told])
+        counts = np.array([len(one.numbers) if one else 0 for one in told])
         bases = np.concatenate([[0], np.cumsum(counts)])
-        sizes = np.array([a.size for one in told if one for a in one.allocations], np.uint64)
+        sizes = np.concatenate([np.empty(0, np.uint64), *(one.numbers[:, 0] for one in told if one)])
         (allocation, offset, down, across), (rows, cols, itemsize) = where.T, extents.T
         strange = (allocation < 0) | (allocation >= counts[owners])
         ends = [(count - 1.0) * stride for count, stride in ((rows, down), (cols, across))]
@@ -276,16 +296,14 @@ def _told(wire: Mapping[str, Any]) -> Told:
     process = wire["process"]
     if not isinstance(process, bytes) or len(process) != _PROCESS_BYTES:
         raise ValueError(f"process is not {_PROCESS_BYTES} bytes")
-    allocations = []
-    for handle, size, buffer_id, address in wire["allocations"]:
-        if not isinstance(handle, bytes) or len(handle) != _HANDLE_BYTES:
-            raise ValueError(f"a handle is not {_HANDLE_BYTES} bytes")
-        allocations.append(Allocation(handle, _natural(size), _natural(buffer_id), _natural(address)))
+    handles, numbers = wire["handles"], np.frombuffer(wire["allocations"], np.uint64).reshape(-1, 3)
+    if not isinstance(handles, bytes) or len(handles) != _HANDLE_BYTES * len(numbers):
+        raise ValueError(f"handles are not {_HANDLE_BYTES} bytes for each of {len(numbers)} allocations")
     flags = None
     if wire["flags"] is not None:
         allocation, offset = map(_natural, wire["flags"])
         flags = min(allocation, _MOST), min(offset, _MOST + 1)
-    return Told(process, [_natural(number) for number in wire["alive"]], allocations, flags)
+    return Told(process, np.frombuffer(wire["alive"], np.uint64).tolist(), handles, numbers, flags)
 
 
 def _natural(value: Any) -> int:

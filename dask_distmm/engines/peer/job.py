@@ -187,9 +187,10 @@ class PeerJob:
             return
         if self._expected is not None:
             self._sources.remote = Remote(self.plan, self._expected.read(offers), self.engine, self._gone)
-        numbers = [number for number in self._parts if number not in self._filled_ahead]
-        found = self._sources.find([self._parts[number] for number in numbers])
-        self._found = dict(zip(numbers, found, strict=True))
+        idle = not (self._ahead or self._first)
+        first = {fill.number for turn in self._schedule.turns[:idle] for fill in turn.fills}
+        coming = {number: parts for number, parts in self._parts.items() if number not in self._filled_ahead}
+        self._found = self._sources.find(coming, first)
         self.timings["offers"] = time.perf_counter() - self._began
 
     # The work
@@ -279,7 +280,7 @@ class PeerJob:
                 parts = self._sources.parts(fill.operand, fill.pieces, target, size)
                 self._parts[fill.number] = parts, self._sources.at_home(parts)
                 if fill.slot not in used and (parts.holders == self.me).all():
-                    self._put(fill, self._sources.find([self._parts[fill.number]])[0], self._stream)
+                    self._put(fill, self._sources.find({0: self._parts[fill.number]})[0], self._stream)
                     self._filled_ahead.add(fill.number)
             used.update(fill.slot for product in turn.products for fill in (*product.a, *product.b))
 

@@ -25,10 +25,11 @@ from dask_distmm.layout.rectangles import (
 
 __all__ = ["Copies", "Rectangle", "make_copies", "span_of", "table_of", "tabulate"]
 
-# A copy engine rests 4 to 5 microseconds between copies, and each takes as long of the host: many of this size and
-# below go into one kernel, which pulls 325 GB/s where copy engines pull 360 in large ones (H200). The kernel takes
-# multiprocessors from GEMMs, so not for what copy engines do nearly as well.
-_SMALL_BYTES = 4 * 2**20
+# A copy engine rests 4 to 5 microseconds between copies, and each takes as long of the host: many of these sizes and
+# below go into one kernel, which pulls 325 GB/s where copy engines pull 360 in large ones (H200). It takes
+# multiprocessors from GEMMs, and waits for those that have them: only the smallest are worth that.
+_SMALL_BYTES = 2**20
+_SMALL_BYTES_AT_FIRST = 4 * 2**20
 _MANY = 8
 
 
@@ -103,7 +104,9 @@ class Copies:
             launch.run(stream)
 
 
-def make_copies(tables: Sequence[Table], itemsize: int, *, here: bool = False) -> list[Copies]:
+def make_copies(
+    tables: Sequence[Table], itemsize: int, *, here: bool = False, at_first: Sequence[bool] = ()
+) -> list[Copies]:
     """Return for each of some tables the copies that are to be done together.
 
     Parameters
@@ -114,6 +117,8 @@ def make_copies(tables: Sequence[Table], itemsize: int, *, here: bool = False) -
         Bytes of an element.
     here
         Whether all of it is in this GPU's memory: then a kernel is quickest.
+    at_first
+        For each table, whether the GPU has nothing to multiply before it is copied; False if not given.
     """
     table = np.concatenate(tables) if tables else np.empty((0, 7), np.int64)
     ends = np.cumsum([0, *map(len, tables)])
@@ -122,7 +127,8 @@ def make_copies(tables: Sequence[Table], itemsize: int, *, here: bool = False) -
     single = height == 1
     dense = (table[:, INNER] == 1) | (table[:, SRC_INNER] == itemsize)
     dense &= single | ((source >= width) & (target >= width))
-    small = width * height < _SMALL_BYTES
+    limits = [_SMALL_BYTES_AT_FIRST if first else _SMALL_BYTES for first in at_first or [False] * len(tables)]
+    small = width * height < np.repeat(np.array(limits, np.int64), np.diff(ends))
     # How many of these each table has.
     many = np.diff(np.concatenate([[0], np.cumsum(small)])[ends]) >= _MANY
     by_kernel = ~dense | here | (small & np.repeat(many, np.diff(ends)))

@@ -97,7 +97,7 @@ class Remote:
     def _map(self, holder: int, number: int) -> int:
         told = self._offers.told[holder]
         assert told is not None
-        allocation = told.allocations[number]
+        allocation = told.allocation(number)
         if told.process == self._engine.exporter.process:
             return allocation.address
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
@@ -219,16 +219,19 @@ class Sources:
         table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
         return make_copies([table], parts.size, here=len(chunks) > 1)[0]
 
-    def find(self, every: Sequence[tuple[Parts, Copies]]) -> list[Pull]:
-        """Find out all that is to be copied for several parts, with the copies of what lies here; map it."""
-        found: list[Pull | None] = [None] * len(every)
-        for operand, size in {(parts.operand, parts.size) for parts, _ in every}:
-            numbers = [at for at, (parts, _) in enumerate(every) if (parts.operand, parts.size) == (operand, size)]
-            for at, pull in zip(numbers, self._find([every[at] for at in numbers]), strict=True):
-                found[at] = pull
-        return [pull for pull in found if pull is not None]
+    def find(self, every: Mapping[int, tuple[Parts, Copies]], at_first: Collection[int] = ()) -> dict[int, Pull]:
+        """Find out all that is to be copied for several parts, with the copies of what lies here; map it.
 
-    def _find(self, every: Sequence[tuple[Parts, Copies]]) -> list[Pull]:
+        `at_first` has the numbers of those before which the GPU has nothing to multiply.
+        """
+        found: dict[int, Pull] = {}
+        for kind in {(parts.operand, parts.size) for parts, _ in every.values()}:
+            these = {number: one for number, one in every.items() if (one[0].operand, one[0].size) == kind}
+            made = self._find(list(these.values()), [number in at_first for number in these])
+            found |= zip(these, made, strict=True)
+        return found
+
+    def _find(self, every: Sequence[tuple[Parts, Copies]], at_first: Sequence[bool]) -> list[Pull]:
         """Do so for parts of one operand, all at once: between the start of a run and its first pull the GPUs wait."""
         offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
         offering[self.me] = False
@@ -241,7 +244,8 @@ class Sources:
             table = first._replace(holders=holders, pieces=pieces, targets=targets).table(spans)
             tables = np.split(table, np.cumsum([len(there.holders) for there in theres])[:-1])
         found = []
-        for (parts, at_home), there, copies in zip(every, theres, make_copies(tables, first.size), strict=True):
+        made = make_copies(tables, first.size, at_first=at_first)
+        for (parts, at_home), there, copies in zip(every, theres, made, strict=True):
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist()) - {self.me}
             others = {holder: parts.take(parts.holders == holder) for holder in sorted(outside) if not offering[holder]}
             found.append(Pull([at_home, copies], others, there.bytes))
@@ -295,6 +299,6 @@ class Sources:
                 pieces[part].append(Piece(number, *piece))
             size = one.dtype.itemsize
             every = [self.parts(number, these, span_of(one.parts[part]), size) for part, these in pieces.items()]
-            for pull in self.find([(parts, self.at_home(parts)) for parts in every]):
+            for pull in self.find({at: (parts, self.at_home(parts)) for at, parts in enumerate(every)}).values():
                 self.pull(pull, pulls)
         stream.wait_event(record(pulls))
