@@ -255,5 +255,5 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     panels[0].set_ylabel("Speed, % of cuBLAS alone on each GPU")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.suptitle(str(document.get("title", "")))
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 2 * len(dtypes), 4))
     figure.savefig(path, dpi=130)
