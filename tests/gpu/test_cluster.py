@@ -20,6 +20,9 @@ import dask_distmm
 from dask_distmm.errors import RunFailedError
 from dask_distmm.testing import assert_nothing_left, assert_product
 
+# Faults and memory pools with as many ranks, where there are as many GPUs.
+COUNTS = (2, 4)
+
 
 @pytest.mark.gpus(2)
 def test_operator_keeps_chunks_on_their_gpus(clusters):
@@ -63,9 +66,9 @@ def test_too_narrow_types_go_to_dask(clusters):
     ],
     ids=["rmm pool", "rmm async", "spilled", "ucx"],
 )
-def test_pools_and_spilling(start, pool):
+def test_pools_and_spilling(start, nworkers, pool):
     """With 4 MB a GPU most chunks of A, B and D are spilled at any time."""
-    with start(2, **{"protocol": "tcp"} | pool):
+    with start(nworkers, **{"protocol": "tcp"} | pool):
         for dtype in ("float64", "bfloat16"):
             a, b = random((1024, 384), dtype), random((384, 1024), dtype)
             x, y = on_gpus(a, 128).persist(), on_gpus(b, 128).persist()
@@ -80,44 +83,46 @@ def test_pools_and_spilling(start, pool):
 @pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("point", ["exchange", "library"])
-def test_a_rank_killed_inside_a_collective(start, point):
-    """The other rank's kernels may wait for ever: then its process ends itself. The result is right."""
+def test_a_rank_killed_inside_a_collective(start, nworkers, point):
+    """The others' kernels may wait for ever: then their processes end themselves. The result is right."""
     from dask_distmm.testing import inject
 
     quick = {"distmm.timeouts.grace": "3s", "distributed.deploy.lost-worker-timeout": "1h"}
-    with dask.config.set(quick), start(2, "tcp") as client:
+    with dask.config.set(quick), start(nworkers, "tcp") as client:
         check(client)
-        victim, other = sorted(client.nthreads())
-        survivor = client.run(os.getpid, workers=[other])[other]
+        victim, *others = sorted(client.nthreads())
+        survivors = set(client.run(os.getpid, workers=others).values())
         client.run(inject, point, "kill", workers=[victim])
         started = time.monotonic()
         check(client, (4096, 384, 384), method="allgather")
         took = time.monotonic() - started
-        client.wait_for_workers(2, timeout=30)
-        ended_itself = survivor not in client.run(os.getpid).values()
-        print(f"killed at {point}: recovered after {took:.1f} s, survivor ended itself: {ended_itself}")
+        client.wait_for_workers(nworkers, timeout=30)
+        ended = survivors - set(client.run(os.getpid).values())
+        print(f"killed at {point}: recovered after {took:.1f} s, survivors that ended themselves: {len(ended)}")
         if point == "exchange":
-            assert ended_itself
+            assert ended
         assert took < 60
         check(client, method="allgather")
         assert_nothing_left(client)
 
 
 @pytest.mark.gpus(2)
-def test_a_rank_killed_before_the_library_costs_only_itself(start):
+def test_a_rank_killed_before_the_library_costs_only_itself(start, nworkers):
     from dask_distmm.testing import inject
 
-    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}), start(2, "tcp") as client:
+    with dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}), start(nworkers, "tcp") as client:
         check(client)
-        victim, other = sorted(client.nthreads())
-        survivor = client.run(os.getpid, workers=[other])
+        victim, *others = sorted(client.nthreads())
+        survivors = client.run(os.getpid, workers=others)
         client.run(inject, "vote", "kill", workers=[victim])
+        started = time.monotonic()
         check(client, method="allgather")
-        assert set(survivor.values()) <= set(client.run(os.getpid).values())
+        print(f"killed at the vote: recovered after {time.monotonic() - started:.1f} s")
+        assert set(survivors.values()) <= set(client.run(os.getpid).values())
 
 
 @pytest.mark.gpus(2)
-def test_no_memory_on_one_rank_is_one_error_that_names_it(start):
+def test_no_memory_on_one_rank_is_one_error_that_names_it(start, nworkers):
     def fill(dask_worker):
         import cupy
 
@@ -129,13 +134,13 @@ def test_no_memory_on_one_rank_is_one_error_that_names_it(start):
 
         cupy.cuda.runtime.free(dask_worker._hog)
 
-    with start(2, "tcp") as client:
+    with start(nworkers, "tcp") as client:
         check(client)
         victim = sorted(client.nthreads())[1]
         pids = client.run(os.getpid)
         client.run(fill, workers=[victim])
         size = 8192
-        a = da.random.default_rng(np.random.default_rng()).random((size, size), chunks=(size // 2, size))
+        a = da.random.default_rng(np.random.default_rng()).random((size, size), chunks=(size // nworkers, size))
         import cupy
 
         x = a.map_blocks(cupy.asarray, meta=cupy.empty((0, 0)))
@@ -148,10 +153,10 @@ def test_no_memory_on_one_rank_is_one_error_that_names_it(start):
 
 @pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(2)
-def test_workspace_that_does_not_fit_is_agreed_on(start):
+def test_workspace_that_does_not_fit_is_agreed_on(start, nworkers):
     from dask_distmm.testing import inject
 
-    with start(2, "tcp") as client:
+    with start(nworkers, "tcp") as client:
         victim = sorted(client.nthreads())[1]
         client.run(inject, "workspace", "device memory", workers=[victim])
         with pytest.raises(RunFailedError, match=f"{victim}: no room for cuBLASMp's workspace"):
