@@ -4,8 +4,8 @@ Long ones are begun: a rank needs nobody for them, and the GPU has time.
 
 They are on the run's stream as any others. Holding them back until the run takes place (cuStreamWaitValue32) would save
 the host's 0.1 ms of a first launch, but CUDA waits for all streams when it loads a kernel for the first time: on H200
-that ended in a deadlock. Short ones become a CUDA graph, which the host launches in 0.005 ms after an idle moment; the
-library's first call takes it 0.1.
+that ended in a deadlock. Short ones become a CUDA graph, as all short products do: the host launches one in 0.005 ms,
+the library's call takes it 0.02, and 0.1 after an idle moment.
 """
 
 from __future__ import annotations
@@ -22,14 +22,59 @@ from dask_distmm.engines.device.gemm import Gemm
 from dask_distmm.engines.device.operands import mark
 from dask_distmm.engines.peer.trace import Trace
 
-__all__ = ["Ahead", "Captured", "at_hand", "capture"]
+__all__ = ["Ahead", "Captured", "Work", "at_hand", "capture", "shorten"]
 
 # What takes so long is begun before the vote. Behind shorter products there are pulls to hide, and of longer ones too
 # much is lost where the run does not take place.
 _LEAST_SECONDS, _MOST_SECONDS = 1e-3, 5e-3
+# Behind longer products the host has time to launch the next ones.
+_SHORT_SECONDS = 0.3e-3
 
 
-def at_hand(products: Sequence[tuple[Sequence[Gemm], bool]], rate: float) -> tuple[int, bool]:
+class Captured:
+    """Products as one CUDA graph; see `capture`."""
+
+    def __init__(self, graph: Any, products: Sequence[Work]) -> None:
+        # The products hold what the library has made of them.
+        self._graph, self._products = graph, products
+        self.flops: float = sum(gemm.flops for gemm in products)
+
+    def run(self, stream: cp.cuda.Stream) -> None:
+        """Put them on a stream."""
+        self._graph.launch(stream)
+
+
+# What can be put on a stream.
+Work = Gemm | Captured
+
+
+def capture(stream: cp.cuda.Stream, products: Sequence[Work]) -> Captured | None:
+    """Return products as a graph; None if they can't be: most of all if the library has yet to load its kernels."""
+    if not products or not all(isinstance(gemm, Gemm) and gemm.ran for gemm in products):
+        return None
+    try:
+        stream.begin_capture()
+        try:
+            for gemm in products:
+                gemm.run(stream)
+        finally:
+            graph = stream.end_capture()
+        graph.upload(stream)
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        log.info("products can't be captured: %s", error)
+        return None
+    return Captured(graph, products)
+
+
+def shorten(stream: cp.cuda.Stream, products: Sequence[Work], rate: float) -> Sequence[Work]:
+    """Return products that are put on a stream together as a graph, if they are short and can be."""
+    if not 0 < sum(gemm.flops for gemm in products) < _SHORT_SECONDS * rate:
+        return products
+    captured = capture(stream, products)
+    return products if captured is None else [captured]
+
+
+def at_hand(products: Sequence[tuple[Sequence[Work], bool]], rate: float) -> tuple[int, bool]:
     """Return how many products can come first, and whether these are to be begun.
 
     Parameters
@@ -59,7 +104,7 @@ class Ahead:
         What is multiplied.
     """
 
-    def __init__(self, stream: cp.cuda.Stream, products: Sequence[Gemm]) -> None:
+    def __init__(self, stream: cp.cuda.Stream, products: Sequence[Work]) -> None:
         self._start = self._end = mark(stream)
         try:
             for gemm in products:
@@ -81,34 +126,3 @@ class Ahead:
         trace.add("GEMM", 0, self._flops, self._start, self._end, self._put)
         seconds = float(cp.cuda.get_elapsed_time(self._start, self._end)) / 1e3
         return seconds, min(seconds, began - self._put)
-
-
-class Captured:
-    """Products as one CUDA graph; see `capture`."""
-
-    def __init__(self, graph: Any, products: Sequence[Gemm]) -> None:
-        # The products hold what the library has made of them.
-        self._graph, self._products = graph, products
-        self.flops = sum(gemm.flops for gemm in products)
-
-    def run(self, stream: cp.cuda.Stream) -> None:
-        """Put them on a stream."""
-        self._graph.launch(stream)
-
-
-def capture(stream: cp.cuda.Stream, products: Sequence[Gemm]) -> Captured | None:
-    """Return products as a graph; None if they can't be: most of all if the library has yet to load its kernels."""
-    if not products or not all(gemm.ran for gemm in products):
-        return None
-    try:
-        stream.begin_capture()
-        try:
-            for gemm in products:
-                gemm.run(stream)
-        finally:
-            graph = stream.end_capture()
-        graph.upload(stream)
-    except cp.cuda.runtime.CUDARuntimeError as error:
-        log.info("the first products can't be captured: %s", error)
-        return None
-    return Captured(graph, products)

@@ -32,12 +32,12 @@ from dask_distmm.engines.device.gemm import PLAIN, Gemm, Kinds, Memory, Native, 
 from dask_distmm.engines.device.host import to_host
 from dask_distmm.engines.device.operands import DeviceChunks, mark
 from dask_distmm.engines.offers import Expected
-from dask_distmm.engines.peer.ahead import Ahead, Captured, at_hand, capture
+from dask_distmm.engines.peer.ahead import Ahead, Captured, Work, at_hand, capture, shorten
 from dask_distmm.engines.peer.offering import make_offer
 from dask_distmm.engines.peer.pulls import Copies, span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import ALIGNED, Result
-from dask_distmm.engines.peer.sources import Ended, Parts, Pull, Sources, View, record
+from dask_distmm.engines.peer.sources import Ended, Parts, Pull, Sources, View, moved, record
 from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.schedule import Due, Fill, Product, Slot, dues, make_schedule
 from dask_distmm.plan import Plan
@@ -293,12 +293,14 @@ class PeerJob:
         products = [gemm for _, calls, at in every[:count] for gemm in calls[at]]
         self._ahead = Ahead(self._stream, products) if long else None
         self._first = None if long else capture(self._stream, products)
-        for _, calls, at in every[:count] if long or self._first is not None else ():
-            calls[at] = []
+        done = count if self._ahead or self._first else 0
+        for number, (_, calls, at) in enumerate(every):
+            calls[at] = [] if number < done else shorten(self._stream, calls[at], rate)
 
     def _is_here(self, product: Product) -> bool:
-        fills = (*product.a, *product.b)
-        return self._bias is None and all(x.slot is None or x.number in self._filled_ahead for x in fills)
+        if self._bias is not None:
+            return False
+        return all(x.slot is None or x.number in self._filled_ahead for x in (*product.a, *product.b))
 
     def _fill_while(self, coming: collections.deque[Due], turn: int) -> None:
         """Put pulls on their stream that wait for no later turn, nor for answers of others."""
@@ -345,9 +347,9 @@ class PeerJob:
             with stream:
                 buffer[(at, slice(kk, more)) if fill.operand == 0 else (slice(kk, more), at)] = 0
 
-    def _gemms(self, product: Product) -> list[Gemm]:
+    def _gemms(self, product: Product) -> Sequence[Work]:
         """Return a product as GEMMs: one for each block of D that it is multiplied into."""
-        step, found = self._step, []
+        step, found = self._step, list[Work]()
         a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(_depth(product.a[0]), step)
         ops = self._op(1, b), self._op(0, a)
         r0, r1, c0, c1 = product.rect
@@ -358,7 +360,7 @@ class PeerJob:
             at = span_of(array)
             start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
             shape = Shape(padded(i1 - i0, step), padded(j1 - j0, step), kk, True, ops)
-            rows, cols = _moved(a, 0, i0 - r0, self._items[0]), _moved(b, 1, j0 - c0, self._items[1])
+            rows, cols = moved(a, 0, i0 - r0, self._items[0]), moved(b, 1, j0 - c0, self._items[1])
             d = Memory(start, max(1, at.row_stride // self._sums.itemsize))
             found.append(Gemm(shape, self._kinds, rows, cols, d, add=product.add, native=self._native(j0)))
         return found
@@ -378,7 +380,7 @@ class PeerJob:
             return "N"
         return "C" if self.plan.problem.conjugated[operand] else "T"
 
-    def _product(self, product: Product, gemms: Sequence[Gemm]) -> None:
+    def _product(self, product: Product, gemms: Sequence[Work]) -> None:
         """Put a product on the stream, as soon as its operands are here."""
         stream = self._stream
         for fill in (*product.a, *product.b):
@@ -442,9 +444,3 @@ class PeerJob:
 def _depth(fill: Fill) -> int:
     k0, k1 = fill.rect[2:] if fill.operand == 0 else fill.rect[:2]
     return k1 - k0
-
-
-def _moved(view: View, axis: int, by: int, size: int) -> Memory:
-    """Return a matrix from a later row (axis 0) or column on, as the library wants it."""
-    pointer, row, col = view.span
-    return Memory(pointer + by * (row, col)[axis], max(1, (row if view.order == "C" else col) // size))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dask_distmm.dtypes import FP8, carried, typed
 from dask_distmm.engines.base import ChunkKey, Comm, wait_checked
 from dask_distmm.engines.device.finishing import Finishing, NativeBias
+from dask_distmm.engines.device.gemm import Memory
 from dask_distmm.engines.device.operands import in_type
 from dask_distmm.engines.offers import BLOCKS
 from dask_distmm.engines.panels import Piece
@@ -24,7 +25,7 @@ from dask_distmm.plan.plan import Rect
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote
 
-__all__ = ["Ended", "Parts", "Pull", "Sources", "View", "record"]
+__all__ = ["Ended", "Parts", "Pull", "Sources", "View", "moved", "record"]
 
 # Columns of a table of pieces.
 _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
@@ -56,6 +57,12 @@ class View(NamedTuple):
 
     span: Span
     order: str
+
+
+def moved(view: View, axis: int, by: int, size: int) -> Memory:
+    """Return a matrix from a later row (axis 0) or column on, as the library wants it."""
+    pointer, row, col = view.span
+    return Memory(pointer + by * (row, col)[axis], max(1, (row if view.order == "C" else col) // size))
 
 
 class Parts(NamedTuple):
