@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc):
     marker = metafunc.definition.get_closest_marker("engines")
     metafunc.parametrize("engine", marker.args if marker else ["cublasmp", "peer"], indirect=True)
     if "nworkers" in metafunc.fixturenames:
-        counts = getattr(metafunc.module, "COUNTS", range(1, 5))
+        counts = [n for n in getattr(metafunc.module, "COUNTS", range(1, 5)) if n <= max(4, GPUS)]
         metafunc.parametrize("nworkers", counts, ids=lambda n: f"{n}workers", scope="session")
 
 
