@@ -1,6 +1,7 @@
 """Many copies of rectangles by one call of the driver: cuMemcpy3DBatchAsync, of CUDA 12.8 and later.
 
-A candidate for what the peer engine does with one call for each chunk; `benchmarks.gpu.links` measures it.
+A candidate for what the peer engine does with one call for each chunk. `benchmarks.gpu.links` measures it: on H200 it
+takes as long as these.
 """
 
 from __future__ import annotations

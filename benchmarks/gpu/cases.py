@@ -115,14 +115,18 @@ SWEPT = (
 METHODS = ("allgather", "summa", "reducescatter", "local")
 
 
+def methods_on(count: int) -> list[str]:
+    """Return the methods that differ on some number of GPUs."""
+    return [method for method in METHODS if method != "summa" or count >= 4]
+
+
 def sweep(dtypes: Sequence[str], grids: Sequence[int], counts: Sequence[int], repeat: int) -> Iterator[Case]:
     """Yield each product on several grids and numbers of GPUs, as `auto` chooses and by each engine and method."""
     for dtype, shape, count in itertools.product(dtypes, SWEPT, counts):
         for variant in (SLABS, *(f"{g}x{g}" for g in grids)):
             yield Case("distmm", variant, dtype, shape, repeat, workers=count)
-            for peer, method in itertools.product(("peer", "cublasmp"), METHODS):
-                if method != "summa" or count >= 4:
-                    yield Case(peer, variant, dtype, shape, repeat, method=method, workers=count)
+            for peer, method in itertools.product(("peer", "cublasmp"), methods_on(count)):
+                yield Case(peer, variant, dtype, shape, repeat, method=method, workers=count)
 
 
 # Strong scaling, and weak scaling at 4 x 10^9 elements an operand per 4 GPUs, in multiples of 256.
@@ -144,7 +148,7 @@ def scaling(peer: str, dtypes: Sequence[str], count: int, repeat: int) -> Iterat
     methods = ["auto"]
     if peer in ("peer", "cublasmp") and not alone:
         # On one GPU: all would have to go there, and the others would wait.
-        methods = [method for method in METHODS if method != "local" and (method != "summa" or count >= 4)]
+        methods = [method for method in methods_on(count) if method != "local"]
     for dtype, shape, variant, method in itertools.product(dtypes, (STRONG, weak(count)), variants, methods):
         times = min(repeat, _FEW) if dtype == "float64" else repeat  # which takes seconds
         yield Case(peer, variant, dtype, shape, times, method=method, workers=count)

@@ -41,7 +41,6 @@ def export(size: int) -> list[Any]:
 def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: int, begin: float) -> dict[str, float]:
     """Pull from the next GPUs, all workers at the same time; return GB/s of this one."""
     import cupy
-    import numpy as np
 
     from dask_distmm.engines.device.kernels import copy_rectangles
     from dask_distmm.engines.offers import Allocation
@@ -69,8 +68,7 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     ]
     ready: list[Any] = make_copies([table_of([one], 1) for one in found], 1)
     if kernel:
-        table = [[(one.source.pointer, one.target.pointer, cols, rows, 1, stride, cols)] for one in found]
-        ready = [copy_rectangles([np.array(one, np.int64)], 1)[0][0] for one in table]
+        ready = [launch for (launch,) in copy_rectangles([table_of([one], 1) for one in found], 1)]
     cupy.cuda.Stream.null.synchronize()
     time.sleep(max(0.0, begin - time.time()))
     marks = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in flows]
@@ -87,20 +85,25 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     return {"GB/s": repeat * size * len(mapped) / seconds / 1e9, "open_ms": opening * 1e3, "right": good}
 
 
-def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str, Any]:
-    """Pull many chunks of the next GPU to their places in a matrix; return milliseconds of the host and of the GPU."""
-    import cupy
-    import numpy as np
-
-    from benchmarks.gpu.batch import Batch
-    from dask_distmm.engines.device.kernels import copy_rectangles
+def next_source(offers: Sequence[Any]) -> int:
+    """Return where the next GPU's memory is in this process."""
     from dask_distmm.engines.offers import Allocation
-    from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
-    from dask_distmm.layout.rectangles import Span
 
     me = [process for process, _, _ in offers].index(_KEPT["exporter"].process)
     process, allocation, offset = offers[(me + 1) % len(offers)]
-    source = _KEPT["mappings"].open(process, Allocation(*allocation)) + offset
+    return int(_KEPT["mappings"].open(process, Allocation(*allocation)) + offset)
+
+
+def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str, Any]:
+    """Pull many chunks of the next GPU to their places in a matrix; return milliseconds of the host and of the GPU."""
+    import cupy
+
+    from benchmarks.gpu.batch import Batch
+    from dask_distmm.engines.device.kernels import copy_rectangles
+    from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
+    from dask_distmm.layout.rectangles import Span
+
+    source = next_source(offers)
     width, across = 2 * edge, 16
     target = cupy.zeros((COUNT // across * edge, across * width), cupy.uint8)
     found = []
@@ -109,15 +112,13 @@ def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str
         found.append(
             Rectangle(Span(source + number * edge * width, width, 1), Span(at, across * width, 1), edge, width)
         )
+    ready: Any
     if way == "kernel":
-        table = [(one.source.pointer, one.target.pointer, width, edge, 1, width, across * width) for one in found]
-        ready: Any = copy_rectangles([np.array(table, np.int64)], 1)[0][0]
+        ((ready,),) = copy_rectangles([table_of(found, 1)], 1)
+    elif way == "copies":
+        (ready,) = make_copies([table_of(found, 1)], 1)
     else:
-        ready = (
-            make_copies([table_of(found, 1)], 1)[0]
-            if way == "copies"
-            else Batch(found, overlap=way.endswith("overlap"))
-        )
+        ready = Batch(found, overlap=way.endswith("overlap"))
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     time.sleep(max(0.0, begin - time.time()))
@@ -142,15 +143,12 @@ def beside(offers: Sequence[Any], n: int, dtype: str, how: str, begin: float) ->
     from benchmarks.gpu.batch import Batch
     from benchmarks.gpu.matrices import make_chunk
     from dask_distmm.engines.device.gemm import Gemm, Kinds, Memory, Shape
-    from dask_distmm.engines.offers import Allocation
     from dask_distmm.engines.peer.pulls import Rectangle
     from dask_distmm.layout.rectangles import Span
 
     kind = Kinds(dtype, dtype, dtype)
     a, b, d = (make_chunk((n, n), dtype, seed) for seed in range(3))
-    me = [process for process, _, _ in offers].index(_KEPT["exporter"].process)
-    process, allocation, offset = offers[(me + 1) % len(offers)]
-    source = _KEPT["mappings"].open(process, Allocation(*allocation)) + offset
+    source = next_source(offers)
     size = _KEPT["memory"].size // 4
     target = _KEPT.setdefault("target0", cupy.empty(size, cupy.uint8))
     gemms, pulls = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))

@@ -110,29 +110,35 @@ def add_shares(results: Sequence[dict[str, Any]]) -> None:
             entry["share"] = entry["tflops"] / bound if bound else None
 
 
+def fastest(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str, str], dict[int, Mapping[str, Any]]]:
+    """Return the fastest entries by number of GPUs, by type, "strong" or "weak" scaling, peer and kind of time."""
+    best: dict[tuple[str, str, str, str], dict[int, Mapping[str, Any]]] = {}
+    for entry in results:
+        if entry["failure"] is None and entry["kind"] != "run":
+            scaled = "strong" if entry["case"] == STRONG.name else "weak"
+            found = best.setdefault((entry["dtype"], scaled, entry["peer"], entry["kind"]), {})
+            if entry["tflops"] > found.get(entry["gpus"], {"tflops": 0.0})["tflops"]:
+                found[entry["gpus"]] = entry
+    return best
+
+
 def scaling(results: Sequence[Mapping[str, Any]]) -> str:
     """Return what each peer makes of several numbers of GPUs, at its fastest, as a text table.
 
     A cell is TFLOP/s of one GPU, its share of what cuBLAS does on one GPU alone, and of the bound on as many GPUs. Weak
     scaling has a problem of its own for each number, and cuBLAS alone the one for 1.
     """
-    best: dict[tuple[str, str, str], dict[int, Mapping[str, Any]]] = {}
-    for entry in results:
-        if entry["failure"] is None and entry["kind"] != "run":
-            kind = "strong" if entry["case"] == STRONG.name else "weak"
-            found = best.setdefault((entry["dtype"], kind, f"{entry['peer']} ({entry['kind']})"), {})
-            if entry["tflops"] > found.get(entry["gpus"], {"tflops": 0.0})["tflops"]:
-                found[entry["gpus"]] = entry
+    best = fastest(results)
     counts = sorted({count for found in best.values() for count in found})
     lines = [f"{'':<40}" + "".join(f"{f'{count} GPUs':>22}" for count in counts)]
-    for (dtype, kind, name), found in sorted(best.items(), key=lambda item: item[0][:2]):
-        alone = best.get((dtype, kind, f"{BOUND} (wall)"), {}).get(1, {}).get("tflops")
+    for (dtype, scaled, peer, kind), found in sorted(best.items(), key=lambda item: item[0][:2]):
+        alone = best.get((dtype, scaled, BOUND, "wall"), {}).get(1, {}).get("tflops")
         cells = []
         for count in counts:
             rate, share = (found[count]["tflops"], found[count].get("share")) if count in found else (0.0, None)
             shares = ["-" if x is None else f"{100 * x:.1f}%" for x in (rate / alone if alone else None, share)]
             cells.append(" ".join([f"{rate:.1f}", *(f"{text:>6}" for text in shares)]) if rate else "")
-        lines.append(f"{dtype:<9}{kind:<7}{name:<24}" + "".join(f"{cell:>22}" for cell in cells))
+        lines.append(f"{dtype:<9}{scaled:<7}{f'{peer} ({kind})':<24}" + "".join(f"{cell:>22}" for cell in cells))
     return "\n".join(lines)
 
 

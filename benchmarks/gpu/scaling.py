@@ -6,6 +6,7 @@ python -m benchmarks.gpu.scaling FILE [FILE ...] [--plot FILE.png]
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,24 +26,21 @@ def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9.2, 3.9 * len(dtypes) + 0.6), layout="constrained")
     panels = figure.subplots(len(dtypes), 2, squeeze=False)
     counts = sorted({entry["gpus"] for entry in results})
-    for (dtype, row), strong in ((x, y) for x in zip(dtypes, panels, strict=True) for y in (True, False)):
-        axes = row[0 if strong else 1]
+    best = report.fastest(results)
+    for (dtype, scaled), axes in zip(itertools.product(dtypes, ("strong", "weak")), panels.flat, strict=True):
         for peer in (name for name in _SHOWN if any(entry["peer"] == name for entry in results)):
-            best: dict[int, float] = {}
-            for entry in results:
-                fits = entry["dtype"] == dtype and (entry["case"] == STRONG.name) == strong and entry["peer"] == peer
-                if fits and entry["failure"] is None and entry["kind"] == ("multiply" if peer == "distmm" else "wall"):
-                    best[entry["gpus"]] = max(best.get(entry["gpus"], 0.0), entry["tflops"])
+            found = best.get((dtype, scaled, peer, "multiply" if peer == "distmm" else "wall"), {})
             at = _SHOWN.index(peer)
             label = {"cublas": "cuBLAS, nothing moved", "distmm": "dask_distmm (multiply)"}.get(peer, peer)
-            places = [counts.index(count) for count in sorted(best)]
-            axes.plot(places, [best[c] for c in sorted(best)], label=label, color=f"C{at}", marker="osD^"[at])
+            places = [counts.index(count) for count in sorted(found)]
+            rates = [found[count]["tflops"] for count in sorted(found)]
+            axes.plot(places, rates, label=label, color=f"C{at}", marker="osD^"[at])
         axes.set_xticks(range(len(counts)), [str(count) for count in counts])
-        axes.set_title(f"{dtype}, " + (STRONG.name if strong else "10⁹ elements an operand per GPU"))
+        axes.set_title(f"{dtype}, " + (STRONG.name if scaled == "strong" else "10⁹ elements an operand per GPU"))
         axes.set_xlabel("GPUs")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.set_ylabel("TFLOP/s a GPU" if strong else "")
+        axes.set_ylabel("TFLOP/s a GPU" if scaled == "strong" else "")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     figure.savefig(path, dpi=130)
