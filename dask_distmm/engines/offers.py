@@ -18,7 +18,7 @@ from dask_distmm.dtypes import carried
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan
-from dask_distmm.plan.pulls import blocks, lent
+from dask_distmm.plan.pulls import blocks
 from dask_distmm.plan.reach import reaches
 
 __all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers"]
@@ -157,22 +157,23 @@ class Expected:
         This participant. Its own offer is not read, nor those of participants that it can't reach.
     sums
         Bytes of an element of what ranks sum into.
+    read
+        Which chunks others read, as `pulls.lent` has them: these must not be missing.
     """
 
-    def __init__(self, plan: Plan, mine: int, sums: int) -> None:
+    def __init__(self, plan: Plan, mine: int, sums: int, read: Mapping[str, NDArray[np.bool_]]) -> None:
         problem, count = plan.problem, len(plan.participants)
         self._addresses = [worker.address for worker in plan.participants]
         me = plan.participants[mine]
         self._read = [index != mine and reaches(me, other) for index, other in enumerate(plan.participants)]
         self._is_rank = [index in plan.ranks for index in range(count)]
-        kinds, read = dict(zip("ab", problem.matrix_types, strict=True)), lent(plan, problem.operands)
+        kinds = dict(zip("ab", problem.matrix_types, strict=True))
+        self._needed = {name: read[name] & np.array(self._read)[:, None] for name in problem.operands}
         # Rows, columns and bytes of an element of all chunks of all operands, and of all blocks of D; for each operand
         # and participant where its own begin, and how many there are. The last operand are the blocks.
         extents: list[NDArray[np.int64]] = []
         self._first = np.zeros((len(problem.operands) + 1, count), np.int64)
         self._count = np.zeros_like(self._first)
-        # Of the matrices that must not be missing: operand, participant, number.
-        needed: list[NDArray[np.int64]] = []
         at = 0
         for operand, name in enumerate(problem.operands):
             rows, cols = (np.asarray(axis, np.int64) for axis in problem.chunks_of(name))
@@ -180,15 +181,14 @@ class Expected:
             extents.append(_shapes(np.repeat(rows, len(cols)), np.tile(cols, len(rows)), size))
             self._first[operand], self._count[operand] = at, len(extents[-1])
             at += len(extents[-1])
-            needed.append(np.insert(np.argwhere(read[name] & np.array(self._read)[:, None]), 0, operand, axis=1))
         for rank, index in enumerate(plan.ranks):
             rects = np.array(blocks(plan, rank), np.int64).reshape(-1, 4)
             extents.append(_shapes(rects[:, 1] - rects[:, 0], rects[:, 3] - rects[:, 2], sums))
             self._first[-1, index], self._count[-1, index] = at, len(rects)
             at += len(rects)
-        self._flags = _shapes(np.ones(1, np.int64), np.array([len(plan.ranks) + 1]), FLAG_BYTES)
-        self._extents, self._needed = np.concatenate([*extents, self._flags]), np.concatenate(needed).T
-        self._names = [*problem.operands, "blocks of d"]
+        # And of a rank's flags, at the end.
+        extents.append(_shapes(np.ones(1, np.int64), np.array([len(plan.ranks) + 1]), FLAG_BYTES))
+        self._extents = np.concatenate(extents)
 
     def read(self, wires: Sequence[Any]) -> Offers:
         """Return what all participants offer, from what `Offer.to_wire` gave for each, or None.
@@ -227,29 +227,27 @@ class Expected:
     ) -> dict[int, NDArray[np.int64]]:
         """Return where all matrices lie, of what each of some participants tells: operand, number, and the place."""
         operand, number = table[:, 0], table[:, 1]
-        last = len(self._names) - 1
+        last = len(self._needed)
         known = (operand >= BLOCKS) & (operand < last)
         operand = np.where(operand == BLOCKS, last, operand)
         known &= (number >= 0) & (number < self._count[np.where(known, operand, 0), participant])
         if not known.all():
             at = int(np.argmin(known))
             raise self._malformed(int(participant[at]), f"there is no matrix {number[at]} of operand {table[at, 0]}")
-        flags = [(index, 0, *one.flags, 0, FLAG_BYTES) for index, one in enumerate(told) if one and one.flags]
-        owners = np.concatenate([participant, np.array([row[0] for row in flags], np.int64)])
-        where = np.concatenate([table[:, 2:], np.array([row[2:] for row in flags], np.int64).reshape(-1, _TOLD)])
+        flagged = [(index, *one.flags, 0, FLAG_BYTES) for index, one in enumerate(told) if one and one.flags]
+        flags = np.array(flagged, np.int64).reshape(-1, 1 + _TOLD)
+        owners, where = np.concatenate([participant, flags[:, 0]]), np.concatenate([table[:, 2:], flags[:, 1:]])
         ids = np.full(len(where), len(self._extents) - 1)
         ids[: len(table)] = self._first[operand, participant] + number
         self._check(told, owners, where, self._extents[ids])
-        found = {}
-        for number_of, name in enumerate(self._names):
-            mine = operand == number_of
-            found[number_of if number_of < last else BLOCKS] = dense = np.full(
-                (len(told), int(self._count[number_of].max()), _TOLD), -1, np.int64
-            )
+        found: dict[int, NDArray[np.int64]] = {}
+        for row, counts in enumerate(self._count):
+            mine = operand == row
+            dense = np.full((len(told), int(counts.max()), _TOLD), -1, np.int64)
             dense[participant[mine], number[mine]] = table[mine, 2:]
-            wanted = self._needed[1:, self._needed[0] == number_of]
-            absent = np.flatnonzero(dense[wanted[0], wanted[1], 0] < 0) if wanted.size else ()
-            for index, missing in wanted[:, absent].T.tolist() if len(absent) else ():
+            found[row if row < last else BLOCKS] = dense
+        for row, (name, needed) in enumerate(self._needed.items()):
+            for index, missing in np.argwhere(needed & (found[row][..., 0] < 0)).tolist():
                 if told[index] is not None:
                     raise self._malformed(index, f"chunk {missing} of {name.upper()} is not in it")
         return found

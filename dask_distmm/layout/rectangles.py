@@ -8,6 +8,7 @@ in bytes. `split` sorts out those that are straight (fast axes agree) from those
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import Moves
 
-__all__ = ["Span", "Table", "are_dense", "pointers", "rectangles", "split", "unit_of", "work"]
+__all__ = ["Span", "Table", "are_dense", "pointers", "rectangles", "split", "tabulate", "unit_of", "work"]
 
 Table = NDArray[np.int64]
 # Columns of a table.
@@ -65,19 +66,39 @@ def rectangles(moves: Moves, src: dict[int, Span], dst: dict[int, Span], order: 
     -------
     int64 array of shape (len(moves), 7)
     """
-    table = np.empty((len(moves), 7), np.int64)
     if not len(moves):
-        return table
+        return np.empty((0, 7), np.int64)
     from_ptr, from_row, from_col = _look_up(moves.src, src)
     to_ptr, to_row, to_col = _look_up(moves.dst, dst)
-    table[:, SRC] = from_ptr + moves.src_row * from_row + moves.src_col * from_col
-    table[:, DST] = to_ptr + moves.dst_row * to_row + moves.dst_col * to_col
-    if order == "C":
-        table[:, INNER], table[:, OUTER] = moves.ncols, moves.nrows
-        table[:, SRC_INNER], table[:, SRC_OUTER], table[:, DST_OUTER] = from_col, from_row, to_row
-    else:
-        table[:, INNER], table[:, OUTER] = moves.nrows, moves.ncols
-        table[:, SRC_INNER], table[:, SRC_OUTER], table[:, DST_OUTER] = from_row, from_col, to_col
+    sources = from_ptr + moves.src_row * from_row + moves.src_col * from_col, from_row, from_col
+    targets = to_ptr + moves.dst_row * to_row + moves.dst_col * to_col, to_row, to_col
+    return tabulate(sources, targets, moves.nrows, moves.ncols, order == "C")
+
+
+def tabulate(
+    sources: Iterable[NDArray[np.int64]],
+    targets: Iterable[NDArray[np.int64]],
+    rows: NDArray[np.int64],
+    cols: NDArray[np.int64],
+    across: NDArray[np.bool_] | bool,
+) -> Table:
+    """Return the table of some copies.
+
+    Parameters
+    ----------
+    sources, targets
+        Addresses of first elements, row strides and column strides, in bytes.
+    rows, cols
+        Of each copy.
+    across
+        Whether the destination's fast axis is along its rows, of each or of all.
+    """
+    (src, src_row, src_col), (dst, dst_row, dst_col) = sources, targets
+    table = np.empty((len(rows), 7), np.int64)
+    table[:, SRC], table[:, DST] = src, dst
+    table[:, INNER], table[:, OUTER] = np.where(across, cols, rows), np.where(across, rows, cols)
+    table[:, SRC_INNER], table[:, SRC_OUTER] = np.where(across, src_col, src_row), np.where(across, src_row, src_col)
+    table[:, DST_OUTER] = np.where(across, dst_row, dst_col)
     return table
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import cupy as cp
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.dtypes import carried, typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm
@@ -43,7 +44,7 @@ from dask_distmm.engines.schedule import Due, Fill, Product, Slot, dues, make_sc
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import PANELS, native, step_of, sums_in, walks
+from dask_distmm.plan.pulls import PANELS, lent, native, step_of, sums_in, walks
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer import PeerEngine
@@ -122,8 +123,10 @@ class PeerJob:
             if self.rank is not None:
                 self._fill_ahead()
             if len(self.plan.participants) > 1:
-                self.offer = self._make_offer()
-                self._expected = Expected(self.plan, self.me, self._sums.itemsize)
+                read = lent(self.plan, problem.operands)
+                self.offer = self._make_offer(read)
+                if self.rank is not None:
+                    self._expected = Expected(self.plan, self.me, self._sums.itemsize, read)
         finally:
             # From the vote on others may read: what they read must be there. And nothing may be under way that an
             # abort would free the memory of.
@@ -173,10 +176,10 @@ class PeerJob:
             aligned = aligned and view.order == self._orders[operand]
         return bool(aligned and (inner == size or width == 1) and (height == 1 or outer >= width * size))
 
-    def _make_offer(self) -> dict[str, Any]:
+    def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
         result = self._result if self.rank is not None else None
         arguments = self.plan, self.me, self.chunks, result, self.engine.exporter, self._stream
-        offer, kept = make_offer(*arguments)
+        offer, kept = make_offer(*arguments, read)
         self._sources.kept += kept
         return offer.to_wire()
 
@@ -278,9 +281,10 @@ class PeerJob:
             for fill in turn.fills:
                 target, size = self._in_buffer(fill).span, self._items[fill.operand]
                 parts = self._sources.parts(fill.operand, fill.pieces, target, size)
-                self._parts[fill.number] = parts, self._sources.at_home(parts)
+                at_home = self._sources.at_home(parts)
+                self._parts[fill.number] = parts, at_home
                 if fill.slot not in used and (parts.holders == self.me).all():
-                    self._put(fill, self._sources.find({0: self._parts[fill.number]})[0], self._stream)
+                    self._put(fill, Pull([at_home], {}, 0), self._stream)
                     self._filled_ahead.add(fill.number)
             used.update(fill.slot for product in turn.products for fill in (*product.a, *product.b))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import cupy as cp
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.offers import BLOCKS, Offer
@@ -14,7 +15,6 @@ from dask_distmm.engines.peer.memory import Exporter
 from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.result import Result
 from dask_distmm.plan import Plan
-from dask_distmm.plan.pulls import lent
 
 __all__ = ["make_offer"]
 
@@ -26,6 +26,7 @@ def make_offer(
     result: Result | None,
     exporter: Exporter,
     stream: cp.cuda.Stream,
+    read: Mapping[str, NDArray[np.bool_]],
 ) -> tuple[Offer, list[Any]]:
     """Tell where all is that others read; what can't be told is copied once.
 
@@ -41,6 +42,8 @@ def make_offer(
         Of this process.
     stream
         On which copies are made, and flags put down.
+    read
+        Which chunks others read, as `lent` has them.
 
     Returns
     -------
@@ -50,7 +53,7 @@ def make_offer(
         Device memory that must stay until the run is over.
     """
     offer = Offer(exporter.process)
-    read, copies = lent(plan, plan.problem.operands), dict[int, Any]()
+    copies = dict[int, Any]()
     for number, name in enumerate(plan.problem.operands):
         for index in np.flatnonzero(read[name][me]).tolist():
             held = array = chunks[name, index]

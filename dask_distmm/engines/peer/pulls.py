@@ -21,9 +21,10 @@ from dask_distmm.layout.rectangles import (
     SRC_OUTER,
     Span,
     Table,
+    tabulate,
 )
 
-__all__ = ["Copies", "Rectangle", "make_copies", "span_of", "table_of", "tabulate"]
+__all__ = ["Copies", "Rectangle", "make_copies", "pull_table", "span_of", "table_of"]
 
 # A copy engine rests 4 to 5 microseconds between copies, and each takes as long of the host: many of these sizes and
 # below go into one kernel, which pulls 325 GB/s where copy engines pull 360 in large ones (H200). It takes
@@ -42,10 +43,10 @@ class Rectangle(NamedTuple):
     cols: int
 
 
-def tabulate(
+def pull_table(
     sources: NDArray[np.int64], targets: NDArray[np.int64], rows: NDArray[np.int64], cols: NDArray[np.int64], size: int
 ) -> Table:
-    """Return the table of some copies; see `layout.rectangles`.
+    """Return the table of some copies, along the axis that is dense in the target; see `layout.rectangles`.
 
     Parameters
     ----------
@@ -56,21 +57,13 @@ def tabulate(
     size
         Bytes of an element.
     """
-    (src, src_row, src_col), (dst, dst_row, dst_col) = sources.T, targets.T
-    # Along the axis that is dense in the target.
-    across = (dst_col == size) | (cols == 1)
-    table = np.empty((len(rows), 7), np.int64)
-    table[:, SRC], table[:, DST] = src, dst
-    table[:, INNER], table[:, OUTER] = np.where(across, cols, rows), np.where(across, rows, cols)
-    table[:, SRC_INNER], table[:, SRC_OUTER] = np.where(across, src_col, src_row), np.where(across, src_row, src_col)
-    table[:, DST_OUTER] = np.where(across, dst_row, dst_col)
-    return table
+    return tabulate(sources.T, targets.T, rows, cols, (targets[:, 2] == size) | (cols == 1))
 
 
 def table_of(found: Sequence[Rectangle], size: int) -> Table:
     """Return the table of some copies of elements of `size` bytes."""
     flat = np.array([(*one.source, *one.target, one.rows, one.cols) for one in found], np.int64).reshape(-1, 8)
-    return tabulate(flat[:, :3], flat[:, 3:6], flat[:, 6], flat[:, 7], size)
+    return pull_table(flat[:, :3], flat[:, 3:6], flat[:, 6], flat[:, 7], size)
 
 
 class Copies:

@@ -17,7 +17,7 @@ from dask_distmm.engines.device.gemm import Memory
 from dask_distmm.engines.device.operands import in_type
 from dask_distmm.engines.offers import BLOCKS
 from dask_distmm.engines.panels import Piece
-from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, span_of, table_of, tabulate
+from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, pull_table, span_of, table_of
 from dask_distmm.layout.rectangles import Span, Table
 from dask_distmm.plan import EVERYWHERE, Plan
 from dask_distmm.plan.plan import Rect
@@ -101,7 +101,7 @@ class Parts(NamedTuple):
         """Return what copies them out of chunks at some addresses, each with its row and column stride."""
         pointers = chunks[:, 0] + self.pieces[:, _R0] * chunks[:, 1] + self.pieces[:, _C0] * chunks[:, 2]
         sources = np.column_stack([pointers, chunks[:, 1:]])
-        return tabulate(sources, self.targets, self.pieces[:, _ROWS], self.pieces[:, _COLS], self.size)
+        return pull_table(sources, self.targets, self.pieces[:, _ROWS], self.pieces[:, _COLS], self.size)
 
 
 class Pull(NamedTuple):
@@ -232,8 +232,8 @@ class Sources:
         `at_first` has the numbers of those before which the GPU has nothing to multiply.
         """
         found: dict[int, Pull] = {}
-        for kind in {(parts.operand, parts.size) for parts, _ in every.values()}:
-            these = {number: one for number, one in every.items() if (one[0].operand, one[0].size) == kind}
+        for operand in {parts.operand for parts, _ in every.values()}:
+            these = {number: one for number, one in every.items() if one[0].operand == operand}
             made = self._find(list(these.values()), [number in at_first for number in these])
             found |= zip(these, made, strict=True)
         return found
@@ -246,7 +246,8 @@ class Sources:
         first, holders = theres[0], np.concatenate([there.holders for there in theres])
         tables = [np.empty((0, 7), np.int64)] * len(every)
         if self.remote is not None and len(holders):
-            pieces, targets = (np.concatenate([there[at] for there in theres]) for at in (2, 3))
+            pieces = np.concatenate([there.pieces for there in theres])
+            targets = np.concatenate([there.targets for there in theres])
             spans = self.remote.spans(first.operand, holders, pieces[:, _CHUNK])
             table = first._replace(holders=holders, pieces=pieces, targets=targets).table(spans)
             tables = np.split(table, np.cumsum([len(there.holders) for there in theres])[:-1])
@@ -291,7 +292,7 @@ class Sources:
             spans.append(span_of(part))
         # The default stream has done this.
         stream.wait_event(record(cp.cuda.Stream.null))
-        got = tabulate(np.array(spans, np.int64), parts.targets, table[:, _ROWS], table[:, _COLS], parts.size)
+        got = pull_table(np.array(spans, np.int64), parts.targets, table[:, _ROWS], table[:, _COLS], parts.size)
         self._run(make_copies([got], parts.size)[0], stream)
 
     def gather(self, finishing: Finishing | NativeBias, stream: cp.cuda.Stream) -> None:
