@@ -25,6 +25,9 @@ from dask_distmm.plan import Plan
 
 __all__ = ["ENGINE", "PeerEngine"]
 
+# Streams that pull at the same time: from each other GPU of a host of 8.
+_MOST_PULLING = 7
+
 
 class PeerEngine:
     """Multiplies on GPUs with cuBLAS, on panels that are pulled from other GPUs' memory; one GPU a worker process."""
@@ -37,11 +40,12 @@ class PeerEngine:
         self.exporter = Exporter()
         self.mappings = Mappings()
         self._streams: list[cp.cuda.Stream] = []
+        self._pulling: list[cp.cuda.Stream] = []
 
     def _made(self) -> list[cp.cuda.Stream]:
         """Return the engine's own streams, on the process' current device."""
         if not self._streams:
-            self._streams = [cp.cuda.Stream(non_blocking=True) for _ in range(4)]
+            self._streams = [cp.cuda.Stream(non_blocking=True) for _ in range(3)]
         return self._streams
 
     @property
@@ -55,14 +59,15 @@ class PeerEngine:
         return self._made()[1]
 
     @property
-    def pulls(self) -> cp.cuda.Stream:
-        """What pulls A and B, and what the formula reads."""
-        return self._made()[2]
-
-    @property
     def sums(self) -> cp.cuda.Stream:
         """What pulls others' sums: these wait for products that others' panels must not wait for."""
-        return self._made()[3]
+        return self._made()[2]
+
+    def pulls(self, others: int) -> list[cp.cuda.Stream]:
+        """Return what pulls A and B, and what the formula reads: one or more streams, for so many participants."""
+        wanted = min(max(1, others), _MOST_PULLING)
+        self._pulling += [cp.cuda.Stream(non_blocking=True) for _ in range(wanted - len(self._pulling))]
+        return self._pulling[:wanted]
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""

@@ -35,10 +35,10 @@ from dask_distmm.engines.device.operands import DeviceChunks, mark
 from dask_distmm.engines.offers import Expected
 from dask_distmm.engines.peer.ahead import Ahead, Captured, Work, at_hand, capture, shorten
 from dask_distmm.engines.peer.offering import make_offer
-from dask_distmm.engines.peer.pulls import Copies, span_of
+from dask_distmm.engines.peer.pulls import Copies, record, span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import ALIGNED, Result
-from dask_distmm.engines.peer.sources import Ended, Parts, Pull, Sources, View, moved, record
+from dask_distmm.engines.peer.sources import Ended, Parts, Pull, Sources, View, moved
 from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.schedule import Due, Fill, Product, Slot, dues, make_schedule
 from dask_distmm.plan import Plan
@@ -92,7 +92,7 @@ class PeerJob:
         self._first: Captured | None = None
         self._trace = Trace(on=engine.trace is not None)
         self._ended = Ended()
-        self._sources = Sources(plan, me, comm, self.chunks, engine.pulls, self._ended)
+        self._sources = Sources(plan, me, comm, self.chunks, engine.pulls(len(plan.participants) - 1), self._ended)
 
     @property
     def received_bytes(self) -> int:
@@ -218,7 +218,7 @@ class PeerJob:
                 }
         finally:
             # Nothing of this run may touch memory that is freed now. No kernel waits for anybody: this ends.
-            for stream in (self.engine.pulls, self.engine.sums, self._stream):
+            for stream in (*self._sources.streams, self.engine.sums, self._stream):
                 stream.synchronize()
         for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3

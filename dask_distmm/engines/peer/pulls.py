@@ -24,7 +24,7 @@ from dask_distmm.layout.rectangles import (
     tabulate,
 )
 
-__all__ = ["Copies", "Rectangle", "make_copies", "pull_table", "span_of", "table_of"]
+__all__ = ["Copies", "Rectangle", "make_copies", "pull_table", "record", "span_of", "table_of"]
 
 # A copy engine rests 4 to 5 microseconds between copies, and each takes as long of the host: many of these sizes and
 # below go into one kernel, which pulls 325 GB/s where copy engines pull 360 in large ones (H200). It takes
@@ -32,6 +32,8 @@ __all__ = ["Copies", "Rectangle", "make_copies", "pull_table", "span_of", "table
 _SMALL_BYTES = 2**20
 _SMALL_BYTES_AT_FIRST = 4 * 2**20
 _MANY = 8
+# Arguments of memcpyAsync that say what is copied; of memcpy2DAsync there are more.
+_WHOLE = 3
 
 
 class Rectangle(NamedTuple):
@@ -71,34 +73,59 @@ class Copies:
 
     Parameters
     ----------
-    whole, by_rows
-        Arguments of memcpyAsync and of memcpy2DAsync.
+    lanes
+        For each lane the arguments of memcpyAsync (three) or of memcpy2DAsync (six).
     launches
         Of kernels.
     ready
         The event of the default stream when the kernels' tables are on the device.
     """
 
-    def __init__(
-        self, whole: list[list[int]], by_rows: list[list[int]], launches: list[Launch], ready: cp.cuda.Event
-    ) -> None:
-        self._whole, self._by_rows, self._launches, self._ready = whole, by_rows, launches, ready
+    def __init__(self, lanes: Sequence[list[list[int]]], launches: list[Launch], ready: cp.cuda.Event) -> None:
+        self._lanes, self._launches, self._ready = lanes, launches, ready
 
-    def run(self, stream: cp.cuda.Stream) -> None:
-        """Put them on a stream; must be kept until they are done."""
-        runtime = cp.cuda.runtime
-        for whole in self._whole:
-            runtime.memcpyAsync(*whole, runtime.memcpyDefault, stream.ptr)
-        for by_rows in self._by_rows:
-            runtime.memcpy2DAsync(*by_rows, runtime.memcpyDefault, stream.ptr)
+    def run(self, stream: cp.cuda.Stream, beside: Sequence[cp.cuda.Stream] = ()) -> None:
+        """Put them on a stream, as if all were on it; must be kept until they are done.
+
+        Lanes go at the same time, as far as there are streams `beside` that one.
+        """
+        streams = [stream, *beside]
+        used = streams[: len(self._lanes)]
+        if len(used) > 1:
+            before = record(stream)
         if self._launches:
             stream.wait_event(self._ready)
         for launch in self._launches:
             launch.run(stream)
+        for other in used[1:]:
+            other.wait_event(before)
+        for number, lane in enumerate(self._lanes):
+            _copy(lane, streams[number % len(streams)])
+        for other in used[1:]:
+            stream.wait_event(record(other))
+
+
+def _copy(lane: list[list[int]], stream: cp.cuda.Stream) -> None:
+    runtime = cp.cuda.runtime
+    for one in lane:
+        copy = runtime.memcpyAsync if len(one) == _WHOLE else runtime.memcpy2DAsync
+        copy(*one, runtime.memcpyDefault, stream.ptr)
+
+
+def record(stream: cp.cuda.Stream) -> cp.cuda.Event:
+    """Return an event that is done when all that is on the stream now is."""
+    event = cp.cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
 
 
 def make_copies(
-    tables: Sequence[Table], itemsize: int, *, here: bool = False, at_first: Sequence[bool] = ()
+    tables: Sequence[Table],
+    itemsize: int,
+    *,
+    here: bool = False,
+    at_first: Sequence[bool] = (),
+    lanes: Sequence[NDArray[np.int64]] = (),
 ) -> list[Copies]:
     """Return for each of some tables the copies that are to be done together.
 
@@ -112,8 +139,11 @@ def make_copies(
         Whether all of it is in this GPU's memory: then a kernel is quickest.
     at_first
         For each table, whether the GPU has nothing to multiply before it is copied; False if not given.
+    lanes
+        For each table, a number for each of its copies: those of different numbers are done at the same time.
     """
     table = np.concatenate(tables) if tables else np.empty((0, 7), np.int64)
+    lane = np.concatenate(lanes) if lanes else np.zeros(len(table), np.int64)
     ends = np.cumsum([0, *map(len, tables)])
     width, height = table[:, INNER] * itemsize, table[:, OUTER]
     source, target = table[:, SRC_OUTER], table[:, DST_OUTER]
@@ -125,19 +155,35 @@ def make_copies(
     # How many of these each table has.
     many = np.diff(np.concatenate([[0], np.cumsum(small)])[ends]) >= _MANY
     by_kernel = ~dense | here | (small & np.repeat(many, np.diff(ends)))
-    whole = ~by_kernel & (single | ((source == width) & (target == width)))
-    by_rows = ~(by_kernel | whole)
+    whole = single | ((source == width) & (target == width))
     columns = np.stack([table[:, DST], target, table[:, SRC], source, width, height], 1)
-    columns[whole, :3] = np.stack([table[:, DST], table[:, SRC], width * height], 1)[whole]
+    columns[whole, :_WHOLE] = np.stack([table[:, DST], table[:, SRC], width * height], 1)[whole]
     parts = [slice(low, high) for low, high in itertools.pairwise(ends.tolist())]
-    launches = copy_rectangles([table[part][by_kernel[part]] for part in parts], itemsize)
+    launches = copy_rectangles([_in_turns(table[part], lane[part], by_kernel[part]) for part in parts], itemsize)
     # The kernels' tables are put on the device by the default stream.
-    ready = cp.cuda.Event(disable_timing=True)
-    ready.record(cp.cuda.Stream.null)
-    return [
-        Copies(columns[part][whole[part], :3].tolist(), columns[part][by_rows[part]].tolist(), kernels, ready)
-        for part, kernels in zip(parts, launches, strict=True)
-    ]
+    ready = record(cp.cuda.Stream.null)
+    rows = list(zip(lane.tolist(), by_kernel.tolist(), whole.tolist(), columns.tolist(), strict=True))
+    return [Copies(_by_lane(rows[part]), kernels, ready) for part, kernels in zip(parts, launches, strict=True)]
+
+
+def _in_turns(table: Table, lane: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Table:
+    """Return the chosen copies, those of each lane in turn: a kernel does so many of them at a time."""
+    table, lane = table[chosen], lane[chosen]
+    if not len(table) or (lane == lane[0]).all():
+        return table
+    order = np.argsort(lane, kind="stable")
+    turn = np.empty(len(table), np.int64)
+    turn[order] = np.arange(len(table)) - np.searchsorted(lane[order], lane[order])
+    return table[np.lexsort((lane, turn))]
+
+
+def _by_lane(rows: Sequence[tuple[int, bool, bool, list[int]]]) -> list[list[list[int]]]:
+    """Return what copy engines do, by lane."""
+    found: dict[int, list[list[int]]] = {}
+    for lane, by_kernel, whole, columns in rows:
+        if not by_kernel:
+            found.setdefault(lane, []).append(columns[:_WHOLE] if whole else columns)
+    return list(found.values())
 
 
 def span_of(array: Any) -> Span:

@@ -10,8 +10,8 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.device.finishing import Finishing
-from dask_distmm.engines.peer.pulls import Rectangle, make_copies, span_of, table_of
-from dask_distmm.engines.peer.sources import Sources, record
+from dask_distmm.engines.peer.pulls import Rectangle, make_copies, record, span_of, table_of
+from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.schedule import merged
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.plan import Plan

@@ -17,7 +17,7 @@ from dask_distmm.engines.device.gemm import Memory
 from dask_distmm.engines.device.operands import in_type
 from dask_distmm.engines.offers import BLOCKS
 from dask_distmm.engines.panels import Piece
-from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, pull_table, span_of, table_of
+from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, pull_table, record, span_of, table_of
 from dask_distmm.layout.rectangles import Span, Table
 from dask_distmm.plan import EVERYWHERE, Plan
 from dask_distmm.plan.plan import Rect
@@ -25,7 +25,7 @@ from dask_distmm.plan.plan import Rect
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote
 
-__all__ = ["Ended", "Parts", "Pull", "Sources", "View", "moved", "record"]
+__all__ = ["Ended", "Parts", "Pull", "Sources", "View", "moved"]
 
 # Columns of a table of pieces.
 _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
@@ -43,13 +43,6 @@ class Ended:
         """Raise if it has."""
         if self.error is not None:
             raise self.error
-
-
-def record(stream: cp.cuda.Stream) -> cp.cuda.Event:
-    """Return an event that is done when all that is on the stream now is."""
-    event = cp.cuda.Event(disable_timing=True)
-    event.record(stream)
-    return event
 
 
 class View(NamedTuple):
@@ -131,9 +124,10 @@ class Sources:
         Of the run.
     chunks
         What this participant has staged, on the device.
-    stream
-        For pulls, which are done in the order in which they are needed: of several streams a copy engine takes which it
-        likes.
+    streams
+        For pulls. They are done in the order in which they are needed, on the first stream; what one pull reads of
+        several participants is read at the same time, with the other streams: ranks that read one after the other meet
+        at the same participants sooner or later, and then share what one of these can send.
     ended
         Whether the run still goes on.
 
@@ -151,7 +145,7 @@ class Sources:
         me: int,
         comm: Comm,
         chunks: Mapping[ChunkKey, Any],
-        stream: cp.cuda.Stream,
+        streams: Sequence[cp.cuda.Stream],
         ended: Ended,
     ) -> None:
         self.plan, self.me, self.comm, self.chunks, self.ended = plan, me, comm, chunks, ended
@@ -159,7 +153,12 @@ class Sources:
         self.kept: list[Any] = []
         # Kept until all is over.
         self._copies: list[Copies] = []
-        self.stream = stream
+        self.streams = streams
+
+    @property
+    def stream(self) -> cp.cuda.Stream:
+        """That of the pulls' order."""
+        return self.streams[0]
 
     @property
     def pulled_bytes(self) -> int:
@@ -171,7 +170,7 @@ class Sources:
         self._run(make_copies([table_of(found, itemsize)], itemsize)[0], stream)
 
     def _run(self, copies: Copies, stream: cp.cuda.Stream) -> None:
-        copies.run(stream)
+        copies.run(stream, self.streams[1:])
         self._copies.append(copies)
 
     def parts(self, operand: int, pieces: Sequence[Piece], target: Span, size: int) -> Parts:
@@ -244,15 +243,16 @@ class Sources:
         offering[self.me] = False
         theres = [parts.take(offering[parts.holders]) for parts, _ in every]
         first, holders = theres[0], np.concatenate([there.holders for there in theres])
-        tables = [np.empty((0, 7), np.int64)] * len(every)
+        tables, lanes = [np.empty((0, 7), np.int64)] * len(every), [np.empty(0, np.int64)] * len(every)
         if self.remote is not None and len(holders):
             pieces = np.concatenate([there.pieces for there in theres])
             targets = np.concatenate([there.targets for there in theres])
             spans = self.remote.spans(first.operand, holders, pieces[:, _CHUNK])
             table = first._replace(holders=holders, pieces=pieces, targets=targets).table(spans)
-            tables = np.split(table, np.cumsum([len(there.holders) for there in theres])[:-1])
+            ends = np.cumsum([len(there.holders) for there in theres])[:-1]
+            tables, lanes = np.split(table, ends), np.split(holders, ends)
         found = []
-        made = make_copies(tables, first.size, at_first=at_first)
+        made = make_copies(tables, first.size, at_first=at_first, lanes=lanes)
         for (parts, at_home), there, copies in zip(every, theres, made, strict=True):
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist()) - {self.me}
             others = {holder: parts.take(parts.holders == holder) for holder in sorted(outside) if not offering[holder]}
