@@ -300,11 +300,11 @@ def _told(wire: Mapping[str, Any]) -> Told:
     flags = None
     if wire["flags"] is not None:
         allocation, offset = map(_natural, wire["flags"])
-        flags = min(allocation, _MOST), min(offset, _MOST + 1)
+        flags = allocation, offset
     return Told(process, np.frombuffer(wire["alive"], np.uint64).tolist(), handles, numbers, flags)
 
 
 def _natural(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**64:
-        raise ValueError(f"expected a natural number of 64 bits, found {str(value)[:40]}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise ValueError(f"expected a natural number up to 2**61, found {str(value)[:40]}")
     return value

@@ -1,8 +1,8 @@
 """What a rank fills and multiplies, in order: a `Walk` put together with where the chunks lie. Pure.
 
-The first turns wait for least: what lies right already comes first, the held part is filled in pieces that are used as
-they land, and the first panel is narrow if it has to come from elsewhere. Then panels go round by the rank that has
-them, each rank beginning with its next one, so that no two pull from the same at the same time::
+The first turns wait for least: what lies right already comes first, and what else is here; the held part is filled in
+pieces that are used as they land, and the first panel is narrow if it has to come from elsewhere. Then panels go round
+by the rank that has them, each rank beginning with its next one, so that no two pull from the same at the same time::
 
     rank 0   0  1  2  3
     rank 1   1  2  3  0
@@ -28,6 +28,8 @@ __all__ = ["Due", "Fill", "Product", "Schedule", "Slot", "Turn", "dues", "make_s
 
 # What is to be held, and the first panel, are filled in so many pieces if they come from elsewhere.
 _PIECES = 4
+# Panels of what is here and what is not are apart, if none gets narrower than such a part of the others.
+_FINEST = 2
 # A panel that mostly comes from one rank is pulled in that rank's turn.
 _MOSTLY = 0.5
 
@@ -152,28 +154,38 @@ class _Maker:
         for epoch, (part, depth) in enumerate(epochs):
             cells = self._cells(part, depth, epoch)
             panels = self._panels(span, depth, ramp=epoch == 0 and not any(cell.slot is None for cell in cells))
-            fresh = [cell for cell in cells if cell.slot is not None]
-            # What lies right is multiplied first.
-            cells.sort(key=lambda cell: cell.slot is not None)
             wholes = _side_by_side(cells)
+            # What lies right is multiplied first, then what else is here.
+            cells.sort(key=lambda cell: (cell.slot is not None, self._is_away(cell)))
+            wholes.sort(key=lambda group: group[0].slot is not None)
+            fresh = [cell for cell in cells if cell.slot is not None]
+            add = depth[0] > walk.depth[0]
+            at_first = self._at_first(panels, depth) if fresh else 1
             last = {to: number for number, (_, to) in enumerate(panels)}
-            for number, (segment, to) in enumerate(panels):
-                panel = self._fill(self.passing, (segment.start, segment.stop), depth, self._ring(segment), 0)
-                fills = [panel] if panel.slot is not None else []
-                # The first panel meets what is held piece by piece, as it lands.
-                held = [(cell,) for cell in cells] if number == 0 else wholes
-                add = depth[0] > walk.depth[0]
-                products = [self._product(group, panel, add) for group in held]
+            for begin in (0, *range(at_first, len(panels))):
+                numbers = range(begin, at_first if begin == 0 else begin + 1)
+                filled = [
+                    self._fill(self.passing, (segment.start, segment.stop), depth, self._ring(segment), 0)
+                    for segment, _ in panels[numbers.start : numbers.stop]
+                ]
+                fills = [panel for panel in filled if panel.slot is not None]
+                # The first panels meet what is held piece by piece, as it lands.
+                held = [(cell,) for cell in cells] if begin == 0 else wholes
+                products = [self._product(group, panel, add) for group in held for panel in filled]
+                if begin == 0:
+                    fills = [*fresh[:1], *fills, *fresh[1:]]
                 done: tuple[int, ...] = ()
                 if plan.grid[2] > 1 and epoch == len(epochs) - 1:
-                    if to >= 0:
-                        done = (to,) if number == last[to] else ()
-                    elif number == len(panels) - 1:
+                    done = tuple(panels[number][1] for number in numbers if number == last[panels[number][1]])
+                    if -1 in done:
                         done = tuple(range(len(plan.ranks)))
-                if number == 0:
-                    fills = [*fresh[:1], *fills, *fresh[1:]]
                 turns.append(Turn(fills, products, done))
         return Schedule(turns, self.slots)
+
+    def _at_first(self, panels: Sequence[tuple[_Segment, int]], depth: tuple[int, int]) -> int:
+        """Return how many panels meet what is held as it lands: all that are here at once, or the first one."""
+        away = [self._away(self.passing, segment, depth) for segment, _ in panels[: PANELS - 1]]
+        return max(1, away.index(True) if True in away else len(away))
 
     def _product(self, held: tuple[Fill, ...], panel: Fill, add: bool) -> Product:
         return Product(held, (panel,), add) if self.held == 0 else Product((panel,), held, add)
@@ -223,13 +235,10 @@ class _Maker:
         for slab, to in slabs:
             pieces: list[_Segment] = []
             for segment in self._segments(self.passing, slab, depth):
-                edges = self._edges(self.passing, (segment.start, segment.stop))
-                cuts = (
-                    (segment.start, segment.stop)
-                    if segment.lies
-                    else coalesce(edges, self.walk.width, unit(self.walk.width, self.step))
-                )
-                pieces += [_Segment(low, high, segment.lies) for low, high in itertools.pairwise(cuts)]
+                for run in [segment] if segment.lies else self._runs(segment, depth):
+                    edges = [run.start, run.stop] if run.lies else self._edges(self.passing, (run.start, run.stop))
+                    cuts = edges if run.lies else coalesce(edges, self.walk.width, unit(self.walk.width, self.step))
+                    pieces += [_Segment(low, high, run.lies) for low, high in itertools.pairwise(cuts)]
             found += [(piece, to) for piece in self._in_order(pieces, depth)]
         if ramp and not found[0][0].lies and self._away(self.passing, found[0][0], depth):
             (first, to), *rest = found
@@ -239,6 +248,19 @@ class _Maker:
                 for start in range(first.start, first.stop, size)
             ] + rest
         return found
+
+    def _runs(self, segment: _Segment, depth: tuple[int, int]) -> list[_Segment]:
+        """Cut a stretch of the passing operand into what is here, if wide enough for panels, and what is not."""
+        found: list[tuple[_Segment, bool]] = []
+        for start, stop in itertools.pairwise(self._edges(self.passing, (segment.start, segment.stop))):
+            one = _Segment(start, stop, False)
+            away = self._away(self.passing, one, depth)
+            if found and found[-1][1] == away:
+                one = one._replace(start=found.pop()[0].start)
+            found.append((one, away))
+        if any(one.stop - one.start < self.walk.width // _FINEST for one, _ in found):
+            return [segment]
+        return [one for one, _ in found]
 
     def _in_order(self, segments: list[_Segment], depth: tuple[int, int]) -> list[_Segment]:
         """Return panels as they are to be pulled."""
@@ -293,6 +315,10 @@ class _Maker:
 
     def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:
         return set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.rank]}
+
+    def _is_away(self, fill: Fill) -> bool:
+        own, depth = (fill.rect[:2], fill.rect[2:]) if fill.operand == 0 else (fill.rect[2:], fill.rect[:2])
+        return self._away(fill.operand, _Segment(*own, fill.slot is None), depth)
 
 
 def _side_by_side(cells: Sequence[Fill]) -> list[tuple[Fill, ...]]:
