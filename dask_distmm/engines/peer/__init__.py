@@ -27,6 +27,8 @@ __all__ = ["ENGINE", "PeerEngine"]
 
 # Streams that pull at the same time: from each other GPU of a host of 8.
 _MOST_PULLING = 7
+# What wakes a link.
+_WAKING_BYTES = 2**16
 
 
 class PeerEngine:
@@ -41,6 +43,8 @@ class PeerEngine:
         self.mappings = Mappings()
         self._streams: list[cp.cuda.Stream] = []
         self._pulling: list[cp.cuda.Stream] = []
+        # What nobody needs.
+        self._read: Any = None
 
     def _made(self) -> list[cp.cuda.Stream]:
         """Return the engine's own streams, on the process' current device."""
@@ -68,6 +72,13 @@ class PeerEngine:
         wanted = min(max(1, others), _MOST_PULLING)
         self._pulling += [cp.cuda.Stream(non_blocking=True) for _ in range(wanted - len(self._pulling))]
         return self._pulling[:wanted]
+
+    def wake(self, pointer: int, size: int) -> None:
+        """Read a little of mapped memory: after an idle moment the first pull takes up to 0.2 ms more (H200)."""
+        if self._read is None:
+            self._read = cp.empty(_WAKING_BYTES, np.uint8)
+        arguments = self._read.data.ptr, pointer, min(size, _WAKING_BYTES), cp.cuda.runtime.memcpyDefault
+        cp.cuda.runtime.memcpyAsync(*arguments, self.looking.ptr)
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""

@@ -218,7 +218,7 @@ class PeerJob:
                 }
         finally:
             # Nothing of this run may touch memory that is freed now. No kernel waits for anybody: this ends.
-            for stream in (*self._sources.streams, self.engine.sums, self._stream):
+            for stream in (*self._sources.streams, self.engine.looking, self.engine.sums, self._stream):
                 stream.synchronize()
         for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3

@@ -52,6 +52,7 @@ class Remote:
         self._gone = gone
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
         self._mapped: dict[tuple[int, int], int] = {}
+        self._awake: set[int] = set()
         for told in offers.told:
             if told is not None and told.process != engine.exporter.process:
                 engine.mappings.begin(plan.group, told.process, told.alive)
@@ -101,7 +102,11 @@ class Remote:
         if told.process == self._engine.exporter.process:
             return allocation.address
         try:
-            return self._engine.mappings.open(told.process, allocation)
+            mapped = self._engine.mappings.open(told.process, allocation)
+            if holder not in self._awake:
+                self._awake.add(holder)
+                self._engine.wake(mapped, allocation.size)
+            return mapped
         except EngineError as error:
             # What is mapped stays readable when its process dies; what is not can't be mapped any more.
             end = time.monotonic() + _NEWS
