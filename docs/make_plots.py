@@ -21,16 +21,19 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 SHOWN = (
-    "batches", "cpu-8192", "epilogs-cpu", "gpu-4", "gpu-4-dask", "gpu-4-float32", "narrow-gpu-4",
+    "batches", "cpu-8192", "epilogs-cpu", "gpu-4-dask", "gpu-4-peer", "gpu-4-peer-32-64", "narrow-gpu-4",
     "stateful-cpu", "stateful-gpu-4",
 )  # fmt: skip
 
 # Okabe and Ito's colours; ours is blue in every plot, stock Dask orange, a bound grey.
 OURS, DASK, BOUND = "#0072B2", "#E69F00", "#999999"
-COLORS = {"cublas": BOUND, "distmm": OURS, "torch": "#009E73", "nvmath": "#CC79A7", "jax": "#56B4E9", "dask": DASK}
+COLORS = {
+    "cublas": BOUND, "distmm": OURS, "cublasmp": "#56B4E9", "torch": "#009E73", "nvmath": "#CC79A7", "jax": "#D55E00",
+}  # fmt: skip
 NAMES = {
     "cublas": "cuBLAS alone: the bound",
-    "distmm": "dask_distmm, the multiply",
+    "distmm": "dask_distmm",
+    "cublasmp": 'dask_distmm, engine="cublasmp"',
     "torch": "torch symm_mem",
     "nvmath": "nvmath",
     "jax": "jax.jit, sharded",
@@ -95,20 +98,23 @@ def cpu() -> Figure:
 
 def gpu_multiply() -> Figure:
     """Draw the speed of the multiply alone on four GPUs, next to others."""
-    panels = [("gpu-4", "bfloat16"), ("gpu-4-float32", "float32"), ("gpu-4", "float64")]
+    panels = [("gpu-4-peer", "bfloat16"), ("gpu-4-peer-32-64", "float32"), ("gpu-4-peer-32-64", "float64")]
     figure = Figure(figsize=(9.5, 3.4), layout="constrained")
     for ax, (file, dtype) in zip(figure.subplots(1, 3), panels, strict=True):
         results = load(file)["results"]
         sizes = sorted({one["n"] for one in measured(results, dtype=dtype) if one["case"].startswith("N=")})
-        for number, peer in enumerate(NAMES):
-            kind = "multiply" if peer == "distmm" else "wall"
+        peers = [peer for peer in NAMES if measured(results, dtype=dtype, peer=peer)]
+        width = 0.85 / len(peers)
+        for number, peer in enumerate(peers):
+            kind = "multiply" if peer in ("distmm", "cublasmp") else "wall"
             speeds = [fastest(results, dtype=dtype, peer=peer, kind=kind, case=f"N={size}") for size in sizes]
             heights = [np.nan if speed is None else speed for speed in speeds]
-            ax.bar(np.arange(len(sizes)) + 0.16 * (number - 2), heights, 0.15, color=COLORS[peer], label=NAMES[peer])
+            places = np.arange(len(sizes)) + width * (number - (len(peers) - 1) / 2)
+            ax.bar(places, heights, 0.94 * width, color=COLORS[peer], label=NAMES[peer])
         tidy(ax, title=dtype, xlabel="N", xticks=range(len(sizes)), xticklabels=sizes)
     figure.axes[0].set_ylabel("TFLOP/s a GPU")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 

@@ -189,6 +189,52 @@ def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():
     assert [row[0] for row in order] == list(found.ranks)
 
 
+def test_panels_that_are_here_meet_what_is_held_as_it_lands():
+    """Dask puts whole columns of chunks on one worker."""
+    n, chunks = 2048, 16
+    sizes = ((n // chunks,) * chunks,) * 2
+    problem = make_problem(sizes, sizes, "float32", method="summa", array="cupy")
+    where = np.tile(np.array([2, 0, 2, 0, 1, 3, 2, 0, 1, 3, 1, 3, 2, 0, 1, 3], np.int32), chunks)
+    found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
+    assert found.grid == (2, 2, 1)
+
+    def is_here(fill, rank):
+        return all(where[piece.chunk] == found.ranks[rank] for piece in fill.pieces)
+
+    for rank, walk in enumerate(walks(found)):
+        assert walk.held == 0
+        first, *others = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank])).turns
+        panels = {product.b[0].number: product.b[0] for product in first.products}
+        assert len(panels) == PANELS - 1, "one buffer is left for the first one that is pulled"
+        assert all(is_here(fill, rank) for fill in panels.values())
+        held = [product.a for product in first.products][:: len(panels)]
+        assert len(held) == 4
+        assert len(first.products) == len(held) * len(panels)
+        # Each piece of what is held meets them all before the next one is needed.
+        assert [product.a for product in first.products] == [a for a in held for _ in panels]
+        later = [product.b[0] for turn in others for product in turn.products]
+        assert [is_here(fill, rank) for fill in later] == sorted((is_here(fill, rank) for fill in later), reverse=True)
+        assert all(len(product.a) == len(held) for turn in others for product in turn.products)
+
+
+def test_pieces_of_what_is_held_that_are_here_come_first():
+    n, chunks = 1024, 8
+    sizes = ((n // chunks,) * chunks,) * 2
+    problem = make_problem(sizes, sizes, "float32", method="allgather", array="cupy")
+    where = np.tile(np.array([2, 0, 1, 3, 2, 0, 1, 3], np.int32), chunks)
+    found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
+    seen = 0
+    for rank, walk in enumerate(walks(found)):
+        first, *others = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank])).turns
+        held = [(product.a, product.b)[walk.held] for product in first.products]
+        here = [all(where[piece.chunk] == found.ranks[rank] for part in one for piece in part.pieces) for one in held]
+        assert here == sorted(here, reverse=True)
+        seen += here.count(True)
+        # Later panels meet all that is held in one product.
+        assert all(len(turn.products) == 1 for turn in others)
+    assert seen
+
+
 @pytest.mark.parametrize("room", ["256 MiB", "2 GiB"])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize(("size", "parts"), [(131072, 2), (20000, 4), (65536, 3)])
