@@ -1,15 +1,17 @@
 """How fast GPUs pull from each other: ``python -m benchmarks.gpu.links``, on a host with N GPUs.
 
-What the peer engine rests on: copies out of memory of other GPUs by copy engines, in one piece and in rows, one
-or two at a time, all GPUs at once; many small ones (chunks of a 16 x 16 grid) issued one by one, as one batch, and by
-one kernel; what mapping costs; and what GEMMs lose to copies that go on. The figures are for ``distmm.machine.peer``
-(`bandwidth`, `exposed`) and for the constants of `dask_distmm.engines.peer`.
+What the peer engine rests on: copies out of memory of other GPUs by copy engines, in one piece and in rows, from one
+to all others at a time, all GPUs at once; the first one after an idle moment; many small ones (chunks of a 16 x 16
+grid) issued one by one, as one batch, and by one kernel; what mapping costs; and what GEMMs lose to copies that go on.
+The figures are for ``distmm.machine.peer`` (`bandwidth`, `exposed`) and for the constants of
+`dask_distmm.engines.peer`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ WIDTHS = (0, 512, 2048, 8192, 32768, 131072)
 EDGES, COUNT = (256, 512, 1024), 128
 # How: calls of cudaMemcpy2DAsync, one of cuMemcpy3DBatchAsync (with its hint to leave multiprocessors alone), a kernel.
 WAYS = ("copies", "batch", "batch, overlap", "kernel")
+# The first pull after an idle moment, seconds from one to the next one.
+FIRST_BYTES, IDLE = 2**25, 0.05
 _KEPT: dict[str, Any] = {}
 
 
@@ -92,6 +96,36 @@ def next_source(offers: Sequence[Any]) -> int:
     me = [process for process, _, _ in offers].index(_KEPT["exporter"].process)
     process, allocation, offset = offers[(me + 1) % len(offers)]
     return int(_KEPT["mappings"].open(process, Allocation(*allocation)) + offset)
+
+
+def first_pull(offers: Sequence[Any], woken: float, begin: float) -> dict[str, float]:
+    """Pull from the next GPU after an idle moment, and again; return the median milliseconds of both, and the most.
+
+    With `woken` a little is read of that GPU so many milliseconds before.
+    """
+    import cupy
+
+    source, runtime = next_source(offers), cupy.cuda.runtime
+    target = cupy.empty(FIRST_BYTES, cupy.uint8)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    found = []
+    for turn in range(15):
+        time.sleep(max(0.0, begin + turn * IDLE - time.time()))
+        if woken:
+            runtime.memcpyAsync(target.data.ptr, source, 2**16, runtime.memcpyDefault, stream.ptr)
+            stream.synchronize()
+            end = time.perf_counter() + woken / 1e3
+            while time.perf_counter() < end:
+                pass
+        marks = [cupy.cuda.Event() for _ in range(3)]
+        for mark in marks[:-1]:
+            mark.record(stream)
+            runtime.memcpyAsync(target.data.ptr, source, FIRST_BYTES, runtime.memcpyDefault, stream.ptr)
+        marks[-1].record(stream)
+        marks[-1].synchronize()
+        found.append([cupy.cuda.get_elapsed_time(*pair) for pair in itertools.pairwise(marks)])
+    first, second = (sorted(one[at] for one in found) for at in (0, 1))
+    return {"first_ms": first[len(first) // 2], "most_ms": first[-1], "second_ms": second[len(second) // 2]}
 
 
 def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str, Any]:
@@ -196,11 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         client.wait_for_workers(options.gpus, timeout=60)
         offers = list(client.run(export, options.megabytes << 20).values())
-        for streams in (1, 2):
+        for streams in range(1, options.gpus):
             for kernel in (False, True):
                 for width in WIDTHS:
-                    if streams > options.gpus - 1:
-                        continue
                     found = list(client.run(pull, offers, width, streams, kernel, 8, time.time() + 0.5).values())
                     row = {
                         "rows": width or "one piece",
@@ -212,6 +244,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     }
                     results.append(row)
                     print(row, flush=True)
+        for woken in (0.0, 0.1, 0.5, 2.0):
+            rows = list(client.run(first_pull, offers, woken, time.time() + 0.5).values())
+            how = f"something read {woken} ms before" if woken else "as it is"
+            row = {"32 MiB after 50 ms of nothing": how}
+            row |= {name: round(max(one[name] for one in rows), 3) for name in rows[0]}
+            results.append(row)
+            print(row, flush=True)
         for edge in EDGES:
             for way in WAYS:
                 many = list(client.run(pieces, offers, edge, way, time.time() + 0.5).values())
