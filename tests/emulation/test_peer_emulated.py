@@ -298,6 +298,35 @@ def test_what_the_exporter_has_freed_is_unmapped(make_peers):
     assert counts[0] == counts[1] == counts[2] > 0
 
 
+def test_what_a_panel_has_of_several_is_pulled_from_all_of_them_at_the_same_time(make_peers, monkeypatch):
+    """Ranks that pull from one after the other meet at the same one sooner or later, and stay together."""
+    ranks, _ = make_peers()
+    runtime, used = sys.modules["cupy"].cuda.runtime, set()
+    for name in ("memcpyAsync", "memcpy2DAsync"):
+        real = getattr(runtime, name)
+
+        def copy(*arguments, real=real):
+            used.add(arguments[-1])
+            real(*arguments)
+
+        monkeypatch.setattr(runtime, name, copy)
+    n, count = 96, 4
+    columns = (n,), (n // count,) * count
+    problem = make_problem(columns, columns, "float64", method="allgather", array="cupy")
+    where = np.arange(count, dtype=np.int32)
+    made = plan(problem, [Worker(f"w{i}") for i in range(count)], where, where, engine="peer")
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((2, n, n))
+    chunks = {(op, i): x for op, v in (("a", a), ("b", b)) for i, x in enumerate(np.hsplit(v, count))}
+    found = run_jobs(ranks, made, chunks)
+    assert_product(a, b, np.hstack([found[i] for i in range(count)]))
+    pulling = [{stream.ptr for stream in engine.pulls(count - 1)} for engine in ranks.engines.values()]
+    assert [len(streams) for streams in pulling] == [count - 1] * count
+    assert all(streams <= used for streams in pulling)
+    # A little was read before that, so that links are awake.
+    assert {engine.looking.ptr for engine in ranks.engines.values()} <= used
+
+
 def test_a_trace_has_all_steps(make_peers):
     ranks, _ = make_peers()
     made = conformance(ranks, "allgather", 2, seed=5)
