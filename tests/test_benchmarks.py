@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dask_distmm.bench import report, runner
 from dask_distmm.bench.protocol import Case, Sample, random_matrix, scaled_error
@@ -351,3 +353,47 @@ def test_scaling_compares_with_one_gpu_and_with_the_bound(tmp_path, monkeypatch,
     assert numbers == pytest.approx([rate, 100, 100, rate / 2, 50, 100], rel=0.05)
     assert "within 5 %: 2 of 8; the worst takes 1.2" in text
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda flow: flow[0] != flow[1]), max_size=12))
+def test_flows_share_what_gpus_can_send_and_receive(flows):
+    from benchmarks.gpu.model import even_shares
+
+    rates = even_shares(flows, 60.0)
+    for (source, target), rate in zip(flows, rates, strict=True):
+        sent = [other for flow, other in zip(flows, rates, strict=True) if flow[0] == source]
+        received = [other for flow, other in zip(flows, rates, strict=True) if flow[1] == target]
+        assert max(sum(sent), sum(received)) < 60.0 + 1e-9
+        # It could have more only at the cost of one that has no more than it.
+        assert any(sum(side) > 60.0 - 1e-9 and rate > max(side) - 1e-9 for side in (sent, received))
+
+
+def test_the_model_of_the_peer_engine_knows_the_bound_and_who_meets_whom():
+    from benchmarks.gpu.model import SLABS, make_plan, rank_of, simulate, walks
+
+    def seconds(gpus, n, chunks, skew, **options):
+        made = make_plan(gpus, n, chunks, "bfloat16", "allgather")
+        ranks = [rank_of(made, rank, walk, 2) for rank, walk in enumerate(walks(made))]
+        assert sum(product.flops for rank in ranks for product in rank.products) == made.flops
+        starts = [skew * rank for rank in range(gpus)]
+        return max(simulate(ranks, starts, 400e9, 800e12, **options))
+
+    assert seconds(1, 4096, SLABS, 0) == pytest.approx(2 * 4096**3 / 800e12)
+    # Others' slabs come while a rank multiplies its own.
+    assert seconds(4, 16384, SLABS, 0) == pytest.approx(2 * 16384**3 / 4 / 800e12)
+    # With links that slow, pulls are all that counts.
+    apart = seconds(4, 4096, 4, 1e-5, together=False)
+    together = seconds(4, 4096, 4, 1e-5)
+    assert together < 0.8 * apart
+    assert seconds(4, 4096, 4, 0) == pytest.approx(together, rel=0.01)
+
+
+def test_the_model_prints_shares(capsys):
+    from benchmarks.gpu import model
+
+    assert model.main(["--gpus", "2", "--sizes", "4096", "--chunks", "0", "4", "--type", "float64"]) == 0
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert "all at the same time" in first
+    assert [row.split()[2:5] for row in rows] == [["N=4096", "one", "chunk"], ["N=4096", "4", "x"]]
+    assert all(0 < float(share) < 1.01 for row in rows for share in row.split()[-2:])

@@ -1,0 +1,252 @@
+"""How the order of a run's pulls and products works out, without GPUs: ``python -m benchmarks.gpu.model``.
+
+A fluid model of the peer engine. Ranks begin a little apart. Each pulls and multiplies in the engine's own order
+(`dask_distmm.engines.schedule`). A GPU sends and receives so many bytes in a second in all, which copies that go on at
+the same time share as evenly as can be; products take what their operations take at the rate of a large one. The host,
+latencies, and what small products lose are left out: the model tells orders from each other, and no milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.dtypes import carried
+from dask_distmm.engines.schedule import dues, make_schedule
+from dask_distmm.layout import ChunkGrid
+from dask_distmm.plan import Plan, Worker, plan
+from dask_distmm.plan.plan import Rect
+from dask_distmm.plan.pulls import Walk, step_of, walks
+from dask_distmm.testing import make_problem
+
+SLABS = 0
+
+
+class Pull(NamedTuple):
+    """What fills a part of an operand: bytes from each other rank, and the turns that it is due after and by."""
+
+    number: int
+    sources: list[tuple[int, float]]
+    after: int
+
+
+class Product(NamedTuple):
+    """Operations, the turn that they belong to, and the numbers of the pulls that they need."""
+
+    flops: float
+    turn: int
+    needs: frozenset[int]
+
+
+class Rank(NamedTuple):
+    """What one rank does, in order."""
+
+    pulls: list[Pull]
+    products: list[Product]
+
+
+def even_shares(flows: Sequence[tuple[int, int]], bandwidth: float) -> list[float]:
+    """Return the rate of each flow (from one GPU to another one): max-min fair, by progressive filling.
+
+    All rates grow alike until a GPU sends or receives `bandwidth`; those of its flows stay, the others grow on.
+    """
+    ends = [{("out", source), ("in", target)} for source, target in flows]
+    left = dict.fromkeys(itertools.chain(*ends), bandwidth)
+    rates: dict[int, float] = {}
+    while len(rates) < len(flows):
+        growing = [number for number in range(len(flows)) if number not in rates]
+        count = {end: sum(end in ends[number] for number in growing) for end in left}
+        step, full = min((left[end] / count[end], end) for end in left if count[end])
+        for number in growing:
+            if full in ends[number]:
+                rates[number] = step
+                for end in ends[number] - {full}:
+                    left[end] -= step
+        del left[full]
+    return [rates[number] for number in range(len(flows))]
+
+
+def lies_in_one(made: Plan, me: int, operand: int, rect: Rect) -> bool:
+    """Whether a part of an operand is in one chunk of a participant."""
+    sizes, where = made.problem.chunks_of("ab"[operand]), made.where["ab"[operand]]
+    assert where is not None
+    if step_of(made.problem) > 1 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
+        return False
+    grid = ChunkGrid(sizes)
+    for part in np.flatnonzero(where == me).tolist():
+        rows, cols = grid.slices(*grid.coords(part))
+        if rows.start <= rect[0] and rect[1] <= rows.stop and cols.start <= rect[2] and rect[3] <= cols.stop:
+            return True
+    return False
+
+
+def rank_of(made: Plan, rank: int, walk: Walk, itemsize: int) -> Rank:
+    """Return what a rank does in a plan."""
+    me = made.ranks[rank]
+    turns = make_schedule(made, rank, walk, lambda operand, rect: lies_in_one(made, me, operand, rect)).turns
+    pulls = []
+    for due in dues(turns):
+        where = made.where["ab"[due.fill.operand]]
+        assert where is not None
+        held: dict[int, float] = {}
+        for piece in due.fill.pieces:
+            holder = int(where[piece.chunk])
+            held[holder] = held.get(holder, 0.0) + piece.rows * piece.cols * itemsize
+        held.pop(me, None)
+        # The next rank first, as the engine has it.
+        sources = sorted(held.items(), key=lambda one: (one[0] - me) % len(made.participants))
+        pulls.append(Pull(due.fill.number, sources, due.after))
+    products = []
+    for number, turn in enumerate(turns):
+        for product in turn.products:
+            (r0, r1, c0, c1), (k0, k1) = product.rect, product.a[0].rect[2:]
+            needs = frozenset(fill.number for fill in (*product.a, *product.b) if fill.slot is not None)
+            products.append(Product(2.0 * (r1 - r0) * (c1 - c0) * (k1 - k0), number, needs))
+    return Rank(pulls, products)
+
+
+class _State:
+    """How far one rank is."""
+
+    def __init__(self, rank: Rank, start: float, *, together: bool) -> None:
+        self.rank, self.start, self.together = rank, start, together
+        self.landed: set[int] = set()
+        self.under_way: dict[int, float] = {}
+        self.pulled = self.multiplied = 0
+        self.turns_over = -1
+        self.ends: float | None = None
+        self._left = [list(pull.sources) for pull in rank.pulls]
+
+    @property
+    def flows(self) -> list[tuple[int, float]]:
+        """Sources that are read now, each with the bytes that are left."""
+        if self.pulled == len(self.rank.pulls) or self.rank.pulls[self.pulled].after > self.turns_over:
+            return []
+        left = self._left[self.pulled]
+        return left if self.together else left[:1]
+
+    def go_on(self, now: float, rate: float) -> None:
+        """Begin all that can begin."""
+        while self.pulled < len(self.rank.pulls) and not self._left[self.pulled]:
+            if self.rank.pulls[self.pulled].after > self.turns_over:
+                break
+            self.landed.add(self.rank.pulls[self.pulled].number)
+            self.pulled += 1
+        if self.ends is None and self.multiplied < len(self.rank.products):
+            product = self.rank.products[self.multiplied]
+            if product.needs <= self.landed:
+                self.ends = now + product.flops / rate
+
+    def advance(self, now: float, moved: Iterable[float]) -> None:
+        """Note what has been pulled, and a product that has ended."""
+        if self.flows:
+            moved, left = list(moved), self._left[self.pulled]
+            rest = [(one, size - moved[at]) if at < len(moved) else (one, size) for at, (one, size) in enumerate(left)]
+            # A byte is nothing, and rounding must not leave one.
+            self._left[self.pulled] = [(one, size) for one, size in rest if size > 1]
+        if self.ends is not None and self.ends <= now:
+            turn, self.ends = self.rank.products[self.multiplied].turn, None
+            self.multiplied += 1
+            last = self.multiplied == len(self.rank.products)
+            if last or self.rank.products[self.multiplied].turn != turn:
+                self.turns_over = turn
+
+
+def simulate(
+    ranks: Sequence[Rank], starts: Sequence[float], bandwidth: float, rate: float, *, together: bool = True
+) -> list[float]:
+    """Return how long each rank takes, from its own beginning on.
+
+    Parameters
+    ----------
+    ranks
+        What each does.
+    starts
+        When each begins, in seconds.
+    bandwidth
+        Bytes that a GPU sends, and receives, in a second.
+    rate
+        Operations that a GPU does in a second.
+    together
+        Whether what one pull reads of several GPUs is read at the same time, else of one after the other.
+    """
+    states = [_State(rank, start, together=together) for rank, start in zip(ranks, starts, strict=True)]
+    ends, now = [0.0] * len(ranks), 0.0
+    while True:
+        begun = [state for state in states if state.start <= now]
+        for state in begun:
+            state.go_on(now, rate)
+        flows = [(source, states.index(state)) for state in begun for source, _ in state.flows]
+        rates = iter(even_shares(flows, bandwidth))
+        shares = {id(state): [next(rates) for _ in state.flows] for state in begun}
+        times = [state.start for state in states if state.start > now]
+        times += [state.ends for state in begun if state.ends is not None]
+        for state in begun:
+            left = zip(state.flows, shares[id(state)], strict=True)
+            times += [now + size / share for (_, size), share in left]
+        if not times:
+            return ends
+        before, now = now, min(times)
+        for state in begun:
+            ended = state.ends is not None and state.ends <= now
+            state.advance(now, [share * (now - before) for share in shares[id(state)]])
+            if ended:
+                ends[states.index(state)] = now - state.start
+
+
+def placed(gpus: int, chunks: int) -> NDArray[np.int32]:
+    """Return where Dask puts the chunks of a matrix that `da.map_blocks` makes: columns in turn."""
+    return np.tile(np.arange(chunks, dtype=np.int32) % gpus, chunks)
+
+
+def make_plan(gpus: int, n: int, chunks: int, dtype: str, method: str = "auto") -> Plan:
+    """Return the plan of a square product; with `SLABS` from one chunk a GPU."""
+    workers = [Worker(f"gpu{number}") for number in range(gpus)]
+    if chunks == SLABS:
+        slabs, whole, where = tuple(map(len, np.array_split(range(n), gpus))), (n,), np.arange(gpus, dtype=np.int32)
+        problem = make_problem((slabs, whole), (whole, slabs), dtype, method=method, array="cupy")
+    else:
+        sizes, where = tuple(map(len, np.array_split(range(n), chunks))), placed(gpus, chunks)
+        problem = make_problem((sizes, sizes), (sizes, sizes), dtype, method=method, array="cupy")
+    return plan(problem, workers, where, where, engine="peer")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.model", description=__doc__)
+    add = parser.add_argument
+    add("--gpus", type=int, nargs="+", default=[4])
+    add("--sizes", type=int, nargs="+", default=[8192, 16384, 32768])
+    add("--chunks", type=int, nargs="+", default=[SLABS, 4, 8, 16], help="chunks per side; 0 for one chunk a GPU")
+    add("--type", default="bfloat16")
+    add("--method", default="auto")
+    add("--bandwidth", type=float, default=366e9, help="bytes a second that a GPU sends, and receives (H200: 366e9)")
+    add("--rate", type=float, default=790e12, help="operations a second of a GPU (H200, bfloat16: 790e12)")
+    add("--skew", type=float, default=1e-4, help="seconds within which ranks begin")
+    options = parser.parse_args(arguments)
+    rng = np.random.default_rng(0)
+    print("Share of the bound, if a pull reads one GPU after the other, and all at the same time (as the engine does)")
+    for gpus, n, chunks in itertools.product(options.gpus, options.sizes, options.chunks):
+        made = make_plan(gpus, n, chunks, options.type, options.method)
+        itemsize = carried(options.type, "numpy").itemsize
+        ranks = [rank_of(made, rank, walk, itemsize) for rank, walk in enumerate(walks(made))]
+        bound = 2.0 * n**3 / gpus / options.rate
+        found: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(5):
+            starts = (rng.random(len(ranks)) * options.skew).tolist()
+            for together, times in found.items():
+                took = simulate(ranks, starts, options.bandwidth, options.rate, together=together)
+                times.append(max(took))
+        shares = "  ".join(f"{bound / float(np.mean(times)):.2f}" for times in found.values())
+        what = f"{chunks} x {chunks} chunks" if chunks else "one chunk a GPU"
+        print(f"{gpus} GPUs, N={n:<6} {what:16} {made.method:13} {shares}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
