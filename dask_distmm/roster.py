@@ -94,17 +94,25 @@ class Roster:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._described: dict[str, dict[str, Any]] = {}
+        self._contributing: set[str] = set()
 
     def __contains__(self, address: str) -> bool:
-        return address in self._described
+        """Whether a worker is known to have dask_distmm: others may not understand its messages."""
+        return address in self._described or address in self._contributing
+
+    def note(self, address: str) -> None:
+        """Note that a worker has staged a chunk; it may not have been asked yet what it has."""
+        self._contributing.add(address)
 
     def forget(self, address: str) -> None:
         """Forget a worker that has left, or an earlier one of the same address."""
         self._described.pop(address, None)
+        self._contributing.discard(address)
 
     def clear(self) -> None:
         """Forget all workers."""
         self._described.clear()
+        self._contributing.clear()
 
     async def choose(
         self,

@@ -36,7 +36,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, ProtocolError, RunFailedError
 from dask_distmm.groups import Group, Groups
 from dask_distmm.history import History
-from dask_distmm.keys import barrier_key, barrier_name
+from dask_distmm.keys import barrier_key, barrier_name, parse_stage_key
 from dask_distmm.live import LiveRuns
 from dask_distmm.pins import Pins
 from dask_distmm.plan import Plan, Problem, plan
@@ -347,6 +347,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Free what belongs to a multiply when its barrier is released, forgotten or fails."""
         self.replicas.transition(key, finish)
+        if finish == "memory" and parse_stage_key(key) is not None and kwargs.get("worker"):
+            self.roster.note(kwargs["worker"])
         if finish not in ("released", "forgotten", "erred") or (name := barrier_name(key)) is None:
             return
         result = self.done.pop(name, None)

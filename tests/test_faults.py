@@ -12,7 +12,7 @@ from distributed import wait
 from run_events import events
 
 from dask_distmm import RunFailedError, matmul
-from dask_distmm.testing import assert_product, inject
+from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
 
 def operands():
@@ -153,6 +153,27 @@ def test_lost_too_often(fault_client):
     _, _, x, y = operands()
     with pytest.raises(Exception, match="attempted to run|died|KilledWorker"):
         fault_client.compute(matmul(x.map_blocks(deadly, dtype=float, meta=np.empty((0, 0))), y)).result(timeout=120)
+
+
+def test_what_workers_have_staged_that_nobody_has_asked_yet_is_forgotten(fault_client):
+    """They have been started again since the roster was asked, and no run comes about that would ask."""
+    _, _, x, y = operands()
+
+    def fail_late(block, block_info=None):
+        if block_info[0]["chunk-location"] == (0, 0):
+            time.sleep(1)
+            raise ZeroDivisionError("upstream")
+        return block
+
+    product = matmul(x.map_blocks(fail_late, dtype=float, meta=np.empty((0, 0))), y)
+    fault_client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins["distmm"].roster.clear())
+    future = fault_client.compute(product)
+    deadline = time.monotonic() + 20
+    while not any(fault_client.run(lambda dask_worker: len(dask_worker.extensions["distmm"].staged)).values()):
+        assert time.monotonic() < deadline, "nothing has been staged"
+    with pytest.raises(ZeroDivisionError, match="upstream"):
+        future.result(timeout=60)
+    assert_nothing_left(fault_client)
 
 
 def test_wrong_chunks_are_named(fault_client):

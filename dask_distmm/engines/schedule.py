@@ -28,8 +28,10 @@ __all__ = ["Due", "Fill", "Product", "Schedule", "Slot", "Turn", "dues", "make_s
 
 # What is to be held, and the first panel, are filled in so many pieces if they come from elsewhere.
 _PIECES = 4
-# Panels of what is here and what is not are apart, if none gets narrower than such a part of the others.
+# Panels of what is here and what is not are apart, if none gets narrower than such a part of the others, or if products
+# still have as many elements as fill a GPU.
 _FINEST = 2
+_LEAST_AREA = 2048**2
 # A panel that mostly comes from one rank is pulled in that rank's turn.
 _MOSTLY = 0.5
 
@@ -258,7 +260,8 @@ class _Maker:
             if found and found[-1][1] == away:
                 one = one._replace(start=found.pop()[0].start)
             found.append((one, away))
-        if any(one.stop - one.start < self.walk.width // _FINEST for one, _ in found):
+        least = min(self.walk.width // _FINEST, _LEAST_AREA // (self.walk.parts[1] - self.walk.parts[0]))
+        if any(one.stop - one.start < least for one, _ in found):
             return [segment]
         return [one for one, _ in found]
 
