@@ -3,7 +3,8 @@
 A fluid model of the peer engine. Ranks begin a little apart. Each pulls and multiplies in the engine's own order
 (`dask_distmm.engines.schedule`). A GPU sends and receives so many bytes in a second in all, which copies that go on at
 the same time share as evenly as can be; products take what their operations take at the rate of a large one. The host,
-latencies, and what small products lose are left out: the model tells orders from each other, and no milliseconds.
+latencies, what small products lose and the sums that ranks pull at the end are left out: the model tells orders from
+each other, and no milliseconds.
 """
 
 from __future__ import annotations
