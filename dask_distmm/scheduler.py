@@ -345,7 +345,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     # What happens on the cluster
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Free what belongs to a multiply when its barrier is released, forgotten or fails."""
+        """Note who contributes; free what belongs to a multiply when its barrier is released, forgotten or fails."""
         self.replicas.transition(key, finish)
         if finish == "memory" and parse_stage_key(key) is not None and kwargs.get("worker"):
             self.roster.note(kwargs["worker"])

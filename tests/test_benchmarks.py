@@ -374,7 +374,7 @@ def test_the_model_of_the_peer_engine_knows_the_bound_and_who_meets_whom():
 
     def seconds(gpus, n, chunks, skew, **options):
         made = make_plan(gpus, n, chunks, "bfloat16", "allgather")
-        ranks = [rank_of(made, rank, walk, 2) for rank, walk in enumerate(walks(made))]
+        ranks = [rank_of(made, rank, walk) for rank, walk in enumerate(walks(made))]
         assert sum(product.flops for rank in ranks for product in rank.products) == made.flops
         starts = [skew * rank for rank in range(gpus)]
         return max(simulate(ranks, starts, 400e9, 800e12, **options))

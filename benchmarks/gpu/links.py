@@ -105,6 +105,8 @@ def first_pull(offers: Sequence[Any], woken: float, begin: float) -> dict[str, f
     """
     import cupy
 
+    from dask_distmm.engines.peer import ENGINE
+
     source, runtime = next_source(offers), cupy.cuda.runtime
     target = cupy.empty(FIRST_BYTES, cupy.uint8)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -112,8 +114,8 @@ def first_pull(offers: Sequence[Any], woken: float, begin: float) -> dict[str, f
     for turn in range(15):
         time.sleep(max(0.0, begin + turn * IDLE - time.time()))
         if woken:
-            runtime.memcpyAsync(target.data.ptr, source, 2**16, runtime.memcpyDefault, stream.ptr)
-            stream.synchronize()
+            ENGINE.wake(source, FIRST_BYTES)
+            ENGINE.looking.synchronize()
             end = time.perf_counter() + woken / 1e3
             while time.perf_counter() < end:
                 pass

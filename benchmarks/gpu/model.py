@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.dtypes import carried
+from benchmarks.gpu import cases
 from dask_distmm.engines.schedule import dues, make_schedule
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.plan import Plan, Worker, plan
@@ -25,11 +25,12 @@ from dask_distmm.plan.plan import Rect
 from dask_distmm.plan.pulls import Walk, step_of, walks
 from dask_distmm.testing import make_problem
 
+# In place of a number of chunks.
 SLABS = 0
 
 
 class Pull(NamedTuple):
-    """What fills a part of an operand: bytes from each other rank, and the turns that it is due after and by."""
+    """What fills a part of an operand: bytes from each other rank, and the turn that it is due after."""
 
     number: int
     sources: list[tuple[int, float]]
@@ -86,13 +87,14 @@ def lies_in_one(made: Plan, me: int, operand: int, rect: Rect) -> bool:
     return False
 
 
-def rank_of(made: Plan, rank: int, walk: Walk, itemsize: int) -> Rank:
+def rank_of(made: Plan, rank: int, walk: Walk) -> Rank:
     """Return what a rank does in a plan."""
     me = made.ranks[rank]
     turns = make_schedule(made, rank, walk, lambda operand, rect: lies_in_one(made, me, operand, rect)).turns
     pulls = []
     for due in dues(turns):
-        where = made.where["ab"[due.fill.operand]]
+        name = "ab"[due.fill.operand]
+        where, itemsize = made.where[name], made.problem.itemsize(name)
         assert where is not None
         held: dict[int, float] = {}
         for piece in due.fill.pieces:
@@ -117,10 +119,11 @@ class _State:
     def __init__(self, rank: Rank, start: float, *, together: bool) -> None:
         self.rank, self.start, self.together = rank, start, together
         self.landed: set[int] = set()
-        self.under_way: dict[int, float] = {}
         self.pulled = self.multiplied = 0
         self.turns_over = -1
         self.ends: float | None = None
+        # How long all that has ended took.
+        self.took = 0.0
         self._left = [list(pull.sources) for pull in rank.pulls]
 
     @property
@@ -143,15 +146,15 @@ class _State:
             if product.needs <= self.landed:
                 self.ends = now + product.flops / rate
 
-    def advance(self, now: float, moved: Iterable[float]) -> None:
-        """Note what has been pulled, and a product that has ended."""
-        if self.flows:
-            moved, left = list(moved), self._left[self.pulled]
-            rest = [(one, size - moved[at]) if at < len(moved) else (one, size) for at, (one, size) in enumerate(left)]
+    def advance(self, now: float, moved: Sequence[float]) -> None:
+        """Note what has been pulled of each flow, and a product that has ended."""
+        if moved:
+            left = self._left[self.pulled]
+            rest = [(one, size - more) for (one, size), more in zip(left, moved, strict=False)]
             # A byte is nothing, and rounding must not leave one.
-            self._left[self.pulled] = [(one, size) for one, size in rest if size > 1]
+            self._left[self.pulled] = [(one, size) for one, size in rest if size > 1] + left[len(moved) :]
         if self.ends is not None and self.ends <= now:
-            turn, self.ends = self.rank.products[self.multiplied].turn, None
+            turn, self.ends, self.took = self.rank.products[self.multiplied].turn, None, now - self.start
             self.multiplied += 1
             last = self.multiplied == len(self.rank.products)
             if last or self.rank.products[self.multiplied].turn != turn:
@@ -177,27 +180,23 @@ def simulate(
         Whether what one pull reads of several GPUs is read at the same time, else of one after the other.
     """
     states = [_State(rank, start, together=together) for rank, start in zip(ranks, starts, strict=True)]
-    ends, now = [0.0] * len(ranks), 0.0
+    now = 0.0
     while True:
-        begun = [state for state in states if state.start <= now]
-        for state in begun:
-            state.go_on(now, rate)
-        flows = [(source, states.index(state)) for state in begun for source, _ in state.flows]
+        begun = [number for number, state in enumerate(states) if state.start <= now]
+        for number in begun:
+            states[number].go_on(now, rate)
+        flows = [(source, number) for number in begun for source, _ in states[number].flows]
         rates = iter(even_shares(flows, bandwidth))
-        shares = {id(state): [next(rates) for _ in state.flows] for state in begun}
+        shares = {number: [next(rates) for _ in states[number].flows] for number in begun}
         times = [state.start for state in states if state.start > now]
-        times += [state.ends for state in begun if state.ends is not None]
-        for state in begun:
-            left = zip(state.flows, shares[id(state)], strict=True)
-            times += [now + size / share for (_, size), share in left]
+        times += [ends for number in begun if (ends := states[number].ends) is not None]
+        for number in begun:
+            times += [now + size / share for (_, size), share in zip(states[number].flows, shares[number], strict=True)]
         if not times:
-            return ends
+            return [state.took for state in states]
         before, now = now, min(times)
-        for state in begun:
-            ended = state.ends is not None and state.ends <= now
-            state.advance(now, [share * (now - before) for share in shares[id(state)]])
-            if ended:
-                ends[states.index(state)] = now - state.start
+        for number in begun:
+            states[number].advance(now, [share * (now - before) for share in shares[number]])
 
 
 def placed(gpus: int, chunks: int) -> NDArray[np.int32]:
@@ -207,14 +206,12 @@ def placed(gpus: int, chunks: int) -> NDArray[np.int32]:
 
 def make_plan(gpus: int, n: int, chunks: int, dtype: str, method: str = "auto") -> Plan:
     """Return the plan of a square product; with `SLABS` from one chunk a GPU."""
-    workers = [Worker(f"gpu{number}") for number in range(gpus)]
+    variant, where = f"{chunks}x{chunks}", placed(gpus, chunks)
     if chunks == SLABS:
-        slabs, whole, where = tuple(map(len, np.array_split(range(n), gpus))), (n,), np.arange(gpus, dtype=np.int32)
-        problem = make_problem((slabs, whole), (whole, slabs), dtype, method=method, array="cupy")
-    else:
-        sizes, where = tuple(map(len, np.array_split(range(n), chunks))), placed(gpus, chunks)
-        problem = make_problem((sizes, sizes), (sizes, sizes), dtype, method=method, array="cupy")
-    return plan(problem, workers, where, where, engine="peer")
+        variant, where = cases.SLABS, np.arange(gpus, dtype=np.int32)
+    cuts = cases.chunks(cases.Case("peer", variant, dtype, cases.square(n), 1), gpus)
+    problem = make_problem(*cuts, dtype, method=method, array="cupy")
+    return plan(problem, [Worker(f"gpu{number}") for number in range(gpus)], where, where, engine="peer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -234,8 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("Share of the bound, if a pull reads one GPU after the other, and all at the same time (as the engine does)")
     for gpus, n, chunks in itertools.product(options.gpus, options.sizes, options.chunks):
         made = make_plan(gpus, n, chunks, options.type, options.method)
-        itemsize = carried(options.type, "numpy").itemsize
-        ranks = [rank_of(made, rank, walk, itemsize) for rank, walk in enumerate(walks(made))]
+        ranks = [rank_of(made, rank, walk) for rank, walk in enumerate(walks(made))]
         bound = 2.0 * n**3 / gpus / options.rate
         found: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(5):

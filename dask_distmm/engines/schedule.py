@@ -162,23 +162,22 @@ class _Maker:
             wholes.sort(key=lambda group: group[0].slot is not None)
             fresh = [cell for cell in cells if cell.slot is not None]
             add = depth[0] > walk.depth[0]
+            # The first panels meet what is held piece by piece, as it lands.
             at_first = self._at_first(panels, depth) if fresh else 1
-            last = {to: number for number, (_, to) in enumerate(panels)}
-            for begin in (0, *range(at_first, len(panels))):
-                numbers = range(begin, at_first if begin == 0 else begin + 1)
+            last = {to: segment for segment, to in panels}
+            for number, group in enumerate([panels[:at_first], *([panel] for panel in panels[at_first:])]):
                 filled = [
                     self._fill(self.passing, (segment.start, segment.stop), depth, self._ring(segment), 0)
-                    for segment, _ in panels[numbers.start : numbers.stop]
+                    for segment, _ in group
                 ]
                 fills = [panel for panel in filled if panel.slot is not None]
-                # The first panels meet what is held piece by piece, as it lands.
-                held = [(cell,) for cell in cells] if begin == 0 else wholes
-                products = [self._product(group, panel, add) for group in held for panel in filled]
-                if begin == 0:
+                if number == 0:
                     fills = [*fresh[:1], *fills, *fresh[1:]]
+                held = [(cell,) for cell in cells] if number == 0 else wholes
+                products = [self._product(together, panel, add) for together in held for panel in filled]
                 done: tuple[int, ...] = ()
                 if plan.grid[2] > 1 and epoch == len(epochs) - 1:
-                    done = tuple(panels[number][1] for number in numbers if number == last[panels[number][1]])
+                    done = tuple(to for segment, to in group if segment == last[to])
                     if -1 in done:
                         done = tuple(range(len(plan.ranks)))
                 turns.append(Turn(fills, products, done))
@@ -237,10 +236,13 @@ class _Maker:
         for slab, to in slabs:
             pieces: list[_Segment] = []
             for segment in self._segments(self.passing, slab, depth):
-                for run in [segment] if segment.lies else self._runs(segment, depth):
-                    edges = [run.start, run.stop] if run.lies else self._edges(self.passing, (run.start, run.stop))
-                    cuts = edges if run.lies else coalesce(edges, self.walk.width, unit(self.walk.width, self.step))
-                    pieces += [_Segment(low, high, run.lies) for low, high in itertools.pairwise(cuts)]
+                if segment.lies:
+                    pieces.append(segment)
+                    continue
+                for run in self._runs(segment, depth):
+                    edges = self._edges(self.passing, (run.start, run.stop))
+                    cuts = coalesce(edges, self.walk.width, unit(self.walk.width, self.step))
+                    pieces += [_Segment(low, high, False) for low, high in itertools.pairwise(cuts)]
             found += [(piece, to) for piece in self._in_order(pieces, depth)]
         if ramp and not found[0][0].lies and self._away(self.passing, found[0][0], depth):
             (first, to), *rest = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 
 import dask
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gpu.model import lies_in_one
 from dask_distmm.engines.schedule import dues, make_schedule, merged
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.plan import METHODS, Worker, extents, plan, pulls
@@ -53,19 +55,7 @@ def made(seed, method, nranks, kind, size, sources=0, together=False, scheme="")
 
 def lies_as_planned(found, me):
     """Whether a part is within one chunk of a participant, as the engine looks it up."""
-
-    def lies(operand, rect):
-        sizes = found.problem.chunks_of("ab"[operand])
-        grid, where = ChunkGrid(sizes), found.where["ab"[operand]]
-        for part in range(grid.nparts):
-            rows, cols = grid.slices(*grid.coords(part))
-            if rows.start <= rect[0] and rect[1] <= rows.stop and cols.start <= rect[2] and rect[3] <= cols.stop:
-                if pulls.step_of(found.problem) > 1 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
-                    return False
-                return int(where[part]) == me
-        return False
-
-    return lies
+    return functools.partial(lies_in_one, found, me)
 
 
 @settings(max_examples=30, deadline=None)

@@ -59,7 +59,7 @@ class PeerEngine:
 
     @property
     def looking(self) -> cp.cuda.Stream:
-        """What reads flags."""
+        """What reads flags, and what wakes links."""
         return self._made()[1]
 
     @property

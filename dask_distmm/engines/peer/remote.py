@@ -103,10 +103,6 @@ class Remote:
             return allocation.address
         try:
             mapped = self._engine.mappings.open(told.process, allocation)
-            if holder not in self._awake:
-                self._awake.add(holder)
-                self._engine.wake(mapped, allocation.size)
-            return mapped
         except EngineError as error:
             # What is mapped stays readable when its process dies; what is not can't be mapped any more.
             end = time.monotonic() + _NEWS
@@ -115,6 +111,10 @@ class Remote:
             if holder not in self._gone:
                 raise
             raise ConnectionError(f"{self._plan.participants[holder].address} is gone: {error}") from error
+        if holder not in self._awake:
+            self._awake.add(holder)
+            self._engine.wake(mapped, allocation.size)
+        return mapped
 
     def ready(self, holder: int, flag: int, check: Callable[[], None] | None = None) -> bool:
         """Whether a participant has raised a flag.
