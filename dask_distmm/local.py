@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import importlib.util
 import logging
 import math
 import signal
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -80,7 +84,7 @@ def interrupts_deferred() -> Iterator[None]:
     After the first one all others are ignored: it ends the program, and that takes a second.
     """
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, or somebody else's
+    if before not in (signal.default_int_handler, interrupt_quietly):  # ignored, or somebody else's
         yield
         return
     noted: list[int] = []
@@ -108,19 +112,46 @@ def interrupts_blocked_for_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def interrupt_quietly(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C as Python does, but end all logging first: other threads complain before anybody can catch it."""
+    logging.disable(logging.CRITICAL)
+    raise KeyboardInterrupt
+
+
+def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """Have Ctrl-C once more where it fell into what must not raise (a finalizer, a callback of the collector).
+
+    Python reports such an error and goes on.
+    """
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    # From another thread, and later: it would be lost again in here.
+    threading.Timer(0.01, _thread.interrupt_main).start()
+
+
 @contextlib.contextmanager
 def quiet_failure() -> Iterator[None]:
     """Have an error or Ctrl-C end the program without the complaints of work that is cut short.
 
     Dask and asyncio have such, some as late as at the program's end. What went wrong is on its way to the user already.
     """
+    hook, ours = sys.unraisablehook, signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:  # neither ignored nor somebody else's
+        signal.signal(signal.SIGINT, interrupt_quietly)
+        sys.unraisablehook = interrupt_again
     try:
         yield
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            ours = False
         logging.disable(logging.CRITICAL)
         raise
+    finally:
+        sys.unraisablehook = hook
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def make_cluster(workers: int, folder: Path) -> Any:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
 import pytest
 
 from dask_distmm import local
@@ -33,3 +40,75 @@ def test_gpus_are_used_where_dask_cuda_and_an_engine_can(
 )
 def test_chunks_suit_length_and_workers(length: int, workers: int, rows: int) -> None:
     assert local.chunk_rows(length, workers) == rows
+
+
+@pytest.fixture
+def _terminal() -> Iterator[None]:
+    """Handle Ctrl-C as in a program of its own; all is as before afterwards."""
+    before, disabled = signal.signal(signal.SIGINT, signal.default_int_handler), logging.root.manager.disable
+    yield
+    signal.signal(signal.SIGINT, before)
+    logging.disable(disabled)
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_ctrl_c_is_not_lost_in_what_must_not_raise(capsys: pytest.CaptureFixture[str]) -> None:
+    def callback(phase: str, info: object) -> None:
+        gc.callbacks.remove(callback)
+        fallen.append(phase)
+        signal.raise_signal(signal.SIGINT)
+
+    def work() -> None:
+        with local.quiet_failure():
+            gc.collect()
+            assert fallen == ["start"]
+            time.sleep(30)
+
+    fallen: list[str] = []
+    gc.callbacks.append(callback)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert capsys.readouterr().err == ""
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # the program is ending
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_logging_ends_with_ctrl_c_at_once() -> None:
+    def work() -> None:
+        with local.quiet_failure():
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                enabled.append(logging.getLogger("asyncio").isEnabledFor(logging.CRITICAL))
+
+    enabled: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert enabled == [False]
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_other_errors_of_finalizers_are_told_and_all_is_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken:
+        def __del__(self) -> None:
+            raise ValueError("broken")
+
+    hook = sys.unraisablehook
+    with local.quiet_failure():
+        Broken()
+    assert "ValueError: broken" in capsys.readouterr().err
+    assert sys.unraisablehook is hook
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_ctrl_c_waits_where_it_is_deferred() -> None:
+    def work() -> None:
+        with local.quiet_failure(), local.interrupts_deferred():
+            signal.raise_signal(signal.SIGINT)
+            done.append("to the end")
+
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["to the end"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dask_distmm import matmul
+from dask_distmm.comms.dask import DaskComm
 from dask_distmm.keys import stage_name
 from dask_distmm.plan import Plan, Worker, plan
 from dask_distmm.testing import make_problem
@@ -209,3 +211,12 @@ def test_a_chunk_staged_by_a_cancelled_task_leaves_nothing():
     plugin.transition("another", "cancelled", "memory")
     assert side.staged == {}
     side.close()
+
+
+def test_a_worker_that_ends_asks_nobody():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    worker = SimpleNamespace(address="inproc://1", loop=SimpleNamespace(asyncio_loop=loop))
+    comm = DaskComm(worker, 1, ["inproc://2"], 1.0)
+    with pytest.raises(ConnectionError, match="worker inproc://1 is closing"):
+        comm.fetch(0, "input", np.zeros((1, 6), np.int64), flat=False)

@@ -45,7 +45,11 @@ class DaskComm:
     def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
         """Ask a participant for boxes of its matrices; see `Comm.fetch`."""
         request = self._request(self._addresses[peer], kind, boxes, flat)
-        return asyncio.run_coroutine_threadsafe(request, self._worker.loop.asyncio_loop)
+        try:
+            return asyncio.run_coroutine_threadsafe(request, self._worker.loop.asyncio_loop)
+        except RuntimeError:  # the event loop is closed: this process ends
+            request.close()
+            raise ConnectionError(f"worker {address_of(self._worker)} is closing") from None
 
     async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
         call = self._worker.rpc(address).distmm_fetch(run_id=self._run_id, kind=kind, boxes=boxes.tobytes(), flat=flat)
