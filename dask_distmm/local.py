@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import importlib.util
 import logging
@@ -126,8 +125,10 @@ def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
     if not isinstance(lost.exc_value, KeyboardInterrupt):
         sys.__unraisablehook__(lost)
         return
-    # From another thread, and later: it would be lost again in here.
-    threading.Timer(0.01, _thread.interrupt_main).start()
+    # Later, since it would be lost again in here; as a real signal, which ends a wait.
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
 
 
 @contextlib.contextmanager
