@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -76,6 +77,39 @@ def chunk_rows(length: int, workers: int) -> int:
     return min(-(-length // count), MOST_ROWS)
 
 
+class CtrlC:
+    """Has Ctrl-C raise, as Python does, but neither among complaints nor where it is lost."""
+
+    def __init__(self) -> None:
+        self.raised = 0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Raise; end all logging first, since other threads complain before anybody can catch it."""
+        self.raised += 1
+        logging.disable(logging.CRITICAL)
+        raise KeyboardInterrupt
+
+    def report(self, lost: sys.UnraisableHookArgs) -> None:
+        """Take what was raised in a finalizer or in a callback of the collector; Python goes on after it."""
+        if isinstance(lost.exc_value, KeyboardInterrupt):
+            # Later: in here it would be lost again.
+            threading.Thread(target=self._insist, args=(self.raised,), daemon=True).start()
+        else:
+            sys.__unraisablehook__(lost)
+
+    def _insist(self, lost: int) -> None:
+        """Send signals until one has raised: one that comes just before a wait begins does not end it."""
+        main = threading.main_thread().ident
+        assert main is not None
+        time.sleep(0.01)
+        while self.raised == lost and signal.getsignal(signal.SIGINT) == self.handle:
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.01)
+
+
+CTRL_C = CtrlC()
+
+
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Let Ctrl-C wait until the end of the block: what is half started or half closed can't be cleaned up.
@@ -83,7 +117,7 @@ def interrupts_deferred() -> Iterator[None]:
     After the first one all others are ignored: it ends the program, and that takes a second.
     """
     before = signal.getsignal(signal.SIGINT)
-    if before not in (signal.default_int_handler, interrupt_quietly):  # ignored, or somebody else's
+    if before not in (signal.default_int_handler, CTRL_C.handle):  # ignored, or somebody else's
         yield
         return
     noted: list[int] = []
@@ -111,26 +145,6 @@ def interrupts_blocked_for_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def interrupt_quietly(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C as Python does, but end all logging first: other threads complain before anybody can catch it."""
-    logging.disable(logging.CRITICAL)
-    raise KeyboardInterrupt
-
-
-def interrupt_again(lost: sys.UnraisableHookArgs) -> None:
-    """Have Ctrl-C once more where it fell into what must not raise (a finalizer, a callback of the collector).
-
-    Python reports such an error and goes on.
-    """
-    if not isinstance(lost.exc_value, KeyboardInterrupt):
-        sys.__unraisablehook__(lost)
-        return
-    # Later, since it would be lost again in here; as a real signal, which ends a wait.
-    main = threading.main_thread().ident
-    assert main is not None
-    threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
-
-
 @contextlib.contextmanager
 def quiet_failure() -> Iterator[None]:
     """Have an error or Ctrl-C end the program without the complaints of work that is cut short.
@@ -139,8 +153,8 @@ def quiet_failure() -> Iterator[None]:
     """
     hook, ours = sys.unraisablehook, signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:  # neither ignored nor somebody else's
-        signal.signal(signal.SIGINT, interrupt_quietly)
-        sys.unraisablehook = interrupt_again
+        signal.signal(signal.SIGINT, CTRL_C.handle)
+        sys.unraisablehook = CTRL_C.report
     try:
         yield
     except BaseException as error:
