@@ -1,8 +1,9 @@
 """What a rank fills and multiplies, in order: a `Walk` put together with where the chunks lie. Pure.
 
 The first turns wait for least: what lies right already comes first, and what else is here; the held part is filled in
-pieces that are used as they land, and the first panel is narrow if it has to come from elsewhere. Then panels go round
-by the rank that has them, each rank beginning with its next one, so that no two pull from the same at the same time::
+pieces that are used as they land, and so is the first panel if it has to come from elsewhere, but in none so small that
+products leave multiprocessors idle. Then panels go round by the rank that has them, each rank beginning with its next
+one, so that no two pull from the same at the same time::
 
     rank 0   0  1  2  3
     rank 1   1  2  3  0
@@ -17,21 +18,25 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.engines.panels import Piece, coalesce, pieces_of
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.extents import unit
 from dask_distmm.plan.plan import EVERYWHERE, Rect
+from dask_distmm.plan.problem import Problem
 from dask_distmm.plan.pulls import PANELS, Walk, step_of
 
-__all__ = ["Due", "Fill", "Product", "Schedule", "Slot", "Turn", "dues", "make_schedule", "merged"]
+__all__ = ["Due", "Fill", "Product", "Schedule", "Slot", "Turn", "dues", "full_side", "make_schedule", "merged"]
 
-# What is to be held, and the first panel, are filled in so many pieces if they come from elsewhere.
+# What is to be held, and the first panel, are filled in up to so many pieces if they come from elsewhere.
 _PIECES = 4
+# Rows and columns of a product that fills a GPU, of types of up to 16 bits and of others, whose tiles are smaller.
+# On H200 one of a quarter of these elements has 0.53 of the rate of a large one in bfloat16, one of a sixteenth 0.30.
+_FULL = (2048, 1024)
 # Panels of what is here and what is not are apart, if none gets narrower than such a part of the others, or if products
-# still have as many elements as fill a GPU.
+# still fill a GPU.
 _FINEST = 2
-_LEAST_AREA = 2048**2
 # A panel that mostly comes from one rank is pulled in that rank's turn.
 _MOSTLY = 0.5
 
@@ -126,6 +131,11 @@ class _Segment(NamedTuple):
     lies: bool
 
 
+def full_side(problem: Problem) -> int:
+    """Return how many rows and columns a product needs to fill a GPU."""
+    return _FULL[dtype_from_name(problem.matrix_types[0]).itemsize > 2]
+
+
 def make_schedule(plan: Plan, rank: int, walk: Walk, lies: Callable[[int, Rect], bool]) -> Schedule:
     """Return what a rank does.
 
@@ -142,7 +152,7 @@ def make_schedule(plan: Plan, rank: int, walk: Walk, lies: Callable[[int, Rect],
 class _Maker:
     def __init__(self, plan: Plan, rank: int, walk: Walk, lies: Callable[[int, Rect], bool]) -> None:
         self.plan, self.rank, self.walk, self.lies = plan, rank, walk, lies
-        self.step = step_of(plan.problem)
+        self.step, self.side = step_of(plan.problem), full_side(plan.problem)
         self.held, self.passing = walk.held, 1 - walk.held
         self.numbers, self.panels = itertools.count(), itertools.count()
         self.slots: dict[Slot, tuple[int, int]] = {}
@@ -154,16 +164,20 @@ class _Maker:
         turns: list[Turn] = []
         epochs = list(itertools.product(itertools.pairwise(walk.parts), itertools.pairwise(walk.depth)))
         for epoch, (part, depth) in enumerate(epochs):
-            cells = self._cells(part, depth, epoch)
-            panels = self._panels(span, depth, ramp=epoch == 0 and not any(cell.slot is None for cell in cells))
+            panels = self._panels(span, depth)
+            # The first panels meet what is held piece by piece, as it lands.
+            at_first = self._at_first(panels, depth)
+            cells = self._cells(part, depth, epoch, self._width(panels[:at_first], depth))
+            if epoch == 0 and not any(cell.slot is None for cell in cells):
+                panels = self._ramp(panels, depth, cells)
             wholes = _side_by_side(cells)
             # What lies right is multiplied first, then what else is here.
             cells.sort(key=lambda cell: (cell.slot is not None, self._is_away(cell)))
             wholes.sort(key=lambda group: group[0].slot is not None)
             fresh = [cell for cell in cells if cell.slot is not None]
             add = depth[0] > walk.depth[0]
-            # The first panels meet what is held piece by piece, as it lands.
-            at_first = self._at_first(panels, depth) if fresh else 1
+            if not fresh:
+                at_first = 1
             last = {to: segment for segment, to in panels}
             for number, group in enumerate([panels[:at_first], *([panel] for panel in panels[at_first:])]):
                 filled = [
@@ -188,6 +202,12 @@ class _Maker:
         away = [self._away(self.passing, segment, depth) for segment, _ in panels[: PANELS - 1]]
         return max(1, away.index(True) if True in away else len(away))
 
+    def _width(self, first: Sequence[tuple[_Segment, int]], depth: tuple[int, int]) -> int:
+        """Return how wide the panels are, on average, that what is held meets first; more than enough will be cut."""
+        widths = [segment.stop - segment.start for segment, _ in first]
+        width = sum(widths) // len(widths)
+        return min(width, self.side) if self._comes(first[0][0], depth) else width
+
     def _product(self, held: tuple[Fill, ...], panel: Fill, add: bool) -> Product:
         return Product(held, (panel,), add) if self.held == 0 else Product((panel,), held, add)
 
@@ -203,8 +223,8 @@ class _Maker:
             self.slots[slot] = max(before[0], extent), max(before[1], kk)
         return Fill(next(self.numbers), operand, rect, slot, at, pieces_of(chunks, operand, rect))
 
-    def _cells(self, part: tuple[int, int], depth: tuple[int, int], epoch: int) -> list[Fill]:
-        """Return the held part in pieces: what lies right, and what is filled."""
+    def _cells(self, part: tuple[int, int], depth: tuple[int, int], epoch: int, width: int) -> list[Fill]:
+        """Return the held part in pieces, for panels of this width: what lies right, and what is filled."""
         found: list[Fill] = []
         slot, at = (self.held, epoch % self.walk.held_buffers), 0
         for segment in self._segments(self.held, part, depth):
@@ -212,14 +232,14 @@ class _Maker:
                 found.append(self._fill(self.held, (segment.start, segment.stop), depth, None, 0))
                 continue
             length = segment.stop - segment.start
-            size = self._piece(length) if epoch == 0 and self._away(self.held, segment, depth) else length
+            size = self._piece(length, width) if epoch == 0 and self._away(self.held, segment, depth) else length
             for start in range(segment.start, segment.stop, size):
                 stop = min(start + size, segment.stop)
                 found.append(self._fill(self.held, (start, stop), depth, slot, at))
                 at += stop - start
         return found
 
-    def _panels(self, span: tuple[int, int], depth: tuple[int, int], *, ramp: bool) -> list[tuple[_Segment, int]]:
+    def _panels(self, span: tuple[int, int], depth: tuple[int, int]) -> list[tuple[_Segment, int]]:
         """Return the panels in order, each with the rank whose part of the partial sums it belongs to, or -1."""
         plan, rank = self.plan, self.rank
         count = len(plan.ranks)
@@ -244,14 +264,24 @@ class _Maker:
                     cuts = coalesce(edges, self.walk.width, unit(self.walk.width, self.step))
                     pieces += [_Segment(low, high, False) for low, high in itertools.pairwise(cuts)]
             found += [(piece, to) for piece in self._in_order(pieces, depth)]
-        if ramp and not found[0][0].lies and self._away(self.passing, found[0][0], depth):
-            (first, to), *rest = found
-            size = self._piece(first.stop - first.start)
-            found = [
-                (_Segment(start, min(start + size, first.stop), False), to)
-                for start in range(first.start, first.stop, size)
-            ] + rest
         return found
+
+    def _ramp(
+        self, panels: Sequence[tuple[_Segment, int]], depth: tuple[int, int], cells: Sequence[Fill]
+    ) -> list[tuple[_Segment, int]]:
+        """Cut the first panel into pieces if it comes from elsewhere."""
+        (first, to), *rest = panels
+        if not self._comes(first, depth):
+            return list(panels)
+        own = 0 if self.held == 0 else 2
+        height = max(cell.rect[own + 1] - cell.rect[own] for cell in cells)
+        size = self._piece(first.stop - first.start, height)
+        starts = range(first.start, first.stop, size)
+        return [(_Segment(start, min(start + size, first.stop), False), to) for start in starts] + rest
+
+    def _comes(self, segment: _Segment, depth: tuple[int, int]) -> bool:
+        """Whether some of a panel has to come from elsewhere."""
+        return not segment.lies and self._away(self.passing, segment, depth)
 
     def _runs(self, segment: _Segment, depth: tuple[int, int]) -> list[_Segment]:
         """Cut a stretch of the passing operand into what is here, if wide enough for panels, and what is not."""
@@ -262,7 +292,7 @@ class _Maker:
             if found and found[-1][1] == away:
                 one = one._replace(start=found.pop()[0].start)
             found.append((one, away))
-        least = min(self.walk.width // _FINEST, _LEAST_AREA // (self.walk.parts[1] - self.walk.parts[0]))
+        least = min(self.walk.width // _FINEST, self.side**2 // (self.walk.parts[1] - self.walk.parts[0]))
         if any(one.stop - one.start < least for one, _ in found):
             return [segment]
         return [one for one, _ in found]
@@ -315,8 +345,10 @@ class _Maker:
             found[self.plan.ranks[self.rank] if holder == EVERYWHERE else holder] += piece.rows * piece.cols
         return found
 
-    def _piece(self, length: int) -> int:
-        return padded(length, unit(length // _PIECES, self.step), _PIECES)
+    def _piece(self, length: int, other: int) -> int:
+        """Return the size of pieces whose products with something of an extent `other` still fill a GPU."""
+        count = max(1, min(_PIECES, length * other // self.side**2))
+        return padded(length, unit(length // count, self.step), count)
 
     def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:
         return set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.rank]}

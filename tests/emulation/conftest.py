@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import shared
 
+from dask_distmm.engines import schedule
+
 
 class Ranks:
     """The engine as the runner of jobs wants it: chunks become device arrays, each participant has its own engine."""
@@ -140,7 +142,8 @@ def peer_engine(tmp_path_factory):
         world = devices.install(monkeypatch, memory=shared.Memory(tmp_path_factory.mktemp("devices")))
         engine = importlib.import_module("dask_distmm.engines.peer")
         _small_pinned_buffers(monkeypatch)
-        # Small products are begun before the vote, too.
+        # Small products are cut into pieces, and begun before the vote, too.
+        monkeypatch.setattr(schedule, "_FULL", (8, 8))
         monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.ahead"], "_LEAST_SECONDS", 0.0)
         yield engine, world
     _forget()

@@ -100,6 +100,13 @@ def start():
 @pytest.fixture(scope="session")
 def clusters(tmp_path_factory):
     """Return the client of a shared cluster with so many workers; only the latest one is kept."""
+
+    def cut_into_pieces():
+        # Products of these sizes fill no GPU, so that what is pulled would never be cut.
+        from dask_distmm.engines import schedule
+
+        schedule._FULL = (16, 16)
+
     stack, at = contextlib.ExitStack(), [0, None]
     logs = tmp_path_factory.mktemp("cublasmp")
 
@@ -108,6 +115,7 @@ def clusters(tmp_path_factory):
             stack.close()
             environment = {"CUBLASMP_LOG_LEVEL": "5", "CUBLASMP_LOG_FILE": f"{logs}/%i.log"}
             at[:] = nworkers, stack.enter_context(started(nworkers, env=environment))
+            at[1].run(cut_into_pieces)
         return at[1], logs
 
     yield get
