@@ -152,6 +152,7 @@ def peer_engine(tmp_path_factory):
 @pytest.fixture
 def make_peers(peer_engine):
     engine, world = peer_engine
+    world.memory.most_mapped = 0
     made = []
 
     def make(host=False):

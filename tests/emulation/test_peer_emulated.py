@@ -45,7 +45,8 @@ def tight(monkeypatch):
 def test_methods_and_orders(make_peers, method, nranks, orders):
     ranks, world = make_peers()
     conformance(ranks, method, nranks, orders=orders, own_out_chunks=True)
-    assert nranks == 1 or world.memory.most_mapped
+    # The one rank of "local" may happen to have it all.
+    assert nranks == 1 or method == "local" or world.memory.most_mapped
 
 
 @pytest.mark.parametrize("method", METHODS)
