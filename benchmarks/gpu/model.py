@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu import cases
-from dask_distmm.engines.schedule import dues, full_side, make_schedule
+from dask_distmm.engines.schedule import dues, make_schedule
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.plan import Plan, Worker, plan
+from dask_distmm.plan.extents import full_side
 from dask_distmm.plan.plan import Rect
 from dask_distmm.plan.pulls import Walk, step_of, walks
 from dask_distmm.testing import make_problem
@@ -112,7 +113,7 @@ def rank_of(made: Plan, rank: int, walk: Walk) -> Rank:
             (r0, r1, c0, c1), (k0, k1) = product.rect, product.a[0].rect[2:]
             needs = frozenset(fill.number for fill in (*product.a, *product.b) if fill.slot is not None)
             area = (r1 - r0) * (c1 - c0)
-            # On H200, bfloat16, k = 8192 and 16384: 0.53 of the rate with a quarter, 0.30 with a sixteenth.
+            # Near what was measured: see `dask_distmm.plan.extents`.
             share = math.sqrt(min(1.0, area / full**2))
             products.append(Product(2.0 * area * (k1 - k0), share, number, needs))
     return Rank(pulls, products)

@@ -18,22 +18,15 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.engines.panels import Piece, coalesce, pieces_of
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
-from dask_distmm.plan.extents import unit
+from dask_distmm.plan.extents import full_side, pieces_that_fill, unit
 from dask_distmm.plan.plan import EVERYWHERE, Rect
-from dask_distmm.plan.problem import Problem
 from dask_distmm.plan.pulls import PANELS, Walk, step_of
 
-__all__ = ["Due", "Fill", "Product", "Schedule", "Slot", "Turn", "dues", "full_side", "make_schedule", "merged"]
+__all__ = ["Due", "Fill", "Product", "Schedule", "Slot", "Turn", "dues", "make_schedule", "merged"]
 
-# What is to be held, and the first panel, are filled in up to so many pieces if they come from elsewhere.
-_PIECES = 4
-# Rows and columns of a product that fills a GPU, of types of up to 16 bits and of others, whose tiles are smaller.
-# On H200 one of a quarter of these elements has 0.53 of the rate of a large one in bfloat16, one of a sixteenth 0.30.
-_FULL = (2048, 1024)
 # Panels of what is here and what is not are apart, if none gets narrower than such a part of the others, or if products
 # still fill a GPU.
 _FINEST = 2
@@ -129,11 +122,6 @@ class _Segment(NamedTuple):
     start: int
     stop: int
     lies: bool
-
-
-def full_side(problem: Problem) -> int:
-    """Return how many rows and columns a product needs to fill a GPU."""
-    return _FULL[dtype_from_name(problem.matrix_types[0]).itemsize > 2]
 
 
 def make_schedule(plan: Plan, rank: int, walk: Walk, lies: Callable[[int, Rect], bool]) -> Schedule:
@@ -347,7 +335,7 @@ class _Maker:
 
     def _piece(self, length: int, other: int) -> int:
         """Return the size of pieces whose products with something of an extent `other` still fill a GPU."""
-        count = max(1, min(_PIECES, length * other // self.side**2))
+        count = pieces_that_fill(self.plan.problem, length, other)
         return padded(length, unit(length // count, self.step), count)
 
     def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:

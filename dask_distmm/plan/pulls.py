@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.plan.cuts import Bounds, overlaps, padded
-from dask_distmm.plan.extents import slowdown, unit
+from dask_distmm.plan.extents import pieces_that_fill, slowdown, unit
 from dask_distmm.plan.memory import chunk_bytes, spread
 from dask_distmm.plan.native import library_epilog
 from dask_distmm.plan.plan import EVERYWHERE, Estimate, Plan, Rect
@@ -377,8 +377,9 @@ def estimate(
     passing = np.array([_passing_bytes(plan, rank, found[rank].held) for rank in ranks])
     pulled = pulled + away * (again - 1) * passing
     partial = (s - 1) * final * sums
-    # A quarter of what is held and of a panel are enough to begin with.
-    begin = away**2 * np.array([one.held_bytes + one.panel_bytes for one in found]) / 4 / machine.bandwidth
+    # A piece of what is held and of a panel are enough to begin with.
+    cut = np.array([pieces_that_fill(problem, one.parts[1] - one.parts[0], one.width) for one in found])
+    begin = away**2 * np.array([one.held_bytes + one.panel_bytes for one in found]) / cut / machine.bandwidth
     last = (partial / max(1, s - 1) + delivered * sums) / machine.bandwidth
     copied = 3.0 * partial + 2.0 * _passes(plan, found, sums) * sums
     end = last + copied / machine.memory_bandwidth

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import shared
 
-from dask_distmm.engines import schedule
+from dask_distmm.plan import extents
 
 
 class Ranks:
@@ -143,7 +143,7 @@ def peer_engine(tmp_path_factory):
         engine = importlib.import_module("dask_distmm.engines.peer")
         _small_pinned_buffers(monkeypatch)
         # Small products are cut into pieces, and begun before the vote, too.
-        monkeypatch.setattr(schedule, "_FULL", (8, 8))
+        monkeypatch.setattr(extents, "_FULL", (8, 8))
         monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.ahead"], "_LEAST_SECONDS", 0.0)
         yield engine, world
     _forget()

@@ -13,15 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpu.model import lies_in_one
-from dask_distmm.engines import schedule
-from dask_distmm.engines.schedule import dues, full_side, make_schedule, merged
+from dask_distmm.engines.schedule import dues, make_schedule, merged
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.plan import METHODS, Worker, extents, plan, pulls
 from dask_distmm.plan.pulls import PANELS, walks
 from dask_distmm.testing import make_problem, random_chunks
 
 SMALL = {"_LEAST_DEPTH": 16, "_LEAST_WIDTH": 8, "_LEAST_BLOCK": 8, "_LEAST_ROWS": 4}
-FULL = schedule._FULL
+FULL = extents._FULL
 AS_THEY_ARE = {name: getattr(pulls, name) for name in SMALL}
 KINDS = ["float64", "float16", "float8_e4m3fn"]
 
@@ -32,7 +31,7 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALL.items():
             patch.setattr(pulls, name, value)
-        patch.setattr(schedule, "_FULL", (8, 8))
+        patch.setattr(extents, "_FULL", (8, 8))
         # FP8 has multiples of 16 anyway.
         patch.setattr(extents, "_TILE", 16)
         # Padded are float16, as if all extents were large, and FP8.
@@ -236,12 +235,12 @@ def test_pieces_fill_a_gpu(monkeypatch, n, nranks, chunks, method, dtype):
     """Products of pieces took up to three times as long as one of all of them."""
     for name, value in AS_THEY_ARE.items():
         monkeypatch.setattr(pulls, name, value)
-    monkeypatch.setattr(schedule, "_FULL", FULL)
+    monkeypatch.setattr(extents, "_FULL", FULL)
     sizes = ((n // chunks,) * chunks,) * 2
     problem = make_problem(sizes, sizes, dtype, method=method, array="cupy")
     where = np.tile(np.arange(chunks, dtype=np.int32) % nranks, chunks)
     found = plan(problem, [Worker(f"w{i}") for i in range(nranks)], where, where, engine="peer")
-    full = full_side(problem)
+    full = extents.full_side(problem)
     assert full == (2048 if dtype == "bfloat16" else 1024)
     for rank, walk in enumerate(walks(found)):
         r0, r1, c0, c1 = found.region(rank)

@@ -103,9 +103,9 @@ def clusters(tmp_path_factory):
 
     def cut_into_pieces():
         # Products of these sizes fill no GPU, so that what is pulled would never be cut.
-        from dask_distmm.engines import schedule
+        from dask_distmm.plan import extents
 
-        schedule._FULL = (16, 16)
+        extents._FULL = (16, 16)
 
     stack, at = contextlib.ExitStack(), [0, None]
     logs = tmp_path_factory.mktemp("cublasmp")
