@@ -52,6 +52,9 @@ def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]
             try:
                 ctx.invoke(function, **options)
             except KeyboardInterrupt:
+                # Where it fell into text that is executed (a dataclass, at an import) Python would end by the signal,
+                # though it is caught here, unless other text is executed after it.
+                exec("")
                 click.echo(f"Interrupted: {interrupted}", err=True)
                 ctx.exit(INTERRUPTED)
             except (click.exceptions.Exit, click.ClickException):

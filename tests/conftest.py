@@ -7,6 +7,8 @@ may hold more files, listening sockets, threads or children than before.
 from __future__ import annotations
 
 import contextlib
+import logging
+import signal
 from collections.abc import Iterator
 
 import dask
@@ -49,6 +51,18 @@ def _clean_state() -> Iterator[None]:
     yield
     dask_distmm.disable()
     assert not dask_distmm.is_enabled()
+
+
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """Handle Ctrl-C as in a terminal, also where pytest is in a shell's background; programs that are started do too.
+
+    All is as before afterwards: a command that fails ends its program, and switches off logging and Ctrl-C.
+    """
+    before, disabled = signal.signal(signal.SIGINT, signal.default_int_handler), logging.root.manager.disable
+    yield
+    signal.signal(signal.SIGINT, before)
+    logging.disable(disabled)
 
 
 @pytest.fixture(scope="session")

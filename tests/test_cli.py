@@ -146,6 +146,20 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("terminal")
+def test_ctrl_c_is_130_where_it_falls_into_text_that_is_executed(tmp_path: Path) -> None:
+    """Python would end by the signal: a shell says 130 of that, another program does not."""
+    (tmp_path / "interrupted.py").write_text(
+        "from dask_distmm import cli, demo\n"
+        "demo.run = lambda *arguments: exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
+        "cli.main(['demo', '--size', '8'])\n"
+    )
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130
+    assert done.stderr.startswith("Interrupted: ")
+
+
 def test_size_and_workers_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(demo, "run", lambda *arguments: seen.append(arguments[:2]))

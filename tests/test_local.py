@@ -6,7 +6,6 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -41,16 +40,7 @@ def test_chunks_suit_length_and_workers(length: int, workers: int, rows: int) ->
     assert local.chunk_rows(length, workers) == rows
 
 
-@pytest.fixture
-def _terminal() -> Iterator[None]:
-    """Handle Ctrl-C as in a program of its own; all is as before afterwards."""
-    before, disabled = signal.signal(signal.SIGINT, signal.default_int_handler), logging.root.manager.disable
-    yield
-    signal.signal(signal.SIGINT, before)
-    logging.disable(disabled)
-
-
-@pytest.mark.usefixtures("_terminal")
+@pytest.mark.usefixtures("terminal")
 def test_ctrl_c_is_not_lost_in_what_must_not_raise(capsys: pytest.CaptureFixture[str]) -> None:
     class Interrupted:
         def __del__(self) -> None:
@@ -70,7 +60,7 @@ def test_ctrl_c_is_not_lost_in_what_must_not_raise(capsys: pytest.CaptureFixture
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # the program is ending
 
 
-@pytest.mark.usefixtures("_terminal")
+@pytest.mark.usefixtures("terminal")
 def test_logging_ends_with_ctrl_c_at_once() -> None:
     def work() -> None:
         with local.quiet_failure():
@@ -85,7 +75,7 @@ def test_logging_ends_with_ctrl_c_at_once() -> None:
     assert enabled == [False]
 
 
-@pytest.mark.usefixtures("_terminal")
+@pytest.mark.usefixtures("terminal")
 def test_other_errors_of_finalizers_are_told_and_all_is_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     class Broken:
         def __del__(self) -> None:
@@ -99,7 +89,7 @@ def test_other_errors_of_finalizers_are_told_and_all_is_as_before(capsys: pytest
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.usefixtures("_terminal")
+@pytest.mark.usefixtures("terminal")
 def test_ctrl_c_waits_where_it_is_deferred() -> None:
     def work() -> None:
         with local.quiet_failure(), local.interrupts_deferred():

@@ -110,7 +110,7 @@ def rank_of(made: Plan, rank: int, walk: Walk) -> Rank:
     products = []
     for number, turn in enumerate(turns):
         for product in turn.products:
-            (r0, r1, c0, c1), (k0, k1) = product.rect, product.a[0].rect[2:]
+            (r0, r1, c0, c1), (k0, k1) = product.rect, product.a[0].depth
             needs = frozenset(fill.number for fill in (*product.a, *product.b) if fill.slot is not None)
             area = (r1 - r0) * (c1 - c0)
             # Near what was measured: see `dask_distmm.plan.extents`.

@@ -60,6 +60,16 @@ class Fill(NamedTuple):
     at: int
     pieces: list[Piece]
 
+    @property
+    def own(self) -> tuple[int, int]:
+        """The stretch of its own axis: rows of A, columns of B."""
+        return self.rect[:2] if self.operand == 0 else self.rect[2:]
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """The stretch of k."""
+        return self.rect[2:] if self.operand == 0 else self.rect[:2]
+
 
 class Product(NamedTuple):
     """One GEMM: fills of A and of B that lie side by side in one buffer each, or one that is used as it lies."""
@@ -153,19 +163,18 @@ class _Maker:
         epochs = list(itertools.product(itertools.pairwise(walk.parts), itertools.pairwise(walk.depth)))
         for epoch, (part, depth) in enumerate(epochs):
             panels = self._panels(span, depth)
-            # The first panels meet what is held piece by piece, as it lands.
-            at_first = self._at_first(panels, depth)
-            cells = self._cells(part, depth, epoch, self._width(panels[:at_first], depth))
-            if epoch == 0 and not any(cell.slot is None for cell in cells):
-                panels = self._ramp(panels, depth, cells)
+            here = self._here(panels, depth)
+            cells = self._cells(part, depth, epoch, self._width(panels, here))
+            if epoch == 0 and not here and all(cell.slot is not None for cell in cells):
+                panels = self._ramp(panels, cells)
             wholes = _side_by_side(cells)
             # What lies right is multiplied first, then what else is here.
             cells.sort(key=lambda cell: (cell.slot is not None, self._is_away(cell)))
             wholes.sort(key=lambda group: group[0].slot is not None)
             fresh = [cell for cell in cells if cell.slot is not None]
             add = depth[0] > walk.depth[0]
-            if not fresh:
-                at_first = 1
+            # What is here, or else the first panel, meets what is held piece by piece, as it lands.
+            at_first = max(1, here) if fresh else 1
             last = {to: segment for segment, to in panels}
             for number, group in enumerate([panels[:at_first], *([panel] for panel in panels[at_first:])]):
                 filled = [
@@ -185,16 +194,15 @@ class _Maker:
                 turns.append(Turn(fills, products, done))
         return Schedule(turns, self.slots)
 
-    def _at_first(self, panels: Sequence[tuple[_Segment, int]], depth: tuple[int, int]) -> int:
-        """Return how many panels meet what is held as it lands: all that are here at once, or the first one."""
+    def _here(self, panels: Sequence[tuple[_Segment, int]], depth: tuple[int, int]) -> int:
+        """Return how many panels are here, from the first one on; one buffer is left for the first one that is not."""
         away = [self._away(self.passing, segment, depth) for segment, _ in panels[: PANELS - 1]]
-        return max(1, away.index(True) if True in away else len(away))
+        return away.index(True) if True in away else len(away)
 
-    def _width(self, first: Sequence[tuple[_Segment, int]], depth: tuple[int, int]) -> int:
-        """Return how wide the panels are, on average, that what is held meets first; more than enough will be cut."""
-        widths = [segment.stop - segment.start for segment, _ in first]
-        width = sum(widths) // len(widths)
-        return min(width, self.side) if self._comes(first[0][0], depth) else width
+    def _width(self, panels: Sequence[tuple[_Segment, int]], here: int) -> int:
+        """Return how wide the panels are, on average, that what is held meets first; if they come they will be cut."""
+        widths = [segment.stop - segment.start for segment, _ in panels[: max(1, here)]]
+        return sum(widths) // here if here else min(*widths, self.side)
 
     def _product(self, held: tuple[Fill, ...], panel: Fill, add: bool) -> Product:
         return Product(held, (panel,), add) if self.held == 0 else Product((panel,), held, add)
@@ -254,22 +262,12 @@ class _Maker:
             found += [(piece, to) for piece in self._in_order(pieces, depth)]
         return found
 
-    def _ramp(
-        self, panels: Sequence[tuple[_Segment, int]], depth: tuple[int, int], cells: Sequence[Fill]
-    ) -> list[tuple[_Segment, int]]:
-        """Cut the first panel into pieces if it comes from elsewhere."""
+    def _ramp(self, panels: Sequence[tuple[_Segment, int]], cells: Sequence[Fill]) -> list[tuple[_Segment, int]]:
+        """Cut the first panel into pieces: it comes from elsewhere."""
         (first, to), *rest = panels
-        if not self._comes(first, depth):
-            return list(panels)
-        own = 0 if self.held == 0 else 2
-        height = max(cell.rect[own + 1] - cell.rect[own] for cell in cells)
-        size = self._piece(first.stop - first.start, height)
+        size = self._piece(first.stop - first.start, max(cell.own[1] - cell.own[0] for cell in cells))
         starts = range(first.start, first.stop, size)
         return [(_Segment(start, min(start + size, first.stop), False), to) for start in starts] + rest
-
-    def _comes(self, segment: _Segment, depth: tuple[int, int]) -> bool:
-        """Whether some of a panel has to come from elsewhere."""
-        return not segment.lies and self._away(self.passing, segment, depth)
 
     def _runs(self, segment: _Segment, depth: tuple[int, int]) -> list[_Segment]:
         """Cut a stretch of the passing operand into what is here, if wide enough for panels, and what is not."""
@@ -342,19 +340,17 @@ class _Maker:
         return set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.rank]}
 
     def _is_away(self, fill: Fill) -> bool:
-        own, depth = (fill.rect[:2], fill.rect[2:]) if fill.operand == 0 else (fill.rect[2:], fill.rect[:2])
-        return self._away(fill.operand, _Segment(*own, fill.slot is None), depth)
+        return self._away(fill.operand, _Segment(*fill.own, fill.slot is None), fill.depth)
 
 
 def _side_by_side(cells: Sequence[Fill]) -> list[tuple[Fill, ...]]:
     """Put together what lies side by side in one buffer and in the matrix."""
     found: list[tuple[Fill, ...]] = []
     for cell in cells:
-        own = 0 if cell.operand == 0 else 2
         before = found[-1][-1] if found else None
         if before is not None and cell.slot is not None and before.slot == cell.slot:
-            size = before.rect[own + 1] - before.rect[own]
-            if before.rect[own + 1] == cell.rect[own] and before.at + size == cell.at:
+            size = before.own[1] - before.own[0]
+            if before.own[1] == cell.own[0] and before.at + size == cell.at:
                 found[-1] = (*found[-1], cell)
                 continue
         found.append((cell,))

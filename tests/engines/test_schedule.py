@@ -75,15 +75,15 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
     box = np.zeros((found.problem.m, found.problem.n), np.int64)
     for rank, walk in enumerate(walks(found)):
         lies = lies_as_planned(found, found.ranks[rank])
-        order = make_schedule(found, rank, walk, lies)
+        schedule = make_schedule(found, rank, walk, lies)
         inside, counts = {}, collections.Counter()
         summed = np.zeros_like(box)
         finished = []
-        for turn in order.turns:
+        for turn in schedule.turns:
             for fill in turn.fills:
                 # What was in this part of the buffer before is gone.
                 inside[fill.slot, fill.at] = fill
-                extents, kk = order.slots[fill.slot]
+                extents, kk = schedule.slots[fill.slot]
                 own, depth = (fill.rect[:2], fill.rect[2:]) if fill.operand == 0 else (fill.rect[2:], fill.rect[:2])
                 assert fill.at + own[1] - own[0] <= extents
                 assert depth[1] - depth[0] <= kk
@@ -119,7 +119,7 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
                     assert (summed[r0:r1, c0:c1] == k1 - k0).all(), "told to be complete too early"
         assert max(counts.values()) == 1
         assert sorted(finished) == (list(range(len(found.ranks))) if found.grid[2] > 1 else [])
-        slots = {slot for slot in order.slots if slot[0] != walk.held}
+        slots = {slot for slot in schedule.slots if slot[0] != walk.held}
         assert len(slots) <= PANELS
         box += summed
     assert (box == found.problem.k).all()
@@ -131,8 +131,8 @@ def test_buffers_are_as_projected(seed, method, nranks, size):
     """And below what they may be, where that is not too little for any GEMM."""
     found = made(seed, method, nranks, "float64", size)
     for rank, walk in enumerate(walks(found)):
-        order = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
-        used = sum(extent * kk * 8 for extent, kk in order.slots.values())
+        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+        used = sum(extent * kk * 8 for extent, kk in schedule.slots.values())
         assert used <= walk.buffer_bytes
         assert walk.buffer_bytes <= size or walk.width == 1 or len(walk.parts) > 2
         assert found.projected_bytes[found.workers[rank]] >= walk.buffer_bytes
@@ -169,16 +169,16 @@ def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():
     where = np.arange(4, dtype=np.int32)
     found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
     held = 0 if found.grid[1] == 1 else 1
-    holders = []
+    order = []
     for rank, walk in enumerate(walks(found)):
-        order = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
-        assert len(order.turns) == 4
+        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+        assert len(schedule.turns) == 4
         assert walk.held == held
-        assert not order.turns[0].fills, "what lies right comes first"
-        panels = [product.b[0] if held == 0 else product.a[0] for turn in order.turns for product in turn.products]
-        holders.append([int(where[panel.pieces[0].chunk]) for panel in panels])
-    assert all(len(set(together)) == 4 for together in zip(*holders, strict=True))
-    assert [row[0] for row in holders] == list(found.ranks)
+        assert not schedule.turns[0].fills, "what lies right comes first"
+        panels = [product.b[0] if held == 0 else product.a[0] for turn in schedule.turns for product in turn.products]
+        order.append([int(where[panel.pieces[0].chunk]) for panel in panels])
+    assert all(len(set(together)) == 4 for together in zip(*order, strict=True))
+    assert [row[0] for row in order] == list(found.ranks)
 
 
 def test_panels_that_are_here_meet_what_is_held_as_it_lands():
@@ -245,8 +245,8 @@ def test_pieces_fill_a_gpu(monkeypatch, n, nranks, chunks, method, dtype):
     for rank, walk in enumerate(walks(found)):
         r0, r1, c0, c1 = found.region(rank)
         least = min(full**2, (r1 - r0) * (c1 - c0))
-        order = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
-        products = [product for turn in order.turns for product in turn.products]
+        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+        products = [product for turn in schedule.turns for product in turn.products]
         areas = [(bottom - top) * (right - left) for top, bottom, left, right in (x.rect for x in products)]
         cut = [area for area, product in zip(areas, products, strict=True) if len(product.a) * len(product.b) == 1]
         assert min(cut, default=least) >= least // 2
@@ -268,9 +268,9 @@ def test_large_matrices_are_cut_where_gemms_are_quick(monkeypatch, size, parts, 
     where = np.arange(parts, dtype=np.int32)
     found = plan(problem, [Worker(f"w{i}") for i in range(parts)], where, where, engine="peer")
     for rank, walk in enumerate(walks(found)):
-        order = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
         r0, r1, c0, c1 = found.region(rank)
-        for product in (product for turn in order.turns for product in turn.products):
+        for product in (product for turn in schedule.turns for product in turn.products):
             top, bottom, left, right = product.rect
             k0, k1 = product.a[0].rect[2:]
             starts = {top - r0, left - c0, k0}

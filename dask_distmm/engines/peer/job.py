@@ -326,8 +326,7 @@ class PeerJob:
         self._pad(fill, stream)
         if self.plan.problem.conjugated[fill.operand] and self._orders[fill.operand] == "C":
             kk = _depth(fill)
-            size = (fill.rect[1] - fill.rect[0]) if fill.operand == 0 else (fill.rect[3] - fill.rect[2])
-            at = slice(fill.at, fill.at + size)
+            at = slice(fill.at, fill.at + fill.own[1] - fill.own[0])
             part = self._buffers[fill.slot][(at, slice(kk)) if fill.operand == 0 else (slice(kk), at)]
             with stream:
                 cp.conjugate(part, out=part)
@@ -341,13 +340,11 @@ class PeerJob:
     def _pad(self, fill: Fill, stream: cp.cuda.Stream) -> None:
         """Zero what pads k: it is summed over."""
         step = self._step
-        k0, k1 = fill.rect[2:] if fill.operand == 0 else fill.rect[:2]
-        kk = k1 - k0
+        kk = _depth(fill)
         if kk % step:
             assert fill.slot is not None
             buffer, more = self._buffers[fill.slot], padded(kk, step)
-            own = (fill.rect[1] - fill.rect[0]) if fill.operand == 0 else (fill.rect[3] - fill.rect[2])
-            at = slice(fill.at, padded(fill.at + own, step))
+            at = slice(fill.at, padded(fill.at + fill.own[1] - fill.own[0], step))
             with stream:
                 buffer[(at, slice(kk, more)) if fill.operand == 0 else (slice(kk, more), at)] = 0
 
@@ -446,5 +443,4 @@ class PeerJob:
 
 
 def _depth(fill: Fill) -> int:
-    k0, k1 = fill.rect[2:] if fill.operand == 0 else fill.rect[:2]
-    return k1 - k0
+    return fill.depth[1] - fill.depth[0]
