@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -149,7 +150,8 @@ def interrupts_blocked_for_children() -> Iterator[None]:
 def quiet_failure() -> Iterator[None]:
     """Have an error or Ctrl-C end the program without the complaints of work that is cut short.
 
-    Dask and asyncio have such, some as late as at the program's end. What went wrong is on its way to the user already.
+    Dask, Zarr and asyncio have such, some as late as at the program's end. What went wrong is on its way to the user
+    already.
     """
     hook, ours = sys.unraisablehook, signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:  # neither ignored nor somebody else's
@@ -162,6 +164,7 @@ def quiet_failure() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             ours = False
         logging.disable(logging.CRITICAL)
+        warnings.simplefilter("ignore")  # coroutines that nobody will await
         raise
     finally:
         sys.unraisablehook = hook

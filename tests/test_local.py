@@ -76,6 +76,23 @@ def test_logging_ends_with_ctrl_c_at_once() -> None:
 
 
 @pytest.mark.usefixtures("terminal")
+def test_what_ctrl_c_leaves_unawaited_is_not_told(recwarn: pytest.WarningsRecorder) -> None:
+    async def request() -> None:
+        pass
+
+    def work() -> None:
+        with local.quiet_failure():
+            begun.append(request())
+            signal.raise_signal(signal.SIGINT)
+
+    begun: list[object] = []
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    begun.clear()
+    assert not recwarn.list
+
+
+@pytest.mark.usefixtures("terminal")
 def test_other_errors_of_finalizers_are_told_and_all_is_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     class Broken:
         def __del__(self) -> None:
