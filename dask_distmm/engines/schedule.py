@@ -70,6 +70,11 @@ class Fill(NamedTuple):
         """The stretch of k."""
         return self.rect[2:] if self.operand == 0 else self.rect[:2]
 
+    @property
+    def kk(self) -> int:
+        """How long that is."""
+        return self.depth[1] - self.depth[0]
+
 
 class Product(NamedTuple):
     """One GEMM: fills of A and of B that lie side by side in one buffer each, or one that is used as it lies."""

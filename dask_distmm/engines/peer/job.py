@@ -17,6 +17,7 @@ from a flag in its memory. What a rank offers stays as it is until all have answ
 from __future__ import annotations
 
 import collections
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -85,8 +86,8 @@ class PeerJob:
         self._inputs.set_result(None)
         self._expected: Expected | None = None
         self._found: dict[int, Pull] = {}
-        # Of each fill what there is to copy, and the copies of what lies here.
-        self._parts: dict[int, tuple[Parts, Copies]] = {}
+        # Of each fill what there is to copy, and the copies of what lies here; None once these are done.
+        self._parts: dict[int, tuple[Parts, Copies | None]] = {}
         self._filled_ahead: set[int] = set()
         self._ahead: Ahead | None = None
         self._first: Captured | None = None
@@ -250,32 +251,36 @@ class PeerJob:
             with self._trace.step("GEMM", 0, self._first.flops, self._stream):
                 self._first.run(self._stream)
         coming = collections.deque(due for due in dues(turns) if due.fill.number not in self._filled_ahead)
-        self._fill_while(coming, -1)
         for number, turn in enumerate(turns):
             if len(over) >= PANELS:
+                # Others' sums are added to this rank's part of D once that is complete: while the GPU has other work.
+                if mine and result.coming:
+                    result.add_ready(block=False)
                 self._wait(over.popleft())
                 self.progress((number + 1 - PANELS) / len(turns))
             self._ended.check()
-            while coming and coming[0].turn == number:
-                self._fill(coming.popleft().fill)
             for product, gemms in zip(turn.products, self._calls[number], strict=True):
+                # The host takes as long for some pulls as GPUs for one: each product as soon as its own are under way.
+                needed = {fill.number for fill in (*product.a, *product.b) if fill.slot is not None}
+                while not needed <= self._filled.keys() | self._filled_ahead:
+                    self._fill(coming.popleft().fill)
                 with self._trace.step("GEMM", number, sum(x.flops for x in gemms), self._stream):
                     self._product(product, gemms)
-            self._fill_while(coming, number)
+                self._fill_while(coming, number - 1, 1)
+            over.append(record(self._stream))
+            every = itertools.chain.from_iterable((*product.a, *product.b) for product in turn.products)
+            self._used |= {fill.slot: over[-1] for fill in every if fill.slot is not None}
             for rank in turn.done:
                 result.raise_flag(rank)
-            over.append(record(self._stream))
-            # Others' sums are added to this rank's part of D once that is complete.
-            mine = mine or self.rank in turn.done
-            if mine and result.coming:
-                result.add_ready(block=False)
+                mine = mine or rank == self.rank
+            self._fill_while(coming, number)
         while result.coming:
             result.add_ready(block=True)
         if len(plan.ranks) > 1:
             result.raise_flag(len(plan.ranks))
 
     def _fill_ahead(self) -> None:
-        """Find what of all buffers lies here; put on the stream what they are filled with first, if all of it does."""
+        """Find what of all buffers lies here; put on the stream what of it they are filled with first."""
         used: set[Slot | None] = set()
         for turn in self._schedule.turns:
             for fill in turn.fills:
@@ -283,9 +288,15 @@ class PeerJob:
                 parts = self._sources.parts(fill.operand, fill.pieces, target, size)
                 at_home = self._sources.at_home(parts)
                 self._parts[fill.number] = parts, at_home
-                if fill.slot not in used and (parts.holders == self.me).all():
+                if fill.slot in used:
+                    continue
+                mine = parts.holders == self.me
+                if mine.all():
                     self._put(fill, Pull([at_home], {}, 0), self._stream)
                     self._filled_ahead.add(fill.number)
+                elif mine.any():
+                    self._sources.pull(Pull([at_home], {}, 0), self._stream)
+                    self._parts[fill.number] = parts, None
             used.update(fill.slot for product in turn.products for fill in (*product.a, *product.b))
 
     def _multiply_ahead(self) -> None:
@@ -306,10 +317,11 @@ class PeerJob:
             return False
         return all(x.slot is None or x.number in self._filled_ahead for x in (*product.a, *product.b))
 
-    def _fill_while(self, coming: collections.deque[Due], turn: int) -> None:
-        """Put pulls on their stream that wait for no later turn, nor for answers of others."""
-        while coming and coming[0].after <= turn and not self._found[coming[0].fill.number].outside:
+    def _fill_while(self, coming: collections.deque[Due], turn: int, most: int | None = None) -> None:
+        """Put pulls on their stream that wait for no later turn, nor for answers of others: all, or so many."""
+        while most != 0 and coming and coming[0].after <= turn and not self._found[coming[0].fill.number].outside:
             self._fill(coming.popleft().fill)
+            most = None if most is None else most - 1
 
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
@@ -325,7 +337,7 @@ class PeerJob:
         self._sources.pull(what, stream)
         self._pad(fill, stream)
         if self.plan.problem.conjugated[fill.operand] and self._orders[fill.operand] == "C":
-            kk = _depth(fill)
+            kk = fill.kk
             at = slice(fill.at, fill.at + fill.own[1] - fill.own[0])
             part = self._buffers[fill.slot][(at, slice(kk)) if fill.operand == 0 else (slice(kk), at)]
             with stream:
@@ -340,7 +352,7 @@ class PeerJob:
     def _pad(self, fill: Fill, stream: cp.cuda.Stream) -> None:
         """Zero what pads k: it is summed over."""
         step = self._step
-        kk = _depth(fill)
+        kk = fill.kk
         if kk % step:
             assert fill.slot is not None
             buffer, more = self._buffers[fill.slot], padded(kk, step)
@@ -351,7 +363,7 @@ class PeerJob:
     def _gemms(self, product: Product) -> Sequence[Work]:
         """Return a product as GEMMs: one for each block of D that it is multiplied into."""
         step, found = self._step, list[Work]()
-        a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(_depth(product.a[0]), step)
+        a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(product.a[0].kk, step)
         ops = self._op(1, b), self._op(0, a)
         r0, r1, c0, c1 = product.rect
         for (top, bottom, left, right), array in self._result.blocks:
@@ -389,10 +401,6 @@ class PeerJob:
                 stream.wait_event(self._filled[fill.number])
         for gemm in gemms:
             gemm.run(stream)
-        used = record(stream)
-        for fill in (*product.a, *product.b):
-            if fill.slot is not None:
-                self._used[fill.slot] = used
 
     def _view(self, fill: Fill) -> View:
         """Return where a part of an operand is."""
@@ -440,7 +448,3 @@ class PeerJob:
         self._ended.error = self._ended.error or error
         if self._ahead is not None:
             self._ahead.give_up()
-
-
-def _depth(fill: Fill) -> int:
-    return fill.depth[1] - fill.depth[0]

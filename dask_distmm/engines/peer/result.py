@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.device.finishing import Finishing
-from dask_distmm.engines.peer.pulls import Rectangle, make_copies, record, span_of, table_of
+from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, record, span_of, table_of
 from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.schedule import merged
 from dask_distmm.layout.rectangles import Span
@@ -28,6 +28,15 @@ __all__ = ["ALIGNED", "Result"]
 ALIGNED = 16
 # Rows of partial sums are pulled into one of so many buffers while the other is added.
 _ADDING = 2
+
+
+class _Sum(NamedTuple):
+    """Some of another rank's partial sums: the buffer (its number, and it), what fills it, what it is added to."""
+
+    number: int
+    buffer: Any
+    copies: Copies
+    part: Any
 
 
 class Result:
@@ -99,6 +108,8 @@ class Result:
         (self._own,) = make_copies([table_of(self._find_own(), self.sums.itemsize)], self.sums.itemsize, here=True)
         self._used: dict[int, Any] = {}
         self._turn = 0
+        # What is added next.
+        self._next: list[_Sum] = []
         self.missing: list[int] = []
         self.coming: collections.deque[int] = collections.deque()
         if plan.grid[2] > 1 and plan.final_rects(rank):
@@ -119,37 +130,42 @@ class Result:
 
     def add_ready(self, *, block: bool) -> None:
         """Add the next rank's partial sums if they are ready, or when they are."""
-        sources, rank = self._sources, self.coming[0]
+        sources, rank, stream = self._sources, self.coming[0], self._pulls
         assert sources.remote is not None
+        # Found out before they are ready: then this GPU, or another one, waits for this.
+        self._next = self._next or self._sums_of(rank)
         if not sources.remote.ready(self.plan.ranks[rank], self.rank, sources.ended.check if block else None):
             return
         self.coming.popleft()
-        rect, own = self.blocks[0]
-        for r0, r1, c0, c1 in merged(self.plan.final_rects(self.rank)):
-            step = max(1, self._adding[0].size // (c1 - c0))
-            for top in range(r0, r1, step):
-                bottom = min(top + step, r1)
-                number = self._turn = (self._turn + 1) % _ADDING
-                rows, cols = bottom - top, c1 - c0
-                buffer = self._adding[number][: rows * cols].reshape(rows, cols)
-                stream = self._pulls
-                if number in self._used:
-                    stream.wait_event(self._used[number])
-                self._pull(rank, rect, (top, bottom, c0, c1), span_of(buffer), stream)
-                self._stream.wait_event(record(stream))
-                with self._stream:
-                    part = own[top - rect[0] : bottom - rect[0], c0 - rect[2] : c1 - rect[2]]
-                    cp.add(part, buffer, out=part)
-                self._used[number] = record(self._stream)
+        for number, buffer, copies, part in self._next:
+            if number in self._used:
+                stream.wait_event(self._used[number])
+            sources.run(copies, stream)
+            self._stream.wait_event(record(stream))
+            with self._stream:
+                cp.add(part, buffer, out=part)
+            self._used[number] = record(self._stream)
+        self._next = []
 
-    def _pull(self, rank: int, whole: Rect, part: Rect, target: Span, stream: cp.cuda.Stream) -> None:
-        """Put the copy of a part of another rank's only block on a stream."""
-        rows, cols, size = part[1] - part[0], part[3] - part[2], self.sums.itemsize
-        source = self._sources.block(self.plan.ranks[rank], 0, rows * cols * size)
-        assert source is not None
-        pointer = source.pointer + (part[0] - whole[0]) * source.row_stride + (part[2] - whole[2]) * source.col_stride
-        found = Rectangle(source._replace(pointer=pointer), target, rows, cols)
-        self._sources.copy([found], size, stream)
+    def _sums_of(self, rank: int) -> list[_Sum]:
+        """Return what is to be pulled of another rank's only block, and added."""
+        rect, own = self.blocks[0]
+        found, size = list[_Sum](), self.sums.itemsize
+        for r0, r1, c0, c1 in merged(self.plan.final_rects(self.rank)):
+            cols = c1 - c0
+            step = max(1, self._adding[0].size // cols)
+            for top in range(r0, r1, step):
+                rows = min(top + step, r1) - top
+                number = self._turn = (self._turn + 1) % _ADDING
+                buffer = self._adding[number][: rows * cols].reshape(rows, cols)
+                source = self._sources.block(self.plan.ranks[rank], 0, rows * cols * size)
+                assert source is not None
+                start = source.pointer + (top - rect[0]) * source.row_stride + (c0 - rect[2]) * source.col_stride
+                copy = Rectangle(source._replace(pointer=start), span_of(buffer), rows, cols)
+                (copies,) = make_copies([table_of([copy], size)], size)
+                part = own[top - rect[0] : top + rows - rect[0], c0 - rect[2] : c1 - rect[2]]
+                found.append(_Sum(number, buffer, copies, part))
+        return found
 
     def deliver(self) -> dict[Any, Any]:
         """Put together this rank's chunks of D, finish or round them; return these and auxiliary outputs."""

@@ -167,9 +167,10 @@ class Sources:
 
     def copy(self, found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream) -> None:
         """Put copies of elements of so many bytes on a stream."""
-        self._run(make_copies([table_of(found, itemsize)], itemsize)[0], stream)
+        self.run(make_copies([table_of(found, itemsize)], itemsize)[0], stream)
 
-    def _run(self, copies: Copies, stream: cp.cuda.Stream) -> None:
+    def run(self, copies: Copies, stream: cp.cuda.Stream) -> None:
+        """Put copies on a stream; they are kept until all is over."""
         copies.run(stream, self.streams[1:])
         self._copies.append(copies)
 
@@ -225,8 +226,8 @@ class Sources:
         table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
         return make_copies([table], parts.size, here=len(chunks) > 1)[0]
 
-    def find(self, every: Mapping[int, tuple[Parts, Copies]], at_first: Collection[int] = ()) -> dict[int, Pull]:
-        """Find out all that is to be copied for several parts, with the copies of what lies here; map it.
+    def find(self, every: Mapping[int, tuple[Parts, Copies | None]], at_first: Collection[int] = ()) -> dict[int, Pull]:
+        """Find out all that is to be copied for several parts, with the copies of what lies here, if any; map it.
 
         `at_first` has the numbers of those before which the GPU has nothing to multiply.
         """
@@ -237,7 +238,7 @@ class Sources:
             found |= zip(these, made, strict=True)
         return found
 
-    def _find(self, every: Sequence[tuple[Parts, Copies]], at_first: Sequence[bool]) -> list[Pull]:
+    def _find(self, every: Sequence[tuple[Parts, Copies | None]], at_first: Sequence[bool]) -> list[Pull]:
         """Do so for parts of one operand, all at once: between the start of a run and its first pull the GPUs wait."""
         offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
         offering[self.me] = False
@@ -256,13 +257,13 @@ class Sources:
         for (parts, at_home), there, copies in zip(every, theres, made, strict=True):
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist()) - {self.me}
             others = {holder: parts.take(parts.holders == holder) for holder in sorted(outside) if not offering[holder]}
-            found.append(Pull([at_home, copies], others, there.bytes))
+            found.append(Pull([copies] if at_home is None else [at_home, copies], others, there.bytes))
         return found
 
     def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
         """Put what was found on a stream."""
         for copies in what.copies:
-            self._run(copies, stream)
+            self.run(copies, stream)
         if self.remote is not None:
             self.remote.pulled_bytes += what.away
         for holder, parts in what.outside.items():
@@ -293,7 +294,7 @@ class Sources:
         # The default stream has done this.
         stream.wait_event(record(cp.cuda.Stream.null))
         got = pull_table(np.array(spans, np.int64), parts.targets, table[:, _ROWS], table[:, _COLS], parts.size)
-        self._run(make_copies([got], parts.size)[0], stream)
+        self.run(make_copies([got], parts.size)[0], stream)
 
     def gather(self, finishing: Finishing | NativeBias, stream: cp.cuda.Stream) -> None:
         """Pull what the formula reads on this rank; let a stream wait for it."""
