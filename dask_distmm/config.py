@@ -42,6 +42,8 @@ class Machine:
         Seconds per message.
     network_bandwidth
         Bytes per second received by one worker from another host; 0: as `bandwidth`.
+    dask_bandwidth
+        Bytes per second received over Dask's own connections, where the engine has quicker ones; 0: as `bandwidth`.
     exposed
         For each method the share of its own transfers that is not hidden behind the multiply, ``(method, share)``
         pairs; 1 for those not named.
@@ -52,6 +54,7 @@ class Machine:
     memory_bandwidth: float
     latency: float
     network_bandwidth: float = 0.0
+    dask_bandwidth: float = 0.0
     exposed: tuple[tuple[str, float], ...] = ()
 
     def rate(self, dtype: str) -> float:
@@ -117,6 +120,7 @@ def read_options() -> Options:
             memory_bandwidth=number(f"machine.{engine}.memory-bandwidth", 1.0),
             latency=number(f"machine.{engine}.latency", 0.0),
             network_bandwidth=number(f"machine.{engine}.network-bandwidth", 0.0),
+            dask_bandwidth=number(f"machine.{engine}.dask-bandwidth", 0.0),
             exposed=tuple(sorted((str(n), number(f"machine.{engine}.exposed.{n}", 0.0)) for n in exposed)),
         )
 

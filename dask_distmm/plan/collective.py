@@ -4,9 +4,10 @@ The estimate of a way is::
 
     seconds = multiply + exposed * moved by the library / bandwidth + redistribution + fixed
     multiply       = max over ranks of flops / rate
-    redistribution = max over ranks of  received / bandwidth + copied / memory bandwidth
+    redistribution = max over ranks of  received / bandwidth + outside / Dask's bandwidth + copied / memory bandwidth
 
-where `exposed` is the share of the library's own transfers that its method does not hide, as measured.
+where `exposed` is the share of the library's own transfers that its method does not hide, as measured, and `outside`
+what a rank fetches over Dask's own connections, from workers that are no ranks and so have no communicator.
 """
 
 from __future__ import annotations
@@ -144,6 +145,8 @@ class _Moved:
     def __init__(self, made: Plan, tiles: Tiles, held_a: _Elements, held_b: _Elements) -> None:
         problem, ranks = made.problem, list(made.ranks)
         self.operands = []
+        # Of what each rank receives, the bytes from workers that are no ranks.
+        self.outside: _Elements = np.zeros(len(ranks))
         for held, where in ((held_a, made.where_a), (held_b, made.where_b)):
             sent, received = np.zeros(len(made.participants)), np.zeros(len(made.participants))
             self.operands.append((sent, received))
@@ -153,6 +156,7 @@ class _Moved:
             at_home = held[ranks, range(len(ranks))]
             sent[ranks] -= at_home
             received[ranks] = held.sum(axis=0) - at_home
+            self.outside = self.outside + held.sum(axis=0) - held[ranks].sum(axis=0)
         self.d_sent: _Elements = np.zeros(len(ranks))
         self.d_received: _Elements = self.d_sent
         if not tiles.replicated:
@@ -278,9 +282,10 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
     compute = problem.flops * uneven / nranks / machine.rate(_rate(problem))
     # Chunks have been put together to tiles.
     compute *= slowdown(problem, in_chunks=False)
-    received = np.max(sum(received for _, received in moved.operands), initial=0.0) + np.max(
-        moved.d_received, initial=0
-    )
+    ranks = list(made.ranks)
+    inside = sum((received[ranks] for _, received in moved.operands), -moved.outside)
+    redistributed = inside / bandwidth + moved.outside / (machine.dask_bandwidth or bandwidth)
+    received = redistributed.max() + moved.d_received.max() / bandwidth
     copied = 0.0
     for operand, tile, chunks in (
         ("a", tiles.a, problem.a_chunks),
@@ -294,7 +299,7 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
         sizes = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.finish.saved else 1)
         copied += max(float(np.prod(tiles.d.local(rank))) for rank in range(nranks)) * sizes
     exposed = dict(machine.exposed).get(made.method, 1.0)
-    transfer = exposed * library / bandwidth + received / bandwidth + copied / machine.memory_bandwidth
+    transfer = exposed * library / bandwidth + received + copied / machine.memory_bandwidth
     return Estimate(
         method=made.method,
         grid=made.grid,

@@ -121,6 +121,21 @@ def test_ranks_go_where_the_bytes_are():
     assert made.bytes_moved == 4 * 3 * 4096 * 1024 * 8
 
 
+def test_a_collective_library_fetches_over_dask_what_others_have():
+    """A rank has no communicator with workers that are no ranks: one GPU is quickest with its own chunks alone."""
+    gpus = [Worker(f"tcp://10.0.0.1:{port}", host="one", device=str(port)) for port in range(2)]
+    problem = square(2048, 1024, dtype="bfloat16")
+    there, spread = np.zeros(4, np.int32), np.arange(4, dtype=np.int32) % 2
+    assert plan(problem, gpus, there, there, engine="cublasmp").method == "local"
+    made = plan(problem, gpus, spread, spread, engine="cublasmp")
+    assert len(made.ranks) == 2
+    local = next(one for one in made.alternatives if one.method == "local")
+    # Half of both matrices.
+    machine = problem.options.machine("cublasmp")
+    assert local.transfer_seconds > 2048 * 2048 * 2 / machine.dask_bandwidth
+    assert machine.dask_bandwidth < machine.network_bandwidth < machine.bandwidth
+
+
 def test_explanation_says_what_it_was_against():
     made = plan(square(8192, 2048), roster(4, 2**34))
     seconds = [estimate.seconds for estimate in made.alternatives]
