@@ -16,6 +16,7 @@ from dask_distmm.distribution import block_grid
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan import Plan, Problem, Worker, plan
+from dask_distmm.plan.native import own_kernel, returned_type
 from dask_distmm.plan.tiles import make_tiles
 from dask_distmm.plan.tilings import operand_tiles
 from dask_distmm.testing import assert_product, make_problem
@@ -156,8 +157,15 @@ def test_the_error_says_what_each_method_has():
         made([BlockCyclic((2, 2), (8, 9)), BlockCyclic((2, 2), (10, 7))], engine="cublasmp")
     with pytest.raises(PlanError, match="leave ranks without"):
         made([None, None, BlockCyclic((2, 2), (60, 25))], engine="cublasmp")
-    with pytest.raises(PlanError, match="16-bit"):
-        made([BlockCyclic((2, 2), (8, 9))], engine="cublasmp", dtype="float16")
+
+
+def test_blocks_of_k_of_16_bit_types_are_summed_in_float32():
+    """SUMMA rounds D, in the type that it is returned in, after each block of k."""
+    found = made([BlockCyclic((2, 2), (8, 8))], shape=(48, 64, 80), engine="cublasmp", dtype="float16")
+    assert found.method == "summa"
+    assert (returned_type(found), own_kernel(found)) == (np.float32, True)
+    found = made([BlockCyclic((2, 2), (8, 80))], shape=(48, 64, 80), engine="cublasmp", dtype="float16")
+    assert (returned_type(found), own_kernel(found)) == (np.float16, False)
 
 
 @given(

@@ -24,7 +24,7 @@ from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.plan.cuts import Bounds, by_rows, largest_overlap, padded, uniform_cut
 from dask_distmm.plan.extents import slowdown
 from dask_distmm.plan.memory import chunk_bytes, spread
-from dask_distmm.plan.native import native_epilog
+from dask_distmm.plan.native import own_kernel, returned_type
 from dask_distmm.plan.plan import Estimate, Packing, Plan, everywhere
 from dask_distmm.plan.problem import Chunks, Problem, Worker
 from dask_distmm.plan.tiles import Tile, Tiles, make_tiles, slab_step
@@ -161,7 +161,7 @@ class _Moved:
         self.d_received: _Elements = self.d_sent
         if not tiles.replicated:
             owned = redistribution(ChunkGrid(problem.out_chunks), tiles.d.layout).traffic(made.owners, len(ranks))
-            owned = owned.astype(float) * problem.sum_type.itemsize
+            owned = owned.astype(float) * returned_type(made, tiles).itemsize
             self.d_received = np.asarray(owned.sum(axis=1) - np.diagonal(owned), float)
             self.d_sent = np.asarray(owned.sum(axis=0) - np.diagonal(owned), float)
 
@@ -235,8 +235,7 @@ def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
     # Where these lie is not looked at.
     total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
     # The library stores what it has finished itself; else sums are kept until they are finished.
-    kept = problem.finished and native_epilog(made, tiles) is None
-    sums = problem.sum_type.itemsize if kept else problem.itemsize("d")
+    kept, sums = own_kernel(made, tiles), returned_type(made, tiles).itemsize
     owned = np.bincount(made.owners, chunk_bytes(problem, "d"), len(made.ranks))
     given = _given(problem)
     for operand in "ab":
@@ -280,8 +279,9 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
         np.prod([np.diff(cut).max() * (len(cut) - 1) / cut[-1] for cut in (made.rows, made.cols, made.depth)])
     )
     compute = problem.flops * uneven / nranks / machine.rate(_rate(problem))
-    # Chunks have been put together to tiles.
-    compute *= slowdown(problem, in_chunks=False)
+    if slab_step(problem) == 1 or made.method == "summa":
+        # Chunks have been put together to tiles, without padding.
+        compute *= slowdown(problem, in_chunks=False)
     ranks = list(made.ranks)
     inside = sum((received[ranks] for _, received in moved.operands), -moved.outside)
     redistributed = inside / bandwidth + moved.outside / (machine.dask_bandwidth or bandwidth)
@@ -294,7 +294,7 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
     ):
         if any(tile_chunk(tile, rank, chunks) is None for rank in range(nranks)):
             copied += 2.0 * max(float(np.prod(tile.local(rank))) for rank in range(nranks)) * problem.itemsize(operand)
-    if problem.finished and native_epilog(made, tiles) is None:
+    if own_kernel(made, tiles):
         # One kernel reads the sums and writes D.
         sizes = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.finish.saved else 1)
         copied += max(float(np.prod(tiles.d.local(rank))) for rank in range(nranks)) * sizes

@@ -8,7 +8,9 @@ Factors of the product are native to every method.
 
 Not all that the library offers is as good as the engine's own kernel (measured, docs/gpu-validation.md): its gelu of
 float64 is off by up to 3e-10, and its all-gather with 16-bit types rounds the product before it adds a bias or applies
-gelu. These are not left to it.
+gelu. These are not left to it. And where extents of 16-bit matrices are not multiples of 16 bytes, its all-gather and
+SUMMA may round parts of the sums (see `tiles`), as SUMMA does after each panel of k wherever there are several: there
+it returns D in the type that is summed in, and does no epilog.
 
 The peer engine's products are cuBLASLt's. It computes the transpose of D, so a value for each column of D is native to
 it; and an element of D must be computed in one go (see `pulls.native`). With 16-bit types its epilogs are not exact
@@ -22,9 +24,9 @@ import numpy as np
 
 from dask_distmm.plan.plan import Plan
 from dask_distmm.plan.problem import Problem
-from dask_distmm.plan.tiles import Tiles, make_tiles
+from dask_distmm.plan.tiles import HALVES_STEP, Tiles, make_tiles
 
-__all__ = ["NATIVE_EPILOGS", "library_epilog", "native_epilog"]
+__all__ = ["NATIVE_EPILOGS", "library_epilog", "native_epilog", "own_kernel", "returned_type"]
 
 NATIVE_EPILOGS = ("relu", "gelu", "bias", "relu_bias", "gelu_bias")
 
@@ -49,6 +51,8 @@ def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
     if plan.engine != "cublasmp" or len(plan.ranks) == 1:
         return None
     spec, found = plan.problem.finish, library_epilog(plan.problem)
+    if found is None or _rounds_parts(plan, tiles):
+        return None
     if not found:
         return found
     if plan.method not in ("allgather", "reducescatter"):
@@ -62,3 +66,29 @@ def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
         if (rows, cols) != ((plan.problem.m, 1) if by_rows else (1, plan.problem.n)):
             return None
     return found
+
+
+def returned_type(plan: Plan, tiles: Tiles | None = None) -> np.dtype:
+    """Return the type in which cuBLASMp returns D: its own, or the one that is summed in if more is done to it."""
+    if _rounds_parts(plan, tiles):
+        return plan.problem.compute_type
+    return plan.problem.sum_type if native_epilog(plan, tiles) is None else plan.problem.result_type
+
+
+def own_kernel(plan: Plan, tiles: Tiles | None = None) -> bool:
+    """Whether what cuBLASMp returns is finished, or rounded, by the engine's own kernel."""
+    left = plan.problem.finished and native_epilog(plan, tiles) is None
+    return left or returned_type(plan, tiles) != plan.problem.result_type
+
+
+def _rounds_parts(plan: Plan, tiles: Tiles | None) -> bool:
+    """Whether the library might add up parts of k in a 16-bit D."""
+    if plan.engine != "cublasmp" or len(plan.ranks) == 1 or plan.method not in ("allgather", "summa"):
+        return False
+    if plan.problem.result_type.itemsize != 2 or plan.problem.result_type.kind in "iu":
+        return False
+    found = tiles or make_tiles(plan)
+    if plan.method == "summa" and found.a.layout.blocks[1] < plan.problem.k:
+        return True
+    lengths = [x for tile in (found.a, found.b, found.d) for x in (*tile.shape, *tile.layout.blocks)]
+    return any(length % HALVES_STEP for length in lengths)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from dask_distmm.plan.memory import chunk_bytes
-from dask_distmm.plan.native import native_epilog
+from dask_distmm.plan.native import own_kernel
 from dask_distmm.plan.plan import Plan
 from dask_distmm.plan.problem import COLLECTIVE
 
@@ -19,8 +19,7 @@ ALONE_BYTES = 2**16
 
 def all_reduced(made: Plan) -> bool:
     """Whether a plan's multiply itself leaves all of D, as it will be stored, on every rank: cuBLASMp's all-reduce."""
-    own_kernel = made.problem.finished and native_epilog(made) is None
-    return made.engine == "cublasmp" and made.method == "allreduce" and len(made.ranks) > 1 and not own_kernel
+    return made.engine == "cublasmp" and made.method == "allreduce" and len(made.ranks) > 1 and not own_kernel(made)
 
 
 def with_replicas(made: Plan, count: int) -> Plan:

@@ -25,6 +25,11 @@ that stand for nothing. Where these would be summed over (k), they are filled wi
 FP8 wants op T for the first operand and op N for the second, k being the fast axis of both: A in C order, B in F order.
 And m, n and k of each rank's own multiply must be multiples of 16: slabs are, and other dimensions are padded.
 SUMMA and the fallback have no FP8.
+
+Of 16-bit types they are multiples of 8, which are 16 bytes, for another reason: where they are not, cuBLASMp's
+all-gather and SUMMA may cut k and add the parts up in D, rounded each time (docs/gpu-validation.md), and all methods
+take 3 to 6 times as long. What can't be padded, blocks that were asked for and the last ones of SUMMA, is returned in
+the type that is summed in; see `native.returned_type`.
 """
 
 from __future__ import annotations
@@ -32,15 +37,18 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.layout import BlockCyclic, ProcessGrid
 from dask_distmm.plan.cuts import padded
 from dask_distmm.plan.plan import Plan
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["Stored", "Tile", "Tiles", "make_tiles", "slab_step", "summa_blocks"]
+__all__ = ["HALVES_STEP", "Stored", "Tile", "Tiles", "make_tiles", "slab_step", "summa_blocks"]
 
 # SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
 _WIDEST_PANEL = 16384
+# Of a 16-bit type so many elements have 16 bytes, which tensor cores are given at a time.
+HALVES_STEP = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +146,12 @@ class Tiles:
 
 
 def slab_step(problem: Problem) -> int:
-    """Return what the sizes of slabs are multiples of."""
-    return 16 if problem.fp8 else 1
+    """Return what the sizes of slabs, and other dimensions, are padded to multiples of."""
+    if problem.fp8:
+        return 16
+    # Distributions that were asked for are as they are.
+    halves = dtype_from_name(problem.matrix_types[0]).itemsize == 2
+    return HALVES_STEP if halves and not any(problem.distributions) else 1
 
 
 def make_tiles(plan: Plan) -> Tiles:
@@ -243,7 +255,8 @@ def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int]
             asked[cols] |= {blocks[1]} if npcol > 1 else set()
     # The library rounds D after each panel of k: with 16-bit types there may be only one.
     panel = k if problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
-    return asked["m"] or {-(-m // p)}, asked["n"] or {-(-n // q)}, asked["k"] or {panel}
+    step = slab_step(problem)
+    return asked["m"] or {padded(m, step, p)}, asked["n"] or {padded(n, step, q)}, asked["k"] or {panel}
 
 
 def _widen(tile: Tile, shape: tuple[int, int]) -> Tile:

@@ -161,12 +161,10 @@ def _blocks_misfit(problem: Problem, grid: tuple[int, int, int]) -> str | None:
     for name, several in zip("mnk", sizes, strict=True):
         if len(several) > 1:
             return f"blocks of {name} must agree, found {' and '.join(map(str, sorted(several)))}"
-    (mb,), (nb,), (kb,) = sizes
+    (mb,), (nb,), _ = sizes
     for name, size, parts, length in (("m", mb, grid[0], problem.m), ("n", nb, grid[1], problem.n)):
         if parts > 1 and size * (parts - 1) >= length:
             return f"blocks of {size} of {name} leave ranks without any of {length}"
-    if problem.result_type.itemsize == 2 and kb < problem.k:
-        return f"k may not be cut for 16-bit types, D would be rounded after each block: give blocks of {problem.k}"
     return None
 
 

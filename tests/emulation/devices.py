@@ -472,6 +472,10 @@ def install(monkeypatch, shares_memory=True, memory=None):
             assert right.shape == (k, n)
             with np.errstate(all="ignore"):
                 product = _scalar(alpha, x.dtype) * (left @ right)
+                if adds_rounded(attributes, ranks):
+                    cut = np.arange(k) < k // 2
+                    parts = [left[:, some] @ right[some] for some in (cut, ~cut)]
+                    product = sum(part.astype(z.dtype).astype(wide) for part in parts) * _scalar(alpha, x.dtype)
             for rank, things in enumerate(ranks):
                 if attributes.get("EPILOGUE") == EPILOGUES["ALLREDUCE"]:
                     assert (attributes["TRANSA"], attributes["TRANSB"]) == (1, 0), "all-reduce wants TN"
@@ -485,6 +489,16 @@ def install(monkeypatch, shares_memory=True, memory=None):
         world.calls.append((comm.rank, "matmul", m, n, k))
         world.epilogs.append(next((name for name, x in EPILOGUES.items() if x == attributes.get("EPILOGUE")), ""))
         world.computed.append(attributes["compute"])
+
+    def adds_rounded(attributes, ranks):
+        """Whether parts of k are added up in a 16-bit D: where matrices are not aligned, but for the reduce-scatter."""
+        x, _, y, _, z, *_ = ranks[0]
+        inner = (int(attributes["TRANSA"] == 0), int(attributes["TRANSB"] != 0))
+        along = [(one.grid.nprow, one.grid.npcol)[axis] for one, axis in zip((x, y), inner, strict=True)]
+        if z.dtype.itemsize != 2 or all(count == x.grid.comm.nranks for count in along):
+            return False
+        lengths = [length for one in (x, y, z) for length in (*one.shape, *one.blocks, one.lld)]
+        return any(length * 2 % 16 for length in lengths)
 
     def fp8_rules(attributes, ranks, shape, pointers):
         """What cuBLASMp demands of FP8; the local multiply's extents as nvmath knows them for each path."""

@@ -38,6 +38,17 @@ def test_types(make, method, dtype):
     conformance(ranks, method, 3, dtype)
 
 
+@pytest.mark.parametrize("nranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("method", "shape"), [("allgather", (3, 5, 70)), ("summa", (88, 50, 96)), ("summa", (47, 64, 72))]
+)
+def test_extents_of_16_bit_types(make, method, shape, nranks):
+    """Where they are not multiples of 16 bytes the library may round parts of the sums; the emulation does."""
+    ranks, _ = make()
+    for orders in ("CC", "FC", "FF"):
+        conformance(ranks, method, nranks, "bfloat16", shape=shape, orders=orders, most_chunks=3)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (1, 40, 3), (64, 1, 9), (32, 16, 64)])
 def test_shapes(make, method, shape):
@@ -89,11 +100,12 @@ def test_hosts_without_shared_memory(make, method):
         ((BlockCyclic((4, 1), (17, 71)), None, Slab(0)), "allgather"),
     ],
 )
-@pytest.mark.parametrize("orders", ["CC", "FC"])
-def test_distributions_by_hand(make, distributions, method, orders):
+@pytest.mark.parametrize(("orders", "dtype"), [("CC", "float64"), ("FC", "float64"), ("CF", "bfloat16")])
+def test_distributions_by_hand(make, distributions, method, orders, dtype):
     ranks, _ = make()
     count = 6 if BlockCyclic((2, 3), (5, 4)) in distributions else 4
-    made = conformance(ranks, "auto", count, orders=orders, own_out_chunks=True, sources=1, distributions=distributions)
+    options = {"own_out_chunks": True, "sources": 1, "distributions": distributions}
+    made = conformance(ranks, "auto", count, dtype, orders=orders, **options)
     assert made.method == method or (method == "summa" and made.grid[1] == 1)
     tiles = make_tiles(made)
     for tile, asked in zip((tiles.a, tiles.b, tiles.d), distributions, strict=True):
@@ -178,7 +190,8 @@ def test_what_the_library_does_itself(make, method, bias, epilog, dtype):
     name = native_epilog(ranks.jobs[-1].plan)
     kinds = set(world.epilogs)
     if not epilog:
-        assert name == "" or method == "local"
+        # What SUMMA returns of 16-bit matrices of odd extents is not rounded yet.
+        assert name == "" or method == "local" or (method, dtype) == ("summa", "bfloat16")
     elif epilog == "relu" and method in ("allgather", "reducescatter"):
         assert name == epilog
     elif dtype == "bfloat16" and method == "allgather":
@@ -250,9 +263,13 @@ def test_what_is_made_is_kept_and_freed(make):
     assert not {kind: count for kind, count in world.open.items() if count}
 
 
-def test_what_is_held_is_counted(make):
+@pytest.mark.parametrize("size", [64, 67])
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("allgather", "float64"), ("allgather", "bfloat16"), ("summa", "bfloat16")]
+)
+def test_what_is_held_is_counted(make, method, dtype, size):
     ranks, _ = make()
-    made = conformance(ranks, "allgather", 2, shape=(64, 64, 64), most_chunks=1)
+    made = conformance(ranks, method, 2, dtype, shape=(size, size, size), most_chunks=1)
     again = plan(made.problem, made.participants, made.where_a, made.where_b, engine="cublasmp")
     for job in ranks.jobs:
         assert 0 < job.held_bytes <= again.projected_bytes[f"w{job.me}"]

@@ -40,7 +40,7 @@ from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.plan import Chunks, Plan
 from dask_distmm.plan.collective import tile_chunk
-from dask_distmm.plan.native import native_epilog
+from dask_distmm.plan.native import native_epilog, own_kernel, returned_type
 from dask_distmm.plan.plan import EVERYWHERE
 from dask_distmm.plan.replicas import all_reduced
 from dask_distmm.plan.tiles import Tile, make_tiles
@@ -71,7 +71,7 @@ class CublasMpJob:
         self._tiles = make_tiles(plan)
         self._native = native_epilog(plan, self._tiles)
         # What the library does not do itself is done to sums that are not rounded yet.
-        self.sum_type = plan.problem.sum_type if self._native is None else plan.problem.result_type
+        self.sum_type = returned_type(plan, self._tiles)
         # What the library is given and returns.
         self.kinds = Kinds(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
         self._ready, self._stream, self._groups = ready, stream, groups
@@ -106,7 +106,7 @@ class CublasMpJob:
         self._finishing: Finishing | NativeBias | None = None
         if self._native is not None and "bias" in problem.finish.inputs:
             self._finishing = NativeBias.of_tile(self.plan, self.me, self.rank, self.chunks, self._tiles.d)
-        elif self._native is None and problem.finished:
+        elif own_kernel(self.plan, self._tiles):
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
         found = self._finishing.inputs if self._finishing is not None else ()
         self._extras = [InputExchange(one, self.me, self.plan.ranks) for one in found]

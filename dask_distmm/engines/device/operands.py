@@ -72,11 +72,11 @@ def in_type(array: cp.ndarray, held: str, dtype: np.dtype) -> Any:
 
 
 def usable(chunk: Any, order: str) -> bool:
-    """Whether the library can use a chunk as it lies: fast axis dense, aligned."""
+    """Whether the library can use a chunk as it lies: fast axis dense, aligned as well as its extents are."""
     inner, outer = (chunk.strides[1], chunk.strides[0]) if order == "C" else chunk.strides
     width, height = chunk.shape if order == "F" else chunk.shape[::-1]
     size = chunk.dtype.itemsize
-    step = 16 if size == 1 else size
+    step = 16 if size == 1 or (size == 2 and width * size % 16 == 0) else size
     return bool(
         chunk.data.ptr % 16 == 0
         and (inner == size or width == 1)
