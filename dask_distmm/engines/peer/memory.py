@@ -17,12 +17,13 @@ import collections
 import importlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import cupy as cp
 import numpy as np
 from cuda.bindings import driver
+from numpy.typing import NDArray
 
 from dask_distmm.engines.base import log
 from dask_distmm.engines.offers import Allocation
@@ -160,6 +161,13 @@ class Mappings:
                 ) from error
         mapped.move_to_end(allocation.buffer_id)
         return mapped[allocation.buffer_id]
+
+    def known(self, process: bytes, buffer_ids: Sequence[int]) -> NDArray[np.int64]:
+        """Return the addresses of another process' allocations here, 0 for those that are not mapped yet."""
+        mapped = self._mapped.setdefault(process, collections.OrderedDict())
+        for buffer_id in mapped.keys() & set(buffer_ids):
+            mapped.move_to_end(buffer_id)
+        return np.array([mapped.get(buffer_id, 0) for buffer_id in buffer_ids], np.int64)
 
     def begin(self, group: int, process: bytes, alive: Iterable[int]) -> None:
         """Note that a run of a group reads a process' memory; close what that process no longer has."""

@@ -51,11 +51,19 @@ class Remote:
         self.pulled_bytes = 0
         self._gone = gone
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
-        self._mapped: dict[tuple[int, int], int] = {}
         self._awake: set[int] = set()
-        for told in offers.told:
-            if told is not None and told.process != engine.exporter.process:
-                engine.mappings.begin(plan.group, told.process, told.alive)
+        # Where all allocations are in this process, 0 if they are not mapped; those of each participant together.
+        self._bases = [np.empty(0, np.int64)] * len(offers.told)
+        for holder, told in enumerate(offers.told):
+            if told is None:
+                continue
+            if told.process == engine.exporter.process:
+                self._bases[holder] = told.numbers[:, 2].astype(np.int64)
+                continue
+            engine.mappings.begin(plan.group, told.process, told.alive)
+            self._bases[holder] = engine.mappings.known(told.process, told.numbers[:, 1].tolist())
+            for number in np.flatnonzero(self._bases[holder])[:1].tolist():
+                self._wake(holder, int(self._bases[holder][number]), told.allocation(number).size)
 
     @property
     def offering(self) -> NDArray[np.bool_]:
@@ -84,23 +92,20 @@ class Remote:
             at = int(np.argmax(places[:, 0] < 0))
             address = self._plan.participants[int(holders[at])].address
             raise EngineError(f"{address} offers no matrix {numbers[at]} of {operand}")
-        pairs = zip(holders.tolist(), places[:, 0].tolist(), strict=True)
         found = places[:, 1:].copy()
-        found[:, 0] += np.array([self._address(*pair) for pair in pairs], np.int64)
+        for holder in np.unique(holders).tolist():
+            mine, bases = holders == holder, self._bases[holder]
+            used = places[mine, 0]
+            for number in np.unique(used[bases[used] == 0]).tolist():
+                self._map(holder, number)
+            found[mine, 0] += bases[used]
         return found
 
-    def _address(self, holder: int, number: int) -> int:
-        """Return where an allocation of a participant is in this process."""
-        if (known := self._mapped.get((holder, number))) is None:
-            known = self._mapped[holder, number] = self._map(holder, number)
-        return known
-
-    def _map(self, holder: int, number: int) -> int:
+    def _map(self, holder: int, number: int) -> None:
+        """Find out where an allocation of a participant is in this process."""
         told = self._offers.told[holder]
         assert told is not None
         allocation = told.allocation(number)
-        if told.process == self._engine.exporter.process:
-            return allocation.address
         try:
             mapped = self._engine.mappings.open(told.process, allocation)
         except EngineError as error:
@@ -111,10 +116,14 @@ class Remote:
             if holder not in self._gone:
                 raise
             raise ConnectionError(f"{self._plan.participants[holder].address} is gone: {error}") from error
+        self._bases[holder][number] = mapped
+        self._wake(holder, mapped, allocation.size)
+
+    def _wake(self, holder: int, mapped: int, size: int) -> None:
+        """Wake the link to a participant's GPU, once."""
         if holder not in self._awake:
             self._awake.add(holder)
-            self._engine.wake(mapped, allocation.size)
-        return mapped
+            self._engine.wake(mapped, size)
 
     def ready(self, holder: int, flag: int, check: Callable[[], None] | None = None) -> bool:
         """Whether a participant has raised a flag.
@@ -152,8 +161,10 @@ class Remote:
         if told is None or told.flags is None:
             raise EngineError(f"{self._plan.participants[holder].address} is a rank and offers no memory")
         number, offset = told.flags
+        if not self._bases[holder][number]:
+            self._map(holder, number)
         stream, runtime = self._engine.looking, cp.cuda.runtime
-        at = self._address(holder, number) + offset + flag * FLAG_BYTES
+        at = int(self._bases[holder][number]) + offset + flag * FLAG_BYTES
         runtime.memcpyAsync(self._seen.ctypes.data, at, FLAG_BYTES, runtime.memcpyDefault, stream.ptr)
         stream.synchronize()
         return bool(self._seen[0])
