@@ -387,8 +387,8 @@ def estimate(
     exposed = dict(machine.exposed).get(plan.method, 1.0)
     moving = np.maximum(pulls - compute, 0.0) + exposed * pulls + begin + end
     worst = int(np.argmax(compute + moving))
-    # A rank that is alone with what it multiplies waits for nobody, one that pulls for no sums.
-    messages = 3.0 if len(plan.ranks) > 1 else 2.5 if len(plan.participants) > 1 else 2.0
+    # A rank that is alone with what it multiplies waits for nobody, one that adds others' sums for all of these.
+    messages = 5.0 if s > 1 else 3.0 if len(plan.ranks) > 1 else 2.5 if len(plan.participants) > 1 else 2.0
     return Estimate(
         method=plan.method,
         grid=plan.grid,
