@@ -56,6 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", nargs="+", default=list(PEERS), choices=PEERS, help="what to measure, in this order")
     add("--tall", action="store_true", help="also a Gram product and a short and wide one, in float64")
     add("--sweep", action="store_true", help="also many shapes and numbers of GPUs, by each engine and method")
+    add("--shapes", nargs="+", default=[""], help="of the sweep, by how their names begin; all if not given")
     add("--scaling", action="store_true", help="instead of all else strong and weak scaling over numbers of GPUs")
     add("--rounds", type=int, default=3, help="in which the cases of one product take turns, if swept or scaled")
     add("--counts", type=int, nargs="+", default=[2, 4], help="numbers of GPUs of the sweep, and to scale over")
@@ -124,7 +125,8 @@ class Benchmark:
                     self._add(case, crew.ask(case))
         if options.sweep:
             with contextlib.closing(self._crew("cluster")) as crew:
-                self._by_turns(crew, sweep(options.types, options.chunks, counts, options.repeat))
+                swept = sweep(options.types, options.chunks, counts, options.repeat, options.shapes)
+                self._by_turns(crew, swept)
 
     def _scale(self, group: str, peers: Sequence[str], counts: Sequence[int]) -> None:
         """Measure strong and weak scaling: on the workers of one cluster, or by a team for each number of GPUs."""

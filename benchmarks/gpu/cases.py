@@ -120,9 +120,15 @@ def methods_on(count: int) -> list[str]:
     return [method for method in METHODS if method != "summa" or count >= 4]
 
 
-def sweep(dtypes: Sequence[str], grids: Sequence[int], counts: Sequence[int], repeat: int) -> Iterator[Case]:
-    """Yield each product on several grids and numbers of GPUs, as `auto` chooses and by each engine and method."""
-    for dtype, shape, count in itertools.product(dtypes, SWEPT, counts):
+def sweep(
+    dtypes: Sequence[str], grids: Sequence[int], counts: Sequence[int], repeat: int, names: Sequence[str] = ("",)
+) -> Iterator[Case]:
+    """Yield each product on several grids and numbers of GPUs, as `auto` chooses and by each engine and method.
+
+    Of the products those whose names begin as one of `names` does.
+    """
+    shapes = [shape for shape in SWEPT if shape.name.startswith(tuple(names))]
+    for dtype, shape, count in itertools.product(dtypes, shapes, counts):
         for variant in (SLABS, *(f"{g}x{g}" for g in grids)):
             yield Case("distmm", variant, dtype, shape, repeat, workers=count)
             for peer, method in itertools.product(("peer", "cublasmp"), methods_on(count)):

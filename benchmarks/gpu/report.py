@@ -143,15 +143,23 @@ def scaling(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def verdict(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return, of a sweep, how `auto` compares with the best engine and method of each product, by the run's time."""
+    """Return, of a sweep, how `auto` compares with the best engine and method of each product, by the run's time.
+
+    And how the engine and method that it takes do if they are asked for: what is left is chance.
+    """
     groups: dict[tuple[str, ...], dict[str, float]] = {}
+    taken: dict[tuple[str, ...], str] = {}
     for entry in results:
+        if entry["peer"] == "distmm" and entry["kind"] == "wall" and "engine" in entry.get("details", {}):
+            chunks, _, count = entry["variant"].rpartition(", ")
+            details = entry["details"]
+            taken[entry["dtype"], entry["case"], chunks, count] = f"{details['engine']} {details['method']}"
         if entry["kind"] != "run" or entry["failure"] is not None or "GPUs" not in entry["variant"].rpartition(", ")[2]:
             continue
         chunks, *method, count = entry["variant"].split(", ")
         name = "auto" if entry["peer"] == "distmm" else " ".join([entry["peer"], *method])
         groups.setdefault((entry["dtype"], entry["case"], chunks, count), {})[name] = entry["ms"]
-    lines, worst = [], []
+    lines, worst, same = [], [], []
     for key, found in groups.items():
         others = {name: ms for name, ms in found.items() if name != "auto"}
         if "auto" not in found or not others:
@@ -159,13 +167,19 @@ def verdict(results: Sequence[Mapping[str, Any]]) -> str:
         best = min(others, key=lambda name: others[name])
         ratio = found["auto"] / others[best]
         worst.append(ratio)
-        lines.append(
-            f"{', '.join(key):<60} auto {found['auto']:.2f} ms, best {others[best]:.2f} ms ({best}), {ratio:.3f}"
-        )
+        text = f"{', '.join(key):<60} auto {found['auto']:.2f} ms, best {others[best]:.2f} ms ({best}), {ratio:.3f}"
+        if (way := taken.get(key, "")) in others:
+            same.append(others[way] / others[best])
+            text += f"; it takes {way}, {same[-1]:.3f} if asked for"
+        lines.append(text)
     if not worst:
         return ""
-    within = sum(ratio <= 1.05 for ratio in worst)
-    return "\n".join([*lines, f"within 5 %: {within} of {len(worst)}; the worst takes {max(worst):.3f} of the best"])
+    for what, ratios in (("", worst), ("what it takes, if asked for, ", same)):
+        if ratios:
+            within = sum(ratio <= 1.05 for ratio in ratios)
+            text = f"{what}within 5 %: {within} of {len(ratios)}; the worst takes {max(ratios):.3f} of the best"
+            lines.append(text)
+    return "\n".join(lines)
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:

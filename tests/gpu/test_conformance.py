@@ -41,6 +41,12 @@ def test_shapes(runner, nworkers, method, shape):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_extents_of_16_bit_types(runner, nworkers, method):
+    """Of such an unaligned product cuBLAS adds up parts of k, each rounded to D's type, unless it is kept from that."""
+    conformance(runner, method, nworkers, "bfloat16", shape=(2001, 1999, 10007), most_chunks=2)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_few_chunks_are_used_as_they_lie(runner, nworkers, method):
     conformance(runner, method, nworkers, shape=(96, 96, 96), most_chunks=1)
     conformance(runner, method, nworkers, shape=(96, 96, 96), most_chunks=1, transposed=(True, False))
