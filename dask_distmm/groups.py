@@ -1,4 +1,4 @@
-"""Which groups of ranks share something costly between runs (a communicator), and when it goes. Pure.
+"""Which groups of workers share something costly between runs (a communicator, mappings), and when it goes. Pure.
 
 The scheduler decides alone: workers make a group when a plan names one that they don't have yet, and free it
 when they are told. So all ranks of a group always agree on whether it is there.
@@ -16,7 +16,7 @@ __all__ = ["Group", "Groups"]
 
 
 class Group(NamedTuple):
-    """A group of ranks.
+    """A group of ranks, or for an engine whose ranks map others' memory of all who take part.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class Group(NamedTuple):
     engine
         Name of the engine that it belongs to.
     workers
-        Addresses of its ranks, in their order.
+        Their addresses, those of ranks in their order.
     """
 
     number: int

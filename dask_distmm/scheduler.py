@@ -39,7 +39,7 @@ from dask_distmm.history import History
 from dask_distmm.keys import barrier_key, barrier_name, parse_stage_key
 from dask_distmm.live import LiveRuns
 from dask_distmm.pins import Pins
-from dask_distmm.plan import Plan, Problem, plan
+from dask_distmm.plan import COLLECTIVE, Plan, Problem, plan
 from dask_distmm.plan.pulls import apart
 from dask_distmm.replicas import Replicas
 from dask_distmm.results import Result, Survivors, of_survivors, together
@@ -230,11 +230,13 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             groups=self.groups.orders(engines),
             replica_runs=replica_runs,
         )
-        if made.engine != "numpy" and len(made.ranks) > 1:
-            made = dataclasses.replace(made, group=self.groups.use(made.engine, made.workers).number)
         # Workers that neither multiply nor hold a chunk have no part in it.
         needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *found]))
         run.participants = frozenset(made.participants[index].address for index in needed.tolist())
+        # A communicator is that of ranks; what is mapped may be anybody's who takes part, by one rank too.
+        sharing = made.workers if made.engine in COLLECTIVE else tuple(run.participants)
+        if made.engine != "numpy" and len(sharing) > 1:
+            made = dataclasses.replace(made, group=self.groups.use(made.engine, sharing).number)
         run.apart = apart(made)
         return made
 

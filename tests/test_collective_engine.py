@@ -300,3 +300,31 @@ def test_what_is_kept_goes_some_time_after_the_last_client(engine, monkeypatch):
         while len(engine.released) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+class PeerStandIn(StandIn):
+    """Says that it is the engine whose ranks map others' memory."""
+
+    name = "peer"
+
+    def versions(self):
+        return {"cuda": "1000"}
+
+    def links(self):
+        return "gpu", ("gpu",)
+
+
+def test_a_rank_that_is_alone_keeps_what_it_has_mapped_of_others(client, monkeypatch):
+    """All who take part are a group, which is freed when one of them leaves."""
+    module = types.ModuleType("stand_in_peer")
+    engine = module.ENGINE = PeerStandIn()
+    monkeypatch.setitem(sys.modules, "stand_in_peer", module)
+    monkeypatch.setitem(base.ENGINES, "peer", "stand_in_peer")
+    for method in ("local", "local", "allgather"):
+        a, b, d = product(method=method, engine="peer")
+        assert_product(a, b, d.compute())
+    assert [event["engine"] for event in events(client, "start")] == ["peer"] * 3
+    # One group, of all three workers.
+    assert dask_distmm.free_workspaces() == 1
+    assert len(engine.released) == 3
+    assert len(set(engine.released)) == 1

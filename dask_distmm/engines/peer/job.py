@@ -44,8 +44,9 @@ from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.schedule import Due, Fill, Product, Slot, dues, make_schedule
 from dask_distmm.plan import Plan
 from dask_distmm.plan.cuts import padded
+from dask_distmm.plan.lent import lent
 from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import PANELS, lent, native, step_of, sums_in, walks
+from dask_distmm.plan.pulls import PANELS, native, step_of, sums_in, walks
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer import PeerEngine
@@ -231,9 +232,6 @@ class PeerJob:
         self.timings["total"] = time.perf_counter() - started
         self.held_bytes = self._count()
         self.engine.mappings.trim()
-        if not self.plan.group:
-            # One rank has no group, and nobody would say when what it has mapped is to go.
-            self.engine.mappings.release(0)
         self.progress(1.0)
         return outputs
 
