@@ -158,7 +158,7 @@ class Expected:
     sums
         Bytes of an element of what ranks sum into.
     read
-        Which chunks others read, as `pulls.lent` has them: these must not be missing.
+        Which chunks others read, as `lent` has them: these must not be missing.
     """
 
     def __init__(self, plan: Plan, mine: int, sums: int, read: Mapping[str, NDArray[np.bool_]]) -> None:

@@ -34,6 +34,8 @@ __all__ = ["consider", "has_method", "tile_chunk", "workspace_bytes"]
 # cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
 _LIBRARY_BYTES = 96 * 2**20
 _SUMMA_BYTES = 32 * 2**20
+# What a run of several ranks takes beside its work, in messages: as two H200 took for small products.
+_MESSAGES = 8
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05
 _Elements = NDArray[np.float64]
@@ -262,8 +264,9 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
     bandwidth = machine.bandwidth if len(hosts) == 1 else machine.network_bandwidth or machine.bandwidth
     a_bytes, b_bytes, d_bytes = (
         float(np.prod(tile.shape)) * size
+        # The library's reduce-scatter sums in the type that is computed in.
         for size, tile in zip(
-            (*_given(problem).values(), problem.sum_type.itemsize), (tiles.a, tiles.b, tiles.d), strict=True
+            (*_given(problem).values(), problem.compute_type.itemsize), (tiles.a, tiles.b, tiles.d), strict=True
         )
     )
     share = (nranks - 1) / nranks
@@ -303,7 +306,7 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
     return Estimate(
         method=made.method,
         grid=made.grid,
-        seconds=compute + transfer + (6 if nranks > 1 else 2) * machine.latency,
+        seconds=compute + transfer + (_MESSAGES if nranks > 1 else 2) * machine.latency,
         compute_seconds=compute,
         transfer_seconds=transfer,
         bytes_moved=moved.total + int(library * nranks),

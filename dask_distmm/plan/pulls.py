@@ -18,11 +18,14 @@ The estimate of a way is::
     pulls    = max over ranks of bytes from others / bandwidth
     start    = what must be here before the first GEMM, where nothing is at home
     end      = the last partial sums and chunks of D, and passes over D, at memory bandwidth
+    latency  = 4 messages (2 for a rank that is alone), 2 more for sums of others, 1 where several ranks pull parts of
+               both A and B, 0.75 each time that twice as many chunks are pulled: as two H200 took for small products
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +34,7 @@ from numpy.typing import NDArray
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.plan.cuts import Bounds, overlaps, padded
 from dask_distmm.plan.extents import pieces_that_fill, slowdown, unit
+from dask_distmm.plan.lent import lent, others_chunks
 from dask_distmm.plan.memory import chunk_bytes, spread
 from dask_distmm.plan.native import library_epilog
 from dask_distmm.plan.plan import EVERYWHERE, Estimate, Plan, Rect
@@ -43,7 +47,6 @@ __all__ = [
     "blocks",
     "estimate",
     "in_place",
-    "lent",
     "native",
     "project",
     "step_of",
@@ -68,6 +71,8 @@ _FEWEST_PANELS = 4
 # types break-even is at a harmonic mean of the extents of 3 x 160, for float64 of 3 x 500. D is there twice then.
 _LEAST_PADDED = 512
 _MOST_PADDED_BYTES = 8 * 2**30
+# What a run takes beside its work, in messages; see above.
+_ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY = 2.0, 4.0, 2.0, 1.0, 0.75
 # GEMMs into smaller chunks of D than this along an axis leave multiprocessors idle: D is made in one piece and copied.
 _LEAST_BLOCK = 4096
 
@@ -158,7 +163,9 @@ def _walk(plan: Plan, rank: int) -> Walk:
     passing = 1 - held
     left = room - held_bytes * (2 if (len(parts) - 1) * (len(cuts) - 1) > 1 else 1)
     most = max(left, room // 4) // PANELS // max(1, padded(depth, step) * sizes[passing])
-    wanted = max(-(-extents[passing] // max(_FEWEST_PANELS, len(plan.ranks))), min(_LEAST_WIDTH, extents[passing]))
+    # Where nothing is pulled one panel is quickest.
+    fewest = max(_FEWEST_PANELS, len(plan.ranks)) if s > 1 or any(others_chunks(plan, rank)) else 1
+    wanted = max(-(-extents[passing] // fewest), min(_LEAST_WIDTH, extents[passing]))
     width = max(step, _down(min(padded(wanted, unit(wanted, step)), most), step))
     panel_bytes = 0
     if not lies[passing] or step > 1:
@@ -276,35 +283,6 @@ def in_place(plan: Plan, rank: int) -> set[Rect]:
     return set() if plan.grid[2] > 1 or step_of(plan.problem) > 1 else set(blocks(plan, rank))
 
 
-def lent(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-    """Return for each of these operands which of each participant's chunks others read: (participants, chunks)."""
-    problem, found = plan.problem, {}
-    mine = np.arange(len(plan.participants))[:, None]
-    for name in names:
-        sizes = problem.chunks_of(name)
-        if name in ("a", "b"):
-            reads = np.zeros((len(plan.participants), len(sizes[0]), len(sizes[1])), bool)
-            for rank, index in enumerate(plan.ranks):
-                (r0, r1, c0, c1), depth = plan.region(rank), plan.k_range(rank)
-                part = ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
-                rows, cols = (_touched(axis, *cut) for axis, cut in zip(sizes, part, strict=True))
-                reads[index] |= np.logical_and.outer(rows, cols)
-            flat = reads.reshape(len(reads), -1)
-            needed = flat.sum(0) > flat
-        else:
-            # Which chunks of D each rank has is not looked at: what the formula reads may be anybody's.
-            needed = np.ones(1, bool)
-        found[name] = needed & (np.asarray(plan.where[name]) == mine) & (chunk_bytes(problem, name) > 0)
-    return found
-
-
-def _touched(sizes: Sequence[int], start: int, stop: int) -> NDArray[np.bool_]:
-    """Whether each chunk along an axis overlaps a part of the axis."""
-    ends: NDArray[np.int64] = np.cumsum(sizes)
-    found: NDArray[np.bool_] = (ends > start) & (ends - np.asarray(sizes) < stop)
-    return found
-
-
 def project(plan: Plan) -> dict[str, int]:
     """Return the projected bytes of device memory that a run holds at its peak, for each participant.
 
@@ -387,8 +365,11 @@ def estimate(
     exposed = dict(machine.exposed).get(plan.method, 1.0)
     moving = np.maximum(pulls - compute, 0.0) + exposed * pulls + begin + end
     worst = int(np.argmax(compute + moving))
-    # A rank that is alone with what it multiplies waits for nobody, one that adds others' sums for all of these.
-    messages = 5.0 if s > 1 else 3.0 if len(plan.ranks) > 1 else 2.5 if len(plan.participants) > 1 else 2.0
+    chunks = max(others_chunks(plan, rank) for rank in ranks)
+    several, messages = len(plan.ranks) > 1, _ALONE
+    if several or any(chunks):
+        messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))
+        messages += _TWICE_AS_MANY * math.log2(max(1.0, sum(chunks)))
     return Estimate(
         method=plan.method,
         grid=plan.grid,

@@ -478,10 +478,10 @@ def test_a_rank_that_is_gone_is_missed_where_it_was_needed(make_peers, monkeypat
     a, b = (rng.standard_normal(shape).astype(dtype_from_name(dtype)) for shape in ((60, 40), (40, 30)))
     # D's chunks go across the ranks' parts: the second rank adds to some that others own.
     problem = make_problem(
-        ((30, 30), (40,)), ((40,), (10, 20)), dtype, method="allgather", out_chunks=((28, 4, 28), (30,)),
+        ((30, 30), (40,)), ((40,), (15, 15)), dtype, method="allgather", out_chunks=((28, 4, 28), (30,)),
         finish=Finish(epilog="relu_aux"),
     )  # fmt: skip
-    chunks = {("a", 0): a[:30], ("a", 1): a[30:], ("b", 0): b[:, :10], ("b", 1): b[:, 10:]}
+    chunks = {("a", 0): a[:30], ("a", 1): a[30:], ("b", 0): b[:, :15], ("b", 1): b[:, 15:]}
     # Nothing of a rank's is mapped before its part of D is needed.
     workers, elsewhere = [Worker(f"w{i}") for i in range(3)], np.full(2, 3, np.int32)
     made = plan(problem, workers, elsewhere, elsewhere, sources=[Worker("s")], engine="peer")
