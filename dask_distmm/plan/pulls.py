@@ -19,7 +19,8 @@ The estimate of a way is::
     start    = what must be here before the first GEMM, where nothing is at home
     end      = the last partial sums and chunks of D, and passes over D, at memory bandwidth
     latency  = 4 messages (2 for a rank that is alone), 2 more for sums of others, 1 where several ranks pull parts of
-               both A and B, 0.75 each time that twice as many chunks are pulled: as two H200 took for small products
+               both A and B, 0.75 each time that twice as many chunks are pulled: as two H200 took for small products;
+               0.5 more on a grid of two dimensions, where less of both is here (`benchmarks.gpu.model`)
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _FEWEST_PANELS = 4
 _LEAST_PADDED = 512
 _MOST_PADDED_BYTES = 8 * 2**30
 # What a run takes beside its work, in messages; see above.
-_ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY = 2.0, 4.0, 2.0, 1.0, 0.75
+_ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
 # GEMMs into smaller chunks of D than this along an axis leave multiprocessors idle: D is made in one piece and copied.
 _LEAST_BLOCK = 4096
 
@@ -369,7 +370,7 @@ def estimate(
     several, messages = len(plan.ranks) > 1, _ALONE
     if several or any(chunks):
         messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))
-        messages += _TWICE_AS_MANY * math.log2(max(1.0, sum(chunks)))
+        messages += _TWICE_AS_MANY * math.log2(max(1.0, sum(chunks))) + _GRID * (min(plan.grid[:2]) > 1)
     return Estimate(
         method=plan.method,
         grid=plan.grid,
