@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import sys
@@ -18,6 +19,7 @@ from test_narrow_emulated import run_narrow
 
 from dask_distmm.distribution import BlockCyclic, Slab
 from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.engines.schedule import Fill
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import EngineError
 from dask_distmm.plan import Worker, plan, pulls
@@ -445,6 +447,45 @@ def test_a_rank_that_fails_ends_the_run_for_all(make_peers, monkeypatch, method)
         conformance(ranks, method, 3)
     monkeypatch.setattr(kind, "_product", real)
     conformance(ranks, method, 3)
+
+
+def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkeypatch):
+    """Not when all pulls are: the host takes as long for these as GPUs do."""
+    ranks, _ = make_peers()
+    kind, launched = sys.modules["dask_distmm.engines.peer.job"].PeerJob, collections.defaultdict(list)
+
+    def log(name):
+        real = getattr(kind, name)
+
+        def call(self, what, *gemms):
+            # Products that were begun before the vote are not launched again.
+            launched[self.me] += [what] if name == "_fill" or gemms[0] else []
+            return real(self, what, *gemms)
+
+        monkeypatch.setattr(kind, name, call)
+
+    log("_fill")
+    log("_product")
+    sizes = ((20,) * 4,) * 2
+    problem = make_problem(sizes, sizes, method="allgather")
+    where = np.tile(np.arange(4) % 2, 4).astype(np.int32)
+    made = plan(problem, [Worker(f"w{i}") for i in range(2)], where, where, engine="peer")
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((2, 80, 80))
+    parts = {(i, j): (slice(20 * i, 20 * i + 20), slice(20 * j, 20 * j + 20)) for i in range(4) for j in range(4)}
+    chunks = {(op, 4 * i + j): x[at].copy() for op, x in (("a", a), ("b", b)) for (i, j), at in parts.items()}
+    found = run_jobs(ranks, made, chunks)
+    assert_product(a, b, np.block([[found[4 * i + j] for j in range(4)] for i in range(4)]))
+    for job in ranks.jobs[-2:]:
+        pulled, products, between = set(), 0, 0
+        for what in launched[job.me]:
+            if isinstance(what, Fill):
+                pulled.add(what.number)
+                between += products > 0 and what in job._schedule.turns[0].fills
+                continue
+            products += 1
+            assert {fill.number for fill in (*what.a, *what.b) if fill.slot} <= pulled | job._filled_ahead
+        assert between, "all pulls of the first turn came before its products"
 
 
 @pytest.mark.parametrize("when", ["before", "after", "unmapped"])
