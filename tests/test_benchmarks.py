@@ -202,10 +202,8 @@ def test_the_verdict_of_a_sweep_compares_auto_with_the_best():
 @pytest.mark.parametrize("name", ["gpu-2-sweep", "gpu-1-2-sweep"])
 def test_the_cost_model_takes_what_was_measured_to_be_quickest(name):
     """Of the engines and methods of each product that a sweep has timed, within 5 %."""
-    from benchmarks.gpu.cases import SLABS, SWEPT, Case, chunks
-    from benchmarks.gpu.model import placed
-    from dask_distmm.plan import Worker, plan
-    from dask_distmm.testing import make_problem
+    from benchmarks.gpu.cases import SWEPT, Case
+    from benchmarks.gpu.model import plan_of
 
     shapes, products = {shape.name: shape for shape in SWEPT}, {}
     for entry in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]:
@@ -218,14 +216,9 @@ def test_the_cost_model_takes_what_was_measured_to_be_quickest(name):
             ways[way] = min(entry["ms"], ways.get(way, entry["ms"]))
     assert len(products) >= 10
     for (dtype, case, variant, count), ways in products.items():
-        cuts = chunks(Case("peer", variant, dtype, shapes[case], 1, workers=count), count)
-        where = [np.arange(count, dtype=np.int32) if variant == SLABS else placed(count, len(cut[1])) for cut in cuts]
-        gpus = [Worker(f"gpu{number}", host="one") for number in range(count)]
-        expected = {
-            way: plan(make_problem(*cuts, dtype, method=way[1], array="cupy"), gpus, *where, engine=way[0]).estimate
-            for way in ways
-        }
-        taken = min(ways, key=lambda way: expected[way].seconds)
+        asked = {way: Case(way[0], variant, dtype, shapes[case], 1, method=way[1]) for way in ways}
+        expected = {way: plan_of(one, count).estimate.seconds for way, one in asked.items()}
+        taken = min(expected, key=expected.get)
         assert ways[taken] <= 1.05 * min(ways.values()), (dtype, case, variant, count, taken, ways)
 
 

@@ -111,7 +111,7 @@ def rank_of(made: Plan, rank: int, walk: Walk) -> Rank:
     for number, turn in enumerate(turns):
         for product in turn.products:
             (r0, r1, c0, c1), (k0, k1) = product.rect, product.a[0].depth
-            needs = frozenset(fill.number for fill in (*product.a, *product.b) if fill.slot is not None)
+            needs = frozenset(fill.number for fill in product.filled)
             area = (r1 - r0) * (c1 - c0)
             # Near what was measured: see `dask_distmm.plan.extents`.
             share = math.sqrt(min(1.0, area / full**2))
@@ -210,14 +210,18 @@ def placed(gpus: int, chunks: int) -> NDArray[np.int32]:
     return np.tile(np.arange(chunks, dtype=np.int32) % gpus, chunks)
 
 
+def plan_of(case: cases.Case, gpus: int) -> Plan:
+    """Return the plan of a case of an engine, whose chunks are where the benchmark has them."""
+    cuts, slabs = cases.chunks(case, gpus), case.variant == cases.SLABS
+    where_a, where_b = (np.arange(gpus, dtype=np.int32) if slabs else placed(gpus, len(cut[1])) for cut in cuts)
+    problem = make_problem(*cuts, case.dtype, method=case.method, array="cupy")
+    return plan(problem, [Worker(f"gpu{number}") for number in range(gpus)], where_a, where_b, engine=case.peer)
+
+
 def make_plan(gpus: int, n: int, chunks: int, dtype: str, method: str = "auto") -> Plan:
     """Return the plan of a square product; with `SLABS` from one chunk a GPU."""
-    variant, where = f"{chunks}x{chunks}", placed(gpus, chunks)
-    if chunks == SLABS:
-        variant, where = cases.SLABS, np.arange(gpus, dtype=np.int32)
-    cuts = cases.chunks(cases.Case("peer", variant, dtype, cases.square(n), 1), gpus)
-    problem = make_problem(*cuts, dtype, method=method, array="cupy")
-    return plan(problem, [Worker(f"gpu{number}") for number in range(gpus)], where, where, engine="peer")
+    variant = cases.SLABS if chunks == SLABS else f"{chunks}x{chunks}"
+    return plan_of(cases.Case("peer", variant, dtype, cases.square(n), 1, method=method), gpus)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -150,15 +150,15 @@ def verdict(results: Sequence[Mapping[str, Any]]) -> str:
     groups: dict[tuple[str, ...], dict[str, float]] = {}
     taken: dict[tuple[str, ...], str] = {}
     for entry in results:
-        if entry["peer"] == "distmm" and entry["kind"] == "wall" and "engine" in entry.get("details", {}):
-            chunks, _, count = entry["variant"].rpartition(", ")
-            details = entry["details"]
-            taken[entry["dtype"], entry["case"], chunks, count] = f"{details['engine']} {details['method']}"
-        if entry["kind"] != "run" or entry["failure"] is not None or "GPUs" not in entry["variant"].rpartition(", ")[2]:
+        if entry["failure"] is not None or "GPUs" not in entry["variant"].rpartition(", ")[2]:
             continue
         chunks, *method, count = entry["variant"].split(", ")
-        name = "auto" if entry["peer"] == "distmm" else " ".join([entry["peer"], *method])
-        groups.setdefault((entry["dtype"], entry["case"], chunks, count), {})[name] = entry["ms"]
+        product, details = (entry["dtype"], entry["case"], chunks, count), entry.get("details", {})
+        if entry["kind"] == "run":
+            name = "auto" if entry["peer"] == "distmm" else " ".join([entry["peer"], *method])
+            groups.setdefault(product, {})[name] = entry["ms"]
+        elif entry["peer"] == "distmm" and "engine" in details:
+            taken[product] = f"{details['engine']} {details['method']}"
     lines, worst, same = [], [], []
     for key, found in groups.items():
         others = {name: ms for name, ms in found.items() if name != "auto"}

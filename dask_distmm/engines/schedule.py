@@ -88,6 +88,11 @@ class Product(NamedTuple):
         """The part of D that is multiplied into."""
         return self.a[0].rect[0], self.a[-1].rect[1], self.b[0].rect[2], self.b[-1].rect[3]
 
+    @property
+    def filled(self) -> list[Fill]:
+        """Those that are put into buffers."""
+        return [fill for fill in (*self.a, *self.b) if fill.slot is not None]
+
 
 class Turn(NamedTuple):
     """One panel: what is filled for it, and what is multiplied then.
@@ -122,12 +127,11 @@ class Due(NamedTuple):
 
 def dues(turns: Sequence[Turn]) -> list[Due]:
     """Return all fills in the order in which they are begun."""
-    last: dict[Slot, int] = {}
+    last: dict[Slot | None, int] = {}
     found: list[Due] = []
     for number, turn in enumerate(turns):
-        found += [Due(fill, last.get(fill.slot, -1) if fill.slot else -1, number) for fill in turn.fills]
-        parts = [fill for product in turn.products for fill in (*product.a, *product.b)]
-        last |= {fill.slot: number for fill in parts if fill.slot is not None}
+        found += [Due(fill, last.get(fill.slot, -1), number) for fill in turn.fills]
+        last |= {fill.slot: number for product in turn.products for fill in product.filled}
     return found
 
 

@@ -155,10 +155,10 @@ class _Moved:
             if everywhere(where):
                 continue
             sent += held.sum(axis=1)
-            at_home = held[ranks, range(len(ranks))]
+            at_home, needed = held[ranks, range(len(ranks))], held.sum(axis=0)
             sent[ranks] -= at_home
-            received[ranks] = held.sum(axis=0) - at_home
-            self.outside = self.outside + held.sum(axis=0) - held[ranks].sum(axis=0)
+            received[ranks] = needed - at_home
+            self.outside += needed - held[ranks].sum(axis=0)
         self.d_sent: _Elements = np.zeros(len(ranks))
         self.d_received: _Elements = self.d_sent
         if not tiles.replicated:

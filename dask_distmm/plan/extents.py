@@ -14,11 +14,11 @@ import itertools
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.plan.problem import Problem
 
-__all__ = ["full_side", "pieces_that_fill", "slowdown", "unit"]
+__all__ = ["ALIGNED_BYTES", "full_side", "pieces_that_fill", "slowdown", "unit"]
 
 # For odd numbers of elements, and for even ones.
 _SLOWDOWN = {"float16": (6.0, 3.0), "bfloat16": (6.0, 3.0), "float64": (1.4, 1.4)}
-_BYTES = 16
+ALIGNED_BYTES = 16
 # Of elements: what all types are aligned with, and tiles of a GEMM.
 _ALIGNED, _TILE = 16, 128
 # Rows and columns of a product that fills a GPU, of types of up to 16 bits and of others, whose tiles are smaller.
@@ -59,7 +59,7 @@ def slowdown(problem: Problem, *, in_chunks: bool) -> float:
     sizes: tuple[int, ...] = (problem.n, problem.k)
     if in_chunks:
         sizes = (*problem.a_chunks[1], *itertools.chain(*problem.b_chunks), *problem.out_chunks[1])
-    step = _BYTES // dtype_from_name(name).itemsize
+    step = ALIGNED_BYTES // dtype_from_name(name).itemsize
     if not any(size % step for size in sizes):
         return 1.0
     return _SLOWDOWN[name][0 if any(size % 2 for size in sizes) else 1]

@@ -77,8 +77,7 @@ def returned_type(plan: Plan, tiles: Tiles | None = None) -> np.dtype:
 
 def own_kernel(plan: Plan, tiles: Tiles | None = None) -> bool:
     """Whether what cuBLASMp returns is finished, or rounded, by the engine's own kernel."""
-    left = plan.problem.finished and native_epilog(plan, tiles) is None
-    return left or returned_type(plan, tiles) != plan.problem.result_type
+    return native_epilog(plan, tiles) is None and (plan.problem.finished or _rounds_parts(plan, tiles))
 
 
 def _rounds_parts(plan: Plan, tiles: Tiles | None) -> bool:

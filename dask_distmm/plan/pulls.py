@@ -92,6 +92,8 @@ class Walk:
         Rows or columns of a panel of the other operand, at most.
     lies
         For A and B, whether all of the rank's part lies in single chunks on its own GPU, as far as a plan can tell.
+    others
+        For A and B, how many chunks that it multiplies some of others have.
     held_bytes, panel_bytes
         Of a buffer for either; 0 where what lies there is used.
     panels
@@ -103,6 +105,7 @@ class Walk:
     depth: Bounds
     width: int
     lies: tuple[bool, bool]
+    others: tuple[float, float]
     held_bytes: int
     panel_bytes: int
     panels: int = PANELS
@@ -164,8 +167,9 @@ def _walk(plan: Plan, rank: int) -> Walk:
     passing = 1 - held
     left = room - held_bytes * (2 if (len(parts) - 1) * (len(cuts) - 1) > 1 else 1)
     most = max(left, room // 4) // PANELS // max(1, padded(depth, step) * sizes[passing])
+    others = others_chunks(plan, rank)
     # Where nothing is pulled one panel is quickest.
-    fewest = max(_FEWEST_PANELS, len(plan.ranks)) if s > 1 or any(others_chunks(plan, rank)) else 1
+    fewest = max(_FEWEST_PANELS, len(plan.ranks)) if s > 1 or any(others) else 1
     wanted = max(-(-extents[passing] // fewest), min(_LEAST_WIDTH, extents[passing]))
     width = max(step, _down(min(padded(wanted, unit(wanted, step)), most), step))
     panel_bytes = 0
@@ -173,7 +177,7 @@ def _walk(plan: Plan, rank: int) -> Walk:
         panel_bytes = min(width, padded(extents[passing], step)) * padded(depth, step) * sizes[passing]
     again = (len(parts) - 1) * (len(cuts) - 1) > 1
     panels = PANELS if again else min(PANELS, -(-extents[passing] // width))
-    return Walk(held, parts, cuts, width, lies, held_bytes, panel_bytes, panels)
+    return Walk(held, parts, cuts, width, lies, others, held_bytes, panel_bytes, panels)
 
 
 def _given(problem: Problem) -> tuple[int, int]:
@@ -366,7 +370,7 @@ def estimate(
     exposed = dict(machine.exposed).get(plan.method, 1.0)
     moving = np.maximum(pulls - compute, 0.0) + exposed * pulls + begin + end
     worst = int(np.argmax(compute + moving))
-    chunks = max(others_chunks(plan, rank) for rank in ranks)
+    chunks = max(one.others for one in found)
     several, messages = len(plan.ranks) > 1, _ALONE
     if several or any(chunks):
         messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))

@@ -40,6 +40,7 @@ import math
 from dask_distmm.dtypes import dtype_from_name
 from dask_distmm.layout import BlockCyclic, ProcessGrid
 from dask_distmm.plan.cuts import padded
+from dask_distmm.plan.extents import ALIGNED_BYTES
 from dask_distmm.plan.plan import Plan
 from dask_distmm.plan.problem import Problem
 
@@ -47,8 +48,8 @@ __all__ = ["HALVES_STEP", "Stored", "Tile", "Tiles", "make_tiles", "slab_step", 
 
 # SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
 _WIDEST_PANEL = 16384
-# Of a 16-bit type so many elements have 16 bytes, which tensor cores are given at a time.
-HALVES_STEP = 8
+# Elements of a 16-bit type.
+HALVES_STEP = ALIGNED_BYTES // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +254,7 @@ def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int]
             # Along a side of one rank blocks of all sizes are the same thing.
             asked[rows] |= {blocks[0]} if nprow > 1 else set()
             asked[cols] |= {blocks[1]} if npcol > 1 else set()
-    # The library rounds D after each panel of k: with 16-bit types there may be only one.
+    # The library rounds D after each panel of k: 16-bit types have one, if no others were asked for.
     panel = k if problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
     step = slab_step(problem)
     return asked["m"] or {padded(m, step, p)}, asked["n"] or {padded(n, step, q)}, asked["k"] or {panel}

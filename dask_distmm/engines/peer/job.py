@@ -17,7 +17,6 @@ from a flag in its memory. What a rank offers stays as it is until all have answ
 from __future__ import annotations
 
 import collections
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -87,8 +86,8 @@ class PeerJob:
         self._inputs.set_result(None)
         self._expected: Expected | None = None
         self._found: dict[int, Pull] = {}
-        # Of each fill what there is to copy, and the copies of what lies here; None once these are done.
-        self._parts: dict[int, tuple[Parts, Copies | None]] = {}
+        # Of each fill that is not done what there is to copy, and the copies of what lies here, unless these have been.
+        self._parts: dict[int, tuple[Parts, list[Copies]]] = {}
         self._filled_ahead: set[int] = set()
         self._ahead: Ahead | None = None
         self._first: Captured | None = None
@@ -194,8 +193,7 @@ class PeerJob:
             self._sources.remote = Remote(self.plan, self._expected.read(offers), self.engine, self._gone)
         idle = not (self._ahead or self._first)
         first = {fill.number for turn in self._schedule.turns[:idle] for fill in turn.fills}
-        coming = {number: parts for number, parts in self._parts.items() if number not in self._filled_ahead}
-        self._found = self._sources.find(coming, first)
+        self._found = self._sources.find(self._parts, first)
         self.timings["offers"] = time.perf_counter() - self._began
 
     # The work
@@ -259,19 +257,19 @@ class PeerJob:
             self._ended.check()
             for product, gemms in zip(turn.products, self._calls[number], strict=True):
                 # The host takes as long for some pulls as GPUs for one: each product as soon as its own are under way.
-                needed = {fill.number for fill in (*product.a, *product.b) if fill.slot is not None}
-                while not needed <= self._filled.keys() | self._filled_ahead:
+                needed = {fill.number for fill in product.filled} - self._filled_ahead
+                while not needed <= self._filled.keys():
                     self._fill(coming.popleft().fill)
                 with self._trace.step("GEMM", number, sum(x.flops for x in gemms), self._stream):
                     self._product(product, gemms)
-                self._fill_while(coming, number - 1, 1)
+                self._fill_next(coming, number - 1)
             over.append(record(self._stream))
-            every = itertools.chain.from_iterable((*product.a, *product.b) for product in turn.products)
-            self._used |= {fill.slot: over[-1] for fill in every if fill.slot is not None}
+            self._used |= {fill.slot: over[-1] for product in turn.products for fill in product.filled}
             for rank in turn.done:
                 result.raise_flag(rank)
                 mine = mine or rank == self.rank
-            self._fill_while(coming, number)
+            while self._fill_next(coming, number):
+                pass
         while result.coming:
             result.add_ready(block=True)
         if len(plan.ranks) > 1:
@@ -285,17 +283,15 @@ class PeerJob:
                 target, size = self._in_buffer(fill).span, self._items[fill.operand]
                 parts = self._sources.parts(fill.operand, fill.pieces, target, size)
                 at_home = self._sources.at_home(parts)
-                self._parts[fill.number] = parts, at_home
                 if fill.slot in used:
-                    continue
-                mine = parts.holders == self.me
-                if mine.all():
+                    self._parts[fill.number] = parts, [at_home]
+                elif (parts.holders == self.me).all():
                     self._put(fill, Pull([at_home], {}, 0), self._stream)
                     self._filled_ahead.add(fill.number)
-                elif mine.any():
-                    self._sources.pull(Pull([at_home], {}, 0), self._stream)
-                    self._parts[fill.number] = parts, None
-            used.update(fill.slot for product in turn.products for fill in (*product.a, *product.b))
+                else:
+                    self._sources.run(at_home, self._stream)
+                    self._parts[fill.number] = parts, []
+            used.update(fill.slot for product in turn.products for fill in product.filled)
 
     def _multiply_ahead(self) -> None:
         """Begin the first products, as far as all that they need is here, or make them ready."""
@@ -313,13 +309,14 @@ class PeerJob:
     def _is_here(self, product: Product) -> bool:
         if self._bias is not None:
             return False
-        return all(x.slot is None or x.number in self._filled_ahead for x in (*product.a, *product.b))
+        return all(fill.number in self._filled_ahead for fill in product.filled)
 
-    def _fill_while(self, coming: collections.deque[Due], turn: int, most: int | None = None) -> None:
-        """Put pulls on their stream that wait for no later turn, nor for answers of others: all, or so many."""
-        while most != 0 and coming and coming[0].after <= turn and not self._found[coming[0].fill.number].outside:
-            self._fill(coming.popleft().fill)
-            most = None if most is None else most - 1
+    def _fill_next(self, coming: collections.deque[Due], turn: int) -> bool:
+        """Put the next pull on its stream, if it waits for no later turn, nor for answers of others; return whether."""
+        if not coming or coming[0].after > turn or self._found[coming[0].fill.number].outside:
+            return False
+        self._fill(coming.popleft().fill)
+        return True
 
     def _fill(self, fill: Fill) -> None:
         """Put the pulls of a part of A or B on a stream, as soon as its buffer is free."""
@@ -394,7 +391,7 @@ class PeerJob:
     def _product(self, product: Product, gemms: Sequence[Work]) -> None:
         """Put a product on the stream, as soon as its operands are here."""
         stream = self._stream
-        for fill in (*product.a, *product.b):
+        for fill in product.filled:
             if fill.number in self._filled:
                 stream.wait_event(self._filled[fill.number])
         for gemm in gemms:

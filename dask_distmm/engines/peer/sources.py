@@ -226,8 +226,8 @@ class Sources:
         table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
         return make_copies([table], parts.size, here=len(chunks) > 1)[0]
 
-    def find(self, every: Mapping[int, tuple[Parts, Copies | None]], at_first: Collection[int] = ()) -> dict[int, Pull]:
-        """Find out all that is to be copied for several parts, with the copies of what lies here, if any; map it.
+    def find(self, every: Mapping[int, tuple[Parts, list[Copies]]], at_first: Collection[int] = ()) -> dict[int, Pull]:
+        """Find out all that is to be copied for several parts, beside the copies of what lies here; map it.
 
         `at_first` has the numbers of those before which the GPU has nothing to multiply.
         """
@@ -238,7 +238,7 @@ class Sources:
             found |= zip(these, made, strict=True)
         return found
 
-    def _find(self, every: Sequence[tuple[Parts, Copies | None]], at_first: Sequence[bool]) -> list[Pull]:
+    def _find(self, every: Sequence[tuple[Parts, list[Copies]]], at_first: Sequence[bool]) -> list[Pull]:
         """Do so for parts of one operand, all at once: between the start of a run and its first pull the GPUs wait."""
         offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
         offering[self.me] = False
@@ -257,7 +257,7 @@ class Sources:
         for (parts, at_home), there, copies in zip(every, theres, made, strict=True):
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist()) - {self.me}
             others = {holder: parts.take(parts.holders == holder) for holder in sorted(outside) if not offering[holder]}
-            found.append(Pull([copies] if at_home is None else [at_home, copies], others, there.bytes))
+            found.append(Pull([*at_home, copies], others, there.bytes))
         return found
 
     def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
@@ -308,6 +308,6 @@ class Sources:
                 pieces[part].append(Piece(number, *piece))
             size = one.dtype.itemsize
             every = [self.parts(number, these, span_of(one.parts[part]), size) for part, these in pieces.items()]
-            for pull in self.find({at: (parts, self.at_home(parts)) for at, parts in enumerate(every)}).values():
+            for pull in self.find({at: (parts, [self.at_home(parts)]) for at, parts in enumerate(every)}).values():
                 self.pull(pull, pulls)
         stream.wait_event(record(pulls))
