@@ -370,7 +370,7 @@ def estimate(
     exposed = dict(machine.exposed).get(plan.method, 1.0)
     moving = np.maximum(pulls - compute, 0.0) + exposed * pulls + begin + end
     worst = int(np.argmax(compute + moving))
-    chunks = max(one.others for one in found)
+    chunks = max((one.others for one in found), key=sum)
     several, messages = len(plan.ranks) > 1, _ALONE
     if several or any(chunks):
         messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))

@@ -136,6 +136,26 @@ def test_a_collective_library_fetches_over_dask_what_others_have():
     assert machine.dask_bandwidth < machine.network_bandwidth < machine.bandwidth
 
 
+@given(st.integers(0, 2**32 - 1))
+def test_the_transpose_of_a_product_takes_the_peer_engine_as_long(seed):
+    """B^T A^T is pulled as A B is, with A and B in each other's place."""
+    rng = np.random.default_rng(seed)
+    m, n, k = rng.integers(20, 60, 3).tolist()
+    a = (random_chunks(rng, m, 5), random_chunks(rng, k, 5))
+    b = (random_chunks(rng, k, 5), random_chunks(rng, n, 5))
+    gpus = roster(int(rng.integers(2, 5)))
+    where_a, where_b = (rng.integers(0, len(gpus), (len(x[0]), len(x[1]))).astype(np.int32) for x in (a, b))
+
+    def seconds(problem, *where):
+        made = plan(problem, gpus, *(np.ascontiguousarray(x).ravel() for x in where), engine="peer")
+        return {one.grid: one.seconds for one in made.alternatives}
+
+    options = {"dtype": "float32", "method": "allgather", "array": "cupy"}
+    expected = seconds(make_problem(a, b, **options), where_a, where_b)
+    found = seconds(make_problem(b[::-1], a[::-1], **options), where_b.T, where_a.T)
+    assert {(q, p, s): pytest.approx(one) for (p, q, s), one in expected.items()} == found
+
+
 def test_explanation_says_what_it_was_against():
     made = plan(square(8192, 2048), roster(4, 2**34))
     seconds = [estimate.seconds for estimate in made.alternatives]
