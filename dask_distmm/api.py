@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import dask.array as da
 import numpy as np
-from dask.base import tokenize
 
 from dask_distmm import formula, operator
 from dask_distmm.chunks import array_kind
-from dask_distmm.cluster import Snapshot, current_client, snapshot
+from dask_distmm.cluster import Snapshot, current_client, recent_snapshot, snapshot
 from dask_distmm.collections import any_kind, check_planned, ndim_of, planning
 from dask_distmm.config import setting
 from dask_distmm.distribution import Distribution
 from dask_distmm.dtypes import FP8, Types, resolve_types, supported, takes
 from dask_distmm.engines.base import ENGINES, log
-from dask_distmm.errors import NoWorkersError, PlanError
-from dask_distmm.graph import together
-from dask_distmm.plan import BatchPlan, Plan, Problem, Worker
+from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
+from dask_distmm.plan import BatchPlan, Plan, Worker
 from dask_distmm.plan.html import reason_html
+from dask_distmm.plan.show import time_text
 from dask_distmm.problems import check_distributions, check_names, check_shapes, make_problem, result_chunks
 from dask_distmm.quantize import operands
 from dask_distmm.views import under
@@ -209,18 +207,12 @@ def matmul(
     problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types, asked)
     client = current_client()
     try:
-        lying = _lying(problem, a, b, extras)
-        known = snapshot(client, problem, lying) if client is not None else None
+        known = recent_snapshot(client, problem) if client is not None else None
     except NoWorkersError:
         known = None  # There may be some when it is computed.
-    groups = {} if known is None else together(problem, known.holders(problem, lying))
-    if groups:
-        # Not the same tasks as where the chunks were not in memory, or elsewhere.
-        flat = [[operand, np.concatenate(x), np.array([len(group) for group in x])] for operand, x in groups.items()]
-        problem = dataclasses.replace(problem, name=f"matmul-{tokenize(problem.name, flat)}")
     if known is not None:
         (logger or log).info("%s, lazy\n%r", problem.name, known.plan(problem))
-    return formula.result(problem, a, b, [array for _, array in extras], groups)
+    return formula.result(problem, a, b, [array for _, array in extras])
 
 
 @any_kind
@@ -306,15 +298,47 @@ def explain(
         known: Snapshot | None = Snapshot(imaginary, [], [None, None], [problem.engine_alone], [])
     else:
         assert client is not None
-        known = snapshot(client, problem, _lying(problem, a, b))
+        known = snapshot(client, problem, [*map(under, (a, b), problem.arrays, problem.turned)])
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     return known.plan(problem)
 
 
-def _lying(problem: Problem, a: da.Array, b: da.Array, extras: Sequence[tuple[str, da.Array]] = ()) -> list[da.Array]:
-    """Return the arrays whose chunks are staged."""
-    return [*map(under, (a, b), problem.arrays, problem.turned), *(array for _, array in extras)]
+def product(a: da.Array, b: da.Array) -> da.Array | str:
+    """Return ``a @ b`` under `enable`, or why it is left to Dask's own function.
+
+    Parameters
+    ----------
+    a, b
+        Operands as `why_leave` lets them pass, of at most two dimensions.
+
+    Raises
+    ------
+    ProjectedMemoryError
+        It does not fit, and the config ``distmm.memory.exceeded`` says to raise.
+    """
+    exceeded = setting("memory.exceeded")
+    if exceeded not in ("dask", "raise"):
+        raise PlanError(f"config distmm.memory.exceeded is {exceeded!r}; expected 'dask' or 'raise'")
+    client, minimum = current_client(), setting("minimum-flops")
+    row, col = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
+    if client is None or 0 in (*row.shape, *col.shape):
+        return cast(da.Array, matmul(a, b))
+    problem = make_problem(row, col, *check_names(None, None), None, None)
+    try:
+        known = recent_snapshot(client, problem)
+        if minimum is None and known is not None and not (made := known.plan(problem)).worth_it:
+            assert made.by_tasks is not None
+            seconds = time_text(made.by_tasks.seconds), time_text(made.expected)
+            return "its own tasks are expected to take {}, a run {}".format(*seconds)
+        return cast(da.Array, matmul(a, b))
+    except NoWorkersError:
+        return cast(da.Array, matmul(a, b))
+    except ProjectedMemoryError as error:
+        if exceeded == "raise":
+            raise
+        log.warning("left to Dask's own tasks: %s", error)
+        return str(error)
 
 
 def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:
@@ -339,7 +363,7 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
     return None
 
 
-def why_leave(a: da.Array, b: da.Array, minimum_flops: float) -> str | None:
+def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None) -> str | None:
     """Return why ``a @ b`` under `enable` is left to Dask's own function, or None if it is taken."""
     reason = why_not(a, b, most=max(a.ndim, b.ndim))
     if reason is not None:
@@ -354,7 +378,7 @@ def why_leave(a: da.Array, b: da.Array, minimum_flops: float) -> str | None:
         return "the shapes don't match"
     m, n = (a.shape[-2] if a.ndim > 1 else 1), (b.shape[-1] if b.ndim > 1 else 1)
     flops = 2.0 * math.prod(batch) * m * n * a.shape[-1]
-    if flops < minimum_flops:
+    if minimum_flops is not None and flops < minimum_flops:
         return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {minimum_flops:.3g})"
     return None
 

@@ -10,17 +10,18 @@ from typing import Any
 import dask.array as da
 import numpy as np
 from dask.array.core import normalize_chunks
-from dask.utils import parse_bytes, parse_timedelta
+from dask.utils import parse_bytes
 
 from dask_distmm import api, formula, problems
-from dask_distmm.cluster import Snapshot, current_client, snapshot
-from dask_distmm.config import parsed, read_options, setting
+from dask_distmm.cluster import Snapshot, current_client, recent_snapshot
+from dask_distmm.config import dask_costs, parsed, read_options, setting
 from dask_distmm.dtypes import resolve_types
 from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
 from dask_distmm.operator import dask_matmul
 from dask_distmm.plan import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
 from dask_distmm.plan.batches import Pool, Sizes, choose, item_plan
+from dask_distmm.plan.dask import around
 from dask_distmm.plan.show import size_text
 from dask_distmm.quantize import operands
 from dask_distmm.stacks import Product, by_items, by_runs, item, shared
@@ -211,7 +212,7 @@ def task_options() -> tuple[int, float]:
     PlanError
         The configuration has something else there.
     """
-    return int(parsed("batch.task-bytes", parse_bytes)), float(parsed("batch.task-overhead", parse_timedelta))
+    return int(parsed("batch.task-bytes", parse_bytes)), dask_costs().task
 
 
 def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker], Snapshot | None]:
@@ -230,7 +231,7 @@ def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker],
     client = current_client()
     assert client is not None
     try:
-        known = snapshot(client, problem)
+        known = recent_snapshot(client, problem)
     except MissingEngineError:
         # CuPy chunks where no worker has the GPU engine: plain tasks need CuPy only.
         if problem.array != "cupy":
@@ -288,15 +289,15 @@ def _plan(product: Product, options: Mapping[str, Any], needed: Sequence[str], i
                 raise
     if plan is not None and plan.estimate is not None:
         each = plan.estimate
-        counts = [math.prod(problem.chunk_counts(name)) for name in (*problem.operands, "d")]
-        tasks = runs * (1 + sum(counts) + sum(counts[:-1]))
-        seconds = runs * each.seconds + tasks * overhead
+        tasks = runs * (1 + math.prod(problem.chunk_counts("d")))
+        overhead = runs * around(problem, dask_costs())
+        seconds = runs * each.seconds + overhead
         by_runs = BatchEstimate(
             "collective",
             seconds,
             runs * each.compute_seconds,
             runs * (each.seconds - each.compute_seconds),
-            tasks * overhead,
+            overhead,
             tasks,
             runs,
             each.peak_bytes,

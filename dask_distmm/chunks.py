@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,25 +14,7 @@ from dask_distmm.engines.base import ChunkKey
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.plan import Plan
 
-__all__ = ["Staged", "array_kind", "check_boxes", "check_chunks", "numbered", "order_of", "stage"]
-
-
-class Staged(NamedTuple):
-    """A chunk that waits for its run.
-
-    Parameters
-    ----------
-    array
-        The chunk.
-    ready
-        The CUDA event after which its contents are there; None for what is there already.
-    by
-        The task that has contributed it: row and column of its first chunk.
-    """
-
-    array: Any
-    ready: Any
-    by: tuple[int, int]
+__all__ = ["array_kind", "check_boxes", "check_chunks", "numbered", "order_of", "ready_event"]
 
 
 def array_kind(array: Any) -> str:
@@ -41,15 +24,22 @@ def array_kind(array: Any) -> str:
     return package if package in ("numpy", "cupy") and kind.__name__ == "ndarray" else kind.__name__
 
 
-def stage(chunk: Any, by: tuple[int, int] = (0, 0)) -> Staged:
-    """Take a chunk from a task's thread; `by` as `Staged` has it."""
-    if array_kind(chunk) != "cupy":
-        return Staged(chunk, None, by)
+def ready_event(chunks: Iterable[Any]) -> list[Any]:
+    """Return the CUDA event after which chunks have their contents, in a list; empty if there is nothing to wait for.
+
+    Whatever task has made a CuPy array has put the work on the default stream, which all threads share. Where each
+    thread has one of its own (``CUPY_CUDA_PER_THREAD_DEFAULT_STREAM``) this waits until the device has done all.
+    """
+    if not any(array_kind(chunk) == "cupy" for chunk in chunks):
+        return []
     import cupy
 
+    if os.environ.get("CUPY_CUDA_PER_THREAD_DEFAULT_STREAM", "0") not in ("", "0"):
+        cupy.cuda.Device().synchronize()
+        return []
     ready = cupy.cuda.Event(disable_timing=True)
-    ready.record()  # of this thread's current stream, which has been given the work that makes the chunk
-    return Staged(chunk, ready, by)
+    ready.record(cupy.cuda.Stream.null)
+    return [ready]
 
 
 def order_of(chunk: Any) -> str:
@@ -77,7 +67,7 @@ def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, A
         chunk = typed(chunk, dtype)  # noqa: PLW2901
         if getattr(chunk, "shape", None) != shape or chunk.dtype != carried(dtype, array_kind(chunk)):
             found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
-            where = problem.staged_as(operand, index)[1:]
+            where = problem.place_of(operand, index)
             raise EngineError(
                 f"chunk {where} of {operand.upper()} is {found}; the array says {shape} {dtype}: "
                 "correct the chunks or the dtype where the array is made"

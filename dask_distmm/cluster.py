@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,16 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.answers import rebuild
-from dask_distmm.config import read_options
+from dask_distmm.config import dask_costs, read_options, setting
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import EVERYWHERE, Plan, Problem, Worker, plan
+from dask_distmm.plan import Plan, Problem, Worker, plan
+from dask_distmm.plan.dask import around, by_tasks
+from dask_distmm.plan.reorder import by_holder, reorder
 
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Snapshot", "ask_roster", "current_client", "free_workspaces", "snapshot"]
+__all__ = ["Snapshot", "ask_roster", "current_client", "free_workspaces", "recent_snapshot", "snapshot"]
 
-_installed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# What the scheduler said to each client lately, by question, and when: graphs of many products are built in a moment.
+# A run's own plan is made from what is there then.
+_said: weakref.WeakKeyDictionary[Any, dict[Any, tuple[float, Snapshot]]] = weakref.WeakKeyDictionary()
+_FRESH = 1.0
+# Clients that have put the plugin on their scheduler.
+_installed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Snapshot:
@@ -54,10 +62,14 @@ class Snapshot:
         self.engines = tuple(engines)
 
     def plan(self, problem: Problem) -> Plan:
-        """Return the plan for a problem, as things are."""
+        """Return the plan for a problem, as things are, beside what Dask's own tasks would take."""
         a, b, *_ = self.placed or (None, None)
         where_a, where_b = _turned(problem, "a", a), _turned(problem, "b", b)
-        return plan(
+        if where_a is not None and where_b is not None:
+            where = {"a": where_a, "b": where_b}
+            problem, before = reorder(problem, by_holder(problem, where))
+            where_a, where_b = (where[name][before[name]] for name in "ab")
+        made = plan(
             problem,
             self.workers,
             where_a=where_a,
@@ -66,34 +78,10 @@ class Snapshot:
             engine=self.engines,
             groups=self.groups,
         )
-
-    def holders(self, problem: Problem, arrays: Sequence[Any]) -> dict[str, NDArray[np.int32]]:
-        """Return which worker has each chunk of operands that stay in memory.
-
-        Parameters
-        ----------
-        problem
-            What is to be multiplied.
-        arrays
-            Those of all operands, as they were asked for. Their chunks stay if their graphs hold them as futures, as
-            those of persisted arrays do.
-        """
-        found = {}
-        for operand, array, where in zip(problem.operands, arrays, self.placed, strict=True):
-            turned = _turned(problem, operand, where)
-            staged = not (operand == "b" and problem.same)
-            if staged and turned is not None and (turned != EVERYWHERE).all() and _is_held(array):
-                found[operand] = turned
-        return found
-
-
-def _is_held(array: Any) -> bool:
-    """Whether all chunks of an array are futures."""
-    from distributed import Future
-
-    layer = array.dask.layers.get(array.name, {})
-    keys = itertools.product((array.name,), *map(range, array.numblocks))
-    return all(isinstance(layer.get(key), Future) for key in keys)
+        costs, machine = dask_costs(), problem.options.machine(made.engine)
+        # With a number of operations as the limit nobody chooses by time.
+        own = by_tasks(problem, self.workers, machine, costs) if setting("minimum-flops") is None else None
+        return dataclasses.replace(made, around=around(problem, costs), by_tasks=own)
 
 
 def _turned(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
@@ -119,9 +107,23 @@ def current_client() -> Client | None:
 
 
 def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Snapshot | None:
-    """Ask the scheduler who would multiply; see `ask_roster`."""
-    dtypes = [problem.a_dtype, problem.b_dtype, problem.dtype]
-    return ask_roster(client, problem.engine, problem.array, dtypes, problem.workers, arrays)
+    """Ask the scheduler who would multiply, and where the chunks of some arrays are; see `ask_roster`."""
+    return ask_roster(client, *_question(problem), arrays)
+
+
+def recent_snapshot(client: Client, problem: Problem) -> Snapshot | None:
+    """Return who would multiply, as the scheduler has said within the last second; as `ask_roster`."""
+    said, question = _said.setdefault(client, {}), _question(problem)
+    when, found = said.get(question, (-_FRESH, None))
+    if found is None or time.monotonic() - when >= _FRESH:
+        found = ask_roster(client, *question)
+        if found is not None:
+            said[question] = time.monotonic(), found
+    return found
+
+
+def _question(problem: Problem) -> tuple[str, str, tuple[str, ...], tuple[str, ...] | int | None]:
+    return problem.engine, problem.array, (problem.a_dtype, problem.b_dtype, problem.dtype), problem.workers
 
 
 def ask_roster(
@@ -152,28 +154,24 @@ def ask_roster(
     """
     if client.asynchronous:
         return None
-    from dask_distmm.scheduler import DistMMSchedulerPlugin
-
-    scheduler_id = str(client.scheduler_info(n_workers=0)["id"])
-    if _installed.get(client) != scheduler_id:
-        try:
-            client.register_plugin(DistMMSchedulerPlugin())
-        except ModuleNotFoundError as error:
-            raise EngineError(f"the scheduler can't import dask_distmm ({error}): install it there") from error
-        _installed[client] = scheduler_id
-    answer = client.sync(
-        client.scheduler.distmm_roster,
-        engine=engine,
-        array=array,
-        dtypes=dtypes,
-        wanted=workers,
-        names=[array.name for array in arrays],
-        counts=[array.numblocks for array in arrays],
-        plaintext_nccl=read_options().allow_plaintext_nccl,
-    )
+    question = {
+        "engine": engine,
+        "array": array,
+        "dtypes": list(dtypes),
+        "wanted": workers,
+        "names": [array.name for array in arrays],
+        "counts": [array.numblocks for array in arrays],
+        "plaintext_nccl": read_options().allow_plaintext_nccl,
+    }
+    if client not in _installed:
+        _install(client)
+    answer = client.sync(client.scheduler.distmm_roster, **question)
     if not isinstance(answer, dict):
-        _installed.pop(client, None)
-        raise EngineError(f"the scheduler answered {answer!r} to distmm_roster: was it restarted? Try again")
+        # The scheduler was started again, and does not know the call.
+        _install(client)
+        answer = client.sync(client.scheduler.distmm_roster, **question)
+    if not isinstance(answer, dict):
+        raise EngineError(f"the scheduler answered {answer!r} to distmm_roster: is dask_distmm installed there?")
     if answer["status"] != "OK":
         raise rebuild(answer)
     return Snapshot(
@@ -183,6 +181,16 @@ def ask_roster(
         answer["engines"],
         [tuple(group) for group in answer["groups"]],
     )
+
+
+def _install(client: Client) -> None:
+    from dask_distmm.scheduler import DistMMSchedulerPlugin
+
+    try:
+        client.register_plugin(DistMMSchedulerPlugin())
+    except ModuleNotFoundError as error:
+        raise EngineError(f"the scheduler can't import dask_distmm ({error}): install it there") from error
+    _installed.add(client)
 
 
 def free_workspaces(client: Client | None = None) -> int:

@@ -17,7 +17,17 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dask_distmm.errors import PlanError
 
-__all__ = ["DEFAULTS", "Machine", "Options", "parsed", "read_options", "register_defaults", "setting"]
+__all__ = [
+    "DEFAULTS",
+    "DaskCosts",
+    "Machine",
+    "Options",
+    "dask_costs",
+    "parsed",
+    "read_options",
+    "register_defaults",
+    "setting",
+]
 
 DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dask_distmm").joinpath("distmm.yaml").read_text())
 
@@ -69,6 +79,7 @@ class Options:
 
     retries: int
     limit_fraction: float
+    load_timeout: float
     vote_timeout: float
     transfer_timeout: float
     silence_timeout: float
@@ -127,6 +138,7 @@ def read_options() -> Options:
     return Options(
         retries=int(number("retries", 0)),
         limit_fraction=number("memory.limit-fraction", 1e-9, 1.0),
+        load_timeout=float(parsed("timeouts.load", parse_timedelta)),
         vote_timeout=float(parsed("timeouts.vote", parse_timedelta)),
         transfer_timeout=float(parsed("timeouts.transfer", parse_timedelta)),
         silence_timeout=float(parsed("timeouts.silence", parse_timedelta)),
@@ -140,6 +152,35 @@ def read_options() -> Options:
         buffer_bytes=int(parsed("peer.buffer-bytes", parse_bytes)),
         machines=tuple((engine, machine(engine)) for engine in _default("machine")),
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DaskCosts:
+    """What Dask takes beside the work, in seconds.
+
+    Parameters
+    ----------
+    run, chunk
+        Around a run, from ``persist`` to all of D in memory; and for each chunk of A, B and D.
+    start, task
+        Of a graph of Dask's own tasks, and of each of these.
+    """
+
+    run: float
+    chunk: float
+    start: float
+    task: float
+
+
+def dask_costs() -> DaskCosts:
+    """Read what Dask takes beside the work.
+
+    Raises
+    ------
+    PlanError
+        A value can't be read; the message names its key.
+    """
+    return DaskCosts(*(float(parsed(f"dask.{field.name}", parse_timedelta)) for field in dataclasses.fields(DaskCosts)))
 
 
 def parsed(key: str, parse: Callable[[Any], Any]) -> Any:

@@ -14,13 +14,13 @@ from typing import Any
 __all__ = ["FAULT_POINTS", "inject", "remove_faults"]
 
 FAULT_POINTS = {
-    "stage": ("dask_distmm.worker", "WorkerSide", "stage"),
+    "read": ("dask_distmm.worker", "WorkerSide", "read"),
     "vote": ("dask_distmm.worker", "WorkerSide", "_prepare"),
     "execute": ("dask_distmm.engines.numpy", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy", "NumpyJob", "_assemble"),
     "replicate": ("dask_distmm.replicas", "ReplicaStore", "gather"),
-    "collect": ("dask_distmm.worker", "WorkerSide", "collect"),
+    "place": ("dask_distmm.worker", "WorkerSide", "_place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
     "panel": ("dask_distmm.engines.peer.job", "PeerJob", "_product"),

@@ -168,16 +168,15 @@ def result(
     a: da.Array,
     b: da.Array,
     extras: Sequence[da.Array],
-    groups: Mapping[str, list[list[int]]] | None = None,
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return what a run returns: D, and the auxiliary outputs if there are any.
 
-    A and B are those of `make_problem`; `groups` as for `build_graph`.
+    A and B are those of `make_problem`.
     """
     prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
     meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
     lying_a, lying_b = map(under, (a, b), problem.arrays, problem.turned)
-    graph = build_graph(problem, lying_a, lying_b, extras, groups)
+    graph = build_graph(problem, lying_a, lying_b, extras)
     d = Array(graph, problem.name, problem.out_chunks, meta=meta)
     return d if problem.finish.plain else outputs(problem, d, a, b)
 

@@ -1,46 +1,45 @@
-r"""The task graph of a multiply: contribute tasks, one barrier, collect tasks.
+r"""The task graph of a multiply: one barrier, which depends on the chunks of A and B, and the chunks of D.
 
 ::
 
-    A(i,j) -> contribute \                       / collect (0,0) -> D(0,0)
-    ...                   > barrier (one a run) <  ...
-    B(i,j) -> contribute /                       \ collect (p,q) -> D(p,q)
+    A(i,j) \                       / D(0,0)
+    ...     >  barrier (one a run) <  ...
+    B(i,j) /                       \ D(p,q)
 
-The graph does not know the cluster: who multiplies what is decided when the barrier runs, on the scheduler.
-No task waits for another one's task; only the barrier waits, for the run. Chunks that are in memory already are
-contributed together, those of a worker by one task, since each task costs Dask most of a millisecond.
+The graph does not know the cluster. On a cluster no worker runs any of these tasks: the scheduler's plugin parks the
+barrier, has the multiply run once all inputs are in memory, and puts the chunks of D into memory where they lie.
 
-The same graph runs without a cluster too (``compute(scheduler="threads")``): then contribute tasks pass
-their chunks on and the barrier multiplies alone.
+Where only some chunks of D are wanted, culling makes barriers for parts of the multiply, each of which depends on the
+rows of chunks of A and the columns of chunks of B that its part needs.
+
+The same graph runs without a cluster too (``compute(scheduler="threads")``): then the barrier gets all chunks and
+multiplies alone.
 """
 
 from __future__ import annotations
 
-import collections
-import itertools
-import time
-from collections.abc import Hashable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from dask._task_spec import Alias, List, Task, TaskRef
-from dask.highlevelgraph import HighLevelGraph
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
-from numpy.typing import NDArray
 
-from dask_distmm.answers import rebuild
-from dask_distmm.chunks import order_of, stage
-from dask_distmm.dtypes import typed
+from dask_distmm.chunks import check_chunks, order_of, ready_event
 from dask_distmm.engines import get_engine
 from dask_distmm.errors import EngineError
-from dask_distmm.keys import barrier_key, output_name, stage_name
-from dask_distmm.plan import Problem, Worker, plan
-from dask_distmm.worker import WorkerSide, worker_side
+from dask_distmm.keys import barrier_key, output_name, part_name
+from dask_distmm.plan import Problem, Worker, plan, restrict
+from dask_distmm.worker import NAME, call_scheduler
 
-__all__ = ["barrier", "build_graph", "build_output", "collect", "contribute", "together"]
+__all__ = ["ProductLayer", "barrier", "build_graph", "build_output", "chunk"]
 
-# Chunks that one task contributes. What is on disk is read back on the worker's event loop, which others wait for.
-_MOST_CHUNKS, _MOST_BYTES = 512, 2**30
+# A part of its own is worth a run if it saves so many floating-point operations.
+_FLOPS_OF_A_RUN = 1e9
 
 
 class Step(Task):  # type: ignore[misc]
@@ -64,43 +63,164 @@ class Step(Task):  # type: ignore[misc]
         return super().substitute(subs, key)
 
 
-def together(problem: Problem, where: Mapping[str, NDArray[np.int32]]) -> dict[str, list[list[int]]]:
-    """Return which chunks are contributed by one task, as far as it is several: chunks of one worker.
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One run of a layer, and which chunks of D it is for.
 
     Parameters
     ----------
     problem
-        What is multiplied.
-    where
-        For operands all of whose chunks are in memory, a number for the worker that has each.
-
-    Returns
-    -------
-    dict of list of list of int
-        For some operands, all their chunks' numbers in groups.
+        What is multiplied: all of the layer's multiply, or a part of it.
+    wanted
+        Numbers of chunks of D, in the layer's multiply; None for all.
     """
-    found = {}
-    for operand, holders in where.items():
-        rows, cols = problem.chunks_of(operand)
-        sizes = np.outer(rows, cols).ravel() * problem.itemsize(operand)
-        groups: list[list[int]] = []
-        for holder in np.unique(holders).tolist():
-            group: list[int] = []
-            room = 0
-            for number in np.flatnonzero(holders == holder).tolist():
-                room -= int(sizes[number])
-                if not group or room < 0 or len(group) == _MOST_CHUNKS:
-                    groups.append(group := [])
-                    room = _MOST_BYTES - int(sizes[number])
-                group.append(number)
-        if len(groups) < len(holders):
-            found[operand] = groups
-    return found
+
+    problem: Problem
+    wanted: tuple[int, ...] | None = None
 
 
-def build_graph(
-    problem: Problem, a: Any, b: Any, extras: Sequence[Any] = (), groups: Mapping[str, list[list[int]]] | None = None
-) -> HighLevelGraph:
+class ProductLayer(Layer):  # type: ignore[misc]
+    """The tasks of D and of its barriers; made only when they are looked at.
+
+    Parameters
+    ----------
+    whole
+        The multiply.
+    arrays
+        For each operand the name of the array whose chunks it is made of, and whether these are transposed.
+    pieces
+        The runs; None for one of all of D.
+    """
+
+    has_legacy_tasks = False
+
+    def __init__(
+        self, whole: Problem, arrays: Mapping[str, tuple[str, bool]], pieces: Sequence[Piece] | None = None
+    ) -> None:
+        super().__init__()
+        self.whole, self.arrays = whole, dict(arrays)
+        self.pieces = (Piece(whole),) if pieces is None else tuple(pieces)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tasks"}
+
+    @functools.cached_property
+    def _tasks(self) -> dict[Any, Task]:
+        found: dict[Any, Task] = {}
+        for piece in self.pieces:
+            problem = piece.problem
+            gate = barrier_key(problem.name)
+            inputs = [List(*map(TaskRef, self._inputs(problem, operand))) for operand in needed(problem)]
+            found[gate] = Step(gate, barrier, problem.to_wire(), *inputs)
+            wanted = None if piece.wanted is None else set(piece.wanted)
+            for index, number in enumerate(problem.every_chunk("d").tolist()):
+                if wanted is None or number in wanted:
+                    key = self._key(number)
+                    found[key] = Step(key, chunk, "", index, TaskRef(gate))
+        return found
+
+    def _inputs(self, problem: Problem, operand: str) -> list[Any]:
+        """Return the keys of an operand's chunks, in the order of their numbers in a problem."""
+        name, turned = self.arrays[operand if operand in self.arrays else "a"]
+        nrows, ncols = problem.chunk_counts(operand)
+        places = (problem.place_of(operand, index) for index in range(nrows * ncols))
+        return [(name, j, i) if turned else (name, i, j) for i, j in places]
+
+    def _key(self, number: int) -> tuple[str, int, int]:
+        return (self.whole.name, *divmod(number, self.whole.chunk_counts("d")[1]))
+
+    # What Dask asks of a layer
+
+    def __getitem__(self, key: Any) -> Task:
+        return self._tasks[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def is_materialized(self) -> bool:
+        """Whether the tasks have been made."""
+        return "_tasks" in self.__dict__
+
+    def get_output_keys(self) -> set[Any]:
+        """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
+        numbers = (range(self._count) if piece.wanted is None else piece.wanted for piece in self.pieces)
+        return {self._key(number) for found in numbers for number in found} | self._gates
+
+    @property
+    def _count(self) -> int:
+        nrows, ncols = self.whole.chunk_counts("d")
+        return nrows * ncols
+
+    @property
+    def _gates(self) -> set[str]:
+        return {barrier_key(piece.problem.name) for piece in self.pieces}
+
+    def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
+        """Return a layer that makes only some chunks of D, and what each of its tasks needs of other layers."""
+        name, ncols = self.whole.name, self.whole.chunk_counts("d")[1]
+        own = {key for key in keys if isinstance(key, tuple) and len(key) == 3 and key[0] == name}
+        gates = self._gates.intersection(keys)
+        if not own and not gates:
+            return self, {}
+        numbers = {i * ncols + j for _, i, j in own}
+        # Auxiliary outputs need a barrier as it is.
+        whole = bool(gates) or len(numbers) == self._count
+        pieces = self.pieces if whole else tuple(cut(self.whole, numbers))
+        layer = ProductLayer(self.whole, self.arrays, pieces)
+        layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
+        needs: dict[Any, set[Any]] = {key: set() for key in own}
+        for piece in pieces:
+            found = [self._inputs(piece.problem, operand) for operand in needed(piece.problem)]
+            needs[barrier_key(piece.problem.name)] = set().union(*found)
+        return layer, needs
+
+
+def needed(problem: Problem) -> tuple[str, ...]:
+    """Return the operands whose chunks a barrier depends on: B not where it is A."""
+    return tuple(name for name in problem.operands if name != "b" or not problem.same)
+
+
+def cut(whole: Problem, wanted: Collection[int]) -> list[Piece]:
+    """Return the runs that make some chunks of D with little work.
+
+    They are one run of the least part that has all of them, or several of parts that have no row and no column of
+    chunks in common, as the blocks on the diagonal of D, where that saves enough.
+
+    Parameters
+    ----------
+    whole
+        The multiply.
+    wanted
+        Numbers of chunks of D, at least one.
+    """
+    one = _piece(whole, wanted)
+    ncols = whole.chunk_counts("d")[1]
+    by_row: dict[int, set[int]] = {}
+    for number in wanted:
+        by_row.setdefault(number // ncols, set()).add(number % ncols)
+    groups: list[tuple[set[int], list[int]]] = []
+    for row, cols in by_row.items():
+        touching = [group for group in groups if group[0] & cols]
+        groups = [group for group in groups if not group[0] & cols]
+        groups.append((cols.union(*(x for x, _ in touching)), [row, *(r for _, rows in touching for r in rows)]))
+    parts = [_piece(whole, [i * ncols + j for i in rows for j in by_row[i]]) for _, rows in groups]
+    saved = one.problem.flops - sum(part.problem.flops for part in parts)
+    return parts if len(parts) > 1 and saved > (len(parts) - 1) * _FLOPS_OF_A_RUN else [one]
+
+
+def _piece(whole: Problem, wanted: Collection[int]) -> Piece:
+    numbers = tuple(sorted(wanted))
+    part = restrict(whole, numbers)
+    if part is None:
+        return Piece(whole, numbers)
+    assert part.part is not None
+    return Piece(dataclasses.replace(part, name=part_name(whole.name, tokenize(part.part.numbers))), numbers)
+
+
+def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:
     """Return the graph of D under the array name ``problem.name``.
 
     Parameters
@@ -109,37 +229,16 @@ def build_graph(
         What is multiplied.
     a, b, extras
         Dask arrays of 2 dimensions; A's and B's transposes where the problem says so.
-    groups
-        Which chunks are contributed by one task, where it is several (`together`). Its key is that of the first one.
     """
     turned = dict(zip("ab", problem.turned, strict=True))
-    operands = [("a", a), *([] if problem.same else [("b", b)]), *zip(problem.operands[2:], extras, strict=True)]
-    numbers: list[bytes] = []
-    receipts: list[List] = []
-    layer: dict[Hashable, Task] = {}
-    for operand, array in operands:
-        name, turn = stage_name(problem.name, operand), turned.get(operand, False)
-        nrows, ncols = array.numblocks[::-1] if turn else array.numblocks
-        found = (groups or {}).get(operand) or [[number] for number in range(nrows * ncols)]
-        keys = []
-        for group in found:
-            places = [divmod(number, ncols) for number in group]
-            chunks = [TaskRef((array.name, j, i) if turn else (array.name, i, j)) for i, j in places]
-            keys.append((name, *places[0]))
-            layer[keys[-1]] = Step(keys[-1], contribute, problem.name, operand, places, turn, *chunks)
-        numbers.append(np.array(list(itertools.chain(*found)), np.int32).tobytes())
-        receipts.append(List(*map(TaskRef, keys)))
-    gate = barrier_key(problem.name)
-    layer[gate] = Step(gate, barrier, problem.to_wire(), numbers, *receipts)
-    nrows, ncols = problem.chunk_counts("d")
-    for index, (i, j) in enumerate(itertools.product(range(nrows), range(ncols))):
-        key = (problem.name, i, j)
-        layer[key] = Step(key, collect, problem.name, "", index, TaskRef(gate))
-    return HighLevelGraph.from_collections(problem.name, layer, dependencies=[array for _, array in operands])
+    operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
+    arrays = {name: (operands[name].name, turned.get(name, False)) for name in needed(problem)}
+    dependencies = [operands[name] for name in needed(problem)]
+    return HighLevelGraph.from_collections(problem.name, ProductLayer(problem, arrays), dependencies=dependencies)
 
 
 def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
-    """Return the graph of an auxiliary output: the same run's, other chunks collected.
+    """Return the graph of an auxiliary output: chunks that the same run makes.
 
     Parameters
     ----------
@@ -153,106 +252,86 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
     name, gate = output_name(problem.name, output), barrier_key(problem.name)
     nrows, ncols = problem.chunk_counts("d")
     layer = {
-        (name, i, j): Step((name, i, j), collect, problem.name, output, index, TaskRef(gate))
-        for index, (i, j) in enumerate(itertools.product(range(nrows), range(ncols)))
+        (name, i, j): Step((name, i, j), chunk, output, i * ncols + j, TaskRef(gate))
+        for i in range(nrows)
+        for j in range(ncols)
     }
     return HighLevelGraph.from_collections(name, layer, dependencies=[d])
 
 
+# What the tasks do where no scheduler's plugin takes them
+
+
 class Alone:
-    """A chunk on its way to a barrier that runs without a cluster, or the chunks of its result."""
+    """The chunks of a result that was multiplied in this process.
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    Parameters
+    ----------
+    chunks
+        By number; those of auxiliary outputs by name and number.
+    """
 
-
-def contribute(
-    name: str, operand: str, places: Sequence[tuple[int, int]], turn: bool, *chunks: Any
-) -> list[tuple[str, str]] | list[Alone]:
-    """Stage chunks, or their transposes, where they lie; return for each the worker's address and the memory order."""
-    side, chunks = _side(), tuple(chunk.T for chunk in chunks) if turn else chunks
-    if side is None:
-        return [Alone(chunk) for chunk in chunks]
-    return side.stage(name, operand, dict(zip(places, chunks, strict=True)))
+    def __init__(self, chunks: Mapping[Any, Any]) -> None:
+        self.chunks = chunks
 
 
-def barrier(wire: dict[str, Any], numbers: Sequence[bytes], *contributed: Sequence[Sequence[Any]]) -> int | Alone:
-    """Have the multiply run; return the number of the run.
+def barrier(wire: dict[str, Any], *inputs: Sequence[Any]) -> Alone:
+    """Multiply in this process, where there is no cluster.
+
+    On a worker it has the plugin installed on the scheduler, which takes this task then: a scheduler that was started
+    again has lost it.
 
     Parameters
     ----------
     wire
         The problem.
-    numbers
-        For each operand that is staged, the numbers of its chunks as they come.
-    contributed
-        For each of these what each contribute task has returned.
+    inputs
+        For each operand (B not where it is A) its chunks.
 
     Raises
     ------
     DistMMError
         The run failed; one of the types of `dask_distmm.errors`.
     """
-    side, receipts = _side(), list(map(_in_order, numbers, contributed))
-    if side is None or isinstance(receipts[0][0], Alone):
-        return _run_alone(Problem.from_wire(wire), receipts)
-    addresses = sorted({address for operand in receipts for address, _ in operand})
-    number = {address: index for index, address in enumerate(addresses)}
-    where = [np.array([number[address] for address, _ in operand], np.int32).tobytes() for operand in receipts]
-    orders = [collections.Counter(order for _, order in operand).most_common(1)[0][0] for operand in receipts]
-    answer = _request_run(side, wire, {"addresses": addresses, "where": where, "orders": orders})
-    if answer["status"] == "restart":
-        # The scheduler has released this task, and what it needs again, already.
-        raise Reschedule
-    if answer["status"] == "failed":
-        raise rebuild(answer)
-    run_id: int = answer["run_id"]
-    return run_id
+    try:
+        worker = get_worker()
+        # A task on a worker may compute something by itself, without the cluster.
+        alone = worker.get_current_task() != barrier_key(wire["name"])
+    except ValueError:
+        alone = True
+    if alone:
+        return _multiply_alone(Problem.from_wire(wire), inputs)
+    from distributed.protocol.pickle import dumps
 
-
-def _in_order(numbers: bytes, contributed: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return what tasks have returned for chunks, by the chunks' numbers."""
-    by_number = dict(zip(np.frombuffer(numbers, np.int32).tolist(), itertools.chain(*contributed), strict=True))
-    return [by_number[number] for number in range(len(by_number))]
-
-
-def _request_run(side: WorkerSide, wire: dict[str, Any], staging: dict[str, Any]) -> dict[str, Any]:
     from dask_distmm.scheduler import DistMMSchedulerPlugin
 
-    message = {"problem": wire, "worker": side.address, **staging}
-    answer = None
-    for attempt in range(2):
-        if attempt or not side.scheduler_ready:
-            side.install_on_scheduler(DistMMSchedulerPlugin())
-        answer = side.call_scheduler("distmm_run", **message)
-        if isinstance(answer, dict):
-            return answer
-        # The scheduler knows no such call: it was restarted and has lost the plugin.
-    raise EngineError(f"the scheduler answered {answer!r} to distmm_run: is dask_distmm installed there?")
+    plugin = dumps(DistMMSchedulerPlugin())
+    call_scheduler(worker, "register_scheduler_plugin", plugin=plugin, name=NAME, idempotent=True)
+    if call_scheduler(worker, "distmm_supported") is not True:
+        raise EngineError(
+            f"the scheduler at {worker.scheduler.address} can't run collective multiplies: dask_distmm is missing "
+            "there, or does not support its version of distributed; `dask distmm check` says more"
+        )
+    raise Reschedule
 
 
-def _run_alone(problem: Problem, receipts: Sequence[Sequence[Any]]) -> Alone:
-    """Multiply in this process, where there is no cluster."""
-    staged = [[stage(receipt.value) for receipt in operand] for operand in receipts]
-    names = [name for name in problem.operands if name != "b" or not problem.same]
-    types = map(problem.dtype_of, names)
-    operands = [[typed(x.array, dtype) for x in found] for dtype, found in zip(types, staged, strict=True)]
-    if problem.same:
-        operands.insert(1, operands[0])
-    named = zip(problem.operands, operands, strict=True)
-    chunks = {(op, i): chunk for op, found in named for i, chunk in enumerate(found)}
-    where_a, where_b, *where_extras = (np.zeros(len(found), np.int32) for found in operands)
-    orders = (order_of(operands[0][0]), order_of(operands[1][0]))
+def _multiply_alone(problem: Problem, inputs: Sequence[Sequence[Any]]) -> Alone:
+    found = dict(zip(needed(problem), inputs, strict=True))
+    found.setdefault("b", found["a"])
+    turned = dict(zip("ab", problem.turned, strict=True))
+    operands = {name: [x.T if turned.get(name) else x for x in found[name]] for name in problem.operands}
+    where = {name: np.zeros(len(chunks), np.int32) for name, chunks in operands.items()}
     made = plan(
         problem,
         [Worker("here")],
-        where_a=where_a,
-        where_b=where_b,
+        where_a=where["a"],
+        where_b=where["b"],
         engine=problem.engine_alone,
-        orders=orders,
-        where_extras=where_extras,
+        orders=(order_of(operands["a"][0]), order_of(operands["b"][0])),
+        where_extras=[where[name] for name in problem.operands[2:]],
     )
-    job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None)
+    chunks = check_chunks(made, {(name, i): x for name, all_of in operands.items() for i, x in enumerate(all_of)})
+    job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None, ready_event(chunks.values()))
     job.prepare()
     job.accept([job.offer])
     return Alone(job.execute())
@@ -265,29 +344,8 @@ class _NoComm:
         raise AssertionError("a worker alone has no peers")
 
 
-def collect(name: str, output: str, index: int, run: int | Alone) -> Any:
-    """Return one chunk of D (``output=""``) or of an auxiliary output."""
-    if isinstance(run, Alone):
-        return run.value[(output, index) if output else index]
-    side = _side()
-    if side is None:
-        raise EngineError(f"chunk {index} of {name} is on the cluster; this task does not run there")
-    found = side.collect(run, output, index)
-    if found is None:
-        # Not on the worker it was pinned to: somebody has overruled that, or its worker is gone.
-        answer = side.call_scheduler("distmm_locate", name=name, run_id=run, index=index)
-        found = side.fetch_output(answer["address"], run, output, index) if answer["status"] == "OK" else None
-    if found is None:
-        side.call_scheduler("distmm_lost", name=name, run_id=run)
-        # Nothing was computed: give the scheduler time to release this task.
-        time.sleep(0.05)
-        raise Reschedule
-    return found
-
-
-def _side() -> WorkerSide | None:
-    try:
-        worker = get_worker()
-    except ValueError:
-        return None
-    return worker_side(worker)
+def chunk(output: str, index: int, result: Any) -> Any:
+    """Return one chunk of D (``output=""``) or of an auxiliary output; on a cluster no worker runs this."""
+    if not isinstance(result, Alone):
+        raise EngineError(f"chunk {index} is made by a run; this task can't run by itself")
+    return result.chunks[(output, index) if output else index]

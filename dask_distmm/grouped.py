@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import dask.array as da
-import numpy as np
 from dask._task_spec import TaskRef
 from dask.array.utils import meta_from_array
 from dask.base import tokenize
@@ -18,7 +17,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask_distmm import api, formula, problems
 from dask_distmm.batched import check_name, demands, known_workers, task_options, why_not
 from dask_distmm.cluster import Snapshot, current_client
-from dask_distmm.config import read_options, setting
+from dask_distmm.config import dask_costs, read_options, setting
 from dask_distmm.dtypes import resolve_types
 from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProjectedMemoryError
@@ -26,6 +25,7 @@ from dask_distmm.graph import Step
 from dask_distmm.keys import group_name
 from dask_distmm.plan import Batch, GroupPlan, Problem, Share, Worker
 from dask_distmm.plan.batches import Pool, item_seconds
+from dask_distmm.plan.dask import around
 from dask_distmm.plan.shares import candidates, share_out
 from dask_distmm.plan.show import size_text
 from dask_distmm.priorities import GroupOrder
@@ -225,8 +225,7 @@ def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
                 if forced[at]:
                     raise
             if plan is not None and plan.estimate is not None:
-                tasks = 1 + 2 * sum(int(np.prod(problem_of(i).chunk_counts(name))) for name in "abd")
-                collective[at] = plan.estimate.seconds + tasks * overhead
+                collective[at] = plan.estimate.seconds + around(problem_of(i), dask_costs())
     rows = [products[i].a.chunks[0] for i in ours]
     found, total = share_out(seconds, rows, collective, slots, overhead, forced, spread)
     for work, pool, share in zip(works, pools, found, strict=True):

@@ -2,9 +2,11 @@
 
 For a result array called ``matmul-3f...`` there are
 
-- ``("distmm-stage-a-matmul-3f...", i, j)``: contribute, one for each chunk of A, and so for B;
-- ``"distmm-barrier-matmul-3f..."``: the barrier;
-- ``("matmul-3f...", i, j)``: collect, one for each chunk of the result.
+- ``"distmm-barrier-matmul-3f..."``: the barrier, which depends on the chunks of A and B;
+- ``("matmul-3f...", i, j)``: one for each chunk of D, which depends on the barrier;
+- ``("matmul-3f...-relu_aux", i, j)``: the same for an auxiliary output.
+
+Where only a part of D is wanted the barrier has the name of that part, ``distmm-barrier-matmul-3f...-part-9b...``.
 
 ``("distmm-tile-7a...", i, j)`` is a chunk that was laid out by hand on a certain worker.
 
@@ -17,35 +19,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from dask._task_spec import Task, TaskRef
+
 __all__ = [
     "GROUP_PREFIX",
     "barrier_key",
     "barrier_name",
     "group_name",
-    "is_output",
     "is_tile",
+    "operand_keys",
     "output_name",
     "parse_group_key",
-    "parse_stage_key",
-    "stage_name",
+    "part_name",
     "tile_name",
 ]
 
 GROUP_PREFIX = "distmm-group-"
-_STAGE, _BARRIER, _TILE = "distmm-stage-", "distmm-barrier-", "distmm-tile-"
-
-
-def stage_name(name: str, operand: str) -> str:
-    """Return the first part of the keys of contribute tasks of an operand."""
-    return f"{_STAGE}{operand}-{name}"
-
-
-def parse_stage_key(key: Any) -> tuple[str, str, tuple[int, int]] | None:
-    """Return (name of the multiply, operand, (i, j)) of a contribute task's key, or None for others."""
-    if not (isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], str) and key[0].startswith(_STAGE)):
-        return None
-    operand, name = key[0][len(_STAGE) :].split("-", 1)
-    return name, operand, (key[1], key[2])
+_BARRIER, _TILE = "distmm-barrier-", "distmm-tile-"
 
 
 def output_name(name: str, output: str) -> str:
@@ -53,9 +43,9 @@ def output_name(name: str, output: str) -> str:
     return f"{name}-{output}" if output else name
 
 
-def is_output(name: str, found: Any) -> bool:
-    """Whether the first part of a key is that of D or of an auxiliary output of the multiply called `name`."""
-    return isinstance(found, str) and (found == name or found.startswith(f"{name}-"))
+def part_name(name: str, token: str) -> str:
+    """Return the name of a part of the multiply called `name`."""
+    return f"{name}-part-{token}"
 
 
 def barrier_key(name: str) -> str:
@@ -89,3 +79,14 @@ def parse_group_key(key: Any) -> int | None:
     if not (isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], str) and key[0].startswith(GROUP_PREFIX)):
         return None
     return int(key[0].split("-")[3])
+
+
+def operand_keys(gate: Task) -> tuple[Any, dict[str, list[Any]]]:
+    """Return the problem of a barrier, as plain types, and the keys of each operand's chunks by their numbers.
+
+    The optimizer may have renamed what the barrier depends on, but not reordered it.
+    """
+    wire, *inputs = gate.args
+    names = ["a", *([] if wire["same"] else ["b"]), *(extra["name"] for extra in wire["extras"])]
+    keys = [[ref.key if isinstance(ref, TaskRef) else ref for ref in found.args] for found in inputs]
+    return wire, dict(zip(names, keys, strict=True))

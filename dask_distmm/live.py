@@ -35,17 +35,15 @@ class LiveRuns(dict[int, Run]):
         self.newest = 0
         self._scheduler, self._changed = scheduler, asyncio.Condition()
 
-    def of(self, name: str) -> list[Run]:
-        """Return the runs of the multiply called `name`."""
-        return [run for run in self.values() if run.name == name]
+    def of(self, key: str) -> list[Run]:
+        """Return the runs that a barrier waits for."""
+        return [run for run in self.values() if run.key == key]
 
     @contextlib.asynccontextmanager
-    async def begin(
-        self, name: str, key: str, worker: str, participants: frozenset[str] = frozenset()
-    ) -> AsyncIterator[Run]:
+    async def begin(self, name: str, key: str, participants: frozenset[str] = frozenset()) -> AsyncIterator[Run]:
         """Give a run its number; it is live until the context ends. Parameters as `Run`."""
         self.newest += 1
-        run = self[self.newest] = Run(self.newest, name, key, worker, participants)
+        run = self[self.newest] = Run(self.newest, name, key, participants)
         try:
             yield run
         finally:

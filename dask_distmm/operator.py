@@ -190,9 +190,13 @@ def _product(a: Any, b: Any) -> Any:
         return NotImplemented
     a, b = as_array(a), as_array(b)
     # Planned arrays have no product that this could be left to.
-    if not planning() and api.why_leave(a, b, float(setting("minimum-flops"))) is not None:
+    if planning():
+        return api.matmul(a, b)
+    minimum = setting("minimum-flops")
+    if api.why_leave(a, b, None if minimum is None else float(minimum)) is not None:
         return NotImplemented
     try:
-        return api.matmul(a, b)
+        made = api.product(a, b) if max(a.ndim, b.ndim) < 3 else api.matmul(a, b)
     except MissingEngineError:
         return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine
+    return NotImplemented if isinstance(made, str) else made

@@ -7,7 +7,7 @@ one worker and puts the tile together from parts of the array's chunks::
                            > tile (0, 0), on its worker
     chunk (0, 1) -> part /
 
-The restriction of a tile ends when its worker is gone (`Pins.unpin_tiles`).
+The restriction of a tile ends when its worker is gone.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from dask_distmm.comms.dask import DaskComm, address_of
 from dask_distmm.engines.base import REPLICA, ChunkKey, is_of_d
 from dask_distmm.errors import ProtocolError
-from dask_distmm.keys import barrier_key, parse_stage_key
+from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.plan import EVERYWHERE, Plan, Problem, Worker
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class Replicas:
         self._tell_dropped(name, before[0], before[1] - holders)
 
     def where(
-        self, problem: Problem, workers: Sequence[Worker], staged: Sequence[NDArray[np.int32]]
+        self, problem: Problem, workers: Sequence[Worker], held: Sequence[NDArray[np.int32]]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], tuple[int, int]]:
         """Return where A's and B's chunks are, and the numbers of the runs that have left replicas; 0 for none.
 
@@ -234,14 +234,13 @@ class Replicas:
             What is multiplied.
         workers
             Those that can be ranks: a replica is of use if all have it.
-        staged
-            Who has staged the chunks of each operand.
+        held
+            Who holds the chunks of A and of B.
         """
         a, b = (self._run(name, [worker.address for worker in workers]) for name in problem.arrays)
-        staged_a, staged_b = staged[0], staged[0 if problem.same else 1]
         return (
-            np.full_like(staged_a, EVERYWHERE) if a else staged_a,
-            np.full_like(staged_b, EVERYWHERE) if b else staged_b,
+            np.full_like(held[0], EVERYWHERE) if a else held[0],
+            np.full_like(held[1], EVERYWHERE) if b else held[1],
             (a, b),
         )
 
@@ -277,9 +276,9 @@ class Replicas:
 
     def transition(self, key: Any, finish: str) -> None:
         """Look soon what is still wanted, if a task has ended that may matter."""
-        if not self._held or self._due or finish not in _OVER or not isinstance(key, tuple):
+        if not self._held or self._due or finish not in _OVER:
             return
-        if key[0] in self._held or parse_stage_key(key):
+        if barrier_name(key) is not None or (isinstance(key, tuple) and key[0] in self._held):
             self._due = True
             asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
 
@@ -293,6 +292,6 @@ class Replicas:
         for ts in gate.dependents if gate is not None else ():
             if ts.key[0] != name:
                 continue  # of an auxiliary output
-            if ts.state not in _OVER or any(d.state not in _OVER and parse_stage_key(d.key) for d in ts.dependents):
+            if ts.state not in _OVER or any(d.state not in _OVER and barrier_name(d.key) for d in ts.dependents):
                 return True
         return False

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,72 +12,23 @@ from numpy.typing import NDArray
 
 from dask_distmm.dtypes import takes
 from dask_distmm.engines.base import ENGINES
-from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError, ProtocolError
-from dask_distmm.plan import Problem, Worker
+from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
+from dask_distmm.plan import Worker
 from dask_distmm.plan.reach import out_of_reach
-from dask_distmm.run import Lost
+from dask_distmm.run import Replan
 
 if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import WorkerState
 
-__all__ = ["Roster", "Staging"]
+__all__ = ["Roster"]
 
 # A worker that does not say what it has within this time (seconds) is left out.
 _DESCRIBE_TIMEOUT = 30.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Staging:
-    """Where A's and B's chunks are staged: addresses, an index into them for each chunk, the memory orders."""
-
-    addresses: list[str]
-    where: list[NDArray[np.int32]]
-    orders: tuple[str, str]
-
-    @classmethod
-    def from_wire(cls, problem: Problem, addresses: Any, where: Any, orders: Any) -> Staging:
-        """Make it from what a barrier has sent, checked.
-
-        Raises
-        ------
-        ProtocolError
-            It does not fit the problem.
-        """
-        names = [name for name in problem.operands if name != "b" or not problem.same]
-        try:
-            found = [np.frombuffer(raw, np.int32) for raw in where]
-            sizes = [math.prod(problem.chunk_counts(name)) for name in names]
-            good = isinstance(addresses, list | tuple) and all(isinstance(address, str) for address in addresses)
-            good &= [len(table) for table in found] == sizes
-            good &= all(((table >= 0) & (table < len(addresses))).all() for table in found)
-            a, b = orders[0], orders[0 if problem.same else 1]
-            good &= {a, b} <= {"C", "F"}
-        except (TypeError, ValueError, LookupError) as error:
-            raise ProtocolError(f"malformed staging of {problem.name}: {error!r}") from error
-        if not good:
-            raise ProtocolError(f"the staging of {problem.name} does not fit its {len(names)} operands")
-        return cls(list(addresses), found, (a, b))
-
-    def on(self, problem: Problem, addresses: Collection[str]) -> set[tuple[str, tuple[int, int]]]:
-        """Return operand, and row and column, of all chunks that are staged on these workers."""
-        names = [name for name in problem.operands if name != "b" or not problem.same]
-        there = [address in addresses for address in self.addresses]
-        return {
-            (name, divmod(index, problem.chunk_counts(name)[1]))
-            for name, table in zip(names, self.where, strict=True)
-            for index, number in enumerate(table.tolist())
-            if there[number]
-        }
-
-    def of_part(self, problem: Problem) -> Staging:
-        """Return where the chunks of a part of the problem are staged."""
-        assert problem.part is not None
-        tables = list(self.where)
-        if problem.part.same:
-            tables.insert(1, tables[0])
-        where = [table[problem.every_chunk(name)] for name, table in zip(problem.operands, tables, strict=True)]
-        return Staging(self.addresses, where, self.orders)
+# So many chunks are looked up before others get the event loop again.
+_SLICE = 5000
+# What a process holds is told in steps of so many bytes: plans are made once for as long as it stays the same.
+_STEP = 2**26
 
 
 class Roster:
@@ -94,25 +43,18 @@ class Roster:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._described: dict[str, dict[str, Any]] = {}
-        self._contributing: set[str] = set()
 
     def __contains__(self, address: str) -> bool:
         """Whether a worker is known to have dask_distmm: others may not understand its messages."""
-        return address in self._described or address in self._contributing
-
-    def note(self, address: str) -> None:
-        """Note that a worker has staged a chunk; it may not have been asked yet what it has."""
-        self._contributing.add(address)
+        return address in self._described
 
     def forget(self, address: str) -> None:
         """Forget a worker that has left, or an earlier one of the same address."""
         self._described.pop(address, None)
-        self._contributing.discard(address)
 
     def clear(self) -> None:
         """Forget all workers."""
         self._described.clear()
-        self._contributing.clear()
 
     async def choose(
         self,
@@ -121,6 +63,7 @@ class Roster:
         dtypes: Sequence[str],
         wanted: tuple[str, ...] | int | None,
         plaintext_nccl: bool = False,
+        allowed: Collection[str] | None = None,
     ) -> tuple[tuple[str, ...], list[Worker]]:
         """Return the engines that can multiply, and the workers that can take part, in the scheduler's order.
 
@@ -135,9 +78,13 @@ class Roster:
             Addresses, or how many, or None for all.
         plaintext_nccl
             Whether matrices may cross a network unencrypted though the cluster requires encryption.
+        allowed
+            Addresses of the workers that may be ranks; None for any.
 
         Raises
         ------
+        NoWorkersError
+            No worker is running, or none of those that may be ranks.
         PlanError
             `wanted` names a worker that is not there, or more than there are; or there is none at all.
         MissingEngineError
@@ -152,6 +99,8 @@ class Roster:
             if missing:
                 raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {', '.join(sorted(running))}")
             running = {address: running[address] for address in wanted}
+        if allowed is not None:
+            running = {address: ws for address, ws in running.items() if address in allowed}
         await self._describe([address for address in running if address not in self._described])
         offered = [name for name in ENGINES if engine in (name, "auto")]
         fitting = [name for name in offered if takes(name, array, dtypes)]
@@ -211,32 +160,63 @@ class Roster:
             "placed": placed,
         }
 
-    def staged(self, workers: Sequence[Worker], staging: Staging) -> tuple[list[Worker], list[NDArray[np.int32]]]:
-        """Return who has staged chunks beside the workers that can take part, and who has staged each chunk.
+    async def holders(
+        self, workers: Sequence[Worker], keys: Sequence[Sequence[Any]]
+    ) -> tuple[list[Worker], list[NDArray[np.int32]]]:
+        """Return who holds chunks beside the workers that can take part, and who holds each chunk.
+
+        Parameters
+        ----------
+        workers
+            Those that can be ranks.
+        keys
+            For each operand the keys of its chunks.
+
+        Returns
+        -------
+        list of Worker
+            Others that hold chunks; only where no rank has one, and those that say that they have dask_distmm first.
+        list of array
+            For each operand the index into ``[*workers, *others]`` of each chunk's holder, int32.
 
         Raises
         ------
-        Lost
-            One who has is gone.
+        Replan
+            A chunk is not in memory.
         """
         number = {worker.address: index for index, worker in enumerate(workers)}
-        gone = [address for address in staging.addresses if address not in self._scheduler.workers]
-        if gone:
-            raise Lost(f"{gone[0]} left with chunks that were staged there", workers=gone)
-        others = [self._scheduler.workers[address] for address in staging.addresses if address not in number]
-        sources = [self.worker(ws, "") for ws in others]
-        number.update({worker.address: len(workers) + index for index, worker in enumerate(sources)})
-        table = np.array([number[address] for address in staging.addresses], np.int32)
-        return sources, [table[where] for where in staging.where]
+        others: dict[str, int] = {}
+        tables: list[NDArray[np.int32]] = []
+        for operand in keys:
+            table = np.empty(len(operand), np.int32)
+            for index, key in enumerate(operand):
+                if index and index % _SLICE == 0:
+                    await asyncio.sleep(0)
+                ts = self._scheduler.tasks.get(key)
+                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
+                if not holders:
+                    raise Replan(f"chunk {key!r} is not in memory any more")
+                found = next((number[address] for address in holders if address in number), None)
+                if found is None:
+                    address = next((address for address in holders if address in self), holders[0])
+                    found = others.setdefault(address, len(workers) + len(others))
+                table[index] = found
+            tables.append(table)
+        await self._describe([address for address in others if address not in self])
+        if gone := [address for address in others if address not in self._scheduler.workers]:
+            raise Replan(f"{gone[0]} left the cluster with chunks")
+        return [self.worker(self._scheduler.workers[address], "") for address in others], tables
 
     def worker(self, ws: WorkerState, engine: str) -> Worker:
         """Return a worker as planning sees it, with the memory that an engine works in."""
         described = self._described.get(ws.address, {})
-        memory = described.get("memory", {}).get(engine) or int(ws.memory_limit or 0)
+        memory, used = described.get("memory", {}).get(engine), 0
+        if not memory:
+            memory, used = int(ws.memory_limit or 0), -(-int(ws.memory.unmanaged_old) // _STEP) * _STEP
         links = described.get("links", {})
         # Whoever only hands out chunks may be read too.
         device, reach = links.get(engine or "peer", ("", ()))
-        return Worker(ws.address, ws.nthreads, memory, described.get("host", ""), device, tuple(reach))
+        return Worker(ws.address, ws.nthreads, memory, described.get("host", ""), device, tuple(reach), used)
 
     def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
         """Refuse workers that differ in the version of this package or of the engine's libraries."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.metrics import time
 
 from dask_distmm.errors import EngineError, RunFailedError
-from dask_distmm.run import Lost, Released, Run
+from dask_distmm.run import Lost, Released, Replan, Run
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -55,6 +55,8 @@ async def ask_all(
         A participant failed or refused, or did not answer in time.
     Lost, Released
         A participant is gone, or what it had; nobody wants the result.
+    Replan
+        A participant does not have its chunks, or has them in another memory order.
     """
     tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
     over = asyncio.ensure_future(ended)
@@ -97,24 +99,26 @@ def check(run: Run) -> None:
         if run.released:
             raise Released
         reasons = "; ".join(f"{address}: {reason}" for address, reason in run.failures.items())
-        raise Lost(reasons, workers=run.failures)
+        raise Lost(reasons)
 
 
 def _judge(run: Run, address: str, task: asyncio.Future[Any]) -> Any:
     """Return a participant's good answer; raise what a bad one means."""
     error = task.exception()
     if isinstance(error, OSError):  # CommClosedError among them: the worker is going
-        raise Lost(f"{address}: {error}", workers=[address]) from error
+        raise Lost(f"{address}: {error}") from error
     if error is not None:
         raise failed(run, f"{type(error).__name__}: {error}", {address: str(error)}) from error
     answer = task.result()
     if run.gone and not (isinstance(answer, Mapping) and answer.get("status") == "OK"):
-        raise Lost(f"{address} can't go on without {', '.join(sorted(run.gone))}", workers=run.gone)
+        raise Lost(f"{address} can't go on without {', '.join(sorted(run.gone))}")
     status = answer.get("status") if isinstance(answer, Mapping) else None
     if status == "OK":
         return answer
     if status == "missing":
-        raise Lost(f"{address} no longer has {answer['count']} chunks that were staged there")
+        raise Replan(f"{address} does not have {len(answer['keys'])} chunks", (address, answer["keys"]))
+    if status == "orders":
+        raise Replan(f"chunks on {address} lie in the orders {answer['orders']}", orders=answer["orders"])
     if status == "no replicas":
         raise Lost(f"{address} no longer has replicas of {answer['names']}", answer["names"])
     if status == "lost":

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from dask_distmm.errors import ProtocolError
 from dask_distmm.plan.show import size_text, time_text
 
-__all__ = ["Lost", "Phase", "Released", "Run", "Summary", "is_report", "summarize"]
+__all__ = ["Lost", "Phase", "Released", "Replan", "Run", "Summary", "is_report", "summarize"]
 
 Phase = Literal["staged", "voting", "running", "done", "failed"]
 
@@ -36,13 +36,31 @@ class Lost(Exception):
         What is gone.
     replicas
         Names of results, if it is only their replicas: these are not used any more when it starts again.
-    workers
-        Addresses, if it is only these workers and what they had: all others still have what they staged.
     """
 
-    def __init__(self, reason: str, replicas: Sequence[str] = (), workers: Iterable[str] = ()) -> None:
+    def __init__(self, reason: str, replicas: Sequence[str] = ()) -> None:
         super().__init__(reason)
-        self.replicas, self.workers = tuple(replicas), frozenset(workers)
+        self.replicas = tuple(replicas)
+
+
+class Replan(Exception):
+    """Ends a run before it began: chunks are not where, or not as, the plan has them; plan again.
+
+    Parameters
+    ----------
+    reason
+        What is different.
+    missing
+        Address of a worker, and keys that it does not have; None if that is not the reason.
+    orders
+        Memory orders of A's and B's chunks, if these are not as planned.
+    """
+
+    def __init__(
+        self, reason: str, missing: tuple[str, Sequence[Any]] | None = None, orders: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.missing, self.orders = missing, dict(orders or {})
 
 
 class Released(Exception):
@@ -59,8 +77,8 @@ class Run:
         Number of the run; rises in the order in which runs take place.
     name
         Name of the multiply (of its result array).
-    key, worker
-        The barrier task that waits for the run, and the address of the worker that it runs on.
+    key
+        The barrier task that waits for the run.
     participants
         Addresses of all workers that take part.
     """
@@ -68,8 +86,7 @@ class Run:
     run_id: int
     name: str
     key: str
-    worker: str
-    participants: frozenset[str]
+    participants: frozenset[str] = frozenset()
     phase: Phase = "staged"
     answered: set[str] = dataclasses.field(default_factory=set)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -180,7 +197,7 @@ class Run:
         bool
             Whether this has changed anything.
         """
-        lost = ((self.participants | {self.worker}) & set(addresses)) - self.gone
+        lost = (self.participants & set(addresses)) - self.gone
         if not self.live or not lost:
             return False
         if self.apart and self.phase == "running" and self.participants - self.gone - lost:

@@ -5,8 +5,8 @@
     A[0..3]  B[0..3] -> np.matmul -> D[0..3]        items: the batch axes are cut, items are whole
     A[4..7]  B[4..7] -> np.matmul -> D[4..7]
 
-    A[0]  B[0] -> contribute, barrier, collect -> D[0]      collective: a run for each item, stacked;
-    A[1]  B[1] -> contribute, barrier, collect -> D[1]      one run for all if they share A or B
+    A[0]  B[0] -> barrier -> D[0]      collective: a run for each item, stacked;
+    A[1]  B[1] -> barrier -> D[1]      one run for all if they share A or B
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Operands as they lie: what is under a lazy ``A.T`` or ``A.conj()``.
 
-The chunks of the array underneath are staged, turned without a copy, and BLAS conjugates while it multiplies. So
+The chunks of the array underneath are multiplied, turned without a copy, and BLAS conjugates while it multiplies. So
 ``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
 
 Nothing of a graph is interpreted. Dask gives an array a name that follows from what it is made of: if ``x`` depends on

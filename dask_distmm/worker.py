@@ -1,13 +1,12 @@
-"""The worker's side: staged chunks, one run at a time on one engine thread, results until they are collected.
+"""The worker's side: one run at a time on one engine thread; its chunks of D are given to Dask.
 
-Life of the data on a worker::
+Life of a run on a worker::
 
-    stage()    a contribute task hands over its chunk              staged[name]
-    prepare()  the scheduler asks for a vote: is all there?        runs[run_id]
-    start()    the engine works in its thread; peers fetch()       outputs[run_id]
-    finish()   all ranks are done: chunks and buffers go
-    collect()  collect tasks take chunks of the result
-    forget()   the barrier's result was released: the rest goes, but for replicas
+    prepare()  the scheduler asks for a vote: are all chunks here?  runs[run_id]
+    start()    the engine works in its thread; peers fetch()
+               the chunks of D are put where Dask has its data      placed[run_id]
+    finish()   all ranks are done: buffers go, the chunks are Dask's own
+    abort()    the run has failed: buffers and its chunks of D go
 
 Handlers run on the worker's event loop and never block it: what takes time goes to a thread.
 """
@@ -17,38 +16,41 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import itertools
 import logging
 import platform
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from dask.utils import parse_timedelta
+from dask.utils import typename
 from distributed import Worker, WorkerPlugin
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps
 from distributed.utils import sync
 
+from dask_distmm import direct
 from dask_distmm._version import __version__
-from dask_distmm.chunks import Staged, check_boxes, check_chunks, numbered, order_of, stage
+from dask_distmm.chunks import check_boxes, check_chunks, numbered, order_of, ready_event
 from dask_distmm.comms.dask import DaskComm, address_of
-from dask_distmm.config import parsed
-from dask_distmm.engines.base import ENGINES, ApartJob, Job, get_engine, log
+from dask_distmm.engines.base import ENGINES, ApartJob, ChunkKey, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.history import History
-from dask_distmm.keys import parse_stage_key
+from dask_distmm.keys import output_name
 from dask_distmm.plan import Plan
 from dask_distmm.replicas import ReplicaStore
 from dask_distmm.run import summarize
 from dask_distmm.travel import let_types_travel
 
-__all__ = ["DistMMWorkerPlugin", "WorkerSide", "worker_side"]
+__all__ = ["NAME", "DistMMWorkerPlugin", "WorkerSide", "call_scheduler"]
 
 NAME = "distmm"
 
+# So many chunks are given to Dask before others get the event loop again.
+_SLICE = 500
 # How often a worker says how far it is (seconds).
 _TELL = 0.5
 
@@ -64,16 +66,15 @@ class WorkerSide:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.staged: dict[str, dict[tuple[str, int, int], Staged]] = {}
         self.runs: dict[int, tuple[Plan, Job]] = {}
-        self.outputs: dict[int, dict[Any, Any]] = {}
+        # Keys of values that Dask's scheduler has not heard of yet.
+        self.placed: dict[int, list[Any]] = {}
         self.replicas = ReplicaStore(worker)
         self.newest_run = 0
         self.progress: dict[int, float] = {}
         self.history = History()
         # Numbers of runs that are over. What comes late for them, because this process stood still, is refused.
         self._over: collections.deque[int] = collections.deque(maxlen=1000)
-        self.scheduler_ready = False
         # One thread, so that two collectives can never cross.
         self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine")
         self.handlers: dict[str, Callable[..., Any]] = {
@@ -87,9 +88,7 @@ class WorkerSide:
         self.stream_handlers = {
             "distmm-end": self.end,
             "distmm-finish": self.finish,
-            "distmm-forget": self.forget,
             "distmm-gone": self.gone,
-            "distmm-adopt": self.adopt,
             "distmm-abandon": self.abandon,
             "distmm-drop-replicas": self.replicas.drop,
         }
@@ -105,63 +104,38 @@ class WorkerSide:
         """The address under which everybody else knows this worker."""
         return address_of(self.worker)
 
-    # Called from tasks
-
-    def stage(self, name: str, operand: str, chunks: Mapping[tuple[int, int], Any]) -> list[tuple[str, str]]:
-        """Keep a task's chunks, by place, for the run of multiply `name`; return where they lie, and how."""
-        by = next(iter(chunks))
-        for place, chunk in chunks.items():
-            self.staged.setdefault(name, {})[operand, *place] = stage(chunk, by)
-        return [(self.address, order_of(chunk)) for chunk in chunks.values()]
-
-    def collect(self, run_id: int, output: str, index: int) -> Any:
-        """Return chunk number `index` of D (``""``) or of an auxiliary output of a run, or None if it is not here."""
-        return self.outputs.get(run_id, {}).get((output, index) if output else index)
-
-    def call_scheduler(self, op: str, **message: Any) -> Any:
-        """Call a handler of the scheduler's plugin from a task's thread, and wait."""
-
-        async def call() -> Any:
-            return await getattr(self.worker.scheduler, op)(**message)
-
-        return sync(self.worker.loop, call)
-
-    def install_on_scheduler(self, plugin: Any) -> None:
-        """Put the scheduler's plugin in place from a task's thread; does nothing where it is."""
-        self.call_scheduler("register_scheduler_plugin", plugin=dumps(plugin), name=NAME, idempotent=True)
-        self.scheduler_ready = True
-
-    def fetch_output(self, address: str, run_id: int, output: str, index: int) -> Any:
-        """Get a chunk of a result from the worker that has it, from a task's thread."""
-        # Of this process: whoever collects need not have taken part in the run, whose options came with its plan.
-        limit = parsed("timeouts.transfer", parse_timedelta)
-
-        async def call() -> Any:
-            box = np.array([[0, index, 0, 0, 0, 0]], np.int64).tobytes()
-            asked = self.worker.rpc(address).distmm_fetch(run_id=run_id, kind=f"output-{output}", boxes=box, flat=False)
-            return await asyncio.wait_for(asked, limit)
-
-        try:
-            answer = sync(self.worker.loop, call)
-        except (OSError, TimeoutError):
-            return None
-        return answer["data"][0] if answer["status"] == "OK" else None
-
     # Called by the scheduler
 
     async def describe(self) -> dict[str, Any]:
         """Return what planning needs to know of this worker."""
         return await asyncio.to_thread(_describe)
 
-    async def prepare(self, run_id: int, me: int, plan: Mapping[str, Any]) -> dict[str, Any]:
-        """Check that all is here and allocate; the answer is this worker's vote."""
+    async def prepare(
+        self,
+        run_id: int,
+        me: int,
+        plan: Mapping[str, Any],
+        keys: Mapping[str, Sequence[Any]],
+        check_orders: bool = False,
+    ) -> dict[str, Any]:
+        """Check that all chunks are here and allocate; the answer is this worker's vote.
+
+        Parameters
+        ----------
+        run_id, me, plan
+            Number of the run, and which participant of its plan this worker is.
+        keys
+            For each operand of which chunks are here the keys of these, in the order of their numbers.
+        check_orders
+            Whether a plan for other memory orders than those of the chunks is refused.
+        """
         if not isinstance(run_id, int) or run_id <= self.newest_run or run_id in self._over:
             return _refusal(f"run {run_id!r} is stale: this worker has seen run {self.newest_run}, or its end")
         self.history.note(run_id, "asked for a vote")
         try:
             # On the engine's thread: after whatever may still be ending there.
             loop = asyncio.get_running_loop()
-            answer = await loop.run_in_executor(self.engine_thread, self._prepare, run_id, me, plan)
+            answer = await loop.run_in_executor(self.engine_thread, self._prepare, run_id, me, plan, keys, check_orders)
         except ProtocolError as error:
             answer = _refusal(str(error))
         except BaseException as error:
@@ -171,44 +145,72 @@ class WorkerSide:
         self.history.note(run_id, f"voted {answer['status']}")
         return answer
 
-    def _prepare(self, run_id: int, me: int, wire: Mapping[str, Any]) -> dict[str, Any]:
+    def _prepare(
+        self, run_id: int, me: int, wire: Mapping[str, Any], keys: Mapping[str, Sequence[Any]], check_orders: bool
+    ) -> dict[str, Any]:
         plan = Plan.from_wire(wire)
         if not 0 <= me < len(plan.participants):
             raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
-        staged = self.staged.get(plan.problem.name, {})
         chunks, unkept = self.replicas.operands(plan, me)
-        ready = []
-        missing = []
-        for operand, where in plan.where.items():
-            assert where is not None
-            for index in np.flatnonzero(where == me).tolist():
-                found = staged.get(plan.problem.staged_as(operand, index))
-                if found is None:
-                    missing.append((operand, index))
-                else:
-                    chunks[operand, index] = found.array
-                    if found.ready is not None:
-                        ready.append(found.ready)
+        own, missing = self.read(plan, me, keys)
         if missing:
-            return {"status": "missing", "count": len(missing)}
+            return {"status": "missing", "keys": missing}
         if unkept:
             return {"status": "no replicas", "names": unkept}
-        chunks = check_chunks(plan, chunks)
+        if check_orders and (orders := other_orders(plan, own)):
+            return {"status": "orders", "orders": orders}
+        chunks = check_chunks(plan, chunks | own)
         addresses = [worker.address for worker in plan.participants]
         comm = DaskComm(self.worker, run_id, addresses, plan.problem.options.transfer_timeout)
 
         def progress(share: float) -> None:
             self.progress[run_id] = share
 
-        job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready)
+        job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready_event(own.values()))
         job.prepare()
         self.replicas.expect(run_id, plan)
         self.newest_run = run_id
         self.runs[run_id] = plan, job
         return {"status": "OK", "offer": job.offer}
 
-    async def start(self, run_id: int, offers: Any = ()) -> dict[str, Any]:
-        """Let the engine do this worker's part, with what all participants have offered; answer when it is done."""
+    def read(self, plan: Plan, me: int, keys: Mapping[str, Sequence[Any]]) -> tuple[dict[ChunkKey, Any], list[Any]]:
+        """Return the chunks that a participant has, and the keys of those that are not here. Any thread.
+
+        What is on disk is read back, which may take long.
+        """
+        if not isinstance(keys, Mapping):
+            raise ProtocolError(f"the keys of chunks are a {type(keys).__name__}, expected a dict")
+        problem, data = plan.problem, self.worker.data
+        chunks: dict[ChunkKey, Any] = {}
+        missing = []
+        for operand, where in plan.where.items():
+            assert where is not None
+            numbers = np.flatnonzero(where == me).tolist()
+            names = keys.get("a" if operand == "b" and problem.same else operand, ())
+            if len(names) != len(numbers):
+                raise ProtocolError(f"{len(names)} keys for {len(numbers)} chunks of {operand.upper()}")
+            turned = operand in "ab" and problem.turned["ab".index(operand)]
+            for number, key in zip(numbers, names, strict=True):
+                try:
+                    chunk = data[key]
+                except KeyError:
+                    missing.append(key)
+                else:
+                    chunks[operand, number] = chunk.T if turned else chunk
+        return chunks, missing
+
+    async def start(self, run_id: int, offers: Any = (), unwanted: Sequence[tuple[str, bytes]] = ()) -> dict[str, Any]:
+        """Let the engine do this worker's part, and give its chunks of D to Dask; answer when that is done.
+
+        Parameters
+        ----------
+        run_id
+            Number of the run.
+        offers
+            What all participants have offered.
+        unwanted
+            Names of outputs, and numbers of their chunks that nobody wants, as int64.
+        """
         if run_id not in self.runs:
             return _refusal(f"run {run_id!r} was not prepared here, or is over")
         plan, job = self.runs[run_id]
@@ -219,6 +221,9 @@ class WorkerSide:
             started = loop.time()
             made = await loop.run_in_executor(self.engine_thread, _execute, job, offers)
             result, received = await self.replicas.share(run_id, plan, made, job.timings)
+            lost = set(job.missing) if isinstance(job, ApartJob) else set()
+            result = {key: x for key, x in result.items() if (key[1] if isinstance(key, tuple) else key) not in lost}
+            placed = await self._place(run_id, plan, result, unwanted)
         except BaseException as error:
             self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
             return _failure(error)
@@ -226,18 +231,46 @@ class WorkerSide:
             telling.cancel()
             self.progress.pop(run_id, None)
         self.history.note(run_id, "was done")
-        if run_id in self.runs:  # not aborted meanwhile
-            self.outputs[run_id] = numbered(plan, result)
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
         seconds = loop.time() - started + timings.get("ahead", 0.0)
         answer = {"seconds": seconds, "timings": timings, "bytes": job.held_bytes}
         answer |= {"received": job.received_bytes + received, "kept": job.kept_bytes}
-        answer["missing"] = list(job.missing) if isinstance(job, ApartJob) else []
+        kind = type(next(iter(result.values()), None))
+        answer |= {"placed": placed, "type": [dumps(kind), typename(kind)]}
         if log.isEnabledFor(logging.DEBUG):
             number = {address: rank for rank, address in enumerate(plan.workers)}.get(self.address, "none")
             what = summarize({self.address: answer})
             log.debug("run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, self.address, what)
         return {"status": "OK", **answer}
+
+    async def _place(
+        self, run_id: int, plan: Plan, result: Mapping[Any, Any], unwanted: Sequence[tuple[str, bytes]]
+    ) -> list[tuple[str, bytes, bytes]]:
+        """Give chunks of D to Dask; return for each output their numbers and bytes, as int64."""
+        name, problem = plan.problem.result_name, plan.problem
+        ncols = problem.part.ncols if problem.part is not None else problem.chunk_counts("d")[1]
+        skipped = {output: set(np.frombuffer(raw, np.int64).tolist()) for output, raw in unwanted}
+        todo: dict[str, dict[int, Any]] = {}
+        for key, value in numbered(plan, result).items():
+            output, number = key if isinstance(key, tuple) else ("", key)
+            if number not in skipped.get(output, ()):
+                todo.setdefault(output, {})[number] = value
+        placed = []
+        for output, values in todo.items():
+            sizes: list[int] = []
+            array = output_name(name, output)
+            every = list(values)
+            for some in (every[at : at + _SLICE] for at in range(0, len(every), _SLICE)):
+                if run_id not in self.runs:
+                    raise EngineError(f"run {run_id} was ended")
+                keys = [(array, *divmod(number, ncols)) for number in some]
+                self.placed.setdefault(run_id, []).extend(keys)
+                found = dict(zip(keys, (values[number] for number in some), strict=True))
+                sizes.extend(direct.keep(self.worker, found, f"distmm-run-{run_id}").values())
+                if len(values) > _SLICE:
+                    await asyncio.sleep(0)
+            placed.append((output, np.array(every, np.int64).tobytes(), np.array(sizes, np.int64).tobytes()))
+        return placed
 
     async def _tell_progress(self, run_id: int, job: Job) -> None:
         """Tell the scheduler from time to time how far this worker is."""
@@ -261,12 +294,9 @@ class WorkerSide:
         with contextlib.suppress(RuntimeError):  # this worker is closing
             self.engine_thread.submit(get_engine(engine).abandon, group)
 
-    async def abort(self, run_id: int, reason: str, keep: bool = False) -> dict[str, Any]:
-        """End a run here that has not succeeded, but `keep` its results; the answer is what this worker did in it."""
-        if keep:
-            self._close(run_id)
-        else:
-            self.end(run_id, reason)
+    async def abort(self, run_id: int, reason: str) -> dict[str, Any]:
+        """End a run here that has not succeeded; the answer is what this worker did in it."""
+        self.end(run_id, reason)
         return {"status": "OK", "history": self.history.brief(run_id)}
 
     def end(self, run_id: int, reason: str) -> None:
@@ -283,16 +313,15 @@ class WorkerSide:
             _, job = self.runs.pop(run_id)
             job.abort(error)
         self.replicas.end(run_id, error)
-        self.outputs.pop(run_id, None)
+        if keys := self.placed.pop(run_id, ()):
+            later = set(itertools.chain(*(found for number, found in self.placed.items() if number > run_id)))
+            direct.let_go(self.worker, [key for key in keys if key not in later], run_id)
 
-    def finish(self, run_id: int, name: str) -> None:
-        """All ranks are done: what only the run needed goes, results stay."""
-        self._close(run_id)
-        self.staged.pop(name, None)
-
-    def _close(self, run_id: int) -> None:
+    def finish(self, run_id: int) -> None:
+        """All ranks are done: what only the run needed goes, the chunks of D stay."""
         self._over.append(run_id)
         self.runs.pop(run_id, None)
+        self.placed.pop(run_id, None)
         self.replicas.end(run_id)
 
     def gone(self, run_id: int, address: str) -> None:
@@ -304,19 +333,6 @@ class WorkerSide:
                 if worker.address == address and isinstance(job, ApartJob):
                     job.lose(participant)
 
-    def adopt(self, run_id: int, before: int) -> None:
-        """Keep what an earlier run has left here as results of the one that has made what was missing."""
-        if before in self.outputs:
-            self.outputs[run_id] = self.outputs.pop(before) | self.outputs.get(run_id, {})
-
-    def forget(self, run_id: int | None, name: str | None) -> None:
-        """Drop a run with its results, and, if named, all chunks staged for a multiply."""
-        if run_id is not None:
-            self._drop(run_id, "its task was released")
-        if name is not None:
-            self.staged.pop(name, None)
-            self.replicas.drop(name)
-
     def dump_state(self, **kwargs: Any) -> dict[str, Any]:
         """Return what Dask itself says of this worker, for ``Client.dump_cluster_state()``, with our history."""
         return {**self._dask_dump(**kwargs), NAME: self.history._to_dict()}
@@ -327,11 +343,6 @@ class WorkerSide:
         """Return parts of this worker's matrices to a peer of the same run."""
         try:
             table = np.frombuffer(boxes, np.int64).reshape(-1, 6)
-            if kind.startswith("output-"):
-                chunk = self.collect(run_id, kind.removeprefix("output-"), int(table[0, 1]))
-                if chunk is None:
-                    return _refusal(f"no result of run {run_id!r} is here")
-                return {"status": "OK", "data": [to_serialize(chunk)]}
             if run_id not in self.runs:
                 return {"status": "gone", "message": f"run {run_id!r} is not live here"}
             if kind == "replica":
@@ -352,8 +363,6 @@ class WorkerSide:
         """End all runs and the engine thread."""
         for run_id in list(self.runs):
             self._drop(run_id, "the worker is closing")
-        self.staged.clear()
-        self.outputs.clear()
         self.replicas.drop()
         self.engine_thread.shutdown(wait=False, cancel_futures=True)
         for op, handler in self.handlers.items():
@@ -365,16 +374,15 @@ class WorkerSide:
 
 
 class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
-    """Puts a `WorkerSide` on a worker. Installed by the scheduler's plugin, by preload, or by the first task."""
+    """Puts a `WorkerSide` on a worker. Installed by the scheduler's plugin, or by preload."""
 
     name = NAME
     idempotent = True
 
     def setup(self, worker: Worker) -> None:
-        """Attach; what a task may have staged already is kept."""
+        """Attach, once."""
         if NAME not in worker.extensions:
             worker.extensions[NAME] = WorkerSide(worker)
-        self._side: WorkerSide = worker.extensions[NAME]
 
     def teardown(self, worker: Worker) -> None:
         """Detach when the worker closes (a plugin that is only replaced keeps its `WorkerSide`)."""
@@ -383,31 +391,26 @@ class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
             if side is not None:
                 side.close()
 
-    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-        """Drop what a contribute task staged that was cancelled while it ran: nobody else knows of it."""
-        # The end of a cancelled task is announced as the transition that it would have made.
-        over = start == "cancelled" and finish in ("released", "forgotten", "memory", "error", "rescheduled")
-        if over and (stage := parse_stage_key(key)):
-            name, operand, by = stage
-            chunks = self._side.staged.get(name, {})
-            for place, found in list(chunks.items()):
-                if place[0] == operand and found.by == by:
-                    del chunks[place]
-            if not chunks:
-                self._side.staged.pop(name, None)
+
+def call_scheduler(worker: Worker, op: str, **message: Any) -> Any:
+    """Call a handler of the scheduler from a task's thread, and wait."""
+
+    async def call() -> Any:
+        return await getattr(worker.scheduler, op)(**message)
+
+    return sync(worker.loop, call)
 
 
-def worker_side(worker: Worker) -> WorkerSide:
-    """Return the `WorkerSide` of a worker, made on its event loop if it is missing; from a task's thread."""
-    if NAME not in worker.extensions:
-
-        async def install() -> None:
-            if NAME not in worker.extensions:
-                await worker.plugin_add(DistMMWorkerPlugin(), name=NAME, catch_errors=False)
-
-        sync(worker.loop, install)
-    side: WorkerSide = worker.extensions[NAME]
-    return side
+def other_orders(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[str, str]:
+    """Return the memory orders of most chunks of A and B here, where they matter and are not as planned."""
+    problem = plan.problem
+    found = {}
+    for operand, planned, conjugated in zip("ab", (plan.order_a, plan.order_b), problem.conjugated, strict=True):
+        here = collections.Counter(order_of(chunk) for (name, _), chunk in chunks.items() if name == operand)
+        order = here.most_common(1)[0][0] if here else planned
+        if order != planned and (plan.engine != "numpy" or conjugated):
+            found[operand] = order
+    return found
 
 
 def _execute(job: Job, offers: Any) -> Mapping[int, Any]:

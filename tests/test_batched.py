@@ -312,7 +312,9 @@ def test_operator(client):
     np.testing.assert_allclose(d.compute(), a @ b, rtol=1e-12, atol=1e-12)
     assert not is_items(x @ y)
     with dask_distmm.enabled():
-        assert not is_items(x @ y)  # too little work
+        assert is_items(x @ y)
+        with dask.config.set({"distmm.minimum-flops": 1e12}):
+            assert not is_items(x @ y)  # too little work
 
 
 def test_what_is_not_ours_is_dasks(client):

@@ -423,3 +423,38 @@ def test_the_model_prints_shares(capsys):
     assert "all at the same time" in first
     assert [row.split()[2:5] for row in rows] == [["N=4096", "one", "chunk"], ["N=4096", "4", "x"]]
     assert all(0 < float(share) < 1.01 for row in rows for share in row.split()[-2:])
+
+
+def test_overhead_at_small_size(client):
+    """Each way is timed as often as asked for, and its first product is checked."""
+    from benchmarks import overhead
+
+    found = overhead.compare(client, 2, 2)
+    assert {name: len(taken) for name, taken in found.items()} == {"distmm": 2, "dask": 2, "task": 2}
+    assert all(seconds > 0 for taken in found.values() for seconds in taken)
+    assert overhead.extents(1) == (64, (32, 64))
+
+
+def test_programs_of_enable(client):
+    """There are sixty and more, under names of their own; each computes with and without."""
+    from benchmarks import enabled
+
+    names = [name for name, _, _ in enabled.programs(1.0)]
+    assert len(set(names)) == len(names) >= 60
+    for name, inputs, compute in enabled.programs(0.02):
+        if "chain" in name or "diagonal" in name:
+            for on in (True, False):
+                seconds, grown = enabled.once(client, inputs, compute, on)
+                assert seconds > 0 <= grown
+
+
+def test_constants_of_dask(client):
+    """They are times that the configuration takes."""
+    from dask.utils import parse_timedelta
+
+    from benchmarks import constants
+
+    found = constants.dask_seconds(client, 1)
+    assert found.keys() == {"run", "chunk", "start", "task"}
+    assert all(parse_timedelta(text) >= 0 for text in found.values())
+    assert parse_timedelta(found["task"]) > 0

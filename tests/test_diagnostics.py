@@ -111,7 +111,7 @@ def test_what_a_participant_may_report():
     assert is_report(0.5, 7)
     for share, received in [(1, 7), (math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:
         assert not is_report(share, received)
-    run = Run(1, "m", "k", "a", frozenset("ab"), phase="running")
+    run = Run(1, "m", "k", frozenset("ab"), phase="running")
     for address, received in [("a", 5), ("b", 7), ("a", 3), ("stranger", 50)]:
         run.report(address, 0.1, 0.0, received)
     assert run.received == {"a": 5, "b": 7}

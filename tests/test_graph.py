@@ -7,9 +7,14 @@ import dask
 import dask.array as da
 import numpy as np
 from dask.array.optimization import optimize
+from dask.highlevelgraph import HighLevelGraph
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dask_distmm.graph import build_graph
-from dask_distmm.keys import barrier_key, barrier_name, parse_stage_key, stage_name
+from dask_distmm import formula
+from dask_distmm.epilog import Finish
+from dask_distmm.graph import ProductLayer, build_graph, cut
+from dask_distmm.keys import barrier_key, barrier_name, operand_keys
 from dask_distmm.problems import make_problem
 
 
@@ -18,32 +23,85 @@ def lazy(a, b, **options):
     return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=problem.result_type)
 
 
+def gates(graph):
+    return {key: task for key, task in dict(graph).items() if barrier_name(key) is not None}
+
+
 def test_keys():
-    assert parse_stage_key((stage_name("matmul-1a", "b"), 3, 4)) == ("matmul-1a", "b", (3, 4))
     assert barrier_name(barrier_key("matmul-1a")) == "matmul-1a"
-    for other in ("x", ("x", 1, 2), 7, ("distmm-stage-a-m", 1), None):
-        assert parse_stage_key(other) is None
+    for other in ("x", ("x", 1, 2), 7, ("distmm-barrier-m", 1), None):
         assert barrier_name(other) is None
 
 
 def test_optimizing_leaves_our_keys_and_culls_the_rest():
     a = da.ones((40, 40), chunks=10) + 1
-    c = (lazy(a, a.T) * 2)[:10, :10]
+    c = (lazy(a, a.T) * 2)[:10, :20]
     graph = optimize(c.dask, c.__dask_keys__())
-    stages = [key for key in graph if parse_stage_key(key)]
-    assert len(stages) == 32
-    assert sum(barrier_name(key) is not None for key in graph) == 1
+    (gate,) = gates(graph).values()
+    # One row of chunks of A, two columns of A.T.
+    wire, keys = operand_keys(gate)
+    assert [len(keys[operand]) for operand in "ab"] == [4, 8]
+    assert len(gate.dependencies) == 12
+    assert gate.dependencies <= set(graph)
+    assert (sum(wire["a_chunks"][0]), sum(wire["b_chunks"][1])) == (10, 20)
     collects = [key for key in graph if isinstance(key, tuple) and str(key[0]).startswith("matmul-")]
-    assert len(collects) == 1
-    np.testing.assert_array_equal(c.compute(scheduler="sync"), np.full((10, 10), 2 * 40 * 4))
+    assert len(collects) == 2
+    np.testing.assert_array_equal(c.compute(scheduler="sync"), np.full((10, 20), 2 * 40 * 4))
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_any_chunks_of_the_result(data, nrows, ncols, optimized):
+    """Culled once or twice, with what else the same product is needed for: right, from no more inputs than needed."""
+    rng = np.random.default_rng()
+    x, y = rng.integers(-5, 5, (5 * nrows, 7)), rng.integers(-5, 5, (7, 3 * ncols))
+    a, b = da.from_array(x, chunks=(5, 4)), da.from_array(y, chunks=(3, 3))
+    c = lazy(a, b)
+    blocks = data.draw(st.lists(st.tuples(st.integers(0, nrows - 1), st.integers(0, ncols - 1)), min_size=1))
+    wanted = [c.blocks[i, j] for i, j in blocks]
+    graph = optimize(HighLevelGraph.merge(*(w.dask for w in wanted)), [w.__dask_keys__() for w in wanted])
+    needed = set().union(*(gate.dependencies for gate in gates(graph).values()))
+    rows, cols = {key[1] for key in needed if key[0] == a.name}, {key[2] for key in needed if key[0] == b.name}
+    assert rows == {i for i, _ in blocks}
+    assert cols == {j for _, j in blocks}
+    if optimized:
+        wanted = dask.optimize(*wanted)
+    for (i, j), got in zip(blocks, dask.compute(*wanted, scheduler="sync"), strict=True):
+        np.testing.assert_array_equal(got, x[5 * i : 5 * i + 5] @ y[:, 3 * j : 3 * j + 3])
+
+
+def test_blocks_that_have_nothing_in_common_are_runs_of_their_own():
+    """If that saves enough work: the diagonal blocks of a large product, and not of a small one."""
+    for chunk, runs in ((1000, 3), (10, 1)):
+        problem = make_problem(*(da.zeros((3 * chunk,) * 2, chunks=chunk) for _ in "ab"), "auto", "auto", None, None)
+        pieces = cut(problem, [0, 4, 8])
+        assert len(pieces) == runs
+        assert sorted(number for piece in pieces for number in piece.wanted) == [0, 4, 8]
+        assert len({piece.problem.name for piece in pieces}) == runs
+
+
+def test_an_auxiliary_output_needs_the_barrier_of_all():
+    a = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
+    problem = make_problem(a, a, "auto", "auto", None, None, Finish(epilog="relu_aux"))
+    d, aux = formula.result(problem, a, a, [])
+    both = [d[:10, :10], aux["relu_aux"][:10, :10]]
+    graph = optimize(HighLevelGraph.merge(*(x.dask for x in both)), [x.__dask_keys__() for x in both])
+    (gate,) = gates(graph).values()
+    assert len(gate.dependencies) == 16
+    (gate,) = gates(optimize(both[0].dask, both[0].__dask_keys__())).values()
+    assert len(gate.dependencies) == 7
 
 
 def test_a_graph_is_small_and_pickles():
     a = da.ones((400, 400), chunks=10)
     graph = lazy(a, a).dask
-    ours = {key: task for key, task in graph.items() if "distmm" in str(key) or str(key[0]).startswith("matmul")}
-    assert len(ours) == 1600 + 1 + 1600
-    assert pickle.loads(pickle.dumps(ours)).keys() == ours.keys()
+    layer = next(layer for layer in graph.layers.values() if isinstance(layer, ProductLayer))
+    assert len(pickle.dumps(layer)) < 5000
+    assert not layer.is_materialized()
+    assert len(layer) == 1 + 1600
+    again = pickle.loads(pickle.dumps(layer))
+    assert not again.is_materialized()
+    assert again.keys() == layer.keys()
+    assert layer.get_output_keys() == set(layer)
 
 
 def test_hundred_thousand_chunks():
@@ -53,7 +111,7 @@ def test_hundred_thousand_chunks():
         a = da.zeros((chunks * 10,) * 2, chunks=10)
         profile = cProfile.Profile()
         profile.enable()
-        lazy(a, a.T)
+        len(dict(lazy(a, a.T).dask))
         profile.disable()
         counts.append(sum(entry.callcount for entry in profile.getstats()) / chunks**2)
     assert counts[1] < 1.2 * counts[0]
@@ -66,14 +124,3 @@ def test_alone_without_a_cluster():
     got = dask.compute(lazy(a, b), lazy(a, b)[3], scheduler="sync")
     np.testing.assert_allclose(got[0], x @ y, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(got[1], (x @ y)[3], rtol=1e-12, atol=1e-12)
-
-
-def test_alone_with_chunks_that_are_contributed_together():
-    rng = np.random.default_rng()
-    x, y = rng.standard_normal((50, 40)), rng.standard_normal((50, 30))
-    a, b = da.from_array(x, chunks=(20, 15)), da.from_array(y, chunks=(20, 11))
-    problem = make_problem(a.T, b, "auto", "auto", None, None)
-    groups = {"a": [[1, 4, 8], [0, 7], [2, 3, 5, 6]], "b": [[3, 2, 1, 0], [4, 5, 6, 7, 8]]}
-    found = da.Array(build_graph(problem, a, b, groups=groups), problem.name, problem.out_chunks, dtype=float)
-    assert sum(parse_stage_key(key) is not None for key in dict(found.dask)) == 5
-    np.testing.assert_allclose(found.compute(scheduler="sync"), x.T @ y, rtol=1e-12, atol=1e-12)

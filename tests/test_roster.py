@@ -21,7 +21,13 @@ def roster(*said):
     """A roster of workers that have said certain things."""
     names = [f"w{number}" for number in range(len(said))]
     workers = {
-        name: SimpleNamespace(address=name, nthreads=1, memory_limit=10**9, status=SimpleNamespace(name="running"))
+        name: SimpleNamespace(
+            address=name,
+            nthreads=1,
+            memory_limit=10**9,
+            memory=SimpleNamespace(unmanaged_old=0),
+            status=SimpleNamespace(name="running"),
+        )
         for name in names
     }
     found = Roster(SimpleNamespace(workers=workers, security=SimpleNamespace(require_encryption=False)))

@@ -13,7 +13,7 @@ WORKERS = ("a", "b", "c")
 
 
 def make(**changes) -> Run:
-    return Run(**({"run_id": 3, "name": "m", "key": "k", "worker": "a", "participants": frozenset(WORKERS)} | changes))
+    return Run(**({"run_id": 3, "name": "m", "key": "k", "participants": frozenset(WORKERS)} | changes))
 
 
 def start(run: Run) -> None:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import uuid
+
 import dask.array as da
 import numpy as np
 import pytest
+from dask._task_spec import List, Task, TaskRef
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dask_distmm import matmul
 from dask_distmm.errors import ProtocolError
+from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.plan import Problem
-from dask_distmm.roster import Staging
-from dask_distmm.testing import assert_product, make_problem
+from dask_distmm.testing import make_problem
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="matmul-nobody-s")
-WHERE = [np.zeros(2, np.int32).tobytes(), np.zeros(1, np.int32).tobytes()]
 
 junk = st.one_of(
     st.none(), st.integers(-3, 9), st.floats(), st.text(max_size=5), st.binary(max_size=20), st.lists(st.integers())
 )
-wires = junk | st.dictionaries(st.sampled_from(list(PROBLEM.to_wire())), junk).map(lambda x: PROBLEM.to_wire() | x)
-runs = {
-    "problem": wires,
-    "addresses": junk | st.just(["tcp://127.0.0.1:1"]),
-    "where": junk | st.just(WHERE) | st.lists(st.binary(max_size=12), max_size=3),
-    "orders": junk | st.just(["C", "F"]),
-    "worker": junk | st.just("tcp://127.0.0.1:1"),
-}
 questions = {
     "engine": junk | st.just("auto"),
     "array": junk,
@@ -37,11 +31,8 @@ questions = {
     "counts": junk,
 }
 calls = st.one_of(
-    st.tuples(st.just("run"), st.fixed_dictionaries(runs)),
     st.tuples(st.just("describe"), st.dictionaries(st.sampled_from([*questions, "x"]), junk)),
     st.tuples(st.just("describe"), st.fixed_dictionaries(questions)),
-    st.tuples(st.just("locate"), st.fixed_dictionaries({"name": junk, "run_id": junk, "index": junk})),
-    st.tuples(st.just("lost"), st.fixed_dictionaries({"name": junk, "run_id": junk})),
     st.tuples(st.just("free"), st.fixed_dictionaries({"grace": junk.filter(lambda x: not isinstance(x, int | float))})),
     st.tuples(st.just("progressed"), st.dictionaries(st.sampled_from(["worker", "run_id", "share", "x"]), junk)),
 )
@@ -52,7 +43,7 @@ async def send(messages, dask_scheduler=None):
     plugin = dask_scheduler.plugins["distmm"]
 
     def state():
-        return plugin.live.newest, sorted(plugin.live), sorted(plugin.done), dict(plugin.restarts), len(plugin.pinned)
+        return plugin.live.newest, sorted(plugin.live), sorted(plugin.gates), len(plugin.replicas)
 
     before, found = state(), []
     for op, arguments in messages:
@@ -74,33 +65,34 @@ def test_any_message(inproc_client, messages):
         matmul(x, x).compute()
     found, before, after = inproc_client.run_on_scheduler(send, messages)
     assert before == after
-    good = {"describe": {"OK", "failed"}, "locate": {"unknown"}, "run": {"failed"}, "free": {"refused"}}
+    good = {"describe": {"OK", "failed"}, "free": {"refused"}}
     for (op, _), answer in zip(messages, found, strict=True):
         assert answer in good.get(op, {None})
 
 
-def test_a_run_that_is_no_task_is_refused(inproc_client):
-    """A good message, but no barrier of that name runs anywhere: nobody would ever fetch its result."""
-    a, b = np.random.default_rng().standard_normal((2, 50, 50))
-    assert_product(a, b, matmul(da.from_array(a, chunks=20), da.from_array(b, chunks=30)).compute())
-    message = {"problem": PROBLEM.to_wire(), "addresses": ["inproc://1"], "where": WHERE, "orders": ["C", "C"]}
-    found, before, after = inproc_client.run_on_scheduler(send, [("run", message | {"worker": "inproc://1"})])
-    assert found == ["failed"]
-    assert before == after
+def test_a_barrier_of_something_malformed_fails(inproc_client):
+    """One typed error, also if nothing but the graph is wrong."""
+    x = da.from_array(np.ones((20, 20)), chunks=10)
+    good = dict(matmul(x, x).dask)
+    (key,) = (key for key in good if barrier_name(key))
+    for changes in ({"a_dtype": "nonsense"}, {"method": 7, "compute": "x"}, {"a_chunks": ((10, 10), (10, -10))}):
+        name = f"matmul-{uuid.uuid4().hex}"
+        wire = PROBLEM.to_wire() | {"name": name, "same": False} | changes
+        gate = barrier_key(name)
+        found = {**good, gate: Task(gate, good[key].func, wire, List(TaskRef((x.name, 0, 0))), List())}
+        found[name, 0, 0] = Task((name, 0, 0), len, TaskRef(gate))
+        future = inproc_client.get(found, (name, 0, 0), sync=False)
+        with pytest.raises(ProtocolError, match="malformed problem"):
+            future.result(timeout=30)
 
 
-@given(st.lists(st.binary(max_size=12), max_size=3), st.lists(st.sampled_from("CFX"), max_size=3), st.integers(0, 2))
-def test_staging_fits_its_problem(where, orders, count):
-    addresses = [f"tcp://127.0.0.1:{i}" for i in range(count)]
-    lengths = [len(raw) for raw in where]
-    fits = lengths == [8, 4] and len(orders) >= 2 and set(orders[:2]) <= {"C", "F"}
-    fits = fits and all(0 <= i < count for raw in where for i in np.frombuffer(raw, np.int32))
-    if fits:
-        assert Staging.from_wire(PROBLEM, addresses, where, orders).orders == tuple(orders[:2])
-    else:
-        with pytest.raises(ProtocolError, match="staging of matmul-nobody-s"):
-            Staging.from_wire(PROBLEM, addresses, where, orders)
-    assert Staging.from_wire(PROBLEM, ["a"], WHERE, ["C", "F"]).orders == ("C", "F")
+def test_a_task_that_is_no_chunk_of_the_result(inproc_client):
+    x = da.from_array(np.ones((20, 20)), chunks=10)
+    graph = dict(matmul(x, x).dask)
+    (gate,) = (key for key in graph if barrier_name(key))
+    future = inproc_client.get({**graph, "stranger": Task("stranger", len, TaskRef(gate))}, "stranger", sync=False)
+    with pytest.raises(ProtocolError, match="'stranger' depends on .* and is no chunk of its result"):
+        future.result(timeout=30)
 
 
 def test_a_problem_survives_the_wire():

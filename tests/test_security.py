@@ -45,9 +45,11 @@ def test_tls_everywhere(tmp_path):
 
 def cluster_of(*hosts: str, encrypted: bool = True) -> Roster:
     """A roster of workers that say they have the GPU engine, without a cluster."""
-    status = SimpleNamespace(name="running")
+    status, memory = SimpleNamespace(name="running"), SimpleNamespace(unmanaged_old=0)
     workers = {
-        f"tls://{host}:{i}": SimpleNamespace(address=f"tls://{host}:{i}", status=status, nthreads=1, memory_limit=1)
+        f"tls://{host}:{i}": SimpleNamespace(
+            address=f"tls://{host}:{i}", status=status, memory=memory, nthreads=1, memory_limit=1
+        )
         for i, host in enumerate(hosts)
     }
     roster = Roster(SimpleNamespace(workers=workers, security=Security(require_encryption=encrypted)))

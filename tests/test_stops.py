@@ -70,7 +70,7 @@ def test_a_rank_stands_still_for_a_while(fault_client, point):
     ("point", "victim"), [("vote", 0), ("execute", 0), ("execute", 1), ("execute", 2), ("tiles", 1)]
 )
 def test_a_rank_stands_still_for_too_long(fault_client, point, victim, record_property):
-    """One error names it, also if it is the one with the barrier; awake again, the same processes multiply."""
+    """One error names it; awake again, the same processes multiply."""
     before = fault_client.run(os.getpid)
     address, pid = sorted(before.items())[victim]
     fault_client.run(inject, point, "stop", workers=[address])
@@ -90,23 +90,6 @@ def test_a_rank_stands_still_for_too_long(fault_client, point, victim, record_pr
     assert f"{address}: it does not answer" in str(error)
     works(fault_client)
     assert fault_client.run(os.getpid) == before
-
-
-def test_a_result_is_lost_on_a_worker_that_stands_still(fault_client):
-    """Its chunks can't be had; nobody waits for ever for them."""
-    _, _, x, y = operands()
-    c = matmul(x, y, method="summa")
-    address, pid = sorted(fault_client.run(os.getpid).items())[1]
-    fault_client.run(inject, "collect", "stop", workers=[address])
-    future = fault_client.compute(c)
-    with continued(pid):
-        deadline = time.monotonic() + 30
-        while not stopped(pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        # Dask's own task, of Dask's own time limit: it is awake again in time.
-        time.sleep(0.5)
-    assert future.result(timeout=60).shape == (300, 280)
 
 
 def running(dask_scheduler) -> list[list[str]]:

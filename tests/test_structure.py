@@ -29,13 +29,16 @@ ORDER = [
     ["planned"],
     ["graph", "cluster"],
     ["scheduler"],
-    ["live", "pins", "priorities"],
+    ["coordinator", "loading"],
+    ["gates"],
+    ["live", "priorities"],
     ["rounds"],
     ["worker"],
     ["replicas"],
     ["roster"],
     ["diagnostics"],
-    ["run", "groups", "history", "results"],
+    ["direct"],
+    ["run", "groups", "history"],
     ["chunks", "travel"],
     ["engines"],
     ["comms"],
@@ -48,7 +51,7 @@ ORDER = [
     ["errors", "_version", "faults"],
 ]
 PURE = [
-    *["plan", "distribution", "layout", "run", "groups", "history", "results"],
+    *["plan", "distribution", "layout", "run", "groups", "history"],
     *["keys", "dtypes", "narrow", "epilog", "errors", "engines"],
 ]
 ON_GPUS = {"cublasmp", "device", "peer"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 
 import dask.array as da
@@ -10,23 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stand_ins import Loop
 
 from dask_distmm import matmul
 from dask_distmm.comms.dask import DaskComm
-from dask_distmm.keys import stage_name
 from dask_distmm.plan import Plan, Worker, plan
 from dask_distmm.testing import make_problem
-from dask_distmm.worker import DistMMWorkerPlugin, WorkerSide
-
-
-class Loop:
-    """What `WorkerSide` needs of a Dask worker."""
-
-    address = "inproc://1"
-
-    def __init__(self) -> None:
-        self.handlers: dict = {}
-        self.stream_handlers: dict = {}
+from dask_distmm.worker import WorkerSide, other_orders
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +28,7 @@ def side():
 
 
 def state(side):
-    return (side.newest_run, sorted(side.runs), sorted(side.outputs), {k: sorted(v) for k, v in side.staged.items()})
+    return (side.newest_run, sorted(side.runs), dict(side.placed), sorted(side.worker.data))
 
 
 def small_plan() -> Plan:
@@ -46,30 +37,59 @@ def small_plan() -> Plan:
     return plan(problem, [Worker("inproc://1")], where_a=zeros, where_b=zeros[:1])
 
 
-def staged(side) -> None:
-    side.stage("m", "a", {(0, 0): np.ones((4, 5))})
-    side.stage("m", "a", {(1, 0): np.ones((3, 5))})
-    side.stage("m", "b", {(0, 0): np.ones((5, 6))})
+KEYS = {"a": [("x", 0, 0), ("x", 1, 0)], "b": [("y", 0, 0)]}
+
+
+def with_chunks(side) -> None:
+    side.worker.data |= {("x", 0, 0): np.ones((4, 5)), ("x", 1, 0): np.ones((3, 5)), ("y", 0, 0): np.ones((5, 6))}
+
+
+def prepared(side, run_id=1):
+    return side.prepare(run_id=run_id, me=0, plan=small_plan().to_wire(), keys=KEYS)
 
 
 def test_one_run_by_hand():
     async def work() -> None:
         side = WorkerSide(Loop())
-        staged(side)
-        wire = small_plan().to_wire()
-        assert (await side.prepare(run_id=1, me=0, plan=wire))["status"] == "OK"
+        with_chunks(side)
+        assert (await prepared(side))["status"] == "OK"
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
         answer = await side.fetch(run_id=1, kind="input", boxes=box, flat=False)
         assert answer["status"] == "OK"
-        assert (await side.start(run_id=1))["status"] == "OK"
-        side.finish(run_id=1, name="m")
-        np.testing.assert_array_equal(side.collect(1, "", 1), np.full((3, 6), 5.0))
-        answer = await side.fetch(
-            run_id=1, kind="output-", boxes=np.array([[0, 1, 0, 0, 0, 0]], np.int64).tobytes(), flat=False
-        )
+        answer = await side.start(run_id=1)
         assert answer["status"] == "OK"
-        side.forget(run_id=1, name="m")
-        assert state(side) == (1, [], [], {})
+        ((output, numbers, sizes),) = answer["placed"]
+        assert output == ""
+        assert np.frombuffer(numbers, np.int64).tolist() == [0, 1]
+        assert np.frombuffer(sizes, np.int64).tolist() == [4 * 6 * 8, 3 * 6 * 8]
+        assert answer["type"][1] == "numpy.ndarray"
+        np.testing.assert_array_equal(side.worker.data["m", 1, 0], np.full((3, 6), 5.0))
+        side.finish(run_id=1)
+        # A late order to end it takes nothing away.
+        await side.abort(run_id=1, reason="late")
+        assert state(side) == (1, [], {}, sorted([("m", 0, 0), ("m", 1, 0), *KEYS["a"], *KEYS["b"]]))
+        side.close()
+
+    asyncio.run(work())
+
+
+def test_what_a_failed_run_has_placed_goes():
+    async def work() -> None:
+        side = WorkerSide(Loop())
+        with_chunks(side)
+        assert (await prepared(side))["status"] == "OK"
+        unwanted = [("", np.array([0], np.int64).tobytes())]
+        answer = await side.start(run_id=1, unwanted=unwanted)
+        assert np.frombuffer(answer["placed"][0][1], np.int64).tolist() == [1]
+        assert ("m", 1, 0) in side.worker.data
+        assert ("m", 0, 0) not in side.worker.data
+        # Another run makes the same chunk before this worker hears that the first one has failed.
+        assert (await prepared(side, 2))["status"] == "OK"
+        assert (await side.start(run_id=2))["status"] == "OK"
+        side.end(run_id=1, reason="test")
+        assert ("m", 1, 0) in side.worker.data
+        side.end(run_id=2, reason="test")
+        assert state(side) == (2, [], {}, sorted([*KEYS["a"], *KEYS["b"]]))
         side.close()
 
     asyncio.run(work())
@@ -78,13 +98,12 @@ def test_one_run_by_hand():
 def test_stale_and_missing():
     async def work() -> None:
         side = WorkerSide(Loop())
-        wire = small_plan().to_wire()
-        assert await side.prepare(run_id=1, me=0, plan=wire) == {"status": "missing", "count": 3}
-        staged(side)
-        assert (await side.prepare(run_id=2, me=0, plan=wire))["status"] == "OK"
+        assert await prepared(side) == {"status": "missing", "keys": [*KEYS["a"], *KEYS["b"]]}
+        with_chunks(side)
+        assert (await prepared(side, 2))["status"] == "OK"
         before = state(side)
         for run_id in (0, 1, 2, -5, "2", None):
-            assert (await side.prepare(run_id=run_id, me=0, plan=wire))["status"] == "refused"
+            assert (await prepared(side, run_id))["status"] == "refused"
         for run_id in (1, 3, "x"):
             assert (await side.start(run_id=run_id))["status"] == "refused"
             assert (await side.fetch(run_id=run_id, kind="input", boxes=b"\0" * 48, flat=False))["status"] == "gone"
@@ -96,11 +115,34 @@ def test_stale_and_missing():
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("keys", [{}, {"a": KEYS["a"]}, KEYS | {"a": [("x", 0, 0)]}, None, [1, 2]])
+def test_keys_that_do_not_fit_the_plan(keys):
+    async def work() -> None:
+        side = WorkerSide(Loop())
+        with_chunks(side)
+        answer = await side.prepare(run_id=1, me=0, plan=small_plan().to_wire(), keys=keys)
+        assert answer["status"] == "refused"
+        assert "keys" in answer["message"]
+        assert state(side)[:3] == (0, [], {})
+        side.close()
+
+    asyncio.run(work())
+
+
+def test_other_memory_orders_than_planned():
+    """Only where they matter, and only if asked."""
+    made = dataclasses.replace(small_plan(), engine="peer")
+    chunks = {("a", 0): np.ones((4, 5), order="F"), ("a", 1): np.ones((3, 5), order="F"), ("b", 0): np.ones((5, 6))}
+    assert other_orders(made, chunks) == {"a": "F"}
+    assert other_orders(dataclasses.replace(made, order_a="F"), chunks) == {}
+    assert other_orders(dataclasses.replace(made, engine="numpy"), chunks) == {}
+
+
 def test_a_request_that_is_given_up_harms_no_run():
     async def work() -> None:
         side = WorkerSide(Loop())
-        staged(side)
-        assert (await side.prepare(run_id=1, me=0, plan=small_plan().to_wire()))["status"] == "OK"
+        with_chunks(side)
+        assert (await prepared(side))["status"] == "OK"
         boxes = np.array([[0, 0, 0, 1, 0, 1]], np.int64).tobytes()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(side.fetch(run_id=1, kind="partial", boxes=boxes, flat=False), 0.05)
@@ -112,7 +154,7 @@ def test_a_request_that_is_given_up_harms_no_run():
 
 junk = st.one_of(st.none(), st.integers(-3, 3), st.text(max_size=5), st.binary(max_size=100), st.lists(st.integers()))
 calls = st.one_of(
-    st.tuples(st.just("prepare"), st.fixed_dictionaries({"run_id": junk, "me": junk, "plan": junk})),
+    st.tuples(st.just("prepare"), st.fixed_dictionaries({"run_id": junk, "me": junk, "plan": junk, "keys": junk})),
     st.tuples(st.just("start"), st.fixed_dictionaries({"run_id": st.integers(2, 9) | st.text()})),
     st.tuples(st.just("abort"), st.fixed_dictionaries({"run_id": st.integers(2, 9), "reason": st.text()})),
     st.tuples(
@@ -124,7 +166,7 @@ calls = st.one_of(
         st.fixed_dictionaries(
             {
                 "run_id": st.just(1),
-                "kind": st.sampled_from(["input", "partial", "final", "output-", "replica", "other"]),
+                "kind": st.sampled_from(["input", "partial", "final", "replica", "other"]),
                 "boxes": st.lists(st.integers(-2, 2**40), min_size=6, max_size=6).map(
                     lambda x: np.array([x], np.int64).tobytes()
                 ),
@@ -142,8 +184,8 @@ def test_any_message_in_any_order(messages):
 
     async def work() -> None:
         side = WorkerSide(Loop())
-        staged(side)
-        assert (await side.prepare(run_id=1, me=0, plan=small_plan().to_wire()))["status"] == "OK"
+        with_chunks(side)
+        assert (await prepared(side))["status"] == "OK"
         before = state(side)
         for op, arguments in messages:
             try:
@@ -156,7 +198,7 @@ def test_any_message_in_any_order(messages):
             assert answer["status"] in ({"OK", "refused", "gone"} if good else {"refused", "gone", "failed"})
             assert state(side) == before
         assert (await side.start(run_id=1))["status"] == "OK"
-        np.testing.assert_array_equal(side.collect(1, "", 0), np.full((4, 6), 5.0))
+        np.testing.assert_array_equal(side.worker.data["m", 0, 0], np.full((4, 6), 5.0))
         side.close()
 
     asyncio.run(work())
@@ -165,8 +207,8 @@ def test_any_message_in_any_order(messages):
 def test_requests_outside_of_a_chunk(side):
     async def work() -> None:
         own = WorkerSide(Loop())
-        staged(own)
-        await own.prepare(run_id=1, me=0, plan=small_plan().to_wire())
+        with_chunks(own)
+        await prepared(own)
         for box in (
             [0, 0, 0, 5, 0, 5],
             [0, 2, 0, 1, 0, 1],
@@ -190,27 +232,6 @@ def test_the_plugin_can_be_installed_twice(inproc_client):
     inproc_client.register_plugin(DistMMWorkerPlugin())
     assert inproc_client.run(lambda dask_worker: id(dask_worker.extensions["distmm"])) == sides
     np.testing.assert_allclose(matmul(x, x.T).compute(), x.compute() @ x.compute().T, rtol=1e-9, atol=1e-9)
-
-
-def test_a_chunk_staged_by_a_cancelled_task_leaves_nothing():
-    """The multiply was forgotten while the task ran; what it stages then goes with its end, to the last entry."""
-    side = WorkerSide(Loop())
-    plugin = DistMMWorkerPlugin()
-    plugin._side = side
-    staged(side)
-    side.forget(None, "m")
-    side.stage("m", "a", {(1, 0): np.ones((3, 5)), (0, 0): np.ones((4, 5))})
-    side.stage("m", "b", {(0, 0): np.ones((5, 6))})
-    plugin.transition((stage_name("m", "a"), 0, 0), "cancelled", "memory")
-    assert len(side.staged["m"]) == 3
-    plugin.transition((stage_name("m", "a"), 1, 0), "cancelled", "memory")
-    assert list(side.staged["m"]) == [("b", 0, 0)]
-    plugin.transition((stage_name("m", "b"), 0, 0), "cancelled", "released")
-    assert side.staged == {}
-    plugin.transition((stage_name("m", "b"), 0, 0), "cancelled", "released")
-    plugin.transition("another", "cancelled", "memory")
-    assert side.staged == {}
-    side.close()
 
 
 def test_a_worker_that_ends_asks_nobody():

@@ -29,7 +29,7 @@ Show = Callable[[Sequence[Mapping[str, Any]]], None]
 def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) -> Any:
     """Show how far the multiplies are that collections or futures need, until all of these are done.
 
-    There is a line for each multiply with its phase (reading, waiting, voting, multiplying, collecting, done, failed),
+    There is a line for each multiply with its phase (reading, waiting, voting, multiplying, done, failed),
     the share of that phase's work which is done, and the bytes that have travelled; and a line for all results.
     ``distributed.progress``, which shows tasks, can be used beside it.
 

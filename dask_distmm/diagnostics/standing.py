@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dask_distmm.answers import as_plain
-from dask_distmm.diagnostics.records import Record, Records
+from dask_distmm.diagnostics.records import Records
 from dask_distmm.errors import ProtocolError
-from dask_distmm.keys import barrier_key, barrier_name, parse_stage_key
+from dask_distmm.keys import barrier_key, barrier_name
 from dask_distmm.run import Run
 
 if TYPE_CHECKING:
@@ -68,34 +68,12 @@ def standing(scheduler: Scheduler, live: Iterable[Run], records: Records, name: 
     if record is not None and record.outcome == "failed":
         return _line(name, "failed", record.share, record.run_id, record.received_bytes)
     gate = scheduler.tasks.get(barrier_key(name))
-    if gate is not None and gate.state not in ("memory", "released", "forgotten"):
-        return _line(name, "reading", _staged(scheduler, name))
+    if gate is not None and gate.state not in ("released", "forgotten"):
+        left = len(gate.waiting_on or ())
+        return _line(name, "reading", 1 - left / len(gate.dependencies) if gate.dependencies else 1.0)
     if record is None:
-        return _line(name, "reading" if gate is not None else "done", 0.0 if gate is not None else 1.0)
-    return _collected(scheduler, name, record)
-
-
-def _collected(scheduler: Scheduler, name: str, record: Record) -> dict[str, Any]:
-    group = scheduler.task_groups.get(name)
-    share = _share(group.states) if group is not None else 1.0
-    phase = "collecting" if share < 1 else "done"
-    return _line(name, phase, share, record.run_id, record.received_bytes)
-
-
-def _staged(scheduler: Scheduler, name: str) -> float:
-    counts: dict[str, int] = {}
-    for key, group in scheduler.task_groups.items():
-        stage = parse_stage_key((key, 0, 0))
-        if stage is not None and stage[0] == name:
-            for state, count in group.states.items():
-                counts[state] = counts.get(state, 0) + count
-    return _share(counts)
-
-
-def _share(states: Mapping[str, int]) -> float:
-    """Return the share of tasks that are done, from how many are in each state."""
-    total = sum(states.values())
-    return (states.get("memory", 0) + states.get("forgotten", 0)) / total if total else 1.0
+        return _line(name, "done", 1.0)
+    return _line(name, "done", 1.0, record.run_id, record.received_bytes)
 
 
 def _line(name: str, phase: str, share: float, run_id: int = 0, received_bytes: int = 0) -> dict[str, Any]:

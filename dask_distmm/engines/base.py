@@ -151,7 +151,7 @@ class Engine(Protocol):
         progress: Callable[[float], None],
         ready: Sequence[Any] = (),
     ) -> Job:
-        """Return participant `me`'s side of a run, over the chunks it staged; these are there after `ready`."""
+        """Return participant `me`'s side of a run, over the chunks that it holds; these are there after `ready`."""
         ...
 
     def release(self, group: int) -> None:

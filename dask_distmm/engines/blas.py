@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import scipy.linalg.cython_blas
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 __all__ = ["blas_threads", "gemm"]
 
@@ -89,7 +89,13 @@ def _leading(x: NDArray[Any]) -> ctypes.c_int:
 
 
 _threads_lock = threading.Lock()
-_threads_users: list[threadpool_limits] = []
+_threads_users: list[Any] = []
+
+
+@functools.cache
+def _libraries() -> ThreadpoolController:
+    """Return the BLAS libraries of this process. Finding them takes milliseconds; ours are there since the imports."""
+    return ThreadpoolController()
 
 
 @contextlib.contextmanager
@@ -99,7 +105,8 @@ def blas_threads(number: int) -> Iterator[None]:
     The setting belongs to the process: the first to enter sets it, the last to leave puts back what was.
     """
     with _threads_lock:
-        _threads_users.append(threadpool_limits(number, user_api="blas") if not _threads_users else _threads_users[0])
+        limits = _threads_users[0] if _threads_users else _libraries().limit(limits=number, user_api="blas")
+        _threads_users.append(limits)
     try:
         yield
     finally:

@@ -224,12 +224,12 @@ def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
 def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
     """Return the projected bytes of device memory that a run holds at its peak, for each participant.
 
-    Counted are staged chunks, tiles that are not chunks already, buffers of what is sent and received, the
+    Counted are chunks of A and B, tiles that are not chunks already, buffers of what is sent and received, the
     library's workspace, D's tile and D's chunks.
     """
     problem, npart = made.problem, len(made.participants)
     total = np.zeros(npart)
-    for operand in "a" if problem.same else "ab":
+    for operand in "a" if problem.shared else "ab":
         total += spread(made, operand, chunk_bytes(problem, operand))
     # A's buffers are free again before B's are needed.
     total += np.max([sent + received for sent, received in moved.operands], axis=0)

@@ -271,6 +271,10 @@ def _ways(plan: Plan) -> str:
             note += f", too much memory: {size_text(estimate.peak_bytes)} a worker"
         name = f"{estimate.method} {' x '.join(map(str, estimate.grid))}"
         rows.append(Bar(name, note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=estimate is chosen))
+    if (own := plan.by_tasks) is not None:
+        parts = [own.compute_seconds, own.transfer_seconds, own.seconds - own.compute_seconds - own.transfer_seconds]
+        note = f"{time_text(own.seconds)}; with what Dask takes around it the run takes {time_text(plan.expected)}"
+        rows.append(Bar("Dask's own tasks", note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=not plan.worth_it))
     more = f"<div>and {len(ways) - _MOST_WAYS} more, see the text</div>" if len(ways) > _MOST_WAYS else ""
     legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "messages")])
     return bars(rows, "estimated time of each way") + more + legend

@@ -72,7 +72,8 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
     """Return how many bytes of A or B each participant has, from the bytes of its chunks."""
     where, npart = plan.where[operand], len(plan.participants)
     if where is None:
-        return np.full(npart, sizes.sum() / npart)
+        # As evenly as whole chunks can be shared out.
+        return np.full(npart, sizes.sum() / len(sizes) * -(-len(sizes) // npart))
     if everywhere(where):
         held = np.zeros(npart)
         held[list(plan.ranks)] = sizes.sum()
@@ -83,12 +84,12 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
 def project(plan: Plan) -> dict[str, int]:
     """Return the projected bytes that a run holds at its peak, for each participant.
 
-    Counted are: chunks staged there, what the rank sums into, its chunks of D, panels in flight, packed
+    Counted are: chunks of A and B there, what the rank sums into, its chunks of D, panels in flight, packed
     panels, and partial sums of others. Not counted is what the worker holds anyway for other tasks.
     """
     problem, npart = plan.problem, len(plan.participants)
     staged = np.zeros(npart)
-    for operand in "a" if problem.same else "ab":
+    for operand in "a" if problem.shared else "ab":
         staged += spread(plan, operand, chunk_bytes(problem, operand))
 
     # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.

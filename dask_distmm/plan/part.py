@@ -1,4 +1,4 @@
-"""A part of a multiply as a problem of its own: what is left to do where some chunks of D are there already."""
+"""A part of a multiply as a problem of its own: where only some chunks of D are wanted, or others are there already."""
 
 from __future__ import annotations
 
@@ -28,25 +28,31 @@ class Part:
     numbers
         For each operand, and ``"d"``: its name, numbers of its rows and columns of chunks in the larger multiply, and
         how many columns of chunks there are in that.
-    same
-        Whether B is A in the larger multiply.
+    whole
+        Name of the larger multiply.
     """
 
     numbers: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]
-    same: bool
+    whole: str
+
+    @property
+    def ncols(self) -> int:
+        """How many columns of chunks D has in the larger multiply."""
+        return self.of("d")[2]
 
     def at(self, operand: str, index: int) -> tuple[int, int]:
         """Return row and column in the larger multiply of chunk `index` of an operand, or of ``"d"``."""
-        rows, cols, _ = self._of(operand)
+        rows, cols, _ = self.of(operand)
         i, j = divmod(index, len(cols))
         return rows[i], cols[j]
 
     def every(self, operand: str) -> NDArray[np.int64]:
         """Return the numbers in the larger multiply of all chunks of an operand, or of ``"d"``."""
-        rows, cols, ncols = self._of(operand)
+        rows, cols, ncols = self.of(operand)
         return np.add.outer(np.asarray(rows, np.int64) * ncols, np.asarray(cols, np.int64)).ravel()
 
-    def _of(self, operand: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    def of(self, operand: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Return the numbers of an operand's rows and columns of chunks, and how many columns the whole one has."""
         return next((rows, cols, ncols) for name, rows, cols, ncols in self.numbers if name == operand)
 
     @classmethod
@@ -64,17 +70,17 @@ class Part:
         )
         if {name: (len(rows), len(cols)) for name, rows, cols, _ in found} != counts:
             raise ProtocolError(f"malformed problem: a part of other chunks than {counts}")
-        return cls(found, bool(wire["same"]))
+        return cls(found, str(wire["whole"]))
 
 
-def restrict(problem: Problem, missing: Collection[int]) -> Problem | None:
+def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
     """Return the problem whose D is the least part of another's that has some chunks, cut where all chunks are.
 
     Parameters
     ----------
     problem
         The larger one.
-    missing
+    wanted
         Numbers of chunks of D.
 
     Returns
@@ -86,24 +92,24 @@ def restrict(problem: Problem, missing: Collection[int]) -> Problem | None:
         return None
     extras = [extra.chunks for extra in problem.extras]
     sizes = ([problem.out_chunks[0], problem.a_chunks[0]], [problem.out_chunks[1], problem.b_chunks[1]])
-    at = np.divmod(np.asarray(sorted(missing), np.int64), len(problem.out_chunks[1]))
-    wanted: list[NDArray[np.bool_]] = []
+    at = np.divmod(np.asarray(sorted(wanted), np.int64), len(problem.out_chunks[1]))
+    marks: list[NDArray[np.bool_]] = []
     for axis, length in enumerate((problem.m, problem.n)):
         # What is broadcast along an axis is needed whole.
         long = [*sizes[axis], *(chunks[axis] for chunks in extras if sum(chunks[axis]) == length)]
         if any(0 in chunking for chunking in long):
             return None
-        wanted.append(_wanted(long, np.unique(at[axis]), length))
-    if all(mask.all() for mask in wanted):
+        marks.append(_mark(long, np.unique(at[axis]), length))
+    if all(mask.all() for mask in marks):
         return None
 
     def taken(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         found = []
         for axis, chunking in enumerate(problem.chunks_of(name)):
             # Neither k nor what is broadcast is cut.
-            cut = axis != _AXIS_OF_K.get(name) and sum(chunking) == len(wanted[axis])
+            cut = axis != _AXIS_OF_K.get(name) and sum(chunking) == len(marks[axis])
             starts = np.cumsum(chunking) - chunking
-            found.append(tuple(np.flatnonzero(wanted[axis][starts]).tolist() if cut else range(len(chunking))))
+            found.append(tuple(np.flatnonzero(marks[axis][starts]).tolist() if cut else range(len(chunking))))
         return found[0], found[1]
 
     names = (*problem.operands, "d")
@@ -122,11 +128,11 @@ def restrict(problem: Problem, missing: Collection[int]) -> Problem | None:
         method="auto",
         same=False,
         arrays=("", ""),
-        part=Part(tuple((name, *numbers[name], problem.chunk_counts(name)[1]) for name in names), problem.same),
+        part=Part(tuple((name, *numbers[name], problem.chunk_counts(name)[1]) for name in names), problem.name),
     )
 
 
-def _wanted(chunkings: Sequence[Sequence[int]], chunks: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
+def _mark(chunkings: Sequence[Sequence[int]], chunks: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
     """Mark the elements of an axis from one common edge of all chunkings to another that have any of these chunks.
 
     Parameters

@@ -33,7 +33,7 @@ __all__ = ["EVERYWHERE", "Estimate", "Packing", "Plan", "Rect", "everywhere"]
 
 Rect = tuple[int, int, int, int]  # row start, row stop, column start, column stop
 
-# In place of the participant that staged a chunk: every rank has it.
+# In place of the participant that holds a chunk: every rank has it.
 EVERYWHERE = -1
 
 
@@ -89,7 +89,7 @@ class Plan:
     method
         Name of the method.
     participants
-        All workers that take part. Those not in `ranks` only hand out the chunks they staged.
+        All workers that take part. Those not in `ranks` only hand out chunks.
     ranks
         For each rank, its index into `participants`.
     rows, cols, depth
@@ -97,7 +97,7 @@ class Plan:
     owners
         int32, one for each chunk of D: the rank that holds it.
     where_a, where_b
-        int32, one for each chunk of A and B: the participant that staged it. `EVERYWHERE` for all chunks of an
+        int32, one for each chunk of A and B: the participant that holds it. `EVERYWHERE` for all chunks of an
         operand of which every rank has a replica. None if not known yet.
     packing
         Which operands are packed.
@@ -111,13 +111,16 @@ class Plan:
     replicas
         So many participants, the first ones, keep all of D after the run.
     replica_runs
-        For A and B the number of the run that has left their replicas on the ranks; 0 where they are staged.
+        For A and B the number of the run that has left their replicas on the ranks; 0 where their chunks are read.
     group
         Number under which the ranks keep what they share between runs; 0 for none.
     projected_bytes
         Projected peak of this run's memory for each participant's address.
     estimate, alternatives
         The cost model's view of this plan, and of all ways it looked at, best first.
+    around, by_tasks
+        Seconds that Dask takes around the run, and what the product would take as Dask's own tasks; None where that was
+        not looked at.
     """
 
     problem: Problem
@@ -142,6 +145,8 @@ class Plan:
     projected_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     estimate: Estimate | None = None
     alternatives: tuple[Estimate, ...] = ()
+    around: float = 0.0
+    by_tasks: Estimate | None = None
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -170,6 +175,16 @@ class Plan:
         return rate * sum(self.participants[index].nthreads for index in self.ranks)
 
     @property
+    def worth_it(self) -> bool:
+        """Whether the run is expected to be over before Dask's own tasks would be."""
+        return self.by_tasks is None or self.estimate is None or self.expected <= self.by_tasks.seconds
+
+    @property
+    def expected(self) -> float:
+        """Seconds that are expected from ``persist`` to all of D in memory."""
+        return self.around + (self.estimate.seconds if self.estimate else 0.0)
+
+    @property
     def workers(self) -> tuple[str, ...]:
         """Addresses of the ranks, in their order."""
         return tuple(self.participants[index].address for index in self.ranks)
@@ -181,7 +196,7 @@ class Plan:
 
     @property
     def where(self) -> dict[str, NDArray[np.int32] | None]:
-        """For each operand by name, who staged its chunks."""
+        """For each operand by name, who holds its chunks."""
         known = dict(zip(self.problem.operands[2:], self.where_extras, strict=False))
         return {"a": self.where_a, "b": self.where_b, **known}
 

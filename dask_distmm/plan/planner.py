@@ -29,10 +29,17 @@ from dask_distmm.plan.memory import operand_grids, packing, panel_width, project
 from dask_distmm.plan.methods import candidates
 from dask_distmm.plan.plan import Estimate, Packing, Plan, everywhere
 from dask_distmm.plan.problem import COLLECTIVE, METHODS, Problem, Worker
+from dask_distmm.plan.reorder import free_axes
 from dask_distmm.plan.replicas import with_replicas
 from dask_distmm.plan.tilings import asked_ways
 
 __all__ = ["check_memory", "plan"]
+
+Way = tuple[str, tuple[int, int, int]]
+
+# One way is looked at for each so many seconds that the product is expected to take, and these many at least; and a
+# worker that has so large a share of the chunks may best do it all.
+_SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
 
 
 def plan(
@@ -46,6 +53,7 @@ def plan(
     groups: Sequence[tuple[str, ...]] = (),
     where_extras: Sequence[NDArray[np.int32]] = (),
     replica_runs: tuple[int, int] = (0, 0),
+    quickly: bool = False,
 ) -> Plan:
     """Choose how `problem` runs on the workers of `roster`.
 
@@ -70,6 +78,9 @@ def plan(
         As `where_a`, for each of the problem's extras.
     replica_runs
         For A and B the run that has left the replicas, where they are everywhere.
+    quickly
+        Look only at as many ways as the product is worth, the best ones if the chunks were spread evenly: these need
+        not be found anew for each placement.
 
     Returns
     -------
@@ -84,18 +95,21 @@ def plan(
     """
     found: list[Plan] = []
     failure: PlanError | ProjectedMemoryError | None = None
-    for name in (engine,) if isinstance(engine, str) else engine:
+    engines = (engine,) if isinstance(engine, str) else tuple(engine)
+    # The same multiply comes again and again in a loop: only its name differs.
+    anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
+    question = tuple(roster), orders, tuple(sorted(groups))
+    ways = _shortlist(anonymous, *question, engines, (where_a, where_b)) if quickly else dict.fromkeys(engines)
+    for name in ways:
         try:
-            # The same multiply comes again and again in a loop: only its name differs.
             made = _plan(
-                dataclasses.replace(problem, name="", arrays=("", "")),
-                tuple(roster),
+                anonymous,
+                *question,
+                name,
                 None if where_a is None else where_a.tobytes(),
                 None if where_b is None else where_b.tobytes(),
                 tuple(sources),
-                name,
-                orders,
-                tuple(sorted(groups)),
+                ways[name],
             )
         except (PlanError, ProjectedMemoryError) as error:
             # What the last engine says counts: the others are there to be quicker where they can.
@@ -103,22 +117,54 @@ def plan(
             continue
         made = dataclasses.replace(made, problem=problem, where_extras=tuple(where_extras), replica_runs=replica_runs)
         found.append(made)
+    if not found and quickly:
+        return plan(problem, roster, where_a, where_b, sources, engine, orders, groups, where_extras, replica_runs)
     if not found:
         assert failure is not None
         raise failure
     return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
 
 
+def _shortlist(
+    problem: Problem,
+    roster: tuple[Worker, ...],
+    orders: tuple[str, str],
+    groups: tuple[tuple[str, ...], ...],
+    engines: Sequence[str],
+    where: Sequence[NDArray[np.int32] | None],
+) -> dict[str, frozenset[Way] | None]:
+    """Return the engines and ways that are worth a look; None for all ways of an engine."""
+    placed = [table for table in where if table is not None and not everywhere(table)]
+    if not placed or problem.method != "auto" or problem.grid is not None or any(problem.distributions):
+        return dict.fromkeys(engines)
+    ranked: list[tuple[float, str, Way]] = []
+    for engine in engines:
+        try:
+            rough = _plan(problem, roster, orders, groups, engine, None, None, (), None)
+        except (PlanError, ProjectedMemoryError):
+            return dict.fromkeys(engines)
+        ranked += [(found.seconds, engine, (found.method, found.grid)) for found in rough.alternatives]
+    ranked.sort()
+    count = max(_LEAST_WAYS, int(ranked[0][0] / _SECONDS_A_WAY))
+    kept: dict[str, set[Way]] = {}
+    for number, (_, engine, way) in enumerate(ranked):
+        share = max(np.bincount(table).max() / len(table) for table in placed)
+        if number < count or (way[0] == "local" and share >= _LARGE_SHARE):
+            kept.setdefault(engine, set()).add(way)
+    return {engine: frozenset(ways) for engine, ways in kept.items()}
+
+
 @functools.lru_cache(maxsize=64)
 def _plan(
     problem: Problem,
     roster: tuple[Worker, ...],
+    orders: tuple[str, str],
+    groups: tuple[tuple[str, ...], ...],
+    engine: str,
     raw_a: bytes | None,
     raw_b: bytes | None,
     sources: tuple[Worker, ...],
-    engine: str,
-    orders: tuple[str, str],
-    groups: tuple[tuple[str, ...], ...],
+    only: frozenset[Way] | None,
 ) -> Plan:
     where_a, where_b = (None if raw is None else np.frombuffer(raw, np.int32) for raw in (raw_a, raw_b))
     if not roster:
@@ -134,6 +180,7 @@ def _plan(
         if engine in COLLECTIVE
         else _consider(problem, participants, len(roster), method, grid, *args, orders)
         for method, grid in _ways(problem, len(roster), engine)
+        if (only is None or (method, grid) in only)
         if engine not in COLLECTIVE or collective.has_method(problem, method)
     ]
     if not found and engine in COLLECTIVE and not collective.has_method(problem, problem.method):
@@ -172,12 +219,16 @@ def check_memory(plan: Plan) -> None:
         return
     limit = {w.address: int(w.memory_limit * plan.problem.options.limit_fraction) for w in plan.participants}
     more = ", since all of D is to be on each worker (epilog 'allreduce')" if plan.replicas else ""
+    used = {w.address: w.used for w in plan.participants}
     worst = max(over, key=lambda address: over[address] / limit[address])
+    beside = f", {_gib(used[worst])} of it what its process holds anyway" if used[worst] else ""
     raise ProjectedMemoryError(
         f"the multiply of {plan.problem.m} x {plan.problem.k} by {plan.problem.k} x {plan.problem.n} "
         f"({plan.problem.dtype}) would hold {_gib(over[worst])} on worker {worst} with method {plan.method!r}, the "
-        f"leanest there is{more}; it may hold {_gib(limit[worst])} ({plan.problem.options.limit_fraction:.0%} of its "
-        "memory limit). Use more workers or a higher memory_limit, or raise the config distmm.memory.limit-fraction",
+        f"leanest there is{more}{beside}; it may hold {_gib(limit[worst])} "
+        f"({plan.problem.options.limit_fraction:.0%} of its memory limit). Use more workers or a higher memory_limit, "
+        "raise the config distmm.memory.limit-fraction, or let Dask's own tasks multiply, which may stream it: A @ B "
+        "under enable()",
         plan.projected_bytes,
         limit,
     )
@@ -189,10 +240,11 @@ def _gib(size: int) -> str:
 
 def _over_limit(plan: Plan) -> dict[str, int]:
     return {
-        worker.address: plan.projected_bytes[worker.address]
+        worker.address: plan.projected_bytes[worker.address] + worker.used
         for worker in plan.participants
         if worker.memory_limit
-        and plan.projected_bytes[worker.address] > worker.memory_limit * plan.problem.options.limit_fraction
+        and plan.projected_bytes[worker.address] + worker.used
+        > worker.memory_limit * plan.problem.options.limit_fraction
     }
 
 
@@ -254,12 +306,17 @@ def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDA
     npart = len(made.participants)
     rows, cols, depth = (np.diff(cut).astype(float) for cut in (made.rows, made.cols, made.depth))
     total = []
-    for chunks, where, parts, needed, itemsize in (
-        (problem.a_chunks, made.where_a, operand_grids(made)[0], np.outer(rows, depth), problem.itemsize("a")),
-        (problem.b_chunks, made.where_b, operand_grids(made)[1], np.outer(depth, cols), problem.itemsize("b")),
+    for operand, where, parts, needed in (
+        ("a", made.where_a, operand_grids(made)[0], np.outer(rows, depth)),
+        ("b", made.where_b, operand_grids(made)[1], np.outer(depth, cols)),
     ):
+        chunks, itemsize = problem.chunks_of(operand), problem.itemsize(operand)
         held: NDArray[Any]
-        if where is None or everywhere(where):
+        if where is None and needed.size > 1 and _lies_in_slabs(problem, operand, needed.shape):
+            held = np.zeros((npart, needed.size))
+            np.fill_diagonal(held, needed.ravel())
+            held = held.reshape(npart, *needed.shape)
+        elif where is None or everywhere(where):
             held = np.broadcast_to(needed / (npart if where is None else 1), (npart, *needed.shape))
         else:
             held = redistribution(ChunkGrid(chunks), parts).traffic(where, npart).reshape(npart, *needed.shape)
@@ -268,6 +325,13 @@ def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDA
     need = need_a[:, None, :] + need_b.T[None, :, :]
     home = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
     return need.reshape(p * q * s), home.reshape(npart, p * q * s).T[:, :nroster]
+
+
+def _lies_in_slabs(problem: Problem, operand: str, parts: tuple[int, ...]) -> bool:
+    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `reorder`."""
+    axis, counts = int(parts[1] > 1), problem.chunk_counts(operand)
+    slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
+    return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(problem)
 
 
 def _estimate(made: Plan, received: NDArray[np.float64]) -> Estimate:

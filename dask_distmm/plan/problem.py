@@ -47,6 +47,8 @@ class Worker:
     device, reach
         Its GPU, and those whose memory that GPU can read, by names that are the same in all processes; empty where it
         has none.
+    used
+        Bytes of that memory which its process holds beside what Dask can spill.
     """
 
     address: str
@@ -55,18 +57,19 @@ class Worker:
     host: str = ""
     device: str = ""
     reach: tuple[str, ...] = ()
+    used: int = 0
 
-    def to_wire(self) -> tuple[str, int, int, str, str, list[str]]:
+    def to_wire(self) -> tuple[str, int, int, str, str, list[str], int]:
         """As plain types."""
-        return (self.address, self.nthreads, self.memory_limit, self.host, self.device, list(self.reach))
+        return (self.address, self.nthreads, self.memory_limit, self.host, self.device, list(self.reach), self.used)
 
     @classmethod
     def from_wire(cls, wire: Any) -> Worker:
         """Make it from what `to_wire` gave, checked."""
-        address, nthreads, memory_limit, host, device, reach = wire
+        address, nthreads, memory, host, device, reach, used = wire
         if not isinstance(address, str):
             raise ProtocolError(f"a worker's address is a str, found {address!r}")
-        return cls(address, int(nthreads), int(memory_limit), str(host), str(device), tuple(map(str, reach)))
+        return cls(address, int(nthreads), int(memory), str(host), str(device), tuple(map(str, reach)), int(used))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class Problem:
     workers
         Addresses to use, or their number, or None for all.
     same
-        B is A: its chunks are staged once.
+        B is A: its chunks are needed once.
     options
         What the run needs of the client's configuration.
     array
@@ -137,11 +140,11 @@ class Problem:
     arrays
         Names of the arrays whose chunks A's and B's are; empty where nothing of them may be on the workers already.
     turned
-        Whether A and B are the transposes of these; their chunks are staged as transposed views.
+        Whether A and B are the transposes of these; their chunks are taken as transposed views.
     conjugated
-        Whether A and B are the conjugates of what is staged.
+        Whether A and B are the conjugates of these.
     part
-        Which part of a larger multiply this is, whose chunks are staged; None if it is all of one.
+        Which part of a larger multiply this is; None if it is all of one.
     """
 
     name: str
@@ -239,7 +242,7 @@ class Problem:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Names of the arrays that are staged, in the order of their numbers."""
+        """Names of the arrays that are read, in the order of their numbers."""
         return ("a", "b", *(extra.name for extra in self.extras))
 
     def chunks_of(self, operand: str) -> Chunks:
@@ -257,11 +260,24 @@ class Problem:
         chunks = self.chunks_of(operand)
         return len(chunks[0]), len(chunks[1])
 
-    def staged_as(self, operand: str, index: int) -> tuple[str, int, int]:
-        """Return under which operand, row and column chunk `index` of an operand is staged."""
-        same = self.same if self.part is None else self.part.same
-        at = divmod(index, self.chunk_counts(operand)[1]) if self.part is None else self.part.at(operand, index)
-        return ("a" if operand == "b" and same else operand), *at
+    @property
+    def shared(self) -> bool:
+        """Whether A and B are made of the same chunks, as in ``X.T @ X``, so that each is held once."""
+        return self.same or bool(self.arrays[0] and self.arrays[0] == self.arrays[1])
+
+    @property
+    def anonymous(self) -> tuple[str, str]:
+        """Names of A's and B's arrays that say no more than whether they are the same."""
+        return ("x", "x") if self.shared else ("", "")
+
+    @property
+    def result_name(self) -> str:
+        """Name of the array of D that the user has, also where this is a part of its multiply."""
+        return self.name if self.part is None else self.part.whole
+
+    def place_of(self, operand: str, index: int) -> tuple[int, int]:
+        """Return row and column of chunk `index` of an operand, or of ``"d"``, in the multiply that the user sees."""
+        return divmod(index, self.chunk_counts(operand)[1]) if self.part is None else self.part.at(operand, index)
 
     def every_chunk(self, operand: str) -> NDArray[np.int64]:
         """Return the numbers that all chunks of an operand, or of ``"d"``, have in the multiply that the user sees."""

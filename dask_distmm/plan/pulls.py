@@ -291,7 +291,7 @@ def in_place(plan: Plan, rank: int) -> set[Rect]:
 def project(plan: Plan) -> dict[str, int]:
     """Return the projected bytes of device memory that a run holds at its peak, for each participant.
 
-    Counted are staged chunks, also in the type that they are multiplied in, buffers, what is summed into, and D.
+    Counted are chunks of A and B, also in the type that they are multiplied in, buffers, what is summed into, and D.
     """
     problem, npart = plan.problem, len(plan.participants)
     total = np.zeros(npart)
@@ -299,7 +299,7 @@ def project(plan: Plan) -> dict[str, int]:
         held = problem.itemsize(operand)
         sizes = chunk_bytes(problem, operand)
         converted = sizes // held * given if given != held else 0 * sizes
-        sizes = converted if operand == "b" and problem.same else sizes + converted
+        sizes = converted if operand == "b" and problem.shared else sizes + converted
         total += spread(plan, operand, sizes)
     copied = np.array([worker.address.startswith("ucx") for worker in plan.participants])
     if copied.any() and plan.where_a is not None and plan.where_b is not None:
@@ -409,6 +409,6 @@ def apart(plan: Plan) -> bool:
     Then the others finish their parts when one dies, and what is missing of D is a problem of its own.
     """
     problem = plan.problem
-    whole = problem.part is None and not any(problem.distributions) and problem.grid is None
+    whole = not any(problem.distributions) and problem.grid is None
     kept = bool(plan.replicas) or any(plan.replica_runs)
     return plan.engine == "peer" and len(plan.participants) > 1 and plan.grid[2] == 1 and whole and not kept

@@ -60,6 +60,7 @@ def plan_text(plan: Plan) -> str:
         f"  method    {WHAT[plan.method]}",
         f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
         f"  inputs    {_placed(plan)}; packed: {', '.join(packed) or 'nothing'}",
+        *_order(problem),
         f"  work      {problem.flops:.3g} flops, {size_text(plan.bytes_moved)} moved between workers",
     ]
     if plan.engine == "peer":
@@ -74,10 +75,22 @@ def plan_text(plan: Plan) -> str:
             f"  time      {time_text(plan.estimate.seconds)} estimated: {time_text(plan.estimate.compute_seconds)} "
             f"multiplying, {time_text(plan.estimate.transfer_seconds)} moving"
         )
+    if plan.by_tasks is not None and plan.estimate is not None:
+        lines += _compared(plan)
     others = [e for e in plan.alternatives if e is not plan.estimate]
     if others:
         lines.append("  against   " + "\n            ".join(_against(e, plan.estimate) for e in others))
     return "\n".join(lines)
+
+
+def _order(problem: Problem) -> list[str]:
+    """Return the line that says along which axes chunks are taken in the order of their holders, if along any."""
+    axes: set[str] = set()
+    for operand in "ab" if problem.part is not None else "":
+        rows, cols, _ = problem.part.of(operand)  # type: ignore[union-attr]
+        named = zip({"a": "mk", "b": "kn"}[operand], (rows, cols), strict=True)
+        axes |= {axis for axis, numbers in named if list(numbers) != sorted(numbers)}
+    return [f"  order     chunks along {', '.join(sorted(axes))} by the workers that hold them"] if axes else []
 
 
 def _placed(plan: Plan) -> str:
@@ -148,6 +161,18 @@ def _asked(problem: Problem) -> list[str]:
 
 def _number(value: complex) -> str:
     return f"{value.real:g}" if not value.imag else f"({value:g})"
+
+
+def _compared(plan: Plan) -> list[str]:
+    """Say what Dask takes around the run, what its own tasks would take, and which of the two ``@`` takes."""
+    assert plan.by_tasks is not None
+    taken = "the run" if plan.worth_it else "Dask's own tasks"
+    rows, cols, depth = plan.by_tasks.grid
+    return [
+        f"  Dask      {time_text(plan.around)} around the run, {time_text(plan.expected)} in all",
+        f"            as {rows * cols * depth} products of chunks {time_text(plan.by_tasks.seconds)}; "
+        f"under enable() @ takes {taken}",
+    ]
 
 
 def _against(estimate: Estimate, chosen: Estimate | None) -> str:

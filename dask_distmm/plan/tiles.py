@@ -88,7 +88,7 @@ class Tile:
     zeroed
         The padding is summed over and must be zero.
     conjugated
-        It holds the conjugate of what is staged.
+        It holds the conjugate of the operand's chunks.
     """
 
     order: str
@@ -175,7 +175,7 @@ def make_tiles(plan: Plan) -> Tiles:
 
 
 def _unconjugated(plan: Plan) -> Tiles:
-    """Return the tiles of a plan whose operands are what is staged."""
+    """Return the tiles of a plan whose operands are chunks as they are."""
     m, n, k = plan.problem.m, plan.problem.n, plan.problem.k
     p, q, s = plan.grid
     nranks, step = p * q * s, slab_step(plan.problem)

@@ -16,7 +16,6 @@ from distributed import Client, LocalCluster, Status
 from run_events import events
 
 import dask_distmm
-from dask_distmm.keys import barrier_key
 from dask_distmm.testing import assert_nothing_left, assert_product, inject, remove_faults
 
 FOLDER = str(Path(__file__).parent)
@@ -128,7 +127,7 @@ def test_processes_pull_from_each_other_and_outlive_one_that_is_killed(client):
 
 
 def killed_while_running(client, pick, **options):
-    """Multiply on ranks that take their time; kill the worker that `pick` names, by the barrier's; check what is made.
+    """Multiply on ranks that take their time; kill the worker that `pick` names; check what is made.
 
     Returns the operations of each run that was started, and why it was started again.
     """
@@ -139,10 +138,8 @@ def killed_while_running(client, pick, **options):
     starts, restarts = len(events(client, "start")), len(events(client, "restart"))
     future = client.compute(d)
     wait_for(lambda: len(events(client, "start")) > starts)
-    gate = barrier_key(d.name)
-    owner = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.tasks[gate].processing_on.address)
     pids = client.run(os.getpid)
-    victim = pick(owner, addresses)
+    victim = pick(addresses)
     not_again(client, victim)
     os.kill(pids.pop(victim), signal.SIGKILL)
     assert_product(a, b, future.result(timeout=60))
@@ -160,17 +157,11 @@ def test_who_dies_costs_its_own_part(client):
     works(client)
     # One that is no rank had chunks of A and B, all of which are read already, or mapped: nothing is missing.
     ranks = tuple(sorted(client.nthreads())[:4])
-    (whole,), (why,) = killed_while_running(client, lambda owner, every: every[4], workers=ranks)
-    assert "144 of 144 chunks of D are done" in why
-    # One rank of four.
-    (first, part), (why,) = killed_while_running(client, lambda owner, every: min(set(every) - {owner}))
-    assert (first, part) == (whole, whole / 4)
-    assert "108 of 144 chunks of D are done" in why
-    # The one whose barrier waits for the run: it is the scheduler that sees it through.
-    (first, part), whys = killed_while_running(client, lambda owner, every: owner)
-    assert (first, part) == (whole, whole / 3)
-    assert "96 of 144 chunks of D are done" in whys[0]
-    # One of two.
-    (first, part), (why,) = killed_while_running(client, lambda owner, every: min(set(every) - {owner}))
-    assert (first, part) == (whole, whole / 2)
+    (whole,), whys = killed_while_running(client, lambda every: every[4], workers=ranks)
+    assert not whys
+    # One rank of four, of three, of two.
+    for count, done in ((4, 108), (3, 96), (2, 72)):
+        (first, part), (why,) = killed_while_running(client, min)
+        assert (first, part) == (whole, whole / count)
+        assert f"{done} of 144 chunks of D are done" in why
     works(client)

@@ -67,7 +67,7 @@ def test_the_part_is_made_of_whole_chunks_and_has_what_is_missing(case):
     every = part.every_chunk("d").tolist()
     assert missing <= set(every)
     assert len(set(every)) == len(every) < len(problem.out_chunks[0]) * ncols
-    found = {name: part.part._of(name) for name in (*problem.operands, "d")}
+    found = {name: part.part.of(name) for name in (*problem.operands, "d")}
     of_rows, of_cols = (elements(problem.out_chunks[axis], found["d"][axis]) for axis in (0, 1))
     assert elements(problem.a_chunks[0], found["a"][0]) == of_rows
     assert elements(problem.b_chunks[1], found["b"][1]) == of_cols
@@ -77,8 +77,7 @@ def test_the_part_is_made_of_whole_chunks_and_has_what_is_missing(case):
     assert (part.m, part.n, part.k) == (len(of_rows), len(of_cols), problem.k)
     for name in (*problem.operands, "d"):
         for index, number in enumerate(part.every_chunk(name).tolist()):
-            operand, *at = part.staged_as(name, index)
-            assert operand == name
+            at = part.place_of(name, index)
             assert np.ravel_multi_index(at, problem.chunk_counts(name)) == number
             i, j = divmod(index, part.chunk_counts(name)[1])
             assert part.chunks_of(name)[0][i] == problem.chunks_of(name)[0][at[0]]
@@ -86,13 +85,14 @@ def test_the_part_is_made_of_whole_chunks_and_has_what_is_missing(case):
     assert Problem.from_wire(part.to_wire()) == part
 
 
-def test_a_times_a_is_staged_once():
-    problem = make_problem(((2, 2), (2, 2)), ((2, 2), (2, 2)), same=True)
+def test_of_a_times_a_both_operands_have_parts():
+    problem = make_problem(((2, 2), (2, 2)), ((2, 2), (2, 2)), same=True, name="m")
     part = restrict(problem, [1])
-    assert part.staged_as("a", 1) == ("a", 0, 1)
-    assert part.staged_as("b", 1) == ("a", 1, 1)
+    assert part.place_of("a", 1) == (0, 1)
+    assert part.place_of("b", 1) == (1, 1)
     assert part.a_chunks == ((2,), (2, 2))
     assert part.b_chunks == ((2, 2), (2,))
+    assert part.result_name == "m"
 
 
 @pytest.mark.parametrize(

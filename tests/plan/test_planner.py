@@ -173,10 +173,11 @@ def test_leaner_method_before_giving_up():
     by_peak = sorted({estimate.peak_bytes for estimate in free.alternatives})
     quickest = free.estimate.peak_bytes
     leaner = [size for size in by_peak if size < quickest]
+    fraction = problem.options.limit_fraction
     if leaner:
-        limit = int(leaner[-1] / 0.9) + 1
+        limit = int(leaner[-1] / fraction) + 1
         tight = plan(problem, roster(4, limit))
-        assert max(tight.projected_bytes.values()) <= 0.9 * limit
+        assert max(tight.projected_bytes.values()) <= fraction * limit
         assert tight.estimate.seconds >= free.estimate.seconds
     with pytest.raises(ProjectedMemoryError, match=r"leanest.*limit-fraction") as caught:
         plan(problem, roster(4, by_peak[0] // 2))

@@ -1,0 +1,292 @@
+"""What rests on internals of distributed: that they are there, and that Dask's own checks of its state hold with it."""
+
+from __future__ import annotations
+
+import cProfile
+import re
+import time
+from pathlib import Path
+
+import dask
+import dask.array as da
+import distributed
+import numpy as np
+import pytest
+from dask._task_spec import convert_legacy_graph
+from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker, wait
+from distributed.scheduler import validate_state
+from run_events import events
+
+from dask_distmm import EngineError, cluster, direct, explain, matmul
+from dask_distmm.graph import build_graph
+from dask_distmm.keys import barrier_name
+from dask_distmm.problems import make_problem
+from dask_distmm.testing import assert_nothing_left, assert_product
+
+
+def test_this_version_of_distributed_has_been_tested():
+    """A new version needs a look at `dask_distmm.direct`, and then an entry here and new bounds in pyproject.toml."""
+    assert distributed.__version__ in ("2026.7.1", "2026.8.0")
+    bounds = re.search(r'^  "distributed(>.*)",$', (Path(__file__).parents[1] / "pyproject.toml").read_text(), re.M)
+    assert bounds[1] == ">=2026.7.1,<2026.9"
+
+
+def test_it_has_all_that_is_used():
+    assert direct.check(Scheduler, Worker) == []
+
+
+def test_what_is_missing_is_named():
+    class Other(Scheduler):
+        def _add_to_memory(self, ts, ws):
+            raise NotImplementedError
+
+    Other._TRANSITIONS_TABLE = {key: x for key, x in Scheduler._TRANSITIONS_TABLE.items() if key[0] != "no-worker"}
+
+    class OtherWorker(Worker):
+        update_data = None
+
+    missing = direct.check(Other, OtherWorker)
+    assert "Other._add_to_memory(recommendations)" in missing
+    assert "OtherWorker.update_data(data)" in missing
+    assert "the scheduler's transition ('no-worker', 'erred')" in missing
+
+
+def test_ordering_apart():
+    """All tasks, each after what it needs; the work grows with them and not with their square."""
+    counts = []
+    for chunks in (8, 16):
+        x = da.random.random((chunks * 4,) * 2, chunks=4)
+        problem = make_problem(x, x + 1, "auto", "auto", None, None)
+        d = da.Array(build_graph(problem, x, x + 1), problem.name, problem.out_chunks, dtype=float)
+        again = make_problem(d, x, "auto", "auto", None, None)
+        e = da.Array(build_graph(again, d, x), again.name, again.out_chunks, dtype=float) * 2
+        graph = convert_legacy_graph(dict(e.dask))
+        profile = cProfile.Profile()
+        profile.enable()
+        found = direct.order_apart(direct._dask_order, graph)
+        profile.disable()
+        counts.append(sum(entry.callcount for entry in profile.getstats()) / len(graph))
+        assert found.keys() == graph.keys()
+        assert sorted(found.values()) == list(range(len(graph)))
+        assert all(found[dep] < found[key] for key, task in graph.items() for dep in task.dependencies)
+    assert counts[1] < 1.3 * counts[0]
+    plain = convert_legacy_graph(dict((x + 1).dask))
+    assert direct.order_apart(direct._dask_order, plain) == direct._dask_order(plain)
+
+
+def test_ordering_is_dasks_again_afterwards():
+    assert dask.order.order is direct._dask_order or direct._ordering
+    direct.order_graphs(1, True)
+    direct.order_graphs(2, True)
+    assert dask.order.order is not direct._dask_order
+    direct.order_graphs(1, False)
+    direct.order_graphs(2, False)
+    assert dask.order.order is direct._dask_order or direct._ordering
+
+
+@pytest.fixture(scope="module")
+def validated():
+    """Workers in this process, with all of Dask's own checks of its state on."""
+    settings = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
+    with (
+        dask.config.set(settings),
+        LocalCluster(n_workers=3, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as workers,
+        Client(workers) as client,
+    ):
+        yield client
+
+
+def check_state(dask_scheduler) -> dict[str, int]:
+    validate_state(dask_scheduler.tasks, dask_scheduler.workers, dask_scheduler.clients)
+    states: dict[str, int] = {}
+    for ts in dask_scheduler.tasks.values():
+        states[ts.state] = states.get(ts.state, 0) + 1
+    return states
+
+
+def matrices(m=60, k=50, n=40, chunk=20):
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
+    return a, b, da.from_array(a, chunks=chunk), da.from_array(b, chunks=chunk)
+
+
+@pytest.mark.parametrize("persisted", [False, True])
+def test_persisted_released_and_made_again(validated, persisted):
+    a, b, x, y = matrices()
+    if persisted:
+        x, y = validated.persist([x, y])
+    d = matmul(x, y).persist()
+    wait(d)
+    states = validated.run_on_scheduler(check_state)
+    assert states["memory"] >= 6
+    assert "no-worker" not in states
+    assert_product(a, b, d.compute())
+    del d
+    assert_nothing_left(validated)
+    assert_product(a, b, matmul(x, y).compute())
+    validated.run_on_scheduler(check_state)
+
+
+def test_within_a_larger_graph_and_for_several_who_want_it(validated):
+    a, b, x, y = matrices()
+    d = matmul(x + 1, y)
+    total, part, whole = dask.compute((d * 2).sum(), d[:10, :30], d)
+    assert_product(a + 1, b, whole)
+    np.testing.assert_allclose(total, 2 * whole.sum())
+    np.testing.assert_array_equal(part, whole[:10, :30])
+    validated.run_on_scheduler(check_state)
+
+
+def test_chunks_that_are_there_are_not_made_again(validated):
+    """A part that is kept, then all of it: the second run makes the rest."""
+    a, b, x, y = matrices()
+    x, y = validated.persist([x, y])
+    d = matmul(x, y)
+    top = d.blocks[0].persist()
+    wait(top)
+    before = len(events(validated, "start"))
+    assert_product(a, b, d.compute())
+    after = [event["flops"] for event in events(validated, "start")[before:]]
+    assert sum(after) <= 2 * 60 * 50 * 40
+    validated.run_on_scheduler(check_state)
+
+
+def test_what_a_part_costs(validated):
+    """Only the rows and columns of chunks that are wanted are read and multiplied."""
+    a, b, x, y = matrices(100, 50, 80, 10)
+    x, y = (z.map_blocks(np.copy, name=f"load-{z.name}", dtype=float, meta=np.empty((0, 0))) for z in (x, y))
+    validated.register_plugin(Seen())
+    try:
+        assert matmul(x, y)[7, 9].compute() == pytest.approx((a @ b)[7, 9])
+        heard = validated.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins["seen"].transitions)
+    finally:
+        validated.unregister_scheduler_plugin("seen")
+    loaded = [key for key, _, finish, _ in heard if finish == "memory" and key[0].startswith("load-")]
+    assert len(loaded) == 2 * 5
+    (start,) = events(validated, "start")[-1:]
+    assert start["flops"] == 2 * 10 * 10 * 50
+
+
+def test_a_lost_chunk_comes_back(validated):
+    """Dask computes it again: one run for what is missing."""
+    a, b, x, y = matrices()
+    d = matmul(x, y).persist()
+    wait(d)
+    key = next(iter(d.__dask_keys__()))[0]
+
+    async def lose(dask_scheduler=None):
+        ts = dask_scheduler.tasks[key]
+        for ws in list(ts.who_has):
+            await dask_scheduler.delete_worker_data(ws.address, [key], "test-lose")
+            dask_scheduler.remove_replica(ts, ws) if ts.who_has and ws in ts.who_has else None
+        dask_scheduler.transitions({key: "released"}, "test-lose")
+
+    before = len(events(validated, "start"))
+    validated.run_on_scheduler(lose)
+    wait(d)
+    assert_product(a, b, d.compute())
+    (start,) = events(validated, "start")[before:]
+    assert start["flops"] < 2 * 60 * 50 * 40
+    validated.run_on_scheduler(check_state)
+
+
+def test_a_failed_run_leaves_a_state_that_dask_finds_right(validated):
+    _, _, x, y = matrices()
+    wrong = x.map_blocks(lambda block: block[:-1], dtype=float, chunks=x.chunks, meta=np.empty((0, 0)))
+    with pytest.raises(Exception, match="chunk .* of A is"):
+        matmul(wrong, y).compute()
+    validated.run_on_scheduler(check_state)
+
+
+class Seen(SchedulerPlugin):
+    """What Dask's own progress bars and dashboard hear."""
+
+    name = "seen"
+
+    def __init__(self):
+        self.transitions = []
+
+    def transition(self, key, start, finish, *args, **kwargs):
+        self.transitions.append((key, start, finish, set(kwargs)))
+        if key[0] == "fails":
+            raise RuntimeError("somebody else's plugin")
+
+
+def test_other_plugins_hear_of_the_chunks(validated):
+    _, _, x, y = matrices()
+    validated.register_plugin(Seen())
+    try:
+        d = matmul(x, y).persist()
+        wait(d)
+        heard = validated.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins["seen"].transitions)
+        for key in (key for row in d.__dask_keys__() for key in row):
+            mine = [found for found in heard if found[0] == key]
+            assert [found[1:3] for found in mine[-2:]] == [("waiting", "processing"), ("processing", "memory")]
+            assert {"worker", "nbytes", "type", "typename", "startstops"} <= mine[-1][3]
+        assert (
+            validated.run_on_scheduler(lambda dask_scheduler: dask_scheduler.task_groups[d.name].states["memory"]) == 6
+        )
+    finally:
+        validated.unregister_scheduler_plugin("seen")
+
+
+def test_a_run_outlasts_the_timeout_for_missing_workers(validated, monkeypatch):
+    """``no-workers-timeout`` is for tasks that no worker may run, not for those that a run is on for."""
+    from dask_distmm.engines.numpy import NumpyJob
+
+    execute = NumpyJob.execute
+    monkeypatch.setattr(NumpyJob, "execute", lambda self: time.sleep(2.5) or execute(self))
+
+    def limit(seconds, dask_scheduler=None):
+        dask_scheduler.no_workers_timeout = seconds
+
+    a, b, x, y = matrices()
+    try:
+        validated.run_on_scheduler(limit, 1.0)
+        assert_product(a, b, matmul(x, y).compute())
+    finally:
+        validated.run_on_scheduler(limit, None)
+
+
+def test_a_scheduler_that_lacks_something_refuses(validated):
+    """Before anything moves, with what it lacks; products under enable() are Dask's."""
+    import dask_distmm
+
+    _, _, x, y = matrices()
+    matmul(x, y).compute()
+
+    def lack(what, dask_scheduler=None):
+        dask_scheduler.plugins["distmm"].unsupported = what
+
+    try:
+        validated.run_on_scheduler(lack, ["Scheduler.transitions(stimulus_id)"])
+        cluster._said.clear()
+        with pytest.raises(EngineError, match=r"lacks Scheduler.transitions\(stimulus_id\)"):
+            explain(x, y)
+        with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
+            d = x @ y
+        assert not any(barrier_name(key) for key in dict(d.dask))
+        np.testing.assert_allclose(d.compute(), x.compute() @ y.compute())
+    finally:
+        validated.run_on_scheduler(lack, [])
+
+
+def test_where_the_user_lets_it_run(validated):
+    """Annotations for workers hold for who multiplies, and where the result lies."""
+    a, b, x, y = matrices()
+    address = sorted(validated.nthreads())[1]
+    x, y = validated.persist([x, y])
+    with dask.annotate(workers=[address]):
+        d = validated.persist(matmul(x, y, method="summa"), optimize_graph=False)
+    wait(d)
+    assert {tuple(found) for found in validated.who_has(d).values()} == {(address,)}
+    assert_product(a, b, d.compute())
+
+
+def test_the_first_of_several_by_priority(validated):
+    before = len(events(validated, "start"))
+    products = [matmul(*matrices()[2:]) for _ in range(6)]
+    futures = [validated.compute(d, priority=number) for number, d in enumerate(products)]
+    wait(futures)
+    names = [event["name"] for event in events(validated, "start")[before:]]
+    assert sorted(names) == sorted(d.name for d in products)

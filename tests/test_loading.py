@@ -1,0 +1,148 @@
+"""Before a run: what can't fit is refused before it is loaded, and what nothing moves is ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import SimpleNamespace
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import wait
+from distributed.core import Status
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dask_distmm
+from dask_distmm import ProjectedMemoryError, explain, matmul
+from dask_distmm.graph import build_graph
+from dask_distmm.keys import barrier_name
+from dask_distmm.loading import stuck
+from dask_distmm.problems import make_problem
+from dask_distmm.testing import assert_product
+
+
+def worker(status, processing, executing):
+    return SimpleNamespace(status=SimpleNamespace(name=status), processing=processing, executing=executing)
+
+
+states = st.builds(worker, st.sampled_from(["running", "paused"]), st.booleans(), st.booleans())
+
+
+@given(st.lists(states))
+def test_who_is_stuck(workers):
+    goes_on = any(w.executing or (w.status.name == "running" and w.processing) for w in workers)
+    assert stuck(workers) == ([] if goes_on else [w for w in workers if w.status.name == "paused"])
+
+
+def set_status(name, dask_worker):
+    dask_worker.status = Status[name]
+
+
+def test_paused_workers_end_it(inproc_client):
+    """In bounded time, with one error that names them; awake again, the same product runs."""
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((2, 60, 60))
+    x = inproc_client.persist(da.from_array(a, chunks=20))
+    wait(x)
+    y = da.from_array(b, chunks=20).map_blocks(np.copy, dtype=float)
+    with dask.config.set({"distmm.timeouts.load": "2s"}):
+        product = matmul(x, y)
+        assert_product(a, b, product.compute())
+        product = matmul(x, y + 0)
+    try:
+        inproc_client.run(lambda dask_worker: set_status("paused", dask_worker))
+        started = time.monotonic()
+        with pytest.raises(ProjectedMemoryError, match=r"nothing has gone on, .* are paused: inproc") as caught:
+            inproc_client.compute(product).result(timeout=60)
+        assert time.monotonic() - started < 30
+        assert set(caught.value.limit) <= set(inproc_client.nthreads())
+    finally:
+        inproc_client.run(lambda dask_worker: set_status("running", dask_worker))
+    assert_product(a, b + 1, matmul(x, y + 1).compute())
+
+
+def test_workers_that_are_paused_for_a_while(inproc_client):
+    """A barrier whose inputs are all in memory waits until somebody may multiply."""
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((2, 60, 60))
+    x, y = inproc_client.persist([da.from_array(a, chunks=20), da.from_array(b, chunks=20)])
+    wait([x, y])
+    product = matmul(x, y)
+    try:
+        inproc_client.run(lambda dask_worker: set_status("paused", dask_worker))
+        future = inproc_client.compute(product.persist())
+        time.sleep(1)
+        assert not future.done()
+    finally:
+        inproc_client.run(lambda dask_worker: set_status("running", dask_worker))
+    assert_product(a, b, future.result(timeout=60))
+
+
+def huge():
+    return (da.zeros((30_000, 20_000), chunks=5_000) for _ in "ab")
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(client):
+    """Also where the graph was made without a look at this cluster."""
+    x, _ = huge()
+    before = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.transition_counter)
+    for ask in (matmul, explain):
+        with pytest.raises(ProjectedMemoryError, match=r"process holds anyway; it may hold .*A @ B under enable\(\)"):
+            ask(x.T, x)
+    problem = make_problem(x.T, x, "auto", "auto", None, None)
+    graph = build_graph(problem, x, x)
+    d = da.Array(graph, problem.name, problem.out_chunks, dtype=float)
+    pids = client.run(lambda dask_worker: id(dask_worker))
+    with pytest.raises(ProjectedMemoryError, match="let Dask's own tasks multiply"):
+        client.compute(d.sum()).result(timeout=60)
+    assert client.run(lambda dask_worker: id(dask_worker)) == pids
+    after = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.transition_counter)
+    # The tasks came and went: none of the 24 chunks of 200 MB was waited for.
+    assert after - before < 40 * len(dict(graph))
+
+
+def test_under_enable_it_is_dasks(client, caplog):
+    x, _ = huge()
+    with dask_distmm.enabled(), caplog.at_level(logging.WARNING, "dask_distmm"):
+        d = x.T @ x
+    assert not any(barrier_name(key) for key in dict(d.dask))
+    assert "left to Dask's own tasks" in caplog.text
+    with (
+        dask_distmm.enabled(),
+        dask.config.set({"distmm.memory.exceeded": "raise"}),
+        pytest.raises(ProjectedMemoryError),
+    ):
+        x.T @ x
+    with (
+        dask_distmm.enabled(),
+        dask.config.set({"distmm.memory.exceeded": "hope"}),
+        pytest.raises(dask_distmm.PlanError, match="expected 'dask' or 'raise'"),
+    ):
+        x.T @ x
+
+
+def test_the_quicker_of_both_is_taken(client):
+    """By the cost model, whose constants decide here; explain says which; a number of operations overrules it."""
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((2, 60, 60))
+    x, y = da.from_array(a, chunks=20), da.from_array(b, chunks=20)
+
+    def here(product):
+        return any(barrier_name(key) for key in dict(product.dask))
+
+    with dask_distmm.enabled():
+        for slow, taken in (("dask.run", False), ("dask.start", True)):
+            with dask.config.set({f"distmm.{slow}": "1h"}):
+                product = x @ y
+                assert here(product) == taken
+                assert_product(a, b, product.compute())
+                assert ("@ takes the run" in repr(explain(x, y))) == taken
+                assert ("@ takes Dask's own tasks" in repr(explain(x, y))) != taken
+                with dask.config.set({"distmm.minimum-flops": 0}):
+                    assert here(x @ y)
+                with dask.config.set({"distmm.minimum-flops": 1e12}):
+                    assert not here(x @ y)
+                assert here(matmul(x, y))
