@@ -102,16 +102,14 @@ def why() -> Page:
     page.text(20, 182, "The blue chunk of A meets 4 chunks of B in 4 tasks, wherever")
     page.text(20, 200, "these run. Further tasks sum 4 products to a chunk of D.")
     page.title(430, 20, "dask_distmm: one collective")
-    for index, (x, ways) in enumerate([(434, 8)] * 8 + [(698, 4)] * 4):
+    for index, (x, ways) in enumerate([(470, 8)] * 8 + [(742, 4)] * 4):
         y = 48 + 18 * index if ways == 8 else 66 + 27 * (index - 8)
-        page.line((x + 14, y + 7), (x + 60, y + 7), color=GREY)
-        for left, rank in ((x, index // 2), (x + 60, index % 4)):
-            page.box(left, y, 14, 14, tint(rank, 0.6) if (left == x) == (ways == 8) else WHITE)
-        page.arrow(*(((508, y + 7), (580, 119)) if ways == 8 else ((640, 119), (696, y + 7))), GREY)
+        page.box(x, y, 14, 14, tint(index // 2 if ways == 8 else index % 4, 0.6))
+        page.arrow(*(((488, y + 7), (580, 119)) if ways == 8 else ((642, 119), (738, y + 7))), GREY)
     page.box(582, 100, 58, 38, PALE)
     page.text(611, 119, "barrier", 9, "center")
-    for x, y, label in ((441, 204, "chunks"), (511, 204, "contribute"), (611, 160, "one run on\nall workers"),
-                        (704, 204, "collect"), (763, 204, "D")):  # fmt: skip
+    labels = {(477, 208): "chunks of\nA and B", (611, 160): "one run on\nall workers", (749, 208): "chunks\nof D"}
+    for (x, y), label in labels.items():
         page.text(x, y, label, 9, "center")
     page.title(20, 250, "Tasks of A @ B for n x n chunks, without those of A and B, before Dask's optimizer")
     for row, n in enumerate((4, 8, 16)):
@@ -323,31 +321,33 @@ def choice() -> Page:
 
 def run() -> Page:
     """Draw one run as a sequence diagram."""
-    page = Page(690)
+    page = Page(655)
     lanes = dict(zip("cstexy", (60, 205, 350, 480, 620, 740), strict=True))
-    labels = "client|scheduler\nplugin|worker 1\ntasks|worker 1\nengine thread|worker 2\ntasks|worker 2\nengine thread"
+    labels = "client|scheduler|worker 1\nDask|worker 1\nengine thread|worker 2\nDask|worker 2\nengine thread"
     for x, label in zip(lanes.values(), labels.split("|"), strict=True):
-        page.line((x, 50), (x, 680), color=GREY, width=0.7, style=":")
+        page.line((x, 50), (x, 645), color=GREY, width=0.7, style=":")
         page.box(x - 54, 10, 108, 40, PALE)
         page.text(x, 30, label, 8.5, "center", weight="bold")
-    page.box(344, 152, 12, 416, GREY)
+    page.box(199, 168, 12, 389, GREY)
+    page.text(184, 390, "the barrier waits in no-worker", 8.5, "center", rotation=90, color=GREY)
     gap = {"facecolor": WHITE, "edgecolor": "none", "pad": 0.4}
     for way, y, text in (
-        ("cs", 78, "graph: compute D"), ("ts", 165, "barrier: run it"), ("sx", 240, ""), ("st", 240, "vote?"),
-        ("xs", 304, "yes, from all"), ("sx", 334, ""), ("st", 334, "start"), ("ex", 372, "fetch"),
-        ("xe", 414, "chunks"), ("ys", 465, "done, from all"), ("sx", 497, "finish, to all"), ("st", 560, "run id"),
-        ("sc", 630, "D is in memory"), ("sx", 660, "forget, to all"),
+        ("cs", 78, "graph: compute D"), ("xs", 168, "in memory, all"), ("sy", 240, ""), ("se", 240, "vote?"),
+        ("ys", 304, "yes, from all"), ("sy", 334, ""), ("se", 334, "start"), ("ex", 376, "fetch"),
+        ("xe", 418, "chunks"), ("et", 456, ""), ("yx", 456, ""), ("xs", 524, "done, from all"),
+        ("sc", 598, "D is in memory"), ("sx", 626, "finish, to all"),
     ):  # fmt: skip
         start, end = (lanes[lane] for lane in way)
         if {*way} == {"e", "x"}:
             start, end = (534, 686) if way == "ex" else (686, 534)
-        page.arrow((start, y), (end, y), GREY if "e" in way else INK)
+        page.arrow((start, y), (end, y), GREY if {*way} in ({"e", "x"}, {"e", "t"}, {"x", "y"}) else INK)
         middle = 277 if abs(end - start) > 200 else (start + end) / 2
-        page.text(middle, y - 9, text, 9, "center", bbox=gap if text else None)
+        page.text(middle, y - 10, text, 9, "center", bbox=gap if text else None)
     for ways, y, height, fill, text in (
-        ("tx", 112, 24, WHITE, "stage chunks"), ("s", 195, 38, PALE, "roster, run id,\nplan, its turn"),
-        ("tx", 264, 34, WHITE, "all staged?\nallocate"), ("s", 529, 24, PALE, "pin the collects"),
-        ("ey", 394, 92, "#CCCCCC", "multiply\npanel by panel,\nadd up,\nhand over"), ("tx", 596, 24, WHITE, "collect"),
+        ("s", 110, 38, PALE, "park the barrier;\ndoes it fit?"), ("tx", 126, 34, WHITE, "compute chunks\nof A and B"),
+        ("s", 204, 38, PALE, "run number,\nplan, its turn"), ("ey", 268, 34, WHITE, "all chunks here?\nallocate"),
+        ("ey", 398, 92, "#CCCCCC", "multiply\npanel by panel,\nadd up,\nhand over"),
+        ("tx", 480, 34, WHITE, "keep chunks\nof D"), ("s", 557, 34, PALE, "tasks of D\nto memory"),
     ):  # fmt: skip
         for x in (lanes[lane] for lane in ways):
             page.box(x - 54, y - height / 2, 108, height, fill)
