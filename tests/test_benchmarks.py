@@ -118,6 +118,14 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
+def test_bars_of_one_round_are_drawn(tmp_path: Path) -> None:
+    """Seconds of which share * median / max rounds to more than the share, which would be a bar of negative length."""
+    pytest.importorskip("matplotlib")
+    for base, other in ((0.13522987986828883, 0.8475863032002955), (0.9392100136157321, 0.3818230334505242)):
+        measured = measure(Scripted("base", base, (None,)), Scripted("chunked", other, (2,)))
+        report.plot(report.document(measured, ["base"]), tmp_path / "plot.png")
+
+
 def test_command_measures_numpy_and_dask(tmp_path: Path) -> None:
     out = tmp_path / "results" / "cpu.json"
     command = [sys.executable, "-m", "benchmarks.cpu", "--peers", "numpy", "dask", "--out", str(out)]

@@ -189,7 +189,8 @@ def _fastest(points: list[dict[str, Any]], size: int) -> dict[str, Any] | None:
 def _line(axes: Any, drawn: list[tuple[int, dict[str, Any]]], reference: str, *style: str) -> None:
     """Draw one peer's line; the bars span its fastest to its slowest round."""
     share = [100 * entry["ratios"][reference] for _, entry in drawn]
-    low = [y - y * entry["median"] / entry["max"] for y, (_, entry) in zip(share, drawn, strict=True)]
-    high = [y * entry["median"] / entry["min"] - y for y, (_, entry) in zip(share, drawn, strict=True)]
+    # The quotients first: none is on the wrong side of 1, so no bar is negative by rounding, which matplotlib refuses.
+    low = [y - y * (entry["median"] / entry["max"]) for y, (_, entry) in zip(share, drawn, strict=True)]
+    high = [y * (entry["median"] / entry["min"]) - y for y, (_, entry) in zip(share, drawn, strict=True)]
     label, color, marker = style
     axes.errorbar([x for x, _ in drawn], share, [low, high], label=label, color=color, marker=marker, capsize=3)
