@@ -20,7 +20,7 @@ from dask_distmm.distribution import Distribution
 from dask_distmm.dtypes import FP8, Types, resolve_types, supported, takes
 from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
-from dask_distmm.plan import BatchPlan, Plan, Worker
+from dask_distmm.plan import BatchPlan, Plan, Problem, Worker
 from dask_distmm.plan.html import reason_html
 from dask_distmm.plan.show import time_text
 from dask_distmm.problems import check_distributions, check_names, check_shapes, make_problem, result_chunks
@@ -196,22 +196,15 @@ def matmul(
         if a.ndim == 1 or b.ndim == 1:
             if out_chunks is not None or any(asked):
                 raise PlanError("out_chunks and distributions can be given for 2-D operands only")
-            row, col = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
-            result = matmul(row, col, method=method, engine=engine, workers=workers, logger=logger)
-            return result[(0 if a.ndim == 1 else slice(None), 0 if b.ndim == 1 else slice(None))]
+            result = matmul(*_matrices(a, b), method=method, engine=engine, workers=workers, logger=logger)
+            return _without_axes(result, a, b)
         if 0 in (*a.shape, *b.shape):
             chunks = result_chunks(a, b, out_chunks)
             return da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=np.result_type(a.dtype, b.dtype))
     if not collective or 0 in (*a.shape, *b.shape):
         return formula.without_a_run(a, b, spec, extras, types)
     problem = make_problem(a, b, method, engine, out_chunks, workers, spec, extras, types, asked)
-    client = current_client()
-    try:
-        known = recent_snapshot(client, problem) if client is not None else None
-    except NoWorkersError:
-        known = None  # There may be some when it is computed.
-    if known is not None:
-        (logger or log).info("%s, lazy\n%r", problem.name, known.plan(problem))
+    _plan_now(problem, logger or log)
     return formula.result(problem, a, b, [array for _, array in extras])
 
 
@@ -287,7 +280,7 @@ def explain(
     reason = why_not(a, b, types, cluster=not imagined) or formula.unfit(extras)
     if reason is not None:
         return NotCollective(reason)
-    a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
+    a, b = _matrices(a, b)
     if 0 in (*a.shape, *b.shape):
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
     asked = check_distributions(distributions)
@@ -301,7 +294,7 @@ def explain(
         known = snapshot(client, problem, [*map(under, (a, b), problem.arrays, problem.turned)])
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
-    return known.plan(problem)
+    return known.plan(problem, reordered=True)
 
 
 def product(a: da.Array, b: da.Array) -> da.Array | str:
@@ -320,25 +313,46 @@ def product(a: da.Array, b: da.Array) -> da.Array | str:
     exceeded = setting("memory.exceeded")
     if exceeded not in ("dask", "raise"):
         raise PlanError(f"config distmm.memory.exceeded is {exceeded!r}; expected 'dask' or 'raise'")
-    client, minimum = current_client(), setting("minimum-flops")
-    row, col = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
-    if client is None or 0 in (*row.shape, *col.shape):
+    row, col = _matrices(a, b)
+    if 0 in (*row.shape, *col.shape):
         return cast(da.Array, matmul(a, b))
     problem = make_problem(row, col, *check_names(None, None), None, None)
     try:
-        known = recent_snapshot(client, problem)
-        if minimum is None and known is not None and not (made := known.plan(problem)).worth_it:
-            assert made.by_tasks is not None
-            seconds = time_text(made.by_tasks.seconds), time_text(made.expected)
-            return "its own tasks are expected to take {}, a run {}".format(*seconds)
-        return cast(da.Array, matmul(a, b))
-    except NoWorkersError:
-        return cast(da.Array, matmul(a, b))
+        made = _plan_now(problem, log)
     except ProjectedMemoryError as error:
         if exceeded == "raise":
             raise
         log.warning("left to Dask's own tasks: %s", error)
         return str(error)
+    if made is not None and not made.worth_it:
+        assert made.by_tasks is not None
+        seconds = time_text(made.by_tasks.seconds), time_text(made.expected)
+        return "its own tasks are expected to take {}, a run {}".format(*seconds)
+    return _without_axes(formula.result(problem, row, col, []), a, b)
+
+
+def _plan_now(problem: Problem, logger: logging.Logger) -> Plan | None:
+    """Return the plan as the cluster is now, and log it; None where nobody can be asked, or there is no worker yet."""
+    client = current_client()
+    try:
+        known = recent_snapshot(client, problem) if client is not None else None
+    except NoWorkersError:
+        return None  # There may be some when it is computed.
+    if known is None:
+        return None
+    made = known.plan(problem)
+    logger.info("%s, lazy\n%r", problem.name, made)
+    return made
+
+
+def _matrices(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array]:
+    """Return the operands with vectors as matrices of one row, and of one column."""
+    return (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
+
+
+def _without_axes(d: da.Array, a: da.Array, b: da.Array) -> da.Array:
+    """Return D without the axes that `_matrices` has given the operands."""
+    return d[0 if a.ndim == 1 else slice(None), 0 if b.ndim == 1 else slice(None)]
 
 
 def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:

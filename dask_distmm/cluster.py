@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dask_distmm.answers import rebuild
 from dask_distmm.config import dask_costs, read_options, setting
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import Plan, Problem, Worker, plan
+from dask_distmm.plan import Demand, Plan, Problem, Worker, plan
 from dask_distmm.plan.dask import around, by_tasks
 from dask_distmm.plan.reorder import by_holder, reorder
 
@@ -61,11 +61,19 @@ class Snapshot:
         self.workers, self.sources, self.placed, self.groups = workers, sources, placed, groups
         self.engines = tuple(engines)
 
-    def plan(self, problem: Problem) -> Plan:
-        """Return the plan for a problem, as things are, beside what Dask's own tasks would take."""
+    def plan(self, problem: Problem, *, reordered: bool = False) -> Plan:
+        """Return the plan for a problem, as things are, beside what Dask's own tasks would take.
+
+        Parameters
+        ----------
+        problem
+            What is multiplied.
+        reordered
+            Take the chunks in the order in which a run would (`reorder`).
+        """
         a, b, *_ = self.placed or (None, None)
         where_a, where_b = _turned(problem, "a", a), _turned(problem, "b", b)
-        if where_a is not None and where_b is not None:
+        if reordered and where_a is not None and where_b is not None:
             where = {"a": where_a, "b": where_b}
             problem, before = reorder(problem, by_holder(problem, where))
             where_a, where_b = (where[name][before[name]] for name in "ab")
@@ -108,60 +116,45 @@ def current_client() -> Client | None:
 
 def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Snapshot | None:
     """Ask the scheduler who would multiply, and where the chunks of some arrays are; see `ask_roster`."""
-    return ask_roster(client, *_question(problem), arrays)
+    return ask_roster(client, problem.demand, arrays)
 
 
 def recent_snapshot(client: Client, problem: Problem) -> Snapshot | None:
     """Return who would multiply, as the scheduler has said within the last second; as `ask_roster`."""
-    said, question = _said.setdefault(client, {}), _question(problem)
-    when, found = said.get(question, (-_FRESH, None))
+    said, demand = _said.setdefault(client, {}), problem.demand
+    when, found = said.get(demand, (-_FRESH, None))
     if found is None or time.monotonic() - when >= _FRESH:
-        found = ask_roster(client, *question)
+        found = ask_roster(client, demand)
         if found is not None:
-            said[question] = time.monotonic(), found
+            said[demand] = time.monotonic(), found
     return found
 
 
-def _question(problem: Problem) -> tuple[str, str, tuple[str, ...], tuple[str, ...] | int | None]:
-    return problem.engine, problem.array, (problem.a_dtype, problem.b_dtype, problem.dtype), problem.workers
-
-
-def ask_roster(
-    client: Client,
-    engine: str,
-    array: str,
-    dtypes: Sequence[str],
-    workers: Sequence[str] | int | None,
-    arrays: Sequence[Any] = (),
-) -> Snapshot | None:
+def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Snapshot | None:
     """Ask the scheduler who would multiply; None if that would block an event loop (asynchronous clients).
 
     Parameters
     ----------
     client
         Of the cluster.
-    engine, array, dtypes, workers
-        As for `Roster.choose`.
+    demand
+        What the multiply asks of the workers.
     arrays
         Dask arrays whose chunks are to be found.
 
     Raises
     ------
     PlanError
-        `workers` are not in the cluster.
+        The workers that are asked for are not in the cluster.
     EngineError
         dask_distmm is missing on the scheduler, or differs between workers.
     """
     if client.asynchronous:
         return None
     question = {
-        "engine": engine,
-        "array": array,
-        "dtypes": list(dtypes),
-        "wanted": workers,
+        "demand": demand.to_wire(),
         "names": [array.name for array in arrays],
         "counts": [array.numblocks for array in arrays],
-        "plaintext_nccl": read_options().allow_plaintext_nccl,
     }
     if client not in _installed:
         _install(client)

@@ -167,8 +167,7 @@ class Coordinator:
     def _note(self, gate: Gate, reason: Replan) -> None:
         """Remember why a plan did not fit."""
         for operand, order in reason.orders.items():
-            name = gate.problem.arrays["ab".index(operand)]
-            self._orders[name or gate.key + operand] = order
+            self._orders[_array_of(gate, operand)] = order
         while len(self._orders) > 1000:
             self._orders.popitem(last=False)
 
@@ -180,14 +179,7 @@ class Coordinator:
         deadline = time() + limit
         while True:
             try:
-                return await self.roster.choose(
-                    problem.engine,
-                    problem.array,
-                    (problem.a_dtype, problem.b_dtype, problem.dtype),
-                    problem.workers,
-                    problem.options.allow_plaintext_nccl,
-                    self._allowed(wanted),
-                )
+                return await self.roster.choose(problem.demand, self._allowed(wanted))
             except NoWorkersError as error:
                 if time() > deadline:
                     raise NoWorkersError(f"{error}; waited for {limit:g} s (config distmm.timeouts.load)") from error
@@ -218,7 +210,7 @@ class Coordinator:
             where_extras=[tables[extra.name] for extra in problem.extras],
             sources=sources,
             engine=engines,
-            orders=(self._order(gate, problem, "a"), self._order(gate, problem, "b")),
+            orders=(self._order(gate, "a"), self._order(gate, "b")),
             groups=self.groups.orders(engines),
             replica_runs=replica_runs,
             quickly=True,
@@ -250,10 +242,10 @@ class Coordinator:
                 found = here if found is None else found & here
         return None if found is None else frozenset(found)
 
-    def _order(self, gate: Gate, problem: Problem, operand: str) -> str:
-        index = "ab".index(operand)
-        expected = "F" if problem.turned[index] else "C"
-        return self._orders.get(problem.arrays[index] or gate.key + operand, expected)
+    def _order(self, gate: Gate, operand: str) -> str:
+        """Return the memory order that the chunks of A or B are taken to have."""
+        expected = "F" if gate.problem.turned["ab".index(operand)] else "C"
+        return self._orders.get(_array_of(gate, operand), expected)
 
     async def _vote(self, run: Run, gate: Gate, frozen: _Frozen) -> list[Any]:
         """Return what each participant offers the others."""
@@ -270,7 +262,8 @@ class Coordinator:
                 check_orders=not gate.moves,
             )
 
-        votes = await self._ask(run, ask, timeout=made.problem.options.vote_timeout)
+        limit = made.problem.options.vote_timeout
+        votes = await ask_all(self.scheduler, run, ask, self.live.ended(run), self.lose, timeout=limit)
         return [votes.get(worker.address, {}).get("offer") for worker in made.participants]
 
     async def _start(self, run: Run, gate: Gate, frozen: _Frozen, offers: Sequence[Any]) -> None:
@@ -285,7 +278,8 @@ class Coordinator:
         async def ask(address: str) -> Any:
             return await self.scheduler.rpc(address).distmm_start(run_id=run.run_id, offers=offers, unwanted=skipped)
 
-        answers = await self._ask(run, ask, silence=made.problem.options.silence_timeout)
+        limit = made.problem.options.silence_timeout
+        answers = await ask_all(self.scheduler, run, ask, self.live.ended(run), self.lose, silence=limit)
         self.groups.keeps(made.group, max(answer["kept"] for answer in answers.values()))
         try:
             missing = await self._complete(run, gate, frozen, answers, began)
@@ -302,9 +296,6 @@ class Coordinator:
         self._event("done", run, **dataclasses.asdict(summary), projected_bytes=made.projected_bytes)
         options = made.problem.options
         self.release(self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout)
-
-    async def _ask(self, run: Run, ask: Callable[[str], Any], **limits: float) -> dict[str, Any]:
-        return await ask_all(self.scheduler, run, ask, self.live.ended(run), self.lose, **limits)
 
     async def _complete(
         self, run: Run, gate: Gate, frozen: _Frozen, answers: Mapping[str, Mapping[str, Any]], began: float
@@ -401,6 +392,11 @@ class Coordinator:
         for task in tasks:
             task.add_done_callback(self._releasing.discard)
         return tasks
+
+
+def _array_of(gate: Gate, operand: str) -> str:
+    """Return the name of the array of A or B; where it has none that lasts, one for this multiply alone."""
+    return gate.problem.arrays["ab".index(operand)] or f"{gate.key}{operand}"
 
 
 def _by_address(made: Plan, keys: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[Any]]]:

@@ -29,8 +29,9 @@ class Gate:
 
     def __init__(self, ts: TaskState) -> None:
         self.ts, self.key = ts, ts.key
-        wire, self.keys = operand_keys(ts.run_spec)
+        wire, keys = operand_keys(ts.run_spec)
         self.problem = Problem.from_wire(wire)
+        self.keys = dict(zip(self.problem.inputs, keys, strict=True))
         part = self.problem.part
         rows, self.ncols = self.problem.chunk_counts("d") if part is None else (0, part.ncols)
         self._numbers = range(rows * self.ncols) if part is None else frozenset(part.every("d").tolist())

@@ -110,7 +110,7 @@ class ProductLayer(Layer):  # type: ignore[misc]
         for piece in self.pieces:
             problem = piece.problem
             gate = barrier_key(problem.name)
-            inputs = [List(*map(TaskRef, self._inputs(problem, operand))) for operand in needed(problem)]
+            inputs = [List(*map(TaskRef, self._inputs(problem, operand))) for operand in problem.inputs]
             found[gate] = Step(gate, barrier, problem.to_wire(), *inputs)
             wanted = None if piece.wanted is None else set(piece.wanted)
             for index, number in enumerate(problem.every_chunk("d").tolist()):
@@ -173,14 +173,9 @@ class ProductLayer(Layer):  # type: ignore[misc]
         layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
         needs: dict[Any, set[Any]] = {key: set() for key in own}
         for piece in pieces:
-            found = [self._inputs(piece.problem, operand) for operand in needed(piece.problem)]
+            found = [self._inputs(piece.problem, operand) for operand in piece.problem.inputs]
             needs[barrier_key(piece.problem.name)] = set().union(*found)
         return layer, needs
-
-
-def needed(problem: Problem) -> tuple[str, ...]:
-    """Return the operands whose chunks a barrier depends on: B not where it is A."""
-    return tuple(name for name in problem.operands if name != "b" or not problem.same)
 
 
 def cut(whole: Problem, wanted: Collection[int]) -> list[Piece]:
@@ -232,8 +227,8 @@ def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) ->
     """
     turned = dict(zip("ab", problem.turned, strict=True))
     operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
-    arrays = {name: (operands[name].name, turned.get(name, False)) for name in needed(problem)}
-    dependencies = [operands[name] for name in needed(problem)]
+    arrays = {name: (operands[name].name, turned.get(name, False)) for name in problem.inputs}
+    dependencies = [operands[name] for name in problem.inputs]
     return HighLevelGraph.from_collections(problem.name, ProductLayer(problem, arrays), dependencies=dependencies)
 
 
@@ -316,7 +311,7 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any]) -> Alone:
 
 
 def _multiply_alone(problem: Problem, inputs: Sequence[Sequence[Any]]) -> Alone:
-    found = dict(zip(needed(problem), inputs, strict=True))
+    found = dict(zip(problem.inputs, inputs, strict=True))
     found.setdefault("b", found["a"])
     turned = dict(zip("ab", problem.turned, strict=True))
     operands = {name: [x.T if turned.get(name) else x for x in found[name]] for name in problem.operands}

@@ -81,12 +81,10 @@ def parse_group_key(key: Any) -> int | None:
     return int(key[0].split("-")[3])
 
 
-def operand_keys(gate: Task) -> tuple[Any, dict[str, list[Any]]]:
-    """Return the problem of a barrier, as plain types, and the keys of each operand's chunks by their numbers.
+def operand_keys(gate: Task) -> tuple[Any, list[list[Any]]]:
+    """Return the problem of a barrier, as plain types, and for each of its inputs the keys of the chunks.
 
     The optimizer may have renamed what the barrier depends on, but not reordered it.
     """
     wire, *inputs = gate.args
-    names = ["a", *([] if wire["same"] else ["b"]), *(extra["name"] for extra in wire["extras"])]
-    keys = [[ref.key if isinstance(ref, TaskRef) else ref for ref in found.args] for found in inputs]
-    return wire, dict(zip(names, keys, strict=True))
+    return wire, [[ref.key if isinstance(ref, TaskRef) else ref for ref in found.args] for found in inputs]

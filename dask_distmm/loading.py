@@ -61,12 +61,9 @@ class Loading:
         """Fail a barrier whose multiply would exceed memory, before much of its inputs is loaded."""
         if ts.state != "waiting":
             return  # all is in memory: the run's own plan counts it where it lies
-        dtypes = (problem.a_dtype, problem.b_dtype, problem.dtype)
         try:
-            engines, workers = await self._roster.choose(
-                problem.engine, problem.array, dtypes, problem.workers, problem.options.allow_plaintext_nccl
-            )
-            await asyncio.to_thread(plan, problem, workers, engine=engines)
+            engines, workers = await self._roster.choose(problem.demand)
+            await asyncio.to_thread(plan, problem, workers, engine=engines, quickly=True)
         except ProjectedMemoryError as error:
             if ts.state == "waiting":
                 direct.fail(self._scheduler, ts, error, f"distmm-memory-{ts.key}")

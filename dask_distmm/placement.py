@@ -25,14 +25,14 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_distmm.chunks import array_kind
 from dask_distmm.cluster import Snapshot, ask_roster, current_client
-from dask_distmm.config import setting
+from dask_distmm.config import read_options, setting
 from dask_distmm.distribution import BlockCyclic, Distribution, block_grid
 from dask_distmm.dtypes import typed
 from dask_distmm.errors import PlanError
 from dask_distmm.formula import why_not
 from dask_distmm.keys import tile_name
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan import Chunks
+from dask_distmm.plan import Chunks, Demand
 from dask_distmm.problems import check_workers
 
 if TYPE_CHECKING:
@@ -84,8 +84,9 @@ def distribute(a: Any, distribution: Distribution, *, workers: Sequence[str] | i
     client = current_client()
     if client is None:
         raise PlanError("there is no cluster over which the array could be distributed; create a distributed.Client")
-    dtypes = [array.dtype.name] * 3
-    known = ask_roster(client, setting("engine"), array_kind(array._meta), dtypes, check_workers(workers))
+    name, plaintext = array.dtype.name, read_options().allow_plaintext_nccl
+    demand = Demand(setting("engine"), array_kind(array._meta), (name, name, name), check_workers(workers), plaintext)
+    known = ask_roster(client, demand)
     if known is None:
         raise PlanError("an asynchronous client can't be asked for its workers here; distribute with a synchronous one")
     ranks = _ranks(distribution, known)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dask_distmm.dtypes import takes
 from dask_distmm.engines.base import ENGINES
 from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
-from dask_distmm.plan import Worker
+from dask_distmm.plan import Demand, Worker
 from dask_distmm.plan.reach import out_of_reach
 from dask_distmm.run import Replan
 
@@ -58,26 +58,16 @@ class Roster:
 
     async def choose(
         self,
-        engine: str,
-        array: str,
-        dtypes: Sequence[str],
-        wanted: tuple[str, ...] | int | None,
-        plaintext_nccl: bool = False,
+        demand: Demand,
         allowed: Collection[str] | None = None,
     ) -> tuple[tuple[str, ...], list[Worker]]:
         """Return the engines that can multiply, and the workers that can take part, in the scheduler's order.
 
         Parameters
         ----------
-        engine
-            Its name, or ``"auto"`` for the first one that a worker has and that takes such arrays, and others that
-            the same workers have.
-        array, dtypes
-            What the chunks of the result are, ``"numpy"`` or ``"cupy"``; and the types of all arrays.
-        wanted
-            Addresses, or how many, or None for all.
-        plaintext_nccl
-            Whether matrices may cross a network unencrypted though the cluster requires encryption.
+        demand
+            What the multiply asks for. The engine ``"auto"`` stands for the first one that a worker has and that
+            takes such arrays, and others that the same workers have.
         allowed
             Addresses of the workers that may be ranks; None for any.
 
@@ -86,13 +76,14 @@ class Roster:
         NoWorkersError
             No worker is running, or none of those that may be ranks.
         PlanError
-            `wanted` names a worker that is not there, or more than there are; or there is none at all.
+            The demand names a worker that is not there, or more workers than there are.
         MissingEngineError
             No worker has an engine for such arrays.
         EngineError
             Workers have different versions of dask_distmm or of the engine's libraries; or the engine would send
             matrices between hosts unencrypted.
         """
+        engine, array, dtypes, wanted = demand.engine, demand.array, demand.dtypes, demand.workers
         running = {address: ws for address, ws in self._scheduler.workers.items() if ws.status.name == "running"}
         if isinstance(wanted, tuple):
             missing = [address for address in wanted if address not in running]
@@ -124,7 +115,7 @@ class Roster:
         engines = tuple(name for name in fit if able[name] == able[chosen] and (name == "numpy") == (chosen == "numpy"))
         for name in engines:
             self._check_versions(name, [ws.address for ws in able[chosen]])
-        if "cublasmp" in engines and not plaintext_nccl:
+        if "cublasmp" in engines and not demand.plaintext_nccl:
             self._check_encryption("cublasmp", [ws.address for ws in able[chosen]])
         return engines, [self.worker(ws, chosen) for ws in able[chosen]]
 
@@ -139,19 +130,9 @@ class Roster:
             "engine='cublasmp', or name workers that can with workers="
         )
 
-    async def answer(
-        self,
-        engine: str,
-        array: str,
-        dtypes: Sequence[str],
-        wanted: Any,
-        names: Sequence[str],
-        counts: Sequence[tuple[int, int]],
-        plaintext_nccl: bool = False,
-    ) -> dict[str, Any]:
+    async def answer(self, demand: Any, names: Sequence[str], counts: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Return what `choose` and `placed` find, as plain types for a client."""
-        wanted = tuple(wanted) if isinstance(wanted, list | tuple) else wanted
-        engines, workers = await self.choose(engine, array, dtypes, wanted, plaintext_nccl)
+        engines, workers = await self.choose(Demand.from_wire(demand))
         sources, placed = self.placed(workers, names, counts)
         return {
             "engines": list(engines),

@@ -40,7 +40,7 @@ def test_optimizing_leaves_our_keys_and_culls_the_rest():
     (gate,) = gates(graph).values()
     # One row of chunks of A, two columns of A.T.
     wire, keys = operand_keys(gate)
-    assert [len(keys[operand]) for operand in "ab"] == [4, 8]
+    assert [len(keys[operand]) for operand in (0, 1)] == [4, 8]
     assert len(gate.dependencies) == 12
     assert gate.dependencies <= set(graph)
     assert (sum(wire["a_chunks"][0]), sum(wire["b_chunks"][1])) == (10, 20)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dask_distmm.errors import EngineError, MissingEngineError, PlanError
-from dask_distmm.plan import Worker, plan
+from dask_distmm.plan import Demand, Worker, plan
 from dask_distmm.plan.reach import out_of_reach
 from dask_distmm.roster import Roster
 from dask_distmm.testing import make_problem
@@ -47,7 +47,7 @@ def cpu():
 
 
 def choose(found, engine="auto", array="cupy", wanted=None, dtype="float32"):
-    engines, workers = asyncio.run(found.choose(engine, array, [dtype] * 3, wanted))
+    engines, workers = asyncio.run(found.choose(Demand(engine, array, (dtype,) * 3, wanted)))
     return engines, [worker.address for worker in workers]
 
 

@@ -15,6 +15,7 @@ from distributed.security import Security
 from run_events import events
 
 from dask_distmm import EngineError, matmul
+from dask_distmm.plan import Demand
 from dask_distmm.roster import Roster
 from dask_distmm.testing import assert_nothing_left, assert_product
 
@@ -59,7 +60,7 @@ def cluster_of(*hosts: str, encrypted: bool = True) -> Roster:
 
 
 def choose(roster: Roster, **options):
-    return asyncio.run(roster.choose("auto", "cupy", ["float64"], None, **options))
+    return asyncio.run(roster.choose(Demand("auto", "cupy", ("float64",) * 3, **options)))
 
 
 def test_nccl_is_refused_where_tls_does_not_cover_it():

@@ -59,7 +59,7 @@ def test_a_conjugate_transpose_costs_no_task_and_no_copy(client, take_all, how):
     assert not [name for name in names if name.startswith(("conjugate", "transpose"))]
     (gate,) = (task for key, task in dict(graph.dask).items() if barrier_name(key))
     _, keys = operand_keys(gate)
-    assert keys["a"] == [(a.name, j, i) for i in range(4) for j in range(4)]
+    assert keys[0] == [(a.name, j, i) for i in range(4) for j in range(4)]
     assert_product(a.compute().conj().T, b.compute(), d.compute())
     with dask.config.set({"distmm.numpy.pack-below": 0}):
         d = matmul(b, a.conj(), op_a="C", op_b="N", alpha=2.0)

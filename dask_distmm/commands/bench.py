@@ -18,6 +18,7 @@ from dask_distmm.bench.protocol import Peer
 from dask_distmm.cluster import ask_roster
 from dask_distmm.errors import DistMMError
 from dask_distmm.local import connected
+from dask_distmm.plan import Demand
 
 CPU_SIZES, GPU_SIZES = (1024, 2048, 4096), (4096, 8192, 16384)
 
@@ -80,7 +81,7 @@ def run(
         dask.config.set({"distributed.scheduler.worker-ttl": None, "distmm.minimum-flops": 0, "distmm.enabled": None}),
         connected(scheduler, workers, "bench") as client,
     ):
-        roster = ask_roster(client, "auto", "numpy", [dtype] * 3, None)
+        roster = ask_roster(client, Demand("auto", "numpy", (dtype, dtype, dtype)))
         assert roster is not None, "the client is synchronous"
         gpus = roster.engines[0] != "numpy"
         sizes = sorted(sizes or (GPU_SIZES if gpus else CPU_SIZES))

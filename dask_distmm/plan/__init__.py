@@ -10,7 +10,7 @@ from dask_distmm.plan.batches import Batch, BatchEstimate, BatchPlan
 from dask_distmm.plan.part import restrict
 from dask_distmm.plan.plan import EVERYWHERE, Estimate, Packing, Plan, everywhere
 from dask_distmm.plan.planner import plan
-from dask_distmm.plan.problem import COLLECTIVE, METHODS, Chunks, Extra, Problem, Worker
+from dask_distmm.plan.problem import COLLECTIVE, METHODS, Chunks, Demand, Extra, Problem, Worker
 from dask_distmm.plan.shares import GroupPlan, Share
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "BatchEstimate",
     "BatchPlan",
     "Chunks",
+    "Demand",
     "Estimate",
     "Extra",
     "GroupPlan",

@@ -27,7 +27,7 @@ _SUMMED = 4
 
 def around(problem: Problem, costs: DaskCosts) -> float:
     """Return the seconds that Dask takes around a run."""
-    names = (*(name for name in problem.operands if name != "b" or not problem.shared), "d")
+    names = (*(name for name in problem.inputs if name != "b" or not problem.shared), "d")
     return costs.run + costs.chunk * sum(math.prod(problem.chunk_counts(name)) for name in names)
 
 

@@ -21,7 +21,7 @@ from dask_distmm.epilog import Finish
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.plan.part import Part
 
-__all__ = ["COLLECTIVE", "METHODS", "Chunks", "Extra", "Problem", "Worker"]
+__all__ = ["COLLECTIVE", "METHODS", "Chunks", "Demand", "Extra", "Problem", "Worker"]
 
 Chunks = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -70,6 +70,52 @@ class Worker:
         if not isinstance(address, str):
             raise ProtocolError(f"a worker's address is a str, found {address!r}")
         return cls(address, int(nthreads), int(memory), str(host), str(device), tuple(map(str, reach)), int(used))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demand:
+    """What a multiply asks of the workers of a cluster.
+
+    Parameters
+    ----------
+    engine
+        Name of the engine, or ``"auto"``.
+    array
+        What the chunks of D are: ``"numpy"`` or ``"cupy"``.
+    dtypes
+        Names of the types of A, B and D.
+    workers
+        Addresses, or how many, or None for all.
+    plaintext_nccl
+        Whether matrices may cross a network unencrypted though the cluster requires encryption.
+    """
+
+    engine: str
+    array: str
+    dtypes: tuple[str, str, str]
+    workers: tuple[str, ...] | int | None = None
+    plaintext_nccl: bool = False
+
+    def to_wire(self) -> tuple[str, str, list[str], list[str] | int | None, bool]:
+        """As plain types."""
+        workers = list(self.workers) if isinstance(self.workers, tuple) else self.workers
+        return self.engine, self.array, list(self.dtypes), workers, self.plaintext_nccl
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Demand:
+        """Make it from what `to_wire` gave, checked.
+
+        Raises
+        ------
+        ProtocolError
+            Something is missing or of the wrong type.
+        """
+        try:
+            engine, array, (a, b, d), workers, plaintext = wire
+            workers = tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers
+            return cls(str(engine), str(array), (str(a), str(b), str(d)), workers, bool(plaintext))
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"malformed demand: {error!r}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,6 +290,17 @@ class Problem:
     def operands(self) -> tuple[str, ...]:
         """Names of the arrays that are read, in the order of their numbers."""
         return ("a", "b", *(extra.name for extra in self.extras))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the arrays of which a run is given the chunks: B is not among them where it is A."""
+        return tuple(name for name in self.operands if name != "b" or not self.same)
+
+    @property
+    def demand(self) -> Demand:
+        """What it asks of the workers."""
+        dtypes = self.a_dtype, self.b_dtype, self.dtype
+        return Demand(self.engine, self.array, dtypes, self.workers, self.options.allow_plaintext_nccl)
 
     def chunks_of(self, operand: str) -> Chunks:
         """Chunk sizes of an operand, or of ``"d"``."""
