@@ -7,6 +7,7 @@ travels inside its Problem, as an `Options`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -106,7 +107,12 @@ def read_options() -> Options:
     PlanError
         A value has the wrong type or range; the message names its key.
     """
+    # Each `@` asks for them, and they hardly ever change.
+    return _read_options(repr(dask.config.get("distmm", None)))
 
+
+@functools.lru_cache(maxsize=16)
+def _read_options(config: str) -> Options:
     def number(key: str, low: float, high: float = float("inf")) -> float:
         value = setting(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -46,8 +45,9 @@ def make_problem(
     views = view_of(a), view_of(b)
     found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
     turned, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
-    more = [dataclasses.astuple(spec), [x.name for _, x in extras], repr(distributions), turned, conjugated]
-    token = tokenize(a.name, b.name, fields, types, options, more)
+    names = (a.name, b.name, *(array.name for _, array in extras))
+    # Plain values, all of them: their text says all, and is made in a tenth of the time in which they are walked.
+    token = tokenize(repr((names, fields, types, options, spec, distributions, turned, conjugated)))
     array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
     same = a.name == b.name and types.a == types.b
     return Problem(

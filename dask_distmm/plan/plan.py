@@ -35,6 +35,8 @@ Rect = tuple[int, int, int, int]  # row start, row stop, column start, column st
 
 # In place of the participant that holds a chunk: every rank has it.
 EVERYWHERE = -1
+# Estimates are not better than this: a run is taken under `enable` where it is expected in that share of Dask's time.
+_CLEARLY = 0.9
 
 
 def everywhere(where: NDArray[np.int32] | None) -> bool:
@@ -176,8 +178,8 @@ class Plan:
 
     @property
     def worth_it(self) -> bool:
-        """Whether the run is expected to be over before Dask's own tasks would be."""
-        return self.by_tasks is None or self.estimate is None or self.expected <= self.by_tasks.seconds
+        """Whether the run is expected to be over clearly before Dask's own tasks would be."""
+        return self.by_tasks is None or self.estimate is None or self.expected <= _CLEARLY * self.by_tasks.seconds
 
     @property
     def expected(self) -> float:
