@@ -179,7 +179,7 @@ class Coordinator:
         deadline = time() + limit
         while True:
             try:
-                return await self.roster.choose(problem.demand, self._allowed(wanted))
+                return await self.roster.choose(problem.demand, await self._allowed(wanted))
             except NoWorkersError as error:
                 if time() > deadline:
                     raise NoWorkersError(f"{error}; waited for {limit:g} s (config distmm.timeouts.load)") from error
@@ -188,7 +188,7 @@ class Coordinator:
 
     async def _freeze(self, run: Run, gate: Gate) -> _Frozen:
         """Fix who takes part, and how."""
-        wanted = gate.wanted()
+        wanted = await gate.wanted()
         problem, keys = gate.part(wanted)
         engines, workers = await self._workers(run, gate, problem, wanted)
         sources, found = await self.roster.holders(workers, list(keys.values()))
@@ -227,12 +227,14 @@ class Coordinator:
             made = dataclasses.replace(made, group=self.groups.use(made.engine, sharing).number)
         run.apart = apart(made)
         states = {address: self.scheduler.workers[address] for address in addresses}
-        return _Frozen(made, _by_address(made, keys), states, wanted)
+        return _Frozen(made, await asyncio.to_thread(_by_address, made, keys), states, wanted)
 
-    def _allowed(self, wanted: Iterable[Any]) -> frozenset[str] | None:
+    async def _allowed(self, wanted: Iterable[Any]) -> frozenset[str] | None:
         """Return the workers on which the user lets the wanted tasks run; None for any."""
         found: set[str] | None = None
-        for key in wanted:
+        for at, key in enumerate(wanted):
+            if at and at % _SLICE == 0:
+                await asyncio.sleep(0)
             ts = self.scheduler.tasks.get(key)
             if ts is None or not (ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
                 continue

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Gate", "unwanted"]
 
+# So many tasks are looked up before others get the event loop again.
+_SLICE = 5000
+
 
 class Gate:
     """A barrier that is parked or on its way there.
@@ -48,8 +51,10 @@ class Gate:
         """Whether nobody waits for the barrier any more, or it has failed."""
         return self.ts.state in ("released", "forgotten", "erred")
 
-    def wanted(self) -> dict[Any, tuple[str, int]]:
+    async def wanted(self) -> dict[Any, tuple[str, int]]:
         """Return the tasks that wait for the barrier by key: which output's they are, and their chunks' numbers.
+
+        Others get the event loop in between.
 
         Raises
         ------
@@ -58,8 +63,10 @@ class Gate:
         """
         name = self.problem.result_name
         names = {output_name(name, output): output for output in ("", *self.problem.finish.per_element)}
-        found = {}
-        for ts in self.ts.waiters or ():
+        found: dict[Any, tuple[str, int]] = {}
+        for at, ts in enumerate(list(self.ts.waiters or ())):
+            if at and at % _SLICE == 0:
+                await asyncio.sleep(0)
             match ts.key:
                 case (str(array), int(i), int(j)) if array in names and i * self.ncols + j in self._numbers:
                     found[ts.key] = names[array], i * self.ncols + j
