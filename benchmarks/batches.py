@@ -19,9 +19,9 @@ import numpy as np
 from distributed import Client, wait
 
 from benchmarks.revision import revision
-from dask_distmm.bench import environment
-from dask_distmm.bench.protocol import scaled_error
-from dask_distmm.bench.runner import fresh_seed
+from dask_distmm.tools.bench import environment
+from dask_distmm.tools.bench.protocol import scaled_error
+from dask_distmm.tools.bench.runner import fresh_seed
 
 Pairs = list[tuple[da.Array, da.Array]]
 
@@ -165,7 +165,7 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything: in each round each peer once on fresh inputs, in turns; round 0 does not count."""
-    from dask_distmm.bench.cluster import ClusterSession
+    from dask_distmm.tools.bench.cluster import ClusterSession
 
     load, began = environment.load_average(), datetime.now(UTC)
     session = ClusterSession(options.workers, 1)

@@ -24,13 +24,13 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks.overhead import extents, operands, seconds
 from dask_distmm import matmul
+from dask_distmm.arrays.dispatch import dask_matmul
+from dask_distmm.arrays.request import make_problem
 from dask_distmm.config import DaskCosts, Machine
-from dask_distmm.dtypes import dtype_from_name
-from dask_distmm.engines.blas import gemm
-from dask_distmm.operator import dask_matmul
-from dask_distmm.plan import Problem, Worker
-from dask_distmm.plan.dask import by_tasks
-from dask_distmm.problems import make_problem
+from dask_distmm.engines.numpy.blas import gemm
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning import Problem, Worker
+from dask_distmm.planning.dask_tasks import by_tasks
 
 # A machine on which work costs nothing, and Dask takes a second for each task: what is left is their number.
 _FREE = Machine((("other", 1e30),), 1e30, 1e30, 0.0)

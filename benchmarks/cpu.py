@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.revision import revision
-from dask_distmm.bench import report, suite
-from dask_distmm.bench.protocol import Peer
+from dask_distmm.tools.bench import report, suite
+from dask_distmm.tools.bench.protocol import Peer
 
 PEERS = ("numpy", "pdgemm", "pdgemm-tuned", "dask", "distmm")
 # What the others are compared with; the first is also the plot's 100 %.
@@ -52,10 +52,10 @@ def make_peers(options: argparse.Namespace, stack: contextlib.ExitStack) -> list
     """Return the peers asked for; the stack closes them."""
     # Imported here: spawned processes import this module again, and none of them needs the peers.
     from benchmarks.peers.pdgemm import Pdgemm
-    from dask_distmm.bench.cluster import ClusterSession
-    from dask_distmm.bench.dask_matmul import DaskMatmul
-    from dask_distmm.bench.distmm import Distmm
-    from dask_distmm.bench.numpy_process import NumpyProcess
+    from dask_distmm.tools.bench.cluster import ClusterSession
+    from dask_distmm.tools.bench.dask_matmul import DaskMatmul
+    from dask_distmm.tools.bench.distmm import Distmm
+    from dask_distmm.tools.bench.numpy_process import NumpyProcess
 
     lanes = options.workers * options.threads
     session = ClusterSession(options.workers, options.threads, options.timeout)

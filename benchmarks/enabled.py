@@ -24,7 +24,7 @@ from distributed import Client, LocalCluster, wait
 
 import dask_distmm
 from benchmarks.revision import revision
-from dask_distmm.bench import environment
+from dask_distmm.tools.bench import environment
 
 Program = Callable[[], Any]
 # A program may be so much slower, and take so much more memory, before that is told.

@@ -23,7 +23,7 @@ from distributed import Client, LocalCluster, wait
 
 import dask_distmm
 from benchmarks.revision import revision
-from dask_distmm.bench import environment
+from dask_distmm.tools.bench import environment
 
 GELU = 0.7978845608028654
 

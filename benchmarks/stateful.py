@@ -23,8 +23,8 @@ from distributed import Client, LocalCluster, futures_of, wait
 
 import dask_distmm
 from benchmarks.revision import revision
-from dask_distmm.bench import environment, report
-from dask_distmm.bench.protocol import sample_rows, scaled_error
+from dask_distmm.tools.bench import environment, report
+from dask_distmm.tools.bench.protocol import sample_rows, scaled_error
 
 WAYS = ("stateless", "execute", "reset")
 WHAT = {

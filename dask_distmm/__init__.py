@@ -17,10 +17,12 @@ from dask_distmm.config import setting as _setting
 _register_defaults()
 
 from dask_distmm.api import NotCollective, explain, matmul  # noqa: E402
-from dask_distmm.cluster import free_workspaces  # noqa: E402
+from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled  # noqa: E402
+from dask_distmm.arrays.distribute import distribute  # noqa: E402
+from dask_distmm.arrays.grouped import explain_grouped, matmul_grouped  # noqa: E402
+from dask_distmm.arrays.prepared import Matmul  # noqa: E402
+from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize  # noqa: E402
 from dask_distmm.diagnostics.bars import progress  # noqa: E402
-from dask_distmm.distribution import BlockCyclic, Slab  # noqa: E402
-from dask_distmm.epilog import Epilog  # noqa: E402
 from dask_distmm.errors import (  # noqa: E402
     DistMMError,
     EngineError,
@@ -29,13 +31,11 @@ from dask_distmm.errors import (  # noqa: E402
     ProtocolError,
     RunFailedError,
 )
-from dask_distmm.grouped import explain_grouped, matmul_grouped  # noqa: E402
-from dask_distmm.operator import disable, enable, enabled, is_enabled  # noqa: E402
-from dask_distmm.placement import distribute  # noqa: E402
-from dask_distmm.plan import BatchPlan, GroupPlan, Plan  # noqa: E402
+from dask_distmm.numeric.epilogs import Epilog  # noqa: E402
+from dask_distmm.planning import BatchPlan, GroupPlan, Plan  # noqa: E402
+from dask_distmm.planning.distribution import BlockCyclic, Slab  # noqa: E402
 from dask_distmm.preload import dask_setup  # noqa: E402
-from dask_distmm.quantize import BlockScaled, dequantize, quantize  # noqa: E402
-from dask_distmm.stateful import Matmul  # noqa: E402
+from dask_distmm.runtime.client import free_workspaces  # noqa: E402
 
 __all__ = [
     "BatchPlan",

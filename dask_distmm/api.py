@@ -10,22 +10,23 @@ from typing import Any, cast
 
 import dask.array as da
 import numpy as np
+from dask.utils import format_time
 
-from dask_distmm import formula, operator
-from dask_distmm.chunks import array_kind
-from dask_distmm.cluster import Snapshot, current_client, recent_snapshot, snapshot
-from dask_distmm.collections import any_kind, check_planned, ndim_of, planning
+from dask_distmm.arrays import dispatch as operator
+from dask_distmm.arrays import formula
+from dask_distmm.arrays.kinds import any_kind, check_planned, ndim_of, planning
+from dask_distmm.arrays.quantize import operands
+from dask_distmm.arrays.request import check_distributions, check_names, check_shapes, make_problem, result_chunks
+from dask_distmm.arrays.views import under
 from dask_distmm.config import setting
-from dask_distmm.distribution import Distribution
-from dask_distmm.dtypes import FP8, Types, resolve_types, supported, takes
 from dask_distmm.engines.base import ENGINES, log
+from dask_distmm.engines.chunks import array_kind
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
-from dask_distmm.plan import BatchPlan, Plan, Problem, Worker
-from dask_distmm.plan.html import reason_html
-from dask_distmm.plan.show import time_text
-from dask_distmm.problems import check_distributions, check_names, check_shapes, make_problem, result_chunks
-from dask_distmm.quantize import operands
-from dask_distmm.views import under
+from dask_distmm.numeric.types import FP8, Types, resolve_types, supported, takes
+from dask_distmm.planning import BatchPlan, Plan, Problem, Worker
+from dask_distmm.planning.distribution import Distribution
+from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot, snapshot
+from dask_distmm.show.html import reason_html
 
 __all__ = ["NotCollective", "explain", "matmul"]
 
@@ -94,7 +95,7 @@ def matmul(
     op_a, op_b : {"N", "T", "C"}
         As stored, transposed, conjugate transposed, without a copy. A lazy ``a.T`` or ``a.conj()`` is seen through.
     epilog : str, Epilog or callable, optional
-        F and what is kept beside D; see `dask_distmm.epilog`. ``"allreduce"`` keeps all of D on every worker besides:
+        F and what is kept beside D; see `dask_distmm.numeric.epilogs`. ``"allreduce"`` keeps all of D on every worker besides:
         nothing of it has to move for later multiplies. A function is called as ``f(x, **epilog_inputs)`` with parts of
         ``x = alpha * op(A) @ op(B) + beta * C`` (in the type that is summed in) and of its inputs, and returns the
         part of D. It works element by element, with operators and NumPy's functions of arrays (CuPy's arrays
@@ -169,7 +170,7 @@ def matmul(
     dtype('bool')
     """
     if ndim_of(a) > 2 or ndim_of(b) > 2:
-        from dask_distmm import batched
+        from dask_distmm.arrays import batched
 
         check_planned("batches need more of Dask than it has there")
         return batched.matmul(
@@ -258,7 +259,7 @@ def explain(
         As `matmul`.
     """
     if ndim_of(a) > 2 or ndim_of(b) > 2:
-        from dask_distmm import batched
+        from dask_distmm.arrays import batched
 
         return batched.explain(
             a, b, c, alpha=alpha, beta=beta, op_a=op_a, op_b=op_b, epilog=epilog, epilog_inputs=epilog_inputs,
@@ -326,7 +327,7 @@ def product(a: da.Array, b: da.Array) -> da.Array | str:
         return str(error)
     if made is not None and not made.worth_it:
         assert made.by_tasks is not None
-        seconds = time_text(made.by_tasks.seconds), time_text(made.expected)
+        seconds = format_time(made.by_tasks.seconds), format_time(made.expected)
         return "its own tasks are expected to take {}, a run {}".format(*seconds)
     return _without_axes(formula.result(problem, row, col, []), a, b)
 

@@ -1,7 +1,7 @@
 """Every error that dask_distmm raises, under one root.
 
 An error says what was found, what is expected and what to do. All of them survive pickling with
-their attributes: they are raised on a worker or the scheduler and read by the user at the client.
+their attributes: they are raised on a worker or the scheduler and read by the user at the client. Between them they travel as plain types (`as_plain`, `rebuild`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ __all__ = [
     "ProjectedMemoryError",
     "ProtocolError",
     "RunFailedError",
+    "as_plain",
+    "rebuild",
 ]
 
 # So many workers' histories go into an error's text.
@@ -113,3 +115,26 @@ class RunFailedError(DistMMError, RuntimeError):
         told = [f"\n  {address}: {events}" for address, events in self.history.items()]
         more = [f"\n  and {len(told) - _TOLD} more, see the attribute history"] if len(told) > _TOLD else []
         return str(self.args[0]) + "".join(["\nWhat took part:" if told else "", *told[:_TOLD], *more])
+
+
+def as_plain(error: DistMMError) -> dict[str, Any]:
+    """Return an error as a dict of plain types."""
+    message = error.args[0] if isinstance(error, RunFailedError) else str(error)
+    answer: dict[str, Any] = {"status": "failed", "kind": type(error).__name__, "message": message}
+    if isinstance(error, ProjectedMemoryError):
+        answer |= {"projected": error.projected, "limit": error.limit}
+    if isinstance(error, RunFailedError):
+        answer |= {"run_id": error.run_id, "phase": error.phase, "ranks": error.ranks}
+        answer["history"] = error.history
+    return answer
+
+
+def rebuild(answer: Mapping[str, Any]) -> DistMMError:
+    """Make the typed error again from what `as_plain` gave."""
+    kind, message = answer["kind"], answer["message"]
+    if kind == "ProjectedMemoryError":
+        return ProjectedMemoryError(message, answer["projected"], answer["limit"])
+    if kind == "RunFailedError":
+        return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"], answer["history"])
+    kinds = {found.__name__: found for found in (PlanError, EngineError, MissingEngineError, NoWorkersError)}
+    return kinds.get(kind, DistMMError)(message)

@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 
 from dask_distmm import matmul
-from dask_distmm.dtypes import compute_dtype
-from dask_distmm.epilog import Epilog, Finish
 from dask_distmm.layout import ChunkGrid
-from dask_distmm.plan import Extra, Worker, plan
+from dask_distmm.numeric.epilogs import Epilog, Finish
+from dask_distmm.numeric.types import compute_dtype
+from dask_distmm.planning import Extra, Worker, plan
 from dask_distmm.testing import make_problem, random_chunks, run_jobs
 
 ALL = [epilog.value for epilog in Epilog]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from dask_distmm.dtypes import FP8
+from dask_distmm.numeric.types import FP8
 
 # Of a stored result: half a unit in the last place relative to the number, half the smallest subnormal, the largest.
 STORED = {

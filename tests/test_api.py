@@ -14,8 +14,8 @@ from distributed import Client, wait
 import dask_distmm
 from dask_distmm import Matmul, PlanError, ProjectedMemoryError, explain, matmul
 from dask_distmm.api import NotCollective
-from dask_distmm.graph import build_graph
-from dask_distmm.problems import make_problem
+from dask_distmm.arrays.request import make_problem
+from dask_distmm.graph.build import build_graph
 from dask_distmm.testing import assert_product
 
 

@@ -21,9 +21,9 @@ from narrow_cases import Narrow, random_fp8
 import dask_distmm
 from dask_distmm import PlanError, ProjectedMemoryError, explain, matmul, matmul_grouped
 from dask_distmm.api import NotCollective
-from dask_distmm.dtypes import FP8, dtype_from_name
-from dask_distmm.epilog import Finish
-from dask_distmm.stacks import multiply
+from dask_distmm.arrays.items import multiply
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.testing import assert_product, random_chunks, random_matrix
 
 WAYS = ["items", "collective"]

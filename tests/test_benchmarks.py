@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.bench import report, runner
-from dask_distmm.bench.protocol import Case, Sample, random_matrix, scaled_error
-from dask_distmm.bench.runner import Measured, run
+from dask_distmm.tools.bench import report, runner
+from dask_distmm.tools.bench.protocol import Case, Sample, random_matrix, scaled_error
+from dask_distmm.tools.bench.runner import Measured, run
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,9 +13,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from dask_distmm import __version__, demo, local
-from dask_distmm.cli import main
+from dask_distmm import __version__
 from dask_distmm.errors import RunFailedError
+from dask_distmm.tools import demo, local
+from dask_distmm.tools.cli import main
 
 
 def invoke(*arguments: str) -> Result:
@@ -58,7 +59,7 @@ def test_help_of_each_command(command: str, texts: list[str]) -> None:
 
 def test_help_does_not_wait_for_what_commands_need() -> None:
     program = (
-        "import sys, dask_distmm.cli; bad = [name for name in sys.modules if name in ('zarr', 'h5py', 'matplotlib')"
+        "import sys, dask_distmm.tools.cli; bad = [name for name in sys.modules if name in ('zarr', 'h5py', 'matplotlib')"
         " or name.startswith(tuple(f'dask_distmm.{part}' for part in ('commands', 'doctor', 'bench', 'demo')))];"
         " assert not bad, bad"
     )

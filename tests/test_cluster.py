@@ -13,7 +13,7 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm import matmul
-from dask_distmm.keys import barrier_name
+from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.testing import assert_product, random_chunks
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -50,7 +50,7 @@ def test_a_collective_run_took_place(client):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "int8", "int64", "bool"])
 def test_dtypes_over_the_wire(client, dtype):
-    from dask_distmm.dtypes import dtype_from_name
+    from dask_distmm.numeric.types import dtype_from_name
     from dask_distmm.testing import random_matrix
 
     rng = np.random.default_rng()
@@ -192,8 +192,8 @@ def test_within_a_task_without_the_cluster(client):
         import dask
         import dask.array as da
 
-        from dask_distmm.graph import build_graph
-        from dask_distmm.problems import make_problem
+        from dask_distmm.arrays.request import make_problem
+        from dask_distmm.graph.build import build_graph
 
         x, y = da.from_array(a, chunks=30), da.from_array(b, chunks=40)
         problem = make_problem(x, y, "auto", "auto", None, None)

@@ -18,8 +18,8 @@ from run_events import events
 import dask_distmm
 from dask_distmm import PlanError, Slab
 from dask_distmm.engines import base
-from dask_distmm.engines.gate import Gate
-from dask_distmm.engines.numpy import NumpyEngine, NumpyJob
+from dask_distmm.engines.cublasmp.gate import Gate
+from dask_distmm.engines.numpy.engine import NumpyEngine, NumpyJob
 from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
 from dask_distmm.testing import assert_nothing_left, assert_product
 
@@ -286,7 +286,7 @@ def test_distributions_are_refused_with_what_the_engine_has(client, engine):
 
 
 def test_what_is_kept_goes_some_time_after_the_last_client(engine, monkeypatch):
-    monkeypatch.setattr("dask_distmm.scheduler._IDLE_TIME", 0.1)
+    monkeypatch.setattr("dask_distmm.runtime.scheduler.plugin._IDLE_TIME", 0.1)
     with LocalCluster(
         n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", protocol="tcp"
     ) as cluster:

@@ -9,7 +9,7 @@ import yaml
 
 from dask_distmm.config import DEFAULTS, read_options, setting
 from dask_distmm.errors import PlanError
-from dask_distmm.plan import METHODS
+from dask_distmm.planning import METHODS
 
 
 def shipped(name):

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dask_distmm import demo
+from dask_distmm.tools import demo
 
 COMMAND = [sys.executable, "-W", "error", "-m", "dask_distmm", "demo"]
 GIB = 2**30

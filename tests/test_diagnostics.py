@@ -20,8 +20,8 @@ import dask_distmm
 from dask_distmm import PlanError, matmul
 from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import as_html, as_lines
-from dask_distmm.diagnostics.records import PHASES, Records, by_phase
-from dask_distmm.run import Run, is_report
+from dask_distmm.runtime.run import Run, is_report
+from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase
 from dask_distmm.testing import assert_product
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}

@@ -17,15 +17,17 @@ from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker
 from distributed.scheduler import validate_state
 from run_events import events
 
-from dask_distmm import EngineError, cluster, direct, explain, matmul
-from dask_distmm.graph import build_graph
-from dask_distmm.keys import barrier_name
-from dask_distmm.problems import make_problem
+from dask_distmm import EngineError, explain, matmul
+from dask_distmm.arrays.request import make_problem
+from dask_distmm.graph.build import build_graph
+from dask_distmm.runtime import client as cluster
+from dask_distmm.runtime import direct
+from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 
 def test_this_version_of_distributed_has_been_tested():
-    """A new version needs a look at `dask_distmm.direct`, and then an entry here and new bounds in pyproject.toml."""
+    """A new version needs a look at `dask_distmm.runtime.direct`, and then an entry here and new bounds in pyproject.toml."""
     assert distributed.__version__ in ("2026.7.1", "2026.8.0")
     bounds = re.search(r'^  "distributed(>.*)",$', (Path(__file__).parents[1] / "pyproject.toml").read_text(), re.M)
     assert bounds[1] == ">=2026.7.1,<2026.9"
@@ -232,7 +234,7 @@ def test_other_plugins_hear_of_the_chunks(validated):
 
 def test_a_run_outlasts_the_timeout_for_missing_workers(validated, monkeypatch):
     """``no-workers-timeout`` is for tasks that no worker may run, not for those that a run is on for."""
-    from dask_distmm.engines.numpy import NumpyJob
+    from dask_distmm.engines.numpy.engine import NumpyJob
 
     execute = NumpyJob.execute
     monkeypatch.setattr(NumpyJob, "execute", lambda self: time.sleep(2.5) or execute(self))

@@ -12,13 +12,13 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm import BlockCyclic, PlanError, Slab, distribute, explain, matmul
-from dask_distmm.distribution import block_grid
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan import Plan, Problem, Worker, plan
-from dask_distmm.plan.native import own_kernel, returned_type
-from dask_distmm.plan.tiles import make_tiles
-from dask_distmm.plan.tilings import operand_tiles
+from dask_distmm.planning import Plan, Problem, Worker, plan
+from dask_distmm.planning.assignment import operand_tiles
+from dask_distmm.planning.cublasmp.tiles import make_tiles
+from dask_distmm.planning.distribution import block_grid
+from dask_distmm.planning.library_epilogs import own_kernel, returned_type
 from dask_distmm.testing import assert_product, make_problem
 
 rng = np.random.default_rng()
@@ -298,7 +298,7 @@ def test_where_tiles_lie(client):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "int8", "bool"])
 def test_types(client, dtype):
-    from dask_distmm.dtypes import dtype_from_name
+    from dask_distmm.numeric.types import dtype_from_name
     from dask_distmm.testing import random_matrix
 
     values = random_matrix(rng, (40, 33), dtype_from_name(dtype), "F")

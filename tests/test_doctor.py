@@ -16,11 +16,12 @@ import pytest
 from click.testing import CliRunner
 from distributed import Client
 
-from dask_distmm import __version__, doctor
-from dask_distmm.cli import main
-from dask_distmm.doctor import facts
-from dask_distmm.doctor.findings import HERE, Report, differing
+from dask_distmm import __version__
 from dask_distmm.engines.base import ENGINES
+from dask_distmm.tools import doctor
+from dask_distmm.tools.cli import main
+from dask_distmm.tools.doctor import facts
+from dask_distmm.tools.doctor.findings import HERE, Report, differing
 
 VERSIONS = dict.fromkeys(facts.DISTRIBUTIONS, "1.2.3") | {"python": "3.12.1", "dask_distmm": "0.1.0"}
 LIBRARIES = {"cublasmp": "1000", "nccl": "2.30.7", "nvmath": "1.0.0"}
@@ -329,7 +330,7 @@ def test_the_command_asks_all_workers(client: Client) -> None:
 def test_a_cluster_that_is_not_there_is_2(monkeypatch: pytest.MonkeyPatch) -> None:
     import logging
 
-    monkeypatch.setattr("dask_distmm.local.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("dask_distmm.tools.local.CONNECT_SECONDS", 0.2)
     done = CliRunner().invoke(main, ["check", "--scheduler", "tcp://127.0.0.1:1"])
     logging.disable(logging.NOTSET)
     assert done.exit_code == 2

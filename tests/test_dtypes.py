@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dask_distmm.dtypes import compute_dtype, dtype_from_name, supported
+from dask_distmm.numeric.types import compute_dtype, dtype_from_name, supported
 
 
 def test_names():

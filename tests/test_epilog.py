@@ -13,8 +13,8 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm import matmul
-from dask_distmm.epilog import Finish, finish
 from dask_distmm.errors import PlanError, RunFailedError
+from dask_distmm.numeric.epilogs import Finish, finish
 from dask_distmm.testing import assert_product
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]

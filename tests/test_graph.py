@@ -11,11 +11,11 @@ from dask.highlevelgraph import HighLevelGraph
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm import formula
-from dask_distmm.epilog import Finish
-from dask_distmm.graph import ProductLayer, build_graph, cut
-from dask_distmm.keys import barrier_key, barrier_name, operand_keys
-from dask_distmm.problems import make_problem
+from dask_distmm.arrays import formula
+from dask_distmm.arrays.request import make_problem
+from dask_distmm.graph.build import ProductLayer, build_graph, cut
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.runtime.keys import barrier_key, barrier_name, operand_keys
 
 
 def lazy(a, b, **options):

@@ -9,7 +9,7 @@ import pytest
 from distributed import wait
 
 from dask_distmm import PlanError, explain_grouped, matmul_grouped
-from dask_distmm.dtypes import dtype_from_name
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.testing import assert_product, random_chunks, random_matrix
 
 MIXED = [(40, 30, 20), (700, 50, 90), (1, 1, 1), (33, 250, 41), (0, 5, 6), (600, 300, 350), (20, 20, 0)]

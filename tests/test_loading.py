@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, explain, matmul
-from dask_distmm.graph import build_graph
-from dask_distmm.keys import barrier_name
-from dask_distmm.loading import stuck
-from dask_distmm.problems import make_problem
+from dask_distmm.arrays.request import make_problem
+from dask_distmm.graph.build import build_graph
+from dask_distmm.runtime.keys import barrier_name
+from dask_distmm.runtime.scheduler.admission import stuck
 from dask_distmm.testing import assert_product
 
 

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from dask_distmm import local
+from dask_distmm.tools import local
 
 
 def test_there_is_no_gpu_cluster_without_a_gpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "gpu_count", lambda: 8)
-    monkeypatch.setattr(local, "ENGINES", {"numpy": "dask_distmm.engines.numpy"})
+    monkeypatch.setattr(local, "ENGINES", {"numpy": "dask_distmm.engines.numpy.engine"})
     assert not local.use_gpus()
     assert local.default_workers() >= 2
 

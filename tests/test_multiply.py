@@ -16,9 +16,9 @@ import zarr
 from click.testing import CliRunner, Result
 from distributed import Client
 
-from dask_distmm.cli import main
-from dask_distmm.commands import multiply
 from dask_distmm.testing import assert_product
+from dask_distmm.tools.cli import main
+from dask_distmm.tools.commands import multiply
 
 pytestmark = pytest.mark.usefixtures("terminal")
 
@@ -124,8 +124,8 @@ def test_ctrl_c_in_a_terminal(client: Client, files: dict[str, np.ndarray]) -> N
 def test_mistakes_are_said_before_a_cluster_is_started(
     files: dict[str, np.ndarray], options: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dask_distmm.local.make_cluster", lambda *arguments: pytest.fail("a cluster was started"))
-    monkeypatch.setattr("dask_distmm.local.CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("dask_distmm.tools.local.make_cluster", lambda *arguments: pytest.fail("a cluster was started"))
+    monkeypatch.setattr("dask_distmm.tools.local.CONNECT_SECONDS", 0.5)
     before = left()
     done = invoke("matmul", *options.split())
     assert done.exit_code == 1

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from narrow_cases import PAIRS, Narrow, random_fp8, to_float64
 
 import dask_distmm
-from dask_distmm import PlanError, dequantize, explain, matmul, quantize
-from dask_distmm.dtypes import FP8, resolve_types, takes
-from dask_distmm.narrow import decode, encode, round_tf32, saturated
-from dask_distmm.plan import Problem
+from dask_distmm import PlanError, dequantize, explain, matmul
+from dask_distmm.arrays import quantize
+from dask_distmm.numeric.conversions import decode, encode, round_tf32, saturated
+from dask_distmm.numeric.types import FP8, resolve_types, takes
+from dask_distmm.planning import Problem
 from dask_distmm.testing import assert_product, make_problem, random_chunks
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]

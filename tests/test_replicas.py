@@ -19,11 +19,11 @@ from stand_ins import Loop
 
 import dask_distmm
 from dask_distmm import Matmul, PlanError, ProjectedMemoryError, matmul
-from dask_distmm.epilog import Finish
 from dask_distmm.errors import RunFailedError
-from dask_distmm.plan import EVERYWHERE, METHODS, Plan, Worker, plan
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
+from dask_distmm.runtime.worker import WorkerSide
 from dask_distmm.testing import assert_nothing_left, assert_product, inject, make_problem, random_chunks
-from dask_distmm.worker import WorkerSide
 
 rng = np.random.default_rng()
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dask_distmm.errors import EngineError, MissingEngineError, PlanError
-from dask_distmm.plan import Demand, Worker, plan
-from dask_distmm.plan.reach import out_of_reach
-from dask_distmm.roster import Roster
+from dask_distmm.planning import Demand, Worker, plan
+from dask_distmm.planning.peer.access import out_of_reach
+from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.testing import make_problem
 
 GPUS = {"peer": {"cuda": "13000"}, "cublasmp": {"nccl": "2.30.7"}, "numpy": {"numpy": "2"}}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.run import Run
+from dask_distmm.runtime.run import Run
 
 WORKERS = ("a", "b", "c")
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dask_distmm import matmul
 from dask_distmm.errors import ProtocolError
-from dask_distmm.keys import barrier_key, barrier_name
-from dask_distmm.plan import Problem
+from dask_distmm.planning import Problem
+from dask_distmm.runtime.keys import barrier_key, barrier_name
 from dask_distmm.testing import make_problem
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="matmul-nobody-s")

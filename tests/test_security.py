@@ -15,8 +15,8 @@ from distributed.security import Security
 from run_events import events
 
 from dask_distmm import EngineError, matmul
-from dask_distmm.plan import Demand
-from dask_distmm.roster import Roster
+from dask_distmm.planning import Demand
+from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 

@@ -15,7 +15,7 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm import Matmul, PlanError, Slab
-from dask_distmm.keys import is_tile
+from dask_distmm.runtime.keys import is_tile
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 rng = np.random.default_rng()

@@ -121,7 +121,7 @@ def small() -> Iterator[Client]:
 @pytest.fixture
 def slow(monkeypatch):
     """Runs whose ranks take more than a second each."""
-    from dask_distmm.engines.numpy import NumpyJob
+    from dask_distmm.engines.numpy.engine import NumpyJob
 
     execute = NumpyJob.execute
 
@@ -265,9 +265,9 @@ def runs_in_order(dask_worker) -> list[int]:
 
 
 def pretend(version: str) -> None:
-    import dask_distmm.worker
+    import dask_distmm.runtime.worker
 
-    dask_distmm.worker.__version__ = version
+    dask_distmm.runtime.worker.__version__ = version
 
 
 def forget_what_workers_said(dask_scheduler) -> None:

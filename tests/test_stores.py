@@ -11,8 +11,8 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.commands import stores
 from dask_distmm.errors import DistMMError
+from dask_distmm.tools.commands import stores
 
 
 def place(path: Path | str) -> stores.Place:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from distributed.protocol import deserialize, serialize
 
-from dask_distmm import travel
+from dask_distmm.comms import serializers as travel
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import dask_distmm
 from dask_distmm import explain, matmul
-from dask_distmm.keys import barrier_name, operand_keys
+from dask_distmm.arrays.views import view_of
+from dask_distmm.runtime.keys import barrier_name, operand_keys
 from dask_distmm.testing import assert_product
-from dask_distmm.views import view_of
 
 rng = np.random.default_rng()
 

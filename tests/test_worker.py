@@ -15,9 +15,9 @@ from stand_ins import Loop
 
 from dask_distmm import matmul
 from dask_distmm.comms.dask import DaskComm
-from dask_distmm.plan import Plan, Worker, plan
+from dask_distmm.planning import Plan, Worker, plan
+from dask_distmm.runtime.worker import WorkerSide, other_orders
 from dask_distmm.testing import make_problem
-from dask_distmm.worker import WorkerSide, other_orders
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_requests_outside_of_a_chunk(side):
 
 
 def test_the_plugin_can_be_installed_twice(inproc_client):
-    from dask_distmm.worker import DistMMWorkerPlugin
+    from dask_distmm.runtime.worker import DistMMWorkerPlugin
 
     x = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
     matmul(x, x).compute()

@@ -19,7 +19,7 @@ from benchmarks.gpu import report
 from benchmarks.gpu.cases import CLUSTER, ENGINES, PEERS, VARIANTS, Case, cases, scaling, sweep
 from benchmarks.gpu.team import NO_TIME, Crew, Team, describe, in_rounds
 from benchmarks.revision import revision
-from dask_distmm.bench import environment
+from dask_distmm.tools.bench import environment
 
 # NVLink multicast stays off: on a shared host it can take all GPUs out of service.
 QUIET = {

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import cupy
 
     from benchmarks.gpu.matrices import make_chunk
-    from dask_distmm.engines.device.gemm import Gemm, Kinds, Memory, Shape
+    from dask_distmm.engines.gpu.gemm import Gemm, Kinds, Memory, Shape
 
     kinds, stream = Kinds(options.type, options.type, options.type), cupy.cuda.Stream(non_blocking=True)
     kept = []

@@ -4,7 +4,7 @@ What the peer engine rests on: copies out of memory of other GPUs by copy engine
 to all others at a time, all GPUs at once; the first one after an idle moment; many small ones (chunks of a 16 x 16
 grid) issued one by one, as one batch, and by one kernel; what mapping costs; and what GEMMs lose to copies that go on.
 The figures are for ``distmm.machine.peer`` (`bandwidth`, `exposed`) and for the constants of
-`dask_distmm.engines.peer`.
+`dask_distmm.engines.peer.engine`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     """Pull from the next GPUs, all workers at the same time; return GB/s of this one."""
     import cupy
 
-    from dask_distmm.engines.device.kernels import copy_rectangles
-    from dask_distmm.engines.offers import Allocation
+    from dask_distmm.engines.gpu.kernels import copy_rectangles
     from dask_distmm.engines.peer.memory import Mappings
+    from dask_distmm.engines.peer.offers import Allocation
     from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
     from dask_distmm.layout.rectangles import Span
 
@@ -91,7 +91,7 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
 
 def next_source(offers: Sequence[Any]) -> int:
     """Return where the next GPU's memory is in this process."""
-    from dask_distmm.engines.offers import Allocation
+    from dask_distmm.engines.peer.offers import Allocation
 
     me = [process for process, _, _ in offers].index(_KEPT["exporter"].process)
     process, allocation, offset = offers[(me + 1) % len(offers)]
@@ -105,7 +105,7 @@ def first_pull(offers: Sequence[Any], woken: float, begin: float) -> dict[str, f
     """
     import cupy
 
-    from dask_distmm.engines.peer import ENGINE
+    from dask_distmm.engines.peer.engine import ENGINE
 
     source, runtime = next_source(offers), cupy.cuda.runtime
     target = cupy.empty(FIRST_BYTES, cupy.uint8)
@@ -135,7 +135,7 @@ def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str
     import cupy
 
     from benchmarks.gpu.batch import Batch
-    from dask_distmm.engines.device.kernels import copy_rectangles
+    from dask_distmm.engines.gpu.kernels import copy_rectangles
     from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
     from dask_distmm.layout.rectangles import Span
 
@@ -178,7 +178,7 @@ def beside(offers: Sequence[Any], n: int, dtype: str, how: str, begin: float) ->
 
     from benchmarks.gpu.batch import Batch
     from benchmarks.gpu.matrices import make_chunk
-    from dask_distmm.engines.device.gemm import Gemm, Kinds, Memory, Shape
+    from dask_distmm.engines.gpu.gemm import Gemm, Kinds, Memory, Shape
     from dask_distmm.engines.peer.pulls import Rectangle
     from dask_distmm.layout.rectangles import Span
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import threadpoolctl
 
-from dask_distmm.bench.protocol import random_matrix, sample_rows, scaled_error
+from dask_distmm.tools.bench.protocol import random_matrix, sample_rows, scaled_error
 
 Matrix = npt.NDArray[Any]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dask_distmm.diagnostics import metrics
-from dask_distmm.diagnostics.records import Records
-from dask_distmm.diagnostics.standing import answer_progress
 from dask_distmm.engines.base import log
+from dask_distmm.runtime.scheduler.progress import answer_progress
+from dask_distmm.runtime.scheduler.records import Records
 
 __all__ = ["attach"]
 

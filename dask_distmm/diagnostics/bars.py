@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dask_distmm.answers import rebuild
-from dask_distmm.errors import PlanError
-from dask_distmm.plan.show import size_text
+from dask.utils import format_bytes
+
+from dask_distmm.errors import PlanError, rebuild
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -102,7 +102,7 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
             # No multiply has told the scheduler of us yet, so that it does not know the call.
             from distributed.protocol.pickle import dumps
 
-            from dask_distmm.scheduler import DistMMSchedulerPlugin
+            from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
             made = DistMMSchedulerPlugin()
             await client.scheduler.register_scheduler_plugin(plugin=dumps(made), name=made.name, idempotent=True)
@@ -168,7 +168,7 @@ def _head(line: Mapping[str, Any]) -> str:
 def _note(line: Mapping[str, Any]) -> str:
     if "count" in line:
         return str(line["count"])
-    return size_text(line["received_bytes"]) + " received" if line["received_bytes"] else ""
+    return format_bytes(line["received_bytes"]) + " received" if line["received_bytes"] else ""
 
 
 class _Text:

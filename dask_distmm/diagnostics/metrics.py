@@ -8,7 +8,7 @@ from typing import Any
 
 import dask
 
-from dask_distmm.diagnostics.records import Records
+from dask_distmm.runtime.scheduler.records import Records
 
 __all__ = ["register"]
 

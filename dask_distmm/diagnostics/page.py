@@ -21,7 +21,7 @@ from bokeh.transform import factor_cmap
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from dask_distmm.diagnostics import tables
-from dask_distmm.diagnostics.records import PHASES, Record
+from dask_distmm.runtime.scheduler.records import PHASES, Record
 
 __all__ = ["distmm_doc"]
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from dask.utils import format_bytes, format_time
+
 from dask_distmm.diagnostics.bars import short_name
-from dask_distmm.diagnostics.records import PHASES, Record, Totals
-from dask_distmm.plan.show import size_text, time_text
+from dask_distmm.runtime.scheduler.records import PHASES, Record, Totals
 
 __all__ = ["caption", "empty", "memory", "phases", "rank_names", "rates", "runs", "shown", "summary"]
 
@@ -30,9 +31,7 @@ def summary(totals: Totals, records: Sequence[Record]) -> str:
     """Return the page's first line, as HTML."""
     running = sum(record.outcome == "running" for record in records)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in totals.runs.items())
-    return (
-        f"<b>Runs</b>: {running} running, {counts}; {size_text(totals.received_bytes)} received by runs that are done"
-    )
+    return f"<b>Runs</b>: {running} running, {counts}; {format_bytes(totals.received_bytes)} received by runs that are done"
 
 
 def runs(records: Sequence[Record], now: float) -> Columns:
@@ -54,7 +53,7 @@ def _row(record: Record, now: float) -> dict[str, Any]:
         "engine": record.engine,
         "when": time.strftime("%H:%M:%S", time.localtime(record.started)),
         "seconds": record.seconds if done else now - record.started if record.outcome == "running" else None,
-        "moved": size_text(record.received_bytes),
+        "moved": format_bytes(record.received_bytes),
         "tflops": record.rate / 1e12 if done else None,
         "of_bound": record.share_of_bound if done else None,
         "reason": record.reason.partition("\n")[0],
@@ -76,7 +75,7 @@ def caption(record: Record | None, picked: int | None) -> str:
     if record is None:
         return "No run has begun yet."
     why = "picked in the table" if record.run_id == picked else "the newest with times; click a row for another"
-    took = f", {time_text(record.seconds)}" if record.outcome == "done" else ""
+    took = f", {format_time(record.seconds)}" if record.outcome == "done" else ""
     return f"<b>Run {record.run_id}</b> of {escape(record.name)}: {record.outcome}{took} ({why})"
 
 

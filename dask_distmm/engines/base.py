@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import Plan
+from dask_distmm.planning import Plan
 
 __all__ = [
     "ENGINES",
@@ -37,9 +37,9 @@ ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 
 # In the order in which they are preferred. Those for the same arrays on the same workers are chosen by the cost model.
 ENGINES = {
-    "peer": "dask_distmm.engines.peer",
-    "cublasmp": "dask_distmm.engines.cublasmp",
-    "numpy": "dask_distmm.engines.numpy",
+    "peer": "dask_distmm.engines.peer.engine",
+    "cublasmp": "dask_distmm.engines.cublasmp.engine",
+    "numpy": "dask_distmm.engines.numpy.engine",
 }
 
 # Of what `Job.execute` returns: ``(REPLICA, number)`` is a chunk of D that another rank owns.

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan import Chunks, Plan
-from dask_distmm.plan.cuts import overlaps, padded
-from dask_distmm.plan.memory import operand_grids, panel_width
-from dask_distmm.plan.plan import EVERYWHERE, Rect
+from dask_distmm.planning import Chunks, Plan
+from dask_distmm.planning.cuts import overlaps, padded
+from dask_distmm.planning.memory import operand_grids, panel_width
+from dask_distmm.planning.plan import EVERYWHERE, Rect
 
 __all__ = ["Panel", "Piece", "coalesce", "panels", "pieces_of", "split_at_chunks"]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import shared
 
-from dask_distmm.plan import extents
+from dask_distmm.planning import gemm_sizes as extents
 
 
 class Ranks:
@@ -113,7 +113,7 @@ def _forget():
 
 def _small_pinned_buffers(monkeypatch):
     # One engine thread a process uses the pinned buffers; here ranks are threads.
-    pinned, own = sys.modules["dask_distmm.engines.device.host"], threading.local()
+    pinned, own = sys.modules["dask_distmm.engines.gpu.host"], threading.local()
 
     def buffers():
         if not hasattr(own, "buffers"):
@@ -128,7 +128,7 @@ def _small_pinned_buffers(monkeypatch):
 def make(monkeypatch):
     def make(host=False, shares_memory=True):
         world = devices.install(monkeypatch, shares_memory)
-        engine = importlib.import_module("dask_distmm.engines.cublasmp")
+        engine = importlib.import_module("dask_distmm.engines.cublasmp.engine")
         _small_pinned_buffers(monkeypatch)
         return Ranks(engine, host), world
 
@@ -140,7 +140,7 @@ def make(monkeypatch):
 def peer_engine(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         world = devices.install(monkeypatch, memory=shared.Memory(tmp_path_factory.mktemp("devices")))
-        engine = importlib.import_module("dask_distmm.engines.peer")
+        engine = importlib.import_module("dask_distmm.engines.peer.engine")
         _small_pinned_buffers(monkeypatch)
         # Small products are cut into pieces, and begun before the vote, too.
         monkeypatch.setattr(extents, "_FULL", (8, 8))

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from epilog_cases import ALL, Case, run_case
 
-from dask_distmm.distribution import BlockCyclic, Slab, block_grid
-from dask_distmm.epilog import Finish
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.plan import Extra, Worker, plan
-from dask_distmm.plan.native import native_epilog
-from dask_distmm.plan.tiles import make_tiles
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.planning import Extra, Worker, plan
+from dask_distmm.planning.cublasmp.tiles import make_tiles
+from dask_distmm.planning.distribution import BlockCyclic, Slab, block_grid
+from dask_distmm.planning.library_epilogs import native_epilog
 from dask_distmm.testing import conformance, make_problem
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from narrow_cases import PAIRS, Narrow, random_fp8
 
-from dask_distmm.dtypes import FP8
-from dask_distmm.epilog import Finish
 from dask_distmm.errors import EngineError
 from dask_distmm.layout import ChunkGrid
-from dask_distmm.plan import Extra, Worker, plan
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.types import FP8
+from dask_distmm.planning import Extra, Worker, plan
 from dask_distmm.testing import make_problem, random_chunks, run_jobs
 
 FP8_METHODS = ["local", "allgather", "reducescatter", "allreduce"]

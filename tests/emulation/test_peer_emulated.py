@@ -17,12 +17,13 @@ from epilog_cases import Case, run_case
 from narrow_cases import PAIRS
 from test_narrow_emulated import run_narrow
 
-from dask_distmm.distribution import BlockCyclic, Slab
-from dask_distmm.dtypes import dtype_from_name
-from dask_distmm.engines.schedule import Fill
-from dask_distmm.epilog import Finish
+from dask_distmm.engines.peer.schedule import Fill
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import Worker, plan, pulls
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning import Worker, plan
+from dask_distmm.planning.distribution import BlockCyclic, Slab
+from dask_distmm.planning.peer import pulls
 from dask_distmm.testing import assert_product, conformance, make_problem, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
-from dask_distmm.dtypes import dtype_from_name
-from dask_distmm.engines import blas
-from dask_distmm.engines.blas import blas_threads, gemm
+from dask_distmm.engines.numpy import blas
+from dask_distmm.engines.numpy.blas import blas_threads, gemm
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.testing import assert_product, random_matrix
 
 LAYOUTS = {

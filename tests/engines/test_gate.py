@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.engines.gate import Gate
+from dask_distmm.engines.cublasmp.gate import Gate
 from dask_distmm.engines.watchdog import EXIT_STUCK, Watchdog
-from dask_distmm.groups import Groups
+from dask_distmm.runtime.scheduler.groups import Groups
 
 
 @given(st.permutations(range(4)))

@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from dask_distmm.distribution import BlockCyclic, Slab
 from dask_distmm.engines import get_engine
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import EVERYWHERE, METHODS, Worker, plan
+from dask_distmm.planning import EVERYWHERE, METHODS, Worker, plan
+from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.testing import LocalComm, conformance, make_problem, run_jobs
 
 ENGINE = get_engine("numpy")
@@ -112,7 +112,7 @@ def setup(nranks=3, size=60, **changes):
 @pytest.mark.parametrize("method", ["allgather", "reducescatter", "summa"])
 def test_a_rank_that_fails_ends_all(method, monkeypatch):
     made, chunks = setup(method=method)
-    monkeypatch.setattr("dask_distmm.engines.numpy.gemm", fail_in_one_thread())
+    monkeypatch.setattr("dask_distmm.engines.numpy.engine.gemm", fail_in_one_thread())
     with pytest.raises(ZeroDivisionError):
         run_jobs(ENGINE, made, chunks, timeout=20)
 

@@ -8,11 +8,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from dask_distmm.engines.offers import BLOCKS, Allocation, Expected, Offer
+from dask_distmm.engines.peer.offers import BLOCKS, Allocation, Expected, Offer
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
-from dask_distmm.plan import Worker, plan
-from dask_distmm.plan.lent import lent
+from dask_distmm.planning import Worker, plan
+from dask_distmm.planning.peer.reads import lent
 from dask_distmm.testing import make_problem
 
 # Bytes of a float32.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.config import read_options
 from dask_distmm.engines.panels import panels, split_at_chunks
-from dask_distmm.plan import METHODS, Worker, plan
+from dask_distmm.planning import METHODS, Worker, plan
 from dask_distmm.testing import make_problem, random_chunks
 
 

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpu.model import lies_in_one
-from dask_distmm.engines.schedule import dues, make_schedule, merged
+from dask_distmm.engines.peer.schedule import dues, make_schedule, merged
 from dask_distmm.layout import ChunkGrid
-from dask_distmm.plan import METHODS, Worker, extents, plan, pulls
-from dask_distmm.plan.pulls import PANELS, walks
+from dask_distmm.planning import METHODS, Worker, plan
+from dask_distmm.planning import gemm_sizes as extents
+from dask_distmm.planning.peer import pulls
+from dask_distmm.planning.peer.pulls import PANELS, walks
 from dask_distmm.testing import make_problem, random_chunks
 
 SMALL = {"_LEAST_DEPTH": 16, "_LEAST_WIDTH": 8, "_LEAST_BLOCK": 8, "_LEAST_ROWS": 4}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.engines import shuffle as module
-from dask_distmm.engines.shuffle import Shuffle
+from dask_distmm.engines.cublasmp import shuffle as module
+from dask_distmm.engines.cublasmp.shuffle import Shuffle
 from dask_distmm.layout import BlockCyclic, ChunkGrid, Moves, ProcessGrid, redistribution
 from dask_distmm.layout.rectangles import Span, split, unit_of, work
 from dask_distmm.testing import random_chunks

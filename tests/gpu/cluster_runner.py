@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 
 import dask_distmm
-from dask_distmm.dtypes import dtype_from_name, typed
+from dask_distmm.numeric.types import dtype_from_name, typed
 
 _number = itertools.count()
 

@@ -103,7 +103,7 @@ def clusters(tmp_path_factory):
 
     def cut_into_pieces():
         # Products of these sizes fill no GPU, so that what is pulled would never be cut.
-        from dask_distmm.plan import extents
+        from dask_distmm.planning import gemm_sizes as extents
 
         extents._FULL = (16, 16)
 

@@ -15,7 +15,7 @@ import pytest
 from nvmath_oracle import load
 
 import dask_distmm
-from dask_distmm.dtypes import dtype_from_name, typed
+from dask_distmm.numeric.types import dtype_from_name, typed
 from dask_distmm.testing import assert_product, random_matrix
 
 CASES = [

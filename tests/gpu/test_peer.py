@@ -15,7 +15,7 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
-from dask_distmm.plan.pulls import step_of
+from dask_distmm.planning.peer.pulls import step_of
 from dask_distmm.testing import assert_large_product, assert_nothing_left, conformance, inject
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.engines("peer")]

@@ -60,7 +60,7 @@ def test_workspaces(clusters, nworkers):
 def test_laid_out_operands_do_not_move(clusters, da_, db, dd, dtype):
     import cupy
 
-    from dask_distmm.dtypes import dtype_from_name
+    from dask_distmm.numeric.types import dtype_from_name
 
     client, _ = clusters(2)
     a, b = (random(256, 256, dtype="float32").astype(dtype_from_name(dtype)) for _ in range(2))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from dask_distmm import PlanError
 from dask_distmm.config import read_options
-from dask_distmm.keys import group_name, parse_group_key
-from dask_distmm.plan.batches import Batch, BatchEstimate, Pool, choose, efficiency, item_plan, recut, resize
-from dask_distmm.plan.shares import candidates, share_out
-from dask_distmm.priorities import new_priorities
+from dask_distmm.planning.many.batches import Batch, BatchEstimate, Pool, choose, efficiency, item_plan, recut, resize
+from dask_distmm.planning.many.groups import candidates, share_out
+from dask_distmm.runtime.keys import group_name, parse_group_key
+from dask_distmm.runtime.scheduler.priorities import new_priorities
 
 MACHINE = read_options().machine("numpy")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_distmm.plan import Worker, plan
-from dask_distmm.plan.extents import slowdown, unit
-from dask_distmm.plan.pulls import step_of, walks
-from dask_distmm.plan.show import plan_text
+from dask_distmm.planning import Worker, plan
+from dask_distmm.planning.gemm_sizes import slowdown, unit
+from dask_distmm.planning.peer.pulls import step_of, walks
+from dask_distmm.show.text import plan_text
 from dask_distmm.testing import make_problem
 
 

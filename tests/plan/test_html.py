@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from dask_distmm import BatchPlan, Plan, explain
 from dask_distmm.api import NotCollective
 from dask_distmm.errors import PlanError
-from dask_distmm.plan import METHODS
-from dask_distmm.plan.picture import Cell, coarse
-from dask_distmm.plan.shares import GroupPlan, Share
+from dask_distmm.planning import METHODS
+from dask_distmm.planning.many.groups import GroupPlan, Share
+from dask_distmm.show.svg import Cell, coarse
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.distribution import Slab
-from dask_distmm.epilog import Finish
 from dask_distmm.errors import ProtocolError
-from dask_distmm.plan import Extra, Problem, restrict
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.planning import Extra, Problem, restrict
+from dask_distmm.planning.distribution import Slab
 from dask_distmm.testing import make_problem
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)

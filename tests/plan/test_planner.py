@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
-from dask_distmm.plan import METHODS, Plan, Worker, plan
+from dask_distmm.planning import METHODS, Plan, Worker, plan
 from dask_distmm.testing import make_problem, random_chunks
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.distribution import Slab
-from dask_distmm.epilog import Finish
-from dask_distmm.plan import Extra, Problem, Worker, plan, restrict
-from dask_distmm.plan.reorder import by_holder, free_axes, reorder
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.planning import Extra, Problem, Worker, plan, restrict
+from dask_distmm.planning.chunk_order import by_holder, free_axes, reorder
+from dask_distmm.planning.distribution import Slab
 from dask_distmm.testing import make_problem
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.device.kernels import Launch, copy_rectangles
-from dask_distmm.engines.shuffle import Shuffle
+from dask_distmm.engines.cublasmp.shuffle import Shuffle
+from dask_distmm.engines.gpu.kernels import Launch, copy_rectangles
 from dask_distmm.layout import Moves
 from dask_distmm.layout.rectangles import Span, Table
 
 if TYPE_CHECKING:
     from dask_distmm.comms.nccl import NcclComm
-    from dask_distmm.engines.device.finishing import Input
+    from dask_distmm.engines.gpu.finishing import Input
 
 __all__ = ["DeviceShuffle", "Exchange", "InputExchange"]
 

@@ -26,24 +26,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.nccl import make_unique_id
-from dask_distmm.dtypes import FP8, carried, typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, is_of_d, wait_checked
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange, InputExchange
+from dask_distmm.engines.cublasmp.gate import Gate
 from dask_distmm.engines.cublasmp.library import Group
 from dask_distmm.engines.cublasmp.replication import Replication, named
-from dask_distmm.engines.device.finishing import Finishing, NativeBias
-from dask_distmm.engines.device.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
-from dask_distmm.engines.device.host import to_host
-from dask_distmm.engines.device.operands import DeviceChunks, in_type, ld, mark, usable
-from dask_distmm.engines.gate import Gate
+from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
+from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
+from dask_distmm.engines.gpu.host import to_host
+from dask_distmm.engines.gpu.operands import DeviceChunks, in_type, ld, mark, usable
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
-from dask_distmm.plan import Chunks, Plan
-from dask_distmm.plan.collective import tile_chunk
-from dask_distmm.plan.native import native_epilog, own_kernel, returned_type
-from dask_distmm.plan.plan import EVERYWHERE
-from dask_distmm.plan.replicas import all_reduced
-from dask_distmm.plan.tiles import Tile, make_tiles
+from dask_distmm.numeric.types import FP8, carried, typed
+from dask_distmm.planning import Chunks, Plan
+from dask_distmm.planning.cublasmp.costs import tile_chunk
+from dask_distmm.planning.cublasmp.tiles import Tile, make_tiles
+from dask_distmm.planning.library_epilogs import native_epilog, own_kernel, returned_type
+from dask_distmm.planning.plan import EVERYWHERE
+from dask_distmm.planning.replicas import all_reduced
 
 __all__ = ["CublasMpJob"]
 

@@ -17,11 +17,11 @@ import numpy as np
 from nvmath.bindings import cublasMp
 
 from dask_distmm.comms.nccl import NcclComm, nccl_version
-from dask_distmm.dtypes import FP8
-from dask_distmm.engines.device.gemm import DATA_TYPES, OPS, PLAIN, Kinds, Memory, Native, factors
+from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS, PLAIN, Kinds, Memory, Native, factors
 from dask_distmm.errors import EngineError
 from dask_distmm.layout import ProcessGrid
-from dask_distmm.plan.tiles import Stored, Tiles
+from dask_distmm.numeric.types import FP8
+from dask_distmm.planning.cublasmp.tiles import Stored, Tiles
 
 __all__ = ["Group", "check_versions"]
 

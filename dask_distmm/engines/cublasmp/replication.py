@@ -9,12 +9,12 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.dtypes import carried
 from dask_distmm.engines.base import REPLICA
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
-from dask_distmm.plan import Plan
-from dask_distmm.plan.replicas import ALONE_BYTES
+from dask_distmm.numeric.types import carried
+from dask_distmm.planning import Plan
+from dask_distmm.planning.replicas import ALONE_BYTES
 
 __all__ = ["Replication", "named"]
 

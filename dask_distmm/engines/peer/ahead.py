@@ -18,8 +18,8 @@ from typing import Any
 import cupy as cp
 
 from dask_distmm.engines.base import log
-from dask_distmm.engines.device.gemm import Gemm
-from dask_distmm.engines.device.operands import mark
+from dask_distmm.engines.gpu.gemm import Gemm
+from dask_distmm.engines.gpu.operands import mark
 from dask_distmm.engines.peer.trace import Trace
 
 __all__ = ["Ahead", "Captured", "Work", "at_hand", "capture", "shorten"]

@@ -20,35 +20,33 @@ import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.dtypes import carried, typed
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm
-from dask_distmm.engines.device.finishing import NativeBias
-from dask_distmm.engines.device.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
-from dask_distmm.engines.device.host import to_host
-from dask_distmm.engines.device.operands import DeviceChunks, mark
-from dask_distmm.engines.offers import Expected
+from dask_distmm.engines.gpu.finishing import NativeBias
+from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
+from dask_distmm.engines.gpu.host import to_host
+from dask_distmm.engines.gpu.operands import DeviceChunks, mark
 from dask_distmm.engines.peer.ahead import Ahead, Captured, Work, at_hand, capture, shorten
 from dask_distmm.engines.peer.offering import make_offer
+from dask_distmm.engines.peer.offers import Expected
 from dask_distmm.engines.peer.pulls import Copies, record, span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import ALIGNED, Result
+from dask_distmm.engines.peer.schedule import Due, Fill, Product, Slot, dues, make_schedule
 from dask_distmm.engines.peer.sources import Ended, Parts, Pull, Sources, View, moved
+from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.peer.trace import Trace
-from dask_distmm.engines.schedule import Due, Fill, Product, Slot, dues, make_schedule
-from dask_distmm.plan import Plan
-from dask_distmm.plan.cuts import padded
-from dask_distmm.plan.lent import lent
-from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import PANELS, native, step_of, sums_in, walks
-
-if TYPE_CHECKING:
-    from dask_distmm.engines.peer import PeerEngine
+from dask_distmm.numeric.types import carried, typed
+from dask_distmm.planning import Plan
+from dask_distmm.planning.cuts import padded
+from dask_distmm.planning.peer.pulls import PANELS, native, step_of, sums_in, walks
+from dask_distmm.planning.peer.reads import lent
+from dask_distmm.planning.plan import Rect
 
 __all__ = ["PeerJob"]
 
@@ -64,7 +62,7 @@ class PeerJob:
         comm: Comm,
         progress: Callable[[float], None],
         ready: Sequence[Any],
-        engine: PeerEngine,
+        engine: PeerState,
     ) -> None:
         self.plan, self.me, self.comm, self.progress, self.engine = plan, me, comm, progress, engine
         self.chunks: dict[ChunkKey, Any] = dict(chunks)

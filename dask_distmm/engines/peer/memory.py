@@ -26,7 +26,7 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import log
-from dask_distmm.engines.offers import Allocation
+from dask_distmm.engines.peer.offers import Allocation
 from dask_distmm.errors import EngineError
 
 __all__ = ["Exporter", "Mappings", "close_quietly", "maps_for_itself"]

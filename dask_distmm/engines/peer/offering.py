@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import ChunkKey
-from dask_distmm.engines.offers import BLOCKS, Offer
 from dask_distmm.engines.peer.memory import Exporter
+from dask_distmm.engines.peer.offers import BLOCKS, Offer
 from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.result import Result
-from dask_distmm.plan import Plan
+from dask_distmm.planning import Plan
 
 __all__ = ["make_offer"]
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 import cupy as cp
 import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.offers import FLAG_BYTES, Offers
+from dask_distmm.engines.peer.offers import FLAG_BYTES, Offers
+from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.errors import EngineError
-from dask_distmm.plan import Plan
-
-if TYPE_CHECKING:
-    from dask_distmm.engines.peer import PeerEngine
+from dask_distmm.planning import Plan
 
 __all__ = ["Remote"]
 
@@ -46,7 +43,7 @@ class Remote:
         Bytes that were asked for so far; who asks adds to it.
     """
 
-    def __init__(self, plan: Plan, offers: Offers, engine: PeerEngine, gone: Collection[int]) -> None:
+    def __init__(self, plan: Plan, offers: Offers, engine: PeerState, gone: Collection[int]) -> None:
         self._plan, self._offers, self._engine = plan, offers, engine
         self.pulled_bytes = 0
         self._gone = gone

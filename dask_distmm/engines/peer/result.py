@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.device.finishing import Finishing
+from dask_distmm.engines.gpu.finishing import Finishing
 from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, record, span_of, table_of
+from dask_distmm.engines.peer.schedule import merged
 from dask_distmm.engines.peer.sources import Sources
-from dask_distmm.engines.schedule import merged
+from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.layout.rectangles import Span
-from dask_distmm.plan import Plan
-from dask_distmm.plan.cuts import padded
-from dask_distmm.plan.plan import Rect
-from dask_distmm.plan.pulls import blocks, in_place, step_of
-
-if TYPE_CHECKING:
-    from dask_distmm.engines.peer import PeerEngine
+from dask_distmm.planning import Plan
+from dask_distmm.planning.cuts import padded
+from dask_distmm.planning.peer.pulls import blocks, in_place, step_of
+from dask_distmm.planning.plan import Rect
 
 __all__ = ["ALIGNED", "Result"]
 
@@ -68,7 +66,7 @@ class Result:
     """
 
     def __init__(
-        self, plan: Plan, rank: int, sums: np.dtype, by_library: bool, sources: Sources, engine: PeerEngine
+        self, plan: Plan, rank: int, sums: np.dtype, by_library: bool, sources: Sources, engine: PeerState
     ) -> None:
         self.plan, self.rank, self.sums, self._sources = plan, rank, sums, sources
         self._stream, self._pulls = engine.stream, engine.sums

@@ -10,17 +10,17 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.dtypes import FP8, carried, typed
 from dask_distmm.engines.base import ChunkKey, Comm, wait_checked
-from dask_distmm.engines.device.finishing import Finishing, NativeBias
-from dask_distmm.engines.device.gemm import Memory
-from dask_distmm.engines.device.operands import in_type
-from dask_distmm.engines.offers import BLOCKS
+from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
+from dask_distmm.engines.gpu.gemm import Memory
+from dask_distmm.engines.gpu.operands import in_type
 from dask_distmm.engines.panels import Piece
+from dask_distmm.engines.peer.offers import BLOCKS
 from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, pull_table, record, span_of, table_of
 from dask_distmm.layout.rectangles import Span, Table
-from dask_distmm.plan import EVERYWHERE, Plan
-from dask_distmm.plan.plan import Rect
+from dask_distmm.numeric.types import FP8, carried, typed
+from dask_distmm.planning import EVERYWHERE, Plan
+from dask_distmm.planning.plan import Rect
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import cupy as cp
 
-from dask_distmm.engines.device.operands import mark
+from dask_distmm.engines.gpu.operands import mark
 
 __all__ = ["Step", "Trace"]
 

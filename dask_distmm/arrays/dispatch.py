@@ -1,0 +1,202 @@
+"""``enable``, ``disable``, ``enabled``: route Dask's own ``@``, matmul, dot and tensordot here.
+
+Dask has no hook for this. All its ways to multiply end in three functions, each reachable under several names:
+
+========================================  ==================================
+``@``, ``np.matmul``                      ``dask.array.routines.matmul``
+``da.matmul``                             ``dask.array.matmul``
+``Array.dot``, ``da.dot``, ``da.vdot``    ``dask.array.routines.tensordot``
+``da.tensordot``, ``np.tensordot``        ``dask.array.tensordot``
+``da.einsum``, ``np.einsum``, xarray      ``dask.array.einsum``
+========================================  ==================================
+
+While enabled, these names hold functions of ours. What is not ours they pass on unchanged. Functions of ``np.linalg``
+that Dask lacks, and for which it would compute its arrays at once, are in `dask_distmm.arrays.numpy_functions`. Arrays of
+other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
+from typing import Any
+
+import dask.array
+import dask.array.routines
+import dask.config
+import numpy as np
+from dask.array.core import Array
+
+from dask_distmm.arrays import numpy_functions
+from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
+from dask_distmm.errors import MissingEngineError
+
+__all__ = ["dask_matmul", "dask_tensordot", "disable", "enable", "enabled", "is_enabled"]
+
+# Dask's own functions, whatever is installed under their names later.
+dask_matmul: Callable[..., Any] = dask.array.routines.matmul
+dask_tensordot: Callable[..., Any] = dask.array.routines.tensordot
+
+_lock = threading.RLock()
+_switched_on = False
+_contexts = 0
+_replaced: dict[tuple[Any, str], Any] = {}
+
+
+def enable() -> None:
+    """Route Dask's matrix products here until `disable`. Doing it again changes nothing.
+
+    Products of the package dask-array too, if it has been imported; so import it before, or do this again.
+    """
+    global _switched_on
+    with _lock:
+        _switched_on = True
+        _install()
+
+
+def disable() -> None:
+    """Undo `enable`: Dask's names hold exactly what they held before.
+
+    Inside ``with enabled():`` of any thread routing goes on until the last such block ends.
+    """
+    global _switched_on
+    with _lock:
+        _switched_on = False
+        _uninstall_if_unused()
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """Route Dask's matrix products here inside a ``with`` block."""
+    global _contexts
+    with _lock:
+        _contexts += 1
+        _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _contexts -= 1
+            _uninstall_if_unused()
+
+
+def is_enabled() -> bool:
+    """Whether Dask's matrix products are routed here now."""
+    return (_switched_on or _contexts > 0) and dask.config.get("distmm.enabled", None) is not False
+
+
+def _install() -> None:
+    ways: dict[str, Callable[..., Any]] = {"matmul": _matmul, "tensordot": _tensordot, "einsum": _einsum}
+    ways |= {"__matmul__": _matmul, "__rmatmul__": _reflected_matmul}
+    for owner in owners():
+        for name, ours in ways.items():
+            if (owner, name) in _replaced or (isinstance(owner, type) != name.startswith("__")):
+                continue
+            if (before := getattr(owner, name, None)) is not None:
+                _replaced[owner, name] = before
+                setattr(owner, name, _passing_on(ours, before))
+    numpy_functions.install(is_enabled)
+
+
+def _uninstall_if_unused() -> None:
+    if _switched_on or _contexts:
+        return
+    for (module, name), before in _replaced.items():
+        # Where somebody has put a function of their own over ours, theirs stays; ours passes on.
+        if getattr(getattr(module, name), "_distmm", False):
+            setattr(module, name, before)
+    _replaced.clear()
+    numpy_functions.uninstall()
+
+
+def _passing_on(ours: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that tries ours, which answers NotImplemented for what it leaves to Dask."""
+    adapted = any_kind(ours)
+
+    @functools.wraps(before)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        if is_enabled() and len(kinds(args)) < 2:
+            result = adapted(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return before(*args, **kwargs)
+
+    routed._distmm = True  # type: ignore[attr-defined]
+    return routed
+
+
+def _matmul(*args: Any, **kwargs: Any) -> Any:
+    if kwargs or len(args) != 2:
+        return NotImplemented
+    return _product(*args)
+
+
+def _reflected_matmul(b: Any, a: Any) -> Any:
+    return _product(a, b)
+
+
+def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
+    """Take a contraction over one axis of matrices and vectors."""
+    try:
+        ndims = ndim_of(lhs), ndim_of(rhs)
+        if isinstance(axes, Iterable):
+            left, right = ([x] if isinstance(x, Integral) else list(x) for x in axes)
+        else:
+            left, right = list(range(ndims[0] - axes, ndims[0])), list(range(axes))
+        if len(left) != 1 or len(right) != 1 or not all(1 <= ndim <= 2 for ndim in ndims):
+            return NotImplemented
+        left_axis, right_axis = (range(ndim)[x[0]] for ndim, x in zip(ndims, (left, right), strict=True))
+    except (TypeError, ValueError, IndexError):
+        return NotImplemented  # Dask's own function has the error to raise
+    a, b = as_array(lhs), as_array(rhs)
+    if np.promote_types(a.dtype, b.dtype) != np.result_type(a.dtype, b.dtype):
+        return NotImplemented
+    return _product(a if left_axis == ndims[0] - 1 else a.T, b if right_axis == 0 else b.T)
+
+
+def _einsum(*args: Any, **kwargs: Any) -> Any:
+    """Take a contraction over one axis of matrices and vectors, without a batch, as a product."""
+    # How Dask would go about it says nothing of ours.
+    if len(args) != 3 or not isinstance(args[0], str) or set(kwargs) - {"optimize", "split_every"}:
+        return NotImplemented
+    spec, lhs, rhs = args
+    # xarray writes an ellipsis before each operand, which stands for no axis where there are as many as letters.
+    found = re.fullmatch(r"([a-zA-Z]{1,2}),([a-zA-Z]{1,2})(?:->([a-zA-Z]{0,2}))?", re.sub(r"\.\.\.|\s", "", spec))
+    if found is None or not all(isinstance(x, Array) for x in (lhs, rhs)):
+        return NotImplemented
+    left, right, out = found.groups()
+    summed = set(left) & set(right)
+    if any(len(set(x)) != len(x) for x in (left, right)) or len(summed) != 1:
+        return NotImplemented
+    (k,) = summed
+    kept = (left + right).replace(k, "")
+    out = "".join(sorted(kept)) if out is None else out
+    if sorted(kept) != sorted(out) or (lhs.ndim, rhs.ndim) != (len(left), len(right)):
+        return NotImplemented
+    result = _tensordot(lhs, rhs, axes=(left.index(k), right.index(k)))
+    return result.T if result is not NotImplemented and kept != out else result
+
+
+def _product(a: Any, b: Any) -> Any:
+    """Multiply here, or answer NotImplemented."""
+    from dask_distmm import api
+    from dask_distmm.config import setting
+
+    if 0 in (ndim_of(a), ndim_of(b)):
+        return NotImplemented
+    a, b = as_array(a), as_array(b)
+    # Planned arrays have no product that this could be left to.
+    if planning():
+        return api.matmul(a, b)
+    minimum = setting("minimum-flops")
+    if api.why_leave(a, b, None if minimum is None else float(minimum)) is not None:
+        return NotImplemented
+    try:
+        made = api.product(a, b) if max(a.ndim, b.ndim) < 3 else api.matmul(a, b)
+    except MissingEngineError:
+        return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine
+    return NotImplemented if isinstance(made, str) else made

@@ -1,0 +1,172 @@
+r"""Chunks where they are wanted: ``distribute`` lays an array out for later multiplies.
+
+Dask itself moves the data, holds it, spills it and makes it again: for each tile there is a task which is restricted to
+one worker and puts the tile together from parts of the array's chunks::
+
+    chunk (0, 0) -> part \
+                           > tile (0, 0), on its worker
+    chunk (0, 1) -> part /
+
+The restriction of a tile ends when its worker is gone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import dask
+import dask.array as da
+import numpy as np
+from dask._task_spec import List, Task, TaskRef
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+from dask_distmm.arrays.formula import why_not
+from dask_distmm.arrays.request import check_workers
+from dask_distmm.config import read_options, setting
+from dask_distmm.engines.chunks import array_kind
+from dask_distmm.errors import PlanError
+from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.numeric.types import typed
+from dask_distmm.planning import Chunks, Demand
+from dask_distmm.planning.distribution import BlockCyclic, Distribution, block_grid
+from dask_distmm.runtime.client import Snapshot, ask_roster, current_client
+from dask_distmm.runtime.keys import tile_name
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = ["distribute", "place"]
+
+
+def distribute(a: Any, distribution: Distribution, *, workers: Sequence[str] | int | None = None) -> da.Array:
+    """Lay an array out over the cluster's workers, so that later multiplies in that distribution need not move it.
+
+    The first worker of the cluster is the first rank, and so on; if ranks of that number have a communicator already,
+    their order is taken. The chunks stay what they are, NumPy or CuPy arrays.
+
+    Parameters
+    ----------
+    a : dask.array.Array or array_like
+        A matrix, (m, n).
+    distribution : Slab or BlockCyclic
+        Which worker gets what: with ``Slab(0)`` one chunk of ``ceil(m / workers)`` rows each, with
+        ``BlockCyclic((p, q), blocks)`` block (i, j) is a chunk on worker ``(i % p) * q + j % q``. An axis that is not
+        shared between workers is not cut.
+    workers : sequence of str or int, optional
+        Addresses of the workers, in the order of their ranks, or how many; all by default.
+
+    Returns
+    -------
+    dask.array.Array
+        (m, n), the same values, persisted. Its chunks are the tiles, each on its worker.
+
+    Raises
+    ------
+    PlanError
+        There is no cluster, `a` is no matrix that engines multiply, or there are too few workers.
+
+    Examples
+    --------
+    >>> from dask_distmm import Slab, distribute, matmul
+    >>> a = distribute(a, Slab(0))                     # doctest: +SKIP
+    >>> matmul(a, b, distributions=[Slab(0)])          # doctest: +SKIP
+    """
+    if not isinstance(distribution, Distribution):
+        raise PlanError(f"distribution={distribution!r}: expected a Slab or a BlockCyclic")
+    array = da.asanyarray(a)
+    if array.ndim != 2 or 0 in array.shape:
+        raise PlanError(f"only matrices can be distributed; found the shape {array.shape}")
+    if reason := why_not(array):
+        raise PlanError(f"the array can't be distributed: {reason}")
+    client = current_client()
+    if client is None:
+        raise PlanError("there is no cluster over which the array could be distributed; create a distributed.Client")
+    name, plaintext = array.dtype.name, read_options().allow_plaintext_nccl
+    demand = Demand(setting("engine"), array_kind(array._meta), (name, name, name), check_workers(workers), plaintext)
+    known = ask_roster(client, demand)
+    if known is None:
+        raise PlanError("an asynchronous client can't be asked for its workers here; distribute with a synchronous one")
+    ranks = _ranks(distribution, known)
+    chunks, owners = block_grid(distribution.layout(_shape(array), len(ranks)))
+    return place(client, array, chunks, [ranks[owner] for owner in owners.tolist()])
+
+
+def _ranks(distribution: Distribution, known: Snapshot) -> tuple[str, ...]:
+    """Return the addresses of the ranks, in their order."""
+    addresses = tuple(worker.address for worker in known.workers)
+    count = len(addresses)
+    if isinstance(distribution, BlockCyclic):
+        count = distribution.grid[0] * distribution.grid[1]
+        if count > len(addresses):
+            raise PlanError(f"{distribution} needs {count} workers, and there are {len(addresses)}")
+    made = [group for group in known.groups if len(group) == count and set(group) <= set(addresses)]
+    return made[-1] if made else addresses[:count]
+
+
+def place(client: Client, array: da.Array, chunks: Chunks, addresses: Sequence[str]) -> da.Array:
+    """Return a matrix persisted in other chunks, each on a certain worker.
+
+    Parameters
+    ----------
+    client
+        Of the cluster.
+    array
+        The matrix.
+    chunks
+        New chunk sizes.
+    addresses
+        For each new chunk in C order, the address of its worker.
+    """
+    (array,) = dask.optimize(array)  # what is added to it must not be changed any more
+    token = tokenize(array.name, chunks, addresses)
+    name, part_name = tile_name(token), f"distmm-part-{token}"
+    copies = redistribution(ChunkGrid(array.chunks), ChunkGrid(chunks))
+    parts: dict[Hashable, Task] = {}
+    tiles: dict[Hashable, Task] = {}
+    where: dict[Hashable, str] = {}
+    ncols = len(chunks[1])
+    for index, address in enumerate(addresses):
+        i, j = divmod(index, ncols)
+        found: list[TaskRef] = []
+        corners: list[tuple[int, int]] = []
+        for copy in copies.for_dst(index):
+            source = (array.name, *copies.src.coords(copy.src))
+            if (copy.nrows, copy.ncols) != copies.src.local_shape(copy.src):
+                key = (part_name, index, len(found))
+                parts[key] = Task(key, operator.getitem, TaskRef(source), copy.src_index)
+                source = key
+            found.append(TaskRef(source))
+            corners.append((copy.dst_row, copy.dst_col))
+        where[name, i, j] = address
+        shape = (chunks[0][i], chunks[1][j])
+        tiles[name, i, j] = Task((name, i, j), _assemble, shape, array.dtype.name, corners, List(*found))
+    layers = {**array.dask.layers, part_name: parts, name: MaterializedLayer(tiles, annotations={"workers": where.get})}
+    needs = {**array.dask.dependencies, part_name: {array.name}, name: {array.name, part_name}}
+    graph = HighLevelGraph(layers, needs)
+    # The optimizer would drop the annotations.
+    made: da.Array = client.persist(da.Array(graph, name, chunks, meta=array._meta), optimize_graph=False)
+    return made
+
+
+def _assemble(shape: tuple[int, int], dtype: str, corners: Sequence[tuple[int, int]], parts: Sequence[Any]) -> Any:
+    """Put a tile together from its parts; a chunk that is the tile already is not copied."""
+    parts = [typed(part, dtype) for part in parts]
+    if len(parts) == 1 and _owns(parts[0]):
+        return parts[0]
+    tile = np.empty_like(parts[0], shape=shape)  # of CuPy's too, in the memory order of the parts
+    for (row, col), part in zip(corners, parts, strict=True):
+        tile[row : row + part.shape[0], col : col + part.shape[1]] = part
+    return tile
+
+
+def _owns(part: Any) -> bool:
+    """Whether an array is no small part of a larger one, which it would keep in memory."""
+    base = getattr(part, "base", None)
+    return base is None or getattr(base, "nbytes", part.nbytes) <= part.nbytes
+
+
+def _shape(array: da.Array) -> tuple[int, int]:
+    return int(array.shape[0]), int(array.shape[1])

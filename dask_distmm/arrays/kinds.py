@@ -1,0 +1,157 @@
+"""Arrays of other kinds than ``dask.array.core.Array``, in which everything here is written.
+
+There are two, both made of expressions that are optimized before they become task graphs: those of Dask itself under
+``array.query-planning: true``, and those of the package dask-array. `plain` makes the graph of such an array, as its
+own ``persist`` would; `like` wraps what was made of it in an array of its kind again. Tasks keep their keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
+
+import dask.array
+import dask.array.routines
+import numpy as np
+from dask.array.core import Array
+from dask.core import flatten
+from dask.highlevelgraph import HighLevelGraph
+
+from dask_distmm.errors import PlanError
+
+__all__ = [
+    "any_kind",
+    "as_array",
+    "check_planned",
+    "kind_of",
+    "kinds",
+    "like",
+    "ndim_of",
+    "owners",
+    "plain",
+    "planning",
+    "reducible",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def planning() -> bool:
+    """Whether Dask's own arrays are planned in this process (``array.query-planning``)."""
+    return dask.array.Array is not Array
+
+
+def kind_of(x: Any) -> str:
+    """Return ``"planned"`` for arrays of Dask's query planning, ``"dask-array"`` for that package's, else ``""``."""
+    if planning() and isinstance(x, dask.array.Array):
+        return "planned"
+    # Never imported here: importing it changes Dask's configuration.
+    package = sys.modules.get("dask_array")
+    return "dask-array" if package is not None and isinstance(x, getattr(package, "Array", ())) else ""
+
+
+def check_planned(reason: str | None) -> str | None:
+    """Return why a product is left to Dask; where arrays are planned there is nothing to leave it to.
+
+    Raises
+    ------
+    PlanError
+        There is a reason, and arrays are planned.
+    """
+    if reason is not None and planning():
+        raise PlanError(
+            f"this product can't run here: {reason}. And Dask has none with array.query-planning: switch that off"
+        )
+    return reason
+
+
+def plain(x: Any) -> Any:
+    """Return an array of another kind as a ``dask.array.core.Array``; anything else as it is."""
+    if not kind_of(x):
+        return x
+    found = x.optimize()
+    (name, *_) = next(iter(flatten(found.__dask_keys__())))
+    return Array(HighLevelGraph.from_collections(name, dict(found.__dask_graph__())), name, found.chunks, meta=x._meta)
+
+
+def as_array(x: Any) -> Array:
+    """Return a ``dask.array.core.Array`` of an array of any kind or an array_like."""
+    return dask.array.core.asanyarray(plain(x))
+
+
+def ndim_of(x: Any) -> int:
+    """Return the number of dimensions, as ``np.ndim``, which Dask does not answer where arrays are planned."""
+    return int(x.ndim) if isinstance(x, Array) else np.ndim(x)
+
+
+def like(kind: str, x: Any) -> Any:
+    """Return a ``dask.array.core.Array`` as one of that kind; anything else as it is."""
+    if not kind or not isinstance(x, Array):
+        return x
+    if kind == "planned":
+        from dask_distmm.arrays.expressions import from_array
+
+        return from_array(x)
+    from dask_array._collection import from_graph
+
+    return from_graph(dict(x.dask), x._meta, x.chunks, list(flatten(x.__dask_keys__())), x.name)
+
+
+def reducible(x: Array) -> Any:
+    """Return an array whose ``sum`` and ``max`` work: where arrays are planned, those of no others do."""
+    return like("planned" if planning() else "", x)
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _each(function, x) for key, x in value.items()}
+    return tuple(_each(function, x) for x in value) if type(value) is tuple else function(value)
+
+
+def kinds(values: Any) -> set[str]:
+    """Return the kinds of the arrays among some values; ``"plain"`` for a ``dask.array.core.Array``."""
+    return {kind_of(x) or ("plain" if isinstance(x, Array) else "") for x in values} - {""}
+
+
+def owners() -> list[Any]:
+    """Return the modules and classes of this process in which the ways to multiply arrays have their names."""
+    found: list[Any] = [dask.array.routines, dask.array]
+    if planning():
+        # Its `@` asks no module, it raises NotImplementedError.
+        found.append(dask.array.Array)
+    if "dask_array" in sys.modules:
+        names = ("dask_array", "dask_array.linalg", "dask_array.linalg._tensordot", "dask_array._einsum")
+        found += [sys.modules[name] for name in names if name in sys.modules]
+    return found
+
+
+def any_kind(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function that takes plain arrays take and return those of other kinds.
+
+    Raises
+    ------
+    PlanError
+        Arrays of two kinds are given.
+    """
+
+    @functools.wraps(function)
+    def adapted(*args: Any, **kwargs: Any) -> Any:
+        found: set[str] = set()
+
+        def lowered(x: Any) -> Any:
+            found.update(kinds([x]))
+            return plain(x)
+
+        args, kwargs = _each(lowered, args), _each(lowered, kwargs)
+        if len(found) > 1:
+            raise PlanError(
+                f"the operands are arrays of different kinds ({', '.join(sorted(found))}): make all of them with "
+                "the same package, dask.array or dask_array"
+            )
+        (kind,) = found or {"planned" if planning() else ""}
+        return _each(functools.partial(like, kind if kind != "plain" else ""), function(*args, **kwargs))
+
+    return cast(Callable[P, T], adapted)

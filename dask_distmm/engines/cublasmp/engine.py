@@ -1,0 +1,87 @@
+"""The engine for GPUs: one cuBLASMp multiply across dask-cuda workers, or cuBLAS where one GPU does.
+
+`exchange` redistributes with NCCL, `library` calls cuBLASMp, `job` is one participant's side of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cupy as cp
+
+from dask_distmm.engines.base import ChunkKey, Comm, log
+from dask_distmm.engines.cublasmp.job import CublasMpJob
+from dask_distmm.engines.cublasmp.library import Group, check_versions
+from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
+from dask_distmm.errors import EngineError
+from dask_distmm.planning import Plan
+
+__all__ = ["ENGINE", "CublasMpEngine"]
+
+
+class CublasMpEngine:
+    """Multiplies on GPUs with cuBLASMp, one GPU a worker process."""
+
+    name = "cublasmp"
+
+    def __init__(self) -> None:
+        self._stream: cp.cuda.Stream | None = None
+        self.groups: dict[int, Group] = {}
+
+    @property
+    def stream(self) -> cp.cuda.Stream:
+        """The engine's own stream, on the process' current device."""
+        if self._stream is None:
+            self._stream = cp.cuda.Stream(non_blocking=True)
+        return self._stream
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries that must agree between workers."""
+        check_gpu()
+        try:
+            return check_versions()
+        except (ImportError, RuntimeError) as error:
+            raise EngineError(
+                f"cuBLASMp or NCCL can't be loaded ({error}): install dask_distmm[cu12] or dask_distmm[cu13]"
+            ) from error
+
+    def memory(self) -> int:
+        """Return the bytes of the device."""
+        return int(cp.cuda.runtime.memGetInfo()[1])
+
+    def job(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, Any],
+        comm: Comm,
+        progress: Callable[[float], None] = lambda share: None,
+        ready: Sequence[Any] = (),
+    ) -> CublasMpJob:
+        """Return participant `me`'s side of a run."""
+        check_arrays(self.name, chunks)
+        return CublasMpJob(plan, me, chunks, comm, progress, ready, self.stream, self.groups)
+
+    def links(self) -> tuple[str, tuple[str, ...]]:
+        """Return nothing: who can reach whom does not matter."""
+        return "", ()
+
+    def release(self, group: int) -> None:
+        """Free what the ranks of a group share; all of them do so at the same time."""
+        found = self.groups.pop(group, None)
+        if found is not None:
+            found.close()
+
+    def abandon(self, group: int) -> None:
+        """Forget a group of which a rank is gone: what is shared with it can't be freed before this process ends."""
+        found = self.groups.pop(group, None)
+        if found is not None:
+            log.warning(
+                "a rank of group %s is gone: %d MiB of this GPU stay taken until the worker restarts",
+                group,
+                found.workspace_bytes >> 20,
+            )
+
+
+ENGINE = CublasMpEngine()

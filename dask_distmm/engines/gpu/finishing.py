@@ -1,0 +1,295 @@
+"""The formula on one rank's chunks of D: what it needs of its inputs, its outputs allocated ahead, the fused kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.engines.base import ChunkKey, log
+from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.numeric.conversions import decode, stored
+from dask_distmm.numeric.epilogs import Finish, elementwise, part_shape, reductions, scalars, scaled
+from dask_distmm.numeric.types import FP8, carried
+from dask_distmm.planning import Chunks, Plan
+from dask_distmm.planning.cublasmp.tiles import Tile
+
+__all__ = ["Finishing", "Input", "Kernel", "NativeBias"]
+
+
+class Input:
+    """One input, cut into parts: those that this rank needs, by number, and what has to be copied there.
+
+    Parameters
+    ----------
+    plan, me, name, chunks
+        Of the run; which input; what this participant has staged, on the device.
+    sizes
+        How its rows and columns are cut into parts.
+    needed
+        For each rank, the numbers of the parts that it needs.
+    parts
+        Arrays for those that this rank needs; allocated where None.
+
+    Attributes
+    ----------
+    moves
+        The rectangles from chunks to parts, of all ranks.
+    arrays
+        Chunks that are here, by number.
+    widths
+        Columns of each part.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        name: str,
+        chunks: Mapping[ChunkKey, Any],
+        sizes: Chunks,
+        needed: Sequence[Sequence[int]],
+        parts: dict[int, Any] | None = None,
+    ) -> None:
+        problem = plan.problem
+        self.name, self.held = name, problem.dtype_of(name)
+        self.dtype = carried(self.held, "cupy")
+        grid = ChunkGrid(sizes)
+        where = plan.where[name]
+        assert where is not None
+        copies = redistribution(ChunkGrid(problem.chunks_of(name)), grid)
+        every = []
+        for participant, numbers in zip(plan.ranks, needed, strict=True):
+            moves = Moves.of(copies, where, np.full(grid.nparts, participant))
+            every.append(moves.take(np.isin(moves.dst, np.asarray(numbers, np.int64))))
+        moves = Moves(*(np.concatenate([getattr(m, f) for m in every]) for f in Moves.__dataclass_fields__))
+        if parts is None:
+            mine = needed[plan.ranks.index(me)]
+            parts = {part: cp.empty(grid.local_shape(part), self.dtype) for part in mine}
+        self.parts = parts
+        self.moves = moves
+        self.widths = [grid.local_shape(part)[1] for part in range(grid.nparts)]
+        self.arrays = {index: chunk for (operand, index), chunk in chunks.items() if operand == name}
+
+
+class _ByChunk(Input):
+    """One input, in the parts that chunks of D need."""
+
+    def __init__(self, plan: Plan, me: int, name: str, chunks: Mapping[ChunkKey, Any]) -> None:
+        problem = plan.problem
+        sizes, (rows, cols) = problem.chunks_of(name), problem.out_chunks
+        # An axis of length 1 is broadcast: all chunks of D along it need the same part.
+        self._by_row, self._by_col = sum(sizes[0]) == problem.m, sum(sizes[1]) == problem.n
+        parts = (rows if self._by_row else (1,), cols if self._by_col else (1,))
+        self._width, self._columns = len(parts[1]), len(cols)
+        needed = [sorted({self.part(i) for i in plan.owned(rank).tolist()}) for rank in range(len(plan.ranks))]
+        super().__init__(plan, me, name, chunks, parts, needed)
+
+    def part(self, index: int) -> int:
+        """Return the number of the part that chunk `index` of D needs."""
+        i, j = divmod(index, self._columns)
+        return (i if self._by_row else 0) * self._width + (j if self._by_col else 0)
+
+    def values(self, index: int) -> Any:
+        """Return what chunk `index` of D needs."""
+        found = self.parts[self.part(index)]
+        return decode(cp, found, self.held, np.dtype(np.float32)) if self.held in FP8 else found
+
+
+class NativeBias:
+    """The bias that the library adds on this rank, a value for each row or column of what the rank computes.
+
+    Parameters
+    ----------
+    plan, me, rank, chunks
+        As for `Finishing`.
+    axis
+        Along which axis of D it has values.
+    sizes, parts
+        How ranks cut that axis, and the number of each rank's part.
+    length
+        Of what this rank computes along the axis; what is more than its part is padding.
+
+    Attributes
+    ----------
+    vector
+        The bias in the type of D, once `convert` has been done.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        rank: int,
+        chunks: Mapping[ChunkKey, Any],
+        axis: int,
+        sizes: tuple[int, ...],
+        parts: Sequence[int],
+        length: int,
+    ) -> None:
+        own, dtype = carried(plan.problem.dtype_of("bias"), "cupy"), plan.problem.result_type
+        self._padded = cp.zeros(length, own)
+        self.vector = self._padded if own == dtype else cp.empty(length, dtype)
+        part = self._padded[: sizes[parts[rank]]].reshape((-1, 1) if axis == 0 else (1, -1))
+        cuts = (sizes, (1,)) if axis == 0 else ((1,), sizes)
+        needed = [[number] for number in parts]
+        self.inputs: list[Input] = [Input(plan, me, "bias", chunks, cuts, needed, {parts[rank]: part})]
+
+    @classmethod
+    def of_tile(cls, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], tile: Tile) -> NativeBias:
+        """Return the one for each row of the tile that the rank computes, or column of D if that is in C order."""
+        axis, grid, ranks = (0 if tile.order == "F" else 1), tile.layout.grid, range(len(plan.ranks))
+        lengths = tuple(tile.layout.local_shape(r)[axis] for r in ranks)
+        cut = (grid.nprow, grid.npcol)[axis] > 1
+        sizes, parts = (lengths, list(ranks)) if cut else (lengths[:1], [0 for _ in ranks])
+        return cls(plan, me, rank, chunks, axis, sizes, parts, tile.local(rank)[axis])
+
+    def convert(self, stream: cp.cuda.Stream) -> None:
+        """Put the conversion to the type of D on a stream."""
+        if self.vector is not self._padded:
+            with stream:
+                self.vector[...] = self._padded
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All device memory that it holds."""
+        return [self._padded, self.vector]
+
+
+class Finishing:
+    """All that one rank does to its chunks of D after the product.
+
+    Parameters
+    ----------
+    plan
+        Of the run.
+    me, rank
+        This participant, as which rank.
+    chunks
+        What it has staged, on the device.
+    order
+        Memory order of its chunks of D.
+
+    Attributes
+    ----------
+    made
+        The outputs, filled by `apply`: chunks of D by number, others by name and number.
+    """
+
+    def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
+        problem = plan.problem
+        self._spec, self._to = problem.finish, problem.dtype
+        self.inputs: list[_ByChunk] = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
+        self.made: dict[Any, Any] = {}
+        for index in plan.owned(rank).tolist():
+            r0, r1, c0, c1 = plan.chunk_rect(index)
+            shape = (r1 - r0, c1 - c0)
+            self.made[index] = cp.empty(shape, carried(self._to, "cupy"), order=order)
+            for name in self._spec.per_element:
+                dtype = self._spec.dtype_of(name, problem.result_type)
+                self.made[name, index] = cp.zeros(part_shape(self._spec.keeps(name), shape), dtype)
+
+    def apply(self, sums: Mapping[int, Any], stream: cp.cuda.Stream) -> dict[Any, Any]:
+        """Put the formula on the stream; return the outputs."""
+        with stream:
+            for index, acc in sums.items():
+                if not acc.size:
+                    continue
+                inputs = {one.name: one.values(index) for one in self.inputs}
+                d = self.made[index]
+                # The scale of D, and what FP8 and integers need, come after the kernel.
+                last = d.dtype.kind in "iu" or self._spec.scale_d != 1 or "scale_d" in self._spec.scales
+                target = cp.empty(acc.shape, acc.dtype) if last else d
+                saved = [self.made[self._spec.saved, index]] if self._spec.saved else []
+                kernel = _kernel(self._spec, tuple(inputs))
+                kernel(acc, list(inputs.values()), [target, *saved], scalars(self._spec, acc.dtype))
+                found = reductions(cp, self._spec, target.astype(acc.dtype, copy=False))
+                if last:
+                    d[...] = stored(cp, scaled(self._spec, target, inputs), self._to, fp8_bytes=True)
+                for name, values in found.items():
+                    self.made[name, index][...] = values
+        return self.made
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All device memory that it holds."""
+        parts = [array for one in self.inputs for array in one.parts.values()]
+        return [*self.made.values(), *parts]
+
+
+def _kernel(spec: Finish, names: tuple[str, ...]) -> Kernel:
+    """Return the kernel of a formula, made once for all factors: these are its arguments."""
+    alpha = (1.0, 0.0) if complex(*spec.alpha) == 1 else (2.0, 0.0)
+    beta = (0.0, 0.0) if complex(*spec.beta) == 0 else (1.0, 0.0)
+    return _made(dataclasses.replace(spec, alpha=alpha, beta=beta, scale_d=1.0), names)
+
+
+@functools.lru_cache(maxsize=64)
+def _made(spec: Finish, names: tuple[str, ...]) -> Kernel:
+    return Kernel(spec, names)
+
+
+class Kernel:
+    """The formula as one kernel, fused by CuPy; where CuPy can't, as one kernel for each operation."""
+
+    def __init__(self, spec: Finish, names: tuple[str, ...]) -> None:
+        def apply(xp: Any, arrays: Sequence[Any], factors: tuple[Any, Any]) -> Iterator[Any]:
+            return iter(elementwise(xp, spec, arrays[0], dict(zip(names, arrays[1:], strict=True)), factors))
+
+        def traced(alpha: Any, beta: Any, *arguments: Any) -> None:
+            arrays, outputs = arguments[: 1 + len(names)], arguments[1 + len(names) :]
+            found = apply(np, [_Traced(x) for x in arrays], (_Traced(alpha), _Traced(beta)))
+            for target, values in zip(outputs, found, strict=True):
+                target[...] = values.value
+
+        self._apply, self._fused, self.is_fused = apply, cp.fuse()(traced), True
+
+    def __call__(self, acc: Any, inputs: list[Any], outputs: list[Any], factors: tuple[Any, Any]) -> None:
+        """Fill `outputs`: D, and what is saved."""
+        if self.is_fused:
+            # CuPy does not fuse bfloat16: its values are read and written in the type of the sums.
+            values = [x.astype(acc.dtype) if x.dtype.kind == "V" else x for x in inputs]
+            targets = [cp.empty(x.shape, acc.dtype) if x.dtype.kind == "V" else x for x in outputs]
+            try:
+                self._fused(*factors, acc, *values, *targets)
+                for output, target in zip(outputs, targets, strict=True):
+                    if output is not target:
+                        output[...] = target
+                return
+            except Exception as error:  # whatever a function of the user's meets while it is traced
+                log.info("not fused to one kernel: %s: %s", type(error).__name__, error)
+                self.is_fused = False
+        for output, found in zip(outputs, self._apply(cp, [acc, *inputs], factors), strict=True):
+            output[...] = found
+
+
+class _Traced(np.lib.mixins.NDArrayOperatorsMixin):
+    """What stands for an array while CuPy looks at a formula: NumPy's functions of it become CuPy's."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def dtype(self) -> np.dtype:
+        found: np.dtype = np.dtype(self.value.dtype)
+        return found
+
+    def astype(self, dtype: Any, copy: bool = True) -> _Traced:
+        return self if dtype == self.dtype else _Traced(self.value.astype(dtype))
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if method != "__call__" or options:
+            return NotImplemented
+        return _Traced(getattr(cp, ufunc.__name__)(*map(_bare, inputs)))
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        bare = {name: _bare(value) for name, value in kwargs.items()}
+        return _Traced(getattr(cp, function.__name__)(*map(_bare, args), **bare))
+
+
+def _bare(x: Any) -> Any:
+    return x.value if isinstance(x, _Traced) else x

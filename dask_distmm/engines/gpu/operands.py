@@ -1,0 +1,99 @@
+"""Chunks on the device, in the type in which the library is given them; and how a matrix lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import cupy as cp
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.gpu.host import device_like, to_device
+from dask_distmm.numeric.conversions import decode
+from dask_distmm.numeric.types import FP8, carried
+from dask_distmm.planning import Problem
+
+__all__ = ["DeviceChunks", "in_type", "ld", "mark", "usable"]
+
+
+class DeviceChunks:
+    """What a participant has staged, as device arrays. Made before the vote: whatever it needs is allocated here.
+
+    Parameters
+    ----------
+    problem
+        Of the run.
+    staged
+        NumPy or CuPy chunks by operand and number; those of A and B are brought into `Problem.matrix_types`.
+
+    Attributes
+    ----------
+    arrays
+        The device arrays, complete after `fill`.
+    """
+
+    def __init__(self, problem: Problem, staged: Mapping[ChunkKey, Any]) -> None:
+        self.arrays: dict[ChunkKey, Any] = {}
+        self._uploads: list[tuple[NDArray[Any], cp.ndarray]] = []
+        self._conversions: list[tuple[cp.ndarray, str, cp.ndarray]] = []
+        kinds = dict(zip("ab", problem.matrix_types, strict=True))
+        for key, chunk in staged.items():
+            held = problem.dtype_of(key[0])
+            on_device = chunk
+            if not isinstance(chunk, cp.ndarray):
+                part = chunk.view(np.uint8) if held in FP8 else chunk
+                on_device = device_like(part)
+                self._uploads.append((part, on_device))
+            if key[0] in kinds and held != kinds[key[0]]:
+                # Converted once it is filled.
+                source, on_device = on_device, cp.empty(chunk.shape, carried(kinds[key[0]], "cupy"))
+                self._conversions.append((source, held, on_device))
+            self.arrays[key] = on_device
+
+    def fill(self, stream: cp.cuda.Stream) -> None:
+        """Put copies to the device, and conversions, on the stream."""
+        for chunk, target in self._uploads:
+            to_device(chunk, target, stream)
+        for source, held, target in self._conversions:
+            with stream:
+                target[...] = in_type(source, held, target.dtype)
+
+    @property
+    def all_arrays(self) -> list[Any]:
+        """All device memory that it holds."""
+        return [*self.arrays.values(), *(source for source, _, _ in self._conversions)]
+
+
+def in_type(array: cp.ndarray, held: str, dtype: np.dtype) -> Any:
+    """Return an array that holds a type by name, as bytes if that is FP8, in the type of what it is copied to."""
+    return decode(cp, array, held, dtype) if held in FP8 and dtype != np.uint8 else array
+
+
+def usable(chunk: Any, order: str) -> bool:
+    """Whether the library can use a chunk as it lies: fast axis dense, aligned as well as its extents are."""
+    inner, outer = (chunk.strides[1], chunk.strides[0]) if order == "C" else chunk.strides
+    width, height = chunk.shape if order == "F" else chunk.shape[::-1]
+    size = chunk.dtype.itemsize
+    step = 16 if size == 1 or (size == 2 and width * size % 16 == 0) else size
+    return bool(
+        chunk.data.ptr % 16 == 0
+        and (inner == size or width == 1)
+        and (height == 1 or (outer >= width * size and outer % step == 0))
+    )
+
+
+def ld(x: Any, order: str) -> int:
+    """Return the distance of rows (C order) or columns (F order), in elements."""
+    outer, least = (x.strides[0], x.shape[1]) if order == "C" else (x.strides[1], x.shape[0])
+    slow = x.shape[0] if order == "C" else x.shape[1]
+    # The strides of an empty array mean nothing.
+    return int(max(1, least if slow == 1 or not x.size else outer // x.dtype.itemsize))
+
+
+def mark(stream: cp.cuda.Stream) -> cp.cuda.Event:
+    """Return an event that is recorded now."""
+    event = cp.cuda.Event()
+    event.record(stream)
+    return event

@@ -1,0 +1,442 @@
+"""The engine for CPUs: panels of k arrive from other workers while BLAS works on the ones before.
+
+A rank walks over its part of k in panels. For each it needs rows of A and columns of B. What it has staged
+itself is used as it lies; the rest is asked for some panels ahead. Panels that need nothing from others come
+first, and each rank starts at another place, so that not all ask the same worker at once::
+
+    asked for    [ 3 ][ 4 ]                      in flight, Comm.fetch
+    multiplied        [ 2 ]                      D += A[:, panel] @ B[panel, :]
+    done         [ 0 ][ 1 ]
+
+D is summed up right in the chunks of the result where these are large enough (`Packing`). With several
+ranks along k, partial sums are then fetched from the others and added up where `Plan.final_rects` says;
+parts of chunks that other ranks computed come last.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib.metadata
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
+from dask_distmm.engines.numpy.blas import blas_threads, gemm
+from dask_distmm.engines.numpy.inputs import Inputs
+from dask_distmm.engines.panels import Panel, Piece, panels, split_at_chunks
+from dask_distmm.errors import EngineError
+from dask_distmm.numeric.conversions import round_tf32, stored
+from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning import Plan
+from dask_distmm.planning.plan import Rect
+
+__all__ = ["ENGINE", "NumpyEngine", "NumpyJob"]
+
+# Boxes smaller than this on average travel in one vector.
+_FLAT_BYTES = 2**20
+
+
+class Block(NamedTuple):
+    """A matrix and where it lies: rows and columns of D, or of a panel."""
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+    data: NDArray[Any]
+
+
+class NumpyJob:
+    """One participant's side of one run. See the module's text."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, NDArray[Any]],
+        comm: Comm,
+        progress: Callable[[float], None],
+    ) -> None:
+        self.plan, self.me, self.chunks, self.comm, self.progress = plan, me, chunks, comm, progress
+        self.rank = plan.ranks.index(me) if me in plan.ranks else None
+        self.compute_type = plan.problem.compute_type
+        self.timings: dict[str, float] = {}
+        self.held_bytes = self.kept_bytes = 0
+        self.offer: Any = None
+        # BLAS conjugates, without a copy, what lies in the other order than D.
+        orders = zip(plan.problem.conjugated, (plan.order_a, plan.order_b), strict=True)
+        self._order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
+        self.blocks: list[Block] = []
+        self.result: dict[Any, NDArray[Any]] = {}
+        self._block_of: dict[int, Block] = {}
+        self._available: dict[str, Future[None]] = {kind: Future() for kind in ("input", "partial", "final")}
+        self._available["input"].set_result(None)
+        self._error: BaseException | None = None
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have arrived from other participants."""
+        return self.comm.received_bytes
+
+    # The work
+
+    def prepare(self) -> None:
+        """Allocate what this rank sums into, zeroed."""
+        if self.rank is None:
+            return
+        plan, region = self.plan, self.plan.region(self.rank)
+        if plan.packing.d:
+            r0, r1, c0, c1 = region
+            self.blocks = [Block(*region, np.zeros((r1 - r0, c1 - c0), self.compute_type, self._order))]
+            return
+        mine = set(plan.owned(self.rank).tolist())
+        for index in mine:
+            r0, r1, c0, c1 = plan.chunk_rect(index)
+            self.result[index] = np.zeros((r1 - r0, c1 - c0), plan.problem.result_type, self._order)
+        for index, (r0, r1, c0, c1) in split_at_chunks(plan, region):
+            if index in mine:
+                top, _, left, _ = plan.chunk_rect(index)
+                data = self.result[index][r0 - top : r1 - top, c0 - left : c1 - left]
+            else:
+                data = np.zeros((r1 - r0, c1 - c0), plan.problem.result_type, self._order)
+            self._block_of[index] = Block(r0, r1, c0, c1, data)
+        self.blocks = list(self._block_of.values())
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Do nothing: there are none."""
+
+    def execute(self) -> dict[Any, NDArray[Any]]:
+        """Multiply, add up partial sums, gather the chunks that this rank owns, apply the formula."""
+        if self.rank is None:
+            return {}
+        started = time.perf_counter()
+        with blas_threads(self.plan.participants[self.me].nthreads):
+            self._multiply()
+        self.timings["multiply"] = time.perf_counter() - started
+        _open(self._available["partial"])
+        if self.plan.grid[2] > 1:
+            self._add_up()
+        _open(self._available["final"])
+        self._assemble()
+        if not self.plan.problem.finish.trivial:
+            self._finish()
+        self.timings["deliver"] = time.perf_counter() - started - self.timings["multiply"]
+        return self.result
+
+    def _multiply(self) -> None:
+        assert self.rank is not None
+        todo = collections.deque(panels(self.plan, self.rank, self.me))
+        total = max(1, len(todo))
+        in_flight: collections.deque[tuple[Panel, list[tuple[list[Piece], _Answer]]]] = collections.deque()
+        while todo or in_flight:
+            while todo and len(in_flight) <= self.plan.problem.options.prefetch_panels:
+                panel = todo.popleft()
+                in_flight.append((panel, [(p, self._ask(peer, p)) for peer, p in panel.remote.items()]))
+            panel, asked = in_flight.popleft()
+            self._multiply_panel(panel, asked)
+            self.progress(1 - (len(todo) + len(in_flight)) / total)
+
+    def _multiply_panel(self, panel: Panel, asked: list[tuple[list[Piece], _Answer]]) -> None:
+        packing = self.plan.packing
+        operands: tuple[list[Block], list[Block]] = ([], [])
+        for piece in panel.local:
+            operands[piece.operand].append(_place(piece, self._chunk(piece)))
+        before = (0, 0)
+        if asked and not (packing.a or packing.b):
+            # What is at home needs no waiting.
+            self._products(*operands, (0, 0))
+            before = (len(operands[0]), len(operands[1]))
+        for pieces, answer in asked:
+            for piece, data in zip(pieces, answer.wait(self._check), strict=True):
+                operands[piece.operand].append(_place(piece, data))
+        a, b = operands
+        conjugated = self.plan.problem.conjugated
+        if packing.a:
+            a = [self._pack(a, conjugated[0])]
+        if packing.b:
+            b = [self._pack(b, conjugated[1])]
+        self._products(a, b, before)
+
+    def _products(self, a: list[Block], b: list[Block], before: tuple[int, int]) -> None:
+        """Multiply all pairs of blocks but those of the first ``before[0]`` of A and ``before[1]`` of B."""
+        conj_a, conj_b = self.plan.problem.conjugated
+        packing = self.plan.packing
+        conjugated = conj_a and not packing.a, conj_b and not packing.b
+        for i, left in enumerate(a):
+            for j, right in enumerate(b):
+                k0, k1 = max(left.c0, right.r0), min(left.c1, right.r1)
+                if k0 >= k1 or (i < before[0] and j < before[1]):
+                    continue
+                rows = left.data[:, k0 - left.c0 : k1 - left.c0]
+                cols = right.data[k0 - right.r0 : k1 - right.r0, :]
+                for block in self.blocks:
+                    r0, r1 = max(block.r0, left.r0), min(block.r1, left.r1)
+                    c0, c1 = max(block.c0, right.c0), min(block.c1, right.c1)
+                    if r0 < r1 and c0 < c1:
+                        self._check()
+                        gemm(
+                            rows[r0 - left.r0 : r1 - left.r0],
+                            cols[:, c0 - right.c0 : c1 - right.c0],
+                            block.data[r0 - block.r0 : r1 - block.r0, c0 - block.c0 : c1 - block.c0],
+                            conjugated,
+                        )
+
+    def _pack(self, blocks: list[Block], conjugated: bool) -> Block:
+        """Copy blocks that cover a rectangle, or their conjugates, into one matrix of the type that is computed in."""
+        r0, r1 = min(b.r0 for b in blocks), max(b.r1 for b in blocks)
+        c0, c1 = min(b.c0 for b in blocks), max(b.c1 for b in blocks)
+        data = np.empty((r1 - r0, c1 - c0), self.compute_type)
+        for block in blocks:
+            data[block.r0 - r0 : block.r1 - r0, block.c0 - c0 : block.c1 - c0] = block.data
+        if conjugated:
+            np.conjugate(data, out=data)
+        if self.plan.problem.compute == "tf32":
+            round_tf32(data)
+        return Block(r0, r1, c0, c1, data)
+
+    def _add_up(self) -> None:
+        """Add the other ranks' partial sums to this rank's part of D, in an order that is the same every time."""
+        assert self.rank is not None
+        cells = [cell for rect in self.plan.final_rects(self.rank) for cell in self._cells(rect)]
+        if not cells:
+            return
+        boxes = _boxes(cells)
+        others = [rank for rank in range(len(self.plan.ranks)) if rank != self.rank]
+        others = others[self.rank :] + others[: self.rank]
+        answer = self._fetch(self.plan.ranks[others[0]], "partial", boxes, self.compute_type)
+        for following in [*others[1:], None]:
+            arrived = answer.wait(self._check)
+            if following is not None:
+                answer = self._fetch(self.plan.ranks[following], "partial", boxes, self.compute_type)
+            for cell, data in zip(cells, arrived, strict=True):
+                own = self._view(cell)
+                np.add(own, data, out=own)
+
+    def _assemble(self) -> None:
+        """Make this rank's chunks of D complete, in the type of the result."""
+        assert self.rank is not None
+        plan = self.plan
+        remote: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
+        for index in plan.owned(self.rank).tolist():
+            top, bottom, left, right = plan.chunk_rect(index)
+            if index not in self.result:
+                # The formula is applied in the type that is summed in.
+                dtype = plan.problem.result_type if plan.problem.finish.trivial else self.compute_type
+                self.result[index] = np.empty((bottom - top, right - left), dtype)
+            for rank, rect in plan.final_holders(index):
+                if rank != self.rank:
+                    remote[rank].append((index, rect))
+                elif plan.packing.d:
+                    self._store(index, rect, self._view(rect))
+        asked = [
+            (cells, self._fetch(plan.ranks[rank], "final", _boxes([rect for _, rect in cells]), self.compute_type))
+            for rank, cells in remote.items()
+        ]
+        for cells, answer in asked:
+            for (index, rect), data in zip(cells, answer.wait(self._check), strict=True):
+                self._store(index, rect, data)
+
+    def _finish(self) -> None:
+        """Apply the formula to this rank's chunks of D, one by one; what it reads is asked for one ahead."""
+        assert self.rank is not None
+        problem, owned = self.plan.problem, self.plan.owned(self.rank).tolist()
+        chunks = [index for index in owned if self.result[index].size]
+        inputs = Inputs(self.plan, self.me, self.chunks, self._ask, self._check)
+        asked = inputs.ask(chunks[0]) if chunks else []
+        for at, index in enumerate(chunks, start=1):
+            ahead = inputs.ask(chunks[at]) if at < len(chunks) else []
+            with np.errstate(all="ignore"):
+                acc = self.result[index]
+                out = acc if acc.dtype == problem.result_type else np.empty(acc.shape, problem.result_type)
+                store = functools.partial(_round_rows_into, out)
+                aux = finish_by_rows(problem.finish, acc, inputs.wait(asked), store)
+                self.result[index] = out
+                for name, values in aux.items():
+                    dtype = problem.finish.dtype_of(name, problem.result_type)
+                    self.result[name, index] = values.astype(dtype, copy=False)
+            asked = ahead
+        for index in set(owned) - set(chunks):
+            self.result[index] = self.result[index].astype(problem.result_type)
+            for name in problem.finish.per_element:
+                shape = part_shape(problem.finish.keeps(name), self.result[index].shape)
+                self.result[name, index] = np.zeros(shape, problem.finish.dtype_of(name, problem.result_type))
+
+    def _store(self, index: int, rect: Rect, data: NDArray[Any]) -> None:
+        top, _, left, _ = self.plan.chunk_rect(index)
+        target = self.result[index][rect[0] - top : rect[1] - top, rect[2] - left : rect[3] - left]
+        _round_into(target, data)
+
+    def _cells(self, rect: Rect) -> Iterator[Rect]:
+        """Cut a part of D so that each piece lies in one block."""
+        if self.plan.packing.d:
+            yield rect
+        else:
+            yield from (cell for _, cell in split_at_chunks(self.plan, rect))
+
+    def _view(self, rect: Rect) -> NDArray[Any]:
+        """Return this rank's sum over a part of D that lies in one block."""
+        if self.plan.packing.d:
+            block = self.blocks[0]
+        else:
+            block = self._block_of[next(index for index, _ in split_at_chunks(self.plan, rect))]
+        return block.data[rect[0] - block.r0 : rect[1] - block.r0, rect[2] - block.c0 : rect[3] - block.c0]
+
+    def _chunk(self, piece: Piece) -> NDArray[Any]:
+        chunk = self.chunks["ab"[piece.operand], piece.chunk]
+        return chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols]
+
+    # What passes between participants
+
+    def _ask(self, peer: int, pieces: list[Piece]) -> _Answer:
+        boxes = np.array([(p.operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p in pieces], np.int64)
+        dtypes = [self.chunk_type(piece.operand) for piece in pieces]
+        return self._fetch(peer, "input", boxes, dtypes[0] if len(set(dtypes)) == 1 else None)
+
+    def chunk_type(self, operand: int) -> np.dtype:
+        """Type of the chunks of A (0), B (1) or an extra."""
+        return dtype_from_name(self.plan.problem.dtype_of(self.plan.problem.operands[operand]))
+
+    def _fetch(self, peer: int, kind: str, boxes: Boxes, dtype: np.dtype | None) -> _Answer:
+        """Ask a peer; a vector for many small boxes needs them to be of one type."""
+        shapes = [(int(r), int(c)) for r, c in zip(boxes[:, 3] - boxes[:, 2], boxes[:, 5] - boxes[:, 4], strict=True)]
+        size = sum(r * c for r, c in shapes) * (dtype.itemsize if dtype else 0)
+        flat = dtype is not None and len(shapes) > 1 and size < _FLAT_BYTES * len(shapes)
+        return _Answer(self.comm.fetch(peer, kind, boxes, flat), shapes, flat)
+
+    def available(self, kind: str, boxes: Boxes) -> Future[None]:
+        """Return the future that says when `serve` can answer."""
+        return self._available[kind]
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[NDArray[Any]]:
+        """Return boxes of staged chunks or of D for a peer."""
+        self._check()
+        found = []
+        for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
+            if kind == "input":
+                found.append(self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1])
+            else:
+                found.append(self._view((r0, r1, c0, c1)))
+        if flat:
+            vector = np.empty(sum(x.size for x in found), found[0].dtype)
+            at = 0
+            for x in found:
+                vector[at : at + x.size].reshape(x.shape)[...] = x
+                at += x.size
+            return [vector]
+        # In the memory order that they have here: by that BLAS may be able to conjugate them.
+        return [x if x.flags.c_contiguous or x.flags.f_contiguous else x.copy(order="K") for x in found]
+
+    # The end
+
+    def abort(self, error: BaseException) -> None:
+        """End everything with `error`."""
+        self._error = self._error or error
+        for future in self._available.values():
+            if not future.done():
+                _open(future, error)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class NumpyEngine:
+    """Multiplies on CPUs with SciPy's BLAS and NumPy."""
+
+    name = "numpy"
+
+    def versions(self) -> dict[str, str]:
+        """Return no versions: any NumPy works with any other."""
+        return {"numpy": importlib.metadata.version("numpy").split(".")[0]}
+
+    def memory(self) -> int:
+        """Return 0: what the worker may use."""
+        return 0
+
+    def links(self) -> tuple[str, tuple[str, ...]]:
+        """Return nothing: who can reach whom does not matter."""
+        return "", ()
+
+    def release(self, group: int) -> None:
+        """Do nothing: nothing is kept between runs."""
+
+    def abandon(self, group: int) -> None:
+        """Do nothing."""
+
+    def job(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, NDArray[Any]],
+        comm: Comm,
+        progress: Callable[[float], None] = lambda share: None,
+        ready: Sequence[Any] = (),
+    ) -> NumpyJob:
+        """Return participant `me`'s side of a run."""
+        for (operand, number), chunk in chunks.items():
+            if not isinstance(chunk, np.ndarray) or chunk.ndim != 2:
+                raise EngineError(
+                    f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the numpy engine needs "
+                    "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray)"
+                )
+        return NumpyJob(plan, me, chunks, comm, progress)
+
+
+ENGINE = NumpyEngine()
+
+
+class _Answer:
+    """Matrices on their way."""
+
+    def __init__(self, future: Future[Sequence[NDArray[Any]]], shapes: list[tuple[int, int]], flat: bool) -> None:
+        self._future, self._shapes, self._flat = future, shapes, flat
+
+    def wait(self, check: Callable[[], None]) -> list[NDArray[Any]]:
+        """Return them once they are here; `check` raises if the run has been aborted."""
+        arrived = list(wait_checked(self._future, check))
+        if self._flat:
+            ends = np.cumsum([rows * cols for rows, cols in self._shapes])
+            arrived = [x.reshape(shape) for x, shape in zip(np.split(arrived[0], ends[:-1]), self._shapes, strict=True)]
+        found = [x.shape for x in arrived]
+        if found != self._shapes:
+            raise EngineError(f"a peer sent matrices of shapes {found}, expected {self._shapes}")
+        return arrived
+
+
+def _open(future: Future[None], error: BaseException | None = None) -> None:
+    """Complete a future, unless an abort has been quicker."""
+    try:
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+    except Exception:  # InvalidStateError: decided already
+        if error is None and future.exception() is not None:
+            raise future.exception() from None  # type: ignore[misc]
+
+
+def _place(piece: Piece, data: NDArray[Any]) -> Block:
+    return Block(piece.row, piece.row + piece.rows, piece.col, piece.col + piece.cols, data)
+
+
+def _boxes(rects: Sequence[Rect]) -> Boxes:
+    boxes = np.zeros((len(rects), 6), np.int64)
+    boxes[:, 2:] = rects
+    return boxes
+
+
+def _round_rows_into(target: NDArray[Any], rows: slice, data: NDArray[Any]) -> None:
+    _round_into(target[rows], data)
+
+
+def _round_into(target: NDArray[Any], data: NDArray[Any]) -> None:
+    """Store sums in the type of the result: rounded once, integers wrapped around, FP8 saturated, bool "not zero"."""
+    with np.errstate(over="ignore"):
+        target[...] = data if target.dtype == data.dtype else stored(np, data, target.dtype.name, fp8_bytes=False)

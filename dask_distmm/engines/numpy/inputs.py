@@ -1,0 +1,88 @@
+"""What the formula reads beside the product, gathered for one chunk of D at a time."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.panels import Piece, pieces_of
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning import Plan
+
+__all__ = ["Inputs"]
+
+
+class _Asked(NamedTuple):
+    """One input on its way: where it goes, which pieces are here, which come from others."""
+
+    name: str
+    data: NDArray[Any]
+    here: list[Piece]
+    answers: list[tuple[list[Piece], Any]]
+
+
+class Inputs:
+    """The problem's extras, as one rank needs them.
+
+    Parameters
+    ----------
+    plan
+        Of the run.
+    me
+        This participant.
+    chunks
+        What it has staged.
+    ask
+        Asks a participant for pieces; its answer has ``wait(check)``.
+    check
+        Raises if the run has been aborted.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, NDArray[Any]],
+        ask: Callable[[int, list[Piece]], Any],
+        check: Callable[[], None],
+    ) -> None:
+        self._plan, self._me, self._chunks, self._ask, self._check = plan, me, chunks, ask, check
+
+    def ask(self, index: int) -> list[_Asked]:
+        """Ask for the parts that chunk number `index` of D needs, without waiting."""
+        problem, found = self._plan.problem, []
+        r0, r1, c0, c1 = self._plan.chunk_rect(index)
+        for number, name in enumerate(problem.operands[2:], start=2):
+            sizes, where = problem.chunks_of(name), self._plan.where[name]
+            assert where is not None
+            # An axis of length 1 is broadcast.
+            top, bottom = (r0, r1) if sum(sizes[0]) == problem.m else (0, 1)
+            left, right = (c0, c1) if sum(sizes[1]) == problem.n else (0, 1)
+            data = np.empty((bottom - top, right - left), dtype_from_name(problem.dtype_of(name)))
+            here: list[Piece] = []
+            away: dict[int, list[Piece]] = collections.defaultdict(list)
+            for piece in pieces_of(sizes, number, (top, bottom, left, right)):
+                peer = int(where[piece.chunk])
+                (here if peer == self._me else away[peer]).append(piece)
+            found.append(_Asked(name, data, here, [(pieces, self._ask(peer, pieces)) for peer, pieces in away.items()]))
+        return found
+
+    def wait(self, asked: list[_Asked]) -> dict[str, NDArray[Any]]:
+        """Return the inputs by name once they are here."""
+        for one in asked:
+            for piece in one.here:
+                chunk = self._chunks[one.name, piece.chunk]
+                _put(one.data, piece, chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols])
+            for pieces, answer in one.answers:
+                for piece, arrived in zip(pieces, answer.wait(self._check), strict=True):
+                    _put(one.data, piece, arrived)
+        return {one.name: one.data for one in asked}
+
+
+def _put(data: NDArray[Any], piece: Piece, values: NDArray[Any]) -> None:
+    data[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols] = values

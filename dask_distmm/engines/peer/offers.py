@@ -1,0 +1,310 @@
+"""What a participant says of its memory, so that others can read it: made, sent as plain types, checked. Pure.
+
+An offer travels with the vote, and all offers with the message that starts the run. It lists allocations, and for each
+chunk and each block of D where in which of them it lies. Whoever reads an offer checks that all of it lies inside the
+allocation that it names, since nobody else does. What that takes is worked out before the vote (`Expected`): between
+the start of a run and its first pull the GPUs wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.errors import ProtocolError
+from dask_distmm.layout.rectangles import Span
+from dask_distmm.numeric.types import carried
+from dask_distmm.planning import Plan
+from dask_distmm.planning.peer.access import reaches
+from dask_distmm.planning.peer.pulls import blocks
+
+__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers"]
+
+# What a block of D has in place of an operand's number.
+BLOCKS = -1
+# A flag for each rank (its part of the partial sums is done), and one for the rank's block of D.
+FLAG_BYTES = 4
+_HANDLE_BYTES = 64
+_PROCESS_BYTES = 16
+# The sum of three such numbers is not beyond 64 bits.
+_MOST = 2**61
+# What is told of a matrix: number of the allocation, offset of its first element, strides, in bytes.
+_TOLD = 4
+
+
+class Allocation(NamedTuple):
+    """A device allocation as other processes know it.
+
+    Parameters
+    ----------
+    handle
+        What CUDA opens it by.
+    size
+        In bytes.
+    buffer_id
+        Which no other allocation of the process ever has.
+    address
+        Where it lies in the process that has it.
+    """
+
+    handle: bytes
+    size: int
+    buffer_id: int
+    address: int
+
+
+class Offer:
+    """What one participant offers, as it makes it.
+
+    Parameters
+    ----------
+    process
+        Which process it is.
+    alive
+        Buffer ids of all its allocations that others may have mapped.
+    """
+
+    def __init__(self, process: bytes, alive: Iterable[int] = ()) -> None:
+        self.process, self.alive = process, list(alive)
+        self._allocations: list[Allocation] = []
+        self._flags: tuple[int, int] | None = None
+        self._numbers: dict[int, int] = {}
+        self._rows: list[tuple[int, ...]] = []
+
+    def add(self, operand: int, number: int, allocation: Allocation, span: Span) -> None:
+        """Tell where a matrix lies."""
+        at, offset = self._number(allocation), span.pointer - allocation.address
+        self._rows.append((operand, number, at, offset, span.row_stride, span.col_stride))
+
+    def add_flags(self, allocation: Allocation, pointer: int) -> None:
+        """Tell where the flags are."""
+        self._flags = self._number(allocation), pointer - allocation.address
+
+    def _number(self, allocation: Allocation) -> int:
+        if allocation.buffer_id not in self._numbers:
+            self._numbers[allocation.buffer_id] = len(self._allocations)
+            self._allocations.append(allocation)
+        return self._numbers[allocation.buffer_id]
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain types."""
+        table = np.array(self._rows, np.int64).reshape(-1, 2 + _TOLD)
+        numbers = np.array([one[1:] for one in self._allocations], np.uint64)
+        return {
+            "process": self.process,
+            "alive": np.array(self.alive, np.uint64).tobytes(),
+            "handles": b"".join(one.handle for one in self._allocations),
+            "allocations": numbers.tobytes(),
+            "places": table.tobytes(),
+            "flags": None if self._flags is None else list(self._flags),
+        }
+
+
+class Told(NamedTuple):
+    """What a participant has told of itself; see `Offer`.
+
+    Parameters
+    ----------
+    process, alive
+        As told.
+    handles
+        Of all its allocations that are used, one after the other.
+    numbers
+        Size, buffer id and address of each.
+    flags
+        Allocation and offset, if it is a rank.
+    """
+
+    process: bytes
+    alive: list[int]
+    handles: bytes
+    numbers: NDArray[np.uint64]
+    flags: tuple[int, int] | None
+
+    def allocation(self, number: int) -> Allocation:
+        """Return one of its allocations."""
+        at = number * _HANDLE_BYTES
+        return Allocation(self.handles[at : at + _HANDLE_BYTES], *self.numbers[number].tolist())
+
+
+class Offers(NamedTuple):
+    """What all participants offer.
+
+    Parameters
+    ----------
+    told
+        By each; None for this participant itself, and for those that it can't reach or that offer nothing.
+    places
+        Where matrices lie, by operand (or `BLOCKS`): (participants, matrices, 4), with the number of the allocation (-1
+        if it is not offered), the offset of the first element there, and the strides, in bytes.
+    """
+
+    told: list[Told | None]
+    places: dict[int, NDArray[np.int64]]
+
+
+class Expected:
+    """What others are to offer in a run.
+
+    Parameters
+    ----------
+    plan
+        Of the run: which participant has what, and of what shape.
+    mine
+        This participant. Its own offer is not read, nor those of participants that it can't reach.
+    sums
+        Bytes of an element of what ranks sum into.
+    read
+        Which chunks others read, as `lent` has them: these must not be missing.
+    """
+
+    def __init__(self, plan: Plan, mine: int, sums: int, read: Mapping[str, NDArray[np.bool_]]) -> None:
+        problem, count = plan.problem, len(plan.participants)
+        self._addresses = [worker.address for worker in plan.participants]
+        me = plan.participants[mine]
+        self._read = [index != mine and reaches(me, other) for index, other in enumerate(plan.participants)]
+        self._is_rank = [index in plan.ranks for index in range(count)]
+        kinds = dict(zip("ab", problem.matrix_types, strict=True))
+        self._needed = {name: read[name] & np.array(self._read)[:, None] for name in problem.operands}
+        # Rows, columns and bytes of an element of all chunks of all operands, and of all blocks of D; for each operand
+        # and participant where its own begin, and how many there are. The last operand are the blocks.
+        extents: list[NDArray[np.int64]] = []
+        self._first = np.zeros((len(problem.operands) + 1, count), np.int64)
+        self._count = np.zeros_like(self._first)
+        at = 0
+        for operand, name in enumerate(problem.operands):
+            rows, cols = (np.asarray(axis, np.int64) for axis in problem.chunks_of(name))
+            size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize
+            extents.append(_shapes(np.repeat(rows, len(cols)), np.tile(cols, len(rows)), size))
+            self._first[operand], self._count[operand] = at, len(extents[-1])
+            at += len(extents[-1])
+        for rank, index in enumerate(plan.ranks):
+            rects = np.array(blocks(plan, rank), np.int64).reshape(-1, 4)
+            extents.append(_shapes(rects[:, 1] - rects[:, 0], rects[:, 3] - rects[:, 2], sums))
+            self._first[-1, index], self._count[-1, index] = at, len(rects)
+            at += len(rects)
+        # And of a rank's flags, at the end.
+        extents.append(_shapes(np.ones(1, np.int64), np.array([len(plan.ranks) + 1]), FLAG_BYTES))
+        self._extents = np.concatenate(extents)
+
+    def read(self, wires: Sequence[Any]) -> Offers:
+        """Return what all participants offer, from what `Offer.to_wire` gave for each, or None.
+
+        Raises
+        ------
+        ProtocolError
+            Something is missing, of the wrong type, or outside of its allocation.
+        """
+        if len(wires) != len(self._read):
+            raise ProtocolError(f"{len(wires)} offers for {len(self._read)} participants")
+        told: list[Told | None] = []
+        tables = [np.empty((0, 2 + _TOLD), np.int64)]
+        owners: list[int] = []
+        for index, wire in enumerate(wires):
+            # Chunks of workers on other hosts come over Dask's comms.
+            one = None
+            if wire is not None and self._read[index]:
+                try:
+                    one = _told(wire)
+                    tables.append(np.frombuffer(wire["places"], np.int64).reshape(-1, 2 + _TOLD))
+                except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+                    raise self._malformed(index, f"{type(error).__name__}: {error}") from error
+                if self._is_rank[index] and one.flags is None:
+                    raise self._malformed(index, "a rank without flags")
+                owners.append(index)
+            told.append(one)
+        participant = np.repeat(np.array(owners, np.int64), [len(table) for table in tables[1:]])
+        return Offers(told, self._places(told, participant, np.concatenate(tables)))
+
+    def _malformed(self, index: int, what: str) -> ProtocolError:
+        return ProtocolError(f"malformed offer of {self._addresses[index]}: {what}")
+
+    def _places(
+        self, told: Sequence[Told | None], participant: NDArray[np.int64], table: NDArray[np.int64]
+    ) -> dict[int, NDArray[np.int64]]:
+        """Return where all matrices lie, of what each of some participants tells: operand, number, and the place."""
+        operand, number = table[:, 0], table[:, 1]
+        last = len(self._needed)
+        known = (operand >= BLOCKS) & (operand < last)
+        operand = np.where(operand == BLOCKS, last, operand)
+        known &= (number >= 0) & (number < self._count[np.where(known, operand, 0), participant])
+        if not known.all():
+            at = int(np.argmin(known))
+            raise self._malformed(int(participant[at]), f"there is no matrix {number[at]} of operand {table[at, 0]}")
+        flagged = [(index, *one.flags, 0, FLAG_BYTES) for index, one in enumerate(told) if one and one.flags]
+        flags = np.array(flagged, np.int64).reshape(-1, 1 + _TOLD)
+        owners, where = np.concatenate([participant, flags[:, 0]]), np.concatenate([table[:, 2:], flags[:, 1:]])
+        ids = np.full(len(where), len(self._extents) - 1)
+        ids[: len(table)] = self._first[operand, participant] + number
+        self._check(told, owners, where, self._extents[ids])
+        found: dict[int, NDArray[np.int64]] = {}
+        for row, counts in enumerate(self._count):
+            mine = operand == row
+            dense = np.full((len(told), int(counts.max()), _TOLD), -1, np.int64)
+            dense[participant[mine], number[mine]] = table[mine, 2:]
+            found[row if row < last else BLOCKS] = dense
+        for row, (name, needed) in enumerate(self._needed.items()):
+            for index, missing in np.argwhere(needed & (found[row][..., 0] < 0)).tolist():
+                if told[index] is not None:
+                    raise self._malformed(index, f"chunk {missing} of {name.upper()} is not in it")
+        return found
+
+    def _check(
+        self,
+        told: Sequence[Told | None],
+        owners: NDArray[np.int64],
+        where: NDArray[np.int64],
+        extents: NDArray[np.int64],
+    ) -> None:
+        """Raise if any matrix is not inside of its owner's allocation."""
+        counts = np.array([len(one.numbers) if one else 0 for one in told])
+        bases = np.concatenate([[0], np.cumsum(counts)])
+        sizes = np.concatenate([np.empty(0, np.uint64), *(one.numbers[:, 0] for one in told if one)])
+        (allocation, offset, down, across), (rows, cols, itemsize) = where.T, extents.T
+        strange = (allocation < 0) | (allocation >= counts[owners])
+        ends = [(count - 1.0) * stride for count, stride in ((rows, down), (cols, across))]
+        large = np.zeros(len(where), bool)
+        for numbers in (offset.astype(float), *ends):
+            large |= np.abs(numbers) > _MOST
+        if (strange | large).any():
+            at = int(np.argmax(strange | large))
+            what = f"there is no allocation {allocation[at]}" if strange[at] else "numbers out of range"
+            raise self._malformed(int(owners[at]), what)
+        far = [(count - 1) * stride for count, stride in ((rows, down), (cols, across))]
+        low, high = (offset + f(0, far[0]) + f(0, far[1]) for f in (np.minimum, np.maximum))
+        size = sizes[bases[owners] + allocation]
+        outside = (low < 0) | (np.maximum(high + itemsize, 0).astype(np.uint64) > size)
+        if outside.any():
+            at = int(np.argmax(outside))
+            raise self._malformed(
+                int(owners[at]),
+                f"a matrix of {rows[at]} x {cols[at]} reaches from byte {low[at]} to {high[at] + itemsize[at]} of an "
+                f"allocation of {size[at]}",
+            )
+
+
+def _shapes(rows: NDArray[np.int64], cols: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    return np.stack([rows, cols, np.full(len(rows), size, np.int64)], 1)
+
+
+def _told(wire: Mapping[str, Any]) -> Told:
+    process = wire["process"]
+    if not isinstance(process, bytes) or len(process) != _PROCESS_BYTES:
+        raise ValueError(f"process is not {_PROCESS_BYTES} bytes")
+    handles, numbers = wire["handles"], np.frombuffer(wire["allocations"], np.uint64).reshape(-1, 3)
+    if not isinstance(handles, bytes) or len(handles) != _HANDLE_BYTES * len(numbers):
+        raise ValueError(f"handles are not {_HANDLE_BYTES} bytes for each of {len(numbers)} allocations")
+    flags = None
+    if wire["flags"] is not None:
+        allocation, offset = map(_natural, wire["flags"])
+        flags = allocation, offset
+    return Told(process, np.frombuffer(wire["alive"], np.uint64).tolist(), handles, numbers, flags)
+
+
+def _natural(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise ValueError(f"expected a natural number up to 2**61, found {str(value)[:40]}")
+    return value

@@ -1,0 +1,346 @@
+r"""The task graph of a multiply: one barrier, which depends on the chunks of A and B, and the chunks of D.
+
+::
+
+    A(i,j) \                       / D(0,0)
+    ...     >  barrier (one a run) <  ...
+    B(i,j) /                       \ D(p,q)
+
+The graph does not know the cluster. On a cluster no worker runs any of these tasks: the scheduler's plugin parks the
+barrier, has the multiply run once all inputs are in memory, and puts the chunks of D into memory where they lie.
+
+Where only some chunks of D are wanted, culling makes barriers for parts of the multiply, each of which depends on the
+rows of chunks of A and the columns of chunks of B that its part needs.
+
+The same graph runs without a cluster too (``compute(scheduler="threads")``): then the barrier gets all chunks and
+multiplies alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from dask._task_spec import Alias, List, Task, TaskRef
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph, Layer
+from distributed import Reschedule, get_worker
+
+from dask_distmm.engines import get_engine
+from dask_distmm.engines.chunks import check_chunks, order_of, ready_event
+from dask_distmm.errors import EngineError
+from dask_distmm.planning import Problem, Worker, plan, restrict
+from dask_distmm.runtime.keys import barrier_key, output_name, part_name
+from dask_distmm.runtime.worker import NAME, call_scheduler
+
+__all__ = ["ProductLayer", "barrier", "build_graph", "build_output", "chunk"]
+
+# A part of its own is worth a run if it saves so many floating-point operations.
+_FLOPS_OF_A_RUN = 1e9
+
+
+class Step(Task):  # type: ignore[misc]
+    """A task that Dask's optimizer must not fuse with others: its key is known to the plugins."""
+
+    __slots__ = ()
+
+    @property
+    def block_fusion(self) -> bool:
+        """Keep this task and its key as they are."""
+        return True
+
+    def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Any:
+        """Replace keys that this task needs, but never its own: a copy under another key is this task's result.
+
+        ``dask.delayed`` makes such copies of whole graphs that are given to it. A copied barrier would ask for the
+        run of another one.
+        """
+        if key is None and subs.get(self.key, self.key) != self.key:
+            return Alias(self.key)
+        return super().substitute(subs, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One run of a layer, and which chunks of D it is for.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied: all of the layer's multiply, or a part of it.
+    wanted
+        Numbers of chunks of D, in the layer's multiply; None for all.
+    """
+
+    problem: Problem
+    wanted: tuple[int, ...] | None = None
+
+
+class ProductLayer(Layer):  # type: ignore[misc]
+    """The tasks of D and of its barriers; made only when they are looked at.
+
+    Parameters
+    ----------
+    whole
+        The multiply.
+    arrays
+        For each operand the name of the array whose chunks it is made of, and whether these are transposed.
+    pieces
+        The runs; None for one of all of D.
+    """
+
+    has_legacy_tasks = False
+
+    def __init__(
+        self, whole: Problem, arrays: Mapping[str, tuple[str, bool]], pieces: Sequence[Piece] | None = None
+    ) -> None:
+        super().__init__()
+        self.whole, self.arrays = whole, dict(arrays)
+        self.pieces = (Piece(whole),) if pieces is None else tuple(pieces)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tasks"}
+
+    @functools.cached_property
+    def _tasks(self) -> dict[Any, Task]:
+        found: dict[Any, Task] = {}
+        for piece in self.pieces:
+            problem = piece.problem
+            gate = barrier_key(problem.name)
+            inputs = [List(*map(TaskRef, self._inputs(problem, operand))) for operand in problem.inputs]
+            found[gate] = Step(gate, barrier, problem.to_wire(), *inputs)
+            wanted = None if piece.wanted is None else set(piece.wanted)
+            for index, number in enumerate(problem.every_chunk("d").tolist()):
+                if wanted is None or number in wanted:
+                    key = self._key(number)
+                    found[key] = Step(key, chunk, "", index, TaskRef(gate))
+        return found
+
+    def _inputs(self, problem: Problem, operand: str) -> list[Any]:
+        """Return the keys of an operand's chunks, in the order of their numbers in a problem."""
+        name, turned = self.arrays[operand if operand in self.arrays else "a"]
+        nrows, ncols = problem.chunk_counts(operand)
+        places = (problem.place_of(operand, index) for index in range(nrows * ncols))
+        return [(name, j, i) if turned else (name, i, j) for i, j in places]
+
+    def _key(self, number: int) -> tuple[str, int, int]:
+        return (self.whole.name, *divmod(number, self.whole.chunk_counts("d")[1]))
+
+    # What Dask asks of a layer
+
+    def __getitem__(self, key: Any) -> Task:
+        return self._tasks[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def is_materialized(self) -> bool:
+        """Whether the tasks have been made."""
+        return "_tasks" in self.__dict__
+
+    def get_output_keys(self) -> set[Any]:
+        """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
+        numbers = (range(self._count) if piece.wanted is None else piece.wanted for piece in self.pieces)
+        return {self._key(number) for found in numbers for number in found} | self._gates
+
+    @property
+    def _count(self) -> int:
+        nrows, ncols = self.whole.chunk_counts("d")
+        return nrows * ncols
+
+    @property
+    def _gates(self) -> set[str]:
+        return {barrier_key(piece.problem.name) for piece in self.pieces}
+
+    def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
+        """Return a layer that makes only some chunks of D, and what each of its tasks needs of other layers."""
+        name, ncols = self.whole.name, self.whole.chunk_counts("d")[1]
+        own = {key for key in keys if isinstance(key, tuple) and len(key) == 3 and key[0] == name}
+        gates = self._gates.intersection(keys)
+        if not own and not gates:
+            return self, {}
+        numbers = {i * ncols + j for _, i, j in own}
+        # Auxiliary outputs need a barrier as it is.
+        whole = bool(gates) or len(numbers) == self._count
+        pieces = self.pieces if whole else tuple(cut(self.whole, numbers))
+        layer = ProductLayer(self.whole, self.arrays, pieces)
+        layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
+        needs: dict[Any, set[Any]] = {key: set() for key in own}
+        for piece in pieces:
+            found = [self._inputs(piece.problem, operand) for operand in piece.problem.inputs]
+            needs[barrier_key(piece.problem.name)] = set().union(*found)
+        return layer, needs
+
+
+def cut(whole: Problem, wanted: Collection[int]) -> list[Piece]:
+    """Return the runs that make some chunks of D with little work.
+
+    They are one run of the least part that has all of them, or several of parts that have no row and no column of
+    chunks in common, as the blocks on the diagonal of D, where that saves enough.
+
+    Parameters
+    ----------
+    whole
+        The multiply.
+    wanted
+        Numbers of chunks of D, at least one.
+    """
+    one = _piece(whole, wanted)
+    ncols = whole.chunk_counts("d")[1]
+    by_row: dict[int, set[int]] = {}
+    for number in wanted:
+        by_row.setdefault(number // ncols, set()).add(number % ncols)
+    groups: list[tuple[set[int], list[int]]] = []
+    for row, cols in by_row.items():
+        touching = [group for group in groups if group[0] & cols]
+        groups = [group for group in groups if not group[0] & cols]
+        groups.append((cols.union(*(x for x, _ in touching)), [row, *(r for _, rows in touching for r in rows)]))
+    parts = [_piece(whole, [i * ncols + j for i in rows for j in by_row[i]]) for _, rows in groups]
+    saved = one.problem.flops - sum(part.problem.flops for part in parts)
+    return parts if len(parts) > 1 and saved > (len(parts) - 1) * _FLOPS_OF_A_RUN else [one]
+
+
+def _piece(whole: Problem, wanted: Collection[int]) -> Piece:
+    numbers = tuple(sorted(wanted))
+    part = restrict(whole, numbers)
+    if part is None:
+        return Piece(whole, numbers)
+    assert part.part is not None
+    return Piece(dataclasses.replace(part, name=part_name(whole.name, tokenize(part.part.numbers))), numbers)
+
+
+def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:
+    """Return the graph of D under the array name ``problem.name``.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied.
+    a, b, extras
+        Dask arrays of 2 dimensions; A's and B's transposes where the problem says so.
+    """
+    turned = dict(zip("ab", problem.turned, strict=True))
+    operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
+    arrays = {name: (operands[name].name, turned.get(name, False)) for name in problem.inputs}
+    dependencies = [operands[name] for name in problem.inputs]
+    return HighLevelGraph.from_collections(problem.name, ProductLayer(problem, arrays), dependencies=dependencies)
+
+
+def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
+    """Return the graph of an auxiliary output: chunks that the same run makes.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied.
+    output
+        Name of the output.
+    d
+        The array of D.
+    """
+    name, gate = output_name(problem.name, output), barrier_key(problem.name)
+    nrows, ncols = problem.chunk_counts("d")
+    layer = {
+        (name, i, j): Step((name, i, j), chunk, output, i * ncols + j, TaskRef(gate))
+        for i in range(nrows)
+        for j in range(ncols)
+    }
+    return HighLevelGraph.from_collections(name, layer, dependencies=[d])
+
+
+# What the tasks do where no scheduler's plugin takes them
+
+
+class Alone:
+    """The chunks of a result that was multiplied in this process.
+
+    Parameters
+    ----------
+    chunks
+        By number; those of auxiliary outputs by name and number.
+    """
+
+    def __init__(self, chunks: Mapping[Any, Any]) -> None:
+        self.chunks = chunks
+
+
+def barrier(wire: dict[str, Any], *inputs: Sequence[Any]) -> Alone:
+    """Multiply in this process, where there is no cluster.
+
+    On a worker it has the plugin installed on the scheduler, which takes this task then: a scheduler that was started
+    again has lost it.
+
+    Parameters
+    ----------
+    wire
+        The problem.
+    inputs
+        For each operand (B not where it is A) its chunks.
+
+    Raises
+    ------
+    DistMMError
+        The run failed; one of the types of `dask_distmm.errors`.
+    """
+    try:
+        worker = get_worker()
+        # A task on a worker may compute something by itself, without the cluster.
+        alone = worker.get_current_task() != barrier_key(wire["name"])
+    except ValueError:
+        alone = True
+    if alone:
+        return _multiply_alone(Problem.from_wire(wire), inputs)
+    from distributed.protocol.pickle import dumps
+
+    from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
+
+    plugin = dumps(DistMMSchedulerPlugin())
+    call_scheduler(worker, "register_scheduler_plugin", plugin=plugin, name=NAME, idempotent=True)
+    if call_scheduler(worker, "distmm_supported") is not True:
+        raise EngineError(
+            f"the scheduler at {worker.scheduler.address} can't run collective multiplies: dask_distmm is missing "
+            "there, or does not support its version of distributed; `dask distmm check` says more"
+        )
+    raise Reschedule
+
+
+def _multiply_alone(problem: Problem, inputs: Sequence[Sequence[Any]]) -> Alone:
+    found = dict(zip(problem.inputs, inputs, strict=True))
+    found.setdefault("b", found["a"])
+    turned = dict(zip("ab", problem.turned, strict=True))
+    operands = {name: [x.T if turned.get(name) else x for x in found[name]] for name in problem.operands}
+    where = {name: np.zeros(len(chunks), np.int32) for name, chunks in operands.items()}
+    made = plan(
+        problem,
+        [Worker("here")],
+        where_a=where["a"],
+        where_b=where["b"],
+        engine=problem.engine_alone,
+        orders=(order_of(operands["a"][0]), order_of(operands["b"][0])),
+        where_extras=[where[name] for name in problem.operands[2:]],
+    )
+    chunks = check_chunks(made, {(name, i): x for name, all_of in operands.items() for i, x in enumerate(all_of)})
+    job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None, ready_event(chunks.values()))
+    job.prepare()
+    job.accept([job.offer])
+    return Alone(job.execute())
+
+
+class _NoComm:
+    received_bytes = 0
+
+    def fetch(self, peer: int, kind: str, boxes: Any, flat: bool) -> Any:
+        raise AssertionError("a worker alone has no peers")
+
+
+def chunk(output: str, index: int, result: Any) -> Any:
+    """Return one chunk of D (``output=""``) or of an auxiliary output; on a cluster no worker runs this."""
+    if not isinstance(result, Alone):
+        raise EngineError(f"chunk {index} is made by a run; this task can't run by itself")
+    return result.chunks[(output, index) if output else index]

@@ -1,0 +1,355 @@
+r"""What happens to the product before it is stored: scaling, C, bias, activations, gradients. Pure.
+
+With ``acc = op(A) @ op(B)`` (in the type that is summed in)::
+
+    x = alpha * acc + beta * C  (+ bias)
+    D = F(x)
+
+The names are those of cuBLASMp's epilogs, as nvmath-python spells them; all others follow their pattern.
+
+==================  ================================================  ==========================================
+F                   formula                                           source
+==================  ================================================  ==========================================
+relu                max(x, 0)
+gelu                x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))     Hendrycks and Gimpel, 2016 (the tanh form,
+                                                                      as cuBLASLt computes it)
+leaky_relu          x where x > 0, else slope * x                     slope 0.01
+tanh, sigmoid       tanh(x), 1 / (1 + exp(-x))
+silu                x * sigmoid(x)
+hardswish           x * min(max(x + 3, 0), 6) / 6                     Howard and others, 2019
+clamp               min(max(x, low), high)                            low 0, high 6
+drelu, dgelu        x * relu'(saved), x * gelu'(saved)                the backward pass of relu and gelu
+==================  ================================================  ==========================================
+
+``allreduce`` is no formula: all of D is kept on every worker besides, for later multiplies (see `replicas`).
+
+A function of the user's in place of F gets x and its own inputs: ``f(x, **inputs)``, element by element.
+
+Auxiliary outputs: ``relu_aux`` is the mask x > 0 (bool), ``gelu_aux`` and the ``_aux`` of all others x itself (the
+pre-activation). ``..._bgrad`` is the sum of D along the other axis: the gradient of a bias. ``bgrada`` sums op(A),
+``bgradb`` op(B), over k.
+
+FP8 matrices stand for their numbers times a scale each: ``alpha`` above is then ``alpha * scale_a * scale_b`` and
+``beta`` is ``beta * scale_c``, and an FP8 D is stored as ``saturate(scale_d * F(x))``. Auxiliary outputs, the largest
+absolute value among them, are of F(x), before ``scale_d`` (cuBLAS, "Tensorwide scaling for FP8 data types").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.errors import PlanError
+from dask_distmm.numeric.types import compute_dtype
+
+__all__ = [
+    "PLAIN",
+    "Epilog",
+    "Finish",
+    "elementwise",
+    "finish",
+    "finish_by_rows",
+    "part_shape",
+    "reductions",
+    "scalars",
+]
+
+_ACTIVATIONS = ("relu", "gelu", "leaky_relu", "tanh", "sigmoid", "silu", "hardswish", "clamp")
+_SQRT_2_OVER_PI = 0.7978845608028654
+# NumPy works on so much at a time: it stays in a core's cache from one operation to the next.
+_BLOCK_BYTES = 2**18
+
+
+def _names() -> dict[str, str]:
+    names = ["allreduce", "bias", "drelu", "dgelu", "drelu_bgrad", "dgelu_bgrad", "bgrada", "bgradb"]
+    for activation in _ACTIVATIONS:
+        names += [activation + suffix for suffix in ("", "_bias", "_aux", "_aux_bias")]
+    return {name.upper(): name for name in names}
+
+
+Epilog = enum.Enum("Epilog", _names(), type=str, module=__name__)  # type: ignore[misc]
+Epilog.__doc__ = "What happens to the product before it is stored; see the module `dask_distmm.numeric.epilogs`."
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """All of the formula but the product, as plain values.
+
+    Parameters
+    ----------
+    alpha, beta
+        Factors of the product and of C: real and imaginary part.
+    epilog
+        Its name; empty for none.
+    bias_axis
+        -1 or 1: bias gradients keep D's columns; 0: they keep its rows.
+    amax
+        Whether the largest absolute value of D is wanted too.
+    function, names
+        A function in place of `epilog`, pickled, and the names of its inputs.
+    scale_d
+        Factor of D after everything else.
+    scales
+        Which of ``"scale_a"`` to ``"scale_d"`` are further inputs, of one element; others are in the factors.
+    """
+
+    alpha: tuple[float, float] = (1.0, 0.0)
+    beta: tuple[float, float] = (0.0, 0.0)
+    epilog: str = ""
+    bias_axis: int = -1
+    amax: bool = False
+    function: bytes = b""
+    names: tuple[str, ...] = ()
+    scale_d: float = 1.0
+    scales: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.epilog and self.epilog not in _names().values():
+            known = ", ".join(map(repr, _names().values()))
+            raise PlanError(f"unknown epilog {self.epilog!r}; known are {known}")
+        if self.bias_axis not in (-1, 0, 1):
+            raise PlanError(f"bias_axis={self.bias_axis!r}; expected -1 (a value a column of D) or 0 (a value a row)")
+
+    @property
+    def trivial(self) -> bool:
+        """Whether D is just the product."""
+        return not self.scaled and not self.function and self.epilog in ("", "allreduce", "bgrada", "bgradb")
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but D is returned, and D is just the product."""
+        return self.trivial and self.epilog in ("", "allreduce")
+
+    @property
+    def replicated(self) -> bool:
+        """Whether all of D is kept on every worker, besides the chunks that Dask has."""
+        return self.epilog == "allreduce"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether factors or scales do anything, or the largest value is wanted."""
+        factors = complex(*self.alpha) != 1 or complex(*self.beta) != 0 or self.scale_d != 1
+        return factors or self.amax or bool(self.scales)
+
+    @property
+    def activation(self) -> str:
+        """Name of F; empty for none."""
+        return next((name for name in sorted(_ACTIVATIONS, key=len, reverse=True) if self.epilog.startswith(name)), "")
+
+    @property
+    def gradient(self) -> str:
+        """Name of the activation whose backward pass this is; empty for none."""
+        return self.epilog[1:5] if self.epilog.startswith(("drelu", "dgelu")) else ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs that the epilog needs."""
+        if self.gradient:
+            return (f"{self.gradient}_aux",)
+        return ("bias",) if self.epilog.endswith("bias") else self.names
+
+    @property
+    def saved(self) -> str:
+        """Name of the auxiliary output that is as large as D; empty for none."""
+        return f"{self.activation}_aux" if "_aux" in self.epilog else ""
+
+    @property
+    def sums(self) -> str:
+        """Name of the auxiliary output that sums D along an axis; empty for none."""
+        return self.epilog if self.epilog.endswith("_bgrad") else ""
+
+    @property
+    def sum_axis(self) -> int:
+        """The axis of D that `sums` adds up; the gradient keeps the other one, along which it is a gradient."""
+        return 1 if self.bias_axis == 0 else 0
+
+    @property
+    def operand_sum(self) -> str:
+        """Name of the auxiliary output that sums an operand over k; empty for none."""
+        return self.epilog if self.epilog in ("bgrada", "bgradb") else ""
+
+    @property
+    def per_element(self) -> tuple[str, ...]:
+        """Names of the auxiliary outputs that the run makes, chunk by chunk of D."""
+        return tuple(name for name in (self.saved, self.sums, "result_amax" if self.amax else "") if name)
+
+    def keeps(self, name: str) -> tuple[bool, bool]:
+        """Whether a part of one of `per_element` is as long as D's part along its rows and columns; else it is 1."""
+        if name == self.sums:
+            return self.sum_axis == 1, self.sum_axis == 0
+        return (True, True) if name == self.saved else (False, False)
+
+    def dtype_of(self, name: str, dtype: np.dtype) -> np.dtype:
+        """Type of one of `per_element`, where D is of type `dtype`: sums are kept in the type that is summed in."""
+        if name == "relu_aux":
+            return np.dtype(bool)
+        wide = np.dtype(np.float32) if dtype.itemsize == 1 else compute_dtype(dtype, 1)
+        if name == self.saved:
+            return wide if dtype.itemsize == 1 else dtype
+        return np.empty(0, wide).real.dtype if name == "result_amax" else wide
+
+
+PLAIN = Finish()
+
+
+def part_shape(keeps: tuple[bool, bool], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an output's part beside a part of D, from what `Finish.keeps` says."""
+    return tuple(n if kept else 1 for n, kept in zip(shape, keeps, strict=True))
+
+
+def elementwise(
+    xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any], factors: tuple[Any, Any] | None = None
+) -> tuple[Any, ...]:
+    """Apply the formula to a part of the product, element by element.
+
+    Parameters
+    ----------
+    xp
+        The array module: numpy, cupy or dask.array.
+    spec
+        The formula.
+    acc
+        A part of op(A) @ op(B), a matrix or a stack of them, in the type that is summed in.
+    inputs
+        ``"c"``, the epilog's inputs and `Finish.scales`, each broadcast against `acc`.
+    factors
+        alpha and beta in the type of `acc`; those of `spec` if None.
+
+    Returns
+    -------
+    D in the type of `acc`, and what `Finish.saved` names, if anything.
+    """
+    x, dtype = acc, acc.dtype
+    alpha, beta = factors or scalars(spec, dtype)
+    if complex(*spec.alpha) != 1:
+        x = x * alpha
+    for name in ("scale_a", "scale_b"):
+        if name in spec.scales:
+            x = x * inputs[name].astype(dtype)
+    if complex(*spec.beta) != 0:
+        # Not read at all for beta == 0: C may hold NaN then.
+        c = inputs["c"].astype(dtype) * beta
+        x = x + (c * inputs["scale_c"].astype(dtype) if "scale_c" in spec.scales else c)
+    if spec.function:
+        d = _load(spec.function)(x, **{name: inputs[name] for name in spec.names})
+        return (d.astype(dtype),)
+    if "bias" in spec.inputs:
+        x = x + inputs["bias"].astype(dtype)
+    if spec.gradient == "relu":
+        return (xp.where(inputs["relu_aux"].astype(bool), x, dtype.type(0)),)
+    if spec.gradient == "gelu":
+        return (x * _gelu_slope(xp, inputs["gelu_aux"].astype(dtype)),)
+    d = _activate(xp, spec.activation, x) if spec.activation else x
+    if spec.saved:
+        return d, (x > 0) if spec.activation == "relu" else x
+    return (d,)
+
+
+def reductions(xp: Any, spec: Finish, d: Any) -> dict[str, Any]:
+    """Return the auxiliary outputs that sum up a part of D: summed axes have length 1."""
+    found = {}
+    if spec.sums:
+        found[spec.sums] = d.sum(axis=spec.sum_axis - 2, keepdims=True)
+    if spec.amax:
+        found["result_amax"] = abs(d).max(keepdims=True) if d.size else xp.zeros((1,) * d.ndim, d.real.dtype)
+    return found
+
+
+def scaled(spec: Finish, d: Any, inputs: Mapping[str, Any]) -> Any:
+    """Return D times its scale: what comes last, after all that is kept beside D."""
+    if spec.scale_d != 1:
+        d = d * d.dtype.type(spec.scale_d)
+    return d * inputs["scale_d"].astype(d.dtype) if "scale_d" in spec.scales else d
+
+
+def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Apply the formula; return D in the type of `acc`, and auxiliary outputs by name. Parameters as `elementwise`."""
+    d, *saved = elementwise(xp, spec, acc, inputs)
+    aux = dict(zip([spec.saved], saved, strict=False)) | reductions(xp, spec, d)
+    return scaled(spec, d, inputs), aux
+
+
+def finish_by_rows(
+    spec: Finish, acc: Any, inputs: Mapping[str, Any], store: Callable[[slice, Any], None]
+) -> dict[str, Any]:
+    """Apply the formula to a NumPy array, a few rows at a time.
+
+    Parameters
+    ----------
+    spec, acc, inputs
+        As for `elementwise`.
+    store
+        Called as ``store(rows, d)`` with each part of D.
+
+    Returns
+    -------
+    The auxiliary outputs by name, in the type of `acc`.
+    """
+    step = max(1, _BLOCK_BYTES // max(1, acc.shape[1] * acc.itemsize))
+    found: dict[str, list[Any]] = {}
+    for top in range(0, len(acc), step):
+        rows = slice(top, top + step)
+        parts = {name: x[rows] if len(x) == len(acc) else x for name, x in inputs.items()}
+        d, aux = finish(np, spec, acc[rows], parts)
+        for name, values in aux.items():
+            # D may be stored over what was summed.
+            found.setdefault(name, []).append(values.copy() if np.may_share_memory(values, acc) else values)
+        store(rows, d)
+    return {name: _joined(spec, name, parts) for name, parts in found.items()}
+
+
+def _joined(spec: Finish, name: str, parts: list[Any]) -> Any:
+    if spec.keeps(name)[0]:
+        return np.concatenate(parts)
+    together = np.maximum if name == "result_amax" else np.add
+    return functools.reduce(together, parts)
+
+
+@functools.lru_cache(maxsize=64)
+def _load(pickled: bytes) -> Callable[..., Any]:
+    """Return a user's function from what `Finish.function` holds."""
+    found: Callable[..., Any] = pickle.loads(pickled)
+    return found
+
+
+def scalars(spec: Finish, dtype: Any) -> tuple[Any, Any]:
+    """Return alpha and beta in a type."""
+    alpha, beta = (dtype.type(complex(*value) if dtype.kind == "c" else value[0]) for value in (spec.alpha, spec.beta))
+    return alpha, beta
+
+
+def _activate(xp: Any, name: str, x: Any) -> Any:
+    if name == "relu":
+        return xp.maximum(x, 0)
+    if name == "gelu":
+        return 0.5 * x * (1 + xp.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
+    if name == "leaky_relu":
+        return xp.where(x > 0, x, 0.01 * x)
+    if name == "tanh":
+        return xp.tanh(x)
+    if name == "sigmoid":
+        return _sigmoid(xp, x)
+    if name == "silu":
+        return x * _sigmoid(xp, x)
+    if name == "hardswish":
+        return x * xp.clip(x + 3, 0, 6) / 6
+    return xp.clip(x, 0, 6)
+
+
+def _sigmoid(xp: Any, x: Any) -> Any:
+    # By way of tanh: exp(-x) would overflow.
+    return 0.5 * (1 + xp.tanh(0.5 * x))
+
+
+def _gelu_slope(xp: Any, x: Any) -> Any:
+    """Return the derivative of gelu."""
+    t = xp.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
+    inner = _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner

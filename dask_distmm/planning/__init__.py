@@ -1,0 +1,36 @@
+"""Planning, without I/O: ``plan(problem, roster)`` returns one frozen `Plan`.
+
+`problem` what is multiplied, `plan` how; `methods` and `cuts` the ways to cut it, `memory` what each
+would hold, `planner` what each would take and the choice, `replicas` what keeping all of D everywhere adds, `show` the
+plan as text. `part` cuts out of a problem what is left of it. `batches` and `shares` do the same for many products at
+once.
+"""
+
+from dask_distmm.planning.many.batches import Batch, BatchEstimate, BatchPlan
+from dask_distmm.planning.many.groups import GroupPlan, Share
+from dask_distmm.planning.plan import EVERYWHERE, Estimate, Packing, Plan, everywhere
+from dask_distmm.planning.planner import plan
+from dask_distmm.planning.problem import COLLECTIVE, METHODS, Chunks, Demand, Extra, Problem, Worker
+from dask_distmm.planning.restriction import restrict
+
+__all__ = [
+    "COLLECTIVE",
+    "EVERYWHERE",
+    "METHODS",
+    "Batch",
+    "BatchEstimate",
+    "BatchPlan",
+    "Chunks",
+    "Demand",
+    "Estimate",
+    "Extra",
+    "GroupPlan",
+    "Packing",
+    "Plan",
+    "Problem",
+    "Share",
+    "Worker",
+    "everywhere",
+    "plan",
+    "restrict",
+]

@@ -1,0 +1,314 @@
+"""Ways to run a problem with a collective library on GPUs: cuts, who is which rank, estimate and memory. Pure.
+
+The estimate of a way is::
+
+    seconds = multiply + exposed * moved by the library / bandwidth + redistribution + fixed
+    multiply       = max over ranks of flops / rate
+    redistribution = max over ranks of  received / bandwidth + outside / Dask's bandwidth + copied / memory bandwidth
+
+where `exposed` is the share of the library's own transfers that its method does not hide, as measured, and `outside`
+what a rank fetches over Dask's own connections, from workers that are no ranks and so have no communicator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles, slab_step
+from dask_distmm.planning.cuts import Bounds, by_rows, largest_overlap, padded, uniform_cut
+from dask_distmm.planning.gemm_sizes import slowdown
+from dask_distmm.planning.library_epilogs import own_kernel, returned_type
+from dask_distmm.planning.memory import chunk_bytes, spread
+from dask_distmm.planning.plan import Estimate, Packing, Plan, everywhere
+from dask_distmm.planning.problem import Chunks, Problem, Worker
+
+__all__ = ["consider", "has_method", "tile_chunk", "workspace_bytes"]
+
+# cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
+_LIBRARY_BYTES = 96 * 2**20
+_SUMMA_BYTES = 32 * 2**20
+# What a run of several ranks takes beside its work, in messages: as two H200 took for small products.
+_MESSAGES = 8
+# A new communicator takes about this long (seconds, spread over the runs that will use it).
+_NEW_GROUP_SECONDS = 0.05
+_Elements = NDArray[np.float64]
+
+
+def has_method(problem: Problem, method: str) -> bool:
+    """Whether the library runs a problem in a certain way: it has no SUMMA for FP8."""
+    return not (problem.fp8 and method == "summa")
+
+
+def consider(
+    problem: Problem,
+    participants: tuple[Worker, ...],
+    nroster: int,
+    method: str,
+    grid: tuple[int, int, int],
+    where_a: NDArray[np.int32] | None,
+    where_b: NDArray[np.int32] | None,
+    engine: str,
+    orders: tuple[str, str],
+    groups: Sequence[tuple[str, ...]],
+) -> Plan:
+    """Return the plan that runs `problem` in one certain way, with its estimate and its memory.
+
+    Parameters
+    ----------
+    orders
+        Memory order of the chunks of A and B.
+    groups
+        Addresses of ranks, in their order, that have a communicator already.
+    """
+    step = slab_step(problem)
+    rows, cols, depth = (
+        uniform_cut(length, parts, step) for length, parts in zip((problem.m, problem.n, problem.k), grid, strict=True)
+    )
+    nranks = (len(rows) - 1) * (len(cols) - 1) * (len(depth) - 1)
+    if nranks == 1:
+        method = "local"
+    d_cuts = None
+    if method == "reducescatter":
+        rowwise = by_rows(problem, problem.m >= problem.n)
+        size = padded(problem.m if rowwise else problem.n, step, nranks)
+        slabs = tuple(min(i * size, problem.m if rowwise else problem.n) for i in range(nranks + 1))
+        d_cuts = (slabs, (0, problem.n)) if rowwise else ((0, problem.m), slabs)
+    made = Plan(
+        problem=problem,
+        engine=engine,
+        method=method,
+        participants=participants,
+        ranks=tuple(range(nranks)),
+        rows=rows,
+        cols=cols,
+        depth=depth,
+        owners=_owners(problem, method, d_cuts or (rows, cols), nranks),
+        where_a=where_a,
+        where_b=where_b,
+        packing=Packing(),
+        order_a=orders[0],
+        order_b=orders[1],
+        d_cuts=d_cuts,
+    )
+    tiles = make_tiles(made)
+    held_a = _held(problem.a_chunks, where_a, tiles.a, len(participants)) * problem.itemsize("a")
+    held_b = _held(problem.b_chunks, where_b, tiles.b, len(participants)) * problem.itemsize("b")
+    made = dataclasses.replace(made, ranks=_ranks(made, (held_a + held_b)[:nroster], groups))
+    moved = _Moved(made, tiles, held_a, held_b)
+    made.projected_bytes.update(_project(made, tiles, moved))
+    return dataclasses.replace(made, estimate=_estimate(made, tiles, moved))
+
+
+def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], nranks: int) -> NDArray[np.int32]:
+    """Leave every chunk of D with the rank that has the largest part of it."""
+    nrows, ncols = problem.chunk_counts("d")
+    if method == "allreduce":
+        return (np.arange(nrows * ncols, dtype=np.int64) * nranks // (nrows * ncols)).astype(np.int32)
+    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
+    return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
+
+
+def _held(chunks: Chunks, where: NDArray[np.int32] | None, tile: Tile, npart: int) -> _Elements:
+    """Elements of each rank's tile (columns) that each participant (rows) has."""
+    if where is None or everywhere(where):
+        needed = np.array([np.prod(tile.layout.local_shape(rank)) for rank in range(tile.layout.nparts)], float)
+        return np.broadcast_to(needed / (npart if where is None else 1), (npart, len(needed)))
+    return redistribution(ChunkGrid(chunks), tile.layout).traffic(where, npart).astype(float)
+
+
+def _ranks(made: Plan, held: _Elements, groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
+    """Match ranks to workers so that most bytes lie right; a group that exists already saves making one."""
+    rank, worker = linear_sum_assignment(-held.T)
+    best = tuple(worker[np.argsort(rank)].tolist())
+    machine = made.problem.options.machine(made.engine)
+    number = {w.address: index for index, w in enumerate(made.participants[: len(held)])}
+    at_home = held[list(best), range(len(best))].sum()
+    worth = _NEW_GROUP_SECONDS * machine.bandwidth * len(best)
+    known = [
+        order
+        for group in groups
+        if len(group) == len(best) and all(address in number for address in group)
+        for order in [tuple(number[address] for address in group)]
+        if at_home - held[list(order), range(len(order))].sum() < worth
+    ]
+    return max(known, key=lambda order: held[list(order), range(len(order))].sum(), default=best)
+
+
+class _Moved:
+    """Bytes that each participant sends and receives to make A's and B's tiles and D's chunks."""
+
+    def __init__(self, made: Plan, tiles: Tiles, held_a: _Elements, held_b: _Elements) -> None:
+        problem, ranks = made.problem, list(made.ranks)
+        self.operands = []
+        # Of what each rank receives, the bytes from workers that are no ranks.
+        self.outside: _Elements = np.zeros(len(ranks))
+        for held, where in ((held_a, made.where_a), (held_b, made.where_b)):
+            sent, received = np.zeros(len(made.participants)), np.zeros(len(made.participants))
+            self.operands.append((sent, received))
+            if everywhere(where):
+                continue
+            sent += held.sum(axis=1)
+            at_home, needed = held[ranks, range(len(ranks))], held.sum(axis=0)
+            sent[ranks] -= at_home
+            received[ranks] = needed - at_home
+            self.outside += needed - held[ranks].sum(axis=0)
+        self.d_sent: _Elements = np.zeros(len(ranks))
+        self.d_received: _Elements = self.d_sent
+        if not tiles.replicated:
+            owned = redistribution(ChunkGrid(problem.out_chunks), tiles.d.layout).traffic(made.owners, len(ranks))
+            owned = owned.astype(float) * returned_type(made, tiles).itemsize
+            self.d_received = np.asarray(owned.sum(axis=1) - np.diagonal(owned), float)
+            self.d_sent = np.asarray(owned.sum(axis=0) - np.diagonal(owned), float)
+
+    @property
+    def total(self) -> int:
+        """All bytes together."""
+        return int(sum(received.sum() for _, received in self.operands) + self.d_received.sum())
+
+
+def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
+    """Return the number of the chunk that is exactly a rank's tile, as it lies, or None if no single one is."""
+    shape = tile.layout.local_shape(rank)
+    if tile.local(rank) != shape or 0 in shape or tile.conjugated:
+        return None
+    index = 0
+    for axis, part, sizes in zip((tile.layout.rows, tile.layout.cols), tile.layout.coords(rank), chunks, strict=True):
+        segments = axis.local_to_global(part)
+        edges = np.concatenate([[0], np.cumsum(sizes)])
+        if len(segments) != 1:
+            return None
+        start, _, size = segments[0]
+        stop = start + size
+        at = int(np.searchsorted(edges[1:], start, side="right"))
+        if at >= len(sizes) or edges[at] != start or edges[at + 1] != stop:
+            return None
+        index = index * len(sizes) + at
+    return index
+
+
+def _given(problem: Problem) -> dict[str, int]:
+    """Return the bytes of an element of A and B as the library is given them."""
+    return {op: dtype_from_name(name).itemsize for op, name in zip("ab", problem.matrix_types, strict=True)}
+
+
+def _rate(problem: Problem) -> str:
+    """Return the name of the rate at which a problem is multiplied."""
+    return problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0])
+
+
+def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
+    """Estimate the workspace that cuBLASMp 0.10 asks for, in bytes."""
+    problem, q, given = plan.problem, plan.grid[1], _given(plan.problem)
+    if plan.method == "local":
+        return 0
+    if plan.method == "allgather":
+        gathered, item = (tiles.b, given["b"]) if q == 1 else (tiles.a, given["a"])
+        copies = 1 if gathered.order == tiles.d.order else 2
+        return int(np.prod(gathered.shape)) * item * copies + _LIBRARY_BYTES
+    accumulated = problem.compute_type.itemsize
+    if plan.method == "allreduce":
+        return 2 * problem.m * problem.n * accumulated + _LIBRARY_BYTES
+    if plan.method == "reducescatter":
+        return int(np.prod(tiles.d.shape)) * (accumulated + problem.sum_type.itemsize) + _LIBRARY_BYTES
+    (mb, kb), nb = tiles.a.layout.blocks, tiles.b.layout.blocks[1]
+    return 2 * (mb * kb * given["a"] + kb * nb * given["b"]) + _SUMMA_BYTES
+
+
+def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
+    """Return the projected bytes of device memory that a run holds at its peak, for each participant.
+
+    Counted are chunks of A and B, tiles that are not chunks already, buffers of what is sent and received, the
+    library's workspace, D's tile and D's chunks.
+    """
+    problem, npart = made.problem, len(made.participants)
+    total = np.zeros(npart)
+    for operand in "a" if problem.shared else "ab":
+        total += spread(made, operand, chunk_bytes(problem, operand))
+    # A's buffers are free again before B's are needed.
+    total += np.max([sent + received for sent, received in moved.operands], axis=0)
+    workspace = workspace_bytes(made, tiles)
+    # Where these lie is not looked at.
+    total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
+    # The library stores what it has finished itself; else sums are kept until they are finished.
+    kept, sums = own_kernel(made, tiles), returned_type(made, tiles).itemsize
+    owned = np.bincount(made.owners, chunk_bytes(problem, "d"), len(made.ranks))
+    given = _given(problem)
+    for operand in "ab":
+        if given[operand] != problem.itemsize(operand):
+            # Chunks are converted first.
+            total += spread(made, operand, chunk_bytes(problem, operand) // problem.itemsize(operand) * given[operand])
+    for rank, index in enumerate(made.ranks):
+        for operand, tile, chunks in (("a", tiles.a, problem.a_chunks), ("b", tiles.b, problem.b_chunks)):
+            if tile_chunk(tile, rank, chunks) is None:
+                total[index] += np.prod(tile.local(rank)) * given[operand]
+        total[index] += np.prod(tiles.d.local(rank)) * sums + workspace
+        if kept:
+            total[index] += owned[rank] * (sums / problem.itemsize("d") + bool(problem.finish.saved))
+        if tile_chunk(tiles.d, rank, problem.out_chunks) is None or tiles.replicated:
+            total[index] += owned[rank] + moved.d_sent[rank] + moved.d_received[rank]
+    return {worker.address: int(total[i]) for i, worker in enumerate(made.participants)}
+
+
+def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
+    """Apply the formulas at the top of this module."""
+    problem, machine = made.problem, made.problem.options.machine(made.engine)
+    nranks, (p, q, _) = len(made.ranks), made.grid
+    hosts = {made.participants[index].host for index in made.ranks}
+    bandwidth = machine.bandwidth if len(hosts) == 1 else machine.network_bandwidth or machine.bandwidth
+    a_bytes, b_bytes, d_bytes = (
+        float(np.prod(tile.shape)) * size
+        # The library's reduce-scatter sums in the type that is computed in.
+        for size, tile in zip(
+            (*_given(problem).values(), problem.compute_type.itemsize), (tiles.a, tiles.b, tiles.d), strict=True
+        )
+    )
+    share = (nranks - 1) / nranks
+    library = {
+        "local": 0.0,
+        "allgather": share * (b_bytes if q == 1 else a_bytes),
+        "reducescatter": share * d_bytes,
+        "allreduce": 2 * share * problem.m * problem.n * problem.sum_type.itemsize,
+        "summa": a_bytes / p * (q - 1) / q + b_bytes / q * (p - 1) / p,
+    }[made.method]
+    # Slabs of equal size: the largest decides.
+    uneven = float(
+        np.prod([np.diff(cut).max() * (len(cut) - 1) / cut[-1] for cut in (made.rows, made.cols, made.depth)])
+    )
+    compute = problem.flops * uneven / nranks / machine.rate(_rate(problem))
+    if slab_step(problem) == 1 or made.method == "summa":
+        # Chunks have been put together to tiles, without padding.
+        compute *= slowdown(problem, in_chunks=False)
+    ranks = list(made.ranks)
+    inside = sum((received[ranks] for _, received in moved.operands), -moved.outside)
+    redistributed = inside / bandwidth + moved.outside / (machine.dask_bandwidth or bandwidth)
+    received = redistributed.max() + moved.d_received.max() / bandwidth
+    copied = 0.0
+    for operand, tile, chunks in (
+        ("a", tiles.a, problem.a_chunks),
+        ("b", tiles.b, problem.b_chunks),
+        ("d", tiles.d, problem.out_chunks),
+    ):
+        if any(tile_chunk(tile, rank, chunks) is None for rank in range(nranks)):
+            copied += 2.0 * max(float(np.prod(tile.local(rank))) for rank in range(nranks)) * problem.itemsize(operand)
+    if own_kernel(made, tiles):
+        # One kernel reads the sums and writes D.
+        sizes = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.finish.saved else 1)
+        copied += max(float(np.prod(tiles.d.local(rank))) for rank in range(nranks)) * sizes
+    exposed = dict(machine.exposed).get(made.method, 1.0)
+    transfer = exposed * library / bandwidth + received + copied / machine.memory_bandwidth
+    return Estimate(
+        method=made.method,
+        grid=made.grid,
+        seconds=compute + transfer + (_MESSAGES if nranks > 1 else 2) * machine.latency,
+        compute_seconds=compute,
+        transfer_seconds=transfer,
+        bytes_moved=moved.total + int(library * nranks),
+        peak_bytes=max(made.projected_bytes.values()),
+    )

@@ -1,0 +1,272 @@
+"""How A, B and D lie on the ranks for a collective library: block-cyclic tiles, memory orders and op(). Pure.
+
+cuBLASMp works on column-major local matrices and computes ``Z = op(X) @ op(Y)``. A C-ordered matrix is the
+column-major matrix of its transpose, so nothing is ever transposed for the sake of the library:
+
+* D in F order:  ``Z = D``,    ``X = A``,    ``Y = B``
+* D in C order:  ``Z = D^T``,  ``X = B^T``,  ``Y = A^T``
+
+and an operand is taken with op N if it has D's memory order, with op T if it has the other one. The library's
+tuned 1-D paths want the operands in slabs (found from its log, docs/gpu-validation.md):
+
+===============  ==================  ================  ==========================================
+method, grid     A                   B                 D
+===============  ==================  ================  ==========================================
+allgather P x 1  row slabs           column slabs      row slabs, F order
+allgather 1 x P  row slabs           column slabs      column slabs, C order
+reducescatter    column slabs (of k) row slabs (of k)  row slabs, C order; or column slabs, F order
+allreduce        column slabs, C     row slabs, F      all of D on every rank, C order
+summa p x q      p x q blocks        p x q blocks      p x q blocks; all of one order
+===============  ==================  ================  ==========================================
+
+The slabs must be of one size, so all are as large as the largest: the last rank's tile has rows or columns
+that stand for nothing. Where these would be summed over (k), they are filled with zeros.
+
+FP8 wants op T for the first operand and op N for the second, k being the fast axis of both: A in C order, B in F order.
+And m, n and k of each rank's own multiply must be multiples of 16: slabs are, and other dimensions are padded.
+SUMMA and the fallback have no FP8.
+
+Of 16-bit types they are multiples of 8, which are 16 bytes, for another reason: where they are not, cuBLASMp's
+all-gather and SUMMA may cut k and add the parts up in D, rounded each time (docs/gpu-validation.md), and all methods
+take 3 to 6 times as long. What can't be padded, blocks that were asked for and the last ones of SUMMA, is returned in
+the type that is summed in; see `native.returned_type`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from dask_distmm.layout import BlockCyclic, ProcessGrid
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.cuts import padded
+from dask_distmm.planning.gemm_sizes import ALIGNED_BYTES
+from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.problem import Problem
+
+__all__ = ["HALVES_STEP", "Stored", "Tile", "Tiles", "make_tiles", "slab_step", "summa_blocks"]
+
+# SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
+_WIDEST_PANEL = 16384
+# Elements of a 16-bit type.
+HALVES_STEP = ALIGNED_BYTES // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A distributed matrix as the library sees it: column-major, all numbers in its terms.
+
+    Parameters
+    ----------
+    shape
+        Rows and columns of the whole, padding included.
+    blocks
+        Rows and columns of a block.
+    grid
+        The process grid.
+    """
+
+    shape: tuple[int, int]
+    blocks: tuple[int, int]
+    grid: ProcessGrid
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How one of A, B and D is distributed.
+
+    Parameters
+    ----------
+    order
+        Memory order of each rank's tile, ``"C"`` or ``"F"``.
+    layout
+        Which element lies where, without padding; its parts are the ranks. None where every rank has all.
+    shape
+        The whole, padding included.
+    local_shape
+        Rows and columns of a rank's tile, padding included; None where they differ between ranks.
+    zeroed
+        The padding is summed over and must be zero.
+    conjugated
+        It holds the conjugate of the operand's chunks.
+    """
+
+    order: str
+    layout: BlockCyclic
+    shape: tuple[int, int]
+    local_shape: tuple[int, int] | None
+    zeroed: bool = False
+    conjugated: bool = False
+
+    def local(self, rank: int) -> tuple[int, int]:
+        """Rows and columns of the tile of a rank, padding included."""
+        return self.local_shape or self.layout.local_shape(rank)
+
+    @property
+    def stored(self) -> Stored:
+        """The same for the library: the transpose of a C-ordered matrix is column-major."""
+        shape, blocks, grid = self.shape, self.layout.blocks, self.layout.grid
+        if self.order == "F":
+            return Stored(shape, blocks, grid)
+        return Stored((shape[1], shape[0]), (blocks[1], blocks[0]), grid.transpose())
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The three matrices of a plan.
+
+    Parameters
+    ----------
+    a, b, d
+        How they are distributed.
+    replicated
+        Every rank ends up with all of D (``d`` then describes the library's view, one copy beside the other).
+    conjugated
+        Whether the library conjugates A and B, which it does by op C, for those that it transposes.
+    """
+
+    a: Tile
+    b: Tile
+    d: Tile
+    replicated: bool = False
+    conjugated: tuple[bool, bool] = (False, False)
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the library computes the transpose of D."""
+        return self.d.order == "C"
+
+    @property
+    def ops(self) -> tuple[str, str]:
+        """Op of the library's first and second operand, ``"N"``, ``"T"`` or ``"C"``."""
+        ops = tuple(
+            "C" if conjugated else "N" if tile.order == self.d.order else "T"
+            for tile, conjugated in zip((self.a, self.b), self.conjugated, strict=True)
+        )
+        return (ops[1], ops[0]) if self.flipped else (ops[0], ops[1])
+
+
+def slab_step(problem: Problem) -> int:
+    """Return what the sizes of slabs, and other dimensions, are padded to multiples of."""
+    if problem.fp8:
+        return 16
+    # Distributions that were asked for are as they are.
+    halves = dtype_from_name(problem.matrix_types[0]).itemsize == 2
+    return HALVES_STEP if halves and not any(problem.distributions) else 1
+
+
+def make_tiles(plan: Plan) -> Tiles:
+    """Return how A, B and D are distributed for a plan.
+
+    Raises
+    ------
+    ValueError
+        The plan's cuts are not those of equal slabs.
+    """
+    tiles = _unconjugated(plan)
+    if not any(plan.problem.conjugated):
+        return tiles
+    # The all-reduce wants op T and N; else a transposed operand is conjugated by the library, for nothing.
+    found, by_library = [], []
+    for tile, wanted in zip((tiles.a, tiles.b), plan.problem.conjugated, strict=True):
+        by_library.append(wanted and tile.order != tiles.d.order and not tiles.replicated)
+        found.append(dataclasses.replace(tile, conjugated=wanted and not by_library[-1]))
+    return dataclasses.replace(tiles, a=found[0], b=found[1], conjugated=(by_library[0], by_library[1]))
+
+
+def _unconjugated(plan: Plan) -> Tiles:
+    """Return the tiles of a plan whose operands are chunks as they are."""
+    m, n, k = plan.problem.m, plan.problem.n, plan.problem.k
+    p, q, s = plan.grid
+    nranks, step = p * q * s, slab_step(plan.problem)
+    order_a, order_b = ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
+    rows, cols, inner = (padded(length, step) for length in (m, n, k))
+    row, col, one = ProcessGrid(nranks, 1), ProcessGrid(1, nranks), ProcessGrid(1, 1)
+
+    def tile(order: str, shape: tuple[int, int], blocks: tuple[int, int], grid: ProcessGrid, zeroed: bool) -> Tile:
+        """Of slabs of one size: a block for each process."""
+        whole = (blocks[0] * grid.nprow, blocks[1] * grid.npcol)
+        return Tile(order, BlockCyclic(shape, blocks, grid), whole, blocks, zeroed)
+
+    if nranks == 1:
+        order = order_a if order_a == order_b else "C"
+        return Tiles(
+            tile(order_a, (m, k), (rows, inner), one, inner != k),
+            tile(order_b, (k, n), (inner, cols), one, inner != k),
+            tile(order, (m, n), (rows, cols), one, False),
+        )
+    mb, nb, kb = (padded(length, step, nranks) for length in (m, n, k))
+    if plan.method == "allgather":
+        a = tile(order_a, (m, k), (mb, inner), row, inner != k)
+        b = tile(order_b, (k, n), (inner, nb), col, inner != k)
+        # The other dimension of D is as long as the gathered operand, padding included.
+        d = _widen(
+            Tile("F", BlockCyclic((m, n), (mb, nb), row), (m, n), None)
+            if q == 1
+            else Tile("C", BlockCyclic((m, n), (mb, nb), col), (m, n), None),
+            (mb * nranks, nb * nranks),
+        )
+        _check(plan.rows if q == 1 else plan.cols, m if q == 1 else n, nranks, step)
+        return Tiles(a, b, d)
+    if plan.method == "reducescatter":
+        assert plan.d_cuts is not None
+        by_rows = len(plan.d_cuts[0]) > 2
+        _check(plan.depth, k, nranks, step)
+        _check(plan.d_cuts[0] if by_rows else plan.d_cuts[1], m if by_rows else n, nranks, step)
+        height, width = (mb * nranks, cols) if by_rows else (rows, nb * nranks)
+        d_blocks = (mb, cols) if by_rows else (rows, nb)
+        return Tiles(
+            _widen(tile(order_a, (m, k), (d_blocks[0], kb), col, kb * nranks != k), (height, kb * nranks)),
+            _widen(tile(order_b, (k, n), (kb, d_blocks[1]), row, kb * nranks != k), (kb * nranks, width)),
+            tile("C" if by_rows else "F", (m, n), d_blocks, row if by_rows else col, False),
+        )
+    if plan.method == "allreduce":
+        _check(plan.depth, k, nranks, step)
+        return Tiles(
+            tile("C", (m, k), (rows, kb), col, kb * nranks != k),
+            tile("F", (k, n), (kb, cols), row, kb * nranks != k),
+            # D^T is n x m; the library sees nranks of them side by side.
+            Tile("C", BlockCyclic((rows * nranks, cols), (rows, cols), row), (rows * nranks, cols), (rows, cols)),
+            replicated=True,
+        )
+    grid = ProcessGrid(p, q)
+    order = plan.order_a if plan.order_a == plan.order_b else "C"
+    (mb,), (nb,), (kb,) = summa_blocks(plan.problem, plan.grid)
+    return Tiles(
+        Tile(order, BlockCyclic((m, k), (mb, kb), grid), (m, k), None),
+        Tile(order, BlockCyclic((k, n), (kb, nb), grid), (k, n), None),
+        Tile(order, BlockCyclic((m, n), (mb, nb), grid), (m, n), None),
+    )
+
+
+def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int], set[int], set[int]]:
+    """Return the block sizes of m, n and k on a grid: those that were asked for, or one that does.
+
+    There may be several of each, if the distributions of two matrices do not agree.
+    """
+    (p, q, _), (m, n, k) = grid, (problem.m, problem.n, problem.k)
+    a, b, d = problem.distributions
+    asked: dict[str, set[int]] = {"m": set(), "n": set(), "k": set()}
+    for found, (rows, cols), (nprow, npcol) in ((a, "mk", (p, q)), (b, "kn", (p, q)), (d, "mn", (p, q))):
+        if found is not None:
+            shape = {"m": m, "n": n, "k": k}
+            blocks = found.layout((shape[rows], shape[cols]), p * q).blocks
+            # Along a side of one rank blocks of all sizes are the same thing.
+            asked[rows] |= {blocks[0]} if nprow > 1 else set()
+            asked[cols] |= {blocks[1]} if npcol > 1 else set()
+    # The library rounds D after each panel of k: 16-bit types have one, if no others were asked for.
+    panel = k if problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
+    step = slab_step(problem)
+    return asked["m"] or {padded(m, step, p)}, asked["n"] or {padded(n, step, q)}, asked["k"] or {panel}
+
+
+def _widen(tile: Tile, shape: tuple[int, int]) -> Tile:
+    """Pad a dimension that is not distributed, for the sake of the other matrices."""
+    grid = tile.layout.grid
+    return dataclasses.replace(tile, shape=shape, local_shape=(shape[0] // grid.nprow, shape[1] // grid.npcol))
+
+
+def _check(cuts: tuple[int, ...], length: int, parts: int, step: int) -> None:
+    size = padded(length, step, parts)
+    if cuts != tuple(min(i * size, length) for i in range(parts + 1)):
+        raise ValueError(f"{length} is cut at {cuts}, expected {parts} slabs of {size}")

@@ -1,0 +1,129 @@
+"""Where the cuts of m, n and k go.
+
+A cut follows chunk edges where that costs little balance, since a chunk that lies in one rank's part need
+not be taken apart. Where chunks are too coarse for that, the cut is even and goes through them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.planning.problem import Problem
+
+__all__ = [
+    "Bounds",
+    "by_rows",
+    "cut",
+    "grid_cuts",
+    "largest_overlap",
+    "overlaps",
+    "padded",
+    "reduce_cuts",
+    "uniform_cut",
+]
+
+# The cuts of a range: strictly increasing, from 0 to its length.
+Bounds = tuple[int, ...]
+
+# The largest part may exceed an even share by this factor for the sake of whole chunks.
+_IMBALANCE = 1.05
+
+
+def cut(length: int, parts: int, *chunkings: Sequence[int]) -> Bounds:
+    """Cut ``range(length)`` into `parts` parts of about the same size, none empty.
+
+    Parameters
+    ----------
+    length, parts
+        ``1 <= parts <= length``.
+    chunkings
+        Chunk sizes whose edges are preferred, where all of them agree on one.
+
+    Returns
+    -------
+    tuple of int
+        ``parts + 1`` strictly increasing numbers from 0 to `length`.
+    """
+    even = np.arange(parts + 1) * length // parts
+    edges: np.ndarray | None = None
+    for sizes in chunkings:
+        found = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        edges = np.unique(found) if edges is None else np.intersect1d(edges, found)
+    if edges is not None and len(edges) > parts:
+        right = np.clip(np.searchsorted(edges, even), 1, len(edges) - 1)
+        left = right - 1
+        snapped = np.where(even - edges[left] < edges[right] - even, edges[left], edges[right])
+        snapped[0], snapped[-1] = 0, length
+        sizes_ = np.diff(snapped)
+        if sizes_.min() > 0 and sizes_.max() <= _IMBALANCE * -(-length // parts):
+            even = snapped
+    return tuple(even.tolist())
+
+
+def padded(length: int, step: int, parts: int = 1) -> int:
+    """Return the size of slabs that `parts` of them cover a length with, a multiple of `step`."""
+    return -(-length // (parts * step)) * step
+
+
+def uniform_cut(length: int, parts: int, step: int = 1) -> Bounds:
+    """Cut ``range(length)`` into slabs of one size, a multiple of `step`, the last one smaller; none is empty."""
+    size = padded(length, step, parts)
+    return (*range(0, length, size), length)
+
+
+def by_rows(problem: Problem, otherwise: bool) -> bool:
+    """Whether D is cut along its rows: as its distribution says, if one was asked for."""
+    asked = problem.distributions[2]
+    return otherwise if asked is None else asked.layout((problem.m, problem.n), 2).grid.nprow > 1
+
+
+def grid_cuts(problem: Problem, grid: tuple[int, int, int]) -> tuple[Bounds, Bounds, Bounds]:
+    """Cut m, n and k of `problem` for a p x q x s grid of ranks."""
+    p, q, s = grid
+    if any(problem.distributions):
+        # As they were asked for: slabs of one size.
+        m, n, k = (uniform_cut(x, parts) for x, parts in zip((problem.m, problem.n, problem.k), grid, strict=True))
+        return m, n, k
+    return (
+        cut(problem.m, p, problem.out_chunks[0], problem.a_chunks[0]),
+        cut(problem.n, q, problem.out_chunks[1], problem.b_chunks[1]),
+        cut(problem.k, s, problem.a_chunks[1], problem.b_chunks[0]),
+    )
+
+
+def reduce_cuts(problem: Problem, parts: int) -> tuple[Bounds, Bounds]:
+    """Cut D into `parts` slabs, for adding up partial sums.
+
+    Along the axis with more chunks where there are enough of them, so that whole chunks stay together;
+    otherwise along the longer axis.
+    """
+    nrows, ncols = problem.chunk_counts("d")
+    rowwise = by_rows(problem, nrows >= ncols if max(nrows, ncols) >= parts else problem.m >= problem.n)
+    if (rowwise and problem.m >= parts) or problem.n < parts:
+        return cut(problem.m, parts, problem.out_chunks[0]), (0, problem.n)
+    return (0, problem.m), cut(problem.n, parts, problem.out_chunks[1])
+
+
+def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
+    """Return (part, start, stop) of the parts of `cuts` that overlap a range, clipped to it."""
+    first = int(bisect.bisect_right(cuts, start)) - 1
+    found = []
+    for part in range(first, len(cuts) - 1):
+        if cuts[part] >= stop:
+            break
+        low, high = max(start, cuts[part]), min(stop, cuts[part + 1])
+        if low < high:
+            found.append((part, low, high))
+    return found
+
+
+def largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
+    """Return for each chunk of certain sizes the part of `cuts` that covers most of it."""
+    edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    low = np.maximum(edges[:-1, None], np.asarray(cuts[:-1]))
+    high = np.minimum(edges[1:, None], np.asarray(cuts[1:]))
+    return np.asarray(np.argmax(high - low, axis=1))

@@ -1,0 +1,372 @@
+"""Batches: many products of one shape. Whole items to workers, or a collective run for each? Pure.
+
+The estimates of the two ways are::
+
+    items       flops / (rate * s / (s + 45)) of the slot with most tasks  +  copied bytes / memory bandwidth
+                + received bytes of a worker / bandwidth  +  tasks * overhead
+    collective  runs * seconds of one by `planner`  +  tasks * overhead
+
+s is the cube root of m n k: a stack of small products does not reach BLAS' full rate (on one x86 core with
+OpenBLAS, NumPy's matmul of stacks of 32, 64, 128, 256 ran at 0.40, 0.58, 0.74, 0.93 of its rate at 1024). A slot is a
+thread of a worker, or a GPU. Runs that share workers follow one another, so their times add up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from dask.utils import format_time
+
+from dask_distmm.config import Machine
+from dask_distmm.errors import PlanError
+from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
+from dask_distmm.planning.display import Shown
+from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.problem import Worker
+
+__all__ = [
+    "WORTH",
+    "Batch",
+    "BatchEstimate",
+    "BatchPlan",
+    "Pool",
+    "choose",
+    "efficiency",
+    "item_plan",
+    "item_seconds",
+    "recut",
+    "resize",
+]
+
+Sizes = tuple[int, ...]
+
+# Matrices of this size are multiplied at half the rate of large ones; fitted to the figures above.
+_HALF_RATE = 45.0
+# So many tasks for each slot: the last ones to end differ by a fraction of the whole.
+_TASKS_PER_SLOT = 4
+# A task should work so many times as long as it costs to have it.
+WORTH = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """Products of one shape: D[i] = A[i] @ B[i], where axes of length 1 of A's and B's batch are broadcast.
+
+    Parameters
+    ----------
+    shape
+        Batch axes of D.
+    a_shape, b_shape
+        Batch axes of A and B, as many.
+    chunks
+        Chunk sizes along the batch axes as they are, of the operand that is larger.
+    m, n, k
+        Of one item.
+    a_dtype, b_dtype, dtype
+        Names of the types of A, B and D.
+    a_whole, b_whole
+        Whether every item of A, of B, lies in one chunk, and the batch axes are cut as `chunks` says.
+    chunk_count
+        Chunks of A and B, and of what the formula reads.
+    extra_bytes
+        Bytes of what the formula reads for one item.
+    """
+
+    shape: Sizes
+    a_shape: Sizes
+    b_shape: Sizes
+    chunks: tuple[Sizes, ...]
+    m: int
+    n: int
+    k: int
+    a_dtype: str
+    b_dtype: str
+    dtype: str
+    a_whole: bool = True
+    b_whole: bool = True
+    chunk_count: int = 1
+    extra_bytes: int = 0
+
+    @property
+    def count(self) -> int:
+        """Items of D."""
+        return math.prod(self.shape)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one item: 2 m n k, four times as many for complex types."""
+        return 2.0 * self.m * self.n * self.k * (4 if dtype_from_name(self.dtype).kind == "c" else 1)
+
+    @property
+    def compute_type(self) -> str:
+        """Name of the type that is computed and summed in."""
+        operand = operand_dtype(dtype_from_name(self.a_dtype), dtype_from_name(self.b_dtype))
+        return str(sum_dtype(operand, dtype_from_name(self.dtype), max(1, self.k)).name)
+
+    @property
+    def item_bytes(self) -> tuple[int, int, int]:
+        """Bytes of one item of A, B and D."""
+        return (
+            self.m * self.k * dtype_from_name(self.a_dtype).itemsize,
+            self.k * self.n * dtype_from_name(self.b_dtype).itemsize,
+            self.m * self.n * dtype_from_name(self.dtype).itemsize,
+        )
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of one item that are copied before or after the multiply, to another type."""
+        inner = dtype_from_name(self.compute_type).itemsize
+        sizes = (self.m * self.k, self.k * self.n, self.m * self.n)
+        names = (self.a_dtype, self.b_dtype, self.dtype)
+        return sum(size * inner for size, name in zip(sizes, names, strict=True) if name != self.compute_type)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a task holds for one item."""
+        return sum(self.item_bytes) + self.copied_bytes + self.extra_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pool:
+    """Who would work, as far as plain tasks care.
+
+    Parameters
+    ----------
+    workers
+        How many.
+    slots
+        Tasks that run at the same time.
+    memory
+        Bytes that each of these may hold; 0 where there is no limit.
+    """
+
+    workers: int
+    slots: int
+    memory: int = 0
+
+    @classmethod
+    def of(cls, workers: Sequence[Worker], fraction: float, array: str) -> Pool:
+        """Return the pool of these workers; with ``"cupy"`` arrays a worker has one device for all its threads."""
+        threads = [1 if array == "cupy" else worker.nthreads for worker in workers]
+        limits = [
+            int(worker.memory_limit * fraction) // count
+            for worker, count in zip(workers, threads, strict=True)
+            if worker.memory_limit
+        ]
+        return cls(len(workers), sum(threads), min(limits, default=0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchEstimate:
+    """What the cost model expects of one way to compute a batch.
+
+    Parameters
+    ----------
+    way
+        ``"items"`` or ``"collective"``.
+    seconds
+        In all: the sum of the next three.
+    compute_seconds, transfer_seconds, overhead_seconds
+        Multiplying and copying; receiving; having tasks.
+    tasks
+        Tasks in the graph, roughly.
+    runs
+        Collective runs.
+    task_bytes
+        What the largest task holds.
+    """
+
+    way: str
+    seconds: float
+    compute_seconds: float
+    transfer_seconds: float
+    overhead_seconds: float
+    tasks: int
+    runs: int = 0
+    task_bytes: int = 0
+
+
+def efficiency(m: int, n: int, k: int) -> float:
+    """Return the share of BLAS' full rate that products of this shape reach."""
+    size: float = math.cbrt(m * n * k)
+    return size / (size + _HALF_RATE)
+
+
+def item_seconds(batch: Batch, machine: Machine) -> float:
+    """Return how long one slot multiplies one item."""
+    rate = machine.rate(batch.compute_type) * efficiency(batch.m, batch.n, batch.k)
+    return batch.flops / rate + batch.copied_bytes / machine.memory_bandwidth
+
+
+def resize(sizes: Sizes, length: int) -> Sizes:
+    """Cut an axis into chunks of at most `length`, at the edges that are there as far as possible.
+
+    Longer chunks are cut evenly, neighbours that fit together are merged.
+    """
+    found: list[int] = []
+    open_ended = False  # whether the last one may grow: pieces of a chunk stay among themselves
+    for size in sizes:
+        if size > length:
+            pieces = -(-size // length)
+            found += [size // pieces + (i < size % pieces) for i in range(pieces)]
+            open_ended = False
+        elif open_ended and found[-1] + size <= length:
+            found[-1] += size
+        else:
+            found.append(size)
+            open_ended = True
+    return tuple(found)
+
+
+def recut(chunks: tuple[Sizes, ...], items: int) -> tuple[Sizes, ...]:
+    """Cut batch axes anew into blocks of at most `items` items, about as many where chunks allow it.
+
+    Blocks are made smaller along the first axes, and larger along the last ones.
+    """
+    lengths = [max(sizes, default=0) for sizes in chunks]
+    if 0 in lengths:
+        return chunks
+    grow = math.prod(lengths) < items
+    axes = range(len(lengths))
+    for axis in reversed(axes) if grow else axes:
+        others = math.prod(lengths) // lengths[axis]
+        fitting = max(1, items // others)
+        lengths[axis] = min(sum(chunks[axis]), max(lengths[axis], fitting)) if grow else min(lengths[axis], fitting)
+    return tuple(resize(sizes, length) for sizes, length in zip(chunks, lengths, strict=True))
+
+
+def item_plan(
+    batch: Batch, pool: Pool, machine: Machine, task_bytes: int, overhead: float
+) -> tuple[tuple[Sizes, ...], BatchEstimate]:
+    """Cut the batch axes for plain tasks, and estimate the time.
+
+    Parameters
+    ----------
+    batch, pool
+        What, and who.
+    machine
+        The constants of the machine.
+    task_bytes
+        What a task should hold at most, if an item of its own is not more.
+    overhead
+        Seconds that a task costs.
+
+    Returns
+    -------
+    chunks
+        Along the batch axes of D: those that are there if each slot gets something to do of them and no task
+        is too large or too small; otherwise new ones.
+    estimate
+    """
+    each = item_seconds(batch, machine)
+    limit = min(task_bytes, pool.memory) if pool.memory else task_bytes
+    most = max(1, limit // max(1, batch.held_bytes))
+    least = math.ceil(min(batch.count, WORTH * overhead / each))
+    even = -(-batch.count // (pool.slots * _TASKS_PER_SLOT))
+    # Where even the tasks of two for each slot are hardly worth having, still every slot gets one.
+    target = max(1, min(most, max(even, min(least, -(-batch.count // pool.slots)))))
+    chunks = batch.chunks
+    found = _largest(chunks)
+    count = math.prod(map(len, chunks))
+    enough = count >= min(pool.slots, batch.count)
+    tiny = found * each < overhead and count > pool.slots * _TASKS_PER_SLOT
+    if found > most or not enough or tiny:
+        chunks = recut(chunks, target)
+        count, found = math.prod(map(len, chunks)), _largest(chunks)
+    kept = chunks == batch.chunks
+    compute = -(-count // pool.slots) * found * each
+    transfer = 0.0
+    a_bytes, b_bytes, _ = batch.item_bytes
+    needed = []
+    for size, shape, whole in ((a_bytes, batch.a_shape, batch.a_whole), (b_bytes, batch.b_shape, batch.b_whole)):
+        items = math.prod(shape)
+        needed.append((size * items / min(pool.workers, items), whole and kept))
+        if not whole:
+            # Chunks are put together to items.
+            compute += size * items / min(pool.slots, items) / machine.memory_bandwidth
+    # A task runs where the largest thing that it needs is: that does not travel.
+    stays = max((size for size, whole in needed if whole), default=0.0)
+    received = (sum(size for size, _ in needed) - stays) * (1 - 1 / pool.workers)
+    transfer = received / machine.bandwidth
+    moved = 0 if kept and batch.a_whole and batch.b_whole else batch.chunk_count + count
+    tasks = count + moved
+    seconds = compute + transfer + tasks * overhead
+    return chunks, BatchEstimate(
+        "items", seconds, compute, transfer, tasks * overhead, tasks, 0, found * batch.held_bytes
+    )
+
+
+def _largest(chunks: tuple[Sizes, ...]) -> int:
+    return math.prod(max(sizes, default=0) for sizes in chunks)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BatchPlan(Shown):
+    """How a batch is computed. What `explain` returns for operands of more than two dimensions.
+
+    Parameters
+    ----------
+    batch
+        What is multiplied.
+    way
+        ``"items"``: plain tasks, of whole items each; ``"collective"``: collective runs.
+    reason
+        Why.
+    chunks
+        Chunks of D along the batch axes.
+    items, collective
+        The cost model's view of both; None where a way can't be taken, or nothing is known.
+    runs
+        Collective runs that the second way takes.
+    plan
+        The plan of one such run.
+    """
+
+    batch: Batch
+    way: str
+    reason: str
+    chunks: tuple[Sizes, ...]
+    items: BatchEstimate | None
+    collective: BatchEstimate | None
+    runs: int
+    plan: Plan | None
+
+    @property
+    def estimate(self) -> BatchEstimate | None:
+        """The cost model's view of the way that is taken."""
+        return self.items if self.way == "items" else self.collective
+
+
+def choose(
+    wanted: str, items: BatchEstimate | None, collective: BatchEstimate | None, demands: Sequence[str] = ()
+) -> tuple[str, str]:
+    """Return the way to take, and why.
+
+    Parameters
+    ----------
+    wanted
+        ``"auto"``, ``"items"`` or ``"collective"``.
+    items, collective
+        The estimates; None for a way that can't be taken or is not known.
+    demands
+        Options that were given and that only collective runs can meet.
+
+    Raises
+    ------
+    PlanError
+        Plain tasks were asked for together with options that they can't meet.
+    """
+    if wanted == "items" and demands:
+        raise PlanError(f"batch='items' and {demands[0]}: plain tasks run where Dask puts them; leave one of them out")
+    if wanted != "auto":
+        return wanted, f"batch={wanted!r} was asked for"
+    if demands:
+        return "collective", f"{demands[0]} was given, which plain tasks can't meet"
+    if collective is None or items is None:
+        way = "items" if collective is None else "collective"
+        return way, "the other way does not fit, or no worker has an engine for it"
+    way = "items" if items.seconds <= collective.seconds else "collective"
+    less, more = sorted((items.seconds, collective.seconds))
+    return way, f"the quicker by the cost model: {format_time(less)} against {format_time(more)}"

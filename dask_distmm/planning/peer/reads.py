@@ -1,0 +1,60 @@
+"""Which chunks participants read of each other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.planning.memory import chunk_bytes
+from dask_distmm.planning.plan import EVERYWHERE, Plan
+
+__all__ = ["lent", "others_chunks"]
+
+
+def lent(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    """Return for each of these operands which of each participant's chunks others read: (participants, chunks)."""
+    problem, found = plan.problem, {}
+    mine = np.arange(len(plan.participants))[:, None]
+    for name in names:
+        sizes = problem.chunks_of(name)
+        if name in ("a", "b"):
+            reads = np.zeros((len(plan.participants), len(sizes[0]), len(sizes[1])), bool)
+            for rank, index in enumerate(plan.ranks):
+                reads[index] |= _reads(plan, rank, name)
+            flat = reads.reshape(len(reads), -1)
+            needed = flat.sum(0) > flat
+        else:
+            # Which chunks of D each rank has is not looked at: what the formula reads may be anybody's.
+            needed = np.ones(1, bool)
+        found[name] = needed & (np.asarray(plan.where[name]) == mine) & (chunk_bytes(problem, name) > 0)
+    return found
+
+
+def others_chunks(plan: Plan, rank: int) -> tuple[float, float]:
+    """Count the chunks of A and of B that a rank multiplies some of and another participant has."""
+
+    def count(name: str) -> float:
+        reads, where, me = _reads(plan, rank, name).ravel(), plan.where[name], plan.ranks[rank]
+        if where is None:
+            return float(reads.sum()) * (1 - 1 / len(plan.participants))
+        return float((reads & (where != me) & (where != EVERYWHERE)).sum())
+
+    return count("a"), count("b")
+
+
+def _reads(plan: Plan, rank: int, name: str) -> NDArray[np.bool_]:
+    """Return which chunks of A or B, as rows and columns, a rank multiplies some of."""
+    (r0, r1, c0, c1), depth = plan.region(rank), plan.k_range(rank)
+    part = ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
+    rows, cols = (_touched(axis, *cut) for axis, cut in zip(plan.problem.chunks_of(name), part, strict=True))
+    found: NDArray[np.bool_] = np.logical_and.outer(rows, cols)
+    return found
+
+
+def _touched(sizes: Sequence[int], start: int, stop: int) -> NDArray[np.bool_]:
+    """Whether each chunk along an axis overlaps a part of the axis."""
+    ends: NDArray[np.int64] = np.cumsum(sizes)
+    found: NDArray[np.bool_] = (ends > start) & (ends - np.asarray(sizes) < stop)
+    return found

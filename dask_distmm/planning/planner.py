@@ -1,0 +1,383 @@
+"""``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory.
+
+The estimate of a way is::
+
+    seconds = compute + transfer + messages * latency
+    compute = max over ranks of  flops / (rate * threads)  +  packed bytes / memory bandwidth
+    transfer = max over ranks of  received bytes / bandwidth  +  added-up bytes / memory bandwidth
+
+Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as
+possible are at home (a linear assignment problem).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.planning.assignment import asked_ways
+from dask_distmm.planning.chunk_order import free_axes
+from dask_distmm.planning.cublasmp import costs as collective
+from dask_distmm.planning.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
+from dask_distmm.planning.grids import candidates
+from dask_distmm.planning.memory import operand_grids, packing, panel_width, project
+from dask_distmm.planning.peer import pulls
+from dask_distmm.planning.plan import Estimate, Packing, Plan, everywhere
+from dask_distmm.planning.problem import COLLECTIVE, METHODS, Problem, Worker
+from dask_distmm.planning.replicas import with_replicas
+
+__all__ = ["check_memory", "plan"]
+
+Way = tuple[str, tuple[int, int, int]]
+
+# One way is looked at for each so many seconds that the product is expected to take, and these many at least; and a
+# worker that has so large a share of the chunks may best do it all.
+_SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
+
+
+def plan(
+    problem: Problem,
+    roster: Sequence[Worker],
+    where_a: NDArray[np.int32] | None = None,
+    where_b: NDArray[np.int32] | None = None,
+    sources: Sequence[Worker] = (),
+    engine: str | Sequence[str] = "numpy",
+    orders: tuple[str, str] = ("C", "C"),
+    groups: Sequence[tuple[str, ...]] = (),
+    where_extras: Sequence[NDArray[np.int32]] = (),
+    replica_runs: tuple[int, int] = (0, 0),
+    quickly: bool = False,
+) -> Plan:
+    """Choose how `problem` runs on the workers of `roster`.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied; none of m, n and k may be 0.
+    roster
+        Workers that can be ranks, at least one.
+    where_a, where_b
+        For each chunk of A and B in C order, the worker that holds it, as an index into
+        ``[*roster, *sources]``. None: not known, taken as spread evenly. `EVERYWHERE`: all of the roster have it.
+    sources
+        Workers that hold chunks but can't be ranks.
+    engine
+        Name of the engine that multiplies, or of several: the one that is expected to be quickest is taken.
+    orders
+        Memory order of (most of) the chunks of A and B, for engines that care.
+    groups
+        Addresses of ranks, in their order, that share something which is costly to make; see `collective`.
+    where_extras
+        As `where_a`, for each of the problem's extras.
+    replica_runs
+        For A and B the run that has left the replicas, where they are everywhere.
+    quickly
+        Look only at as many ways as the product is worth, the best ones if the chunks were spread evenly: these need
+        not be found anew for each placement.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    PlanError
+        There is no worker, the method is unknown, or it does not fit the problem.
+    ProjectedMemoryError
+        Every way projects more memory on some worker than it may hold.
+    """
+    found: list[Plan] = []
+    failure: PlanError | ProjectedMemoryError | None = None
+    engines = (engine,) if isinstance(engine, str) else tuple(engine)
+    # The same multiply comes again and again in a loop: only its name differs.
+    anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
+    question = tuple(roster), orders, tuple(sorted(groups))
+    ways = _shortlist(anonymous, *question, engines, (where_a, where_b)) if quickly else dict.fromkeys(engines)
+    for name in ways:
+        try:
+            made = _plan(
+                anonymous,
+                *question,
+                name,
+                None if where_a is None else where_a.tobytes(),
+                None if where_b is None else where_b.tobytes(),
+                tuple(sources),
+                ways[name],
+            )
+        except (PlanError, ProjectedMemoryError) as error:
+            # What the last engine says counts: the others are there to be quicker where they can.
+            failure = error
+            continue
+        made = dataclasses.replace(made, problem=problem, where_extras=tuple(where_extras), replica_runs=replica_runs)
+        found.append(made)
+    if not found and quickly:
+        return plan(problem, roster, where_a, where_b, sources, engine, orders, groups, where_extras, replica_runs)
+    if not found:
+        assert failure is not None
+        raise failure
+    return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+
+
+def _shortlist(
+    problem: Problem,
+    roster: tuple[Worker, ...],
+    orders: tuple[str, str],
+    groups: tuple[tuple[str, ...], ...],
+    engines: Sequence[str],
+    where: Sequence[NDArray[np.int32] | None],
+) -> dict[str, frozenset[Way] | None]:
+    """Return the engines and ways that are worth a look; None for all ways of an engine."""
+    placed = [table for table in where if table is not None and not everywhere(table)]
+    if not placed or problem.method != "auto" or problem.grid is not None or any(problem.distributions):
+        return dict.fromkeys(engines)
+    ranked: list[tuple[float, str, Way]] = []
+    for engine in engines:
+        try:
+            rough = _plan(problem, roster, orders, groups, engine, None, None, (), None)
+        except (PlanError, ProjectedMemoryError):
+            return dict.fromkeys(engines)
+        ranked += [(found.seconds, engine, (found.method, found.grid)) for found in rough.alternatives]
+    ranked.sort()
+    count = max(_LEAST_WAYS, int(ranked[0][0] / _SECONDS_A_WAY))
+    kept: dict[str, set[Way]] = {}
+    for number, (_, engine, way) in enumerate(ranked):
+        share = max(np.bincount(table).max() / len(table) for table in placed)
+        if number < count or (way[0] == "local" and share >= _LARGE_SHARE):
+            kept.setdefault(engine, set()).add(way)
+    return {engine: frozenset(ways) for engine, ways in kept.items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(
+    problem: Problem,
+    roster: tuple[Worker, ...],
+    orders: tuple[str, str],
+    groups: tuple[tuple[str, ...], ...],
+    engine: str,
+    raw_a: bytes | None,
+    raw_b: bytes | None,
+    sources: tuple[Worker, ...],
+    only: frozenset[Way] | None,
+) -> Plan:
+    where_a, where_b = (None if raw is None else np.frombuffer(raw, np.int32) for raw in (raw_a, raw_b))
+    if not roster:
+        raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    if problem.method not in ("auto", *METHODS):
+        raise PlanError(f"unknown method {problem.method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
+    if 0 in (problem.m, problem.n, problem.k):
+        raise PlanError(f"nothing to plan: m, n, k = {problem.m}, {problem.n}, {problem.k}")
+    participants = (*roster, *sources)
+    args = (where_a, where_b, engine)
+    found = [
+        collective.consider(problem, participants, len(roster), method, grid, *args, orders, groups)
+        if engine in COLLECTIVE
+        else _consider(problem, participants, len(roster), method, grid, *args, orders)
+        for method, grid in _ways(problem, len(roster), engine)
+        if (only is None or (method, grid) in only)
+        if engine not in COLLECTIVE or collective.has_method(problem, method)
+    ]
+    if not found and engine in COLLECTIVE and not collective.has_method(problem, problem.method):
+        raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
+    if not found:
+        raise PlanError(
+            f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "
+            f"on {len(roster)} workers; use method='auto'"
+        )
+    if problem.finish.replicated:
+        found = [with_replicas(one, len(roster)) for one in found]
+    found.sort(key=lambda p: (p.estimate.seconds, p.estimate.peak_bytes) if p.estimate else (0.0, 0))
+    alternatives = tuple(p.estimate for p in found if p.estimate)
+    for chosen in found:
+        if not _over_limit(chosen):
+            return dataclasses.replace(chosen, alternatives=alternatives)
+    check_memory(min(found, key=lambda p: max(p.projected_bytes.values())))
+    raise AssertionError("unreachable")
+
+
+def _ways(problem: Problem, nworkers: int, engine: str) -> Iterable[tuple[str, tuple[int, int, int]]]:
+    """Return the methods and grids to look at."""
+    if problem.grid is not None:
+        if np.prod(problem.grid) > nworkers:
+            raise PlanError(f"a grid of {problem.grid} was asked for, and there are {nworkers} workers")
+        return [(problem.method, problem.grid)]
+    if any(problem.distributions):
+        return asked_ways(problem, nworkers, engine)
+    return candidates(problem, nworkers, problem.method)
+
+
+def check_memory(plan: Plan) -> None:
+    """Raise `ProjectedMemoryError` if `plan` projects more than a worker may hold."""
+    over = _over_limit(plan)
+    if not over:
+        return
+    limit = {w.address: int(w.memory_limit * plan.problem.options.limit_fraction) for w in plan.participants}
+    more = ", since all of D is to be on each worker (epilog 'allreduce')" if plan.replicas else ""
+    used = {w.address: w.used for w in plan.participants}
+    worst = max(over, key=lambda address: over[address] / limit[address])
+    beside = f", {_gib(used[worst])} of it what its process holds anyway" if used[worst] else ""
+    raise ProjectedMemoryError(
+        f"the multiply of {plan.problem.m} x {plan.problem.k} by {plan.problem.k} x {plan.problem.n} "
+        f"({plan.problem.dtype}) would hold {_gib(over[worst])} on worker {worst} with method {plan.method!r}, the "
+        f"leanest there is{more}{beside}; it may hold {_gib(limit[worst])} "
+        f"({plan.problem.options.limit_fraction:.0%} of its memory limit). Use more workers or a higher memory_limit, "
+        "raise the config distmm.memory.limit-fraction, or let Dask's own tasks multiply, which may stream it: A @ B "
+        "under enable()",
+        plan.projected_bytes,
+        limit,
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _over_limit(plan: Plan) -> dict[str, int]:
+    return {
+        worker.address: plan.projected_bytes[worker.address] + worker.used
+        for worker in plan.participants
+        if worker.memory_limit
+        and plan.projected_bytes[worker.address] + worker.used
+        > worker.memory_limit * plan.problem.options.limit_fraction
+    }
+
+
+def _consider(
+    problem: Problem,
+    participants: tuple[Worker, ...],
+    nroster: int,
+    method: str,
+    grid: tuple[int, int, int],
+    where_a: NDArray[np.int32] | None,
+    where_b: NDArray[np.int32] | None,
+    engine: str,
+    orders: tuple[str, str],
+) -> Plan:
+    """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
+    rows, cols, depth = grid_cuts(problem, grid)
+    nranks = (len(rows) - 1) * (len(cols) - 1) * (len(depth) - 1)
+    made = Plan(
+        problem=problem,
+        engine=engine,
+        method=method,
+        participants=participants,
+        ranks=tuple(range(nranks)),
+        rows=rows,
+        cols=cols,
+        depth=depth,
+        owners=_owners(problem, method, (rows, cols), len(depth) - 1),
+        where_a=where_a,
+        where_b=where_b,
+        packing=packing(problem, (rows, cols, depth)) if engine == "numpy" else Packing(),
+        order_a=orders[0],
+        order_b=orders[1],
+    )
+    needed, held = _needed_and_held(made, nroster)
+    _, chosen = linear_sum_assignment(-held)
+    made = dataclasses.replace(made, ranks=tuple(chosen.tolist()))
+    at_home = held[np.arange(len(needed)), chosen]
+    if engine == "peer":
+        made.projected_bytes.update(pulls.project(made))
+        return dataclasses.replace(made, estimate=pulls.estimate(made, needed, at_home, _delivered(made)))
+    made.projected_bytes.update(project(made))
+    return dataclasses.replace(made, estimate=_estimate(made, needed - at_home))
+
+
+def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], s: int) -> NDArray[np.int32]:
+    """Give every chunk of D to the rank that ends up with the largest part of it."""
+    nrows, ncols = problem.chunk_counts("d")
+    if s > 1 and method == "allreduce":
+        return (np.arange(nrows * ncols, dtype=np.int64) * s // (nrows * ncols)).astype(np.int32)
+    if s > 1:
+        cuts = reduce_cuts(problem, s)
+    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
+    return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
+
+
+def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the input bytes that each rank needs, and how many of them each worker of the roster has."""
+    problem, (p, q, s) = made.problem, made.grid
+    npart = len(made.participants)
+    rows, cols, depth = (np.diff(cut).astype(float) for cut in (made.rows, made.cols, made.depth))
+    total = []
+    for operand, where, parts, needed in (
+        ("a", made.where_a, operand_grids(made)[0], np.outer(rows, depth)),
+        ("b", made.where_b, operand_grids(made)[1], np.outer(depth, cols)),
+    ):
+        chunks, itemsize = problem.chunks_of(operand), problem.itemsize(operand)
+        held: NDArray[Any]
+        if where is None and needed.size > 1 and _lies_in_slabs(problem, operand, needed.shape):
+            held = np.zeros((npart, needed.size))
+            np.fill_diagonal(held, needed.ravel())
+            held = held.reshape(npart, *needed.shape)
+        elif where is None or everywhere(where):
+            held = np.broadcast_to(needed / (npart if where is None else 1), (npart, *needed.shape))
+        else:
+            held = redistribution(ChunkGrid(chunks), parts).traffic(where, npart).reshape(npart, *needed.shape)
+        total.append((needed * itemsize, held * float(itemsize)))
+    (need_a, held_a), (need_b, held_b) = total
+    need = need_a[:, None, :] + need_b.T[None, :, :]
+    home = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
+    return need.reshape(p * q * s), home.reshape(npart, p * q * s).T[:, :nroster]
+
+
+def _lies_in_slabs(problem: Problem, operand: str, parts: tuple[int, ...]) -> bool:
+    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `reorder`."""
+    axis, counts = int(parts[1] > 1), problem.chunk_counts(operand)
+    slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
+    return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(problem)
+
+
+def _estimate(made: Plan, received: NDArray[np.float64]) -> Estimate:
+    """Apply the formulas at the top of this module."""
+    problem, machine = made.problem, made.problem.options.machine(made.engine)
+    p, q, s = made.grid
+    nranks = len(made.ranks)
+    threads = np.array([made.participants[index].nthreads for index in made.ranks])
+    regions = np.array([made.region(rank) for rank in range(nranks)])
+    kranges = np.array([made.k_range(rank) for rank in range(nranks)])
+    height, width, k = regions[:, 1] - regions[:, 0], regions[:, 3] - regions[:, 2], np.diff(kranges)[:, 0]
+    itemsize = problem.compute_type.itemsize
+
+    flops = problem.flops * (height / problem.m) * (width / problem.n) * (k / problem.k)
+    packed = (made.packing.a * height * k + made.packing.b * k * width + made.packing.d * height * width) * itemsize
+    compute = flops / (machine.rate(problem.compute_type.name) * threads) + packed / machine.memory_bandwidth
+
+    finals = [made.final_rects(rank) for rank in range(nranks)]
+    final = np.array([sum((r[1] - r[0]) * (r[3] - r[2]) for r in rects) for rects in finals], float)
+    added = (s - 1) * final * itemsize
+    delivered = _delivered(made) * problem.itemsize("d")
+    received = received + added + delivered
+    panels = max(-(-int(k[r]) // panel_width(problem, made.region(r), int(k[r]))) for r in range(nranks))
+    messages = 4 + (min(panels, 2) + (s > 1) + bool(delivered.any())) * (len(made.participants) > 1)
+    transfer = float(np.max(received / machine.bandwidth + added / machine.memory_bandwidth))
+    compute_seconds = float(compute.max())
+    return Estimate(
+        method=made.method,
+        grid=(p, q, s),
+        seconds=compute_seconds + transfer + messages * machine.latency,
+        compute_seconds=compute_seconds,
+        transfer_seconds=transfer,
+        bytes_moved=int(received.sum()),
+        peak_bytes=max(made.projected_bytes.values()),
+    )
+
+
+def _delivered(made: Plan) -> NDArray[np.float64]:
+    """Elements of finished chunks of D that each rank gets from other ranks."""
+    nranks = len(made.ranks)
+    if made.grid[2] > 1 and made.method == "allreduce":
+        return np.zeros(nranks)
+    rects = [made.final_rects(rank)[0] for rank in range(nranks)]
+    rows = tuple(sorted({r for rect in rects for r in rect[:2]}))
+    cols = tuple(sorted({c for rect in rects for c in rect[2:]}))
+    parts = ChunkGrid((tuple(np.diff(rows).tolist()), tuple(np.diff(cols).tolist())))
+    moved = redistribution(ChunkGrid(made.problem.out_chunks), parts).traffic(made.owners, nranks)
+    return np.asarray(moved.sum(axis=1) - np.diagonal(moved), float)

@@ -1,0 +1,416 @@
+"""What is to be multiplied (Problem), and with whom (Worker): the two inputs of planning.
+
+Both are frozen values of plain types. They cross the network as the plain dicts of `to_wire` and are
+checked by `from_wire`, so that no message of ours needs unpickling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.config import Machine, Options
+from dask_distmm.errors import PlanError, ProtocolError
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
+from dask_distmm.planning.distribution import FREE, Distributions, from_wire
+from dask_distmm.planning.part import Part
+
+__all__ = ["COLLECTIVE", "METHODS", "Chunks", "Demand", "Extra", "Problem", "Worker"]
+
+Chunks = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Engines that hand everything to a library, on tiles of its own.
+COLLECTIVE = frozenset(["cublasmp"])
+METHODS = ("local", "allgather", "reducescatter", "allreduce", "summa")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as planning sees it.
+
+    Parameters
+    ----------
+    address
+        Its address in the Dask cluster.
+    nthreads
+        Number of its threads.
+    memory_limit
+        In bytes, of the memory that the chosen engine works in; 0 where it has none.
+    host
+        Name of its machine: workers of one host have the quicker links.
+    device, reach
+        Its GPU, and those whose memory that GPU can read, by names that are the same in all processes; empty where it
+        has none.
+    used
+        Bytes of that memory which its process holds beside what Dask can spill.
+    """
+
+    address: str
+    nthreads: int = 1
+    memory_limit: int = 0
+    host: str = ""
+    device: str = ""
+    reach: tuple[str, ...] = ()
+    used: int = 0
+
+    def to_wire(self) -> tuple[str, int, int, str, str, list[str], int]:
+        """As plain types."""
+        return (self.address, self.nthreads, self.memory_limit, self.host, self.device, list(self.reach), self.used)
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Worker:
+        """Make it from what `to_wire` gave, checked."""
+        address, nthreads, memory, host, device, reach, used = wire
+        if not isinstance(address, str):
+            raise ProtocolError(f"a worker's address is a str, found {address!r}")
+        return cls(address, int(nthreads), int(memory), str(host), str(device), tuple(map(str, reach)), int(used))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demand:
+    """What a multiply asks of the workers of a cluster.
+
+    Parameters
+    ----------
+    engine
+        Name of the engine, or ``"auto"``.
+    array
+        What the chunks of D are: ``"numpy"`` or ``"cupy"``.
+    dtypes
+        Names of the types of A, B and D.
+    workers
+        Addresses, or how many, or None for all.
+    plaintext_nccl
+        Whether matrices may cross a network unencrypted though the cluster requires encryption.
+    """
+
+    engine: str
+    array: str
+    dtypes: tuple[str, str, str]
+    workers: tuple[str, ...] | int | None = None
+    plaintext_nccl: bool = False
+
+    def to_wire(self) -> tuple[str, str, list[str], list[str] | int | None, bool]:
+        """As plain types."""
+        workers = list(self.workers) if isinstance(self.workers, tuple) else self.workers
+        return self.engine, self.array, list(self.dtypes), workers, self.plaintext_nccl
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Demand:
+        """Make it from what `to_wire` gave, checked.
+
+        Raises
+        ------
+        ProtocolError
+            Something is missing or of the wrong type.
+        """
+        try:
+            engine, array, (a, b, d), workers, plaintext = wire
+            workers = tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers
+            return cls(str(engine), str(array), (str(a), str(b), str(d)), workers, bool(plaintext))
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"malformed demand: {error!r}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extra:
+    """An array beside A and B that the formula reads: C, a bias, what the forward pass has saved.
+
+    Parameters
+    ----------
+    name
+        ``"c"``, or the epilog's name for it.
+    chunks
+        Dask's chunk sizes along both axes; an axis of length 1 is broadcast against D.
+    dtype
+        Name of its type.
+    """
+
+    name: str
+    chunks: Chunks
+    dtype: str
+
+
+# Asked for each chunk, while GPUs wait.
+@functools.lru_cache(maxsize=256)
+def _types(a_dtype: str, b_dtype: str, dtype: str, k: int) -> tuple[np.dtype, np.dtype, tuple[str, str]]:
+    """Return what A and B are promoted to, what is computed in, and what a GPU library is given A and B in."""
+    operand = operand_dtype(dtype_from_name(a_dtype), dtype_from_name(b_dtype))
+    compute = sum_dtype(operand, dtype_from_name(dtype), k)
+    if a_dtype in FP8:
+        # No GPU multiplies E5M2 by itself; all of its numbers are float16's.
+        given = ("float16", "float16") if a_dtype == b_dtype == "float8_e5m2" else (a_dtype, b_dtype)
+        return operand, compute, given
+    name = compute.name if operand.kind in "iu" else operand.name
+    return operand, compute, (name, name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """One multiply ``D = F(A @ B)``: A is m x k, B is k x n, D is m x n.
+
+    Parameters
+    ----------
+    name
+        Name of the result array; names the multiply everywhere.
+    a_chunks, b_chunks, out_chunks
+        Dask's chunk sizes along both axes.
+    a_dtype, b_dtype, dtype
+        Names of the types of A, B and D.
+    method, engine
+        As asked for; ``"auto"`` leaves the choice to the cost model.
+    workers
+        Addresses to use, or their number, or None for all.
+    same
+        B is A: its chunks are needed once.
+    options
+        What the run needs of the client's configuration.
+    array
+        What the chunks of D are: ``"numpy"`` or ``"cupy"``.
+    extras
+        Further arrays that the formula reads.
+    finish
+        The formula but for the product.
+    compute
+        How it is multiplied, one of `COMPUTE_TYPES`; empty for as usual.
+    distributions
+        How A, B and D must lie on the ranks; None leaves the choice to the planner.
+    grid
+        The only p x q x s that may be taken, with `method`; None leaves the choice to the planner.
+    arrays
+        Names of the arrays whose chunks A's and B's are; empty where nothing of them may be on the workers already.
+    turned
+        Whether A and B are the transposes of these; their chunks are taken as transposed views.
+    conjugated
+        Whether A and B are the conjugates of these.
+    part
+        Which part of a larger multiply this is; None if it is all of one.
+    """
+
+    name: str
+    a_chunks: Chunks
+    b_chunks: Chunks
+    out_chunks: Chunks
+    a_dtype: str
+    b_dtype: str
+    dtype: str
+    method: str
+    engine: str
+    workers: tuple[str, ...] | int | None
+    same: bool
+    options: Options
+    array: str = "numpy"
+    extras: tuple[Extra, ...] = ()
+    finish: Finish = dataclasses.field(default_factory=Finish)
+    compute: str = ""
+    distributions: Distributions = FREE
+    grid: tuple[int, int, int] | None = None
+    arrays: tuple[str, str] = ("", "")
+    turned: tuple[bool, bool] = (False, False)
+    conjugated: tuple[bool, bool] = (False, False)
+    part: Part | None = None
+
+    def __post_init__(self) -> None:
+        if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
+            raise PlanError(f"A has {sum(self.a_chunks[1])} columns, B {sum(self.b_chunks[0])} rows: they must agree")
+        for axis, size in enumerate((self.m, self.n)):
+            if sum(self.out_chunks[axis]) != size:
+                raise PlanError(
+                    f"out_chunks[{axis}] adds up to {sum(self.out_chunks[axis])}, expected {size}: "
+                    "give chunk sizes that add up to the result's shape"
+                )
+
+    @property
+    def m(self) -> int:
+        """Rows of A and D."""
+        return sum(self.a_chunks[0])
+
+    @property
+    def n(self) -> int:
+        """Columns of B and D."""
+        return sum(self.b_chunks[1])
+
+    @property
+    def k(self) -> int:
+        """Length of the contraction."""
+        return sum(self.a_chunks[1])
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations: 2 m n k, four times as many for complex types."""
+        return 2.0 * self.m * self.n * self.k * (4 if self.result_type.kind == "c" else 1)
+
+    @property
+    def result_type(self) -> np.dtype:
+        """NumPy type of D."""
+        return dtype_from_name(self.dtype)
+
+    @property
+    def operand_type(self) -> np.dtype:
+        """NumPy type that A and B are promoted to."""
+        return _types(self.a_dtype, self.b_dtype, self.dtype, self.k)[0]
+
+    @property
+    def compute_type(self) -> np.dtype:
+        """NumPy type that is computed and summed in."""
+        return _types(self.a_dtype, self.b_dtype, self.dtype, self.k)[1]
+
+    @property
+    def fp8(self) -> bool:
+        """Whether a GPU library is given FP8."""
+        return self.matrix_types[0] in FP8
+
+    @property
+    def matrix_types(self) -> tuple[str, str]:
+        """Names of the types in which a GPU library is given A and B; no information is lost on the way to these."""
+        return _types(self.a_dtype, self.b_dtype, self.dtype, self.k)[2]
+
+    @property
+    def finished(self) -> bool:
+        """Whether anything is done on GPUs between what the library returns and what is stored."""
+        return not self.finish.trivial or self.dtype in FP8 or self.result_type.kind in "iu"
+
+    @property
+    def sum_type(self) -> np.dtype:
+        """NumPy type in which a GPU library is to return D: not rounded yet where something is done to it."""
+        return self.compute_type if self.finished else self.result_type
+
+    @property
+    def engine_alone(self) -> str:
+        """Name of the engine where there is no cluster to choose by."""
+        return self.engine if self.engine != "auto" else {"numpy": "numpy", "cupy": "cublasmp"}[self.array]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the arrays that are read, in the order of their numbers."""
+        return ("a", "b", *(extra.name for extra in self.extras))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the arrays of which a run is given the chunks: B is not among them where it is A."""
+        return tuple(name for name in self.operands if name != "b" or not self.same)
+
+    @property
+    def demand(self) -> Demand:
+        """What it asks of the workers."""
+        dtypes = self.a_dtype, self.b_dtype, self.dtype
+        return Demand(self.engine, self.array, dtypes, self.workers, self.options.allow_plaintext_nccl)
+
+    def chunks_of(self, operand: str) -> Chunks:
+        """Chunk sizes of an operand, or of ``"d"``."""
+        extras = {extra.name: extra.chunks for extra in self.extras}
+        return ({"a": self.a_chunks, "b": self.b_chunks, "d": self.out_chunks} | extras)[operand]
+
+    def dtype_of(self, operand: str) -> str:
+        """Name of the type of an operand, or of ``"d"``."""
+        extras = {extra.name: extra.dtype for extra in self.extras}
+        return ({"a": self.a_dtype, "b": self.b_dtype, "d": self.dtype} | extras)[operand]
+
+    def chunk_counts(self, operand: str) -> tuple[int, int]:
+        """Chunks along rows and columns of an operand, or of ``"d"``."""
+        chunks = self.chunks_of(operand)
+        return len(chunks[0]), len(chunks[1])
+
+    @property
+    def shared(self) -> bool:
+        """Whether A and B are made of the same chunks, as in ``X.T @ X``, so that each is held once."""
+        return self.same or bool(self.arrays[0] and self.arrays[0] == self.arrays[1])
+
+    @property
+    def anonymous(self) -> tuple[str, str]:
+        """Names of A's and B's arrays that say no more than whether they are the same."""
+        return ("x", "x") if self.shared else ("", "")
+
+    @property
+    def result_name(self) -> str:
+        """Name of the array of D that the user has, also where this is a part of its multiply."""
+        return self.name if self.part is None else self.part.whole
+
+    def place_of(self, operand: str, index: int) -> tuple[int, int]:
+        """Return row and column of chunk `index` of an operand, or of ``"d"``, in the multiply that the user sees."""
+        return divmod(index, self.chunk_counts(operand)[1]) if self.part is None else self.part.at(operand, index)
+
+    def every_chunk(self, operand: str) -> NDArray[np.int64]:
+        """Return the numbers that all chunks of an operand, or of ``"d"``, have in the multiply that the user sees."""
+        return np.arange(math.prod(self.chunk_counts(operand))) if self.part is None else self.part.every(operand)
+
+    def itemsize(self, operand: str) -> int:
+        """Bytes of an element of an operand, or of ``"d"``."""
+        return dtype_from_name(self.dtype_of(operand)).itemsize
+
+    def to_wire(self) -> dict[str, Any]:
+        """As a dict of plain types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> Problem:
+        """Make it from what `to_wire` gave, checked.
+
+        Raises
+        ------
+        ProtocolError
+            Something is missing, unknown or of the wrong type.
+        """
+        try:
+            fields = dict(wire)
+            options = dict(fields.pop("options"))
+            options["machines"] = tuple((str(name), _machine(found)) for name, found in options["machines"])
+            for key in ("a_chunks", "b_chunks", "out_chunks"):
+                fields[key] = _chunks(fields[key])
+            fields["extras"] = tuple(
+                Extra(str(extra["name"]), _chunks(extra["chunks"]), dtype_from_name(extra["dtype"]).name)
+                for extra in fields["extras"]
+            )
+            formula = dict(fields["finish"])
+            formula["scale_d"], formula["scales"] = float(formula["scale_d"]), tuple(map(str, formula["scales"]))
+            for key in ("alpha", "beta"):
+                real, imaginary = formula[key]
+                formula[key] = (float(real), float(imaginary))
+            formula["names"] = tuple(map(str, formula["names"]))
+            fields["finish"] = Finish(**formula)
+            a, b, d = fields["distributions"]
+            fields["distributions"] = (from_wire(a), from_wire(b), from_wire(d))
+            if fields["grid"] is not None:
+                p, q, s = map(int, fields["grid"])
+                fields["grid"] = (p, q, s)
+            array_a, array_b = map(str, fields["arrays"])
+            fields["arrays"] = array_a, array_b
+            for key in ("turned", "conjugated"):
+                of_a, of_b = map(bool, fields[key])
+                fields[key] = of_a, of_b
+            part, fields["part"] = fields["part"], None
+            workers = fields["workers"]
+            fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
+            problem = cls(options=Options(**options), **fields)
+            problem.compute_type, problem.result_type  # noqa: B018 - the types must exist
+            if part is not None:
+                counts = {name: problem.chunk_counts(name) for name in (*problem.operands, "d")}
+                problem = dataclasses.replace(problem, part=Part.from_wire(part, counts))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"malformed problem: {error!r}") from error
+        if problem.compute not in ("", *COMPUTE_TYPES):
+            raise ProtocolError(f"malformed problem: compute {problem.compute!r}")
+        if not isinstance(problem.name, str) or problem.array not in ("numpy", "cupy"):
+            raise ProtocolError(f"malformed problem: name {problem.name!r}, array {problem.array!r}")
+        return problem
+
+
+def _machine(wire: Any) -> Machine:
+    fields = dict(wire)
+    for key in ("gflops", "exposed"):
+        fields[key] = tuple((str(name), float(value)) for name, value in fields[key])
+    return Machine(**fields)
+
+
+def _chunks(wire: Any) -> Chunks:
+    rows, cols = wire
+    found = (tuple(map(int, rows)), tuple(map(int, cols)))
+    if any(size < 0 for size in (*found[0], *found[1])):
+        raise ValueError(f"negative chunk sizes in {found}")
+    return found

@@ -1,0 +1,93 @@
+"""A part of a multiply as a problem of its own: where only some chunks of D are wanted, or others are there already."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.planning.part import Part
+from dask_distmm.planning.problem import Chunks, Problem
+
+__all__ = ["restrict"]
+
+_AXIS_OF_K = {"a": 1, "b": 0}
+
+
+def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
+    """Return the problem whose D is the least part of another's that has some chunks, cut where all chunks are.
+
+    Parameters
+    ----------
+    problem
+        The larger one.
+    wanted
+        Numbers of chunks of D.
+
+    Returns
+    -------
+    Problem or None
+        None if that is all of D, or D can't be made in parts: it is laid out by hand, or kept everywhere.
+    """
+    if problem.part is not None or any(problem.distributions) or problem.grid or problem.finish.replicated:
+        return None
+    extras = [extra.chunks for extra in problem.extras]
+    sizes = ([problem.out_chunks[0], problem.a_chunks[0]], [problem.out_chunks[1], problem.b_chunks[1]])
+    at = np.divmod(np.asarray(sorted(wanted), np.int64), len(problem.out_chunks[1]))
+    marks: list[NDArray[np.bool_]] = []
+    for axis, length in enumerate((problem.m, problem.n)):
+        # What is broadcast along an axis is needed whole.
+        long = [*sizes[axis], *(chunks[axis] for chunks in extras if sum(chunks[axis]) == length)]
+        if any(0 in chunking for chunking in long):
+            return None
+        marks.append(_mark(long, np.unique(at[axis]), length))
+    if all(mask.all() for mask in marks):
+        return None
+
+    def taken(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        found = []
+        for axis, chunking in enumerate(problem.chunks_of(name)):
+            # Neither k nor what is broadcast is cut.
+            cut = axis != _AXIS_OF_K.get(name) and sum(chunking) == len(marks[axis])
+            starts = np.cumsum(chunking) - chunking
+            found.append(tuple(np.flatnonzero(marks[axis][starts]).tolist() if cut else range(len(chunking))))
+        return found[0], found[1]
+
+    names = (*problem.operands, "d")
+    numbers = {name: taken(name) for name in names}
+
+    def sizes_of(name: str) -> Chunks:
+        (rows, cols), (of_rows, of_cols) = problem.chunks_of(name), numbers[name]
+        return tuple(rows[i] for i in of_rows), tuple(cols[j] for j in of_cols)
+
+    return dataclasses.replace(
+        problem,
+        a_chunks=sizes_of("a"),
+        b_chunks=sizes_of("b"),
+        out_chunks=sizes_of("d"),
+        extras=tuple(dataclasses.replace(extra, chunks=sizes_of(extra.name)) for extra in problem.extras),
+        method="auto",
+        same=False,
+        arrays=("", ""),
+        part=Part(tuple((name, *numbers[name], problem.chunk_counts(name)[1]) for name in names), problem.name),
+    )
+
+
+def _mark(chunkings: Sequence[Sequence[int]], chunks: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
+    """Mark the elements of an axis from one common edge of all chunkings to another that have any of these chunks.
+
+    Parameters
+    ----------
+    chunkings
+        Chunk sizes; the chunks are those of the first.
+    """
+    ends = [np.cumsum(sizes) for sizes in chunkings]
+    common = np.concatenate([[0], ends[0][np.all([np.isin(ends[0], other) for other in ends], axis=0)]])
+    marked = np.zeros(length, bool)
+    for chunk in chunks.tolist():
+        start = int(ends[0][chunk] - chunkings[0][chunk])
+        at = int(np.searchsorted(common, start, "right"))
+        marked[common[at - 1] : common[at]] = True
+    return marked

@@ -1,0 +1,213 @@
+"""The cluster as the client sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import dask
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.config import dask_costs, read_options, setting
+from dask_distmm.errors import EngineError, rebuild
+from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
+from dask_distmm.planning.chunk_order import by_holder, reorder
+from dask_distmm.planning.dask_tasks import around, by_tasks
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = ["Snapshot", "ask_roster", "current_client", "free_workspaces", "recent_snapshot", "snapshot"]
+
+# What the scheduler said to each client lately, by question, and when. Asking takes 2 to 3 ms, a tenth of what a small
+# product takes in all; who can multiply seldom changes, and a run's own plan is made from what is there then.
+_said: weakref.WeakKeyDictionary[Any, dict[Any, tuple[float, Snapshot]]] = weakref.WeakKeyDictionary()
+_FRESH = 10.0
+# Clients that have put the plugin on their scheduler.
+_installed: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Snapshot:
+    """Who can take part now, and where the chunks of some arrays are.
+
+    Parameters
+    ----------
+    workers
+        Workers that can multiply.
+    sources
+        Others that hold chunks.
+    placed
+        For each array that was asked for, the index into ``[*workers, *sources]`` of each chunk's holder, or
+        None where not all of its chunks are in memory. For `plan` these are the arrays under A and B (`view_of`).
+    engines
+        Names of the engines that could multiply; of several the cost model chooses.
+    groups
+        Addresses of ranks that have a communicator already.
+    """
+
+    def __init__(
+        self,
+        workers: list[Worker],
+        sources: list[Worker],
+        placed: list[NDArray[np.int32] | None],
+        engines: Sequence[str],
+        groups: list[tuple[str, ...]],
+    ) -> None:
+        self.workers, self.sources, self.placed, self.groups = workers, sources, placed, groups
+        self.engines = tuple(engines)
+
+    def plan(self, problem: Problem, *, reordered: bool = False) -> Plan:
+        """Return the plan for a problem, as things are, beside what Dask's own tasks would take.
+
+        Parameters
+        ----------
+        problem
+            What is multiplied.
+        reordered
+            Take the chunks in the order in which a run would (`reorder`).
+        """
+        a, b, *_ = self.placed or (None, None)
+        where_a, where_b = _turned(problem, "a", a), _turned(problem, "b", b)
+        if reordered and where_a is not None and where_b is not None:
+            where = {"a": where_a, "b": where_b}
+            problem, before = reorder(problem, by_holder(problem, where))
+            where_a, where_b = (where[name][before[name]] for name in "ab")
+        made = plan(
+            problem,
+            self.workers,
+            where_a=where_a,
+            where_b=where_b,
+            sources=self.sources,
+            engine=self.engines,
+            groups=self.groups,
+        )
+        costs, machine = dask_costs(), problem.options.machine(made.engine)
+        # With a number of operations as the limit nobody chooses by time.
+        own = by_tasks(problem, self.workers, machine, costs) if setting("minimum-flops") is None else None
+        return dataclasses.replace(made, around=around(problem, costs), by_tasks=own)
+
+
+def _turned(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+    """Return where A's or B's chunks are, in their order, from where those of the array underneath are."""
+    if where is None or operand not in "ab" or not problem.turned["ab".index(operand)]:
+        return where
+    nrows, ncols = problem.chunk_counts(operand)
+    return np.ascontiguousarray(where.reshape(ncols, nrows).T).ravel()
+
+
+def current_client() -> Client | None:
+    """Return the client that Dask would compute with here, or None if it would not use a cluster."""
+    chosen = dask.config.get("scheduler", None)
+    if chosen is not None and chosen not in ("dask.distributed", "distributed"):
+        return None
+    from distributed import get_client
+
+    try:
+        client = get_client()
+    except ValueError:
+        return None
+    return client if client.status == "running" else None
+
+
+def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Snapshot | None:
+    """Ask the scheduler who would multiply, and where the chunks of some arrays are; see `ask_roster`."""
+    return ask_roster(client, problem.demand, arrays)
+
+
+def recent_snapshot(client: Client, problem: Problem) -> Snapshot | None:
+    """Return who would multiply, as the scheduler has said within the last 10 seconds; as `ask_roster`."""
+    said, demand = _said.setdefault(client, {}), problem.demand
+    when, found = said.get(demand, (-_FRESH, None))
+    if found is None or time.monotonic() - when >= _FRESH:
+        found = ask_roster(client, demand)
+        if found is not None:
+            said[demand] = time.monotonic(), found
+    return found
+
+
+def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Snapshot | None:
+    """Ask the scheduler who would multiply; None if that would block an event loop (asynchronous clients).
+
+    Parameters
+    ----------
+    client
+        Of the cluster.
+    demand
+        What the multiply asks of the workers.
+    arrays
+        Dask arrays whose chunks are to be found.
+
+    Raises
+    ------
+    PlanError
+        The workers that are asked for are not in the cluster.
+    EngineError
+        dask_distmm is missing on the scheduler, or differs between workers.
+    """
+    if client.asynchronous:
+        return None
+    question = {
+        "demand": demand.to_wire(),
+        "names": [array.name for array in arrays],
+        "counts": [array.numblocks for array in arrays],
+    }
+    if client not in _installed:
+        _install(client)
+    answer = client.sync(client.scheduler.distmm_roster, **question)
+    if not isinstance(answer, dict):
+        # The scheduler was started again, and does not know the call.
+        _install(client)
+        answer = client.sync(client.scheduler.distmm_roster, **question)
+    if not isinstance(answer, dict):
+        raise EngineError(f"the scheduler answered {answer!r} to distmm_roster: is dask_distmm installed there?")
+    if answer["status"] != "OK":
+        raise rebuild(answer)
+    return Snapshot(
+        [Worker.from_wire(w) for w in answer["workers"]],
+        [Worker.from_wire(w) for w in answer["sources"]],
+        [None if raw is None else np.frombuffer(raw, np.int32) for raw in answer["placed"]],
+        answer["engines"],
+        [tuple(group) for group in answer["groups"]],
+    )
+
+
+def _install(client: Client) -> None:
+    from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
+
+    try:
+        client.register_plugin(DistMMSchedulerPlugin())
+    except ModuleNotFoundError as error:
+        raise EngineError(f"the scheduler can't import dask_distmm ({error}): install it there") from error
+    _installed.add(client)
+
+
+def free_workspaces(client: Client | None = None) -> int:
+    """Free what engines keep on the workers between runs: communicators, workspaces, descriptors.
+
+    The next multiply makes them again, which takes about a second on GPUs. Waits for runs that are under way.
+
+    Parameters
+    ----------
+    client : distributed.Client, optional
+        Of the cluster; the current one by default.
+
+    Returns
+    -------
+    int
+        How many groups of workers had something.
+
+    Raises
+    ------
+    EngineError
+        There is no cluster.
+    """
+    client = client or current_client()
+    if client is None:
+        raise EngineError("there is no cluster whose workspaces could be freed; give a distributed.Client")
+    answer = client.sync(client.scheduler.distmm_free, grace=read_options().grace_timeout)
+    # A scheduler that does not know the call has run nothing.
+    return answer if isinstance(answer, int) else 0

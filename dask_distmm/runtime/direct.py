@@ -1,0 +1,265 @@
+"""All that rests on internals of distributed: how a run begins and ends without tasks that workers run.
+
+The scheduler's side parks a task, puts tasks into memory, and fails a task; the worker's side keeps and frees values.
+`check` says on the scheduler whether all of distributed's own that is used here is there; where it is not, dask_distmm
+refuses to multiply, and products under `enable` go to Dask's own functions.
+
+A parked task is in Dask's state ``no-worker``: all that it needs is in memory, and no worker may run it. Dask itself
+moves it back to ``waiting`` when something it needs is lost, and parks it again when that has been computed again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import dask.order
+from dask._task_spec import DataNode
+from dask.sizeof import sizeof
+from distributed.core import error_message
+from distributed.metrics import monotonic, time
+from distributed.worker_state_machine import FreeKeysEvent
+
+from dask_distmm.engines.base import log
+from dask_distmm.runtime.keys import barrier_name
+
+if TYPE_CHECKING:
+    from distributed import Scheduler, Worker
+    from distributed.scheduler import TaskState, WorkerState
+
+__all__ = [
+    "Completion",
+    "check",
+    "fail",
+    "free",
+    "free_restricted",
+    "keep",
+    "let_go",
+    "order_apart",
+    "order_graphs",
+    "park",
+    "refresh",
+]
+
+# An address that no worker has.
+_NOWHERE = "tcp://0.0.0.0:1"
+
+# What is called: where it is found, and the parameters that it is called with.
+_CALLED = {
+    "scheduler": {
+        "_add_to_memory": ("ts", "ws", "recommendations", "client_msgs", "type", "typename"),
+        "_transition": ("key", "finish", "stimulus_id"),
+        "transitions": ("recommendations", "stimulus_id"),
+        "send_all": ("client_msgs", "worker_msgs"),
+        "valid_workers": ("ts",),
+        "worker_send": ("worker", "msg"),
+    },
+    "worker": {"update_data": ("data", "stimulus_id"), "handle_stimulus": ("stims",)},
+}
+
+
+def check(scheduler: type[Scheduler], worker: type[Worker]) -> list[str]:
+    """Return what this version of distributed lacks of what is needed here, in words; empty if nothing."""
+    missing = []
+    for name, kind in (("scheduler", scheduler), ("worker", worker)):
+        for method, parameters in _CALLED[name].items():
+            found = getattr(kind, method, None)
+            has = inspect.signature(found).parameters if found is not None else {}
+            missing += [f"{kind.__name__}.{method}({x})" for x in parameters if x not in has]
+    table = getattr(scheduler, "_TRANSITIONS_TABLE", {})
+    wanted = [("waiting", "no-worker"), ("no-worker", "released"), ("no-worker", "erred"), ("released", "erred")]
+    return missing + [f"the scheduler's transition {pair}" for pair in wanted if pair not in table]
+
+
+def park(ts: TaskState) -> None:
+    """Let no worker run a task: as soon as all that it needs is in memory Dask moves it to ``no-worker``."""
+    ts.worker_restrictions = {_NOWHERE}
+    ts.host_restrictions = ts.resource_restrictions = None
+    ts.loose_restrictions = False
+
+
+def refresh(scheduler: Scheduler, ts: TaskState) -> None:
+    """Let the time for which a parked task waits begin anew: Dask's ``no-workers-timeout`` is not meant for runs."""
+    if ts in scheduler.unrunnable:
+        # Oldest first, as Dask has them.
+        del scheduler.unrunnable[ts]
+        scheduler.unrunnable[ts] = monotonic()
+
+
+class Completion:
+    """Tasks that are put into memory together, without having been sent to workers; see `finish`.
+
+    Parameters
+    ----------
+    scheduler
+        The Dask scheduler.
+    stimulus_id
+        What Dask's log is to say.
+    """
+
+    def __init__(self, scheduler: Scheduler, stimulus_id: str) -> None:
+        self._scheduler, self._stimulus_id = scheduler, stimulus_id
+        self._recommendations: dict[Any, Any] = {}
+        self._messages: dict[str, list[dict[str, Any]]] = {}
+
+    def add(
+        self,
+        gate: TaskState,
+        ts: TaskState,
+        ws: WorkerState,
+        nbytes: int,
+        kind: tuple[bytes, str],
+        startstop: Mapping[str, Any],
+    ) -> bool:
+        """Put a task into memory if it waits for nothing but a parked one; return whether it does.
+
+        Parameters
+        ----------
+        gate
+            The parked task.
+        ts, ws
+            The task, and the worker that has its value.
+        nbytes
+            Of the value.
+        kind
+            Its type, pickled and by name.
+        startstop
+            What Dask's dashboard is to show of it: a ``"compute"`` with its start and stop (seconds since the epoch).
+        """
+        scheduler = self._scheduler
+        if ts.state != "waiting" or ts.waiting_on != {gate} or scheduler.workers.get(ws.address) is not ws:
+            return False
+        typename = kind[1]
+        self._tell(ts.key, "waiting", "processing")
+        ts.waiting_on.clear()
+        ts.set_nbytes(nbytes)
+        messages: dict[str, list[dict[str, Any]]] = {}
+        scheduler._add_to_memory(ts, ws, self._recommendations, messages, type=kind[0], typename=typename)
+        for client, found in messages.items():
+            self._messages.setdefault(client, []).extend(found)
+        scheduler.transition_counter += 1
+        self._tell(
+            ts.key,
+            "processing",
+            "memory",
+            worker=ws.address,
+            nbytes=nbytes,
+            type=kind[0],
+            typename=typename,
+            startstops=[dict(startstop)],
+            thread=0,
+            metadata={},
+        )
+        return True
+
+    def _tell(self, key: Any, start: str, finish: str, **details: Any) -> None:
+        """Tell all plugins, of which Dask's progress bars and dashboard are some, of a transition."""
+        for plugin in list(self._scheduler.plugins.values()):
+            try:
+                plugin.transition(key, start, finish, stimulus_id=self._stimulus_id, **details)
+            except Exception:  # as Dask does: somebody else's plugin must not keep tasks from going on
+                log.info("a scheduler plugin failed", exc_info=True)
+
+    def finish(self) -> None:
+        """Have Dask go on with what follows: dependents run, what nobody needs goes, clients hear of their keys."""
+        self._scheduler.transitions(self._recommendations, self._stimulus_id)
+        self._scheduler.send_all(self._messages, {})
+        self._recommendations, self._messages = {}, {}
+
+
+# Schedulers of this process that order graphs apart, and what Dask's own function was before the first.
+_ordering: set[int] = set()
+_dask_order = dask.order.order
+
+
+def order_graphs(scheduler: Scheduler, on: bool) -> None:
+    """Have this process' schedulers order graphs with barriers by `order_apart`, from the first one to the last.
+
+    Dask's ordering looks at each pair of a root and a leaf that depends on it. Through a barrier all leaves depend on
+    all roots: a million pairs for 1,000 chunks each.
+    """
+    (_ordering.add if on else _ordering.discard)(id(scheduler))
+    dask.order.order = functools.partial(order_apart, _dask_order) if _ordering else _dask_order
+
+
+def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **options: Any) -> dict[Any, Any]:
+    """Return the order of a graph's tasks, with what is before and what is after a barrier ordered apart.
+
+    Parameters
+    ----------
+    order
+        Dask's own function.
+    dsk, options
+        Its arguments.
+    """
+    gates = {key for key in dsk if barrier_name(key) is not None}
+    behind = {key: gate for key, task in dsk.items() for gate in gates.intersection(task.dependencies)} if gates else {}
+    if len(behind) < 2 or options:
+        return order(dsk, **options)
+    found = order({key: DataNode(key, None) if key in behind else task for key, task in dsk.items()})
+    levels: dict[Any, int] = {}
+    todo = list(found)
+    while todo:
+        key = todo.pop()
+        needed = [behind[key]] if key in behind else [dep for dep in dsk[key].dependencies if dep in found]
+        unknown = [dep for dep in needed if dep not in levels]
+        if unknown:
+            todo += [key, *unknown]
+        else:
+            levels[key] = max((levels[dep] for dep in needed), default=0) + (key in behind)
+    return {key: number for number, key in enumerate(sorted(found, key=lambda key: (levels[key], found[key])))}
+
+
+def fail(scheduler: Scheduler, ts: TaskState, error: BaseException, stimulus_id: str) -> None:
+    """End a task that is parked, or waits, with an error, as if a worker had raised it."""
+    message = {name: value for name, value in error_message(error).items() if name != "status"}
+    if ts.state == "no-worker":
+        recommendations, clients, workers = scheduler._transition(ts.key, "erred", stimulus_id, cause=ts.key, **message)
+        scheduler.send_all(clients, workers)
+        scheduler.transitions(recommendations, stimulus_id)
+    elif ts.state in ("waiting", "released"):
+        for name, value in message.items():
+            setattr(ts, name, value)
+        ts.exception_blame = ts
+        scheduler.transitions({ts.key: "erred"}, stimulus_id)
+
+
+def free(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id: str) -> None:
+    """Have a worker drop values of which the scheduler knows nothing."""
+    if keys and address in scheduler.workers:
+        scheduler.worker_send(address, {"op": "free-keys", "keys": list(keys), "stimulus_id": stimulus_id})
+
+
+def free_restricted(scheduler: Scheduler, tasks: Iterable[TaskState], stimulus_id: str) -> None:
+    """Let tasks run anywhere."""
+    found = list(tasks)
+    scheduler.set_restrictions({ts.key: None for ts in found})
+    waiting = {ts.key: "processing" for ts in found if ts.state == "no-worker"}
+    scheduler.transitions(waiting, stimulus_id=stimulus_id)
+
+
+# On a worker, on its event loop
+
+
+def keep(worker: Worker, values: Mapping[Any, Any], stimulus_id: str) -> dict[Any, int]:
+    """Give values to Dask, which holds, spills and sends them from now on; return the bytes of each.
+
+    Nobody is told of it: the scheduler's side does that with `Completion`.
+
+    Raises
+    ------
+    MemoryError
+        Dask could not keep one.
+    """
+    worker.update_data(dict(values), stimulus_id=stimulus_id)
+    for key in values:
+        if key not in worker.data:
+            raise MemoryError(f"worker {worker.address} could not keep {key!r} in memory or on disk")
+    return {key: sizeof(value) for key, value in values.items()}
+
+
+def let_go(worker: Worker, keys: Iterable[Any], run_id: int) -> None:
+    """Drop values that were given to Dask and of which its scheduler has not heard."""
+    worker.handle_stimulus(FreeKeysEvent(keys=list(keys), stimulus_id=f"distmm-run-{run_id}-{time()}"))

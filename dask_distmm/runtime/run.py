@@ -1,0 +1,268 @@
+r"""The state machine of one run, without I/O: who is expected to answer, who has, and what follows.
+
+::
+
+    staged -> voting -> running -> done
+       \         \         \
+        +---------+---------+----> failed
+
+A run enters ``running`` only when every participant has voted for it, and ``done`` only when every one has
+finished; one failure fails it for all. Where its ranks need nothing of each other but what they have offered before
+(`Run.apart`), it goes on without those that are gone while it is running, as long as any is left. Answers that do not
+fit are refused with `ProtocolError` and change nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from dask.utils import format_bytes, format_time
+
+from dask_distmm.errors import ProtocolError
+
+__all__ = ["Lost", "Phase", "Released", "Replan", "Run", "Summary", "is_report", "summarize"]
+
+Phase = Literal["staged", "voting", "running", "done", "failed"]
+
+
+class Lost(Exception):
+    """Ends a run: workers or their data are gone; start again.
+
+    Parameters
+    ----------
+    reason
+        What is gone.
+    replicas
+        Names of results, if it is only their replicas: these are not used any more when it starts again.
+    """
+
+    def __init__(self, reason: str, replicas: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.replicas = tuple(replicas)
+
+
+class Replan(Exception):
+    """Ends a run before it began: chunks are not where, or not as, the plan has them; plan again.
+
+    Parameters
+    ----------
+    reason
+        What is different.
+    missing
+        Address of a worker, and keys that it does not have; None if that is not the reason.
+    orders
+        Memory orders of A's and B's chunks, if these are not as planned.
+    """
+
+    def __init__(
+        self, reason: str, missing: tuple[str, Sequence[Any]] | None = None, orders: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.missing, self.orders = missing, dict(orders or {})
+
+
+class Released(Exception):
+    """Ends a run: nobody wants the result any more."""
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """One attempt to run one multiply.
+
+    Parameters
+    ----------
+    run_id
+        Number of the run; rises in the order in which runs take place.
+    name
+        Name of the multiply (of its result array).
+    key
+        The barrier task that waits for the run.
+    participants
+        Addresses of all workers that take part.
+    """
+
+    run_id: int
+    name: str
+    key: str
+    participants: frozenset[str] = frozenset()
+    phase: Phase = "staged"
+    answered: set[str] = dataclasses.field(default_factory=set)
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    failed_in: Phase | None = None
+    released: bool = False
+    # Participants that did not answer in time; nobody waits for them again.
+    mute: set[str] = dataclasses.field(default_factory=set)
+    # The share of its work that each participant has said is done, and when the last of them had got any further.
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    moved: float = math.inf
+    # Bytes of matrices that each participant has said have arrived.
+    received: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Whether the others finish their parts when some are gone, and which are.
+    apart: bool = False
+    gone: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def live(self) -> bool:
+        """Whether the run is neither done nor failed."""
+        return self.phase not in ("done", "failed")
+
+    @property
+    def waiting_for(self) -> frozenset[str]:
+        """Participants that are still there and have not answered in this phase."""
+        return self.participants - self.answered - self.gone
+
+    def begin_vote(self) -> None:
+        """Go from ``staged`` to ``voting``."""
+        self._advance("staged", "voting")
+
+    def begin_running(self, now: float) -> None:
+        """Go from ``voting`` to ``running`` at the time `now` (seconds); all must have voted."""
+        if self.phase == "voting" and self.waiting_for:
+            raise ProtocolError(f"{self} can't start: no vote from {sorted(self.waiting_for)}")
+        self._advance("voting", "running")
+        self.moved = now
+
+    def answer(self, address: str, run_id: int) -> None:
+        """Note that a participant has voted, or has finished; the last to finish makes the run ``done``.
+
+        Raises
+        ------
+        ProtocolError
+            For another run, from a stranger, twice, or when nothing is being waited for.
+        """
+        if run_id != self.run_id:
+            raise ProtocolError(f"an answer for run {run_id} reached {self}")
+        if address not in self.participants:
+            raise ProtocolError(f"{address} takes no part in {self}")
+        if self.phase not in ("voting", "running"):
+            raise ProtocolError(f"{address} answered to {self}, which waits for nobody")
+        if address in self.gone:
+            raise ProtocolError(f"{address} answered to {self}, which goes on without it")
+        if address in self.answered:
+            raise ProtocolError(f"{address} answered twice in {self}")
+        self.answered.add(address)
+        if self.phase == "running" and not self.waiting_for:
+            self.phase = "done"
+
+    def report(self, address: str, share: float, now: float, received: int = 0) -> None:
+        """Note which share of its work a participant has done; what is not further than before is no progress."""
+        if self.phase == "running" and address in self.participants:
+            self.received[address] = max(received, self.received.get(address, 0))
+        if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):
+            self.shares[address] = share
+            self.moved = now
+
+    @property
+    def share(self) -> float:
+        """The share of all the work that is done, as far as is known."""
+        if self.phase != "running":
+            return 1.0 if self.phase == "done" else 0.0
+        there = self.participants - self.gone
+        return sum(1.0 if a in self.answered else self.shares.get(a, 0.0) for a in there) / len(there)
+
+    def silent(self, seen: Mapping[str, float], now: float, limit: float) -> list[str]:
+        """Return the participants that hold up a run which makes no progress.
+
+        Parameters
+        ----------
+        seen
+            When each worker last gave a sign of life (seconds).
+        now
+            The time.
+        limit
+            How long there may be neither progress of the run nor a sign of life. Participants that have answered
+            count too: others may need what they hold.
+        """
+        if self.phase != "running" or now - self.moved < limit:
+            return []
+        there = self.participants - self.gone
+        return sorted(address for address in there if now - seen.get(address, now) >= limit)
+
+    def fail(self, failures: dict[str, str], *, released: bool = False) -> None:
+        """End a live run with reasons by address, or because nobody wants it any more. What is over stays so."""
+        if not self.live:
+            return
+        self.failed_in = self.phase
+        self.phase = "failed"
+        self.failures = dict(failures)
+        self.released = released
+
+    def lose(self, addresses: Iterable[str]) -> bool:
+        """Fail the run if it is live and needs one of these workers, which are gone, or go on without them.
+
+        Returns
+        -------
+        bool
+            Whether this has changed anything.
+        """
+        lost = (self.participants & set(addresses)) - self.gone
+        if not self.live or not lost:
+            return False
+        if self.apart and self.phase == "running" and self.participants - self.gone - lost:
+            self.gone |= lost
+            if not self.waiting_for:
+                self.phase = "done"
+            return True
+        self.fail(dict.fromkeys(sorted(lost), "the worker has left the cluster"))
+        return True
+
+    def _advance(self, before: Phase, after: Phase) -> None:
+        if self.phase != before:
+            raise ProtocolError(f"{self} can't go to {after}")
+        self.phase = after
+        self.answered = set()
+
+    def __str__(self) -> str:
+        return f"run {self.run_id} of {self.name} ({self.phase})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run, or one participant's side of it, took.
+
+    Parameters
+    ----------
+    seconds
+        In all; the longest of several.
+    timings
+        Seconds of each phase by name; of several the longest of each.
+    received_bytes
+        Bytes of matrices that have arrived from other participants, but for what a library moves on its own.
+    held_bytes
+        Most bytes that participants held, by address, of those that count.
+    ranks
+        ``seconds`` and ``timings`` of each participant that had work of its own, by address.
+    """
+
+    seconds: float
+    timings: dict[str, float]
+    received_bytes: int
+    held_bytes: dict[str, int]
+    ranks: dict[str, dict[str, Any]]
+
+    def __str__(self) -> str:
+        phases = ", ".join(f"{name} {format_time(value)}" for name, value in self.timings.items())
+        return f"{format_time(self.seconds)}{phases and f' ({phases})'}; {format_bytes(self.received_bytes)} received"
+
+
+def is_report(share: Any, received: Any) -> bool:
+    """Whether this is what a participant may say of how far it is: a share from 0 to 1, and bytes."""
+    return isinstance(share, float) and 0 <= share <= 1 and isinstance(received, int) and received >= 0
+
+
+def summarize(answers: Mapping[str, Mapping[str, Any]]) -> Summary:
+    """Return the summary of participants' answers by address."""
+    timings: dict[str, float] = {}
+    for answer in answers.values():
+        for name, value in answer["timings"].items():
+            timings[name] = max(value, timings.get(name, 0.0))
+    return Summary(
+        max(answer["seconds"] for answer in answers.values()),
+        timings,
+        sum(answer["received"] for answer in answers.values()),
+        {address: answer["bytes"] for address, answer in answers.items() if answer["bytes"]},
+        {a: {"seconds": x["seconds"], "timings": dict(x["timings"])} for a, x in answers.items() if x["timings"]},
+    )

@@ -1,0 +1,109 @@
+"""Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended.
+
+Dask loads what a barrier depends on without asking whether there is room for all of it at the same time. Workers that
+hold more than their pause threshold begin no task; when all that could go on are paused by chunks which wait for a
+run, nothing ever happens again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from dask.utils import format_bytes
+from distributed.metrics import time
+
+from dask_distmm.errors import DistMMError, ProjectedMemoryError
+from dask_distmm.planning import Problem, plan
+from dask_distmm.runtime import direct
+from dask_distmm.runtime.scheduler.roster import Roster
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState, WorkerState
+
+__all__ = ["Loading", "stuck"]
+
+# How often it is looked whether anything goes on (seconds).
+_LOOK = 1.0
+
+
+class Loading:
+    """Looks after barriers from when their graphs arrive until they are parked. On the scheduler's event loop.
+
+    Parameters
+    ----------
+    scheduler
+        The Dask scheduler.
+    roster
+        Who could multiply.
+    waiting
+        Returns the tasks and problems of all barriers that wait for inputs.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, roster: Roster, waiting: Callable[[], Iterable[tuple[TaskState, Problem]]]
+    ) -> None:
+        self._scheduler, self._roster, self._waiting = scheduler, roster, waiting
+        self._watch: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, ts: TaskState, problem: Problem) -> None:
+        """Look after a barrier, which has been made a moment ago."""
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.ensure_future(self._watch_all())
+        task = asyncio.ensure_future(self._admit(ts, problem))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _admit(self, ts: TaskState, problem: Problem) -> None:
+        """Fail a barrier whose multiply would exceed memory, before much of its inputs is loaded."""
+        if ts.state != "waiting":
+            return  # all is in memory: the run's own plan counts it where it lies
+        try:
+            engines, workers = await self._roster.choose(problem.demand)
+            await asyncio.to_thread(plan, problem, workers, engine=engines, quickly=True)
+        except ProjectedMemoryError as error:
+            if ts.state == "waiting":
+                direct.fail(self._scheduler, ts, error, f"distmm-memory-{ts.key}")
+        except DistMMError:
+            return  # what keeps it from running now may be over when its inputs are there
+
+    async def _watch_all(self) -> None:
+        """End barriers that wait for what will never come, as long as there are barriers that wait."""
+        seen, since = -1, time()
+        while found := list(self._waiting()):
+            await asyncio.sleep(_LOOK)
+            if self._scheduler.transition_counter != seen:
+                seen, since = self._scheduler.transition_counter, time()
+            paused = stuck(self._scheduler.workers.values())
+            if not paused:
+                since = time()
+                continue
+            for ts, problem in found:
+                limit = problem.options.load_timeout
+                holding = [ws for ws in paused if any(dts in ws.has_what for dts in ts.dependencies)]
+                if time() - since < limit or ts.state != "waiting" or not holding:
+                    continue
+                held = {ws.address: int(ws.memory.process) for ws in holding}
+                text = ", ".join(f"{address} holds {format_bytes(size)}" for address, size in held.items())
+                error = ProjectedMemoryError(
+                    f"the inputs of {problem.name} can't be loaded: for {limit:g} s (config distmm.timeouts.load) "
+                    f"nothing has gone on, since workers with chunks of it are paused: {text}. Use more workers or a "
+                    "higher memory_limit, or let Dask's own tasks multiply, which may stream it: A @ B under enable()",
+                    held,
+                    {ws.address: ws.memory_limit for ws in holding},
+                )
+                direct.fail(self._scheduler, ts, error, f"distmm-stuck-{ts.key}")
+
+
+def stuck(workers: Iterable[Any]) -> list[WorkerState]:
+    """Return the paused workers if no worker can go on with anything; none if one can."""
+    paused = []
+    for ws in workers:
+        if ws.status.name == "paused":
+            paused.append(ws)
+        if ws.executing or (ws.status.name != "paused" and ws.processing):
+            return []
+    return paused

@@ -1,0 +1,96 @@
+"""Barriers: what is to be multiplied for the tasks that wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dask_distmm.errors import ProtocolError
+from dask_distmm.planning import Problem, restrict
+from dask_distmm.runtime.keys import operand_keys, output_name
+
+if TYPE_CHECKING:
+    from distributed.scheduler import TaskState
+
+__all__ = ["Gate", "unwanted"]
+
+# So many tasks are looked up before others get the event loop again.
+_SLICE = 5000
+
+
+class Gate:
+    """A barrier that is parked or on its way there.
+
+    Parameters
+    ----------
+    ts
+        Its task.
+    """
+
+    def __init__(self, ts: TaskState) -> None:
+        self.ts, self.key = ts, ts.key
+        wire, keys = operand_keys(ts.run_spec)
+        self.problem = Problem.from_wire(wire)
+        self.keys = dict(zip(self.problem.inputs, keys, strict=True))
+        part = self.problem.part
+        rows, self.ncols = self.problem.chunk_counts("d") if part is None else (0, part.ncols)
+        self._numbers = range(rows * self.ncols) if part is None else frozenset(part.every("d").tolist())
+        self.losses = self.moves = 0
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def parked(self) -> bool:
+        """Whether all that the barrier depends on is in memory."""
+        return bool(self.ts.state == "no-worker")
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody waits for the barrier any more, or it has failed."""
+        return self.ts.state in ("released", "forgotten", "erred")
+
+    async def wanted(self) -> dict[Any, tuple[str, int]]:
+        """Return the tasks that wait for the barrier by key: which output's they are, and their chunks' numbers.
+
+        Others get the event loop in between.
+
+        Raises
+        ------
+        ProtocolError
+            A task waits for the barrier that is no chunk of its multiply.
+        """
+        name = self.problem.result_name
+        names = {output_name(name, output): output for output in ("", *self.problem.finish.per_element)}
+        found: dict[Any, tuple[str, int]] = {}
+        for at, ts in enumerate(list(self.ts.waiters or ())):
+            if at and at % _SLICE == 0:
+                await asyncio.sleep(0)
+            match ts.key:
+                case (str(array), int(i), int(j)) if array in names and i * self.ncols + j in self._numbers:
+                    found[ts.key] = names[array], i * self.ncols + j
+                case _:
+                    raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is no chunk of its result")
+        return found
+
+    def part(self, wanted: Mapping[Any, tuple[str, int]]) -> tuple[Problem, dict[str, list[Any]]]:
+        """Return what is to be multiplied for the wanted chunks, and the keys of its operands' chunks."""
+        problem, keys = self.problem, self.keys
+        numbers = {number for _, number in wanted.values()}
+        part = restrict(problem, numbers) if len(numbers) < len(problem.every_chunk("d")) else None
+        if part is None:
+            return problem, dict(keys)
+        every = {name: keys["a" if name == "b" and problem.same else name] for name in part.operands}
+        return part, {name: [every[name][number] for number in part.every_chunk(name).tolist()] for name in every}
+
+
+def unwanted(problem: Problem, wanted: Mapping[Any, tuple[str, int]]) -> list[tuple[str, bytes]]:
+    """Return the numbers, as int64, of chunks that a run makes and nobody waits for, for each output that has some."""
+    every = problem.every_chunk("d")
+    found = []
+    for output in ("", *problem.finish.per_element):
+        asked = np.array([number for name, number in wanted.values() if name == output], np.int64)
+        if len(asked) < len(every):
+            found.append((output, np.setdiff1d(every, asked).tobytes()))
+    return found

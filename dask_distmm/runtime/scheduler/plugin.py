@@ -1,0 +1,232 @@
+"""The scheduler's plugin: Dask's hooks and our handlers. A `Coordinator` sees runs through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from distributed import Scheduler, SchedulerPlugin, Worker
+from distributed.metrics import time
+from distributed.protocol.pickle import dumps
+
+from dask_distmm.config import read_options
+from dask_distmm.diagnostics.attach import attach
+from dask_distmm.engines.base import log
+from dask_distmm.errors import DistMMError, MissingEngineError, ProtocolError, as_plain
+from dask_distmm.planning import Problem
+from dask_distmm.runtime import direct
+from dask_distmm.runtime.history import History
+from dask_distmm.runtime.keys import barrier_name, is_tile
+from dask_distmm.runtime.run import Run, is_report
+from dask_distmm.runtime.scheduler.admission import Loading
+from dask_distmm.runtime.scheduler.barriers import Gate
+from dask_distmm.runtime.scheduler.coordinator import Coordinator
+from dask_distmm.runtime.worker import NAME, DistMMWorkerPlugin
+
+if TYPE_CHECKING:
+    from distributed.scheduler import TaskState, WorkerState
+
+__all__ = ["DistMMSchedulerPlugin"]
+
+# What engines keep between runs is freed when there has been no client for so long (seconds).
+_IDLE_TIME = 5.0
+
+
+class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
+    """Runs the multiplies of a cluster. One for each scheduler; installing it again does nothing."""
+
+    name = NAME
+    idempotent = True
+
+    def __init__(self) -> None:
+        self.history = History()
+        # Barriers by key, from when their graph is there until they are forgotten.
+        self.gates: dict[str, Gate] = {}
+        # Barriers that have been parked since the event loop was last here.
+        self._parked: list[Gate] = []
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
+        # Before anything is awaited: two clients may install the plugin at the same time.
+        scheduler.add_plugin(self, name=self.name, idempotent=True)
+        if scheduler.plugins[self.name] is not self:
+            return
+        self.scheduler = scheduler
+        self.unsupported = direct.check(Scheduler, Worker)
+        direct.order_graphs(scheduler, True)
+        self.coordinator = Coordinator(scheduler, self._event)
+        self.live, self.roster = self.coordinator.live, self.coordinator.roster
+        self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
+        self.loading = Loading(scheduler, self.roster, self._waiting)
+        scheduler.handlers.update(distmm_roster=self.describe, distmm_supported=self.supported, distmm_free=self.free)
+        scheduler.stream_handlers["distmm-progress"] = self.progressed
+        # So that `Client.dump_cluster_state()` finds it.
+        scheduler.extensions[NAME] = self
+        self.records = attach(scheduler, self)
+        # Graphs that came before this plugin: their barriers can't have begun, or have asked for it.
+        self.update_graph(scheduler, tasks=list(scheduler.tasks))
+        await scheduler.register_worker_plugin(None, dumps(DistMMWorkerPlugin()), name=NAME, idempotent=True)
+
+    async def close(self) -> None:
+        """Leave the process as it was."""
+        direct.order_graphs(self.scheduler, False)
+
+    # Handlers
+
+    def supported(self) -> bool:
+        """Whether this version of distributed has all that runs need."""
+        return not self.unsupported
+
+    async def describe(self, **question: Any) -> dict[str, Any]:
+        """Return the engine and workers that would multiply, and where chunks are; see `Roster.answer`."""
+        try:
+            if self.unsupported:
+                raise MissingEngineError(
+                    f"this version of distributed is not supported: it lacks {', '.join(self.unsupported)}. Install "
+                    "one that docs/versions.md names"
+                )
+            answer = await self.roster.answer(**question)
+            answer["placed"] = self.replicas.placed(question["names"], answer)
+        except DistMMError as error:
+            return as_plain(error)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            return as_plain(ProtocolError(f"malformed question: {error!r}"))
+        return {"status": "OK", "groups": self.groups.orders(answer["engines"]), **answer}
+
+    async def free(self, grace: Any) -> int:
+        """Free what engines keep on the workers between runs; return how many groups there were."""
+        if not isinstance(grace, int | float) or not grace >= 0:
+            raise ProtocolError(f"a grace time of {grace!r}; expected seconds")
+        groups = self.groups.surplus(0)
+        await asyncio.gather(*self.coordinator.release(groups, grace))
+        return len(groups)
+
+    def progressed(self, worker: str = "", run_id: Any = None, share: Any = None, received: Any = 0, **_: Any) -> None:
+        """Note how far a participant is. On Dask's own stream, which an exception would close: it raises nothing."""
+        run = self.live.get(run_id) if isinstance(run_id, int) else None
+        if run is None or not is_report(share, received):
+            return
+        before = run.share
+        run.report(worker, share, time(), received)
+        if int(100 * run.share) > int(100 * before):
+            self._event("progress", run, share=run.share, received_bytes=sum(run.received.values()))
+
+    # Barriers
+
+    def update_graph(self, scheduler: Scheduler, *, tasks: Iterable[Any], **kwargs: Any) -> None:
+        """Let no worker run barriers; called before new tasks make their first transitions."""
+        if self.unsupported:
+            return
+        for key in tasks:
+            if barrier_name(key) is None or (ts := scheduler.tasks.get(key)) is None or ts.run_spec is None:
+                continue
+            direct.park(ts)
+            if key in self.gates and self.gates[key].ts is ts:
+                continue
+            try:
+                gate = self.gates[key] = Gate(ts)
+                asyncio.get_running_loop().call_soon(self._admit, gate)
+            except DistMMError as error:
+                asyncio.get_running_loop().call_soon(direct.fail, scheduler, ts, error, f"distmm-refused-{key}")
+
+    def _admit(self, gate: Gate) -> None:
+        """Look after a new barrier; forget one that nothing depends on.
+
+        Where chunks of D are known already, from a graph of another part of the product, Dask leaves them with the
+        barrier that they have.
+        """
+        ts = gate.ts
+        if self.scheduler.tasks.get(ts.key) is ts and not ts.dependents and not ts.who_wants:
+            self.scheduler.transitions({ts.key: "forgotten"}, f"distmm-orphan-{ts.key}")
+        else:
+            self.loading.begin(ts, gate.problem)
+
+    def _waiting(self) -> Iterable[tuple[TaskState, Problem]]:
+        return ((gate.ts, gate.problem) for gate in list(self.gates.values()) if gate.ts.state == "waiting")
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
+        """Begin runs of barriers that are parked, and end those of barriers that nobody waits for any more."""
+        self.replicas.transition(key, finish)
+        if (gate := self.gates.get(key)) is None:
+            return
+        if finish == "no-worker":
+            # Of several that are parked at once the one that Dask would have run first goes first.
+            if not self._parked:
+                asyncio.get_running_loop().call_soon(self._begin)
+            self._parked.append(gate)
+        elif finish in ("released", "forgotten", "erred"):
+            if finish == "forgotten":
+                del self.gates[key]
+            # A barrier that lost an input is released, too, before it waits again.
+            asyncio.get_running_loop().call_soon(self._look, gate)
+
+    def _begin(self) -> None:
+        parked, self._parked = self._parked, []
+        for gate in sorted(parked, key=lambda gate: gate.ts.priority):
+            if gate.parked and (gate.task is None or gate.task.done()):
+                gate.task = asyncio.ensure_future(self.coordinator.drive(gate))
+
+    def _look(self, gate: Gate) -> None:
+        """End the run of a barrier that is over."""
+        if gate.over:
+            for run in self.live.of(gate.key):
+                if run.live:
+                    run.fail({"client": "its task was released"}, released=True)
+            self.live.changed_soon()
+
+    # What happens on the cluster
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        """Forget what was known of an earlier worker of that address."""
+        self.roster.forget(worker)
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        """End runs that need a worker that is gone; forget what it had."""
+        self.roster.forget(worker)
+        tiles = (ts for ts in scheduler.tasks.values() if ts.worker_restrictions == {worker} and is_tile(ts.key))
+        direct.free_restricted(scheduler, tiles, f"distmm-unpin-{worker}")
+        self.replicas.lose(worker)
+        for group in self.groups.lose(worker):
+            left = [address for address in group.workers if address != worker]
+            self.coordinator.tell(left, {"op": "distmm-abandon", "group": group.number, "engine": group.engine})
+        for run in self.live.values():
+            self.coordinator.lose(run, worker)
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """Free what engines keep between runs, if no client comes back soon."""
+
+        async def free() -> None:
+            if not scheduler.clients.keys() - {"fire-and-forget"}:
+                await asyncio.gather(*self.coordinator.release(self.groups.surplus(0), read_options().grace_timeout))
+
+        if len(self.groups) and not scheduler._ongoing_background_tasks.closed:
+            scheduler._ongoing_background_tasks.call_later(_IDLE_TIME, free)
+
+    def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
+        """Keep workers that take part in a run."""
+        busy = {address for run in self.live.values() for address in run.participants}
+        return [ws for ws in workers if ws.address not in busy]
+
+    def restart(self, scheduler: Scheduler) -> None:
+        """Drop everything; all workers are new."""
+        for run in self.live.values():
+            run.fail({"client": "its task was released"}, released=True)
+        self.gates.clear()
+        self.replicas.clear()
+        self.roster.clear()
+        self.groups.clear()
+        self.live.changed_soon()
+
+    def _to_dict(self, *, exclude: Any = ()) -> dict[str, Any]:
+        """Return what is known of runs; Dask calls this for ``Client.dump_cluster_state()``."""
+        live = {run.run_id: f"{run}, {run.share:.0%} done, on {sorted(run.participants)}" for run in self.live.values()}
+        return {"live": live, "history": self.history._to_dict()}
+
+    def _event(self, action: str, run: Run, **details: Any) -> None:
+        self.history.note(run.run_id, " ".join([action, *(f"{name}={value}" for name, value in details.items())]))
+        if reason := details.get("reason"):
+            log.info("run %d of %s: %s, %s", run.run_id, run.name, action, reason)
+        event = {"action": action, "run": run.run_id, "name": run.name, **details}
+        self.records.note(time(), event)
+        self.scheduler.log_event(NAME, event)

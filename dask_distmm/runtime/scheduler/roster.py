@@ -1,0 +1,298 @@
+"""Who can take part in a run, and which chunks lie where: what the scheduler knows, as plans need it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import ENGINES
+from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
+from dask_distmm.numeric.types import takes
+from dask_distmm.planning import Demand, Worker
+from dask_distmm.planning.peer.access import out_of_reach
+from dask_distmm.runtime.run import Replan
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import WorkerState
+
+__all__ = ["Roster"]
+
+# A worker that does not say what it has within this time (seconds) is left out.
+_DESCRIBE_TIMEOUT = 30.0
+# So many chunks are looked up before others get the event loop again.
+_SLICE = 5000
+# What a process holds is told in steps of so many bytes: plans are made once for as long as it stays the same.
+_STEP = 2**26
+
+
+class Roster:
+    """The workers of a cluster and what they said of themselves, once each.
+
+    Parameters
+    ----------
+    scheduler
+        The Dask scheduler.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._described: dict[str, dict[str, Any]] = {}
+
+    def __contains__(self, address: str) -> bool:
+        """Whether a worker is known to have dask_distmm: others may not understand its messages."""
+        return address in self._described
+
+    def forget(self, address: str) -> None:
+        """Forget a worker that has left, or an earlier one of the same address."""
+        self._described.pop(address, None)
+
+    def clear(self) -> None:
+        """Forget all workers."""
+        self._described.clear()
+
+    async def choose(
+        self,
+        demand: Demand,
+        allowed: Collection[str] | None = None,
+    ) -> tuple[tuple[str, ...], list[Worker]]:
+        """Return the engines that can multiply, and the workers that can take part, in the scheduler's order.
+
+        Parameters
+        ----------
+        demand
+            What the multiply asks for. The engine ``"auto"`` stands for the first one that a worker has and that
+            takes such arrays, and others that the same workers have.
+        allowed
+            Addresses of the workers that may be ranks; None for any.
+
+        Raises
+        ------
+        NoWorkersError
+            No worker is running, or none of those that may be ranks.
+        PlanError
+            The demand names a worker that is not there, or more workers than there are.
+        MissingEngineError
+            No worker has an engine for such arrays.
+        EngineError
+            Workers have different versions of dask_distmm or of the engine's libraries; or the engine would send
+            matrices between hosts unencrypted.
+        """
+        engine, array, dtypes, wanted = demand.engine, demand.array, demand.dtypes, demand.workers
+        running = {address: ws for address, ws in self._scheduler.workers.items() if ws.status.name == "running"}
+        if isinstance(wanted, tuple):
+            missing = [address for address in wanted if address not in running]
+            if missing:
+                raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {', '.join(sorted(running))}")
+            running = {address: running[address] for address in wanted}
+        if allowed is not None:
+            running = {address: ws for address, ws in running.items() if address in allowed}
+        await self._describe([address for address in running if address not in self._described])
+        offered = [name for name in ENGINES if engine in (name, "auto")]
+        fitting = [name for name in offered if takes(name, array, dtypes)]
+        able: dict[str, list[WorkerState]] = {}
+        for name in fitting:
+            found = [ws for address, ws in running.items() if self._has_engine(address, name)]
+            able[name] = found[:wanted] if isinstance(wanted, int) else found
+        reasons = {name: self._unfit(name, found) for name, found in able.items()}
+        fit = [name for name, reason in reasons.items() if reason is None]
+        # GPUs where there are some; the engine that most workers have.
+        chosen = max([name for name in fit if name != "numpy"] or fit, key=lambda name: len(able[name]), default=None)
+        if chosen is None:
+            alone = reasons.get(engine)
+            if alone:
+                raise EngineError(alone)
+            if not running:
+                raise NoWorkersError("the cluster has no running worker: start some, or wait until they are there")
+            raise MissingEngineError(self._why_none(fitting, array, dtypes, list(running)))
+        if isinstance(wanted, int) and wanted > len(able[chosen]):
+            raise PlanError(f"workers={wanted}, but the cluster has {len(able[chosen])}")
+        engines = tuple(name for name in fit if able[name] == able[chosen] and (name == "numpy") == (chosen == "numpy"))
+        for name in engines:
+            self._check_versions(name, [ws.address for ws in able[chosen]])
+        if "cublasmp" in engines and not demand.plaintext_nccl:
+            self._check_encryption("cublasmp", [ws.address for ws in able[chosen]])
+        return engines, [self.worker(ws, chosen) for ws in able[chosen]]
+
+    def _unfit(self, engine: str, able: Sequence[WorkerState]) -> str | None:
+        """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
+        if not able:
+            return ""
+        if engine != "peer" or not (reason := out_of_reach([self.worker(ws, engine) for ws in able])):
+            return None
+        return (
+            f"engine 'peer' is for GPUs of one host that can read each other's memory: {reason}. Use "
+            "engine='cublasmp', or name workers that can with workers="
+        )
+
+    async def answer(self, demand: Any, names: Sequence[str], counts: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """Return what `choose` and `placed` find, as plain types for a client."""
+        engines, workers = await self.choose(Demand.from_wire(demand))
+        sources, placed = self.placed(workers, names, counts)
+        return {
+            "engines": list(engines),
+            "workers": [worker.to_wire() for worker in workers],
+            "sources": [worker.to_wire() for worker in sources],
+            "placed": placed,
+        }
+
+    async def holders(
+        self, workers: Sequence[Worker], keys: Sequence[Sequence[Any]]
+    ) -> tuple[list[Worker], list[NDArray[np.int32]]]:
+        """Return who holds chunks beside the workers that can take part, and who holds each chunk.
+
+        Parameters
+        ----------
+        workers
+            Those that can be ranks.
+        keys
+            For each operand the keys of its chunks.
+
+        Returns
+        -------
+        list of Worker
+            Others that hold chunks; only where no rank has one, and those that say that they have dask_distmm first.
+        list of array
+            For each operand the index into ``[*workers, *others]`` of each chunk's holder, int32.
+
+        Raises
+        ------
+        Replan
+            A chunk is not in memory.
+        """
+        number = {worker.address: index for index, worker in enumerate(workers)}
+        others: dict[str, int] = {}
+        tables: list[NDArray[np.int32]] = []
+        for operand in keys:
+            table = np.empty(len(operand), np.int32)
+            for index, key in enumerate(operand):
+                if index and index % _SLICE == 0:
+                    await asyncio.sleep(0)
+                ts = self._scheduler.tasks.get(key)
+                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
+                if not holders:
+                    raise Replan(f"chunk {key!r} is not in memory any more")
+                found = next((number[address] for address in holders if address in number), None)
+                if found is None:
+                    address = next((address for address in holders if address in self), holders[0])
+                    found = others.setdefault(address, len(workers) + len(others))
+                table[index] = found
+            tables.append(table)
+        await self._describe([address for address in others if address not in self])
+        if gone := [address for address in others if address not in self._scheduler.workers]:
+            raise Replan(f"{gone[0]} left the cluster with chunks")
+        return [self.worker(self._scheduler.workers[address], "") for address in others], tables
+
+    def worker(self, ws: WorkerState, engine: str) -> Worker:
+        """Return a worker as planning sees it, with the memory that an engine works in."""
+        described = self._described.get(ws.address, {})
+        memory, used = described.get("memory", {}).get(engine), 0
+        if not memory:
+            memory, used = int(ws.memory_limit or 0), -(-int(ws.memory.unmanaged_old) // _STEP) * _STEP
+        links = described.get("links", {})
+        # Whoever only hands out chunks may be read too.
+        device, reach = links.get(engine or "peer", ("", ()))
+        return Worker(ws.address, ws.nthreads, memory, described.get("host", ""), device, tuple(reach), used)
+
+    def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
+        """Refuse workers that differ in the version of this package or of the engine's libraries."""
+        described = {address: self._described[address] for address in addresses}
+        libraries = {address: found["engines"][engine].items() for address, found in described.items()}
+        for what, texts in (
+            ("dask_distmm", {address: str(found["version"]) for address, found in described.items()}),
+            (
+                f"the libraries of engine {engine!r}",
+                {address: ", ".join(f"{n} {v}" for n, v in sorted(found)) for address, found in libraries.items()},
+            ),
+        ):
+            versions: dict[str, str] = {}
+            for address, text in texts.items():
+                versions.setdefault(text, address)
+            if len(versions) > 1:
+                listed = "; ".join(f"{version} on {address}" for version, address in versions.items())
+                raise EngineError(
+                    f"workers have different versions of {what}: {listed}. Install the same on all: "
+                    'python -m pip install --upgrade "dask_distmm[cu13]" (cu12 for CUDA 12, no brackets for CPUs)'
+                )
+
+    def _check_encryption(self, engine: str, addresses: Sequence[str]) -> None:
+        """Refuse to leave a host without encryption where the cluster requires it."""
+        hosts = sorted({str(self._described[address].get("host")) for address in addresses})
+        if self._scheduler.security.require_encryption and len(hosts) > 1:
+            raise EngineError(
+                f"this cluster requires encryption, and engine {engine!r} would send matrices between the hosts "
+                f"{' and '.join(hosts)} by NCCL, which is not encrypted. Take workers of one host (workers=[...]), or "
+                "allow it where the network is trusted: config distmm.allow-plaintext-nccl: true"
+            )
+
+    def _why_none(self, fitting: Sequence[str], array: str, dtypes: Sequence[str], addresses: Sequence[str]) -> str:
+        """Say why no worker can multiply."""
+        if not fitting:
+            return f"no engine multiplies {array} arrays of {' and '.join(dict.fromkeys(dtypes))} in this way"
+        for address in addresses:
+            engines = self._described.get(address, {}).get("engines", {})
+            for engine in fitting:
+                if engine in engines:
+                    return (
+                        f"no worker has engine {engine!r}; {address} says: {engines[engine].get('error')}. For GPUs: "
+                        'python -m pip install "dask_distmm[cu13]" (cu12 for CUDA 12) on workers with a GPU each'
+                    )
+        return f"none of {len(addresses)} workers has dask_distmm: install it there"
+
+    def placed(
+        self, workers: Sequence[Worker], names: Sequence[str], counts: Sequence[tuple[int, int]]
+    ) -> tuple[list[Worker], list[bytes | None]]:
+        """Return where the chunks of some arrays are.
+
+        Parameters
+        ----------
+        workers
+            Those that can take part.
+        names, counts
+            Names of the arrays, and how many chunks each has along its two axes.
+
+        Returns
+        -------
+        list of Worker
+            Others that hold chunks.
+        list of (bytes or None)
+            For each array the index into ``[*workers, *others]`` of each chunk's holder, as int32; None where
+            not all of its chunks are in memory.
+        """
+        number = {worker.address: index for index, worker in enumerate(workers)}
+        others: dict[str, int] = {}
+        placed: list[bytes | None] = []
+        for name, (nrows, ncols) in zip(names, counts, strict=True):
+            found = []
+            for i, j in itertools.product(range(nrows), range(ncols)):
+                ts = self._scheduler.tasks.get((name, i, j))
+                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
+                known = [number[address] for address in holders if address in number]
+                if known:
+                    found.append(known[0])
+                elif holders:
+                    found.append(others.setdefault(holders[0], len(workers) + len(others)))
+                else:
+                    break
+            placed.append(np.array(found, np.int32).tobytes() if len(found) == nrows * ncols else None)
+        return [self.worker(self._scheduler.workers[address], "") for address in others], placed
+
+    async def _describe(self, addresses: Sequence[str]) -> None:
+        async def ask(address: str) -> None:
+            try:
+                answer = await asyncio.wait_for(self._scheduler.rpc(address).distmm_describe(), _DESCRIBE_TIMEOUT)
+            except (OSError, TimeoutError):
+                return
+            if isinstance(answer, Mapping) and address in self._scheduler.workers:
+                self._described[address] = dict(answer)
+
+        await asyncio.gather(*map(ask, addresses))
+
+    def _has_engine(self, address: str, engine: str) -> bool:
+        engines = self._described.get(address, {}).get("engines", {})
+        return engine in engines and "error" not in engines[engine]

@@ -1,0 +1,138 @@
+"""One question to all participants of a run: asked at once; the first failure, or the end of the run, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from distributed.metrics import time
+
+from dask_distmm.errors import EngineError, RunFailedError
+from dask_distmm.runtime.run import Lost, Released, Replan, Run
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+__all__ = ["ask_all", "check", "failed"]
+
+# How often it is looked whether a run makes progress (seconds).
+_LOOK = 0.5
+
+
+async def ask_all(
+    scheduler: Scheduler,
+    run: Run,
+    ask: Callable[[str], Awaitable[Any]],
+    ended: Awaitable[None],
+    lose: Callable[[Run, str], bool],
+    *,
+    timeout: float | None = None,
+    silence: float | None = None,
+) -> dict[str, Any]:
+    """Ask every participant; return their answers by address, when all that are not gone have answered well.
+
+    Parameters
+    ----------
+    scheduler
+        The Dask scheduler, which knows when each worker gave a sign of life.
+    run
+        The run, voting or running.
+    ask
+        Asks the participant of an address.
+    ended
+        Done as soon as the run is over for another reason.
+    lose
+        Called with a participant that can't be reached; returns whether the run goes on without it.
+    timeout
+        Seconds within which all must have answered.
+    silence
+        Seconds for which a participant may give no sign of life while the run makes no progress.
+
+    Raises
+    ------
+    RunFailedError
+        A participant failed or refused, or did not answer in time.
+    Lost, Released
+        A participant is gone, or what it had; nobody wants the result.
+    Replan
+        A participant does not have its chunks, or has them in another memory order.
+    """
+    tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
+    over = asyncio.ensure_future(ended)
+    answers: dict[str, Any] = {}
+    deadline = None if timeout is None else time() + timeout
+    try:
+        pending: set[asyncio.Future[Any]] = {*tasks, over}
+        while run.waiting_for:
+            left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
+            finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            check(run)
+            for task in finished & tasks.keys():
+                address = tasks[task]
+                if address in run.gone or (isinstance(task.exception(), OSError) and lose(run, address)):
+                    continue
+                answers[address] = _judge(run, address, task)
+                run.answer(address, run.run_id)
+                run.moved = time()
+            if deadline is not None and time() >= deadline and run.waiting_for:
+                reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
+                run.mute.update(run.waiting_for)
+                raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
+            if silence is None:
+                continue
+            seen = {a: scheduler.workers[a].last_seen for a in run.participants if a in scheduler.workers}
+            if silent := run.silent(seen, time(), silence):
+                reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
+                run.mute.update(silent)
+                raise failed(run, reason, dict.fromkeys(silent, reason))
+        return {address: answer for address, answer in answers.items() if address not in run.gone}
+    finally:
+        for task in (*tasks, over):
+            task.cancel()
+        await asyncio.gather(*tasks, over, return_exceptions=True)
+
+
+def check(run: Run) -> None:
+    """Raise `Lost` or `Released` if the run was ended from outside."""
+    if run.phase == "failed":
+        if run.released:
+            raise Released
+        reasons = "; ".join(f"{address}: {reason}" for address, reason in run.failures.items())
+        raise Lost(reasons)
+
+
+def _judge(run: Run, address: str, task: asyncio.Future[Any]) -> Any:
+    """Return a participant's good answer; raise what a bad one means."""
+    error = task.exception()
+    if isinstance(error, OSError):  # CommClosedError among them: the worker is going
+        raise Lost(f"{address}: {error}") from error
+    if error is not None:
+        raise failed(run, f"{type(error).__name__}: {error}", {address: str(error)}) from error
+    answer = task.result()
+    if run.gone and not (isinstance(answer, Mapping) and answer.get("status") == "OK"):
+        raise Lost(f"{address} can't go on without {', '.join(sorted(run.gone))}")
+    status = answer.get("status") if isinstance(answer, Mapping) else None
+    if status == "OK":
+        return answer
+    if status == "missing":
+        raise Replan(f"{address} does not have {len(answer['keys'])} chunks", (address, answer["keys"]))
+    if status == "orders":
+        raise Replan(f"chunks on {address} lie in the orders {answer['orders']}", orders=answer["orders"])
+    if status == "no replicas":
+        raise Lost(f"{address} no longer has replicas of {answer['names']}", answer["names"])
+    if status == "lost":
+        raise Lost(f"{address}: {answer['message']}")
+    if answer is None:
+        raise EngineError(f"worker {address} does not know dask_distmm: install it there")
+    reason = answer.get("message", str(answer)) if isinstance(answer, Mapping) else str(answer)
+    detail = answer.get("traceback", "") if isinstance(answer, Mapping) else ""
+    raise failed(run, reason + (f"\n{detail}" if detail else ""), {address: reason})
+
+
+def failed(run: Run, reason: str, ranks: Mapping[str, str] | None = None) -> RunFailedError:
+    """Return the error that says of a run in which phase it failed, where (reasons by address) and why."""
+    who = f" on {', '.join(sorted(ranks))}" if ranks else ""
+    phase = run.failed_in or run.phase
+    message = f"run {run.run_id} of {run.name} failed while {phase}{who}: {reason}"
+    return RunFailedError(message, run.run_id, phase, ranks)

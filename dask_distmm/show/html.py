@@ -1,0 +1,290 @@
+"""A Plan as HTML, for notebooks: where chunks lie, who multiplies what, the alternatives, the memory. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from html import escape
+
+import numpy as np
+from dask.utils import format_bytes, format_time
+from numpy.typing import NDArray
+
+from dask_distmm.planning.cublasmp.tiles import Tile, make_tiles
+from dask_distmm.planning.many.batches import BatchPlan
+from dask_distmm.planning.many.groups import GroupPlan
+from dask_distmm.planning.plan import Estimate, Plan
+from dask_distmm.show.svg import Bar, Cell, Matrix, bars, coarse, colour, key, product
+from dask_distmm.show.text import WHAT, in_words
+
+__all__ = ["batch_html", "group_html", "plan_html", "reason_html"]
+
+_MULTIPLYING, _MOVING, _OTHER = "#56B4E9", "#E69F00", "#BBBBBB"
+_TAKEN = "#56B4E9"
+_MOST_WORKERS = 16
+_MOST_WAYS = 8
+_MOST_PRODUCTS = 24
+
+
+def plan_html(plan: Plan) -> str:
+    """Return what notebooks show of a plan."""
+    placed = "as they lie now" if plan.where_a is not None else "not known yet, so taken as spread evenly"
+    owners = "; D's where they will be"
+    sections = [
+        _title(f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}"),
+        f"<div>{escape(_sentence(plan))}</div>",
+        _beside(f"Chunks, by the workers that hold them ({placed}{owners})", _chunks(plan)),
+        _beside(f"Who multiplies what: {WHAT[plan.method]}", _layout(plan)),
+        _workers(plan),
+    ]
+    if plan.estimate:
+        sections.append(_section("Estimated time, and what it was chosen against", _ways(plan)))
+    if plan.projected_bytes:
+        sections.append(_section("Projected memory of the workers", _memory(plan)))
+    return _page([*sections, _as_text(repr(plan))])
+
+
+def batch_html(plan: BatchPlan) -> str:
+    """Return what notebooks show of the plan for a batch."""
+    ways = {"items": "whole items in plain tasks", "collective": "collective runs"}
+    rows = []
+    for name, estimate in (("items", plan.items), ("collective", plan.collective)):
+        if estimate is not None:
+            parts = (estimate.compute_seconds, estimate.transfer_seconds, estimate.overhead_seconds)
+            chosen = name == plan.way
+            note = format_time(estimate.seconds) + (", chosen" if chosen else "")
+            rows.append(Bar(ways[name], note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=chosen))
+    legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "having tasks")])
+    sections = [_title(f"Batch: {ways[plan.way]}"), f"<div>{escape(plan.reason)}</div>"]
+    if rows:
+        sections.append(_section("Estimated time", bars(rows, "estimated time of both ways") + legend))
+    if plan.way == "collective" and plan.plan is not None:
+        sections.append(_section("Each run", plan_html(plan.plan)))
+    return _page([*sections, _as_text(repr(plan))])
+
+
+def group_html(plan: GroupPlan) -> str:
+    """Return what notebooks show of the plan for a group of products: the longest first."""
+    found = sorted(
+        ((share.seconds * max(1, len(share.rows)), number, share) for number, share in enumerate(plan.shares) if share),
+        key=lambda each: (-each[0], each[1]),
+    )
+    rows = []
+    for seconds, number, share in found[:_MOST_PRODUCTS]:
+        m, n, k = plan.shapes[number]
+        fill = _MOVING if share.collective else _MULTIPLYING
+        rows.append(
+            Bar(f"{number}: {m} x {k} by {k} x {n}", in_words(share), (seconds,), (fill,), bold=share.collective)
+        )
+    sections = [_title(repr(plan).splitlines()[0])]
+    if rows:
+        legend = key([(_MULTIPLYING, "plain tasks, all together"), (_MOVING, "a collective run")])
+        more = f"<div>and {len(found) - len(rows)} shorter ones</div>" if len(found) > len(rows) else ""
+        sections.append(
+            _section("Estimated time of each product", bars(rows, "estimated time of each") + more + legend)
+        )
+    return _page([*sections, _as_text(repr(plan))])
+
+
+def reason_html(reason: str) -> str:
+    """Return what notebooks show where Dask's own function would run."""
+    why, _, advice = reason.partition("; ")
+    todo = f"<div><b>What to change:</b> {escape(advice)}</div>" if advice else ""
+    return _page([_title("Dask's own matmul would run"), f"<div><b>Why:</b> {escape(why)}</div>{todo}"])
+
+
+def _page(sections: Iterable[str]) -> str:
+    return f'<div style="font-family: sans-serif; font-size: 13px">{"".join(sections)}</div>'
+
+
+def _title(text: str) -> str:
+    return f'<div style="font-size: 15px; font-weight: bold; margin-bottom: 0.4em">{escape(text)}</div>'
+
+
+def _section(title: str, body: str) -> str:
+    return f'<div style="margin: 1em 0 0.3em"><b>{escape(title)}</b></div><div>{body}</div>'
+
+
+def _beside(title: str, body: str) -> str:
+    """Return a section that others may stand beside."""
+    style = "display: inline-block; vertical-align: top; width: 390px; max-width: 100%"
+    return f'<div style="{style}">{_section(title, body)}</div>'
+
+
+def _as_text(text: str) -> str:
+    return f'<details style="margin-top: 0.8em"><summary>As text</summary><pre>{escape(text)}</pre></details>'
+
+
+def _sentence(plan: Plan) -> str:
+    problem = plan.problem
+    text = f"{problem.m} x {problem.k} {problem.a_dtype} times {problem.k} x {problem.n} {problem.b_dtype}: "
+    text += f"{problem.flops:.3g} operations, {format_bytes(plan.bytes_moved)} moved between workers"
+    return text + (f", {format_time(plan.estimate.seconds)} estimated." if plan.estimate else ".")
+
+
+# Matrices
+
+
+def _edges(sizes: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(sizes, initial=0))
+
+
+def _shape(plan: Plan, operand: str) -> tuple[int, int]:
+    rows, cols = plan.problem.chunks_of(operand)
+    return sum(rows), sum(cols)
+
+
+def _caption(plan: Plan, operand: str) -> str:
+    rows, cols = plan.problem.chunk_counts(operand)
+    height, width = _shape(plan, operand)
+    return f"{height} x {width}, {rows} x {cols} chunks"
+
+
+def _chunks(plan: Plan) -> str:
+    """Draw the chunk grids in the colours of those who hold the chunks."""
+    rank_of = {participant: rank for rank, participant in enumerate(plan.ranks)}
+
+    def holders(where: NDArray[np.int32] | None) -> NDArray[np.int64] | None:
+        # Those that only hand out chunks come after the ranks.
+        others = [p for p in range(len(plan.participants)) if p not in rank_of]
+        number = {**rank_of, **{p: len(plan.ranks) + at for at, p in enumerate(others)}}
+        # Below zero: every rank has it.
+        return None if where is None else np.array([number.get(int(p), -1) for p in where], np.int64)
+
+    def who(owner: int) -> tuple[int, ...]:
+        return (owner,) if owner >= 0 else tuple(range(len(plan.ranks)))
+
+    steps = []
+    drawn = []
+    for operand, owners in (("a", holders(plan.where_a)), ("b", holders(plan.where_b)), ("d", plan.owners)):
+        sizes = plan.problem.chunks_of(operand)
+        ncols = len(sizes[1])
+        rows, row_step = coarse(_edges(sizes[0]))
+        cols, col_step = coarse(_edges(sizes[1]))
+        steps += [row_step, col_step]
+        cells = [
+            Cell(row, col, () if owners is None else who(int(owners[i * row_step * ncols + j * col_step])))
+            for i, row in enumerate(itertools.pairwise(rows))
+            for j, col in enumerate(itertools.pairwise(cols))
+            if row[0] < row[1] and col[0] < col[1]
+        ]
+        drawn.append(Matrix(operand.upper(), _caption(plan, operand), _shape(plan, operand), cells))
+    note = f"<div>Too many chunks to draw: one in {max(steps)} stands for its neighbours.</div>" * (max(steps) > 1)
+    a, b, d = drawn
+    return product(a, b, d, "chunks of A, B and D, and the workers that hold them") + note
+
+
+def _layout(plan: Plan) -> str:
+    """Draw how A, B and D lie on the ranks while they are multiplied, over their chunks."""
+    tiles = make_tiles(plan) if plan.engine == "cublasmp" else None
+    note = ""
+    if tiles is not None:
+        everyone = tuple(range(len(plan.ranks)))
+        whole = [Cell((0, plan.problem.m), (0, plan.problem.n), everyone)]
+        found = [
+            _dealt(tiles.a, _shape(plan, "a")),
+            _dealt(tiles.b, _shape(plan, "b")),
+            whole if tiles.replicated else _dealt(tiles.d, _shape(plan, "d")),
+        ]
+        blocks = " and ".join(f"{a} x {b}" for a, b in dict.fromkeys(tile.layout.blocks for tile in (tiles.a, tiles.b)))
+        note = f"<div>Block-cyclic tiles, A and B in blocks of {blocks}; the library gathers what a rank lacks.</div>"
+    else:
+        found = [
+            _needed(plan, plan.rows, plan.depth, (0, 2)),
+            _needed(plan, plan.depth, plan.cols, (2, 1)),
+            _computed(plan),
+        ]
+        if plan.grid[0] > 1 and plan.grid[1] > 1:
+            note = "<div>What is striped is needed by all ranks that it names.</div>"
+        if plan.grid[2] > 1:
+            note = "<div>Each rank gets sums for all of D from its parts of A and B; these are added up as drawn.</div>"
+    drawn = []
+    for operand, cells in zip("abd", found, strict=True):
+        rows, cols = (coarse(_edges(sizes))[0] for sizes in plan.problem.chunks_of(operand))
+        drawn.append(Matrix(operand.upper(), _caption(plan, operand), _shape(plan, operand), _few(cells), rows, cols))
+    a, b, d = drawn
+    return product(a, b, d, "which ranks need which parts of A and B, and compute which part of D") + note
+
+
+def _needed(plan: Plan, rows: Sequence[int], cols: Sequence[int], axes: tuple[int, int]) -> list[Cell]:
+    """Return the parts of an operand, with the ranks that need each; its axes are number `axes` of the ranks' grid."""
+    who: dict[tuple[int, int], list[int]] = {}
+    for rank in range(len(plan.ranks)):
+        at = plan.coords(rank)
+        who.setdefault((at[axes[0]], at[axes[1]]), []).append(rank)
+    return [Cell((rows[i], rows[i + 1]), (cols[j], cols[j + 1]), tuple(ranks)) for (i, j), ranks in who.items()]
+
+
+def _computed(plan: Plan) -> list[Cell]:
+    """Return the parts of D that ranks have in the end, whatever chunks they belong to."""
+    rects = [(rank, rect) for rank in range(len(plan.ranks)) for rect in plan.final_rects(rank)]
+    return [Cell(rect[:2], rect[2:], (rank,)) for rank, rect in rects if rect[0] < rect[1] and rect[2] < rect[3]]
+
+
+def _dealt(tile: Tile, shape: tuple[int, int]) -> list[Cell]:
+    """Return the blocks of a block-cyclic layout, with the rank that has each."""
+    layout = tile.layout
+    rows, cols = (
+        coarse([*range(0, length, block), length])[0] for length, block in zip(shape, layout.blocks, strict=True)
+    )
+    return [
+        Cell(row, col, (layout.owner(row[0], col[0]),))
+        for row in itertools.pairwise(rows)
+        for col in itertools.pairwise(cols)
+    ]
+
+
+def _few(cells: Sequence[Cell], most: int = 1500) -> Sequence[Cell]:
+    """Return so many cells at most: more can't be told apart."""
+    return cells if len(cells) <= most else cells[:: -(-len(cells) // most)]
+
+
+def _workers(plan: Plan) -> str:
+    """Return which colour is which worker."""
+    others = [w.address for i, w in enumerate(plan.participants) if i not in set(plan.ranks)]
+    named = [(colour(rank), f"{rank}: {address}") for rank, address in enumerate(plan.workers)]
+    for number, address in enumerate(others, start=len(named)):
+        named.append((colour(number), f"{number}: {address} (hands out chunks)"))
+    more = f"<div>and {len(named) - _MOST_WORKERS} more</div>" if len(named) > _MOST_WORKERS else ""
+    return key(named[:_MOST_WORKERS]) + more
+
+
+# Bars
+
+
+def _ways(plan: Plan) -> str:
+    chosen = plan.estimate
+    assert chosen is not None
+    ways: list[Estimate] = [chosen, *(e for e in plan.alternatives if e is not chosen)]
+    rows = []
+    for estimate in ways[:_MOST_WAYS]:
+        parts = [estimate.compute_seconds, estimate.transfer_seconds]
+        parts.append(max(0.0, estimate.seconds - sum(parts)))
+        note = f"{format_time(estimate.seconds)}, {format_bytes(estimate.bytes_moved)} moved"
+        if estimate is chosen:
+            note += ", chosen"
+        elif estimate.seconds < chosen.seconds:
+            note += f", too much memory: {format_bytes(estimate.peak_bytes)} a worker"
+        name = f"{estimate.method} {' x '.join(map(str, estimate.grid))}"
+        rows.append(Bar(name, note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=estimate is chosen))
+    if (own := plan.by_tasks) is not None:
+        parts = [own.compute_seconds, own.transfer_seconds, own.seconds - own.compute_seconds - own.transfer_seconds]
+        note = f"{format_time(own.seconds)}; with what Dask takes around it the run takes {format_time(plan.expected)}"
+        rows.append(Bar("Dask's own tasks", note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=not plan.worth_it))
+    more = f"<div>and {len(ways) - _MOST_WAYS} more, see the text</div>" if len(ways) > _MOST_WAYS else ""
+    legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "messages")])
+    return bars(rows, "estimated time of each way") + more + legend
+
+
+def _memory(plan: Plan) -> str:
+    limits = {worker.address: worker.memory_limit for worker in plan.participants}
+    fraction = plan.problem.options.limit_fraction
+    most = sorted(plan.projected_bytes.items(), key=lambda pair: -pair[1])
+    rows = []
+    for address, size in most[:_MOST_WORKERS]:
+        allowed = limits.get(address, 0) * fraction
+        bound = f"of {format_bytes(allowed)} allowed" if allowed else "no limit"
+        rows.append(Bar(address, f"{format_bytes(size)} {bound}", [size], [_TAKEN], mark=allowed or None))
+    more = f"<div>and {len(most) - _MOST_WORKERS} more, with less</div>" if len(most) > _MOST_WORKERS else ""
+    line = f"<div>The line is what a run may hold, {fraction:.0%} of the worker's memory limit.</div>"
+    return bars(rows, "projected memory of each worker against its limit") + more + line * any(limits.values())

@@ -1,0 +1,231 @@
+"""Plans as text."""
+
+from __future__ import annotations
+
+import math
+
+from dask.utils import format_bytes, format_time
+
+from dask_distmm.planning.library_epilogs import native_epilog
+from dask_distmm.planning.many.batches import BatchPlan
+from dask_distmm.planning.many.groups import GroupPlan, Share
+from dask_distmm.planning.peer.pulls import native, step_of, walks
+from dask_distmm.planning.plan import Estimate, Plan, everywhere
+from dask_distmm.planning.problem import Problem
+
+__all__ = ["WHAT", "batch_text", "group_text", "in_words", "plan_text"]
+
+
+def _grid(grid: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, grid))
+
+
+WHAT = {
+    "local": "one worker multiplies alone",
+    "allgather": "each worker has a slab of one operand and gathers the other",
+    "summa": "each worker has a block of D and gathers its rows of A and columns of B",
+    "reducescatter": "each worker sums over its part of k, D is added up in slabs",
+    "allreduce": "each worker sums over its part of k, each chunk of D is added up where it stays",
+}
+
+
+def plan_text(plan: Plan) -> str:
+    """Return what `explain` prints."""
+    problem = plan.problem
+
+    def chunks(operand: str) -> str:
+        nrows, ncols = problem.chunk_counts(operand)
+        views = zip(("transposed", "conjugated"), (problem.turned, problem.conjugated), strict=True)
+        seen = [name for name, on in views if operand != "d" and on["ab".index(operand)]]
+        return f"{nrows} x {ncols} chunks{', read ' * bool(seen)}{' and '.join(seen)}"
+
+    rows, cols, depth = plan.block_sizes
+    packed = [name for name, on in zip("ABD", (plan.packing.a, plan.packing.b, plan.packing.d), strict=True) if on]
+    lines = [
+        f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
+        f"  A         {problem.m} x {problem.k} {problem.a_dtype}, {chunks('a')}",
+        f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
+        f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {_computed_in(problem)}",
+        *_formula(plan),
+        *([f"  also      D on all {plan.replicas} workers, for later multiplies"] if plan.replicas else []),
+        *_asked(problem),
+        f"  method    {WHAT[plan.method]}",
+        f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",
+        f"  inputs    {_placed(plan)}; packed: {', '.join(packed) or 'nothing'}",
+        *_order(problem),
+        f"  work      {problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers",
+    ]
+    if plan.engine == "peer":
+        lines.append(f"  pulls     {_pulls(plan)}")
+    if plan.projected_bytes:
+        address = max(plan.projected_bytes, key=lambda key: plan.projected_bytes[key])
+        limit = next(w.memory_limit for w in plan.participants if w.address == address)
+        bound = f", of a limit of {format_bytes(limit)}" if limit else ""
+        lines.append(f"  memory    up to {format_bytes(plan.projected_bytes[address])} a worker ({address}){bound}")
+    if plan.estimate:
+        lines.append(
+            f"  time      {format_time(plan.estimate.seconds)} estimated: {format_time(plan.estimate.compute_seconds)} "
+            f"multiplying, {format_time(plan.estimate.transfer_seconds)} moving"
+        )
+    if plan.by_tasks is not None and plan.estimate is not None:
+        lines += _compared(plan)
+    others = [e for e in plan.alternatives if e is not plan.estimate]
+    if others:
+        lines.append("  against   " + "\n            ".join(_against(e, plan.estimate) for e in others))
+    return "\n".join(lines)
+
+
+def _order(problem: Problem) -> list[str]:
+    """Return the line that says along which axes chunks are taken in the order of their holders, if along any."""
+    axes: set[str] = set()
+    for operand in "ab" if problem.part is not None else "":
+        rows, cols, _ = problem.part.of(operand)  # type: ignore[union-attr]
+        named = zip({"a": "mk", "b": "kn"}[operand], (rows, cols), strict=True)
+        axes |= {axis for axis, numbers in named if list(numbers) != sorted(numbers)}
+    return [f"  order     chunks along {', '.join(sorted(axes))} by the workers that hold them"] if axes else []
+
+
+def _placed(plan: Plan) -> str:
+    texts = {
+        name: "not known" if where is None else "on all workers" if everywhere(where) else "where they lie"
+        for name, where in (("A", plan.where_a), ("B", plan.where_b))
+    }
+    if texts["A"] == texts["B"]:
+        return "spread evenly (not known yet)" if texts["A"] == "not known" else texts["A"]
+    return ", ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def _pulls(plan: Plan) -> str:
+    """Say what the rank with most buffers holds, and what passes by."""
+    walk = max(walks(plan), key=lambda one: one.buffer_bytes)
+    names, what = ("A", "B")[:: -1 if walk.held else 1], ("rows", "columns")[:: 1 if walk.held else -1]
+    parts, depth = len(walk.parts) - 1, len(walk.depth) - 1
+    cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
+    lies = " as it lies" if walk.lies[walk.held] and not walk.held_bytes else ""
+    padded = "; padded to multiples of 16, which GEMMs are quick with" if step_of(plan.problem) > 1 else ""
+    return (
+        f"{names[0]} held{cut}{lies}, {names[1]} in panels of up to {walk.width} {what[0]}; "
+        f"buffers of {format_bytes(walk.buffer_bytes)}{padded}"
+    )
+
+
+def _computed_in(problem: Problem) -> str:
+    return f"{problem.compute_type}, {problem.compute}" if problem.compute else str(problem.compute_type)
+
+
+def _formula(plan: Plan) -> list[str]:
+    """Return the line that says what is done beside the product, if anything is."""
+    spec = plan.problem.finish
+    if spec.plain:
+        return []
+    alpha, beta = (complex(*x) for x in (spec.alpha, spec.beta))
+    lazy = {
+        name[-1]: f"{name} " if name in spec.scales else "" for name in ("scale_a", "scale_b", "scale_c", "scale_d")
+    }
+    text = f"{'' if alpha == 1 else f'{_number(alpha)} '}{lazy['a']}{lazy['b']}A B"
+    text += f" + {_number(beta)} {lazy['c']}C" if beta else ""
+    text += " + bias" if "bias" in spec.inputs else ""
+    if spec.gradient:
+        text = f"({text}) {spec.gradient}'({spec.inputs[0]})"
+    elif spec.function:
+        text = f"f({', '.join([text, *spec.names])})"
+    elif spec.activation:
+        text = f"{spec.activation}({text})"
+    if spec.scale_d != 1 or lazy["d"]:
+        text = f"{f'{_number(complex(spec.scale_d))} ' if spec.scale_d != 1 else ''}{lazy['d']}({text})"
+    kept = [*spec.per_element, *([spec.operand_sum] if spec.operand_sum else [])]
+    also = f"; also {', '.join(kept)}" if kept else ""
+    how = "on each rank's chunks of D, before they are stored"
+    library = "cuBLASMp" if plan.engine == "cublasmp" else "cuBLASLt"
+    epilog = native(plan, walks(plan)) if plan.engine == "peer" else native_epilog(plan)
+    if epilog is not None:
+        how = f"by {library}'s epilog {epilog.upper()}" if epilog else f"by {library}'s alpha"
+    elif plan.engine != "numpy":
+        how = "by one fused kernel on each chunk of D"
+    return [f"  formula   D = {text}{also}: {how}"]
+
+
+def _asked(problem: Problem) -> list[str]:
+    """Return the line that says which distributions were asked for, if any were."""
+    asked = [f"{name} as {x}" for name, x in zip("ABD", problem.distributions, strict=True) if x is not None]
+    return [f"  asked     {', '.join(asked)}"] if asked else []
+
+
+def _number(value: complex) -> str:
+    return f"{value.real:g}" if not value.imag else f"({value:g})"
+
+
+def _compared(plan: Plan) -> list[str]:
+    """Say what Dask takes around the run, what its own tasks would take, and which of the two ``@`` takes."""
+    assert plan.by_tasks is not None
+    taken = "the run" if plan.worth_it else "Dask's own tasks"
+    rows, cols, depth = plan.by_tasks.grid
+    return [
+        f"  Dask      {format_time(plan.around)} around the run, {format_time(plan.expected)} in all",
+        f"            as {rows * cols * depth} products of chunks {format_time(plan.by_tasks.seconds)}; "
+        f"under enable() @ takes {taken}",
+    ]
+
+
+def _against(estimate: Estimate, chosen: Estimate | None) -> str:
+    text = f"{estimate.method} {_grid(estimate.grid)}: {format_time(estimate.seconds)}"
+    text += f", {format_bytes(estimate.bytes_moved)} moved, {format_bytes(estimate.peak_bytes)} a worker"
+    if chosen and estimate.seconds < chosen.seconds:
+        text += " (too much memory)"
+    return text
+
+
+def batch_text(plan: BatchPlan) -> str:
+    """Return what is printed of the plan for a batch."""
+    batch = plan.batch
+    what = {"items": "whole items in plain tasks", "collective": "collective runs"}
+    lines = [
+        f"Batch: {what[plan.way]}",
+        f"  items     {batch.count} ({' x '.join(map(str, batch.shape))}) of "
+        f"{batch.m} x {batch.k} {batch.a_dtype} by {batch.k} x {batch.n} {batch.b_dtype}, "
+        f"computed in {batch.compute_type}",
+        f"  work      {batch.flops * batch.count:.3g} flops",
+        f"  why       {plan.reason}",
+    ]
+    blocks = math.prod(map(len, plan.chunks))
+    known = {"items": plan.items, "collective": plan.collective}
+    for name, estimate in sorted(known.items(), key=lambda pair: pair[0] != plan.way):
+        if estimate is None:
+            continue
+        cut = (
+            f"{blocks} tasks of up to {format_bytes(estimate.task_bytes)}"
+            if name == "items"
+            else f"{estimate.runs} run{'s' * (estimate.runs > 1)}"
+        )
+        lines.append(
+            f"  {'time' if name == plan.way else 'against':<10}{name}: {format_time(estimate.seconds)} estimated: "
+            f"{format_time(estimate.compute_seconds)} multiplying, {format_time(estimate.transfer_seconds)} moving, "
+            f"{format_time(estimate.overhead_seconds)} for tasks; {cut}"
+        )
+    if plan.way == "collective" and plan.plan is not None:
+        lines.append("  each run  " + repr(plan.plan).replace("\n", "\n            "))
+    return "\n".join(lines)
+
+
+def group_text(plan: GroupPlan) -> str:
+    """Return what is printed of the plan for a group."""
+    found = [share for share in plan.shares if share is not None]
+    runs = sum(share.collective for share in found)
+    tasks = sum(len(share.rows) for share in found)
+    lines = [
+        f"Group: {len(plan.shapes)} products, {runs} as collective runs, {len(found) - runs} as {tasks} plain "
+        f"tasks; {format_time(plan.seconds)} estimated on {plan.slots} slots"
+    ]
+    for number, ((m, n, k), share) in enumerate(zip(plan.shapes, plan.shares, strict=True)):
+        lines.append(f"  {number:<9} {m} x {k} by {k} x {n}: {in_words(share)}")
+    return "\n".join(lines)
+
+
+def in_words(share: Share | None) -> str:
+    """Return what becomes of a product."""
+    if share is None:
+        return "by Dask's own function"
+    if share.collective:
+        return f"a collective run, {format_time(share.seconds)}"
+    slabs = f"{len(share.rows)} slabs of up to {max(share.rows)} rows" if len(share.rows) > 1 else "whole"
+    return f"{slabs}, {format_time(share.seconds)} a task, place {share.rank} in the order"

@@ -1,0 +1,85 @@
+"""Faults on purpose: what the tests of reliability make go wrong in a worker's process."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+__all__ = ["FAULT_POINTS", "inject", "remove_faults"]
+
+FAULT_POINTS = {
+    "read": ("dask_distmm.runtime.worker", "WorkerSide", "read"),
+    "vote": ("dask_distmm.runtime.worker", "WorkerSide", "_prepare"),
+    "execute": ("dask_distmm.engines.numpy.engine", "NumpyJob", "execute"),
+    "tiles": ("dask_distmm.engines.numpy.engine", "NumpyJob", "serve"),
+    "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_assemble"),
+    "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
+    "place": ("dask_distmm.runtime.worker", "WorkerSide", "_place"),
+    "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
+    "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
+    "panel": ("dask_distmm.engines.peer.job", "PeerJob", "_product"),
+    "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
+}
+
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
+
+
+def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None:
+    """Make something go wrong in this process; for ``client.run(inject, ..., workers=[...])``.
+
+    Parameters
+    ----------
+    point
+        Where: a key of `FAULT_POINTS`.
+    action
+        ``"kill"`` (SIGKILL), ``"exit"`` (the process ends itself), ``"segfault"``, ``"stop"`` (SIGSTOP: it stands still
+        until somebody sends SIGCONT), ``"sleep"``, ``"error"`` (ZeroDivisionError), ``"memory"`` (MemoryError) or
+        ``"device memory"`` (CuPy's OutOfMemoryError).
+    skip
+        How often that place is passed before it happens; it happens once.
+    seconds
+        How long to sleep.
+    """
+    module, owner, name = FAULT_POINTS[point]
+    kind = getattr(importlib.import_module(module), owner)
+    method = getattr(kind, name)
+    left = itertools.count(-skip)
+
+    @functools.wraps(method)
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if next(left) == 0:
+            setattr(kind, name, method)
+            if action in _SIGNALS:
+                os.kill(os.getpid(), _SIGNALS[action])
+            elif action == "exit":
+                os._exit(1)
+            elif action == "sleep":
+                time.sleep(seconds)
+            if action in (*_SIGNALS, "sleep"):
+                return method(*args, **kwargs)
+            if action == "device memory":
+                from cupy.cuda.memory import OutOfMemoryError
+
+                raise OutOfMemoryError(0, 0)
+            raise {"error": ZeroDivisionError, "memory": MemoryError}[action](f"injected at {point}")
+        return method(*args, **kwargs)
+
+    setattr(kind, name, faulty)
+
+
+def remove_faults() -> None:
+    """Take back what `inject` did in this process and what has not happened yet."""
+    for module, owner, name in FAULT_POINTS.values():
+        if module not in sys.modules:
+            continue  # an engine that this machine lacks
+        kind = getattr(sys.modules[module], owner)
+        method = getattr(kind, name)
+        if hasattr(method, "__wrapped__"):
+            setattr(kind, name, method.__wrapped__)

@@ -1,0 +1,72 @@
+"""A benchmark from its peers to its document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from dask_distmm.tools.bench import environment, report, runner
+from dask_distmm.tools.bench.protocol import Peer
+
+__all__ = ["measure"]
+
+
+def measure(
+    peers: Sequence[Peer],
+    sizes: Sequence[int],
+    references: Sequence[str],
+    *,
+    dtype: str,
+    repeat: int,
+    seed: int,
+    progress: Callable[[str], None],
+    seconds: float = float("inf"),
+    **context: Any,
+) -> dict[str, Any]:
+    """Measure what can be measured here, and return the document of it.
+
+    Parameters
+    ----------
+    peers, sizes, dtype, repeat, seed, progress, seconds
+        As for `runner.run`. Peers that are not available are skipped; the document says why.
+    references
+        Names of the peers that the others are compared with.
+    **context
+        What else goes into the document.
+    """
+    began, load = datetime.now(UTC), environment.load_average()
+    reasons = {peer.name: peer.unavailable() for peer in peers}
+    for name, reason in reasons.items():
+        if reason:
+            progress(f"{name} skipped: {reason}")
+    measured = runner.run(
+        [peer for peer in peers if not reasons[peer.name]],
+        sizes,
+        dtype=dtype,
+        repeat=repeat,
+        seed=seed,
+        progress=progress,
+        seconds=seconds,
+    )
+    described = [
+        {"name": peer.name, "skipped": reasons[peer.name], "details": None if reasons[peer.name] else peer.describe()}
+        for peer in peers
+    ]
+    return report.document(
+        measured,
+        references,
+        date=began.isoformat(timespec="seconds"),
+        duration_seconds=(datetime.now(UTC) - began).total_seconds(),
+        hardware={
+            **environment.hardware(),
+            "load_average_before": load,
+            "load_average_after": environment.load_average(),
+        },
+        software={
+            **environment.software("numpy", "dask", "distributed", "dask_distmm"),
+            "blas": environment.blas_pools(),
+        },
+        peers=described,
+        **context,
+    )

@@ -1,0 +1,306 @@
+"""The commands ``dask distmm ...`` (an entry point of Dask's command line) and ``python -m dask_distmm ...``.
+
+Options and messages only. What a command does is in a module that is imported when the command is called, so that
+`dask --help` and other commands don't wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dask_distmm._version import __version__
+from dask_distmm.engines.base import ENGINES
+from dask_distmm.numeric.epilogs import Epilog
+from dask_distmm.planning import METHODS
+
+__all__ = ["main"]
+
+# What a shell reports of a program that Ctrl-C (signal 2) has ended.
+INTERRUPTED = 130
+
+Function = Callable[..., Any]
+
+
+@click.group(name="distmm", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 88})
+@click.version_option(__version__, prog_name="dask_distmm")
+def main() -> None:
+    """Distributed matrix multiply for Dask arrays."""
+
+
+def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]:
+    """Give a command the option ``--debug``; have its errors said in one line, and end with an exit status.
+
+    Parameters
+    ----------
+    interrupted
+        What to say after Ctrl-C.
+    failed
+        Exit status after an error.
+    """
+
+    def decorate(function: Function) -> Function:
+        @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+        @click.pass_context
+        @functools.wraps(function)
+        def run(ctx: click.Context, /, *, debug: bool, **options: Any) -> None:
+            try:
+                ctx.invoke(function, **options)
+            except KeyboardInterrupt:
+                # Where it fell into text that is executed (a dataclass, at an import) Python would end by the signal,
+                # though it is caught here, unless other text is executed after it.
+                exec("")
+                click.echo(f"Interrupted: {interrupted}", err=True)
+                ctx.exit(INTERRUPTED)
+            except (click.exceptions.Exit, click.ClickException):
+                raise
+            except Exception as error:
+                if debug:
+                    raise
+                # The first line: some errors go on with pages of details.
+                reason = (str(error).splitlines() or [""])[0]
+                click.echo(f"Error: {type(error).__name__}: {reason} (--debug shows the traceback)", err=True)
+                ctx.exit(failed)
+
+        return run
+
+    return decorate
+
+
+def together(*options: Function) -> Callable[[Function], Function]:
+    """Return one decorator for several options, in their order."""
+    return lambda function: functools.reduce(lambda found, option: option(found), reversed(options), function)
+
+
+SCHEDULER = click.option(
+    "--scheduler", metavar="ADDRESS", help="Address of a Dask scheduler, as tcp://host:8786; its cluster does the work."
+)
+WORKERS = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    show_default="one a core, at least 2; on GPUs one each",
+    help="Worker processes to start on this machine, where no --scheduler is given.",
+)
+
+
+class Sizes(click.ParamType[Any]):
+    """Positive integers, separated by commas."""
+
+    name = "sizes"
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return them as a tuple."""
+        if isinstance(value, tuple):
+            return value
+        found = [part.strip() for part in str(value).split(",")]
+        if not all(part.isdecimal() and int(part) > 0 for part in found) or len(found) > self.most:
+            self.fail(f"{value!r}: expected up to {self.most} positive numbers, as in 1024,2048", param, ctx)
+        return tuple(map(int, found))
+
+
+OPERANDS = together(
+    click.argument("a"),
+    click.argument("b"),
+    click.option("--op-a", type=click.Choice(["N", "T", "C"]), default="N", help="Take A, its transpose or A^H."),
+    click.option("--op-b", type=click.Choice(["N", "T", "C"]), default="N", help="The same of B."),
+    click.option("--alpha", type=float, default=1.0, help="Factor of the product."),
+    click.option("--c", "c", metavar="FILE", help="C, which is added."),
+    click.option("--beta", type=float, show_default="1 with --c", help="Factor of C."),
+    click.option(
+        "--epilog",
+        type=click.Choice([str(epilog.value) for epilog in Epilog]),
+        metavar="NAME",
+        help="What is done to the product before it is stored: relu, gelu_bias, ... (docs/epilogs.md).",
+    ),
+    click.option("--bias", metavar="FILE", help="Bias of such an epilog: (n,), a value a column; or (m, 1)."),
+    click.option("--aux", metavar="FILE", help="What a forward pass kept, for drelu, dgelu, ..."),
+    click.option("--dtype", metavar="TYPE", help="Type to convert A and B to first, as float32."),
+    click.option("--chunks", type=Sizes(2), metavar="ROWS[,COLUMNS]", help="Chunks of the result."),
+    click.option("--engine", type=click.Choice(["auto", *ENGINES]), help="What multiplies."),
+    click.option("--method", type=click.Choice(["auto", *METHODS]), help="How the work is shared out."),
+)
+
+
+@main.command()
+@click.option(
+    "--size",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="Rows and columns of the two random matrices (float64).",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    show_default="one a core, at least 2; on GPUs one each",
+    help="Worker processes to start.",
+)
+@guarded("the cluster is stopped, the temporary folder is removed.")
+@click.pass_context
+def demo(ctx: click.Context, /, size: int, workers: int | None) -> None:
+    """Multiply on a local cluster: plan, check against NumPy, time next to Dask's own.
+
+    Starts worker processes on this machine and runs two jobs: the principal components of a real data
+    set (handwritten digits, standardised and stored in Zarr), and a product of two random square matrices.
+    """
+    from dask_distmm.tools import demo as job
+    from dask_distmm.tools import local
+
+    workers = workers or local.default_workers()
+    problem = job.too_little_memory(size, workers, local.available_memory())
+    if problem is not None:
+        click.echo(f"Error: {problem}", err=True)
+        ctx.exit(2)
+    job.run(size, workers, click.echo)
+
+
+@main.command()
+@OPERANDS
+@click.option("--out", required=True, metavar="FILE", help="Where the result goes.")
+@click.option("--aux-out", metavar="FILE", help="Where the epilog's auxiliary output goes; dropped by default.")
+@click.option("--overwrite", is_flag=True, help="Replace what is there, once the new result is complete.")
+@SCHEDULER
+@WORKERS
+@guarded("no half-written result is left.")
+def matmul(
+    out: str, aux_out: str | None, overwrite: bool, scheduler: str | None, workers: int | None, **request: Any
+) -> None:
+    """Multiply the arrays in files A and B, and store the result.
+
+    \b
+    Files:
+      X.zarr                  a Zarr array
+      X.zarr::path/of/array   an array in a Zarr group
+      X.npy                   NumPy's format
+      X.h5, X.h5::dataset     HDF5 (needs h5py)
+
+    The result is written beside its place and renamed when it is complete: after an error or Ctrl-C
+    nothing is left behind, and what was there is unchanged. With --scheduler the files must be where all
+    workers see them.
+
+    \b
+    Examples:
+      dask distmm matmul A.zarr B.zarr --out C.zarr
+      dask distmm matmul X.npy X.npy --op-a T --dtype float32 --out gram.npy
+      dask distmm matmul X.zarr W.npy --epilog relu_bias --bias b.npy --out H.zarr
+    """  # noqa: D301 - click reads the backspace
+    from dask_distmm.tools.commands import multiply
+
+    multiply.run(
+        multiply.Request(**request),
+        out,
+        aux_out,
+        scheduler=scheduler,
+        workers=workers,
+        overwrite=overwrite,
+        say=click.echo,
+    )
+
+
+@main.command()
+@OPERANDS
+@SCHEDULER
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    show_default="as `matmul` would start",
+    help="Workers to imagine, where no --scheduler is given.",
+)
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan as a page with pictures.")
+@guarded("nothing was computed.")
+def explain(scheduler: str | None, workers: int | None, html: Path | None, **request: Any) -> None:
+    """Show how A and B would be multiplied: method, bytes, memory, time. Computes nothing.
+
+    Takes the files and options of `matmul`. Without --scheduler it plans for imagined workers with one
+    thread each and no memory limit.
+    """
+    from dask_distmm.tools.commands import multiply
+
+    asked = multiply.Request(**request)
+    plan = multiply.explained(asked, scheduler, workers)
+    click.echo(repr(plan))
+    if html is not None:
+        html.write_text(multiply.page(plan, f"{asked.a} @ {asked.b}"), encoding="utf-8")
+        click.echo(f"pictures: {html}")
+
+
+@main.command()
+@click.option(
+    "--size",
+    "sizes",
+    type=Sizes(16),
+    show_default="1024,2048,4096; on GPUs 4096,8192,16384",
+    metavar="N,N,...",
+    help="Rows of the square factors.",
+)
+@click.option(
+    "--chunks",
+    "grids",
+    type=Sizes(16),
+    default=(4, 8),
+    show_default="4,8",
+    metavar="G,G,...",
+    help="Chunks along each side.",
+)
+@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float64", show_default=True)
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Timings that count.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=80.0,
+    show_default=True,
+    help="Begin no round that would probably end later.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw a plot.")
+@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, not a table.")
+@SCHEDULER
+@WORKERS
+@guarded("the cluster is as it was before.")
+@click.pass_context
+def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, **options: Any) -> None:
+    """Time square products next to Dask's own matmul, and NumPy in one process, in two minutes.
+
+    Inputs are fresh random matrices in memory, results are checked. NumPy has its turn only where the
+    cluster is started here, on CPUs. Exit status: 1 if a case failed or was wrong.
+    """
+    from dask_distmm.tools.commands import bench as job
+
+    if plot is not None:
+        job.check_plot(plot)
+    found = job.run(**options, progress=functools.partial(click.echo, err=True))
+    click.echo(json.dumps(found, indent=1, allow_nan=False) if as_json else job.table(found))
+    if plot is not None:
+        job.draw(found, plot)
+    if job.failures(found):
+        ctx.exit(1)
+
+
+@main.command()
+@SCHEDULER
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@guarded("nothing was changed.", failed=2)
+@click.pass_context
+def check(ctx: click.Context, /, scheduler: str | None, as_json: bool) -> None:
+    """Say what multiplies here, or on every worker of a cluster, and what to mend.
+
+    Engine and why, GPUs, libraries and their versions, memory, threads; what differs between workers.
+
+    \b
+    Exit status:
+      0   nothing to mend
+      1   multiplies work, but something should be mended
+      2   multiplies fail, or that could not be found out
+    """  # noqa: D301 - click reads the backspace
+    from dask_distmm.tools import doctor
+
+    report = doctor.examine(scheduler)
+    click.echo(json.dumps(report.to_json(), indent=1) if as_json else doctor.text(report))
+    ctx.exit(report.status)

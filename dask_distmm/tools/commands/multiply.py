@@ -1,0 +1,362 @@
+"""``dask distmm matmul`` and ``dask distmm explain``: products of arrays in files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import dask
+import dask.array as da
+import numpy as np
+from dask.utils import format_bytes, format_time
+from distributed import Client, as_completed, futures_of, wait
+
+from dask_distmm import BatchPlan, NotCollective, Plan, PlanError, explain, matmul, progress
+from dask_distmm.errors import DistMMError
+from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.tools.commands.stores import (
+    Place,
+    check_target,
+    check_type,
+    make_zarr,
+    parse_place,
+    read,
+    regular,
+    staged,
+    writer,
+)
+from dask_distmm.tools.local import connected, default_workers
+
+__all__ = ["Request", "explained", "page", "run"]
+
+Say = Callable[[str], None]
+
+# Workers may take so long to end the tasks that write, after an error or Ctrl-C (seconds).
+_STOP_SECONDS = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A product as a user asks for it on the command line.
+
+    Parameters
+    ----------
+    a, b, c, bias, aux
+        Where the operands are, and the inputs of the epilog: its bias, and what a forward pass has kept.
+    alpha, beta, op_a, op_b, epilog, engine, method
+        As for `dask_distmm.matmul`.
+    dtype
+        Type to which all operands are converted; None for as stored.
+    chunks
+        Chunk sizes of the last axes of D; None for the operands'.
+    """
+
+    a: str
+    b: str
+    c: str | None = None
+    bias: str | None = None
+    aux: str | None = None
+    alpha: float = 1.0
+    beta: float | None = None
+    op_a: str = "N"
+    op_b: str = "N"
+    epilog: str | None = None
+    engine: str | None = None
+    method: str | None = None
+    dtype: str | None = None
+    chunks: tuple[int, ...] | None = None
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the inputs are."""
+        return [parse_place(text) for text in (self.a, self.b, self.c, self.bias, self.aux) if text is not None]
+
+    @property
+    def kept(self) -> str:
+        """Name of the epilog's auxiliary output; empty for none."""
+        spec = Finish(epilog=self.epilog or "")
+        return spec.saved or spec.sums or spec.operand_sum
+
+    def arguments(self, workers: int) -> tuple[list[da.Array], dict[str, Any]]:
+        """Return positional and keyword arguments for `matmul` and `explain`; the arrays are lazy.
+
+        Parameters
+        ----------
+        workers
+            How many there are: each should get some chunks.
+        """
+        arrays: dict[tuple[Place, str | None], da.Array] = {}
+
+        def get(text: str, dtype: str | None = self.dtype) -> da.Array:
+            # What is named twice is one array: its chunks are read once.
+            place = parse_place(text)
+            if (place, dtype) not in arrays:
+                arrays[place, dtype] = read(place, workers, dtype)
+            return arrays[place, dtype]
+
+        needed = Finish(epilog=self.epilog or "").inputs
+        given: dict[str, Any] = {} if self.bias is None else {"bias": get(self.bias)}
+        if self.aux is not None:
+            name = next((name for name in needed if name.endswith("_aux")), None)
+            if name is None:
+                raise PlanError(
+                    f"--aux is for the epilogs of a backward pass (drelu, dgelu, ...); found {self.epilog!r}"
+                )
+            given[name] = get(self.aux, None if name == "relu_aux" else self.dtype)
+        missing = ["--bias" if name == "bias" else "--aux" for name in needed if name not in given]
+        if missing:
+            raise PlanError(f"epilog {self.epilog!r} needs {missing[0]} FILE")
+        found: dict[str, Any] = {
+            "alpha": self.alpha,
+            "beta": 1.0 if self.beta is None and self.c is not None else self.beta,
+            "op_a": self.op_a,
+            "op_b": self.op_b,
+            "epilog": self.epilog,
+            "epilog_inputs": given or None,
+            "engine": self.engine,
+            "method": self.method,
+        }
+        a, b = get(self.a), get(self.b)
+        if a.ndim == b.ndim == 2:
+            rows = a.chunks[0 if self.op_a == "N" else 1]
+            columns = b.chunks[1 if self.op_b == "N" else 0]
+            found["out_chunks"] = out_chunks((rows, columns), self.chunks)
+        return [a, b, *([get(self.c)] if self.c is not None else [])], found
+
+
+def out_chunks(chunks: Sequence[Sequence[int]], wanted: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
+    """Return equal chunks for an array that is to be stored: like its own, or as wanted along the last axes."""
+    sizes = [regular(axis) for axis in chunks]
+    if wanted and sizes:
+        last = [wanted[0]] * len(sizes) if len(wanted) == 1 else list(wanted)
+        count = min(2, len(last), len(sizes))
+        sizes[-count:] = last[-count:]
+    found = []
+    for size, axis in zip(sizes, chunks, strict=True):
+        full, rest = divmod(sum(axis), size)
+        found.append((size,) * full + (rest,) * (rest > 0) or (0,))
+    return tuple(found)
+
+
+# The plan
+
+
+def explained(request: Request, scheduler: str | None, workers: int | None) -> Plan | BatchPlan | NotCollective:
+    """Return the plan for a product: on a cluster, or on workers of this machine that are only imagined."""
+    if scheduler is None:
+        count = workers or default_workers()
+        arrays, options = request.arguments(count)
+        with dask.config.set(scheduler="threads"):  # whatever client there may be in this process
+            return explain(*arrays, **options, workers=count)
+    with connected(scheduler, None, "explain") as client:
+        arrays, options = request.arguments(_worker_count(client))
+        return explain(*arrays, **options)
+
+
+def page(plan: Plan | BatchPlan | NotCollective, title: str) -> str:
+    """Return a plan as a page for browsers."""
+    from html import escape
+
+    body = plan._repr_html_()
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title></head>\n"
+        f'<body style="font-family: sans-serif; margin: 2em">\n{body}\n</body></html>\n'
+    )
+
+
+# The product
+
+
+def run(
+    request: Request,
+    out: str,
+    aux_out: str | None,
+    *,
+    scheduler: str | None,
+    workers: int | None,
+    overwrite: bool,
+    say: Say,
+) -> None:
+    """Multiply and store the result.
+
+    Parameters
+    ----------
+    request
+        What.
+    out, aux_out
+        Where the result goes, and the epilog's auxiliary output.
+    scheduler, workers
+        As for `connected`.
+    overwrite
+        Whether what is there already is replaced, when the new one is complete.
+    say
+        Prints lines.
+
+    Raises
+    ------
+    DistMMError
+        Something can't be read, multiplied or written. What was there before is unchanged then.
+    """
+    targets = [parse_place(out), *([parse_place(aux_out)] if aux_out is not None else [])]
+    if aux_out is not None and not request.kept:
+        raise PlanError(f"--aux-out: epilog {request.epilog!r} has no auxiliary output")
+    if len({place.target for place in targets}) < len(targets):
+        raise PlanError(f"--out and --aux-out are the same: {out}")
+    for place in targets:
+        check_target(place, overwrite)
+    if scheduler is None:
+        # Before a cluster is started: most mistakes show here.
+        explained(request, None, workers)
+    with contextlib.ExitStack() as stack:
+        paths = [stack.enter_context(staged(place, overwrite)) for place in targets]
+        with connected(scheduler, workers, "matmul") as client:
+            if scheduler is not None:
+                _check_paths(client, [place.path for place in request.places if not place.remote], os.R_OK)
+                _check_paths(client, [str(path.parent) for path in paths if path], os.W_OK)
+            arrays, options = request.arguments(_worker_count(client))
+            plan = explain(*arrays, **options)
+            say(repr(plan).splitlines()[0])
+            results = _results(request, matmul(*arrays, **options), len(targets))
+            for array, place in zip(results, targets, strict=True):
+                check_type(place, array.dtype)
+            started = time.perf_counter()
+            held = _computed(client, results)
+            seconds = time.perf_counter() - started
+            say(_speed(plan, seconds))
+            for array, path, place in zip(held, paths, targets, strict=True):
+                _write(client, array, path, place)
+        del held
+    for array, place in zip(results, targets, strict=True):
+        say(f"{place}: {' x '.join(map(str, array.shape))} {array.dtype}, {format_bytes(array.nbytes)}")
+
+
+def _results(request: Request, found: Any, count: int) -> list[da.Array]:
+    """Return D, and the auxiliary output if it is wanted, in equal chunks."""
+    results = [found[0], found[1][request.kept]] if isinstance(found, tuple) else [found]
+    kept = []
+    for array in results[:count]:
+        chunks = out_chunks(array.chunks, request.chunks)
+        kept.append(array if array.chunks == chunks else array.rechunk(chunks))
+    return kept
+
+
+def _speed(plan: Plan | BatchPlan | NotCollective, seconds: float) -> str:
+    flops = plan.flops if isinstance(plan, Plan) else 0
+    rate = f", {flops / seconds / 1e9:.1f} GFLOP/s" if flops else ""
+    return f"read and multiplied in {format_time(seconds)}{rate}"
+
+
+def _worker_count(client: Client) -> int:
+    count = len(client.nthreads())
+    if not count:
+        raise DistMMError(f"the cluster at {client.scheduler.address} has no workers: start some, dask worker ADDRESS")
+    return count
+
+
+def _check_paths(client: Client, paths: Sequence[str], mode: int) -> None:
+    """Make sure that the workers see the same files as this process."""
+    for path in dict.fromkeys(paths):
+        blind = [address for address, seen in client.run(os.access, path, mode).items() if not seen]
+        if blind:
+            verb = "write to" if mode == os.W_OK else "read"
+            raise DistMMError(f"worker {blind[0]} can't {verb} {path}: files must be where all workers see them")
+
+
+# How far it is
+
+
+def _bar(length: int) -> Any:
+    """Return a progress bar of what is written on standard error; nothing is shown where that is no terminal."""
+    progressbar: Any = click.progressbar
+    file = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    return progressbar(length=length, label=f"{'Writing':<12}", file=file, show_eta=False)
+
+
+def _computed(client: Client, results: Sequence[da.Array]) -> list[da.Array]:
+    """Have the cluster compute arrays, show in a terminal how far it is; return them in the cluster's memory."""
+    held: list[da.Array] = list(client.persist(list(results)))
+    if sys.stderr.isatty():
+        progress(held)
+    for future in as_completed(futures_of(held)):
+        if future.status != "finished":
+            future.result()  # raises what went wrong
+    return held
+
+
+# Writing
+
+
+def _put(target: Any, region: tuple[slice, ...], chunk: Any) -> None:
+    """Write a chunk. Runs on a worker."""
+    target[region] = _on_host(chunk)
+
+
+def _on_host(chunk: Any) -> Any:
+    return chunk.get() if hasattr(chunk, "get") else chunk
+
+
+def _regions(array: da.Array) -> dict[tuple[int, ...], tuple[slice, ...]]:
+    """Return where each chunk of an array lies, by its number."""
+    edges = [list(itertools.pairwise(itertools.accumulate(axis, initial=0))) for axis in array.chunks]
+    return {
+        number: tuple(slice(*edges[axis][at]) for axis, at in enumerate(number))
+        for number in np.ndindex(*array.numblocks)
+    }
+
+
+def _write(client: Client, array: da.Array, path: Path, place: Place) -> None:
+    """Write an array that is in the cluster's memory to a new file or store."""
+    by_key = {future.key: future for future in futures_of(array)}
+    parts = [(region, by_key[array.name, *number]) for number, region in _regions(array).items()]
+    sizes = [axis[0] for axis in array.chunks]
+    with _bar(len(parts)) as bar:
+        if place.kind == "zarr":
+            target = make_zarr(path, place, array.shape, sizes, array.dtype)
+            with _stopped(client):
+                writes = [client.submit(_put, target, region, part, pure=False) for region, part in parts]
+                for done in as_completed(writes):
+                    done.result()
+                    bar.update(1)
+            return
+        # Here, one after the other: a file that several hosts write to at once need not be whole on all file systems.
+        with writer(path, place.kind, place.inner, array.shape, sizes, array.dtype) as put:
+            for region, part in parts:
+                put(region, _on_host(part.result()))
+                bar.update(1)
+
+
+def _nothing() -> None:
+    """Do nothing, on a worker."""
+
+
+def _writing(dask_worker: Any) -> int:
+    """Return how many tasks write, also of those that were cancelled. Runs on a worker."""
+    return sum(str(ts.key).startswith(_put.__name__) for ts in dask_worker.state.all_running_tasks)
+
+
+@contextlib.contextmanager
+def _stopped(client: Client) -> Iterator[None]:
+    """When what happens in the block fails, wait until no worker writes any more: what they write is removed then."""
+    try:
+        yield
+    except BaseException:
+        deadline = time.monotonic() + _STOP_SECONDS
+        with contextlib.suppress(Exception):
+            client.cancel([key for key in client.futures if str(key).startswith(_put.__name__)])
+            # A worker gets messages in order: one that has run this begins none of the writes any more.
+            workers = client.nthreads()
+            told = [client.submit(_nothing, workers=[address], pure=False, priority=1) for address in workers]
+            wait(told, timeout=_STOP_SECONDS)
+            while any(client.run(_writing).values()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        raise

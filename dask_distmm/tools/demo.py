@@ -1,0 +1,286 @@
+"""The demo: two jobs on a local cluster, each with its plan, its check against NumPy and its time.
+
+The first is a principal component analysis of a real data set from a Zarr store, the second a product of two
+random square matrices. Everything is timed next to Dask's own matmul, on the same inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+from dask.utils import format_bytes, format_time
+from distributed import futures_of, wait
+from numpy.typing import NDArray
+
+from dask_distmm import enabled, explain
+from dask_distmm._version import __version__
+from dask_distmm.arrays.dispatch import dask_matmul
+from dask_distmm.errors import DistMMError
+from dask_distmm.runtime.keys import barrier_key
+from dask_distmm.tools.local import available_memory, chunk_rows, running_cluster, use_gpus
+
+__all__ = [
+    "memory_needed",
+    "run",
+    "too_little_memory",
+    "with_products",
+    "worst_error",
+]
+
+Say = Callable[[str], None]
+Multiply = Callable[[], da.Array]
+
+ROUNDS = 3
+COMPONENTS = 32
+# On the workers A, B and the product, and as much as one more of partial sums and tiles on their way; in this
+# process B and |B|, for the check.
+MATRICES = 6
+# A Python process with Dask and NumPy; this process, with the first job's data everywhere.
+WORKER_BYTES = 150 * 2**20
+FIXED_BYTES = 512 * 2**20
+# Of the strips in which results are checked.
+STRIP_ROWS = 512
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The machine
+
+
+def memory_needed(size: int, workers: int) -> int:
+    """Return the bytes that the demo needs at most, in all of its processes."""
+    return MATRICES * 8 * size**2 + WORKER_BYTES * workers + FIXED_BYTES
+
+
+def too_little_memory(size: int, workers: int, available: int) -> str | None:
+    """Return why the demo does not fit in memory, with what would fit; None if it fits."""
+    needed = memory_needed(size, workers)
+    if needed <= available:
+        return None
+    spare = available - memory_needed(0, workers)
+    if spare < MATRICES * 8:
+        advice = "not even --size 1 fits: take fewer workers" if workers > 1 else "free some memory"
+    else:
+        advice = f"--size {math.isqrt(spare // (MATRICES * 8))} would fit"
+    return (
+        f"too little memory: --size {size} with {workers} workers needs about {format_bytes(needed)} "
+        f"({MATRICES} matrices of {size} x {size} float64: A, B, product and partial sums on the workers, "
+        f"2 here for the check; and {format_bytes(memory_needed(0, workers))} for the processes); "
+        f"{format_bytes(available)} are available; {advice}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The check
+
+
+def worst_error(a: NDArray[Any], b: NDArray[Any], magnitude_b: NDArray[Any], c: NDArray[Any]) -> float:
+    """Return the largest error of ``c`` against NumPy's ``a @ b``, in units of what rounding may do.
+
+    The unit is ``k eps sum_k |a_ik| |b_kj|`` for each element: two sums of k products, in any order, differ by
+    no more (Higham, Accuracy and Stability, 3.5). A multiple of eps without k, as testers take for random
+    numbers, does not hold for data such as images: equal terms, of which there are many, round the same way
+    and NumPy's own product is then several times outside. Above 1 the product is wrong; NaN is infinitely so.
+    """
+    error = np.abs(c - a @ b)
+    bound = a.shape[1] * np.finfo(c.dtype).eps * (np.abs(a) @ magnitude_b)
+    share = np.divide(error, bound, out=np.where(error == 0, 0.0, np.inf), where=bound > 0)
+    return float(np.max(np.nan_to_num(share, nan=np.inf, posinf=np.inf)))
+
+
+def check(a: da.Array, b: da.Array, c: da.Array) -> float:
+    """Compare all of a product with NumPy's in this process, a strip of rows at a time; return the worst.
+
+    Raises
+    ------
+    DistMMError
+        The product is wrong.
+    """
+    here = np.asarray(b.compute())
+    magnitude = np.abs(here)
+    worst = 0.0
+    for start in range(0, c.shape[0], STRIP_ROWS):
+        rows = slice(start, start + STRIP_ROWS)
+        left, found = dask.compute(a[rows], c[rows])
+        worst = max(worst, worst_error(left, here, magnitude, found))
+    if worst > 1:
+        raise DistMMError(f"the product is wrong: its largest error is {worst:.3g} times what rounding may do")
+    return worst
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The time
+
+
+def finish(product: da.Array) -> da.Array:
+    """Have the cluster compute a product; return it once all of it is in its memory."""
+    product = product.persist()
+    wait(product)
+    for future in futures_of(product):
+        if future.status != "finished":
+            future.result()  # raises what went wrong
+    return product
+
+
+def seconds(multiply: Multiply) -> float:
+    """Return the time from the expression to the product in memory, and drop the product."""
+    start = time.perf_counter()
+    product = finish(multiply())
+    duration = time.perf_counter() - start
+    del product
+    return duration
+
+
+def side_by_side(ways: Sequence[Multiply]) -> list[float]:
+    """Return the median time of each way to multiply; they take turns, after a first turn for warming up."""
+    turns = [[seconds(way) for way in ways] for _ in range(ROUNDS + 1)]
+    return [statistics.median(column) for column in zip(*turns[1:], strict=True)]
+
+
+def ratio_text(ours: float, stock: float) -> str:
+    """Return how two times compare, in words and figures."""
+    ratio = stock / ours
+    if 0.95 < ratio < 1.05:
+        return f"{ratio:.2f}: as fast as Dask's own matmul"
+    return f"{ratio:.2f} times the speed of Dask's own matmul" + ("" if ratio > 1 else " (slower)")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The jobs
+
+
+def with_products(pixels: NDArray[Any]) -> NDArray[Any]:
+    """Return columns and the products of all pairs of them, each with itself included."""
+    left, right = np.triu_indices(pixels.shape[1])
+    return np.concatenate([pixels, pixels[:, left] * pixels[:, right]], axis=1)
+
+
+def digits(workers: int) -> da.Array:
+    """Return scikit-learn's handwritten digits with products of pixels, standardised. Lazy."""
+    from sklearn.datasets import load_digits
+
+    pixels = load_digits().data
+    count, width = pixels.shape
+    features = width + width * (width + 1) // 2
+    rows = chunk_rows(count, workers)
+    source = da.from_array(pixels, chunks=(rows, width))
+    table = source.map_blocks(with_products, chunks=(source.chunks[0], (features,)), dtype=pixels.dtype)
+    table = table.rechunk((rows, chunk_rows(features, workers)))
+    deviation = table.std(axis=0)
+    # Pixels in the corners are never inked: their columns are constant, and become zeros.
+    return (table - table.mean(axis=0)) / da.where(deviation > 0, deviation, 1.0)
+
+
+def collective(a: da.Array, b: da.Array) -> da.Array:
+    """Return ``a @ b`` with dask_distmm enabled. Lazy."""
+    with enabled():
+        product = a @ b
+    if barrier_key(product.name) not in product.dask:
+        raise DistMMError(f"dask_distmm did not take this product: {explain(a, b)!r}")
+    return product
+
+
+def checked(say: Say, title: str, a: da.Array, b: da.Array) -> da.Array:
+    """Multiply; print the plan and the check; return the product, in the cluster's memory."""
+    say(f"\n  {title}")
+    say(indented(repr(explain(a, b))))
+    product = finish(collective(a, b))
+    worst = check(a, b, product)
+    say(
+        f"    check     right: all {product.size:,} elements are as NumPy's, up to rounding; the largest"
+        f"\n              error is {100 * worst:.2g} % of what rounding may do, k eps |A| |B|"
+    )
+    return product
+
+
+def compare(say: Say, a: da.Array, b: da.Array) -> None:
+    """Time a product of operands in memory next to Dask's own; print times and ratio."""
+    ours, stock = side_by_side([lambda: collective(a, b), lambda: dask_matmul(a, b)])
+    say(
+        f"    time      dask_distmm {format_time(ours)}, Dask's own matmul {format_time(stock)} "
+        f"(inputs in memory, medians of {ROUNDS})"
+        f"\n    ratio     {ratio_text(ours, stock)}"
+    )
+
+
+def indented(text: str) -> str:
+    """Return a plan as it stands under a title."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def components(gram: NDArray[np.float64], count: int) -> tuple[NDArray[np.float64], float]:
+    """Return the leading eigenvectors of a Gram matrix as columns, and their share of the variance."""
+    values, vectors = np.linalg.eigh(gram)
+    return vectors[:, ::-1][:, :count], float(values[-count:].sum() / values.sum())
+
+
+def principal_components(say: Say, workers: int, folder: Path) -> None:
+    """Run the job on real data."""
+    store = folder / "digits.zarr"
+    digits(workers).to_zarr(str(store))
+    x = da.from_zarr(str(store))
+    say("\n1. Principal components of real data")
+    say(
+        "  X: scikit-learn's handwritten digits, 1797 images of 64 pixels, with the products of all pairs\n"
+        f"  of them, columns standardised: {x.shape[0]} x {x.shape[1]} {x.dtype}, {format_bytes(x.nbytes)}, "
+        f"computed by Dask\n  and written to {store}"
+    )
+    gram = checked(say, "Gram matrix X.T @ X, from the store", x.T, x).compute()
+    held = finish(x)
+    compare(say, held.T, held)
+    del held  # its keys are those of x: what comes next would not read the store
+    found, share = components(gram, COMPONENTS)
+    say(f"\n  V: the {COMPONENTS} leading eigenvectors; they carry {100 * share:.1f} % of the variance")
+    v = da.from_array(found, chunks=(x.chunks[1], COMPONENTS))
+    checked(say, "Projection X @ V, from the store", x, v)
+    compare(say, finish(x), finish(v))
+
+
+def square_product(say: Say, size: int, workers: int) -> None:
+    """Run the job on random matrices."""
+    say("\n2. Square product")
+    side = chunk_rows(size, workers)
+    random = da.random.default_rng()
+    a, b = (finish(random.standard_normal((size, size), chunks=(side, side))) for _ in range(2))
+    checked(say, f"A @ B, {size} x {size} random numbers each, in memory", a, b)
+    compare(say, a, b)
+
+
+def run(size: int, workers: int, say: Say) -> None:
+    """Run the demo.
+
+    Parameters
+    ----------
+    size
+        Rows and columns of the square product.
+    workers
+        Worker processes to start.
+    say
+        Prints lines.
+
+    Raises
+    ------
+    DistMMError
+        A product failed, or is wrong.
+    KeyboardInterrupt
+        Ctrl-C. The cluster is stopped and its files are removed then, as always.
+    """
+    # The scheduler is in this process, and tells of every worker that is stopped.
+    logging.getLogger("dask_distmm").setLevel(logging.ERROR)
+    say(f"dask_distmm {__version__} demo: {workers} {'GPU workers' if use_gpus() else 'workers of one thread'}")
+    say(
+        f"memory: at most about {format_bytes(memory_needed(size, workers))} of {format_bytes(available_memory())} available"
+    )
+    # Small products too, and whatever the user's configuration says.
+    settings = {"distmm.minimum-flops": 0, "distmm.enabled": None}
+    with dask.config.set(settings), running_cluster(workers, "demo") as (_, folder):
+        principal_components(say, workers, folder)
+        square_product(say, size, workers)

@@ -1,0 +1,201 @@
+"""What one process can say of its machine and its libraries, as plain types. Crashes nowhere, changes nothing.
+
+Imports nothing but the standard library at the top: the whole module is sent by value to workers that may lack this
+package. What it asks of a library is in a function of its own, so that a broken one takes no other answer with it.
+No CUDA context is made: GPUs are asked by NVML, versions by functions that need no device.
+
+``python -m dask_distmm.tools.doctor.facts`` prints the facts of a fresh process: a library that ends the process
+when it is loaded then takes no more than that process with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# Distributions by what they are called here; the first that is installed counts.
+DISTRIBUTIONS = {
+    "dask_distmm": ("dask_distmm",),
+    "dask": ("dask",),
+    "distributed": ("distributed",),
+    "numpy": ("numpy",),
+    "zarr": ("zarr",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "nvmath": ("nvmath-python",),
+    "nccl4py": ("nccl4py",),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "cublasmp": ("nvidia-cublasmp-cu13", "nvidia-cublasmp-cu12"),
+    "dask_cuda": ("dask-cuda",),
+    "ucxx": ("distributed-ucxx-cu13", "distributed-ucxx-cu12", "distributed-ucxx"),
+    "rmm": ("rmm-cu13", "rmm-cu12", "rmm"),
+}
+
+
+def attempt(question: Callable[[], Any]) -> Any:
+    """Return an answer, or ``{"error": ...}``: libraries that are missing or broken raise whatever they like."""
+    try:
+        return question()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
+def versions() -> dict[str, str | None]:
+    """Return the installed version of each library by what it is called here, None where it is missing."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name, candidates in DISTRIBUTIONS.items():
+        found[name] = None
+        for candidate in candidates:
+            try:
+                found[name] = importlib.metadata.version(candidate)
+            except Exception:  # not installed, or what is there has no metadata that can be read
+                continue
+            break
+    return found
+
+
+def cuda_major() -> int | None:
+    """Return the CUDA version that the installed CuPy was made for, None if there is none or it doesn't say."""
+    for major in (13, 12):
+        try:
+            importlib.metadata.version(f"cupy-cuda{major}x")
+        except Exception:
+            continue
+        return major
+    return None
+
+
+def engines() -> dict[str, Any]:
+    """Return for each engine of this package its libraries' versions, or why it can't run here."""
+    base = importlib.import_module("dask_distmm.engines.base")
+
+    def ask(name: str) -> dict[str, str]:
+        return dict(base.get_engine(name).versions())
+
+    return {name: attempt(functools.partial(ask, name)) for name in base.ENGINES}
+
+
+def gpus() -> dict[str, Any]:
+    """Return the GPUs, the driver, the pairs without peer access; asked of NVML, which makes no context."""
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+
+        def name(text: Any) -> str:
+            return text.decode() if isinstance(text, bytes) else str(text)
+
+        def reaches(one: Any, other: Any) -> bool:
+            status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
+            return bool(status == nvml.NVML_P2P_STATUS_OK)
+
+        apart = attempt(
+            lambda: [
+                [i, j]
+                for i, one in enumerate(handles)
+                for j, other in enumerate(handles)
+                if i < j and not (reaches(one, other) and reaches(other, one))
+            ]
+        )
+        return {
+            "driver": name(nvml.nvmlSystemGetDriverVersion()),
+            "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+            "devices": [
+                {
+                    "name": name(nvml.nvmlDeviceGetName(handle)),
+                    "uuid": name(nvml.nvmlDeviceGetUUID(handle)),
+                    "memory": int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+                }
+                for handle in handles
+            ],
+            "without_peer_access": apart,
+        }
+    finally:
+        nvml.nvmlShutdown()
+
+
+def rmm() -> dict[str, Any] | None:
+    """Return what this process allocates device memory from; None if it has not loaded RMM, which sets no pool then."""
+    if "rmm" not in sys.modules:
+        return None
+    found = sys.modules["rmm"].mr.get_current_device_resource()
+    pool = 0
+    size = getattr(found, "pool_size", None)
+    if callable(size):
+        pool = int(size())
+    cupy = sys.modules.get("cupy")
+    allocator = cupy.cuda.get_allocator() if cupy is not None else None
+    return {
+        "resource": type(found).__name__,
+        "pool_bytes": pool,
+        "used_by_cupy": "rmm" in str(getattr(allocator, "__module__", "")),
+    }
+
+
+def blas() -> list[dict[str, Any]]:
+    """Return the BLAS libraries of this process, as NumPy has loaded them."""
+    importlib.import_module("numpy")
+    pools = importlib.import_module("threadpoolctl").threadpool_info()
+    kept = ("internal_api", "version", "num_threads", "architecture", "threading_layer")
+    return [{key: pool.get(key) for key in kept} for pool in pools if pool.get("user_api") == "blas"]
+
+
+def memory() -> int:
+    """Return the bytes of memory that this process may use, within its container."""
+    return int(importlib.import_module("distributed.system").MEMORY_LIMIT)
+
+
+def cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def of_process() -> dict[str, Any]:
+    """Return the facts of this process. May take seconds, as it loads the engines' libraries."""
+    return {
+        "host": platform.node(),
+        "versions": versions(),
+        "cuda_major": cuda_major(),
+        "engines": attempt(engines),
+        "gpus": attempt(gpus),
+        "driver_loaded": os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/dxg"),
+        "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "rmm": attempt(rmm),
+        "blas": attempt(blas),
+        "cores": cores(),
+        "memory": attempt(memory),
+    }
+
+
+async def of_worker(dask_worker: Any = None) -> dict[str, Any]:
+    """Return the facts of a worker; called by ``Client.run``. Off the event loop, which goes on."""
+    found = await asyncio.to_thread(of_process)
+    return found | {
+        "threads": int(dask_worker.state.nthreads),
+        "memory_limit": int(getattr(dask_worker.memory_manager, "memory_limit", None) or 0),
+        "nanny": bool(dask_worker.nanny),
+        "plugin": "distmm" in dask_worker.extensions,
+        "protocol": str(dask_worker.address).partition("://")[0],
+    }
+
+
+async def of_scheduler(dask_scheduler: Any = None) -> dict[str, Any]:
+    """Return the facts of a scheduler, which needs no GPU; called by ``Client.run_on_scheduler``."""
+    return {
+        "host": platform.node(),
+        "versions": versions(),
+        "plugin": "distmm" in dask_scheduler.plugins,
+        "package": attempt(lambda: bool(importlib.import_module("dask_distmm"))),
+    }
+
+
+if __name__ == "__main__":
+    json.dump(of_process(), sys.stdout)

@@ -1,0 +1,377 @@
+"""From facts to findings: what is wrong, and the command that mends it. Pure.
+
+Findings have three weights: an *error* makes multiplies fail; a *warning* makes them slow, or can make them fail; a
+*note* is worth knowing.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dask.utils import format_bytes
+
+__all__ = ["HERE", "Finding", "Report", "differing", "judge", "short"]
+
+# What the only "worker" is called where no cluster was asked.
+HERE = "this machine"
+_LEVELS = ("note", "warning", "error")
+# Dask's libraries speak with each other, and functions travel from one Python to another.
+_SAME_EVERYWHERE = ("python", "dask", "distributed", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Parameters
+    ----------
+    level
+        ``"error"``, ``"warning"`` or ``"note"``.
+    text
+        What was found, and what is expected.
+    remedy
+        The command that mends it, or what to do; empty where there is nothing to do.
+    where
+        Addresses of the workers that it is about; empty for all.
+    """
+
+    level: str
+    text: str
+    remedy: str = ""
+    where: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All that was collected, and what it means.
+
+    Parameters
+    ----------
+    workers
+        For each address the facts of that worker, as `facts.of_worker` gives them; or ``{"error": reason}``.
+    client
+        Facts of this process: its versions.
+    scheduler
+        Facts of the scheduler; None where there is none.
+    address
+        Of the scheduler; empty where there is none.
+    wanted
+        The engine that is asked for, by the config ``distmm.engine``; ``"auto"`` for none.
+    engines
+        Names of all engines, those that are taken first first.
+    """
+
+    workers: Mapping[str, Mapping[str, Any]]
+    client: Mapping[str, Any]
+    scheduler: Mapping[str, Any] | None
+    address: str
+    wanted: str
+    engines: tuple[str, ...]
+
+    @property
+    def answering(self) -> dict[str, Mapping[str, Any]]:
+        """The workers that could be asked."""
+        return {address: facts for address, facts in self.workers.items() if "error" not in facts}
+
+    def able(self, engine: str) -> list[str]:
+        """Return the addresses of the workers that have an engine, and can use it together."""
+        found = [address for address, facts in self.answering.items() if "error" not in _engine(facts, engine)]
+        return [] if engine == "peer" and _apart([self.answering[address] for address in found]) else found
+
+    @property
+    def engine(self) -> str | None:
+        """The engine that would multiply NumPy arrays here; None if there is none."""
+        asked = self.engines if self.wanted == "auto" else (self.wanted,)
+        return next((name for name in asked if self.able(name)), None)
+
+    @property
+    def reason(self) -> str:
+        """Why it is this engine."""
+        name = self.engine
+        if name is None:
+            return (
+                "no worker has an engine" if self.wanted == "auto" else f"no worker has {self.wanted!r}, as asked for"
+            )
+        if self.wanted != "auto":
+            return f"the configuration asks for it: distmm.engine is {self.wanted!r}"
+        better = self.engines[: self.engines.index(name)]
+        if not better:
+            return "the first choice, and it can run"
+        causes: dict[str, list[str]] = {}
+        for other in better:
+            cause = _why_not(self, other).removeprefix("EngineError: ").removeprefix(f"engine {other!r} ")
+            causes.setdefault(cause.removeprefix("can't be imported: "), []).append(other)
+        return "; ".join(f"{' and '.join(others)} can't run: {cause}" for cause, others in causes.items())
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, the worst first."""
+        return sorted(judge(self), key=lambda found: -_LEVELS.index(found.level))
+
+    @property
+    def status(self) -> int:
+        """Exit status of the command: 2 with an error, 1 with a warning, else 0."""
+        return max((_LEVELS.index(found.level) for found in self.findings), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain types."""
+        return {
+            "status": self.status,
+            "engine": self.engine,
+            "reason": self.reason,
+            "findings": [dataclasses.asdict(found) for found in self.findings],
+            "address": self.address,
+            "client": dict(self.client),
+            "scheduler": self.scheduler and dict(self.scheduler),
+            "workers": {address: dict(facts) for address, facts in self.workers.items()},
+        }
+
+
+def short(addresses: Sequence[str], most: int = 3) -> str:
+    """Return some addresses as text, and how many more there are."""
+    more = len(addresses) - most
+    return ", ".join(addresses[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def differing(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return who has which value, by value as text; the most common first."""
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for who, value in values.items():
+        found["none" if value is None else str(value)].append(who)
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+
+
+def judge(report: Report) -> Iterator[Finding]:
+    """Yield all findings."""
+    if not report.workers:
+        yield Finding("error", "the cluster has no workers", f"dask worker {report.address} --preload dask_distmm")
+        return
+    for address, facts in report.workers.items():
+        if "error" in facts:
+            yield Finding("error", f"could not be asked: {facts['error']}", "look at its log", (address,))
+    yield from _package(report)
+    yield from _engines(report)
+    yield from _versions(report)
+    yield from _gpus(report)
+    yield from _machines(report)
+
+
+def _package(report: Report) -> Iterator[Finding]:
+    """Yield what is wrong unless dask_distmm is everywhere, in one version."""
+    here = report.client["versions"]["dask_distmm"]
+    install = f'python -m pip install "dask_distmm=={here}"'
+    missing = [a for a, facts in report.answering.items() if not facts["versions"]["dask_distmm"]]
+    if missing:
+        yield Finding(
+            "error", "dask_distmm is not installed", f"{install}   # there, then restart them", tuple(missing)
+        )
+    others = {
+        a: v for a, facts in report.answering.items() if (v := facts["versions"]["dask_distmm"]) not in (None, here)
+    }
+    for version, addresses in differing(others).items():
+        yield Finding(
+            "error", f"dask_distmm {version} is installed there, {here} here", f"{install}   # there", tuple(addresses)
+        )
+    if report.scheduler is None:
+        return
+    version = report.scheduler["versions"]["dask_distmm"]
+    if version is None or version != here:
+        found = f"has dask_distmm {version}, this client {here}" if version else "lacks dask_distmm"
+        yield Finding("error", f"the scheduler {found}", f"{install}   # there, then restart it")
+    elif isinstance(broken := report.scheduler.get("package"), Mapping):
+        yield Finding("error", f"the scheduler can't import dask_distmm: {broken['error']}", f"{install}   # there")
+
+
+def _engines(report: Report) -> Iterator[Finding]:
+    """Yield what is wrong unless the engine that multiplies is on all workers, with the same libraries."""
+    for address, facts in report.answering.items():
+        if facts["versions"]["dask_distmm"] and "error" in (found := facts["engines"]):
+            yield Finding("error", f"dask_distmm can't be imported: {found['error']}", "", (address,))
+    name = report.engine
+    if name is None:
+        # Where all lack the package that has been said.
+        if any("error" not in facts["engines"] for facts in report.answering.values()):
+            why = "; ".join(f"{engine}: {_why_not(report, engine)}" for engine in report.engines)
+            remedy = 'python -m pip install "dask_distmm[cu13]"   # or cu12' if report.wanted == "cublasmp" else ""
+            yield Finding("error", f"{report.reason}. {why}", remedy)
+        return
+    able = report.able(name)
+    # Of those that lack the package or can't import it something else is said.
+    without = [
+        address
+        for address, facts in report.answering.items()
+        if address not in able and facts["versions"]["dask_distmm"] and "error" not in facts["engines"]
+    ]
+    if without:
+        yield Finding(
+            "warning",
+            f"only {len(able)} of {len(report.answering)} workers have engine {name!r}, the others don't multiply: "
+            f"{_engine(report.answering[without[0]], name).get('error', 'it is missing')}",
+            _install(report.answering[without[0]]) if name != "numpy" else "",
+            tuple(without),
+        )
+    libraries = {a: ", ".join(f"{k} {v}" for k, v in sorted(_engine(report.answering[a], name).items())) for a in able}
+    found = differing(libraries)
+    if len(found) > 1:
+        listed = "; ".join(f"{text or 'unknown'} on {short(who)}" for text, who in found.items())
+        yield Finding(
+            "error",
+            f"workers have different libraries of engine {name!r}: {listed}",
+            _install(report.answering[able[0]]),
+        )
+
+
+def _versions(report: Report) -> Iterator[Finding]:
+    """Yield which libraries are not the same for client, scheduler and workers."""
+    everybody = {"this client": report.client, **report.answering}
+    if report.scheduler is not None:
+        everybody["the scheduler"] = report.scheduler
+    for name in _SAME_EVERYWHERE:
+        versions = {who: facts["versions"].get(name) for who, facts in everybody.items()}
+        if name == "numpy":  # the scheduler doesn't compute
+            versions.pop("the scheduler", None)
+        if name == "python":  # functions travel between releases that differ in the third number only
+            versions = {who: version and ".".join(version.split(".")[:2]) for who, version in versions.items()}
+        found = differing(versions)
+        if len(found) > 1:
+            common = next(iter(found))
+            listed = "; ".join(f"{version} on {short(who)}" for version, who in found.items())
+            remedy = "" if name == "python" else f'python -m pip install "{name}=={common}"   # on the others'
+            yield Finding(
+                "warning", f"versions of {name} differ: {listed}", remedy or f"use Python {common} everywhere"
+            )
+
+
+def _gpus(report: Report) -> Iterator[Finding]:
+    """Yield what is wrong unless GPUs are used, each by one worker, and reach each other."""
+    owners: dict[str, list[str]] = collections.defaultdict(list)
+    seen: set[tuple[str, str]] = set()
+    for address, facts in report.answering.items():
+        gpus, host = facts["gpus"], str(facts["host"])
+        if "error" in gpus:
+            if facts["driver_loaded"] and (host, "nvml") not in seen:
+                seen.add((host, "nvml"))
+                text = f"{host} has an NVIDIA driver, but its GPUs can't be listed: {gpus['error']}"
+                yield Finding("warning", text, "python -m pip install nvidia-ml-py", (address,))
+            continue
+        if not gpus["devices"]:
+            continue
+        if all("error" in _engine(facts, name) for name in ("peer", "cublasmp")) and report.engine in (None, "numpy"):
+            if (host, "unused") not in seen:
+                seen.add((host, "unused"))
+                text = f"{host} has GPUs that are not used: {_engine(facts, 'cublasmp').get('error')}"
+                yield Finding("warning", text, _install(facts), (address,))
+            continue
+        driver, built = int(str(gpus["cuda"]).partition(".")[0]), facts["cuda_major"]
+        if built and driver < built and (host, "driver") not in seen:
+            seen.add((host, "driver"))
+            text = f"{host}: the driver {gpus['driver']} is for CUDA {gpus['cuda']}, the libraries are for CUDA {built}"
+            yield Finding("error", text, _install(facts), (address,))
+        if (mine := _device(facts)) is not None:
+            owners[f"{host} {mine}"].append(address)
+        apart = gpus["without_peer_access"]
+        if isinstance(apart, list) and apart and (host, "peers") not in seen:
+            seen.add((host, "peers"))
+            pairs = ", ".join(f"{i}-{j}" for i, j in apart[:6]) + ", ..." * (len(apart) > 6)
+            text = (
+                f"{host}: GPUs without peer access: {pairs}; what they exchange takes the way through the host's memory"
+            )
+            yield Finding("warning", text, "nvidia-smi topo -p2p r   # shows why", (address,))
+        yield from _pool(address, facts)
+        if report.address and not facts.get("nanny", True):
+            text = "a GPU worker without a nanny stays gone after another rank has died in a collective call"
+            yield Finding("warning", text, f"dask cuda worker {report.address} --preload dask_distmm", (address,))
+    for device, addresses in owners.items():
+        if len(addresses) > 1:
+            text = f"{len(addresses)} workers share one GPU ({device}); a rank needs one of its own"
+            remedy = f"dask cuda worker {report.address} --preload dask_distmm   # starts one worker a GPU"
+            yield Finding("error", text, remedy, tuple(addresses))
+
+
+def _pool(address: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what is wrong with a pool of device memory that CuPy takes no memory from."""
+    rmm = facts["rmm"]
+    if rmm and "error" not in rmm and "Pool" in rmm["resource"] and not rmm["used_by_cupy"]:
+        size = f" ({format_bytes(rmm['pool_bytes'])})" if rmm["pool_bytes"] else ""
+        text = f"the RMM pool{size} is not used by CuPy: its memory is lost to multiplies"
+        yield Finding("warning", text, "dask cuda worker ... --rmm-allocator-external-lib-list cupy", (address,))
+
+
+def _machines(report: Report) -> Iterator[Finding]:
+    """Yield what is wrong unless threads and memory of the workers fit their machines."""
+    for address, facts in report.answering.items():
+        if isinstance(facts["blas"], list) and not facts["blas"] and report.engine == "numpy":
+            text = "no BLAS that threadpoolctl knows: the engine can't set its threads, NumPy may be slow"
+            yield Finding("warning", text, "python -m pip install --force-reinstall numpy", (address,))
+    if not report.address:
+        return
+    hosts: dict[str, list[str]] = collections.defaultdict(list)
+    for address, facts in report.answering.items():
+        hosts[facts["host"]].append(address)
+    for host, addresses in hosts.items():
+        workers = [report.answering[address] for address in addresses]
+        threads, cores = _sum(worker["threads"] for worker in workers), max(worker["cores"] for worker in workers)
+        if report.engine == "numpy" and threads > cores:
+            text = f"{host}: {threads} threads of {len(workers)} workers on {cores} cores; BLAS gets slower by that"
+            fewer = max(1, cores // len(workers))
+            remedy = f"dask worker {report.address} --nworkers {min(len(workers), cores)} --nthreads {fewer}"
+            yield Finding("warning", text, remedy, tuple(addresses))
+        limits = [worker["memory_limit"] for worker in workers]
+        there = workers[0]["memory"]
+        if isinstance(there, int) and all(limits) and _sum(limits) > 1.02 * there:
+            text = f"{host}: the workers' memory limits add up to {format_bytes(_sum(limits))} of {format_bytes(there)}"
+            remedy = f"dask worker {report.address} --nworkers {len(workers)} --memory-limit auto"
+            yield Finding("warning", text, remedy, tuple(addresses))
+        if report.engine == "numpy" and not all(limits):
+            unlimited = tuple(a for a in addresses if not report.answering[a]["memory_limit"])
+            text = "no memory limit: a multiply that needs too much is not refused before it starts"
+            yield Finding("note", text, f"dask worker {report.address} --memory-limit auto", unlimited)
+    if report.scheduler is not None and not report.scheduler["plugin"]:
+        yield Finding("note", "the plugin is not on the scheduler yet: the first multiply puts it in place")
+
+
+def _engine(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return what a worker says of an engine."""
+    engines: Mapping[str, Any] = facts["engines"]
+    if "error" in engines:
+        return engines
+    found: Mapping[str, Any] = engines.get(name, {"error": f"its dask_distmm has no engine {name!r}"})
+    return found
+
+
+def _apart(workers: Sequence[Mapping[str, Any]]) -> str:
+    """Say why workers with the engine peer can't read each other's memory; empty if they can."""
+    hosts = {str(facts["host"]) for facts in workers}
+    if len(hosts) > 1:
+        return f"its GPUs are on {len(hosts)} hosts"
+    return "not all GPUs have peer access" if any(facts["gpus"].get("without_peer_access") for facts in workers) else ""
+
+
+def _why_not(report: Report, engine: str) -> str:
+    # Those that can't even import the package say nothing about an engine.
+    asked = sorted(report.answering.values(), key=lambda facts: "error" in facts["engines"])
+    reasons = [_engine(facts, engine).get("error") for facts in asked]
+    apart = _apart([facts for facts, error in zip(asked, reasons, strict=True) if not error])
+    return next((str(reason) for reason in reasons if reason), apart or "no worker could be asked")
+
+
+def _install(facts: Mapping[str, Any]) -> str:
+    """Return the command that installs the libraries for GPUs, for the CUDA of the driver."""
+    driver = str(facts["gpus"].get("cuda", "13"))
+    return f'python -m pip install --upgrade "dask_distmm[{"cu12" if driver.startswith("12") else "cu13"}]"'
+
+
+def _device(facts: Mapping[str, Any]) -> str | None:
+    """Return the UUID of the GPU that a worker computes on: the first that it sees. None if that is not known."""
+    devices, visible = facts["gpus"]["devices"], facts["visible_devices"]
+    first = "0" if visible is None else str(visible).split(",")[0].strip()
+    if first.isdecimal():
+        return str(devices[int(first)]["uuid"]) if int(first) < len(devices) else None
+    return next((str(device["uuid"]) for device in devices if first and device["uuid"].startswith(first)), None)
+
+
+def _sum(values: Iterable[Any]) -> int:
+    return sum(int(value) for value in values)
