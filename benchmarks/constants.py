@@ -24,8 +24,8 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks.overhead import extents, operands, seconds
 from dask_distmm import matmul
-from dask_distmm.arrays.dispatch import dask_matmul
-from dask_distmm.arrays.request import make_problem
+from dask_distmm.arrays.request import make_problem, parse
+from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.engines.numpy.blas import gemm
 from dask_distmm.numeric.types import dtype_from_name
@@ -110,7 +110,7 @@ def problem_of(count: int) -> Problem:
     """Return the problem of a tiny product."""
     n, sizes = extents(count)
     a, b = (da.ones((n, n), chunks=sizes) for _ in "ab")
-    return make_problem(a, b, "auto", "auto", None, None)
+    return make_problem(parse(a, b))
 
 
 def fetch(address: str, key: str) -> float:

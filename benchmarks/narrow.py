@@ -54,7 +54,7 @@ def multiply(client: Client, way: str, a: da.Array, b: da.Array) -> tuple[da.Arr
     """Return the product, the seconds from chunks in memory to chunks in memory, and what the run's event says."""
     options: dict[str, Any] = {"compute_type": WAYS[way][1]}
     if way.startswith("float8"):
-        (a, scale_a), (b, scale_b) = (dask_distmm.arrays.quantize(x, "float8_e4m3") for x in (a, b))
+        (a, scale_a), (b, scale_b) = (dask_distmm.quantize(x, "float8_e4m3") for x in (a, b))
         a, b, scale_a, scale_b = client.persist([a, b, scale_a, scale_b])
         wait([a, b, scale_a, scale_b])
         scales = {"a": float(scale_a.compute()), "b": float(scale_b.compute())}

@@ -24,7 +24,7 @@ from distributed import Client, LocalCluster, SchedulerPlugin, wait
 
 from benchmarks.revision import revision
 from dask_distmm import matmul
-from dask_distmm.arrays.dispatch import dask_matmul
+from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.testing import assert_product
 from dask_distmm.tools.bench import environment

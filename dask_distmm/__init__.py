@@ -16,12 +16,15 @@ from dask_distmm.config import setting as _setting
 
 _register_defaults()
 
-from dask_distmm.api import NotCollective, explain, matmul  # noqa: E402
+import dask_distmm.show  # noqa: E402, F401
+from dask_distmm.api import explain, matmul  # noqa: E402
 from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled  # noqa: E402
 from dask_distmm.arrays.distribute import distribute  # noqa: E402
 from dask_distmm.arrays.grouped import explain_grouped, matmul_grouped  # noqa: E402
 from dask_distmm.arrays.prepared import Matmul  # noqa: E402
+from dask_distmm.arrays.product import NotCollective  # noqa: E402
 from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize  # noqa: E402
+from dask_distmm.diagnostics.attach import attach as _attach  # noqa: E402
 from dask_distmm.diagnostics.bars import progress  # noqa: E402
 from dask_distmm.errors import (  # noqa: E402
     DistMMError,
@@ -36,6 +39,7 @@ from dask_distmm.planning import BatchPlan, GroupPlan, Plan  # noqa: E402
 from dask_distmm.planning.distribution import BlockCyclic, Slab  # noqa: E402
 from dask_distmm.preload import dask_setup  # noqa: E402
 from dask_distmm.runtime.client import free_workspaces  # noqa: E402
+from dask_distmm.runtime.scheduler import attachments as _attachments  # noqa: E402
 
 __all__ = [
     "BatchPlan",
@@ -70,6 +74,7 @@ __all__ = [
     "quantize",
 ]
 
+_attachments.append(_attach)
 
 if _setting("enabled") is True:
     enable()

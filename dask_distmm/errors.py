@@ -1,7 +1,8 @@
 """Every error that dask_distmm raises, under one root.
 
-An error says what was found, what is expected and what to do. All of them survive pickling with
-their attributes: they are raised on a worker or the scheduler and read by the user at the client. Between them they travel as plain types (`as_plain`, `rebuild`).
+An error says what was found, what is expected and what to do. All of them survive pickling with their attributes: they
+are raised on a worker or the scheduler and read by the user at the client. In messages they are plain types
+(`as_plain`, `rebuild`).
 """
 
 from __future__ import annotations

@@ -12,9 +12,8 @@ import pytest
 from distributed import Client, wait
 
 import dask_distmm
-from dask_distmm import Matmul, PlanError, ProjectedMemoryError, explain, matmul
-from dask_distmm.api import NotCollective
-from dask_distmm.arrays.request import make_problem
+from dask_distmm import Matmul, NotCollective, PlanError, ProjectedMemoryError, explain, matmul
+from dask_distmm.arrays.request import make_problem, parse
 from dask_distmm.graph.build import build_graph
 from dask_distmm.testing import assert_product
 
@@ -190,7 +189,7 @@ def test_inside_a_running_event_loop(inproc_client):
 
 def unchecked(a, b, **options):
     """Make the product without what `matmul` checks against the cluster at the call."""
-    problem = make_problem(a, b, "auto", "auto", None, options.get("workers"))
+    problem = make_problem(parse(a, b, workers=options.get("workers")))
     return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=problem.result_type)
 
 

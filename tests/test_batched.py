@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from narrow_cases import Narrow, random_fp8
 
 import dask_distmm
-from dask_distmm import PlanError, ProjectedMemoryError, explain, matmul, matmul_grouped
-from dask_distmm.api import NotCollective
+from dask_distmm import NotCollective, PlanError, ProjectedMemoryError, explain, matmul, matmul_grouped
 from dask_distmm.arrays.items import multiply
 from dask_distmm.numeric.epilogs import Finish
 from dask_distmm.numeric.types import FP8, dtype_from_name

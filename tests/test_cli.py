@@ -59,8 +59,9 @@ def test_help_of_each_command(command: str, texts: list[str]) -> None:
 
 def test_help_does_not_wait_for_what_commands_need() -> None:
     program = (
-        "import sys, dask_distmm.tools.cli; bad = [name for name in sys.modules if name in ('zarr', 'h5py', 'matplotlib')"
-        " or name.startswith(tuple(f'dask_distmm.{part}' for part in ('commands', 'doctor', 'bench', 'demo')))];"
+        "import sys, dask_distmm.tools.cli; bad = [name for name in sys.modules if name in ('zarr', 'h5py',"
+        " 'matplotlib') or name.startswith(tuple(f'dask_distmm.tools.{part}' for part in"
+        " ('commands', 'doctor', 'bench', 'demo')))];"
         " assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -18,7 +18,7 @@ from distributed.scheduler import validate_state
 from run_events import events
 
 from dask_distmm import EngineError, explain, matmul
-from dask_distmm.arrays.request import make_problem
+from dask_distmm.arrays.request import make_problem, parse
 from dask_distmm.graph.build import build_graph
 from dask_distmm.runtime import client as cluster
 from dask_distmm.runtime import direct
@@ -27,7 +27,7 @@ from dask_distmm.testing import assert_nothing_left, assert_product
 
 
 def test_this_version_of_distributed_has_been_tested():
-    """A new version needs a look at `dask_distmm.runtime.direct`, and then an entry here and new bounds in pyproject.toml."""
+    """A new version needs a look at `runtime.direct`, and then an entry here and new bounds in pyproject.toml."""
     assert distributed.__version__ in ("2026.7.1", "2026.8.0")
     bounds = re.search(r'^  "distributed(>.*)",$', (Path(__file__).parents[1] / "pyproject.toml").read_text(), re.M)
     assert bounds[1] == ">=2026.7.1,<2026.9"
@@ -58,9 +58,9 @@ def test_ordering_apart():
     counts = []
     for chunks in (8, 16):
         x = da.random.random((chunks * 4,) * 2, chunks=4)
-        problem = make_problem(x, x + 1, "auto", "auto", None, None)
+        problem = make_problem(parse(x, x + 1))
         d = da.Array(build_graph(problem, x, x + 1), problem.name, problem.out_chunks, dtype=float)
-        again = make_problem(d, x, "auto", "auto", None, None)
+        again = make_problem(parse(d, x))
         e = da.Array(build_graph(again, d, x), again.name, again.out_chunks, dtype=float) * 2
         graph = convert_legacy_graph(dict(e.dask))
         profile = cProfile.Profile()

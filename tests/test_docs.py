@@ -109,7 +109,7 @@ def as_printed(page, inproc_cluster, inproc_client, monkeypatch, tmp_path):
     names = {name: da.from_array(rng.standard_normal((24, 24)), chunks=8) for name in MATRICES}
     names |= {name: da.ones(24, chunks=8) for name in VECTORS.get(page.name, ())}
     names["steps"] = [names["a"], names["b"]]
-    names["qw"], names["sw"] = dask_distmm.arrays.quantize(names["b"], "float8_e4m3")
+    names["qw"], names["sw"] = dask_distmm.quantize(names["b"], "float8_e4m3")
     names |= {name: getattr(dask_distmm, name) for name in ("matmul", "quantize")}
     names |= {"da": da, "np": np, "dask": dask, "dask_distmm": dask_distmm}
     yield names

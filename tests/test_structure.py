@@ -1,4 +1,4 @@
-"""Imports point one way, and the pure parts stay pure."""
+"""Imports point one way, the pure parts stay pure, and each part fits in a head."""
 
 from __future__ import annotations
 
@@ -6,108 +6,119 @@ import ast
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
+
+import pytest
 
 import dask_distmm
 
 ROOT = pathlib.Path(dask_distmm.__file__).parent
 
-# From the top down: a module may import those of later lines only (and of its own line).
+# A module imports from its own line and from those above it. Imports inside of functions and under TYPE_CHECKING
+# count, too: they hide a circle, they do not undo it.
 ORDER = [
-    ["__main__", "cli"],
-    ["demo", "commands", "doctor"],
-    ["local", "bench"],
-    ["__init__"],
-    ["testing"],
-    ["stateful"],
-    ["placement", "likeness"],
-    ["grouped"],
-    ["api", "batched", "preload"],
-    ["stacks"],
-    ["formula", "problems"],
-    ["operator", "quantize", "views"],
-    ["collections", "numpy_functions"],
-    ["planned"],
-    ["graph", "cluster"],
-    ["scheduler"],
-    ["coordinator", "loading"],
-    ["gates"],
-    ["live", "priorities"],
-    ["rounds"],
-    ["worker"],
-    ["replicas"],
-    ["roster"],
-    ["diagnostics"],
-    ["direct"],
-    ["run", "groups", "history"],
-    ["chunks", "travel"],
-    ["engines"],
-    ["comms"],
-    ["plan"],
-    ["distribution"],
-    ["layout"],
-    ["narrow"],
-    ["config", "dtypes", "epilog", "keys"],
-    ["answers"],
-    ["errors", "_version", "faults"],
+    "_version",
+    "errors",
+    "config",
+    "layout",
+    "numeric",
+    "planning",
+    "comms",
+    "engines",
+    "runtime",
+    "graph",
+    "arrays",
+    "api",
+    "show",
+    "diagnostics",
+    "testing",
+    "preload",
+    "__init__",
+    "tools",
+    "__main__",
 ]
-PURE = [
-    *["plan", "distribution", "layout", "run", "groups", "history"],
-    *["keys", "dtypes", "narrow", "epilog", "errors", "engines"],
-]
-ON_GPUS = {"cublasmp", "device", "peer"}
+PURE = {"errors", "layout", "numeric", "planning", "engines", "show"}
+ON_GPUS = {"cublasmp", "gpu", "peer"}
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
+ENGINES = {"numpy", "peer", "cublasmp"}
+
+TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
-def modules():
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        yield parts[0], path, ast.parse(path.read_text())
+def name_of(path: pathlib.Path) -> str:
+    return ".".join(("dask_distmm", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
-def imports(tree):
-    """Names of imported modules: (full name, whether at the top of the module)."""
-    top = set(map(id, tree.body))
-    for node in ast.walk(tree):
+MODULES = {name_of(path): path for path in TREES}
+
+
+def imports(path: pathlib.Path) -> Iterator[str]:
+    """Names of all modules that a module imports, wherever it does."""
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, id(node) in top
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, id(node) in top
-            if node.module == "dask_distmm":
-                for alias in node.names:
-                    yield f"dask_distmm.{alias.name}", id(node) in top
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
 
 
-def test_every_module_has_its_place():
-    placed = {name for line in ORDER for name in line}
-    assert {name for name, _, _ in modules()} == placed
+def place_of(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
 
 
-def test_imports_point_one_way():
-    level = {name: number for number, line in enumerate(ORDER) for name in line}
-    wrong = []
-    for name, path, tree in modules():
-        for imported, at_top in imports(tree):
-            if not at_top or not imported.startswith("dask_distmm."):
-                continue
-            target = imported.split(".")[1]
-            if target in level and level[target] < level[name]:
-                wrong.append(f"{path.relative_to(ROOT)} imports {imported}")
+def ours(path: pathlib.Path) -> set[str]:
+    return {name for name in imports(path) if name in MODULES} - {name_of(path)}
+
+
+def test_every_folder_has_its_place() -> None:
+    assert {place_of(name) for name in MODULES} == set(ORDER)
+
+
+def test_imports_point_one_way() -> None:
+    level = {place: number for number, place in enumerate(ORDER)}
+    wrong = [
+        f"{name} imports {other}"
+        for name, path in MODULES.items()
+        for other in ours(path)
+        if level[place_of(other)] > level[place_of(name)]
+    ]
     assert not wrong
 
 
-def test_pure_parts_know_no_cluster_and_no_gpu():
+def test_no_imports_in_a_circle() -> None:
+    graph = {name: ours(path) for name, path in MODULES.items()}
+    # What imports nothing that is left is taken away; what can't be is in a circle, or imports one.
+    while free := {name for name, others in graph.items() if not others & graph.keys()}:
+        graph = {name: others for name, others in graph.items() if name not in free}
+    assert not graph
+
+
+def test_planning_and_engines_know_only_their_own_engine() -> None:
+    wrong = []
+    for name, path in MODULES.items():
+        parts = name.split(".")
+        if parts[1:2] not in (["planning"], ["engines"]) or not (own := ENGINES & set(parts[2:3])):
+            continue
+        for other in ours(path):
+            if other.split(".")[1] in ("planning", "engines") and set(other.split(".")[2:3]) & (ENGINES - own):
+                wrong.append(f"{name} imports {other}")
+    assert not wrong
+
+
+def test_pure_parts_know_no_cluster_and_no_gpu() -> None:
     wrong = [
-        f"{path.relative_to(ROOT)} imports {imported}"
-        for name, path, tree in modules()
-        if name in PURE and not ON_GPUS & set(path.parts)
-        for imported, _ in imports(tree)
+        f"{name} imports {imported}"
+        for name, path in MODULES.items()
+        if place_of(name) in PURE and not ON_GPUS & set(path.parts)
+        for imported in imports(path)
         if imported.split(".")[0] in IMPURE_PACKAGES
     ]
     assert not wrong
 
 
-def test_importing_is_cheap():
+def test_importing_is_cheap() -> None:
     """No CUDA, no dashboard, no plotting; no thread and no patch."""
     program = (
         "import sys, threading, dask.array as da; before = da.matmul, da.routines.matmul; import dask_distmm; "
@@ -119,6 +130,42 @@ def test_importing_is_cheap():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_modules_fit_in_a_head():
-    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for _, path, _ in modules()}
-    assert not {name: size for name, size in long.items() if size > 450}
+def nodes(kinds: tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
+    for name, path in MODULES.items():
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, kinds):
+                yield f"{name}.{node.name}", node
+
+
+def lines(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def test_modules_fit_in_a_head() -> None:
+    sizes = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert not {name: size for name, size in sizes.items() if size > 400}
+
+
+def test_classes_fit_in_a_head() -> None:
+    long = {}
+    for name, node in nodes((ast.ClassDef,)):
+        public = [one for one in node.body if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")]
+        if lines(node) > 250 or len(public) > 15:
+            long[name] = lines(node), len(public)
+    assert not long
+
+
+@pytest.mark.parametrize("what", ["lines", "parameters"])
+def test_functions_fit_in_a_head(what: str) -> None:
+    public = {getattr(getattr(dask_distmm, name), "__qualname__", name) for name in dask_distmm.__all__}
+    found = {}
+    for name, node in nodes((ast.FunctionDef, ast.AsyncFunctionDef)):
+        if node.name in public:
+            continue
+        code = lines(node)
+        if isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):
+            code -= lines(node.body[0])
+        size, most = (code, 60) if what == "lines" else (len(node.args.args) + len(node.args.kwonlyargs), 8)
+        if size > most:
+            found[name] = size
+    assert not found

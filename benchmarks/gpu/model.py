@@ -1,10 +1,10 @@
 """How the order of a run's pulls and products works out, without GPUs: ``python -m benchmarks.gpu.model``.
 
 A fluid model of the peer engine. Ranks begin a little apart. Each pulls and multiplies in the engine's own order
-(`dask_distmm.engines.peer.schedule`). A GPU sends and receives so many bytes in a second in all, which copies that go on at
-the same time share as evenly as can be; products take what their operations take at the rate of a large one, or longer
-if they are too small to fill a GPU. The host, latencies and the sums that ranks pull at the end are left out: the model
-tells orders from each other, and no milliseconds.
+(`dask_distmm.engines.peer.schedule`). A GPU sends and receives so many bytes in a second in all, which copies that
+go on at the same time share as evenly as can be; products take what their operations take at the rate of a large one,
+or longer if they are too small to fill a GPU. The host, latencies and the sums that ranks pull at the end are left out:
+the model tells orders from each other, and no milliseconds.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Dask has no hook for this. All its ways to multiply end in three functions, each
 ========================================  ==================================
 
 While enabled, these names hold functions of ours. What is not ours they pass on unchanged. Functions of ``np.linalg``
-that Dask lacks, and for which it would compute its arrays at once, are in `dask_distmm.arrays.numpy_functions`. Arrays of
-other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`.
+that Dask lacks, and for which it would compute its arrays at once, are in `dask_distmm.arrays.numpy_functions`. Arrays
+of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
 from typing import Any
 
-import dask.array
-import dask.array.routines
 import dask.config
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays import numpy_functions
+from dask_distmm.arrays import batched, numpy_functions
+from dask_distmm.arrays.fallback import why_leave
 from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
+from dask_distmm.arrays.product import product
+from dask_distmm.arrays.request import parse
+from dask_distmm.config import setting
 from dask_distmm.errors import MissingEngineError
 
-__all__ = ["dask_matmul", "dask_tensordot", "disable", "enable", "enabled", "is_enabled"]
-
-# Dask's own functions, whatever is installed under their names later.
-dask_matmul: Callable[..., Any] = dask.array.routines.matmul
-dask_tensordot: Callable[..., Any] = dask.array.routines.tensordot
+__all__ = ["disable", "enable", "enabled", "is_enabled"]
 
 _lock = threading.RLock()
 _switched_on = False
@@ -183,20 +181,17 @@ def _einsum(*args: Any, **kwargs: Any) -> Any:
 
 def _product(a: Any, b: Any) -> Any:
     """Multiply here, or answer NotImplemented."""
-    from dask_distmm import api
-    from dask_distmm.config import setting
-
     if 0 in (ndim_of(a), ndim_of(b)):
         return NotImplemented
     a, b = as_array(a), as_array(b)
     # Planned arrays have no product that this could be left to.
     if planning():
-        return api.matmul(a, b)
+        return batched.multiply(parse(a, b))
     minimum = setting("minimum-flops")
-    if api.why_leave(a, b, None if minimum is None else float(minimum)) is not None:
+    if why_leave(a, b, None if minimum is None else float(minimum)) is not None:
         return NotImplemented
     try:
-        made = api.product(a, b) if max(a.ndim, b.ndim) < 3 else api.matmul(a, b)
+        made = product(a, b) if max(a.ndim, b.ndim) < 3 else batched.multiply(parse(a, b))
     except MissingEngineError:
         return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine
     return NotImplemented if isinstance(made, str) else made

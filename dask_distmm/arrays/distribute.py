@@ -23,15 +23,15 @@ from dask._task_spec import List, Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from dask_distmm.arrays.formula import why_not
+from dask_distmm.arrays.formula import why_not_input
 from dask_distmm.arrays.request import check_workers
 from dask_distmm.config import read_options, setting
-from dask_distmm.engines.chunks import array_kind
 from dask_distmm.errors import PlanError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.numeric.types import typed
 from dask_distmm.planning import Chunks, Demand
 from dask_distmm.planning.distribution import BlockCyclic, Distribution, block_grid
+from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client
 from dask_distmm.runtime.keys import tile_name
 
@@ -79,7 +79,7 @@ def distribute(a: Any, distribution: Distribution, *, workers: Sequence[str] | i
     array = da.asanyarray(a)
     if array.ndim != 2 or 0 in array.shape:
         raise PlanError(f"only matrices can be distributed; found the shape {array.shape}")
-    if reason := why_not(array):
+    if reason := why_not_input(array):
         raise PlanError(f"the array can't be distributed: {reason}")
     client = current_client()
     if client is None:

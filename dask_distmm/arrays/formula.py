@@ -12,12 +12,11 @@ from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from distributed.protocol.pickle import dumps
 
-from dask_distmm.arrays.dispatch import dask_matmul
 from dask_distmm.arrays.kinds import as_array, reducible
 from dask_distmm.arrays.quantize import scaled, widened
+from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.arrays.views import under
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.engines.chunks import array_kind
 from dask_distmm.errors import PlanError
 from dask_distmm.graph.build import build_graph, build_output
 from dask_distmm.numeric.conversions import stored
@@ -25,9 +24,10 @@ from dask_distmm.numeric.epilogs import Finish, elementwise, reductions
 from dask_distmm.numeric.epilogs import scaled as scaled_result
 from dask_distmm.numeric.types import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype, supported
 from dask_distmm.planning import Problem
+from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.keys import output_name
 
-__all__ = ["apply_op", "operand_sum", "output_meta", "parse", "result", "unfit", "why_not", "without_a_run"]
+__all__ = ["apply_op", "operand_sum", "output_meta", "parse", "result", "unfit", "why_not_input", "without_a_run"]
 
 Extras = Sequence[tuple[str, da.Array]]
 
@@ -149,7 +149,7 @@ def _fit(name: str, value: Any, a: da.Array, b: da.Array, dtype: np.dtype) -> da
     return array
 
 
-def why_not(array: da.Array) -> str | None:
+def why_not_input(array: da.Array) -> str | None:
     """Return why an input can't take part in a run, or None if it can."""
     if array_kind(array._meta) not in ("numpy", "cupy") or not supported(array.dtype):
         return f"no engine takes {array_kind(array._meta)} arrays of {array.dtype}"
@@ -160,7 +160,7 @@ def why_not(array: da.Array) -> str | None:
 
 def unfit(extras: Extras) -> str | None:
     """Return why some input can't take part in a run, with its name, or None if all can."""
-    return next((f"{name}: {reason}" for name, array in extras if (reason := why_not(array))), None)
+    return next((f"{name}: {reason}" for name, array in extras if (reason := why_not_input(array))), None)
 
 
 def result(

@@ -15,17 +15,16 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from dask.utils import format_bytes
 
-from dask_distmm import api
-from dask_distmm.arrays import formula
-from dask_distmm.arrays import request as problems
-from dask_distmm.arrays.batched import check_name, demands, known_workers, task_options, why_not
-from dask_distmm.arrays.items import Product, multiply
+from dask_distmm.arrays import product
+from dask_distmm.arrays.batched import known_workers, task_options
+from dask_distmm.arrays.items import multiply
+from dask_distmm.arrays.product import why_not_run
 from dask_distmm.arrays.quantize import operands
-from dask_distmm.config import dask_costs, read_options, setting
+from dask_distmm.arrays.request import Request, check_batch, make_problem, parse
+from dask_distmm.config import dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import Step
 from dask_distmm.numeric.epilogs import Finish
-from dask_distmm.numeric.types import resolve_types
 from dask_distmm.planning import Batch, GroupPlan, Problem, Share, Worker
 from dask_distmm.planning.dask_tasks import around
 from dask_distmm.planning.many.batches import Pool, item_seconds
@@ -92,29 +91,16 @@ def matmul_grouped(
     array([[7., 7.],
            [7., 7.]])
     """
-    options = {"method": method, "engine": engine, "workers": workers, "batch": batch}
-    products = _parse(pairs, alpha, op_a, op_b, epilog)
-    found = _plan(products, options)
+    requests = _parse(
+        pairs, batch, alpha=alpha, op_a=op_a, op_b=op_b, epilog=epilog, method=method, engine=engine, workers=workers
+    )
+    found = _plan(requests)
     if any(share is not None and not share.collective for share in found.shares):
         _order_by_size()
-    results = []
-    for product, share in zip(products, found.shares, strict=True):
-        if share is None or share.collective:
-            spec = product.spec
-            results.append(
-                api.matmul(
-                    product.a,
-                    product.b,
-                    alpha=complex(*spec.alpha) if spec.alpha[1] else spec.alpha[0],
-                    epilog=epilog,
-                    method=method,
-                    engine=engine,
-                    workers=workers,
-                )
-            )
-        else:
-            results.append(_by_slabs(product, share))
-    return results
+    return [
+        product.multiply(request) if share is None or share.collective else _by_slabs(request, share)
+        for request, share in zip(requests, found.shares, strict=True)
+    ]
 
 
 def explain_grouped(pairs: Sequence[tuple[Any, Any]], **options: Any) -> GroupPlan:
@@ -134,16 +120,13 @@ def explain_grouped(pairs: Sequence[tuple[Any, Any]], **options: Any) -> GroupPl
     PlanError, ProjectedMemoryError
         As `matmul_grouped`.
     """
-    formulas = {"alpha": 1.0, "op_a": "N", "op_b": "N", "epilog": None}
-    products = _parse(pairs, **{name: options.pop(name, value) for name, value in formulas.items()})
-    return _plan(products, {"method": None, "engine": None, "workers": None, "batch": None} | options)
+    return _plan(_parse(pairs, options.pop("batch", None), **options))
 
 
-def _parse(
-    pairs: Sequence[tuple[Any, Any]], alpha: complex, op_a: str, op_b: str, epilog: str | Callable[..., Any] | None
-) -> list[Product]:
+def _parse(pairs: Sequence[tuple[Any, Any]], batch: str | None, **options: Any) -> list[Request]:
     """Check what was given."""
-    products = []
+    batch = check_batch(batch, is_batch=True)
+    requests = []
     for number, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise PlanError(f"product {number} is {type(pair).__name__}; expected a pair (A, B)")
@@ -153,59 +136,54 @@ def _parse(
                 raise PlanError(
                     f"found {a.ndim} and {b.ndim} dimensions; expected matrices, for others there is matmul"
                 )
-            a, b = formula.apply_op("a", a, op_a), formula.apply_op("b", b, op_b)
-            problems.check_shapes(a, b)
-            name = "" if epilog is None or callable(epilog) else str(getattr(epilog, "value", epilog)).lower()
-            wanted = Finish(epilog=name)
-            if wanted.inputs or wanted.per_element or wanted.operand_sum or wanted.replicated:
-                raise PlanError(
-                    f"epilog {name!r} has more inputs or outputs for each product; use matmul for each of them"
-                )
-            types = resolve_types(a.dtype, b.dtype, default_compute=setting("compute-type"))
-            spec, _ = formula.parse(a, b, None, alpha, None, epilog, {}, -1, False, types)
+            _check_epilog(options.get("epilog"))
+            requests.append(dataclasses.replace(parse(a, b, **options), batch=batch))
         except PlanError as error:
             raise PlanError(f"product {number}: {error}") from error
-        products.append(Product(a, b, types, spec, [], (), None))
-    return products
+    return requests
 
 
-def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
+def _check_epilog(epilog: str | Callable[..., Any] | None) -> None:
+    """Refuse epilogs with inputs or outputs of their own."""
+    name = "" if epilog is None or callable(epilog) else str(getattr(epilog, "value", epilog)).lower()
+    wanted = Finish(epilog=name)
+    if wanted.inputs or wanted.per_element or wanted.operand_sum or wanted.replicated:
+        raise PlanError(f"epilog {name!r} has more inputs or outputs for each product; use matmul for each of them")
+
+
+def _plan(requests: Sequence[Request]) -> GroupPlan:
     """Share the products out."""
-    method, engine = problems.check_names(options["method"], options["engine"])
-    wanted, needed = check_name(options["batch"]), demands(options)
+    wanted, needed = (requests[0].batch, requests[0].demands) if requests else ("auto", [])
     if wanted == "items" and needed:
         raise PlanError(f"batch='items' and {needed[0]}: plain tasks run where Dask puts them; leave one of them out")
-    shapes = tuple((product.shape[0], product.shape[1], product.a.shape[1]) for product in products)
-    ours = [i for i, product in enumerate(products) if not product.empty and why_not(product, cluster=True) is None]
+    shapes = tuple((request.shape[0], request.shape[1], request.a.shape[1]) for request in requests)
+    ours = [i for i, each in enumerate(requests) if not each.empty and why_not_run(each, cluster=True) is None]
     if not ours:
-        return GroupPlan(shapes, (None,) * len(products), 0, 0.0)
+        return GroupPlan(shapes, (None,) * len(requests), 0, 0.0)
 
     @functools.cache
     def problem_of(i: int) -> Problem:
         """Return a product as a collective run would see it."""
-        product = products[i]
-        return problems.make_problem(
-            product.a, product.b, method, engine, None, options["workers"], product.spec, (), product.types
-        )
+        return make_problem(requests[i])
 
     known: dict[tuple[str, ...], tuple[list[Worker], Snapshot | None]] = {}
 
     def ask(i: int) -> tuple[list[Worker], Snapshot | None]:
         """Ask the scheduler once for all products of the same types."""
-        product = products[i]
-        key = (product.kind, product.a.dtype.name, product.b.dtype.name)
+        request = requests[i]
+        key = (request.kind, request.a.dtype.name, request.b.dtype.name)
         if key not in known:
             known[key] = known_workers(problem_of(i), None)
         return known[key]
 
     _, overhead = task_options()
     read = read_options()
-    pools = [Pool.of(ask(i)[0], read.limit_fraction, products[i].kind) for i in ours]
+    pools = [Pool.of(ask(i)[0], read.limit_fraction, requests[i].kind) for i in ours]
     slots = min(pool.slots for pool in pools)
-    works = [_describe(products[i]) for i in ours]
+    works = [_describe(requests[i]) for i in ours]
     seconds, spread = [], []
     for i, work, pool in zip(ours, works, pools, strict=True):
-        machine = read.machine("cublasmp" if products[i].kind == "cupy" else "numpy")
+        machine = read.machine("cublasmp" if requests[i].kind == "cupy" else "numpy")
         gathered = sum(work.item_bytes[:2]) * (1 - 1 / pool.workers) / machine.bandwidth
         seconds.append(item_seconds(work, machine) + gathered)
         # B is put together on one worker and sent to the others from there.
@@ -228,21 +206,21 @@ def _plan(products: Sequence[Product], options: dict[str, Any]) -> GroupPlan:
                     raise
             if plan is not None and plan.estimate is not None:
                 collective[at] = plan.estimate.seconds + around(problem_of(i), dask_costs())
-    rows = [products[i].a.chunks[0] for i in ours]
+    rows = [requests[i].a.chunks[0] for i in ours]
     found, total = share_out(seconds, rows, collective, slots, overhead, forced, spread)
     for work, pool, share in zip(works, pools, found, strict=True):
         _check_memory(work, pool, share)
-    shares: list[Share | None] = [None] * len(products)
+    shares: list[Share | None] = [None] * len(requests)
     for i, share in zip(ours, found, strict=True):
         shares[i] = share
     return GroupPlan(shapes, tuple(shares), slots, total)
 
 
-def _describe(product: Product) -> Batch:
+def _describe(request: Request) -> Batch:
     """Return what planning needs to know of one product."""
-    m, n = product.shape
-    names = (product.a.dtype.name, product.b.dtype.name, product.dtype.name)
-    return Batch((), (), (), (), m, n, product.a.shape[1], *names)
+    m, n = request.shape
+    names = (request.a.dtype.name, request.b.dtype.name, request.dtype.name)
+    return Batch((), (), (), (), m, n, request.a.shape[1], *names)
 
 
 def _check_memory(work: Batch, pool: Pool, share: Share) -> None:
@@ -253,29 +231,29 @@ def _check_memory(work: Batch, pool: Pool, share: Share) -> None:
     if held > pool.memory:
         raise ProjectedMemoryError(
             f"a task of {max(share.rows)} rows of a product of {work.m} x {work.k} by {work.k} x {work.n} would hold "
-            f"{format_bytes(held)}; a worker may hold {format_bytes(pool.memory)} for each task that it runs at a time. "
-            "Leave batch='items' out, or use workers with more memory",
+            f"{format_bytes(held)}; a worker may hold {format_bytes(pool.memory)} for each task that it runs at a "
+            "time. Leave batch='items' out, or use workers with more memory",
             {"": held},
             {"": pool.memory},
         )
 
 
-def _by_slabs(product: Product, share: Share) -> da.Array:
+def _by_slabs(request: Request, share: Share) -> da.Array:
     """Return a product by plain tasks of some rows each."""
-    a = product.a.rechunk({0: share.rows, 1: -1}, method="tasks")
-    b = product.b.rechunk({0: -1, 1: -1}, method="tasks")
-    dtypes = (product.dtype.name, a.dtype.name, b.dtype.name)
-    token = tokenize(a.name, b.name, dtypes, dataclasses.astuple(product.spec), share.rows)
+    a = request.a.rechunk({0: share.rows, 1: -1}, method="tasks")
+    b = request.b.rechunk({0: -1, 1: -1}, method="tasks")
+    dtypes = (request.dtype.name, a.dtype.name, b.dtype.name)
+    token = tokenize(a.name, b.name, dtypes, dataclasses.astuple(request.spec), share.rows)
     name = group_name(token, share.rank, share.seconds)
-    settings = {"dtypes": dtypes, "names": (), "spec": product.spec, "several": False}
+    settings = {"dtypes": dtypes, "names": (), "spec": request.spec, "several": False}
     layer = {
         (name, i, 0): Step((name, i, 0), multiply, TaskRef((a.name, i, 0)), TaskRef((b.name, 0, 0)), **settings)
         for i in range(len(share.rows))
     }
     kind = b._meta if "cupy" in type(b._meta).__module__ else a._meta
-    meta = meta_from_array(kind, ndim=2, dtype=product.dtype)
+    meta = meta_from_array(kind, ndim=2, dtype=request.dtype)
     graph = HighLevelGraph.from_collections(name, layer, dependencies=[a, b])
-    return da.Array(graph, name, (share.rows, (product.shape[1],)), meta=meta)
+    return da.Array(graph, name, (share.rows, (request.shape[1],)), meta=meta)
 
 
 def _order_by_size() -> None:

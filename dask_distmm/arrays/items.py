@@ -24,66 +24,15 @@ import numpy as np
 from dask.array.utils import meta_from_array
 
 from dask_distmm.arrays import formula
+from dask_distmm.arrays.request import Request
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.engines.chunks import array_kind
 from dask_distmm.numeric.conversions import decode, stored
 from dask_distmm.numeric.epilogs import Finish, finish
-from dask_distmm.numeric.types import FP8, Types, carried, dtype_from_name, operand_dtype, sum_dtype, typed
+from dask_distmm.numeric.types import FP8, carried, dtype_from_name, operand_dtype, sum_dtype, typed
 from dask_distmm.planning.many.batches import Sizes
+from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["Product", "by_items", "by_runs", "item", "multiply", "shared"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """What is asked for: operands of at least two dimensions each, and the formula.
-
-    Parameters
-    ----------
-    a, b
-        Operands after op(), vectors as matrices.
-    types
-        Types of A, B and D.
-    spec, extras
-        The formula, and the arrays that it reads.
-    dropped
-        Which of the last two axes of D are there only because an operand was a vector.
-    out_chunks
-        As asked for, for D with all its axes; None for those of the way that is taken.
-    """
-
-    a: da.Array
-    b: da.Array
-    types: Types
-    spec: Finish
-    extras: Sequence[tuple[str, da.Array]]
-    dropped: tuple[int, ...]
-    out_chunks: Any
-
-    @property
-    def batch(self) -> Sizes:
-        """Batch axes of D."""
-        return np.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2])
-
-    @property
-    def shape(self) -> Sizes:
-        """All axes of D."""
-        return (*self.batch, self.a.shape[-2], self.b.shape[-1])
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Type of D."""
-        return dtype_from_name(self.types.d)
-
-    @property
-    def kind(self) -> str:
-        """What the chunks of D are."""
-        return "cupy" if "cupy" in (array_kind(self.a._meta), array_kind(self.b._meta)) else "numpy"
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is to be multiplied."""
-        return 0 in (*self.a.shape, *self.b.shape)
+__all__ = ["by_items", "by_runs", "item_of", "multiply", "shared"]
 
 
 # Whole items, in plain tasks
@@ -140,14 +89,14 @@ def _wide(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
     return array.astype(dtype, copy=False)
 
 
-def by_items(product: Product, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[str, da.Array]]:
+def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[str, da.Array]]:
     """Return D and the auxiliary outputs, by tasks that multiply some items each."""
-    a, b, spec, ndim = product.a, product.b, product.spec, len(product.shape)
-    chunks = (*cut, (product.shape[-2],), (product.shape[-1],))
+    a, b, spec, ndim = request.a, request.b, request.spec, len(request.shape)
+    chunks = (*cut, (request.shape[-2],), (request.shape[-1],))
     # Labels of axes: those of D, and one for k.
     labels = tuple(range(ndim))
     arguments: list[Any] = []
-    for name, array in (("a", a), ("b", b), *product.extras):
+    for name, array in (("a", a), ("b", b), *request.extras):
         wanted = {
             axis: sizes if array.shape[axis] != 1 else (1,)
             for axis, sizes in zip(range(-array.ndim, -2), chunks[ndim - array.ndim :], strict=False)
@@ -159,8 +108,8 @@ def by_items(product: Product, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
         )
         own = labels[ndim - array.ndim :]
         arguments += [whole, {"a": (*own[:-1], ndim), "b": (*own[:-2], ndim, ndim - 1)}.get(name, own)]
-    held = carried(product.types.d, product.kind)
-    meta = meta_from_array(b._meta if product.kind == array_kind(b._meta) else a._meta, ndim=ndim, dtype=held)
+    held = carried(request.types.d, request.kind)
+    meta = meta_from_array(b._meta if request.kind == array_kind(b._meta) else a._meta, ndim=ndim, dtype=held)
     several = bool(spec.per_element)
     made = da.blockwise(
         multiply,
@@ -173,25 +122,25 @@ def by_items(product: Product, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
         concatenate=False,
         meta=meta,
         dtype=held,
-        dtypes=(product.types.d, product.types.a, product.types.b, *(x.dtype.name for _, x in product.extras)),
-        names=tuple(name for name, _ in product.extras),
+        dtypes=(request.types.d, request.types.a, request.types.b, *(x.dtype.name for _, x in request.extras)),
+        names=tuple(name for name, _ in request.extras),
         spec=spec,
         several=several,
     )
     aux: dict[str, da.Array] = {}
     if several:
         for number, name in enumerate(spec.per_element, start=1):
-            aux[name] = _output(product, made, name, number)
+            aux[name] = _output(request, made, name, number)
         made = made.map_blocks(operator.itemgetter(0), dtype=held, meta=meta)
     if spec.operand_sum:
-        aux[spec.operand_sum] = formula.operand_sum(spec, a, b, product.dtype)
+        aux[spec.operand_sum] = formula.operand_sum(spec, a, b, request.dtype)
     return made, aux
 
 
-def _output(product: Product, made: da.Array, name: str, number: int) -> da.Array:
+def _output(request: Request, made: da.Array, name: str, number: int) -> da.Array:
     """Return one auxiliary output of tasks that return tuples."""
-    spec = product.spec
-    dtype = spec.dtype_of(name, product.dtype)
+    spec = request.spec
+    dtype = spec.dtype_of(name, request.dtype)
     keeps = spec.keeps(name)
     chunks = [sizes if kept else (1,) * len(sizes) for sizes, kept in zip(made.chunks[-2:], keeps, strict=True)]
     batch = made.chunks[:-2] if name != "result_amax" else tuple((1,) * len(sizes) for sizes in made.chunks[:-2])
@@ -206,54 +155,62 @@ def _output(product: Product, made: da.Array, name: str, number: int) -> da.Arra
     if name != spec.sums:
         return array
     array = array.squeeze(spec.sum_axis - 2)
-    return array if product.types.d in FP8 else array.astype(product.dtype)
+    return array if request.types.d in FP8 else array.astype(request.dtype)
 
 
 # Collective runs
 
 
-def shared(product: Product) -> tuple[da.Array, da.Array] | None:
-    """Return the two matrices whose product is the whole batch, if there are such.
+def shared(request: Request) -> Request | None:
+    """Return the product of two matrices that is the whole batch, if there is such.
 
-    There are if all items share B (they lie below one another then) or A (beside one another), and the formula looks
+    There is if all items share B (they lie below one another then) or A (beside one another), and the formula looks
     at each element of D for itself.
     """
-    a, b, spec = product.a, product.b, product.spec
-    if product.extras or spec.per_element or spec.operand_sum:
+    a, b, spec = request.a, request.b, request.spec
+    if request.extras or spec.per_element or spec.operand_sum:
         return None
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     if math.prod(b.shape[:-2]) == 1:
-        return a.reshape((-1, k)), b.reshape((k, n))
+        return _of_matrices(request, a.reshape((-1, k)), b.reshape((k, n)))
     if math.prod(a.shape[:-2]) == 1:
-        return a.reshape((m, k)), da.moveaxis(b, -2, 0).reshape((k, -1))
+        return _of_matrices(request, a.reshape((m, k)), da.moveaxis(b, -2, 0).reshape((k, -1)))
     return None
 
 
-def _unshared(product: Product, d: da.Array) -> da.Array:
+def _of_matrices(request: Request, a: da.Array, b: da.Array, extras: Sequence[tuple[str, da.Array]] = ()) -> Request:
+    """Return the same request for two matrices."""
+    return dataclasses.replace(request, a=a, b=b, extras=extras, out_chunks=None, dropped=(), batch="auto")
+
+
+def _unshared(request: Request, d: da.Array) -> da.Array:
     """Return the batch that such a product is."""
-    m, n = product.shape[-2:]
-    if math.prod(product.b.shape[:-2]) == 1:
-        return d.reshape(product.shape)
-    return da.moveaxis(d.reshape((m, *product.batch, n)), 0, -2)
+    m, n = request.shape[-2:]
+    if math.prod(request.b.shape[:-2]) == 1:
+        return d.reshape(request.shape)
+    return da.moveaxis(d.reshape((m, *request.batch_shape, n)), 0, -2)
 
 
-def item(array: da.Array, index: Sizes, batch: Sizes) -> da.Array:
-    """Return the matrix of one item of an operand, or of what the formula reads."""
-    own = index[len(batch) - (array.ndim - 2) :]
-    return array[tuple(0 if size == 1 else i for i, size in zip(own, array.shape[:-2], strict=True))]
+def item_of(request: Request, index: Sizes) -> Request:
+    """Return the product of one item of a batch."""
+
+    def item(array: da.Array) -> da.Array:
+        own = index[len(index) - (array.ndim - 2) :]
+        return array[tuple(0 if size == 1 else i for i, size in zip(own, array.shape[:-2], strict=True))]
+
+    extras = [(name, item(array)) for name, array in request.extras]
+    return _of_matrices(request, item(request.a), item(request.b), extras)
 
 
-def by_runs(product: Product, run: Callable[..., Any]) -> tuple[da.Array, dict[str, da.Array]]:
-    """Return D and the auxiliary outputs, by collective runs: `run` is `matmul` with all but arrays of items."""
-    spec, batch = product.spec, product.batch
-    if (pair := shared(product)) is not None:
-        return _unshared(product, run(*pair)), {}
+def by_runs(request: Request, run: Callable[[Request], Any]) -> tuple[da.Array, dict[str, da.Array]]:
+    """Return D and the auxiliary outputs, by collective runs: `run` multiplies two matrices."""
+    spec, batch = request.spec, request.batch_shape
+    if (one := shared(request)) is not None:
+        return _unshared(request, run(one)), {}
     items: dict[Sizes, da.Array] = {}
     outputs: dict[str, dict[Sizes, da.Array]] = {}
     for index in itertools.product(*map(range, batch)):
-        a, b = (item(x, index, batch) for x in (product.a, product.b))
-        inputs = {name: item(array, index, batch) for name, array in product.extras if name not in spec.scales}
-        found = run(a, b, inputs.pop("c", None), epilog_inputs=inputs)
+        found = run(item_of(request, index))
         items[index], aux = found if isinstance(found, tuple) else (found, {})
         for name, array in aux.items():
             outputs.setdefault(name, {})[index] = array
@@ -261,7 +218,7 @@ def by_runs(product: Product, run: Callable[..., Any]) -> tuple[da.Array, dict[s
     if spec.amax:
         stacked["result_amax"] = stacked["result_amax"].max()
     if spec.operand_sum:
-        stacked[spec.operand_sum] = formula.operand_sum(spec, product.a, product.b, product.dtype)
+        stacked[spec.operand_sum] = formula.operand_sum(spec, request.a, request.b, request.dtype)
     return _stack(items, batch), stacked
 
 

@@ -25,11 +25,18 @@ from typing import TYPE_CHECKING, Any, Self
 import dask.array as da
 import numpy as np
 
-from dask_distmm.api import why_not
 from dask_distmm.arrays import formula
 from dask_distmm.arrays.distribute import place
+from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.quantize import operands
-from dask_distmm.arrays.request import check_distributions, check_names, check_shapes, check_workers, make_problem
+from dask_distmm.arrays.request import (
+    Request,
+    check_distributions,
+    check_names,
+    check_shapes,
+    check_workers,
+    make_problem,
+)
 from dask_distmm.arrays.signature import Like
 from dask_distmm.arrays.views import under
 from dask_distmm.config import setting
@@ -178,9 +185,11 @@ class Matmul:
             self._arrays |= inputs
             spec, extras = self._parse()
             a, b = self._arrays["a"], self._arrays["b"]
-            problem = make_problem(
-                a, b, *self._names, self._out_chunks, self._workers, spec, extras, self._types, self._distributions
-            )
+            request = Request(
+                a, b, self._types, spec, extras, *self._names, self._workers, self._distributions,
+                out_chunks=self._out_chunks,
+            )  # fmt: skip
+            problem = make_problem(request)
             known = snapshot(client, problem, [*map(under, (a, b), problem.arrays, problem.turned)])
             if known is None:
                 raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
@@ -338,7 +347,7 @@ class Matmul:
             reason = f"the operands have {a.ndim} and {b.ndim} dimensions; it takes matrices"
         if reason is None and 0 in (*a.shape, *b.shape):
             reason = "the product is empty or all zeros"
-        if reason is None and "c" in self._arrays and (unfit := formula.why_not(self._arrays["c"])):
+        if reason is None and "c" in self._arrays and (unfit := formula.why_not_input(self._arrays["c"])):
             reason = f"c: {unfit}"
         if reason is not None:
             raise PlanError(f"a Matmul can't be made here: {reason}")
@@ -400,19 +409,12 @@ class Matmul:
         a, b = self._arrays["a"], self._arrays["b"]
         # The ranks, and after them those who multiply nothing but are to have all of D.
         others = [worker.address for worker in self._fixed.known.workers if worker.address not in made.workers]
-        problem = make_problem(
-            a,
-            b,
-            made.method,
-            made.engine,
-            self._out_chunks,
-            (*made.workers, *(others if spec.replicated else ())),
-            spec,
-            extras,
-            self._types,
-            self._distributions,
-        )
-        self._problem = dataclasses.replace(problem, grid=made.grid)
+        workers = (*made.workers, *(others if spec.replicated else ()))
+        request = Request(
+            a, b, self._types, spec, extras, made.method, made.engine, workers, self._distributions,
+            out_chunks=self._out_chunks,
+        )  # fmt: skip
+        self._problem = dataclasses.replace(make_problem(request), grid=made.grid)
 
     def _place_extra(self, client: Client, array: da.Array) -> da.Array:
         """Lay C or an epilog's input out: with the chunks of D that it is for, if it is as large as D."""

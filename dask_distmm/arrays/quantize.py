@@ -26,11 +26,11 @@ from dask.array.utils import meta_from_array
 
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.engines.chunks import array_kind
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.conversions import decode, largest, saturated, stored
 from dask_distmm.numeric.epilogs import Finish
 from dask_distmm.numeric.types import FP8, Types, carried, type_name
+from dask_distmm.runtime.chunks import array_kind
 
 __all__ = ["BlockScaled", "dequantize", "operands", "quantize", "scaled", "widened"]
 

@@ -1,9 +1,11 @@
-"""The Problem that a user's arrays and options make, checked before anything else is done."""
+"""What a user asks for, parsed and checked once; and the Problem that it makes."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dask.array as da
@@ -11,52 +13,232 @@ import numpy as np
 from dask.array.core import normalize_chunks
 from dask.base import tokenize
 
+from dask_distmm.arrays import formula
+from dask_distmm.arrays.quantize import operands
 from dask_distmm.arrays.views import view_of
 from dask_distmm.config import read_options, setting
-from dask_distmm.engines.base import ENGINES
-from dask_distmm.engines.chunks import array_kind
+from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.epilogs import PLAIN, Finish
-from dask_distmm.numeric.types import Types, resolve_types
+from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types
 from dask_distmm.planning import METHODS, Chunks, Extra, Problem
 from dask_distmm.planning.distribution import FREE, Distribution, Distributions
+from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["check_distributions", "check_names", "check_shapes", "check_workers", "make_problem", "result_chunks"]
+__all__ = [
+    "Request",
+    "as_matrices",
+    "check_batch",
+    "check_distributions",
+    "check_names",
+    "check_shapes",
+    "check_workers",
+    "make_problem",
+    "parse",
+    "result_chunks",
+]
+
+# The ways to multiply a batch.
+_BATCH = ("auto", "items", "collective")
 
 
-def make_problem(
-    a: da.Array,
-    b: da.Array,
-    method: str,
-    engine: str,
-    out_chunks: Any,
-    workers: Sequence[str] | int | None,
-    spec: Finish = PLAIN,
-    extras: Sequence[tuple[str, da.Array]] = (),
-    types: Types | None = None,
-    distributions: Distributions = FREE,
-) -> Problem:
-    """Return the Problem of multiplying two 2-D Dask arrays."""
-    types = types or resolve_types(a.dtype, b.dtype)
-    workers = check_workers(workers)
-    chunks = result_chunks(a, b, out_chunks)
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A product as a user asks for it, checked.
+
+    Parameters
+    ----------
+    a, b
+        Operands after op(), of at least two dimensions each: vectors as matrices of one row, and of one column.
+    types
+        Types of A, B and D.
+    spec, extras
+        The formula, and the arrays that it reads beside A and B.
+    method, engine, workers, distributions
+        As `matmul` takes them.
+    compute_type
+        As asked for; None where the configuration decides.
+    out_chunks
+        As asked for; None for those that the operands give. Of a batch: for all axes of D but `dropped`, normalized.
+    batch
+        How a batch is to be multiplied: ``"auto"``, ``"items"`` or ``"collective"``.
+    dropped
+        Which of the last two axes of D are there only because an operand was a vector: -2, -1.
+    logger
+        Is told what is multiplied and how.
+    """
+
+    a: da.Array
+    b: da.Array
+    types: Types
+    spec: Finish = PLAIN
+    extras: Sequence[tuple[str, da.Array]] = ()
+    method: str = "auto"
+    engine: str = "auto"
+    workers: tuple[str, ...] | int | None = None
+    distributions: Distributions = FREE
+    compute_type: str | None = None
+    out_chunks: Any = None
+    batch: str = "auto"
+    dropped: tuple[int, ...] = ()
+    logger: logging.Logger = log
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Batch axes of D."""
+        shape: tuple[int, ...] = np.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2])
+        return shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All axes of D, also those that are dropped."""
+        return (*self.batch_shape, self.a.shape[-2], self.b.shape[-1])
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether an operand has more than two dimensions."""
+        return bool(max(self.a.ndim, self.b.ndim) > 2)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of D."""
+        return dtype_from_name(self.types.d)
+
+    @property
+    def kind(self) -> str:
+        """What the chunks of D are: ``"numpy"`` or ``"cupy"``."""
+        return "cupy" if "cupy" in (array_kind(self.a._meta), array_kind(self.b._meta)) else "numpy"
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is to be multiplied."""
+        return 0 in (*self.a.shape, *self.b.shape)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is what NumPy's matmul does: no formula, no other types."""
+        return self.spec.plain and self.types.usual
+
+    @property
+    def demands(self) -> list[str]:
+        """What is asked for that only collective runs can meet, as text."""
+        found = [f"{name}={value!r}" for name, value in (("method", self.method), ("engine", self.engine))]
+        found = [text for text in found if not text.endswith("='auto'")]
+        found += [f"workers={self.workers!r}"] * (self.workers is not None)
+        found += [f"distributions={self.distributions!r}"] * any(self.distributions)
+        return found + [f"compute_type={self.compute_type!r}"] * (self.compute_type is not None)
+
+    def without_dropped(self, d: da.Array) -> da.Array:
+        """Return D without the axes that no operand has."""
+        if not self.dropped:
+            return d
+        return d[(..., *(0 if axis in self.dropped else slice(None) for axis in (-2, -1)))]
+
+
+def parse(
+    a: Any,
+    b: Any,
+    c: Any = None,
+    *,
+    alpha: complex = 1.0,
+    beta: complex | None = None,
+    op_a: str = "N",
+    op_b: str = "N",
+    epilog: str | Callable[..., Any] | None = None,
+    epilog_inputs: Mapping[str, Any] | None = None,
+    bias_axis: int = -1,
+    result_amax: bool = False,
+    a_type: Any = None,
+    b_type: Any = None,
+    result_type: Any = None,
+    quantization_scales: Mapping[str, Any] | None = None,
+    compute_type: str | None = None,
+    method: str | None = None,
+    engine: str | None = None,
+    out_chunks: Any = None,
+    workers: Sequence[str] | int | None = None,
+    distributions: Sequence[Distribution | None] | None = None,
+    logger: logging.Logger | None = None,
+    batch: str | None = None,
+) -> Request:
+    """Check what a user asks for.
+
+    Parameters
+    ----------
+    a, b, c, alpha, beta, op_a, op_b, epilog, epilog_inputs, bias_axis, result_amax
+        As for `dask_distmm.matmul`.
+    a_type, b_type, result_type, quantization_scales, compute_type
+        As for `dask_distmm.matmul`.
+    method, engine, out_chunks, workers, distributions, logger, batch
+        As for `dask_distmm.matmul`.
+
+    Raises
+    ------
+    PlanError
+        Something does not fit; the message says what.
+    """
+    a, b = operands(a, b)
+    batch = check_batch(batch, is_batch=max(a.ndim, b.ndim) > 2)
+    method, engine = check_names(method, engine)
+    asked = check_distributions(distributions)
+    a, b = formula.apply_op("a", a, op_a), formula.apply_op("b", b, op_b)
+    check_shapes(a, b)
+    types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
+    spec, extras = formula.parse(
+        a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
+    )
+    dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
+    a, b = as_matrices(a, b)
+    found = Request(
+        a, b, types, spec, extras, method, engine, check_workers(workers), asked, compute_type, out_chunks, batch,
+        dropped, logger or log,
+    )  # fmt: skip
+    if out_chunks is None or not found.is_batch:
+        return found
+    shape = tuple(size for axis, size in enumerate(found.shape, -len(found.shape)) if axis not in dropped)
+    try:
+        return dataclasses.replace(found, out_chunks=normalize_chunks(out_chunks, shape, dtype=types.operand))
+    except (ValueError, TypeError) as error:
+        raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
+
+
+def as_matrices(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array]:
+    """Return the operands with vectors as matrices of one row, and of one column."""
+    return (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
+
+
+def make_problem(request: Request) -> Problem:
+    """Return the Problem of multiplying two matrices."""
+    a, b, types, spec = request.a, request.b, request.types, request.spec
     options = read_options()
-    fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, method, engine, workers)
+    chunks = result_chunks(a, b, request.out_chunks)
+    fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, request.method, request.engine, request.workers)
     views = view_of(a), view_of(b)
-    found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in extras)
+    found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in request.extras)
     turned, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
-    names = (a.name, b.name, *(array.name for _, array in extras))
+    names = (a.name, b.name, *(array.name for _, array in request.extras))
     # Plain values, all of them: their text says all, and is made in a tenth of the time in which they are walked.
-    token = tokenize(repr((names, fields, types, options, spec, distributions, turned, conjugated)))
-    array = "cupy" if "cupy" in (array_kind(a._meta), array_kind(b._meta)) else "numpy"
+    token = tokenize(repr((names, fields, types, options, spec, request.distributions, turned, conjugated)))
     same = a.name == b.name and types.a == types.b
     return Problem(
-        *(f"matmul-{token}", *fields, same, options, array, found, spec, types.compute),
-        distributions=distributions,
+        *(f"matmul-{token}", *fields, same, options, request.kind, found, spec, types.compute),
+        distributions=request.distributions,
         arrays=(views[0].array.name, views[1].array.name),
         turned=turned,
         conjugated=conjugated,
     )
+
+
+def check_batch(batch: str | None, *, is_batch: bool) -> str:
+    """Return how a batch is to be multiplied; refuse a name that is unknown, or that is given for matrices."""
+    batch = "auto" if batch is None else batch
+    if not is_batch and batch != "auto":
+        raise PlanError(
+            f"batch={batch!r}: the operands are matrices, there is one product; method='local' multiplies on one worker"
+        )
+    if batch not in _BATCH:
+        raise PlanError(f"unknown batch {batch!r}; known are {', '.join(map(repr, _BATCH))}")
+    return batch
 
 
 def check_workers(workers: Sequence[str] | int | None) -> tuple[str, ...] | int | None:
@@ -94,7 +276,7 @@ def check_names(method: str | None, engine: str | None) -> tuple[str, str]:
 
 
 def check_shapes(a: da.Array, b: da.Array) -> None:
-    """Refuse scalars, unknown chunk sizes, and a contraction over axes of different lengths."""
+    """Refuse scalars, unknown chunk sizes, and axes that do not match."""
     for name, array in (("first", a), ("second", b)):
         if array.ndim == 0:
             raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
@@ -107,6 +289,13 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
             f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
             f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal"
         )
+    try:
+        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        raise PlanError(
+            f"shapes {a.shape} and {b.shape} don't match: their batch axes {a.shape[:-2]} and {b.shape[:-2]} "
+            "must be equal, or 1 where they differ"
+        ) from None
 
 
 def result_chunks(a: da.Array, b: da.Array, out_chunks: Any) -> Chunks:

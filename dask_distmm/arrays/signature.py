@@ -7,8 +7,8 @@ import dataclasses
 import dask.array as da
 import numpy as np
 
-from dask_distmm.engines.chunks import array_kind
 from dask_distmm.errors import PlanError
+from dask_distmm.runtime.chunks import array_kind
 
 __all__ = ["Like"]
 

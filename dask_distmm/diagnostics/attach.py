@@ -6,29 +6,17 @@ from typing import Any
 
 from dask_distmm.diagnostics import metrics
 from dask_distmm.engines.base import log
-from dask_distmm.runtime.scheduler.progress import answer_progress
-from dask_distmm.runtime.scheduler.records import Records
 
 __all__ = ["attach"]
 
 
-def attach(scheduler: Any, plugin: Any) -> Records:
-    """Show the plugin's runs on the scheduler's dashboard, where there is one; return where they are to be noted.
-
-    What fails here stops no multiply.
-    """
-
-    # Dask logs a handler's name, which `functools.partial` has not.
-    def distmm_progress(names: Any = None, keys: Any = ()) -> dict[str, Any]:
-        return answer_progress(plugin, names, keys)
-
-    scheduler.handlers["distmm_progress"] = distmm_progress
+def attach(scheduler: Any, plugin: Any) -> None:
+    """Show the plugin's runs on the scheduler's dashboard, where there is one. A failure stops no multiply."""
     try:
         metrics.register(plugin)
         _add_page(scheduler)
     except Exception:
         log.warning("the dashboard has no page /distmm, or no metrics", exc_info=True)
-    return Records()
 
 
 def _add_page(scheduler: Any) -> None:

@@ -31,7 +31,8 @@ def summary(totals: Totals, records: Sequence[Record]) -> str:
     """Return the page's first line, as HTML."""
     running = sum(record.outcome == "running" for record in records)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in totals.runs.items())
-    return f"<b>Runs</b>: {running} running, {counts}; {format_bytes(totals.received_bytes)} received by runs that are done"
+    received = format_bytes(totals.received_bytes)
+    return f"<b>Runs</b>: {running} running, {counts}; {received} received by runs that are done"
 
 
 def runs(records: Sequence[Record], now: float) -> Columns:

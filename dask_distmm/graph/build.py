@@ -30,9 +30,9 @@ from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
 
 from dask_distmm.engines import get_engine
-from dask_distmm.engines.chunks import check_chunks, order_of, ready_event
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Problem, Worker, plan, restrict
+from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import barrier_key, output_name, part_name
 from dask_distmm.runtime.worker import NAME, call_scheduler
 

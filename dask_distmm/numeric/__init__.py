@@ -1,1 +1,1 @@
-"""."""
+"""Types, conversions between them, and the arithmetic of epilogs. Pure."""

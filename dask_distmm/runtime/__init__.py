@@ -1,1 +1,1 @@
-"""."""
+"""One run's protocol between client, scheduler and workers."""

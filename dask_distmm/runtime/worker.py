@@ -35,11 +35,11 @@ from dask_distmm._version import __version__
 from dask_distmm.comms.dask import DaskComm, address_of
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.engines.base import ENGINES, ApartJob, ChunkKey, Job, get_engine, log
-from dask_distmm.engines.chunks import check_boxes, check_chunks, numbered, order_of, ready_event
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.planning import Plan
 from dask_distmm.runtime import direct
+from dask_distmm.runtime.chunks import check_boxes, check_chunks, numbered, order_of, ready_event
 from dask_distmm.runtime.history import History
 from dask_distmm.runtime.keys import output_name
 from dask_distmm.runtime.replicas import ReplicaStore

@@ -6,6 +6,7 @@ import math
 
 from dask.utils import format_bytes, format_time
 
+from dask_distmm.arrays.product import NotCollective
 from dask_distmm.planning.library_epilogs import native_epilog
 from dask_distmm.planning.many.batches import BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan, Share
@@ -13,7 +14,7 @@ from dask_distmm.planning.peer.pulls import native, step_of, walks
 from dask_distmm.planning.plan import Estimate, Plan, everywhere
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["WHAT", "batch_text", "group_text", "in_words", "plan_text"]
+__all__ = ["WHAT", "batch_text", "group_text", "in_words", "plan_text", "reason_text"]
 
 
 def _grid(grid: tuple[int, int, int]) -> str:
@@ -229,3 +230,8 @@ def in_words(share: Share | None) -> str:
         return f"a collective run, {format_time(share.seconds)}"
     slabs = f"{len(share.rows)} slabs of up to {max(share.rows)} rows" if len(share.rows) > 1 else "whole"
     return f"{slabs}, {format_time(share.seconds)} a task, place {share.rank} in the order"
+
+
+def reason_text(made: NotCollective) -> str:
+    """Return what `dask_distmm.explain` prints where Dask's own function would run."""
+    return f"Dask's own matmul would run: {made.reason}"

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dask_distmm import enabled, explain
 from dask_distmm._version import __version__
-from dask_distmm.arrays.dispatch import dask_matmul
+from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.errors import DistMMError
 from dask_distmm.runtime.keys import barrier_key
 from dask_distmm.tools.local import available_memory, chunk_rows, running_cluster, use_gpus
@@ -276,9 +276,8 @@ def run(size: int, workers: int, say: Say) -> None:
     # The scheduler is in this process, and tells of every worker that is stopped.
     logging.getLogger("dask_distmm").setLevel(logging.ERROR)
     say(f"dask_distmm {__version__} demo: {workers} {'GPU workers' if use_gpus() else 'workers of one thread'}")
-    say(
-        f"memory: at most about {format_bytes(memory_needed(size, workers))} of {format_bytes(available_memory())} available"
-    )
+    needed, available = format_bytes(memory_needed(size, workers)), format_bytes(available_memory())
+    say(f"memory: at most about {needed} of {available} available")
     # Small products too, and whatever the user's configuration says.
     settings = {"distmm.minimum-flops": 0, "distmm.enabled": None}
     with dask.config.set(settings), running_cluster(workers, "demo") as (_, folder):

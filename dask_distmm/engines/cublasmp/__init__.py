@@ -1,1 +1,1 @@
-"""."""
+"""The engine that multiplies by cuBLASMp."""

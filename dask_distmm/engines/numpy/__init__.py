@@ -1,1 +1,1 @@
-"""."""
+"""The engine for CPUs."""

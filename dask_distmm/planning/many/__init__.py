@@ -1,1 +1,1 @@
-"""."""
+"""Many products at once: batches and groups. Pure."""

@@ -11,7 +11,6 @@ from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.config import read_options
-from dask_distmm.diagnostics.attach import attach
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, MissingEngineError, ProtocolError, as_plain
 from dask_distmm.planning import Problem
@@ -19,9 +18,12 @@ from dask_distmm.runtime import direct
 from dask_distmm.runtime.history import History
 from dask_distmm.runtime.keys import barrier_name, is_tile
 from dask_distmm.runtime.run import Run, is_report
+from dask_distmm.runtime.scheduler import attachments
 from dask_distmm.runtime.scheduler.admission import Loading
 from dask_distmm.runtime.scheduler.barriers import Gate
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
+from dask_distmm.runtime.scheduler.progress import answer_progress
+from dask_distmm.runtime.scheduler.records import Records
 from dask_distmm.runtime.worker import NAME, DistMMWorkerPlugin
 
 if TYPE_CHECKING:
@@ -59,11 +61,18 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.live, self.roster = self.coordinator.live, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
         self.loading = Loading(scheduler, self.roster, self._waiting)
-        scheduler.handlers.update(distmm_roster=self.describe, distmm_supported=self.supported, distmm_free=self.free)
+        scheduler.handlers.update(
+            distmm_roster=self.describe,
+            distmm_supported=self.supported,
+            distmm_free=self.free,
+            distmm_progress=self.progress,
+        )
         scheduler.stream_handlers["distmm-progress"] = self.progressed
         # So that `Client.dump_cluster_state()` finds it.
         scheduler.extensions[NAME] = self
-        self.records = attach(scheduler, self)
+        self.records = Records()
+        for attach in attachments:
+            attach(scheduler, self)
         # Graphs that came before this plugin: their barriers can't have begun, or have asked for it.
         self.update_graph(scheduler, tasks=list(scheduler.tasks))
         await scheduler.register_worker_plugin(None, dumps(DistMMWorkerPlugin()), name=NAME, idempotent=True)
@@ -93,6 +102,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             return as_plain(ProtocolError(f"malformed question: {error!r}"))
         return {"status": "OK", "groups": self.groups.orders(answer["engines"]), **answer}
+
+    def progress(self, names: Any = None, keys: Any = ()) -> dict[str, Any]:
+        """Return how far multiplies are; see `answer_progress`."""
+        return answer_progress(self, names, keys)
 
     async def free(self, grace: Any) -> int:
         """Free what engines keep on the workers between runs; return how many groups there were."""

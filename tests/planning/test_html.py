@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm import BatchPlan, Plan, explain
-from dask_distmm.api import NotCollective
+from dask_distmm import BatchPlan, NotCollective, Plan, explain
 from dask_distmm.errors import PlanError
 from dask_distmm.planning import METHODS
 from dask_distmm.planning.many.groups import GroupPlan, Share

@@ -1,0 +1,58 @@
+"""Why a product is left to Dask's own function."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import dask.array as da
+import numpy as np
+
+from dask_distmm.engines.base import ENGINES
+from dask_distmm.numeric.types import FP8, Types, supported, takes
+from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.client import current_client
+
+__all__ = ["why_leave", "why_not"]
+
+
+def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:
+    """Return why a product can't run here and goes to Dask's own function, or None if it can."""
+    if max(a.ndim, b.ndim) > most:
+        return f"the operands have {a.ndim} and {b.ndim} dimensions; a run is of matrices; for batches there is matmul"
+    kinds = {name: array_kind(array._meta) for name, array in (("A", a), ("B", b))}
+    for name, kind in kinds.items():
+        if kind not in ("numpy", "cupy"):
+            return (
+                f"the chunks of {name} are {kind}; engines take numpy.ndarray and cupy.ndarray: convert by map_blocks"
+            )
+    kind = "cupy" if "cupy" in kinds.values() else "numpy"
+    dtypes = [a.dtype.name, b.dtype.name] if types is None else list(types[:3])
+    if types is None and set(dtypes) & set(FP8):
+        return "FP8 needs scales; call dask_distmm.matmul(..., quantization_scales=...)"
+    if not all(supported(array.dtype) for array in (a, b)) or not any(takes(name, kind, dtypes) for name in ENGINES):
+        names = " and ".join(dict.fromkeys(dtypes))
+        return f"no engine multiplies {kind} arrays of the types {names}; convert them, as by astype('float64')"
+    if cluster and current_client() is None:
+        return "there is no cluster; create a distributed.Client"
+    return None
+
+
+def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None) -> str | None:
+    """Return why ``a @ b`` under `enable` is left to Dask's own function, or None if it is taken."""
+    reason = why_not(a, b, most=max(a.ndim, b.ndim))
+    if reason is not None:
+        return reason
+    if any(np.isnan(size) for size in itertools.chain(*a.chunks, *b.chunks)):
+        return "the chunk sizes are unknown; call compute_chunk_sizes()"
+    if a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
+        return "the shapes don't match"
+    try:
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        return "the shapes don't match"
+    m, n = (a.shape[-2] if a.ndim > 1 else 1), (b.shape[-1] if b.ndim > 1 else 1)
+    flops = 2.0 * math.prod(batch) * m * n * a.shape[-1]
+    if minimum_flops is not None and flops < minimum_flops:
+        return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {minimum_flops:.3g})"
+    return None

@@ -1,0 +1,13 @@
+"""Dask's own functions, whatever is installed under their names later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dask.array
+import dask.array.routines
+
+__all__ = ["dask_matmul"]
+
+dask_matmul: Callable[..., Any] = dask.array.routines.matmul
