@@ -78,8 +78,8 @@ def test_losing_a_worker(lost, steps):
     assert not run.lose([lost])
 
 
-def test_ranks_that_work_apart_go_on_without_the_others():
-    run = make(apart=True)
+def test_independent_ranks_go_on_without_the_others():
+    run = make(independent=True)
     start(run)
     run.report("a", 0.5, 1.0)
     run.report("b", 0.2, 1.0)
@@ -99,7 +99,7 @@ def test_ranks_that_work_apart_go_on_without_the_others():
 
 
 def test_somebody_must_be_left():
-    run = make(apart=True)
+    run = make(independent=True)
     start(run)
     assert run.lose(["a", "b"])
     assert run.lose(["c"])
@@ -108,7 +108,7 @@ def test_somebody_must_be_left():
 
 @pytest.mark.parametrize("vote", [False, True])
 def test_before_they_run_they_need_each_other(vote):
-    run = make(apart=True)
+    run = make(independent=True)
     if vote:
         run.begin_vote()
     assert run.lose(["b"])
@@ -126,8 +126,8 @@ messages = st.one_of(
 
 
 @given(st.booleans(), st.lists(messages, max_size=30))
-def test_any_order_of_messages(apart, sequence):
-    run = make(apart=apart)
+def test_any_order_of_messages(independent, sequence):
+    run = make(independent=independent)
     votes: set[str] = set()
     order = ["staged", "voting", "running", "done"]
     for name, *arguments in sequence:
@@ -146,7 +146,7 @@ def test_any_order_of_messages(apart, sequence):
         if run.phase == "running":
             assert votes >= set(WORKERS)
             assert run.waiting_for
-        assert not run.gone or apart
+        assert not run.gone or independent
 
 
 @given(

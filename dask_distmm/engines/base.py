@@ -21,7 +21,7 @@ from dask_distmm.planning import Plan
 __all__ = [
     "ENGINES",
     "REPLICA",
-    "ApartJob",
+    "IndependentJob",
     "Boxes",
     "ChunkKey",
     "Comm",
@@ -103,8 +103,8 @@ class Job(Protocol):
 
 
 @runtime_checkable
-class ApartJob(Job, Protocol):
-    """One of a run whose ranks need nothing of each other but what they have offered before (`plan.pulls.apart`).
+class IndependentJob(Job, Protocol):
+    """One of a run whose ranks need nothing of each other but what they have offered before (`planning.peer.reads.independent`).
 
     Attributes
     ----------

@@ -8,7 +8,7 @@ r"""The state machine of one run, without I/O: who is expected to answer, who ha
 
 A run enters ``running`` only when every participant has voted for it, and ``done`` only when every one has
 finished; one failure fails it for all. Where its ranks need nothing of each other but what they have offered before
-(`Run.apart`), it goes on without those that are gone while it is running, as long as any is left. Answers that do not
+(`Run.independent`), it goes on without those that are gone while it is running, as long as any is left. Answers that do not
 fit are refused with `ProtocolError` and change nothing.
 """
 
@@ -101,7 +101,7 @@ class Run:
     # Bytes of matrices that each participant has said have arrived.
     received: dict[str, int] = dataclasses.field(default_factory=dict)
     # Whether the others finish their parts when some are gone, and which are.
-    apart: bool = False
+    independent: bool = False
     gone: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -201,7 +201,7 @@ class Run:
         lost = (self.participants & set(addresses)) - self.gone
         if not self.live or not lost:
             return False
-        if self.apart and self.phase == "running" and self.participants - self.gone - lost:
+        if self.independent and self.phase == "running" and self.participants - self.gone - lost:
             self.gone |= lost
             if not self.waiting_for:
                 self.phase = "done"

@@ -34,7 +34,7 @@ from distributed.utils import sync
 from dask_distmm._version import __version__
 from dask_distmm.comms.dask import DaskComm, address_of
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.engines.base import ENGINES, ApartJob, ChunkKey, Job, get_engine, log
+from dask_distmm.engines.base import ENGINES, IndependentJob, ChunkKey, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.planning import Plan
@@ -221,7 +221,7 @@ class WorkerSide:
             started = loop.time()
             made = await loop.run_in_executor(self.engine_thread, _execute, job, offers)
             result, received = await self.replicas.share(run_id, plan, made, job.timings)
-            lost = set(job.missing) if isinstance(job, ApartJob) else set()
+            lost = set(job.missing) if isinstance(job, IndependentJob) else set()
             result = {key: x for key, x in result.items() if (key[1] if isinstance(key, tuple) else key) not in lost}
             placed = await self._place(run_id, plan, result, unwanted)
         except BaseException as error:
@@ -330,7 +330,7 @@ class WorkerSide:
             plan, job = self.runs[run_id]
             self.history.note(run_id, f"was told that {address} is gone")
             for participant, worker in enumerate(plan.participants):
-                if worker.address == address and isinstance(job, ApartJob):
+                if worker.address == address and isinstance(job, IndependentJob):
                     job.lose(participant)
 
     def dump_state(self, **kwargs: Any) -> dict[str, Any]:

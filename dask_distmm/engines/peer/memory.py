@@ -45,19 +45,19 @@ class Exporter:
     ----------
     process
         Bytes that no other process has.
-    apart
-        Whether only memory from `empty` is to be told.
+    own_memory_only
+        Whether only arrays from `empty` may be offered to other processes.
     """
 
     def __init__(self) -> None:
-        self.process, self.apart = os.urandom(16), False
+        self.process, self.own_memory_only = os.urandom(16), False
         self._told: dict[int, Allocation] = {}
         # Straight from cudaMalloc, whatever CuPy's own allocator is; what is freed stays here for the next run.
         self._pool = cp.cuda.MemoryPool(_allocate)
 
     def begin(self, address: str, most: int) -> None:
         """Begin a run on the worker of this address; free what is kept beyond `most` bytes."""
-        self.apart = maps_for_itself(address)
+        self.own_memory_only = maps_for_itself(address)
         if self._pool.free_bytes() > most:
             self.free()
 
@@ -97,7 +97,7 @@ class Exporter:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype, order: str = "C") -> Any:
         """Return a new array that can be exported: from CuPy's allocator, or past it where that will not do."""
-        if not self.apart:
+        if not self.own_memory_only:
             made = cp.empty(shape, dtype, order=order)
             if not made.size or self.find(made.data.ptr) is not None:
                 return made

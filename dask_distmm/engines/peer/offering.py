@@ -57,7 +57,7 @@ def make_offer(
     for number, name in enumerate(plan.problem.operands):
         for index in np.flatnonzero(read[name][me]).tolist():
             held = array = chunks[name, index]
-            allocation = None if exporter.apart else exporter.find(array.data.ptr)
+            allocation = None if exporter.own_memory_only else exporter.find(array.data.ptr)
             if allocation is None:
                 if id(array) not in copies:  # A and B may be the same
                     order = "C" if array.strides[0] >= array.strides[1] else "F"

@@ -44,7 +44,6 @@ from dask_distmm.planning.problem import Problem
 __all__ = [
     "PANELS",
     "Walk",
-    "apart",
     "blocks",
     "estimate",
     "in_place",
@@ -262,7 +261,7 @@ def native(plan: Plan, found: Sequence[Walk]) -> str | None:
     return epilog
 
 
-def _stored_apart(plan: Plan, found: Sequence[Walk], sums: int) -> bool:
+def _stored_again(plan: Plan, found: Sequence[Walk], sums: int) -> bool:
     """Whether D is written once more after its sums, of so many bytes an element: finished, or rounded."""
     return sums != plan.problem.itemsize("d") or (plan.problem.finished and native(plan, found) is None)
 
@@ -310,7 +309,7 @@ def project(plan: Plan) -> dict[str, int]:
     total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
     found = walks(plan)
     sums = sums_in(plan, found).itemsize
-    stored = _stored_apart(plan, found, sums)
+    stored = _stored_again(plan, found, sums)
     for rank, index in enumerate(plan.ranks):
         total[index] += found[rank].buffer_bytes
         lying = in_place(plan, rank)
@@ -394,21 +393,10 @@ def _passing_bytes(plan: Plan, rank: int, held: int) -> float:
 
 def _passes(plan: Plan, walked: Sequence[Walk], sums: int) -> NDArray[np.float64]:
     """Elements of D that each rank copies once more: to its chunks from where they were summed up, to store them."""
-    stored = _stored_apart(plan, walked, sums)
+    stored = _stored_again(plan, walked, sums)
     found = []
     for rank in range(len(plan.ranks)):
         lying = in_place(plan, rank)
         owned = [plan.chunk_rect(number) for number in plan.owned(rank).tolist()]
         found.append(sum(_area(rect) * (stored + (rect not in lying)) for rect in owned))
     return np.array(found, float)
-
-
-def apart(plan: Plan) -> bool:
-    """Whether ranks need nothing of each other but what they have offered before the run, to make their own chunks.
-
-    Then the others finish their parts when one dies, and what is missing of D is a problem of its own.
-    """
-    problem = plan.problem
-    whole = not any(problem.distributions) and problem.grid is None
-    kept = bool(plan.replicas) or any(plan.replica_runs)
-    return plan.engine == "peer" and len(plan.participants) > 1 and plan.grid[2] == 1 and whole and not kept

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from dask_distmm.planning.memory import chunk_bytes
 from dask_distmm.planning.plan import EVERYWHERE, Plan
 
-__all__ = ["lent", "others_chunks"]
+__all__ = ["independent", "lent", "others_chunks"]
 
 
 def lent(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
@@ -58,3 +58,19 @@ def _touched(sizes: Sequence[int], start: int, stop: int) -> NDArray[np.bool_]:
     ends: NDArray[np.int64] = np.cumsum(sizes)
     found: NDArray[np.bool_] = (ends > start) & (ends - np.asarray(sizes) < stop)
     return found
+
+def independent(plan: Plan) -> bool:
+    """Whether each rank can make its own chunks of D from the chunks that are offered before the run starts.
+
+    If a rank of such a run dies, the other ranks still finish theirs, and the missing chunks of D are computed as a
+    problem of their own.
+
+    Parameters
+    ----------
+    plan
+        The plan of the run.
+    """
+    problem = plan.problem
+    whole = not any(problem.distributions) and problem.grid is None
+    kept = bool(plan.replicas) or any(plan.replica_runs)
+    return plan.engine == "peer" and len(plan.participants) > 1 and plan.grid[2] == 1 and whole and not kept

@@ -32,7 +32,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import NoWorkersError, RunFailedError
 from dask_distmm.planning import COLLECTIVE, Plan, Problem, Worker, plan
 from dask_distmm.planning.chunk_order import by_holder, reorder
-from dask_distmm.planning.peer.pulls import apart
+from dask_distmm.planning.peer.reads import independent
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import output_name
 from dask_distmm.runtime.replicas import Replicas
@@ -225,7 +225,7 @@ class Coordinator:
         sharing = made.workers if made.engine in COLLECTIVE else tuple(run.participants)
         if made.engine != "numpy" and len(sharing) > 1:
             made = dataclasses.replace(made, group=self.groups.use(made.engine, sharing).number)
-        run.apart = apart(made)
+        run.independent = independent(made)
         states = {address: self.scheduler.workers[address] for address in addresses}
         return _Frozen(made, await asyncio.to_thread(_by_address, made, keys), states, wanted)
 
