@@ -21,11 +21,11 @@ from dask_distmm.planning import Plan
 __all__ = [
     "ENGINES",
     "REPLICA",
-    "IndependentJob",
     "Boxes",
     "ChunkKey",
     "Comm",
     "Engine",
+    "IndependentJob",
     "Job",
     "get_engine",
     "is_of_d",
@@ -104,7 +104,7 @@ class Job(Protocol):
 
 @runtime_checkable
 class IndependentJob(Job, Protocol):
-    """One of a run whose ranks need nothing of each other but what they have offered before (`planning.peer.reads.independent`).
+    """A job of a run whose ranks need only the chunks that others offered before it (`planning.peer.reads.independent`).
 
     Attributes
     ----------

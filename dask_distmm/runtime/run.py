@@ -7,9 +7,9 @@ r"""The state machine of one run, without I/O: who is expected to answer, who ha
         +---------+---------+----> failed
 
 A run enters ``running`` only when every participant has voted for it, and ``done`` only when every one has
-finished; one failure fails it for all. Where its ranks need nothing of each other but what they have offered before
-(`Run.independent`), it goes on without those that are gone while it is running, as long as any is left. Answers that do not
-fit are refused with `ProtocolError` and change nothing.
+finished; one failure fails it for all. Where its ranks need nothing of each other but what they have offered
+before (`Run.independent`), it goes on without those that are gone while it is running, as long as any is left. Answers
+that do not fit are refused with `ProtocolError` and change nothing.
 """
 
 from __future__ import annotations

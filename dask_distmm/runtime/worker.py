@@ -34,7 +34,7 @@ from distributed.utils import sync
 from dask_distmm._version import __version__
 from dask_distmm.comms.dask import DaskComm, address_of
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.engines.base import ENGINES, IndependentJob, ChunkKey, Job, get_engine, log
+from dask_distmm.engines.base import ENGINES, ChunkKey, IndependentJob, Job, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, ProtocolError
 from dask_distmm.planning import Plan
