@@ -104,7 +104,7 @@ class Job(Protocol):
 
 @runtime_checkable
 class IndependentJob(Job, Protocol):
-    """A job of a run whose ranks need only the chunks that others offered before it (`planning.peer.reads.independent`).
+    """A job of a run whose ranks need only chunks that others offered before it (`planning.peer.reads.independent`).
 
     Attributes
     ----------

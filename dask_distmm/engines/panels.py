@@ -12,10 +12,10 @@ from dask_distmm.planning.cuts import overlaps, padded
 from dask_distmm.planning.memory import operand_grids, panel_width
 from dask_distmm.planning.plan import EVERYWHERE, Rect
 
-__all__ = ["Panel", "Piece", "coalesce", "panels", "pieces_of", "split_at_chunks"]
+__all__ = ["ChunkBlock", "Panel", "chunk_blocks_of", "coalesce", "panels", "split_at_chunks"]
 
 
-class Piece(NamedTuple):
+class ChunkBlock(NamedTuple):
     """A rectangle of a chunk of A (operand 0) or B (1), and where it lies in the whole matrix."""
 
     operand: int
@@ -33,8 +33,8 @@ class Panel(NamedTuple):
 
     k0: int
     k1: int
-    local: list[Piece]
-    remote: dict[int, list[Piece]]
+    local: list[ChunkBlock]
+    remote: dict[int, list[ChunkBlock]]
 
 
 def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
@@ -50,10 +50,10 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     k0, k1 = plan.k_range(rank)
     problem = plan.problem
     grids = operand_grids(plan)
-    pieces: list[Piece] = []
+    pieces: list[ChunkBlock] = []
     for operand, chunks, part in ((0, problem.a_chunks, i * s + depth), (1, problem.b_chunks, depth * q + j)):
         for c in redistribution(ChunkGrid(chunks), grids[operand]).for_dst(part):
-            pieces.append(Piece(operand, c.src, c.src_row, c.src_col, c.nrows, c.ncols, c.row, c.col))
+            pieces.append(ChunkBlock(operand, c.src, c.src_row, c.src_col, c.nrows, c.ncols, c.row, c.col))
 
     width = panel_width(problem, plan.region(rank), k1 - k0)
     edges = {k0, k1}
@@ -75,7 +75,7 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     return [made[x] for x in order]
 
 
-def _along_k(piece: Piece, offset: int, size: int) -> Piece:
+def _along_k(piece: ChunkBlock, offset: int, size: int) -> ChunkBlock:
     if piece.operand == 0:
         return piece._replace(c0=piece.c0 + offset, cols=size, col=piece.col + offset)
     return piece._replace(r0=piece.r0 + offset, rows=size, row=piece.row + offset)
@@ -104,12 +104,12 @@ def split_at_chunks(plan: Plan, rect: Rect) -> Iterator[tuple[int, Rect]]:
             yield i * ncols + j, (r0, r1, c0, c1)
 
 
-def pieces_of(chunks: Chunks, operand: int, rect: Rect) -> list[Piece]:
+def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect) -> list[ChunkBlock]:
     """Cut a part of a matrix at its chunks; places are counted from the part's first element."""
     rows, cols = (tuple(itertools.accumulate(sizes, initial=0)) for sizes in chunks)
     ncols = len(cols) - 1
     return [
-        Piece(operand, i * ncols + j, r0 - rows[i], c0 - cols[j], r1 - r0, c1 - c0, r0 - rect[0], c0 - rect[2])
+        ChunkBlock(operand, i * ncols + j, r0 - rows[i], c0 - cols[j], r1 - r0, c1 - c0, r0 - rect[0], c0 - rect[2])
         for i, r0, r1 in overlaps(rows, rect[0], rect[1])
         for j, c0, c1 in overlaps(cols, rect[2], rect[3])
     ]

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
 from dask_distmm.engines.numpy.blas import blas_threads, gemm
 from dask_distmm.engines.numpy.inputs import Inputs
-from dask_distmm.engines.panels import Panel, Piece, panels, split_at_chunks
+from dask_distmm.engines.panels import ChunkBlock, Panel, panels, split_at_chunks
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.conversions import round_tf32, stored
 from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
@@ -134,7 +134,7 @@ class NumpyJob:
         assert self.rank is not None
         todo = collections.deque(panels(self.plan, self.rank, self.me))
         total = max(1, len(todo))
-        in_flight: collections.deque[tuple[Panel, list[tuple[list[Piece], _Answer]]]] = collections.deque()
+        in_flight: collections.deque[tuple[Panel, list[tuple[list[ChunkBlock], _Answer]]]] = collections.deque()
         while todo or in_flight:
             while todo and len(in_flight) <= self.plan.problem.options.prefetch_panels:
                 panel = todo.popleft()
@@ -143,7 +143,7 @@ class NumpyJob:
             self._multiply_panel(panel, asked)
             self.progress(1 - (len(todo) + len(in_flight)) / total)
 
-    def _multiply_panel(self, panel: Panel, asked: list[tuple[list[Piece], _Answer]]) -> None:
+    def _multiply_panel(self, panel: Panel, asked: list[tuple[list[ChunkBlock], _Answer]]) -> None:
         packing = self.plan.packing
         operands: tuple[list[Block], list[Block]] = ([], [])
         for piece in panel.local:
@@ -288,13 +288,13 @@ class NumpyJob:
             block = self._block_of[next(index for index, _ in split_at_chunks(self.plan, rect))]
         return block.data[rect[0] - block.r0 : rect[1] - block.r0, rect[2] - block.c0 : rect[3] - block.c0]
 
-    def _chunk(self, piece: Piece) -> NDArray[Any]:
+    def _chunk(self, piece: ChunkBlock) -> NDArray[Any]:
         chunk = self.chunks["ab"[piece.operand], piece.chunk]
         return chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols]
 
     # What passes between participants
 
-    def _ask(self, peer: int, pieces: list[Piece]) -> _Answer:
+    def _ask(self, peer: int, pieces: list[ChunkBlock]) -> _Answer:
         boxes = np.array([(p.operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p in pieces], np.int64)
         dtypes = [self.chunk_type(piece.operand) for piece in pieces]
         return self._fetch(peer, "input", boxes, dtypes[0] if len(set(dtypes)) == 1 else None)
@@ -422,7 +422,7 @@ def _open(future: Future[None], error: BaseException | None = None) -> None:
             raise future.exception() from None  # type: ignore[misc]
 
 
-def _place(piece: Piece, data: NDArray[Any]) -> Block:
+def _place(piece: ChunkBlock, data: NDArray[Any]) -> Block:
     return Block(piece.row, piece.row + piece.rows, piece.col, piece.col + piece.cols, data)
 
 

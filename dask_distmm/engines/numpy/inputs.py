@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import ChunkKey
-from dask_distmm.engines.panels import Piece, pieces_of
+from dask_distmm.engines.panels import ChunkBlock, chunk_blocks_of
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Plan
 
@@ -22,8 +22,8 @@ class _Asked(NamedTuple):
 
     name: str
     data: NDArray[Any]
-    here: list[Piece]
-    answers: list[tuple[list[Piece], Any]]
+    here: list[ChunkBlock]
+    answers: list[tuple[list[ChunkBlock], Any]]
 
 
 class Inputs:
@@ -48,7 +48,7 @@ class Inputs:
         plan: Plan,
         me: int,
         chunks: Mapping[ChunkKey, NDArray[Any]],
-        ask: Callable[[int, list[Piece]], Any],
+        ask: Callable[[int, list[ChunkBlock]], Any],
         check: Callable[[], None],
     ) -> None:
         self._plan, self._me, self._chunks, self._ask, self._check = plan, me, chunks, ask, check
@@ -64,9 +64,9 @@ class Inputs:
             top, bottom = (r0, r1) if sum(sizes[0]) == problem.m else (0, 1)
             left, right = (c0, c1) if sum(sizes[1]) == problem.n else (0, 1)
             data = np.empty((bottom - top, right - left), dtype_from_name(problem.dtype_of(name)))
-            here: list[Piece] = []
-            away: dict[int, list[Piece]] = collections.defaultdict(list)
-            for piece in pieces_of(sizes, number, (top, bottom, left, right)):
+            here: list[ChunkBlock] = []
+            away: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
+            for piece in chunk_blocks_of(sizes, number, (top, bottom, left, right)):
                 peer = int(where[piece.chunk])
                 (here if peer == self._me else away[peer]).append(piece)
             found.append(_Asked(name, data, here, [(pieces, self._ask(peer, pieces)) for peer, pieces in away.items()]))
@@ -84,5 +84,5 @@ class Inputs:
         return {one.name: one.data for one in asked}
 
 
-def _put(data: NDArray[Any], piece: Piece, values: NDArray[Any]) -> None:
+def _put(data: NDArray[Any], piece: ChunkBlock, values: NDArray[Any]) -> None:
     data[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols] = values

@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dask_distmm.engines.panels import Piece, coalesce, pieces_of
+from dask_distmm.engines.panels import ChunkBlock, coalesce, chunk_blocks_of
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.gemm_sizes import full_side, pieces_that_fill, unit
@@ -58,7 +58,7 @@ class Fill(NamedTuple):
     rect: Rect
     slot: Slot | None
     at: int
-    pieces: list[Piece]
+    pieces: list[ChunkBlock]
 
     @property
     def own(self) -> tuple[int, int]:
@@ -226,7 +226,7 @@ class _Maker:
             extent, kk = padded(at + own[1] - own[0], self.step), padded(depth[1] - depth[0], self.step)
             before = self.slots.get(slot, (0, 0))
             self.slots[slot] = max(before[0], extent), max(before[1], kk)
-        return Fill(next(self.numbers), operand, rect, slot, at, pieces_of(chunks, operand, rect))
+        return Fill(next(self.numbers), operand, rect, slot, at, chunk_blocks_of(chunks, operand, rect))
 
     def _cells(self, part: tuple[int, int], depth: tuple[int, int], epoch: int, width: int) -> list[Fill]:
         """Return the held part in pieces, for panels of this width: what lies right, and what is filled."""
@@ -335,7 +335,7 @@ class _Maker:
         where = (self.plan.where_a, self.plan.where_b)[operand]
         assert where is not None
         found: dict[int, int] = collections.defaultdict(int)
-        for piece in pieces_of(chunks, operand, rect):
+        for piece in chunk_blocks_of(chunks, operand, rect):
             holder = int(where[piece.chunk])
             found[self.plan.ranks[self.rank] if holder == EVERYWHERE else holder] += piece.rows * piece.cols
         return found

@@ -14,7 +14,7 @@ from dask_distmm.engines.base import ChunkKey, Comm, wait_checked
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import Memory
 from dask_distmm.engines.gpu.operands import in_type
-from dask_distmm.engines.panels import Piece
+from dask_distmm.engines.panels import ChunkBlock
 from dask_distmm.engines.peer.offers import BLOCKS
 from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, pull_table, record, span_of, table_of
 from dask_distmm.layout.rectangles import Span, Table
@@ -29,7 +29,7 @@ __all__ = ["Ended", "Parts", "Pull", "Sources", "View", "moved"]
 
 # Columns of a table of pieces.
 _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
-    Piece._fields.index, ("chunk", "r0", "c0", "rows", "cols", "row", "col")
+    ChunkBlock._fields.index, ("chunk", "r0", "c0", "rows", "cols", "row", "col")
 )
 
 
@@ -68,7 +68,7 @@ class Parts(NamedTuple):
     holders
         Participants that have the chunks.
     pieces
-        Columns as in `Piece`.
+        Columns as in `ChunkBlock`.
     targets
         Address of the first element, row stride and column stride of where each goes.
     size
@@ -174,7 +174,7 @@ class Sources:
         copies.run(stream, self.streams[1:])
         self._copies.append(copies)
 
-    def parts(self, operand: int, pieces: Sequence[Piece], target: Span, size: int) -> Parts:
+    def parts(self, operand: int, pieces: Sequence[ChunkBlock], target: Span, size: int) -> Parts:
         """Return pieces of an operand, which are placed from the target on.
 
         Those of the next participant come first, so that ranks that pull the same part at the same time do not all read
@@ -182,7 +182,7 @@ class Sources:
         """
         where = self.plan.where[self.plan.problem.operands[operand]]
         assert where is not None
-        table = np.array(pieces, np.int64).reshape(-1, len(Piece._fields))
+        table = np.array(pieces, np.int64).reshape(-1, len(ChunkBlock._fields))
         holders = np.asarray(where, np.int64)[table[:, _CHUNK]]
         holders = np.where(holders == EVERYWHERE, self.me, holders)
         order = np.argsort((holders - self.me) % len(self.plan.participants), kind="stable")
@@ -303,9 +303,9 @@ class Sources:
             number = self.plan.problem.operands.index(one.name)
             moves = one.moves.take(one.moves.dst_owner == self.me)
             columns = (moves.src, moves.src_row, moves.src_col, moves.nrows, moves.ncols, moves.dst_row, moves.dst_col)
-            pieces: dict[int, list[Piece]] = collections.defaultdict(list)
+            pieces: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
             for part, *piece in zip(moves.dst.tolist(), *(x.tolist() for x in columns), strict=True):
-                pieces[part].append(Piece(number, *piece))
+                pieces[part].append(ChunkBlock(number, *piece))
             size = one.dtype.itemsize
             every = [self.parts(number, these, span_of(one.parts[part]), size) for part, these in pieces.items()]
             for pull in self.find({at: (parts, [self.at_home(parts)]) for at, parts in enumerate(every)}).values():
