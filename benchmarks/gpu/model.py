@@ -23,7 +23,7 @@ from dask_distmm.engines.peer.schedule import dues, make_schedule
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.gemm_sizes import full_side
-from dask_distmm.planning.peer.pulls import Walk, step_of, walks
+from dask_distmm.planning.peer.block_schedule import BlockSchedule, block_schedules, extent_multiple
 from dask_distmm.planning.plan import Rect
 from dask_distmm.testing import make_problem
 
@@ -80,7 +80,7 @@ def lies_in_one(made: Plan, me: int, operand: int, rect: Rect) -> bool:
     """Whether a part of an operand is in one chunk of a participant."""
     sizes, where = made.problem.chunks_of("ab"[operand]), made.where["ab"[operand]]
     assert where is not None
-    if step_of(made.problem) > 1 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
+    if extent_multiple(made.problem) > 1 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
         return False
     grid = ChunkGrid(sizes)
     for part in np.flatnonzero(where == me).tolist():
@@ -90,10 +90,10 @@ def lies_in_one(made: Plan, me: int, operand: int, rect: Rect) -> bool:
     return False
 
 
-def rank_of(made: Plan, rank: int, walk: Walk) -> Rank:
+def rank_of(made: Plan, rank: int, schedule: BlockSchedule) -> Rank:
     """Return what a rank does in a plan."""
     me, full = made.ranks[rank], full_side(made.problem)
-    turns = make_schedule(made, rank, walk, lambda operand, rect: lies_in_one(made, me, operand, rect)).turns
+    turns = make_schedule(made, rank, schedule, lambda operand, rect: lies_in_one(made, me, operand, rect)).turns
     pulls = []
     for due in dues(turns):
         name = "ab"[due.fill.operand]
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("Share of the bound, if a pull reads one GPU after the other, and all at the same time (as the engine does)")
     for gpus, n, chunks in itertools.product(options.gpus, options.sizes, options.chunks):
         made = make_plan(gpus, n, chunks, options.type, options.method)
-        ranks = [rank_of(made, rank, walk) for rank, walk in enumerate(walks(made))]
+        ranks = [rank_of(made, rank, schedule) for rank, schedule in enumerate(block_schedules(made))]
         bound = 2.0 * n**3 / gpus / options.rate
         found: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(5):

@@ -13,7 +13,7 @@ SUMMA may round parts of the sums (see `tiles`), as SUMMA does after each panel 
 it returns D in the type that is summed in, and does no epilog.
 
 The peer engine's products are cuBLASLt's. It computes the transpose of D, so a value for each column of D is native to
-it; and an element of D must be computed in one go (see `pulls.native`). With 16-bit types its epilogs are not exact
+it; and an element of D must be computed in one go (see `block_schedule.native`). With 16-bit types its epilogs are not exact
 either where extents or addresses are odd (measured: some algorithms round the product first, up to 31 times the bound,
 some make 0 of relu(NaN), some refuse); with float32 and float64 they are.
 """

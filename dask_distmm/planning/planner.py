@@ -29,7 +29,7 @@ from dask_distmm.planning.cublasmp import costs as collective
 from dask_distmm.planning.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
 from dask_distmm.planning.grids import candidates
 from dask_distmm.planning.memory import operand_grids, packing, panel_width, project
-from dask_distmm.planning.peer import pulls
+from dask_distmm.planning.peer import costs as peer
 from dask_distmm.planning.plan import Estimate, Packing, Plan, everywhere
 from dask_distmm.planning.problem import COLLECTIVE, METHODS, Problem, Worker
 from dask_distmm.planning.replicas import with_replicas
@@ -284,8 +284,8 @@ def _consider(
     made = dataclasses.replace(made, ranks=tuple(chosen.tolist()))
     at_home = held[np.arange(len(needed)), chosen]
     if engine == "peer":
-        made.projected_bytes.update(pulls.project(made))
-        return dataclasses.replace(made, estimate=pulls.estimate(made, needed, at_home, _delivered(made)))
+        made.projected_bytes.update(peer.project(made))
+        return dataclasses.replace(made, estimate=peer.estimate(made, needed, at_home, _delivered(made)))
     made.projected_bytes.update(project(made))
     return dataclasses.replace(made, estimate=_estimate(made, needed - at_home))
 

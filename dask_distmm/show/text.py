@@ -10,7 +10,7 @@ from dask_distmm.arrays.product import NotCollective
 from dask_distmm.planning.library_epilogs import native_epilog
 from dask_distmm.planning.many.batches import BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan, Share
-from dask_distmm.planning.peer.pulls import native, step_of, walks
+from dask_distmm.planning.peer.block_schedule import block_schedules, extent_multiple, native
 from dask_distmm.planning.plan import Estimate, Plan, everywhere
 from dask_distmm.planning.problem import Problem
 
@@ -98,15 +98,16 @@ def _placed(plan: Plan) -> str:
 
 def _pulls(plan: Plan) -> str:
     """Say what the rank with most buffers holds, and what passes by."""
-    walk = max(walks(plan), key=lambda one: one.buffer_bytes)
-    names, what = ("A", "B")[:: -1 if walk.held else 1], ("rows", "columns")[:: 1 if walk.held else -1]
-    parts, depth = len(walk.parts) - 1, len(walk.depth) - 1
+    schedule = max(block_schedules(plan), key=lambda one: one.buffer_bytes)
+    names = ("A", "B")[:: -1 if schedule.stationary else 1]
+    what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
+    parts, depth = len(schedule.parts) - 1, len(schedule.depth) - 1
     cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
-    lies = " as it lies" if walk.lies[walk.held] and not walk.held_bytes else ""
-    padded = "; padded to multiples of 16, which GEMMs are quick with" if step_of(plan.problem) > 1 else ""
+    lies = " as it lies" if schedule.lies[schedule.stationary] and not schedule.stationary_bytes else ""
+    padded = "; padded to multiples of 16, which GEMMs are quick with" if extent_multiple(plan.problem) > 1 else ""
     return (
-        f"{names[0]} held{cut}{lies}, {names[1]} in panels of up to {walk.width} {what[0]}; "
-        f"buffers of {format_bytes(walk.buffer_bytes)}{padded}"
+        f"{names[0]} held{cut}{lies}, {names[1]} in panels of up to {schedule.width} {what[0]}; "
+        f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}"
     )
 
 
@@ -138,7 +139,7 @@ def _formula(plan: Plan) -> list[str]:
     also = f"; also {', '.join(kept)}" if kept else ""
     how = "on each rank's chunks of D, before they are stored"
     library = "cuBLASMp" if plan.engine == "cublasmp" else "cuBLASLt"
-    epilog = native(plan, walks(plan)) if plan.engine == "peer" else native_epilog(plan)
+    epilog = native(plan, block_schedules(plan)) if plan.engine == "peer" else native_epilog(plan)
     if epilog is not None:
         how = f"by {library}'s epilog {epilog.upper()}" if epilog else f"by {library}'s alpha"
     elif plan.engine != "numpy":

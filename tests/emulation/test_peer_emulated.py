@@ -23,7 +23,7 @@ from dask_distmm.numeric.epilogs import Finish
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.planning.peer import pulls
+from dask_distmm.planning.peer import block_schedule as schedules
 from dask_distmm.testing import assert_product, conformance, make_problem, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -34,10 +34,10 @@ def tight(monkeypatch):
     """Little room for buffers, so that panels are narrow; `cut` says what goes if that is not enough."""
 
     def set_to(size, cut="depth"):
-        monkeypatch.setattr(pulls, "_LEAST_DEPTH", 16 if cut == "depth" else 10**6)
-        monkeypatch.setattr(pulls, "_LEAST_WIDTH", 8)
-        monkeypatch.setattr(pulls, "_LEAST_BLOCK", 8)
-        monkeypatch.setattr(pulls, "_LEAST_ROWS", 4)
+        monkeypatch.setattr(schedules, "_LEAST_DEPTH", 16 if cut == "depth" else 10**6)
+        monkeypatch.setattr(schedules, "_LEAST_WIDTH", 8)
+        monkeypatch.setattr(schedules, "_LEAST_BLOCK", 8)
+        monkeypatch.setattr(schedules, "_LEAST_ROWS", 4)
         return dask.config.set({"distmm.peer.buffer-bytes": size})
 
     return set_to
@@ -66,9 +66,9 @@ def test_little_room_for_buffers(make_peers, tight, method, size, cut, dtype):
     ranks, _ = make_peers()
     with tight(size, cut):
         made = conformance(ranks, method, 3, dtype, own_out_chunks=True)
-    walk = pulls.walks(made)[0]
-    if method == "local" and not walk.lies[walk.held]:
-        assert len(walk.depth if cut == "depth" and dtype == "float64" else walk.parts) > 2
+    schedule = schedules.block_schedules(made)[0]
+    if method == "local" and not schedule.lies[schedule.stationary]:
+        assert len(schedule.depth if cut == "depth" and dtype == "float64" else schedule.parts) > 2
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -177,7 +177,7 @@ def test_what_the_library_does_itself(make_peers, method, bias, epilog, dtype):
     del world.epilogs[:]
     case.check(*run_case(ranks, case, method, 3, 1, False, amax=False))
     made = ranks.jobs[-1].plan
-    name = pulls.native(made, pulls.walks(made))
+    name = schedules.native(made, schedules.block_schedules(made))
     exact = dtype == "float32" or (dtype == "float64" and "gelu" not in epilog)
     possible = made.grid[2] == 1 and (not epilog or (exact and ("bias" not in epilog or bias == "column")))
     assert (name == epilog) if possible else name is None
@@ -188,13 +188,15 @@ def test_what_the_library_does_itself(make_peers, method, bias, epilog, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_long_sums_of_16_bit_types_are_cut(make_peers, monkeypatch, method, dtype):
     """And added up in float32."""
-    monkeypatch.setattr(pulls, "_MOST_DEPTH", 32)
-    monkeypatch.setattr(pulls, "_LEAST_BLOCK", 16)
+    monkeypatch.setattr(schedules, "_MOST_DEPTH", 32)
+    monkeypatch.setattr(schedules, "_LEAST_BLOCK", 16)
     ranks, _ = make_peers()
     made = conformance(ranks, method, 3, dtype, shape=(64, 48, 300), own_out_chunks=True)
-    depths = [end - start for walk in pulls.walks(made) for start, end in itertools.pairwise(walk.depth)]
+    depths = [
+        end - start for schedule in schedules.block_schedules(made) for start, end in itertools.pairwise(schedule.depth)
+    ]
     assert (max(depths) <= 32) == (dtype != "float32")
-    assert pulls.sums_in(made, pulls.walks(made)) == "float32"
+    assert schedules.sums_in(made, schedules.block_schedules(made)) == "float32"
 
 
 @pytest.mark.parametrize("epilog", ["relu_bias", "gelu"])
@@ -204,7 +206,7 @@ def test_sums_of_several_products_are_finished_by_the_kernel(make_peers, tight, 
     del world.epilogs[:]
     with tight(2**12):
         case.check(*run_case(ranks, case, "allgather", 3, 1, False, amax=False))
-    assert max(len(walk.depth) for walk in pulls.walks(ranks.jobs[-1].plan)) > 2
+    assert max(len(schedule.depth) for schedule in schedules.block_schedules(ranks.jobs[-1].plan)) > 2
     assert set(world.epilogs) == {""}
 
 
@@ -223,7 +225,7 @@ def test_fp8(make_peers, tight, method, orders):
     ("dtype", "nranks", "orders"), [("float16", 2, "CC"), ("float16", 3, "FC"), ("float64", 4, "FF")]
 )
 def test_extents_that_gemms_are_slow_with_are_padded(make_peers, monkeypatch, tight, method, dtype, nranks, orders):
-    monkeypatch.setattr(pulls, "_LEAST_PADDED", 0)
+    monkeypatch.setattr(schedules, "_LEAST_PADDED", 0)
     job = sys.modules["dask_distmm.engines.peer.job"]
     shapes = []
 
@@ -242,7 +244,7 @@ def test_extents_that_gemms_are_slow_with_are_padded(make_peers, monkeypatch, ti
 
 @pytest.mark.parametrize("epilog", ["", "bias", "gelu_aux_bias", "dgelu"])
 def test_formulas_of_padded_products(make_peers, monkeypatch, epilog):
-    monkeypatch.setattr(pulls, "_LEAST_PADDED", 0)
+    monkeypatch.setattr(schedules, "_LEAST_PADDED", 0)
     case = Case(epilog, "float16", alpha=1.5)
     case.check(*run_case(make_peers()[0], case, "allgather", 3, 1, False, amax=False))
 

@@ -12,7 +12,7 @@ from dask_distmm.engines.peer.offers import BLOCKS, Allocation, Expected, Offer
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Worker, plan
-from dask_distmm.planning.peer.reads import lent
+from dask_distmm.planning.peer.reads import peer_reads
 from dask_distmm.testing import make_problem
 
 # Bytes of a float32.
@@ -39,7 +39,7 @@ def offer(made):
 
 
 def read(wires, made, mine=0):
-    return Expected(made, mine=mine, sums=SUMS, read=lent(made, made.problem.operands)).read(wires)
+    return Expected(made, mine=mine, sums=SUMS, read=peer_reads(made, made.problem.operands)).read(wires)
 
 
 def test_there_and_back(made):

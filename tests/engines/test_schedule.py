@@ -17,13 +17,14 @@ from dask_distmm.engines.peer.schedule import dues, make_schedule, merged
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.planning import METHODS, Worker, plan
 from dask_distmm.planning import gemm_sizes as extents
-from dask_distmm.planning.peer import pulls
-from dask_distmm.planning.peer.pulls import PANELS, walks
+from dask_distmm.planning.peer import block_schedule as schedules
+from dask_distmm.planning.peer import reads
+from dask_distmm.planning.peer.block_schedule import PANELS, block_schedules, extent_multiple
 from dask_distmm.testing import make_problem, random_chunks
 
 SMALL = {"_LEAST_DEPTH": 16, "_LEAST_WIDTH": 8, "_LEAST_BLOCK": 8, "_LEAST_ROWS": 4}
 FULL = extents._FULL
-AS_THEY_ARE = {name: getattr(pulls, name) for name in SMALL}
+AS_THEY_ARE = {name: getattr(schedules, name) for name in SMALL}
 KINDS = ["float64", "float16", "float8_e4m3fn"]
 
 
@@ -32,12 +33,12 @@ def small():
     """Constants for matrices of hundreds."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALL.items():
-            patch.setattr(pulls, name, value)
+            patch.setattr(schedules, name, value)
         patch.setattr(extents, "_FULL", (8, 8))
         # FP8 has multiples of 16 anyway.
         patch.setattr(extents, "_TILE", 16)
         # Padded are float16, as if all extents were large, and FP8.
-        patch.setattr(pulls, "_LEAST_PADDED", 0)
+        patch.setattr(schedules, "_LEAST_PADDED", 0)
         patch.setitem(extents._SLOWDOWN, "float64", (1.0, 1.0))
         yield
 
@@ -73,11 +74,11 @@ def lies_as_planned(found, me):
 )
 def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, kind, size, together):
     found = made(seed, method, nranks, kind, size, sources=1, together=together)
-    step = pulls.step_of(found.problem)
+    multiple = extent_multiple(found.problem)
     box = np.zeros((found.problem.m, found.problem.n), np.int64)
-    for rank, walk in enumerate(walks(found)):
+    for rank, block_schedule in enumerate(block_schedules(found)):
         lies = lies_as_planned(found, found.ranks[rank])
-        schedule = make_schedule(found, rank, walk, lies)
+        schedule = make_schedule(found, rank, block_schedule, lies)
         inside, counts = {}, collections.Counter()
         summed = np.zeros_like(box)
         finished = []
@@ -89,7 +90,7 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
                 own, depth = (fill.rect[:2], fill.rect[2:]) if fill.operand == 0 else (fill.rect[2:], fill.rect[:2])
                 assert fill.at + own[1] - own[0] <= extents
                 assert depth[1] - depth[0] <= kk
-                assert fill.at % step == 0
+                assert fill.at % multiple == 0
                 covered = sum(piece.rows * piece.cols for piece in fill.pieces)
                 assert covered == (own[1] - own[0]) * (depth[1] - depth[0])
             for product in turn.products:
@@ -109,8 +110,8 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
                 counts[key] += 1
                 assert product.b[0].rect[:2] == product.a[0].rect[2:]
                 top, _, left, _ = found.region(rank)
-                assert not (r0 - top) % step
-                assert not (c0 - left) % step
+                assert not (r0 - top) % multiple
+                assert not (c0 - left) % multiple
                 # The first one stores, all others add.
                 assert (summed[r0:r1, c0:c1] > 0).all() == product.add
                 summed[r0:r1, c0:c1] += product.a[0].rect[3] - product.a[0].rect[2]
@@ -121,7 +122,7 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
                     assert (summed[r0:r1, c0:c1] == k1 - k0).all(), "told to be complete too early"
         assert max(counts.values()) == 1
         assert sorted(finished) == (list(range(len(found.ranks))) if found.grid[2] > 1 else [])
-        slots = {slot for slot in schedule.slots if slot[0] != walk.held}
+        slots = {slot for slot in schedule.slots if slot[0] != block_schedule.stationary}
         assert len(slots) <= PANELS
         box += summed
     assert (box == found.problem.k).all()
@@ -132,30 +133,30 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
 def test_buffers_are_as_projected(seed, method, nranks, size):
     """And below what they may be, where that is not too little for any GEMM."""
     found = made(seed, method, nranks, "float64", size)
-    for rank, walk in enumerate(walks(found)):
-        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+    for rank, block_schedule in enumerate(block_schedules(found)):
+        schedule = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank]))
         used = sum(extent * kk * 8 for extent, kk in schedule.slots.values())
-        assert used <= walk.buffer_bytes
-        assert walk.buffer_bytes <= size or walk.width == 1 or len(walk.parts) > 2
-        assert found.projected_bytes[found.workers[rank]] >= walk.buffer_bytes
+        assert used <= block_schedule.buffer_bytes
+        assert block_schedule.buffer_bytes <= size or block_schedule.width == 1 or len(block_schedule.parts) > 2
+        assert found.projected_bytes[found.workers[rank]] >= block_schedule.buffer_bytes
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(METHODS), st.integers(1, 4), st.integers(0, 2))
-def test_what_others_read_is_lent_and_nothing_else(seed, method, nranks, sources):
+def test_what_others_read_is_offered_and_nothing_else(seed, method, nranks, sources):
     """And with UCX, which needs copies of it, projected."""
     found = made(seed, method, nranks, "float64", 2**14, sources)
     count = len(found.participants)
     read = [set() for _ in range(count)]
-    for rank, walk in enumerate(walks(found)):
+    for rank, block_schedule in enumerate(block_schedules(found)):
         me = found.ranks[rank]
-        for turn in make_schedule(found, rank, walk, lies_as_planned(found, me)).turns:
+        for turn in make_schedule(found, rank, block_schedule, lies_as_planned(found, me)).turns:
             pieces = [("ab"[fill.operand], piece.chunk) for fill in turn.fills for piece in fill.pieces]
             for name, chunk in pieces:
                 if (holder := int(found.where[name][chunk])) != me:
                     read[holder].add((name, chunk))
-    lent = pulls.lent(found, "ab")
-    told = [{name: every[me] for name, every in lent.items()} for me in range(count)]
+    offered = reads.peer_reads(found, "ab")
+    told = [{name: every[me] for name, every in offered.items()} for me in range(count)]
     assert read == [{(name, int(i)) for name, mine in one.items() for i in np.flatnonzero(mine)} for one in told]
     ucx = made(seed, method, nranks, "float64", 2**14, sources, scheme="ucx://")
     sizes = {name: np.multiply.outer(*map(np.asarray, found.problem.chunks_of(name))).ravel() * 8 for name in "ab"}
@@ -172,10 +173,10 @@ def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():
     found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
     held = 0 if found.grid[1] == 1 else 1
     order = []
-    for rank, walk in enumerate(walks(found)):
-        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+    for rank, block_schedule in enumerate(block_schedules(found)):
+        schedule = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank]))
         assert len(schedule.turns) == 4
-        assert walk.held == held
+        assert block_schedule.stationary == held
         assert not schedule.turns[0].fills, "what lies right comes first"
         panels = [product.b[0] if held == 0 else product.a[0] for turn in schedule.turns for product in turn.products]
         order.append([int(where[panel.pieces[0].chunk]) for panel in panels])
@@ -195,9 +196,9 @@ def test_panels_that_are_here_meet_what_is_held_as_it_lands():
     def is_here(fill, rank):
         return all(where[piece.chunk] == found.ranks[rank] for piece in fill.pieces)
 
-    for rank, walk in enumerate(walks(found)):
-        assert walk.held == 0
-        first, *others = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank])).turns
+    for rank, block_schedule in enumerate(block_schedules(found)):
+        assert block_schedule.stationary == 0
+        first, *others = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).turns
         panels = {product.b[0].number: product.b[0] for product in first.products}
         assert len(panels) == PANELS - 1, "one buffer is left for the first one that is pulled"
         assert all(is_here(fill, rank) for fill in panels.values())
@@ -218,9 +219,9 @@ def test_pieces_of_what_is_held_that_are_here_come_first():
     where = np.tile(np.array([2, 0, 1, 3, 2, 0, 1, 3], np.int32), chunks)
     found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
     seen = 0
-    for rank, walk in enumerate(walks(found)):
-        first, *others = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank])).turns
-        held = [(product.a, product.b)[walk.held] for product in first.products]
+    for rank, block_schedule in enumerate(block_schedules(found)):
+        first, *others = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).turns
+        held = [(product.a, product.b)[block_schedule.stationary] for product in first.products]
         here = [all(where[piece.chunk] == found.ranks[rank] for part in one for piece in part.pieces) for one in held]
         assert here == sorted(here, reverse=True)
         seen += here.count(True)
@@ -236,7 +237,7 @@ def test_pieces_of_what_is_held_that_are_here_come_first():
 def test_pieces_fill_a_gpu(monkeypatch, n, nranks, chunks, method, dtype):
     """Products of pieces took up to three times as long as one of all of them."""
     for name, value in AS_THEY_ARE.items():
-        monkeypatch.setattr(pulls, name, value)
+        monkeypatch.setattr(schedules, name, value)
     monkeypatch.setattr(extents, "_FULL", FULL)
     sizes = ((n // chunks,) * chunks,) * 2
     problem = make_problem(sizes, sizes, dtype, method=method, array="cupy")
@@ -244,10 +245,10 @@ def test_pieces_fill_a_gpu(monkeypatch, n, nranks, chunks, method, dtype):
     found = plan(problem, [Worker(f"w{i}") for i in range(nranks)], where, where, engine="peer")
     full = extents.full_side(problem)
     assert full == (2048 if dtype == "bfloat16" else 1024)
-    for rank, walk in enumerate(walks(found)):
+    for rank, block_schedule in enumerate(block_schedules(found)):
         r0, r1, c0, c1 = found.region(rank)
         least = min(full**2, (r1 - r0) * (c1 - c0))
-        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+        schedule = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank]))
         products = [product for turn in schedule.turns for product in turn.products]
         areas = [(bottom - top) * (right - left) for top, bottom, left, right in (x.rect for x in products)]
         cut = [area for area, product in zip(areas, products, strict=True) if len(product.a) * len(product.b) == 1]
@@ -260,7 +261,7 @@ def test_pieces_fill_a_gpu(monkeypatch, n, nranks, chunks, method, dtype):
 def test_large_matrices_are_cut_where_gemms_are_quick(monkeypatch, size, parts, dtype, room):
     """cuBLAS took twice as long for panels of 9,363 columns as for those of 8,192."""
     for name, value in AS_THEY_ARE.items():
-        monkeypatch.setattr(pulls, name, value)
+        monkeypatch.setattr(schedules, name, value)
     monkeypatch.setattr(extents, "_TILE", 128)
     large = dtype == "float16" and room == "2 GiB"
     edge = size // parts // 128 * 128
@@ -269,8 +270,8 @@ def test_large_matrices_are_cut_where_gemms_are_quick(monkeypatch, size, parts, 
         problem = make_problem((sizes, (size,)), ((size,), sizes), dtype, method="allgather", array="cupy")
     where = np.arange(parts, dtype=np.int32)
     found = plan(problem, [Worker(f"w{i}") for i in range(parts)], where, where, engine="peer")
-    for rank, walk in enumerate(walks(found)):
-        schedule = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank]))
+    for rank, block_schedule in enumerate(block_schedules(found)):
+        schedule = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank]))
         r0, r1, c0, c1 = found.region(rank)
         for product in (product for turn in schedule.turns for product in turn.products):
             top, bottom, left, right = product.rect
@@ -284,8 +285,8 @@ def test_large_matrices_are_cut_where_gemms_are_quick(monkeypatch, size, parts, 
 @given(st.integers(0, 2**32), st.sampled_from(METHODS), st.integers(1, 4), st.sampled_from([2**12, 2**14, 2**16]))
 def test_a_fill_is_due_after_the_last_use_of_its_buffer_and_before_its_first(seed, method, nranks, size):
     found = made(seed, method, nranks, "float64", size)
-    for rank, walk in enumerate(walks(found)):
-        turns = make_schedule(found, rank, walk, lies_as_planned(found, found.ranks[rank])).turns
+    for rank, block_schedule in enumerate(block_schedules(found)):
+        turns = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).turns
         uses = [{f.number for product in turn.products for f in (*product.a, *product.b)} for turn in turns]
         slot = {fill.number: fill.slot for turn in turns for fill in turn.fills}
         due = dues(turns)

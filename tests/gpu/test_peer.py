@@ -15,7 +15,7 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
-from dask_distmm.planning.peer.pulls import step_of
+from dask_distmm.planning.peer.block_schedule import extent_multiple
 from dask_distmm.testing import assert_large_product, assert_nothing_left, conformance, inject
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.engines("peer")]
@@ -68,7 +68,7 @@ def test_extents_that_are_padded(clusters, dtype, method):
     client, _ = clusters(2)
     a, b = random((2053, 2407), dtype), random((2407, 1999), dtype)
     x, y = on_gpus(a, (700, 1203)), on_gpus(b, (1203, 1000))
-    assert step_of(dask_distmm.explain(x, y, method=method).problem) == 16
+    assert extent_multiple(dask_distmm.explain(x, y, method=method).problem) == 16
     found = client.compute(dask_distmm.matmul(x, y, method=method), sync=True).get()
     assert_large_product(a, b, found)
 

@@ -7,7 +7,7 @@ import pytest
 
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.gemm_sizes import slowdown, unit
-from dask_distmm.planning.peer.pulls import step_of, walks
+from dask_distmm.planning.peer.block_schedule import block_schedules, extent_multiple
 from dask_distmm.show.text import plan_text
 from dask_distmm.testing import make_problem
 
@@ -36,7 +36,7 @@ def problem(m, n, k, dtype="float16", parts=1, **options):
 def test_rows_that_are_no_multiple_of_16_bytes_are_slow(shape, dtype, expected):
     found = problem(*shape, dtype)
     assert slowdown(found, in_chunks=True) == slowdown(found, in_chunks=False) == expected
-    assert step_of(found) == (16 if expected > 1 else 1)
+    assert extent_multiple(found) == (16 if expected > 1 else 1)
 
 
 def test_chunks_count_where_they_are_multiplied_as_they_are():
@@ -48,9 +48,9 @@ def test_chunks_count_where_they_are_multiplied_as_they_are():
 
 
 def test_products_for_which_copies_take_longer_are_left_as_they_are():
-    assert step_of(problem(4096, 101, 4096)) == 1
-    assert step_of(problem(131001, 131001, 4096)) == 1  # there is no room for two D
-    assert step_of(problem(4096, 4096, 4096, "float8_e4m3fn")) == 16
+    assert extent_multiple(problem(4096, 101, 4096)) == 1
+    assert extent_multiple(problem(131001, 131001, 4096)) == 1  # there is no room for two D
+    assert extent_multiple(problem(4096, 4096, 4096, "float8_e4m3fn")) == 16
 
 
 @pytest.mark.parametrize("step", [1, 16])
@@ -66,6 +66,6 @@ def test_a_plan_says_that_matrices_are_padded():
         made = plan(problem(4096, n, 4096, parts=2), roster, where, where, engine="peer")
         told[n] = plan_text(made)
         # Buffers for both operands: what lies there is not used as it lies.
-        assert n == 4096 or all(walk.held_bytes and walk.panel_bytes for walk in walks(made))
+        assert n == 4096 or all(one.stationary_bytes and one.panel_bytes for one in block_schedules(made))
     assert "padded to multiples of 16" in told[4099]
     assert "padded" not in told[4096]

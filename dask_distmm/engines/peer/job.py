@@ -44,8 +44,8 @@ from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.numeric.types import carried, typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
-from dask_distmm.planning.peer.pulls import PANELS, native, step_of, sums_in, walks
-from dask_distmm.planning.peer.reads import lent
+from dask_distmm.planning.peer.block_schedule import PANELS, block_schedules, extent_multiple, native, sums_in
+from dask_distmm.planning.peer.reads import peer_reads
 from dask_distmm.planning.plan import Rect
 
 __all__ = ["PeerJob"]
@@ -74,9 +74,9 @@ class PeerJob:
         self.missing: list[int] = []
         self._gone: set[int] = set()
         self._ready, self._stream = ready, engine.stream
-        self._walks, self._step = walks(plan), step_of(plan.problem)
-        self._sums = sums_in(plan, self._walks)
-        self._epilog = native(plan, self._walks)
+        self._block_schedules, self._multiple = block_schedules(plan), extent_multiple(plan.problem)
+        self._sums = sums_in(plan, self._block_schedules)
+        self._epilog = native(plan, self._block_schedules)
         self._orders = ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
         self._kinds = Kinds(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
         self._items = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
@@ -122,7 +122,7 @@ class PeerJob:
             if self.rank is not None:
                 self._fill_ahead()
             if len(self.plan.participants) > 1:
-                read = lent(self.plan, problem.operands)
+                read = peer_reads(self.plan, problem.operands)
                 self.offer = self._make_offer(read)
                 if self.rank is not None:
                     self._expected = Expected(self.plan, self.me, self._sums.itemsize, read)
@@ -136,7 +136,7 @@ class PeerJob:
     def _allocate(self) -> None:
         assert self.rank is not None
         plan = self.plan
-        self._schedule = make_schedule(plan, self.rank, self._walks[self.rank], self._lies)
+        self._schedule = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._lies)
         self._buffers = {slot: self._buffer(slot, *size) for slot, size in self._schedule.slots.items()}
         self._result = Result(plan, self.rank, self._sums, self._epilog is not None, self._sources, self.engine)
         self._bias: NativeBias | None = None
@@ -169,7 +169,7 @@ class PeerJob:
         if self.plan.problem.conjugated[operand] and view.order == "C":
             # The library conjugates what it transposes; all else is copied first.
             return False
-        if self._step > 1:
+        if self._multiple > 1:
             aligned = not any(x % 16 for x in (pointer, outer, rows, cols))
         if self.plan.problem.fp8:
             aligned = aligned and view.order == self._orders[operand]
@@ -344,19 +344,19 @@ class PeerJob:
 
     def _pad(self, fill: Fill, stream: cp.cuda.Stream) -> None:
         """Zero what pads k: it is summed over."""
-        step = self._step
+        multiple = self._multiple
         kk = fill.kk
-        if kk % step:
+        if kk % multiple:
             assert fill.slot is not None
-            buffer, more = self._buffers[fill.slot], padded(kk, step)
-            at = slice(fill.at, padded(fill.at + fill.own[1] - fill.own[0], step))
+            buffer, more = self._buffers[fill.slot], padded(kk, multiple)
+            at = slice(fill.at, padded(fill.at + fill.own[1] - fill.own[0], multiple))
             with stream:
                 buffer[(at, slice(kk, more)) if fill.operand == 0 else (slice(kk, more), at)] = 0
 
     def _gemms(self, product: Product) -> Sequence[Work]:
         """Return a product as GEMMs: one for each block of D that it is multiplied into."""
-        step, found = self._step, list[Work]()
-        a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(product.a[0].kk, step)
+        multiple, found = self._multiple, list[Work]()
+        a, b, kk = self._view(product.a[0]), self._view(product.b[0]), padded(product.a[0].kk, multiple)
         ops = self._op(1, b), self._op(0, a)
         r0, r1, c0, c1 = product.rect
         for (top, bottom, left, right), array in self._result.blocks:
@@ -365,7 +365,7 @@ class PeerJob:
                 continue
             at = span_of(array)
             start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
-            shape = Shape(padded(i1 - i0, step), padded(j1 - j0, step), kk, True, ops)
+            shape = Shape(padded(i1 - i0, multiple), padded(j1 - j0, multiple), kk, True, ops)
             rows, cols = moved(a, 0, i0 - r0, self._items[0]), moved(b, 1, j0 - c0, self._items[1])
             d = Memory(start, max(1, at.row_stride // self._sums.itemsize))
             found.append(Gemm(shape, self._kinds, rows, cols, d, add=product.add, native=self._native(j0)))

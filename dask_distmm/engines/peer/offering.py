@@ -43,7 +43,7 @@ def make_offer(
     stream
         On which copies are made, and flags put down.
     read
-        Which chunks others read, as `lent` has them.
+        Which chunks others read, as `peer_reads` has them.
 
     Returns
     -------

@@ -19,7 +19,7 @@ from dask_distmm.layout.rectangles import Span
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
 from dask_distmm.planning.peer.access import reaches
-from dask_distmm.planning.peer.pulls import blocks
+from dask_distmm.planning.peer.block_schedule import blocks
 
 __all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers"]
 
@@ -158,7 +158,7 @@ class Expected:
     sums
         Bytes of an element of what ranks sum into.
     read
-        Which chunks others read, as `lent` has them: these must not be missing.
+        Which chunks others read, as `peer_reads` has them: these must not be missing.
     """
 
     def __init__(self, plan: Plan, mine: int, sums: int, read: Mapping[str, NDArray[np.bool_]]) -> None:

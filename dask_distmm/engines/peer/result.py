@@ -17,7 +17,7 @@ from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
-from dask_distmm.planning.peer.pulls import blocks, in_place, step_of
+from dask_distmm.planning.peer.block_schedule import blocks, extent_multiple, in_place
 from dask_distmm.planning.plan import Rect
 
 __all__ = ["ALIGNED", "Result"]
@@ -70,7 +70,7 @@ class Result:
     ) -> None:
         self.plan, self.rank, self.sums, self._sources = plan, rank, sums, sources
         self._stream, self._pulls = engine.stream, engine.sums
-        problem, step, empty = plan.problem, step_of(plan.problem), engine.exporter.empty
+        problem, multiple, empty = plan.problem, extent_multiple(plan.problem), engine.exporter.empty
         owned = {int(index): plan.chunk_rect(int(index)) for index in plan.owned(rank)}
         # Chunks of D, or the sums that are finished or rounded to them.
         self._chunks: dict[int, Any] = {}
@@ -83,7 +83,7 @@ class Result:
                 array = cp.empty((rows, cols), self.sums)
                 self._chunks[number_of[rect]] = array
             else:
-                array = empty((padded(rows, step), padded(cols, max(step, ALIGNED))), self.sums)[:rows, :cols]
+                array = empty((padded(rows, multiple), padded(cols, max(multiple, ALIGNED))), self.sums)[:rows, :cols]
             self.blocks.append((rect, array))
         for index, rect in owned.items():
             if index not in self._chunks:
@@ -151,9 +151,9 @@ class Result:
         found, size = list[_Sum](), self.sums.itemsize
         for r0, r1, c0, c1 in merged(self.plan.final_rects(self.rank)):
             cols = c1 - c0
-            step = max(1, self._adding[0].size // cols)
-            for top in range(r0, r1, step):
-                rows = min(top + step, r1) - top
+            most = max(1, self._adding[0].size // cols)
+            for top in range(r0, r1, most):
+                rows = min(top + most, r1) - top
                 number = self._turn = (self._turn + 1) % _ADDING
                 buffer = self._adding[number][: rows * cols].reshape(rows, cols)
                 source = self._sources.block(self.plan.ranks[rank], 0, rows * cols * size)

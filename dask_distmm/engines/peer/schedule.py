@@ -1,6 +1,6 @@
-"""What a rank fills and multiplies, in order: a `Walk` put together with where the chunks lie. Pure.
+"""What a rank fills and multiplies, in order: a `BlockSchedule` put together with where the chunks lie. Pure.
 
-The first turns wait for least: what lies right already comes first, and what else is here; the held part is filled in
+The first turns wait for least: what lies right already comes first, and what else is here; the stationary part is filled in
 pieces that are used as they land, and so is the first panel if it has to come from elsewhere, but in none so small that
 products leave multiprocessors idle. Then panels go round by the rank that has them, each rank beginning with its next
 one, so that no two pull from the same at the same time::
@@ -18,11 +18,11 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dask_distmm.engines.panels import ChunkBlock, coalesce, chunk_blocks_of
+from dask_distmm.engines.panels import ChunkBlock, chunk_blocks_of, coalesce
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.gemm_sizes import full_side, pieces_that_fill, unit
-from dask_distmm.planning.peer.pulls import PANELS, Walk, step_of
+from dask_distmm.planning.peer.block_schedule import PANELS, BlockSchedule, extent_multiple
 from dask_distmm.planning.plan import EVERYWHERE, Rect
 
 __all__ = ["Due", "Fill", "Product", "Schedule", "Slot", "Turn", "dues", "make_schedule", "merged"]
@@ -143,33 +143,35 @@ class _Segment(NamedTuple):
     lies: bool
 
 
-def make_schedule(plan: Plan, rank: int, walk: Walk, lies: Callable[[int, Rect], bool]) -> Schedule:
+def make_schedule(plan: Plan, rank: int, block_schedule: BlockSchedule, lies: Callable[[int, Rect], bool]) -> Schedule:
     """Return what a rank does.
 
     Parameters
     ----------
-    plan, rank, walk
-        Of the run, and of `pulls.walks`.
+    plan, rank, block_schedule
+        Of the run, and of `pulls.block_schedules`.
     lies
         Whether a part of an operand can be multiplied as it lies on this GPU.
     """
-    return _Maker(plan, rank, walk, lies).make()
+    return _Maker(plan, rank, block_schedule, lies).make()
 
 
 class _Maker:
-    def __init__(self, plan: Plan, rank: int, walk: Walk, lies: Callable[[int, Rect], bool]) -> None:
-        self.plan, self.rank, self.walk, self.lies = plan, rank, walk, lies
-        self.step, self.side = step_of(plan.problem), full_side(plan.problem)
-        self.held, self.passing = walk.held, 1 - walk.held
+    def __init__(self, plan: Plan, rank: int, block_schedule: BlockSchedule, lies: Callable[[int, Rect], bool]) -> None:
+        self.plan, self.rank, self.block_schedule, self.lies = plan, rank, block_schedule, lies
+        self.multiple, self.side = extent_multiple(plan.problem), full_side(plan.problem)
+        self.stationary, self.streamed = block_schedule.stationary, 1 - block_schedule.stationary
         self.numbers, self.panels = itertools.count(), itertools.count()
         self.slots: dict[Slot, tuple[int, int]] = {}
 
     def make(self) -> Schedule:
-        plan, walk = self.plan, self.walk
+        plan, block_schedule = self.plan, self.block_schedule
         r0, r1, c0, c1 = plan.region(self.rank)
-        span = (c0, c1) if self.passing == 1 else (r0, r1)
+        span = (c0, c1) if self.streamed == 1 else (r0, r1)
         turns: list[Turn] = []
-        epochs = list(itertools.product(itertools.pairwise(walk.parts), itertools.pairwise(walk.depth)))
+        epochs = list(
+            itertools.product(itertools.pairwise(block_schedule.parts), itertools.pairwise(block_schedule.depth))
+        )
         for epoch, (part, depth) in enumerate(epochs):
             panels = self._panels(span, depth)
             here = self._here(panels, depth)
@@ -181,20 +183,20 @@ class _Maker:
             cells.sort(key=lambda cell: (cell.slot is not None, self._is_away(cell)))
             wholes.sort(key=lambda group: group[0].slot is not None)
             fresh = [cell for cell in cells if cell.slot is not None]
-            add = depth[0] > walk.depth[0]
-            # What is here, or else the first panel, meets what is held piece by piece, as it lands.
+            add = depth[0] > block_schedule.depth[0]
+            # What is here, or else the first panel, meets what is stationary piece by piece, as it lands.
             at_first = max(1, here) if fresh else 1
             last = {to: segment for segment, to in panels}
             for number, group in enumerate([panels[:at_first], *([panel] for panel in panels[at_first:])]):
                 filled = [
-                    self._fill(self.passing, (segment.start, segment.stop), depth, self._ring(segment), 0)
+                    self._fill(self.streamed, (segment.start, segment.stop), depth, self._ring(segment), 0)
                     for segment, _ in group
                 ]
                 fills = [panel for panel in filled if panel.slot is not None]
                 if number == 0:
                     fills = [*fresh[:1], *fills, *fresh[1:]]
-                held = [(cell,) for cell in cells] if number == 0 else wholes
-                products = [self._product(together, panel, add) for together in held for panel in filled]
+                stationary = [(cell,) for cell in cells] if number == 0 else wholes
+                products = [self._product(together, panel, add) for together in stationary for panel in filled]
                 done: tuple[int, ...] = ()
                 if plan.grid[2] > 1 and epoch == len(epochs) - 1:
                     done = tuple(to for segment, to in group if segment == last[to])
@@ -205,42 +207,42 @@ class _Maker:
 
     def _here(self, panels: Sequence[tuple[_Segment, int]], depth: tuple[int, int]) -> int:
         """Return how many panels are here, from the first one on; one buffer is left for the first one that is not."""
-        away = [self._away(self.passing, segment, depth) for segment, _ in panels[: PANELS - 1]]
+        away = [self._away(self.streamed, segment, depth) for segment, _ in panels[: PANELS - 1]]
         return away.index(True) if True in away else len(away)
 
     def _width(self, panels: Sequence[tuple[_Segment, int]], here: int) -> int:
-        """Return how wide the panels are, on average, that what is held meets first; if they come they will be cut."""
+        """Return how wide the panels are, on average, that what is stationary meets first; if they come they will be cut."""
         widths = [segment.stop - segment.start for segment, _ in panels[: max(1, here)]]
         return sum(widths) // here if here else min(*widths, self.side)
 
-    def _product(self, held: tuple[Fill, ...], panel: Fill, add: bool) -> Product:
-        return Product(held, (panel,), add) if self.held == 0 else Product((panel,), held, add)
+    def _product(self, stationary: tuple[Fill, ...], panel: Fill, add: bool) -> Product:
+        return Product(stationary, (panel,), add) if self.stationary == 0 else Product((panel,), stationary, add)
 
     def _ring(self, segment: _Segment) -> Slot | None:
-        return None if segment.lies else (self.passing, next(self.panels) % PANELS)
+        return None if segment.lies else (self.streamed, next(self.panels) % PANELS)
 
     def _fill(self, operand: int, own: tuple[int, int], depth: tuple[int, int], slot: Slot | None, at: int) -> Fill:
         rect = (*own, *depth) if operand == 0 else (*depth, *own)
         chunks = (self.plan.problem.a_chunks, self.plan.problem.b_chunks)[operand]
         if slot is not None:
-            extent, kk = padded(at + own[1] - own[0], self.step), padded(depth[1] - depth[0], self.step)
+            extent, kk = padded(at + own[1] - own[0], self.multiple), padded(depth[1] - depth[0], self.multiple)
             before = self.slots.get(slot, (0, 0))
             self.slots[slot] = max(before[0], extent), max(before[1], kk)
         return Fill(next(self.numbers), operand, rect, slot, at, chunk_blocks_of(chunks, operand, rect))
 
     def _cells(self, part: tuple[int, int], depth: tuple[int, int], epoch: int, width: int) -> list[Fill]:
-        """Return the held part in pieces, for panels of this width: what lies right, and what is filled."""
+        """Return the stationary part in pieces, for panels of this width: what lies right, and what is filled."""
         found: list[Fill] = []
-        slot, at = (self.held, epoch % self.walk.held_buffers), 0
-        for segment in self._segments(self.held, part, depth):
+        slot, at = (self.stationary, epoch % self.block_schedule.stationary_buffers), 0
+        for segment in self._segments(self.stationary, part, depth):
             if segment.lies:
-                found.append(self._fill(self.held, (segment.start, segment.stop), depth, None, 0))
+                found.append(self._fill(self.stationary, (segment.start, segment.stop), depth, None, 0))
                 continue
             length = segment.stop - segment.start
-            size = self._piece(length, width) if epoch == 0 and self._away(self.held, segment, depth) else length
+            size = self._piece(length, width) if epoch == 0 and self._away(self.stationary, segment, depth) else length
             for start in range(segment.start, segment.stop, size):
                 stop = min(start + size, segment.stop)
-                found.append(self._fill(self.held, (start, stop), depth, slot, at))
+                found.append(self._fill(self.stationary, (start, stop), depth, slot, at))
                 at += stop - start
         return found
 
@@ -251,22 +253,22 @@ class _Maker:
         slabs = [(span, -1)]
         if plan.grid[2] > 1 and plan.method == "reducescatter":
             rects = [plan.final_rects(to)[0] for to in range(count)]
-            slabs = [((x[0], x[1]) if self.passing == 0 else (x[2], x[3]), to) for to, x in enumerate(rects)]
+            slabs = [((x[0], x[1]) if self.streamed == 0 else (x[2], x[3]), to) for to, x in enumerate(rects)]
             # Its own comes first: others' sums are added to that one while the rest is multiplied.
             slabs = slabs[rank:] + slabs[:rank]
-            if any(start % self.step for (start, _), _ in slabs):
+            if any(start % self.multiple for (start, _), _ in slabs):
                 # What pads a slab would be multiplied into the next one.
                 slabs = [(span, -1)]
         found: list[tuple[_Segment, int]] = []
         for slab, to in slabs:
             pieces: list[_Segment] = []
-            for segment in self._segments(self.passing, slab, depth):
+            for segment in self._segments(self.streamed, slab, depth):
                 if segment.lies:
                     pieces.append(segment)
                     continue
                 for run in self._runs(segment, depth):
-                    edges = self._edges(self.passing, (run.start, run.stop))
-                    cuts = coalesce(edges, self.walk.width, unit(self.walk.width, self.step))
+                    edges = self._edges(self.streamed, (run.start, run.stop))
+                    cuts = coalesce(edges, self.block_schedule.width, unit(self.block_schedule.width, self.multiple))
                     pieces += [_Segment(low, high, False) for low, high in itertools.pairwise(cuts)]
             found += [(piece, to) for piece in self._in_order(pieces, depth)]
         return found
@@ -279,15 +281,18 @@ class _Maker:
         return [(_Segment(start, min(start + size, first.stop), False), to) for start in starts] + rest
 
     def _runs(self, segment: _Segment, depth: tuple[int, int]) -> list[_Segment]:
-        """Cut a stretch of the passing operand into what is here, if wide enough for panels, and what is not."""
+        """Cut a stretch of the streamed operand into what is here, if wide enough for panels, and what is not."""
         found: list[tuple[_Segment, bool]] = []
-        for start, stop in itertools.pairwise(self._edges(self.passing, (segment.start, segment.stop))):
+        for start, stop in itertools.pairwise(self._edges(self.streamed, (segment.start, segment.stop))):
             one = _Segment(start, stop, False)
-            away = self._away(self.passing, one, depth)
+            away = self._away(self.streamed, one, depth)
             if found and found[-1][1] == away:
                 one = one._replace(start=found.pop()[0].start)
             found.append((one, away))
-        least = min(self.walk.width // _FINEST, self.side**2 // (self.walk.parts[1] - self.walk.parts[0]))
+        least = min(
+            self.block_schedule.width // _FINEST,
+            self.side**2 // (self.block_schedule.parts[1] - self.block_schedule.parts[0]),
+        )
         if any(one.stop - one.start < least for one, _ in found):
             return [segment]
         return [one for one, _ in found]
@@ -295,7 +300,7 @@ class _Maker:
     def _in_order(self, segments: list[_Segment], depth: tuple[int, int]) -> list[_Segment]:
         """Return panels as they are to be pulled."""
         count, ranks = len(self.plan.ranks), self.plan.ranks
-        holders = [self._holders(self.passing, segment, depth) for segment in segments]
+        holders = [self._holders(self.streamed, segment, depth) for segment in segments]
         me, turn = ranks[self.rank], self.rank * len(segments) // count
         whole = all(max(found.values()) > _MOSTLY * sum(found.values()) for found in holders)
 
@@ -320,7 +325,7 @@ class _Maker:
 
     def _edges(self, operand: int, span: tuple[int, int]) -> list[int]:
         """Return the edges of chunks within a stretch, its ends included."""
-        if self.step > 1:
+        if self.multiple > 1:
             # Extents of GEMMs are padded there, so that places inside of D must be multiples too.
             return [span[0], span[1]]
         sizes = self.plan.problem.a_chunks[0] if operand == 0 else self.plan.problem.b_chunks[1]
@@ -343,7 +348,7 @@ class _Maker:
     def _piece(self, length: int, other: int) -> int:
         """Return the size of pieces whose products with something of an extent `other` still fill a GPU."""
         count = pieces_that_fill(self.plan.problem, length, other)
-        return padded(length, unit(length // count, self.step), count)
+        return padded(length, unit(length // count, self.multiple), count)
 
     def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:
         return set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.rank]}

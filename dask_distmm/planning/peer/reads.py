@@ -10,11 +10,25 @@ from numpy.typing import NDArray
 from dask_distmm.planning.memory import chunk_bytes
 from dask_distmm.planning.plan import EVERYWHERE, Plan
 
-__all__ = ["independent", "lent", "others_chunks"]
+__all__ = ["independent", "others_chunks", "peer_reads"]
 
 
-def lent(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-    """Return for each of these operands which of each participant's chunks others read: (participants, chunks)."""
+def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    """Return for each operand the chunks of each participant that other participants read.
+
+    Parameters
+    ----------
+    plan
+        The plan of the run.
+    names
+        The operands.
+
+    Returns
+    -------
+    dict
+        By operand an array of shape (participants, chunks): whether other participants read this chunk of that
+        participant.
+    """
     problem, found = plan.problem, {}
     mine = np.arange(len(plan.participants))[:, None]
     for name in names:
@@ -26,14 +40,24 @@ def lent(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
             flat = reads.reshape(len(reads), -1)
             needed = flat.sum(0) > flat
         else:
-            # Which chunks of D each rank has is not looked at: what the formula reads may be anybody's.
+            # Any rank may need any chunk of an input of the formula: the owners of D's chunks are not looked at.
             needed = np.ones(1, bool)
         found[name] = needed & (np.asarray(plan.where[name]) == mine) & (chunk_bytes(problem, name) > 0)
     return found
 
 
 def others_chunks(plan: Plan, rank: int) -> tuple[float, float]:
-    """Count the chunks of A and of B that a rank multiplies some of and another participant has."""
+    """Return the numbers of chunks of A and of B that a rank reads and another participant has.
+
+    They are averages, and no whole numbers, if the plan does not know where the chunks are.
+
+    Parameters
+    ----------
+    plan
+        The plan of the run.
+    rank
+        The number of the rank.
+    """
 
     def count(name: str) -> float:
         reads, where, me = _reads(plan, rank, name).ravel(), plan.where[name], plan.ranks[rank]
@@ -45,7 +69,7 @@ def others_chunks(plan: Plan, rank: int) -> tuple[float, float]:
 
 
 def _reads(plan: Plan, rank: int, name: str) -> NDArray[np.bool_]:
-    """Return which chunks of A or B, as rows and columns, a rank multiplies some of."""
+    """Return, by row and column of chunks, whether a rank multiplies a part of a chunk of A or B."""
     (r0, r1, c0, c1), depth = plan.region(rank), plan.k_range(rank)
     part = ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
     rows, cols = (_touched(axis, *cut) for axis, cut in zip(plan.problem.chunks_of(name), part, strict=True))
@@ -58,6 +82,7 @@ def _touched(sizes: Sequence[int], start: int, stop: int) -> NDArray[np.bool_]:
     ends: NDArray[np.int64] = np.cumsum(sizes)
     found: NDArray[np.bool_] = (ends > start) & (ends - np.asarray(sizes) < stop)
     return found
+
 
 def independent(plan: Plan) -> bool:
     """Whether each rank can make its own chunks of D from the chunks that are offered before the run starts.

@@ -1,0 +1,311 @@
+"""The order in which one GPU computes its block of D, and the buffers that this order needs. Pure.
+
+A rank computes ``D[rows, cols] = A[rows, depth] @ B[depth, cols]`` (see `plan`). One operand is stationary: a part of
+it stays on the GPU. The other operand is streamed: its panels are pulled into buffers one after the other, each while
+an earlier panel is multiplied::
+
+                          panels of B, the streamed operand
+                          [ 0 ][ 1 ][ 2 ][ 3 ]       panels 1 and 2 are pulled while panel 0 is multiplied
+    A, stationary   [   ] [   ][   ][   ][   ]  D    (rows of A; all of k where the buffer allows)
+
+A part of A or B that lies in one chunk of the rank's own GPU is multiplied in place and needs no buffer. All buffers
+together take at most ``distmm.peer.buffer-bytes``. A stationary part that needs more than half of that is cut: along k
+(the products are then added to D, in the type of the sums), or along its own axis (the panels are then streamed once
+for each part).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.cuts import Bounds, overlaps, padded
+from dask_distmm.planning.gemm_sizes import slowdown, unit
+from dask_distmm.planning.library_epilogs import library_epilog
+from dask_distmm.planning.peer.reads import others_chunks
+from dask_distmm.planning.plan import EVERYWHERE, Plan, Rect
+from dask_distmm.planning.problem import Problem
+
+__all__ = [
+    "PANELS",
+    "BlockSchedule",
+    "block_schedules",
+    "blocks",
+    "extent_multiple",
+    "in_place",
+    "multiplied_sizes",
+    "native",
+    "stored_again",
+    "sums_in",
+]
+
+# Buffers for panels: one panel is multiplied while the others are loaded.
+PANELS = 3
+# Fewest rows of a GEMM. With fewer, panels that are streamed again take longer to pull than to multiply (16-bit types).
+_LEAST_ROWS = 4096
+# Shortest k of a GEMM. With less, each GEMM spends its time on reading and writing D.
+_LEAST_DEPTH = 512
+# Longest k of a GEMM of 16-bit types into a large D. Tensor cores do not round to nearest when they add, and the error
+# grows faster than the sum: on H200 sums of 131,072 products were 1.27 times as far off as 16 eps of float32 allow. For
+# a small D the library cuts k itself, to have work for all multiprocessors.
+_MOST_DEPTH = 32768
+# Panels have at least this many rows or columns. There are as many panels as ranks, and at least four.
+_LEAST_WIDTH = 1024
+_FEWEST_PANELS = 4
+# Extents are padded in buffers, and in a D that is copied afterwards, where padding takes less time than it saves. For
+# 16-bit types break-even is at a harmonic mean of the extents of 3 x 160, for float64 of 3 x 500. A padded D takes its
+# memory twice, so it has a limit.
+_LEAST_PADDED = 512
+_MOST_PADDED_BYTES = 8 * 2**30
+# GEMMs into chunks of D that are smaller than this along an axis leave multiprocessors idle: D is computed in one block
+# and copied to its chunks.
+_LEAST_BLOCK = 4096
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockSchedule:
+    """How one rank cuts A and B to compute its block of D; the plan alone decides it, not the addresses of chunks.
+
+    Parameters
+    ----------
+    stationary
+        The stationary operand: 0 for A, 1 for B.
+    parts, depth
+        Cuts of the stationary operand's own axis (rows of A, columns of B) and of k, from the rank's first index to its
+        last one.
+    width
+        Most rows or columns of a panel of the streamed operand.
+    lies
+        For A and B, whether all of the rank's part lies in single chunks on its own GPU, as far as a plan can tell.
+    others
+        For A and B, the number of chunks that the rank reads and other participants have.
+    stationary_bytes, panel_bytes
+        Bytes of one buffer for a stationary part and of one buffer for a panel; 0 where chunks are used in place.
+    panels
+        Number of buffers for panels.
+    """
+
+    stationary: int
+    parts: Bounds
+    depth: Bounds
+    width: int
+    lies: tuple[bool, bool]
+    others: tuple[float, float]
+    stationary_bytes: int
+    panel_bytes: int
+    panels: int = PANELS
+
+    @property
+    def stationary_buffers(self) -> int:
+        """Number of buffers for stationary parts: two if there are several parts, to load the next one."""
+        return 2 if (len(self.parts) - 1) * (len(self.depth) - 1) > 1 else 1
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers together."""
+        return self.stationary_buffers * self.stationary_bytes + self.panels * self.panel_bytes
+
+
+def extent_multiple(problem: Problem) -> int:
+    """Return the number that the extents of each GEMM are padded to a multiple of; 1 for no padding.
+
+    FP8 needs 16. Other types are faster with 16, but their operands must be copied for it.
+    """
+    if problem.fp8:
+        return 16
+    mean = 1 / sum(1 / max(1, extent) for extent in (problem.m, problem.n, problem.k))
+    if mean < _LEAST_PADDED or problem.m * problem.n * problem.result_type.itemsize > _MOST_PADDED_BYTES:
+        return 1
+    return 16 if slowdown(problem, in_chunks=True) > 1 else 1
+
+
+def block_schedules(plan: Plan) -> list[BlockSchedule]:
+    """Return the block schedule of each rank of a plan, in the order of the ranks."""
+    return [_block_schedule(plan, rank) for rank in range(len(plan.ranks))]
+
+
+def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
+    problem, (p, q, s) = plan.problem, plan.grid
+    (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
+    extents, sizes, multiple = (r1 - r0, c1 - c0), multiplied_sizes(problem), extent_multiple(problem)
+    lies = (
+        _lies(plan, 0, plan.ranks[rank], (r0, r1, k0, k1)),
+        _lies(plan, 1, plan.ranks[rank], (k0, k1, c0, c1)),
+    )
+    if s > 1 and plan.method == "reducescatter":
+        # A panel belongs to the slab of D that one rank adds up.
+        stationary = 1 if _slabs_by_rows(plan) else 0
+    elif q == 1 and p > 1:
+        stationary = 0
+    elif p == 1 and q > 1:
+        stationary = 1
+    else:
+        stationary = int(extents[1] * sizes[1] < extents[0] * sizes[0])
+    room = problem.options.buffer_bytes
+    own, kk = extents[stationary], k1 - k0
+    rows, depth, stationary_bytes = own, kk, 0
+    if not lies[stationary] or multiple > 1:
+        wide = problem.sum_type != problem.compute_type
+        rows, depth = _fit(own, kk, sizes[stationary], room // 2, wide, multiple)
+    if 2 in sizes and extents[0] * extents[1] >= _LEAST_BLOCK**2:
+        depth = min(depth, _MOST_DEPTH)
+    if not lies[stationary] or multiple > 1:
+        stationary_bytes = padded(rows, multiple) * padded(depth, multiple) * sizes[stationary]
+    parts, cuts = _even(r0 if stationary == 0 else c0, own, rows), _even(k0, kk, depth)
+    streamed = 1 - stationary
+    left = room - stationary_bytes * (2 if (len(parts) - 1) * (len(cuts) - 1) > 1 else 1)
+    most = max(left, room // 4) // PANELS // max(1, padded(depth, multiple) * sizes[streamed])
+    others = others_chunks(plan, rank)
+    # One panel is fastest if the rank pulls nothing.
+    fewest = max(_FEWEST_PANELS, len(plan.ranks)) if s > 1 or any(others) else 1
+    wanted = max(-(-extents[streamed] // fewest), min(_LEAST_WIDTH, extents[streamed]))
+    width = max(multiple, _down(min(padded(wanted, unit(wanted, multiple)), most), multiple))
+    panel_bytes = 0
+    if not lies[streamed] or multiple > 1:
+        panel_bytes = min(width, padded(extents[streamed], multiple)) * padded(depth, multiple) * sizes[streamed]
+    again = (len(parts) - 1) * (len(cuts) - 1) > 1
+    panels = PANELS if again else min(PANELS, -(-extents[streamed] // width))
+    return BlockSchedule(stationary, parts, cuts, width, lies, others, stationary_bytes, panel_bytes, panels)
+
+
+def multiplied_sizes(problem: Problem) -> tuple[int, int]:
+    """Return the bytes of an element of A and of B in the types in which they are multiplied."""
+    a, b = (dtype_from_name(name).itemsize for name in problem.matrix_types)
+    return a, b
+
+
+def _slabs_by_rows(plan: Plan) -> bool:
+    return plan.final_rects(0)[0][3] == plan.problem.n
+
+
+def _lies(plan: Plan, operand: int, participant: int, part: Rect) -> bool:
+    """Whether one participant has a part of an operand, in chunks that span the part along k."""
+    problem, where = plan.problem, (plan.where_a, plan.where_b)[operand]
+    if where is None or (problem.conjugated[operand] and (plan.order_a, plan.order_b)[operand] == "C"):
+        # The library conjugates only operands that it transposes; other ones are copied first.
+        return False
+    sizes = (problem.a_chunks, problem.b_chunks)[operand]
+    ends = [np.cumsum(axis) for axis in sizes]
+    # Chunks along both axes that overlap the part; empty chunks at its edges do not matter.
+    (i0, i1), (j0, j1) = (
+        (int(np.searchsorted(end, start, "right")), int(np.searchsorted(end, stop, "left")) + 1)
+        for end, start, stop in zip(ends, part[::2], part[1::2], strict=True)
+    )
+    grid = where.reshape(len(sizes[0]), len(sizes[1]))[i0:i1, j0:j1]
+    return grid.shape[1 - operand] == 1 and bool(np.isin(grid, (participant, EVERYWHERE)).all())
+
+
+def _fit(own: int, kk: int, size: int, room: int, wide: bool, multiple: int) -> tuple[int, int]:
+    """Return the most rows (or columns) and the most of k that a stationary part may have.
+
+    Parameters
+    ----------
+    own, kk
+        Extents of the whole operand on this rank: along its own axis, and along k.
+    size
+        Bytes of an element.
+    room
+        Bytes that all buffers for stationary parts may take.
+    wide
+        Whether sums have more bits than D: if k is cut, such sums need memory of their own.
+    multiple
+        The number that extents are padded to a multiple of.
+    """
+    if own * kk * size <= room:
+        return own, kk
+    room //= 2
+    rows = _down(room // (kk * size), multiple)
+    if wide and rows >= min(own, _LEAST_ROWS):
+        return min(rows, own), kk
+    depth = _down(room // (own * size), multiple)
+    if depth >= min(kk, _LEAST_DEPTH):
+        return own, depth
+    depth = min(kk, padded(_LEAST_DEPTH, multiple))
+    return min(own, max(multiple, _down(room // (depth * size), multiple))), depth
+
+
+def _down(length: int, multiple: int) -> int:
+    """Round a length down to a multiple of its `unit`."""
+    return length // unit(length, multiple) * unit(length, multiple)
+
+
+def _even(start: int, length: int, most: int) -> Bounds:
+    """Cut a range into pieces of `most`; the last piece may be smaller."""
+    return (*range(start, start + length, most), start + length)
+
+
+def sums_in(plan: Plan, found: Sequence[BlockSchedule]) -> np.dtype:
+    """Return the type in which all ranks sum: D's own type, unless several products are added to an element of D.
+
+    Parameters
+    ----------
+    plan
+        The plan of the run.
+    found
+        Its block schedules, as `block_schedules` returns them.
+    """
+    if _several(plan, found):
+        return plan.problem.compute_type
+    return plan.problem.sum_type if native(plan, found) is None else plan.problem.result_type
+
+
+def _several(plan: Plan, found: Sequence[BlockSchedule]) -> bool:
+    """Whether an element of D is the sum of several products."""
+    return plan.grid[2] > 1 or any(len(one.depth) > 2 for one in found)
+
+
+def native(plan: Plan, found: Sequence[BlockSchedule]) -> str | None:
+    """Return the epilog that cuBLASLt does with each product, ``""`` for a factor alone; None if it can't do all.
+
+    Parameters
+    ----------
+    plan
+        The plan of the run.
+    found
+        Its block schedules, as `block_schedules` returns them.
+    """
+    problem = plan.problem
+    if _several(plan, found) or extent_multiple(problem) > 1:
+        return None
+    epilog = library_epilog(problem)
+    if epilog and (problem.compute or problem.result_type.itemsize == 2):
+        return None
+    if epilog and "bias" in problem.finish.inputs and problem.chunks_of("bias")[0] != (1,):
+        return None
+    return epilog
+
+
+def stored_again(plan: Plan, found: Sequence[BlockSchedule], sums: int) -> bool:
+    """Whether D is written once more after its sums (`sums` bytes an element), to apply the formula or to round."""
+    return sums != plan.problem.itemsize("d") or (plan.problem.finished and native(plan, found) is None)
+
+
+def blocks(plan: Plan, rank: int) -> list[Rect]:
+    """Return the rectangles in which a rank stores its block of D; all participants compute the same ones.
+
+    They are the chunks of the result, or parts of chunks, if all of these are large; else one rectangle.
+
+    Parameters
+    ----------
+    plan
+        The plan of the run.
+    rank
+        The number of the rank.
+    """
+    region = plan.region(rank)
+    if plan.grid[2] > 1 or extent_multiple(plan.problem) > 1:
+        return [region]
+    rows, cols = plan.chunk_cuts
+    down, across = overlaps(rows, *region[:2]), overlaps(cols, *region[2:])
+    if any(len(axis) > 1 and min(b - a for _, a, b in axis) < _LEAST_BLOCK for axis in (down, across)):
+        return [region]
+    return [(r0, r1, c0, c1) for _, r0, r1 in down for _, c0, c1 in across]
+
+
+def in_place(plan: Plan, rank: int) -> set[Rect]:
+    """Return the rectangles of `blocks` that the GEMMs may write straight into a chunk of D, if the rank owns it."""
+    # With several sums per element other ranks read an incomplete block, and padded products need a larger array.
+    return set() if plan.grid[2] > 1 or extent_multiple(plan.problem) > 1 else set(blocks(plan, rank))
