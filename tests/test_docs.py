@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import sys
+import threading
 from pathlib import Path
 
 import dask
@@ -151,6 +152,60 @@ def test_notebooks_are_stored_without_outputs(path):
     assert len(code) > 3
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     assert "assert" in "".join(line for cell in code for line in cell["source"])
+
+
+def test_folders_are_those_of_the_code():
+    folders = load(DOCS / "make_folders.py")
+    page = (DOCS / "how-it-works.md").read_text()
+    # Where this fails a folder, its docstring or its imports have changed since: run docs/make_folders.py.
+    assert folders.between(page)[1] == folders.table()
+
+
+def walk(heading):
+    """Return the files that a walk of how-it-works.md names, in order."""
+    section = (DOCS / "how-it-works.md").read_text().partition(f"### {heading}\n")[2]
+    return re.findall(r"^\d+\. `([^`]+)`", re.split(r"^##", section, flags=re.MULTILINE)[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize("heading", ["One chunk", "One option"])
+def test_walks_name_each_file_once(heading):
+    files = walk(heading)
+    assert len(files) > 12
+    assert len(set(files)) == len(files)
+    assert not [name for name in files if not (ROOT / "dask_distmm" / name).is_file()]
+
+
+@pytest.mark.parametrize("heading", ["One chunk", "One option"])
+def test_walks_are_those_of_a_run(heading):
+    """A run calls functions of these files, in this order."""
+    package, visits = str(ROOT / "dask_distmm") + "/", []
+
+    def visit(frame, event, argument):
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(package) and visits[-1:] != [name]:
+            visits.append(name)
+
+    a, b = (da.from_array(np.ones((64, 64)), chunks=16) for _ in "ab")
+    slow = {"distmm.dask.task": 1.0}  # seconds a task of Dask's own: the run is taken
+    threading.setprofile(visit)
+    sys.setprofile(visit)
+    try:
+        options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+        with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+            a, b = client.persist([a, b])
+            distributed.wait([a, b])
+            visits.clear()
+            if heading == "One chunk":
+                with dask.config.set(slow), dask_distmm.enabled():
+                    d = a @ b
+            else:
+                d = dask_distmm.matmul(a, b, method="allreduce")
+            np.testing.assert_array_equal(d.compute(), np.full((64, 64), 64.0))
+    finally:
+        threading.setprofile(None)
+        sys.setprofile(None)
+    left = iter([name.removeprefix(package) for name in visits])
+    assert not [name for name in walk(heading) if name not in left]
 
 
 def test_plots_are_those_of_the_results():

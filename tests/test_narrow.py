@@ -13,7 +13,7 @@ from narrow_cases import PAIRS, Narrow, random_fp8, to_float64
 
 import dask_distmm
 from dask_distmm import PlanError, dequantize, explain, matmul
-from dask_distmm.arrays import quantize
+from dask_distmm import quantize
 from dask_distmm.numeric.conversions import decode, encode, round_tf32, saturated
 from dask_distmm.numeric.types import FP8, resolve_types, takes
 from dask_distmm.planning import Problem
