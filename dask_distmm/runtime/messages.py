@@ -1,0 +1,399 @@
+"""The protocol between client, scheduler and workers: every message, its operation, its fields and their types.
+
+::
+
+    client     RosterQuestion, ProgressQuestion, Free                    -> scheduler
+    task       Supported                                                 -> scheduler
+    scheduler  Describe, Prepare, Start, Abort, Release                  -> worker
+               Finish, End, Gone, Abandon, DropReplicas  (no answer)     -> worker
+    worker     Progress                                  (no answer)     -> scheduler
+               Fetch                                                     -> worker
+
+`dask_distmm.runtime.wire` sends and checks them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from dask_distmm.runtime.wire import Answer, Message, Request
+
+__all__ = [
+    "NAME",
+    "Abandon",
+    "Abort",
+    "Aborted",
+    "Delivery",
+    "Describe",
+    "Description",
+    "Done",
+    "DropReplicas",
+    "End",
+    "Fetch",
+    "Finish",
+    "Free",
+    "Freed",
+    "Gone",
+    "Prepare",
+    "Progress",
+    "ProgressAnswer",
+    "ProgressLine",
+    "ProgressQuestion",
+    "Release",
+    "RosterAnswer",
+    "RosterQuestion",
+    "Start",
+    "Support",
+    "Supported",
+    "Vote",
+]
+
+# The name of the plugins, of a worker's extension, and of the topic under which the scheduler logs events.
+NAME = "distmm"
+
+# Numbers within bounds.
+Count = Annotated[int, (0, math.inf)]
+Seconds = Annotated[int | float, (0, math.inf)]
+Share = Annotated[float, (0, 1)]
+
+
+# Between client and scheduler
+
+
+@dataclasses.dataclass(frozen=True)
+class RosterAnswer(Answer):
+    """Who would multiply, and where chunks are.
+
+    Parameters
+    ----------
+    engines
+        Names of the engines that could multiply.
+    workers, sources
+        The workers that would multiply, and others that hold chunks, as `Worker.to_wire` gives them.
+    placed
+        For each array that was asked for the index into ``[*workers, *sources]`` of each chunk's holder, as int32;
+        None where not all chunks are in memory.
+    groups
+        Addresses of ranks that have a communicator already.
+    """
+
+    engines: Sequence[str] = ()
+    workers: Sequence[Any] = ()
+    sources: Sequence[Any] = ()
+    placed: Sequence[bytes | None] = ()
+    groups: Sequence[Sequence[str]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RosterQuestion(Request[RosterAnswer]):
+    """A client asks who would multiply for a demand (`Demand.to_wire`), and where the chunks of some arrays are.
+
+    `counts` says how many chunks each of the arrays `names` has along its two axes.
+    """
+
+    operation, answer = "distmm_roster", RosterAnswer
+    demand: Sequence[Any]
+    names: Sequence[str] = ()
+    counts: Sequence[Sequence[int]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressLine:
+    """How far one multiply is.
+
+    Parameters
+    ----------
+    name, run
+        Name of the multiply, and number of its run; 0 before there is one.
+    phase, share
+        ``"reading"``, ``"waiting"``, ``"voting"``, ``"multiplying"``, ``"ending"``, ``"done"`` or ``"failed"``, and the
+        share of that phase's work which is done.
+    received_bytes
+        Bytes of matrices that have travelled between workers.
+    """
+
+    name: str
+    phase: str
+    share: float
+    run: int = 0
+    received_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressAnswer(Answer):
+    """How far multiplies are.
+
+    Parameters
+    ----------
+    known, found
+        Whether the scheduler has all the tasks that were asked for (a graph may still be on its way), and for each
+        multiply the fields of its `ProgressLine`, in their order.
+    """
+
+    known: bool = False
+    found: Sequence[Sequence[Any]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressQuestion(Request[ProgressAnswer]):
+    """A client asks how far the multiplies `names` are, or where that is None those that the tasks `keys` need."""
+
+    operation, answer = "distmm_progress", ProgressAnswer
+    names: Sequence[str] | None = None
+    keys: Sequence[Any] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Freed(Answer):
+    """So many groups were freed."""
+
+    groups: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Free(Request[Freed]):
+    """A client has all groups freed, each within a time of `grace` (seconds)."""
+
+    operation, answer = "distmm_free", Freed
+    grace: Seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Support(Answer):
+    """Whether the scheduler's version of distributed has all that runs need."""
+
+    supported: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Supported(Request[Support]):
+    """A barrier that runs as a task asks whether the scheduler can take it."""
+
+    operation, answer = "distmm_supported", Support
+
+
+# From the scheduler to a worker, with an answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Description(Answer):
+    """What planning needs to know of a worker.
+
+    Parameters
+    ----------
+    version, host
+        The version of dask_distmm, and the name of the machine.
+    engines
+        For each engine the versions of its libraries, or ``{"error": why it can't run here}``.
+    memory, links
+        For each engine the bytes of the memory that it works in (0 for the worker's own), and the process' device with
+        the devices whose memory that can read.
+    """
+
+    version: str = ""
+    engines: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    links: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    host: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Describe(Request[Description]):
+    """The scheduler asks a worker to describe itself."""
+
+    operation, answer = "distmm_describe", Description
+
+
+@dataclasses.dataclass(frozen=True)
+class Vote(Answer):
+    """A participant can take part in a run, or says why not.
+
+    Statuses besides those of `Answer` are ``"missing"`` (the chunks `keys` are not here), ``"no replicas"`` (those of
+    the results `names` are not here) and ``"orders"`` (A's and B's chunks lie in other memory `orders` than planned).
+    An `offer` is what others need to read this participant's memory, as plain types; None for nothing.
+    """
+
+    offer: Any = None
+    keys: Sequence[Any] = ()
+    names: Sequence[str] = ()
+    orders: Mapping[str, str] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare(Request[Vote]):
+    """The scheduler asks a participant whether all chunks are there, and to allocate.
+
+    Parameters
+    ----------
+    run_id, me, plan
+        Number of the run, which participant of the plan this worker is, and the plan as `Plan.to_wire` gives it.
+    keys
+        For each operand of which this worker has chunks their keys, in the order of the chunks' numbers.
+    check_orders
+        Whether to refuse a plan for other memory orders than those of the chunks.
+    """
+
+    operation, answer = "distmm_prepare", Vote
+    run_id: int
+    me: int
+    plan: Mapping[str, Any]
+    keys: Mapping[str, Sequence[Any]]
+    check_orders: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Done(Answer):
+    """A participant has done its part, and has given its chunks of D to Dask.
+
+    Parameters
+    ----------
+    seconds, timings
+        How long it took in all, and each phase by name (seconds).
+    held_bytes, kept_bytes, received_bytes
+        The most bytes that the engine held (0 where it does not count), those of them that its group keeps, and the
+        bytes of matrices that have arrived from other participants.
+    placed
+        For each output its name, the numbers of its chunks and their bytes, both as int64.
+    type
+        The type of the chunks: pickled, and its name.
+    """
+
+    seconds: float = 0.0
+    timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    held_bytes: Count = 0
+    kept_bytes: Count = 0
+    received_bytes: Count = 0
+    placed: Sequence[tuple[str, bytes, bytes]] = ()
+    type: Sequence[Any] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Start(Request[Done]):
+    """The scheduler asks a participant to do its part of a run.
+
+    Parameters
+    ----------
+    run_id, offers
+        Number of the run, and the offers of all participants, in their order.
+    unwanted
+        Names of outputs, and the numbers of those of their chunks that no task waits for, as int64.
+    """
+
+    operation, answer = "distmm_start", Done
+    run_id: int
+    offers: Sequence[Any] = ()
+    unwanted: Sequence[tuple[str, bytes]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Aborted(Answer):
+    """A participant has ended a run; its `history` of the run is in one line."""
+
+    history: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Abort(Request[Aborted]):
+    """The scheduler ends a run that has not succeeded, and asks the participant what it did."""
+
+    operation, answer = "distmm_abort", Aborted
+    run_id: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Release(Request[Answer]):
+    """The scheduler has a rank free what its group keeps between runs, within a time of `grace` (seconds).
+
+    It asks all ranks of the group at the same time.
+    """
+
+    operation = "distmm_release"
+    group: int
+    engine: str
+    grace: Seconds
+
+
+# From the scheduler to a worker, on Dask's own stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish(Message):
+    """All participants are done: each frees what only the run needed."""
+
+    operation = "distmm-finish"
+    run_id: int
+
+
+@dataclasses.dataclass(frozen=True)
+class End(Message):
+    """A run is over that has not succeeded. May be repeated."""
+
+    operation = "distmm-end"
+    run_id: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Gone(Message):
+    """A run goes on without the participant of an address, which has left the cluster."""
+
+    operation = "distmm-gone"
+    run_id: int
+    address: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Abandon(Message):
+    """A rank of a group is gone: each other rank forgets the group alone."""
+
+    operation = "distmm-abandon"
+    group: int
+    engine: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DropReplicas(Message):
+    """Nobody wants the replicas any more that a run has left of the result `name`."""
+
+    operation = "distmm-drop-replicas"
+    name: str
+    run_id: int
+
+
+# From a worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress(Message):
+    """A participant tells the scheduler which share of its work is done, and how many bytes have arrived so far.
+
+    Dask adds the address of the `worker` on arrival.
+    """
+
+    operation = "distmm-progress"
+    run_id: int
+    share: Share
+    received_bytes: Count = 0
+    worker: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery(Answer):
+    """Parts of a participant's matrices, or the status ``"gone"``: the run is not live there."""
+
+    data: Sequence[Any] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetch(Request[Delivery]):
+    """A participant asks another for parts of its matrices; see `Comm.fetch`. Boxes travel as int64."""
+
+    operation, answer = "distmm_fetch", Delivery
+    run_id: int
+    kind: str
+    boxes: bytes
+    flat: bool

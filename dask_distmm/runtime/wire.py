@@ -1,0 +1,213 @@
+"""How messages travel: as dicts of plain types, whose fields the receiver checks.
+
+`ask` sends a request and returns its answer, `post` makes a message for one of Dask's own streams. `answering` and
+`listening` make the handlers of the other end. `dask_distmm.runtime.messages` has the messages.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+from dask_distmm.engines.base import log
+from dask_distmm.errors import DistMMError, ProtocolError, as_plain, rebuild
+
+__all__ = ["Answer", "Message", "Request", "Status", "answering", "ask", "decode", "encode", "listening", "post"]
+
+Status = Literal["OK", "missing", "no replicas", "orders", "refused", "failed", "lost", "gone"]
+
+A = TypeVar("A", bound="Answer")
+D = TypeVar("D")
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A message. Its class names the operation by which Dask finds the handler."""
+
+    operation: ClassVar[str] = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer to a request.
+
+    Parameters
+    ----------
+    status
+        ``"OK"``. ``"refused"``: the request was malformed, stale or for another run. ``"failed"``: the work raised an
+        error. ``"lost"``: a connection to another worker broke. Subclasses say what further statuses mean.
+    message, traceback
+        Why the status is not ``"OK"``.
+    """
+
+    status: Status
+    message: str = ""
+    traceback: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request(Message, Generic[A]):
+    """A message that has an answer, of the class `answer`."""
+
+    answer: ClassVar[type[Answer]] = Answer
+
+
+def encode(message: Message | Answer) -> dict[str, Any]:
+    """Return the fields of a message as plain types, but for those that have their default values."""
+    kind = type(message)
+    found = {name: getattr(message, name) for name in _checks(kind)}
+    return {name: value for name, value in found.items() if value is not getattr(kind, name, _REQUIRED)}
+
+
+def decode(kind: type[D], wire: Any) -> D:
+    """Return the message that `encode` gave, checked: each field, but not what is inside of a container.
+
+    Raises
+    ------
+    ProtocolError
+        A field is missing, unknown or not of its type.
+    """
+    if not isinstance(wire, Mapping):
+        raise ProtocolError(f"malformed message {kind.__name__}: it is a {type(wire).__name__}, expected a dict")
+    checks = _checks(kind)
+    for name, value in wire.items():
+        if name not in checks:
+            raise ProtocolError(f"malformed message {kind.__name__}: it has no field {name!r}")
+        if not checks[name].fits(value):
+            expected = checks[name].expected
+            raise ProtocolError(
+                f"malformed message {kind.__name__}: its field {name} is {reprlib.repr(value)}, expected {expected}"
+            )
+    for name, check in checks.items():
+        if check.required and name not in wire:
+            raise ProtocolError(f"malformed message {kind.__name__}: its field {name} is missing")
+    return kind(**wire)
+
+
+def post(message: Message) -> dict[str, Any]:
+    """Return a message as one of Dask's own streams carries it."""
+    return {"op": message.operation, **encode(message)}
+
+
+async def ask(rpc: Any, request: Request[A]) -> A | None:
+    """Send a request; return the answer, or None if the other end does not know it: there is no dask_distmm.
+
+    Parameters
+    ----------
+    rpc
+        Dask's own access to a worker or to the scheduler.
+    request
+        The request.
+
+    Raises
+    ------
+    DistMMError
+        The typed error that the other end has raised.
+    ProtocolError
+        The answer is malformed.
+    OSError
+        The other end can't be reached.
+    """
+    wire = await getattr(rpc, request.operation)(**encode(request))
+    if not isinstance(wire, Mapping):
+        return None
+    if "kind" in wire:  # as `as_plain` makes it of an error
+        raise rebuild(wire)
+    return typing.cast("A", decode(request.answer, wire))
+
+
+def answering(
+    kind: type[Request[A]], handle: Callable[[Any], Awaitable[A]]
+) -> dict[str, Callable[..., Awaitable[dict[str, Any]]]]:
+    """Return the handler of a request by its operation; it refuses what is malformed, and answers our errors."""
+
+    async def answer(**wire: Any) -> dict[str, Any]:
+        try:
+            request = decode(kind, wire)
+        except ProtocolError as error:
+            return encode(Answer("refused", str(error)))
+        try:
+            return encode(await handle(request))
+        except DistMMError as error:
+            return as_plain(error)
+
+    return {kind.operation: answer}
+
+
+def listening(kind: type[Message], handle: Callable[[Any], None]) -> dict[str, Callable[..., None]]:
+    """Return the handler of a message on a stream by its operation.
+
+    It drops what is malformed: an exception would close the stream, which is Dask's own.
+    """
+
+    def hear(**wire: Any) -> None:
+        try:
+            message = decode(kind, wire)
+        except ProtocolError as error:
+            log.debug("dropped: %s", error)
+        else:
+            handle(message)
+
+    return {kind.operation: hear}
+
+
+_REQUIRED = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+    """How the receiver checks a field.
+
+    Parameters
+    ----------
+    fits
+        Whether a value is of the field's type.
+    expected
+        The type in words.
+    required
+        Whether the field must be there.
+    """
+
+    fits: Callable[[Any], bool]
+    expected: str
+    required: bool
+
+
+_checked: dict[type, dict[str, _Check]] = {}
+
+
+def _checks(kind: type) -> dict[str, _Check]:
+    """Return the checks of a message's fields by name; made once for each class."""
+    if kind not in _checked:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        made = {}
+        for field in dataclasses.fields(kind):
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            made[field.name] = _Check(*_test(hints[field.name]), required)
+        _checked[kind] = made
+    return _checked[kind]
+
+
+def _test(hint: Any) -> tuple[Callable[[Any], bool], str]:
+    """Return whether a value is of a type, as a function, and the type in words."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        (fits, expected), (least, most) = _test(inside[0]), inside[1]
+        bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        return lambda value: fits(value) and least <= value <= most, f"{expected} {bounds}"
+    if origin is Literal:
+        return lambda value: isinstance(value, str) and value in inside, f"one of {', '.join(map(repr, inside))}"
+    if origin in (typing.Union, types.UnionType):
+        tests = [_test(one) for one in inside]
+        return lambda value: any(fits(value) for fits, _ in tests), " or ".join(words for _, words in tests)
+    if hint is Any:
+        return lambda value: True, "anything"
+    plain = origin or hint
+    kinds = {collections.abc.Sequence: (list, tuple), collections.abc.Mapping: (dict,)}.get(plain, (plain,))
+    return lambda value: isinstance(value, kinds), " or ".join(one.__name__ for one in kinds)
