@@ -11,7 +11,7 @@ from dask.highlevelgraph import HighLevelGraph
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.arrays import formula
+from dask_distmm.arrays import outputs
 from dask_distmm.arrays.request import make_problem, parse
 from dask_distmm.graph.build import ProductLayer, build_graph, cut
 from dask_distmm.runtime.keys import barrier_key, barrier_name, operand_keys
@@ -81,7 +81,7 @@ def test_blocks_that_have_nothing_in_common_are_runs_of_their_own():
 def test_an_auxiliary_output_needs_the_barrier_of_all():
     a = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
     problem = make_problem(parse(a, a, epilog="relu_aux"))
-    d, aux = formula.result(problem, a, a, [])
+    d, aux = outputs.result(problem, a, a, [])
     both = [d[:10, :10], aux["relu_aux"][:10, :10]]
     graph = optimize(HighLevelGraph.merge(*(x.dask for x in both)), [x.__dask_keys__() for x in both])
     (gate,) = gates(graph).values()

@@ -9,9 +9,10 @@ from typing import Any
 import dask.array as da
 from dask.utils import format_bytes, parse_bytes
 
-from dask_distmm.arrays import formula, product
+from dask_distmm.arrays import product
 from dask_distmm.arrays.items import by_items, by_runs, item_of, shared
 from dask_distmm.arrays.kinds import check_planned
+from dask_distmm.arrays.outputs import without_a_run
 from dask_distmm.arrays.product import NotCollective, why_not_run
 from dask_distmm.arrays.request import Request, make_problem
 from dask_distmm.arrays.stock import dask_matmul
@@ -37,7 +38,7 @@ def multiply(request: Request) -> Any:
             # The very function that Dask would have called.
             found = dask_matmul(request.a, request.b)
         else:
-            found = formula.without_a_run(request.a, request.b, request.spec, request.extras, request.types)
+            found = without_a_run(request.a, request.b, request.spec, request.extras, request.types)
         d, aux = found if isinstance(found, tuple) else (found, {})
         return _outside(request, d, aux)
     made = _plan(request, request.demands, imagined=None)

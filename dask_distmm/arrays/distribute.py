@@ -23,7 +23,7 @@ from dask._task_spec import List, Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from dask_distmm.arrays.formula import why_not_input
+from dask_distmm.arrays.extras import why_not_input
 from dask_distmm.arrays.request import check_workers
 from dask_distmm.config import read_options, setting
 from dask_distmm.errors import PlanError

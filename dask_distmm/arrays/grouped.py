@@ -17,6 +17,7 @@ from dask.utils import format_bytes
 
 from dask_distmm.arrays import product
 from dask_distmm.arrays.batched import known_workers, task_options
+from dask_distmm.arrays.extras import epilog_name
 from dask_distmm.arrays.items import multiply
 from dask_distmm.arrays.product import why_not_run
 from dask_distmm.arrays.quantize import operands
@@ -145,7 +146,7 @@ def _parse(pairs: Sequence[tuple[Any, Any]], batch: str | None, **options: Any) 
 
 def _check_epilog(epilog: str | Callable[..., Any] | None) -> None:
     """Refuse epilogs with inputs or outputs of their own."""
-    name = "" if epilog is None or callable(epilog) else str(getattr(epilog, "value", epilog)).lower()
+    name = epilog_name(epilog)
     wanted = Finish(epilog=name)
     if wanted.inputs or wanted.per_element or wanted.operand_sum or wanted.replicated:
         raise PlanError(f"epilog {name!r} has more inputs or outputs for each product; use matmul for each of them")

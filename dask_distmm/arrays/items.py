@@ -23,7 +23,7 @@ import dask.array as da
 import numpy as np
 from dask.array.utils import meta_from_array
 
-from dask_distmm.arrays import formula
+from dask_distmm.arrays.outputs import operand_sum, output_meta
 from dask_distmm.arrays.request import Request
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.numeric.conversions import decode, stored
@@ -133,7 +133,7 @@ def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
             aux[name] = _output(request, made, name, number)
         made = made.map_blocks(operator.itemgetter(0), dtype=held, meta=meta)
     if spec.operand_sum:
-        aux[spec.operand_sum] = formula.operand_sum(spec, a, b, request.dtype)
+        aux[spec.operand_sum] = operand_sum(spec, a, b, request.dtype)
     return made, aux
 
 
@@ -148,7 +148,7 @@ def _output(request: Request, made: da.Array, name: str, number: int) -> da.Arra
         operator.itemgetter(number),
         dtype=dtype,
         chunks=(*batch, *chunks),
-        meta=formula.output_meta(made, dtype),
+        meta=output_meta(made, dtype),
     )
     if name == "result_amax":
         return array.max()
@@ -218,7 +218,7 @@ def by_runs(request: Request, run: Callable[[Request], Any]) -> tuple[da.Array, 
     if spec.amax:
         stacked["result_amax"] = stacked["result_amax"].max()
     if spec.operand_sum:
-        stacked[spec.operand_sum] = formula.operand_sum(spec, request.a, request.b, request.dtype)
+        stacked[spec.operand_sum] = operand_sum(spec, request.a, request.b, request.dtype)
     return _stack(items, batch), stacked
 
 

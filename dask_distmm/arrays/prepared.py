@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import dask.array as da
 
-from dask_distmm.arrays import formula
+from dask_distmm.arrays.extras import unfit, why_not_input
 from dask_distmm.arrays.fallback import why_not
+from dask_distmm.arrays.outputs import result
 from dask_distmm.arrays.quantize import operands
 from dask_distmm.arrays.request import Request, make_problem, parse
 from dask_distmm.arrays.tiles import Layout, Operands
@@ -298,7 +299,7 @@ def _parse(
 ) -> Request:
     """Return the request of arrays to which op() is applied already; of these types, if they were settled before."""
     request = parse(arrays["a"], arrays["b"], arrays.get("c"), epilog_inputs=inputs, **asked)
-    if reason := formula.unfit(request.extras):
+    if reason := unfit(request.extras):
         raise PlanError(reason)
     return request if types is None else dataclasses.replace(request, types=types)
 
@@ -311,8 +312,8 @@ def _check_collective(arrays: Mapping[str, da.Array], request: Request) -> None:
         reason = f"the operands have {a.ndim} and {b.ndim} dimensions; it takes matrices"
     if reason is None and request.empty:
         reason = "the product is empty or all zeros"
-    if reason is None and "c" in arrays and (unfit := formula.why_not_input(arrays["c"])):
-        reason = f"c: {unfit}"
+    if reason is None and "c" in arrays and (wrong := why_not_input(arrays["c"])):
+        reason = f"c: {wrong}"
     if reason is not None:
         raise PlanError(f"a Matmul can't be made here: {reason}")
 
@@ -320,7 +321,7 @@ def _check_collective(arrays: Mapping[str, da.Array], request: Request) -> None:
 def _start(client: Client, problem: Problem, request: Request) -> tuple[da.Array, dict[str, da.Array]]:
     """Start a run of its own; return D and the auxiliary outputs, which are on their way."""
     problem = dataclasses.replace(problem, name=f"matmul-{uuid.uuid4().hex}")
-    found = formula.result(problem, request.a, request.b, [array for _, array in request.extras])
+    found = result(problem, request.a, request.b, [array for _, array in request.extras])
     d, aux = found if isinstance(found, tuple) else (found, {})
     # There is nothing in this graph that the optimizer could improve.
     d, *others = client.persist([d, *aux.values()], optimize_graph=False)

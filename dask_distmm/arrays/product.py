@@ -9,9 +9,10 @@ import dask.array as da
 import numpy as np
 from dask.utils import format_time
 
-from dask_distmm.arrays import formula
+from dask_distmm.arrays.extras import unfit
 from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.kinds import check_planned, planning
+from dask_distmm.arrays.outputs import result, without_a_run
 from dask_distmm.arrays.request import Request, make_problem, parse, result_chunks
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.arrays.views import under
@@ -44,7 +45,7 @@ def why_not_run(request: Request, *, cluster: bool) -> str | None:
     """Return why a product can't run here, or None if it can; `cluster`: whether there has to be one."""
     most = max(2, request.a.ndim, request.b.ndim)
     reason = why_not(request.a, request.b, request.types, cluster=cluster, most=most)
-    return reason or formula.unfit(request.extras)
+    return reason or unfit(request.extras)
 
 
 def multiply(request: Request) -> Any:
@@ -68,10 +69,10 @@ def multiply(request: Request) -> Any:
             dtype = np.result_type(a.dtype, b.dtype)
             return request.without_dropped(da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=dtype))
     if not collective or request.empty:
-        return formula.without_a_run(a, b, request.spec, request.extras, request.types)
+        return without_a_run(a, b, request.spec, request.extras, request.types)
     problem = make_problem(request)
     _plan_now(problem, request.logger)
-    found = formula.result(problem, a, b, [array for _, array in request.extras])
+    found = result(problem, a, b, [array for _, array in request.extras])
     return request.without_dropped(found) if request.dropped else found
 
 
@@ -127,7 +128,7 @@ def product(a: da.Array, b: da.Array) -> da.Array | str:
         assert made.by_tasks is not None
         seconds = format_time(made.by_tasks.seconds), format_time(made.expected)
         return "its own tasks are expected to take {}, a run {}".format(*seconds)
-    return request.without_dropped(cast(da.Array, formula.result(problem, request.a, request.b, [])))
+    return request.without_dropped(cast(da.Array, result(problem, request.a, request.b, [])))
 
 
 def _plan_now(problem: Problem, logger: logging.Logger) -> Plan | None:

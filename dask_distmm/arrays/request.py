@@ -13,9 +13,9 @@ import numpy as np
 from dask.array.core import normalize_chunks
 from dask.base import tokenize
 
-from dask_distmm.arrays import formula
+from dask_distmm.arrays.extras import Asked, parse_formula
 from dask_distmm.arrays.quantize import operands
-from dask_distmm.arrays.views import view_of
+from dask_distmm.arrays.views import apply_op, view_of
 from dask_distmm.config import read_options, setting
 from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.errors import PlanError
@@ -181,12 +181,11 @@ def parse(
     batch = check_batch(batch, is_batch=max(a.ndim, b.ndim) > 2)
     method, engine = check_names(method, engine)
     asked = check_distributions(distributions)
-    a, b = formula.apply_op("a", a, op_a), formula.apply_op("b", b, op_b)
+    a, b = apply_op("a", a, op_a), apply_op("b", b, op_b)
     check_shapes(a, b)
     types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
-    spec, extras = formula.parse(
-        a, b, c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, types, quantization_scales
-    )
+    form = Asked(c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, quantization_scales)
+    spec, extras = parse_formula(a, b, form, types)
     dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
     a, b = as_matrices(a, b)
     found = Request(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import dask.array as da
 import numpy as np
 
-from dask_distmm.arrays import formula
 from dask_distmm.arrays.distribute import place
 from dask_distmm.arrays.request import Request
 from dask_distmm.arrays.signature import Like
+from dask_distmm.arrays.views import apply_op
 from dask_distmm.errors import PlanError
 from dask_distmm.planning import Chunks, Plan, Problem, plan
 from dask_distmm.planning.assignment import operand_tiles
@@ -156,6 +156,4 @@ class Operands:
 
     def _turned(self, given: Mapping[str, da.Array]) -> dict[str, da.Array]:
         """Apply op() to those of A and B that are given."""
-        return {
-            name: formula.apply_op(name, x, self._ops[name]) if name in self._ops else x for name, x in given.items()
-        }
+        return {name: apply_op(name, x, self._ops[name]) if name in self._ops else x for name, x in given.items()}

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import dask.array as da
 from dask.array.core import Array
 
-__all__ = ["View", "under", "view_of"]
+from dask_distmm.errors import PlanError
+
+__all__ = ["View", "apply_op", "under", "view_of"]
 
 
 class View(NamedTuple):
@@ -33,6 +35,18 @@ class View(NamedTuple):
     array: da.Array
     turned: bool
     conjugated: bool
+
+
+def apply_op(name: str, array: da.Array, op: str) -> da.Array:
+    """Return op(array): lazily, so that `view_of` sees through it."""
+    if op not in ("N", "T", "C"):
+        raise PlanError(f"op_{name}={op!r}; expected 'N', 'T' or 'C'")
+    if op == "N":
+        return array
+    if array.ndim < 2:
+        raise PlanError(f"op_{name}={op!r}: {name.upper()} has {array.ndim} dimensions, transposed are matrices of 2")
+    turned = array.T if array.ndim == 2 else array.swapaxes(-1, -2)
+    return turned.conj() if op == "C" and array.dtype.kind == "c" else turned
 
 
 def under(x: da.Array, name: str, turned: bool) -> da.Array:

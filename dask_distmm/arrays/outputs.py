@@ -1,0 +1,131 @@
+"""D and the auxiliary outputs as Dask arrays: of a run, or of Dask's own operations where no run is possible."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+from dask.array.core import Array
+from dask.array.utils import meta_from_array
+
+from dask_distmm.arrays.extras import Extras
+from dask_distmm.arrays.kinds import reducible
+from dask_distmm.arrays.quantize import widened
+from dask_distmm.arrays.stock import dask_matmul
+from dask_distmm.arrays.views import under
+from dask_distmm.comms.serializers import let_types_travel
+from dask_distmm.graph.build import build_graph, build_output
+from dask_distmm.numeric.conversions import stored
+from dask_distmm.numeric.epilogs import Finish, elementwise, reductions, scaled
+from dask_distmm.numeric.types import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype
+from dask_distmm.planning import Problem
+from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.keys import output_name
+
+__all__ = ["operand_sum", "output_meta", "result", "without_a_run"]
+
+
+def result(
+    problem: Problem,
+    a: da.Array,
+    b: da.Array,
+    extras: Sequence[da.Array],
+) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
+    """Return what a run returns: D, and the auxiliary outputs if there are any.
+
+    A and B are those of `make_problem`.
+    """
+    prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
+    meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
+    lying_a, lying_b = map(under, (a, b), problem.arrays, problem.turned)
+    graph = build_graph(problem, lying_a, lying_b, extras)
+    d = Array(graph, problem.name, problem.out_chunks, meta=meta)
+    return d if problem.finish.plain else _outputs(problem, d, a, b)
+
+
+def _outputs(
+    problem: Problem, d: da.Array, a: da.Array, b: da.Array
+) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
+    """Return D and the auxiliary outputs of a run by name; D alone if there are none."""
+    spec = problem.finish
+    found: dict[str, da.Array] = {}
+    for name in spec.per_element:
+        dtype = spec.dtype_of(name, problem.result_type)
+        chunks = tuple(
+            sizes if kept else (1,) * len(sizes)
+            for sizes, kept in zip(problem.out_chunks, spec.keeps(name), strict=True)
+        )
+        meta = output_meta(d, dtype)
+        array = reducible(Array(build_output(problem, name, d), output_name(problem.name, name), chunks, meta=meta))
+        if name == spec.sums:
+            array = array.sum(axis=spec.sum_axis, dtype=dtype).astype(problem.result_type)
+        found[name] = array.max() if name == "result_amax" else array
+    if spec.operand_sum:
+        found[spec.operand_sum] = operand_sum(spec, a, b, problem.result_type)
+    return (d, found) if found else d
+
+
+def output_meta(d: da.Array, dtype: np.dtype) -> Any:
+    """Return the meta of an auxiliary output in chunks like those of D."""
+    # NumPy warns when complex numbers become real, even if there are none.
+    return meta_from_array(d._meta if dtype.kind == "c" else d._meta.real, dtype=dtype)
+
+
+def _mapped(spec: Finish, x: da.Array, extras: Extras) -> da.Array:
+    """Apply a user's function chunk by chunk, as a run does."""
+    names = [name for name, _ in extras]
+
+    def apply(part: Any, *inputs: Any) -> Any:
+        return elementwise(np, spec, part, dict(zip(names, inputs, strict=True)))[0]
+
+    return da.core.elemwise(apply, x, *(array for _, array in extras), dtype=x.dtype)
+
+
+def operand_sum(spec: Finish, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
+    """Return op(A) or op(B) summed over k, in the type of D."""
+    array, axis = (a, -1) if spec.operand_sum == "bgrada" else (b, -2)
+    return reducible(array).astype(compute_dtype(dtype, a.shape[-1])).sum(axis=axis).astype(dtype)
+
+
+def without_a_run(
+    a: da.Array, b: da.Array, spec: Finish, extras: Extras, types: Types
+) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
+    """Return what a run would, made of Dask's own operations, where no run is possible."""
+    dtype = dtype_from_name(types.d)
+    inner = sum_dtype(types.operand, dtype, max(1, a.shape[-1]))
+    if types.usual:
+        wide = dask_matmul(a, b).astype(inner)
+    else:
+        wide = dask_matmul(widened(a, types.a, inner), widened(b, types.b, inner))
+    if spec.function:
+        d, *saved = [_mapped(spec, wide, extras)]
+    else:
+        d, *saved = elementwise(da, spec, wide, dict(extras))
+    aux = dict(zip([spec.saved], saved, strict=False)) | reductions(da, dataclasses.replace(spec, amax=False), d)
+    found = {
+        name: array.astype(dtype if name == spec.sums and types.d not in FP8 else spec.dtype_of(name, dtype))
+        for name, array in aux.items()
+    }
+    if spec.sums:
+        found[spec.sums] = found[spec.sums].squeeze(spec.sum_axis - 2)
+    if spec.amax:
+        found["result_amax"] = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
+    d = scaled(spec, d, dict(extras))
+    kind = array_kind(d._meta)
+    meta = meta_from_array(d._meta, dtype=carried(types.d, kind))
+    d = da.map_blocks(_stored, d, to=types.d, dtype=meta.dtype, meta=meta)
+    if spec.operand_sum:
+        found[spec.operand_sum] = operand_sum(spec, a, b, dtype)
+    return (d, found) if found else d
+
+
+def _stored(x: Any, to: str) -> Any:
+    let_types_travel()
+    if array_kind(x) != "cupy":
+        return stored(np, x, to, fp8_bytes=False)
+    import cupy as cp
+
+    return stored(cp, x, to, fp8_bytes=True)
