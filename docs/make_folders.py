@@ -65,7 +65,7 @@ def needs(path: Path, places: list[str]) -> list[str]:
 
 
 def table() -> str:
-    """Return the table: a row for each folder, for each folder inside of one, and for each module outside of folders."""
+    """Return the table: a row for each folder, also inside of another one, and for each module outside of folders."""
     places = order()
     rows = ["| folder | description | imports |", "|---|---|---|"]
     for place in places:
