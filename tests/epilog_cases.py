@@ -8,7 +8,7 @@ import numpy as np
 
 from dask_distmm import matmul
 from dask_distmm.layout import ChunkGrid
-from dask_distmm.numeric.epilogs import Epilog, Finish
+from dask_distmm.numeric.epilogs import Epilog, Formula
 from dask_distmm.numeric.types import compute_dtype
 from dask_distmm.planning import Extra, Worker, plan
 from dask_distmm.testing import make_problem, random_chunks, run_jobs
@@ -53,13 +53,13 @@ class Case:
         self.options = {"alpha": alpha, "epilog": epilog or None, "bias_axis": bias_axis}
         if beta is not None:
             self.options |= {"beta": beta}
-        spec = Finish(epilog=epilog)
+        formula = Formula(epilog=epilog)
         self.inputs = {}
-        if "bias" in spec.inputs:
+        if "bias" in formula.inputs:
             self.inputs["bias"] = matrix(m, 1) if bias == "row" else matrix(n)
-        if spec.gradient == "relu":
+        if formula.gradient == "relu":
             self.inputs["relu_aux"] = rng.random((m, n)) < 0.5
-        if spec.gradient == "gelu":
+        if formula.gradient == "gelu":
             self.inputs["gelu_aux"] = matrix(m, n)
         high = np.clongdouble if kind.kind == "c" else np.longdouble
         wide = [x.astype(np.float32) if kind == BF16 else x for x in (self.a, self.b, self.c)]
@@ -74,26 +74,26 @@ class Case:
         eps = float(np.finfo(inner).eps)
         self.aux = {}
         error = 16 * eps * magnitude
-        if spec.saved:
-            self.aux[spec.saved] = (x > 0) if spec.saved == "relu_aux" else x
-        d = FORMULAS[spec.activation](x)
-        error = error * SLOPES.get(spec.activation, 1.0) + 8 * eps * (1 + abs(d))
-        if spec.gradient == "relu":
+        if formula.saved:
+            self.aux[formula.saved] = (x > 0) if formula.saved == "relu_aux" else x
+        d = FORMULAS[formula.activation](x)
+        error = error * SLOPES.get(formula.activation, 1.0) + 8 * eps * (1 + abs(d))
+        if formula.gradient == "relu":
             d = np.where(self.inputs["relu_aux"], x, 0)
-        elif spec.gradient == "gelu":
+        elif formula.gradient == "gelu":
             slope = gelu_slope(self.inputs["gelu_aux"].astype(np.float64))
             d, error = x * slope, error * abs(slope) + abs(x) * (16 * eps + 1e-9 * (eps > 1e-10) + 1e-9)
         own = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(kind.name, 0.0)
         self.d, self.x, self.inner_error = d, x, 16 * eps * magnitude
         self.error = error + own * abs(d) + (2.0**-24 if own else 0)
         self.own, self.eps, self.kind = own, eps, kind
-        if spec.sums:
+        if formula.sums:
             axis = 1 if bias_axis == 0 else 0
-            self.aux[spec.sums] = d.sum(axis=axis)
+            self.aux[formula.sums] = d.sum(axis=axis)
             self.sum_error = (error + (self.eps * 64 + own * 2) * abs(d)).sum(axis=axis) + own * abs(d).sum(axis=axis)
-        if spec.operand_sum:
-            x, axis = (a, 1) if spec.operand_sum == "bgrada" else (b, 0)
-            self.aux[spec.operand_sum] = x.sum(axis=axis)
+        if formula.operand_sum:
+            x, axis = (a, 1) if formula.operand_sum == "bgrada" else (b, 0)
+            self.aux[formula.operand_sum] = x.sum(axis=axis)
             self.sum_error = 16 * eps * abs(x).sum(axis=axis) + own * abs(x.sum(axis=axis))
 
     def check(self, d, aux=None):
@@ -146,7 +146,7 @@ def run_case(engine, case, method, nranks, sources, with_c, amax=True):
     sizes = {"a": (rows, inner), "b": (random_chunks(rng, k, 3), cols)}
     sizes |= {name: tuple(random_chunks(rng, size, 3) for size in x.shape) for name, x in extras.items()}
     options = case.options
-    spec = Finish(
+    formula = Formula(
         (complex(options["alpha"]).real, complex(options["alpha"]).imag),
         (complex(options.get("beta", 0)).real, complex(options.get("beta", 0)).imag),
         options["epilog"] or "",
@@ -158,7 +158,7 @@ def run_case(engine, case, method, nranks, sources, with_c, amax=True):
         sizes["b"],
         case.a.dtype.name,
         method=method,
-        finish=spec,
+        formula=formula,
         extras=tuple(Extra(name, sizes[name], x.dtype.name) for name, x in extras.items()),
     )
     where, chunks = {}, {}
@@ -176,12 +176,12 @@ def run_case(engine, case, method, nranks, sources, with_c, amax=True):
     numbers = [[i * ncols + j for j in range(ncols)] for i in range(nrows)]
     d = np.block([[np.asarray(result[index]) for index in row] for row in numbers])
     aux = {}
-    for name in spec.per_element:
+    for name in formula.per_element:
         parts = [[np.asarray(result[name, index]) for index in row] for row in numbers]
-        if name == spec.saved:
+        if name == formula.saved:
             aux[name] = np.block(parts)
-        elif name == spec.sums:
-            aux[name] = np.block(parts).astype(np.float64).sum(axis=1 if spec.bias_axis == 0 else 0).astype(d.dtype)
+        elif name == formula.sums:
+            aux[name] = np.block(parts).astype(np.float64).sum(axis=1 if formula.bias_axis == 0 else 0).astype(d.dtype)
         else:
             amax = max(float(part[0, 0]) for row in parts for part in row)
             assert abs(amax - float(abs(case.d).max())) <= float(case.error.max()) + 1e-6 * amax

@@ -21,7 +21,7 @@ from narrow_cases import Narrow, random_fp8
 import dask_distmm
 from dask_distmm import NotCollective, PlanError, ProjectedMemoryError, explain, matmul, matmul_grouped
 from dask_distmm.arrays.items import multiply
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.testing import assert_product, random_chunks, random_matrix
 
@@ -40,28 +40,28 @@ class FakeCuPy(types.ModuleType):
 def test_cupy_chunks_stay_cupy(monkeypatch, epilog):
     monkeypatch.setitem(sys.modules, "cupy", FakeCuPy("cupy"))
     case = Case(epilog, "float32")
-    spec = Finish(epilog=epilog, amax=True)
+    formula = Formula(epilog=epilog, amax=True)
     inputs = [np.atleast_2d(x).view(devices.ndarray) for x in case.inputs.values()]
     found = multiply(
         case.a.view(devices.ndarray),
         [case.b],  # NumPy's, as on a GPU worker that was sent one
         *inputs,
-        dtypes=("float32",) * (3 + len(inputs)) if spec.gradient != "relu" else ("float32",) * 3 + ("bool",),
+        dtypes=("float32",) * (3 + len(inputs)) if formula.gradient != "relu" else ("float32",) * 3 + ("bool",),
         names=tuple(case.inputs),
-        spec=spec,
+        formula=formula,
         several=True,
     )
     assert all(type(x) is devices.ndarray for x in found)
     d, *aux = (x.view(np.ndarray) for x in found)
-    named = dict(zip(spec.per_element, aux, strict=True))
+    named = dict(zip(formula.per_element, aux, strict=True))
     assert named.pop("result_amax").shape == (1, 1)
-    case.check(d, {name: x.reshape(-1) if name == spec.sums else x for name, x in named.items()})
+    case.check(d, {name: x.reshape(-1) if name == formula.sums else x for name, x in named.items()})
 
 
 def test_bfloat16_that_lost_its_name():
     rng = np.random.default_rng()
     a, b = (random_matrix(rng, shape, dtype_from_name("bfloat16"), "C") for shape in ((9, 8), (8, 7)))
-    d = multiply(a.view("V2"), b, dtypes=("bfloat16",) * 3, names=(), spec=Finish(), several=False)
+    d = multiply(a.view("V2"), b, dtypes=("bfloat16",) * 3, names=(), formula=Formula(), several=False)
     assert_product(a, b, d)
 
 
@@ -73,13 +73,13 @@ def test_fp8_on_cupy_chunks_is_bytes(monkeypatch, to):
     pair = "float8_e4m3fn", "float8_e5m2"
     a, b = (random_fp8(rng, shape, name) for shape, name in zip(((3, 9, 8), (3, 8, 7)), pair, strict=True))
     scale = np.full((1, 1), 0.5, np.float32)
-    spec = Finish(alpha=(0.25, 0.0), scale_d=0.02, scales=("scale_a",), amax=True)
+    formula = Formula(alpha=(0.25, 0.0), scale_d=0.02, scales=("scale_a",), amax=True)
     d, amax = multiply(
         *(x.view(np.uint8).view(devices.ndarray) for x in (a, b)),
         scale.view(devices.ndarray),
         dtypes=(to, *pair, "float32"),
         names=("scale_a",),
-        spec=spec,
+        formula=formula,
         several=True,
     )
     assert type(d) is type(amax) is devices.ndarray

@@ -14,7 +14,7 @@ from run_events import events
 import dask_distmm
 from dask_distmm import matmul
 from dask_distmm.errors import PlanError, RunFailedError
-from dask_distmm.numeric.epilogs import Finish, finish
+from dask_distmm.numeric.epilogs import Formula, finish
 from dask_distmm.testing import assert_product
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -221,10 +221,10 @@ def test_formulas_on_the_whole_line(epilog, seed):
     """Huge, tiny, infinite and NaN: no warning, and NaN stays NaN."""
     rng = np.random.default_rng(seed)
     x = np.concatenate([rng.standard_normal(20) * 10.0 ** rng.integers(-300, 300, 20), [np.inf, -np.inf, np.nan, 0.0]])
-    spec = Finish(epilog=epilog)
+    formula = Formula(epilog=epilog)
     inputs = {"bias": np.zeros((1, 24)), "relu_aux": np.ones((1, 24), bool), "gelu_aux": np.ones((1, 24))}
     with np.errstate(all="ignore"):
-        d, _ = finish(np, spec, x.reshape(1, -1).copy(), inputs)
+        d, _ = finish(np, formula, x.reshape(1, -1).copy(), inputs)
     assert np.isnan(d[0, 22])
     assert d.dtype == np.float64
 

@@ -20,7 +20,7 @@ from stand_ins import Loop
 import dask_distmm
 from dask_distmm import Matmul, PlanError, ProjectedMemoryError, matmul
 from dask_distmm.errors import RunFailedError
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
 from dask_distmm.runtime.worker import WorkerSide
 from dask_distmm.testing import assert_nothing_left, assert_product, inject, make_problem, random_chunks
@@ -62,8 +62,8 @@ def test_what_replicas_add_to_a_plan(method, engine, nranks, seed):
     roster = [Worker(f"w{i}") for i in range(nranks)]
     grid = plan(make_problem(*sizes, method=method), roster, engine=engine).grid
     before, after = (
-        plan(make_problem(*sizes, method=method, grid=grid, finish=finish), roster, engine=engine)
-        for finish in (Finish(), Finish(epilog="allreduce"))
+        plan(make_problem(*sizes, method=method, grid=grid, formula=formula), roster, engine=engine)
+        for formula in (Formula(), Formula(epilog="allreduce"))
     )
     assert (before.replicas, after.replicas) == (0, nranks)
     assert Plan.from_wire(after.to_wire()).replicas == nranks
@@ -107,7 +107,7 @@ def test_more_than_a_worker_may_hold():
     roster = [Worker(f"w{i}", memory_limit=limit) for i in range(4)]
     assert plan(make_problem(*sizes), roster).grid == made.grid
     with pytest.raises(ProjectedMemoryError, match="all of D is to be on each worker") as caught:
-        plan(make_problem(*sizes, finish=Finish(epilog="allreduce")), roster)
+        plan(make_problem(*sizes, formula=Formula(epilog="allreduce")), roster)
     assert min(caught.value.projected.values()) >= 400 * 400 * 8
 
 
@@ -144,8 +144,8 @@ def test_requests_for_replicas():
 
     async def work() -> None:
         side = WorkerSide(Loop())
-        finish = Finish(epilog="allreduce")
-        problem = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m", finish=finish)
+        formula = Formula(epilog="allreduce")
+        problem = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m", formula=formula)
         keys = {"a": [("x", 0, 0), ("x", 1, 0)], "b": [("y", 0, 0)]}
         side.worker.data |= {("x", 0, 0): np.ones((4, 5)), ("x", 1, 0): np.ones((3, 5)), ("y", 0, 0): np.ones((5, 6))}
         wire = plan(problem, [Worker("inproc://1")], np.zeros(2, np.int32), np.zeros(1, np.int32)).to_wire()

@@ -38,7 +38,7 @@ def multiply(request: Request) -> Any:
             # The very function that Dask would have called.
             found = dask_matmul(request.a, request.b)
         else:
-            found = without_a_run(request.a, request.b, request.spec, request.extras, request.types)
+            found = without_a_run(request.a, request.b, request.formula, request.extras, request.types)
         d, aux = found if isinstance(found, tuple) else (found, {})
         return _outside(request, d, aux)
     made = _plan(request, request.demands, imagined=None)

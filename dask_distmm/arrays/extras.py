@@ -13,7 +13,7 @@ from distributed.protocol.pickle import dumps
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.quantize import scaled
 from dask_distmm.errors import PlanError
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import Types, sum_dtype, supported
 from dask_distmm.runtime.chunks import array_kind
 
@@ -38,7 +38,7 @@ class Asked:
     result_amax: bool
     quantization_scales: Mapping[str, Any] | None
 
-    def checked(self, dtype: np.dtype) -> Finish:
+    def checked(self, dtype: np.dtype) -> Formula:
         """Return the formula as plain values; `dtype` is the type of A @ B."""
         if self.beta is None and self.c is not None:
             raise PlanError("c was given without beta; give beta=1 to add C")
@@ -58,7 +58,7 @@ class Asked:
             raise PlanError(f"epilog={epilog!r}; expected a name, an Epilog or a function")
         pickled, names = (dumps(epilog), tuple(self.epilog_inputs)) if callable(epilog) else (b"", ())
         alpha, beta = factors
-        return Finish(alpha, beta, epilog_name(epilog), self.bias_axis, bool(self.result_amax), pickled, names)
+        return Formula(alpha, beta, epilog_name(epilog), self.bias_axis, bool(self.result_amax), pickled, names)
 
 
 def epilog_name(epilog: str | Callable[..., Any] | None) -> str:
@@ -66,7 +66,7 @@ def epilog_name(epilog: str | Callable[..., Any] | None) -> str:
     return "" if epilog is None or callable(epilog) else str(getattr(epilog, "value", epilog)).lower()
 
 
-def parse_formula(a: da.Array, b: da.Array, asked: Asked, types: Types) -> tuple[Finish, list[tuple[str, da.Array]]]:
+def parse_formula(a: da.Array, b: da.Array, asked: Asked, types: Types) -> tuple[Formula, list[tuple[str, da.Array]]]:
     """Return the formula, and the arrays that it reads beside A and B, each of two dimensions (or more, for a batch).
 
     Raises
@@ -74,34 +74,34 @@ def parse_formula(a: da.Array, b: da.Array, asked: Asked, types: Types) -> tuple
     PlanError
         Something is missing, too much, unknown, or does not fit D.
     """
-    spec, inputs, dtype = asked.checked(types.operand), asked.epilog_inputs, types.operand
-    if spec.replicated and (a.ndim, b.ndim) != (2, 2):
+    formula, inputs, dtype = asked.checked(types.operand), asked.epilog_inputs, types.operand
+    if formula.replicated and (a.ndim, b.ndim) != (2, 2):
         raise PlanError(f"epilog 'allreduce' is for products of matrices; found {a.ndim} and {b.ndim} dimensions")
-    if spec.plain and not inputs and not types.fp8 and not asked.quantization_scales:
-        return spec, []
+    if formula.plain and not inputs and not types.fp8 and not asked.quantization_scales:
+        return formula, []
     if a.ndim < 2 or b.ndim < 2:
         raise PlanError(f"alpha, C, epilogs and scales need matrices; found {a.ndim} and {b.ndim} dimensions")
-    _check_fitting(spec, inputs, types)
-    with_c = asked.c is not None and complex(*spec.beta) != 0
+    _check_fitting(formula, inputs, types)
+    with_c = asked.c is not None and complex(*formula.beta) != 0
     extras = [("c", _fit("c", asked.c, a, b, dtype))] if with_c else []
-    fitting = [(key, _fit(key, inputs[key], a, b, dtype)) for key in spec.inputs]
+    fitting = [(key, _fit(key, inputs[key], a, b, dtype)) for key in formula.inputs]
     if callable(asked.epilog):
         _try(asked.epilog, sum_dtype(types.operand, dtype, 1), dtype, fitting)
-    spec, factors_too = scaled(types, spec, asked.quantization_scales, asked.c is not None)
-    return spec, extras + fitting + [(key, array) for key, array in factors_too if key != "scale_c" or with_c]
+    formula, factors_too = scaled(types, formula, asked.quantization_scales, asked.c is not None)
+    return formula, extras + fitting + [(key, array) for key, array in factors_too if key != "scale_c" or with_c]
 
 
-def _check_fitting(spec: Finish, inputs: Mapping[str, Any], types: Types) -> None:
+def _check_fitting(formula: Formula, inputs: Mapping[str, Any], types: Types) -> None:
     """Refuse a formula that is not defined for the types, and inputs that are missing or too many."""
-    dtype, name = types.operand, spec.epilog
+    dtype, name = types.operand, formula.epilog
     floating = dtype.kind in "fc" or dtype.name == "bfloat16" or types.fp8
     if not floating:
         raise PlanError(f"alpha, C and epilogs need floating-point matrices; A @ B is {dtype}: convert them")
-    if dtype.kind == "c" and (spec.activation or spec.gradient):
+    if dtype.kind == "c" and (formula.activation or formula.gradient):
         raise PlanError(f"epilog {name!r} is not defined for complex numbers; A @ B is {dtype}")
-    if set(inputs) != set(spec.inputs):
-        raise PlanError(f"epilog {name or None!r} needs the inputs {list(spec.inputs)}; found {sorted(inputs)}")
-    if types.fp8 and spec.operand_sum:
+    if set(inputs) != set(formula.inputs):
+        raise PlanError(f"epilog {name or None!r} needs the inputs {list(formula.inputs)}; found {sorted(inputs)}")
+    if types.fp8 and formula.operand_sum:
         raise PlanError(f"epilog {name!r} is not there for FP8: sum what dequantize returns")
     if not _TAKEN.isdisjoint(inputs) or not all(str(key).isidentifier() for key in inputs):
         raise PlanError(f"inputs must have names of their own, not a, b or c; found {sorted(map(str, inputs))}")

@@ -25,7 +25,7 @@ from dask_distmm.arrays.request import Request, check_batch, make_problem, parse
 from dask_distmm.config import dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import Step
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Problem, Share, Worker
 from dask_distmm.planning.dask_tasks import around
 from dask_distmm.planning.many.batches import Pool, item_seconds
@@ -147,7 +147,7 @@ def _parse(pairs: Sequence[tuple[Any, Any]], batch: str | None, **options: Any) 
 def _check_epilog(epilog: str | Callable[..., Any] | None) -> None:
     """Refuse epilogs with inputs or outputs of their own."""
     name = epilog_name(epilog)
-    wanted = Finish(epilog=name)
+    wanted = Formula(epilog=name)
     if wanted.inputs or wanted.per_element or wanted.operand_sum or wanted.replicated:
         raise PlanError(f"epilog {name!r} has more inputs or outputs for each product; use matmul for each of them")
 
@@ -244,9 +244,9 @@ def _by_slabs(request: Request, share: Share) -> da.Array:
     a = request.a.rechunk({0: share.rows, 1: -1}, method="tasks")
     b = request.b.rechunk({0: -1, 1: -1}, method="tasks")
     dtypes = (request.dtype.name, a.dtype.name, b.dtype.name)
-    token = tokenize(a.name, b.name, dtypes, dataclasses.astuple(request.spec), share.rows)
+    token = tokenize(a.name, b.name, dtypes, dataclasses.astuple(request.formula), share.rows)
     name = group_name(token, share.rank, share.seconds)
-    settings = {"dtypes": dtypes, "names": (), "spec": request.spec, "several": False}
+    settings = {"dtypes": dtypes, "names": (), "formula": request.formula, "several": False}
     layer = {
         (name, i, 0): Step((name, i, 0), multiply, TaskRef((a.name, i, 0)), TaskRef((b.name, 0, 0)), **settings)
         for i in range(len(share.rows))

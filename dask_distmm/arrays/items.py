@@ -27,7 +27,7 @@ from dask_distmm.arrays.outputs import operand_sum, output_meta
 from dask_distmm.arrays.request import Request
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.numeric.conversions import decode, stored
-from dask_distmm.numeric.epilogs import Finish, finish
+from dask_distmm.numeric.epilogs import Formula, finish
 from dask_distmm.numeric.types import FP8, carried, dtype_from_name, operand_dtype, sum_dtype, typed
 from dask_distmm.planning.many.batches import Sizes
 from dask_distmm.runtime.chunks import array_kind
@@ -39,7 +39,7 @@ __all__ = ["by_items", "by_runs", "item_of", "multiply", "shared"]
 
 
 def multiply(
-    a: Any, b: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], spec: Finish, several: bool
+    a: Any, b: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], formula: Formula, several: bool
 ) -> Any:
     """Multiply chunks of whole items. Runs on a worker, as a plain task.
 
@@ -53,10 +53,10 @@ def multiply(
         Names of the types of D, of A and B, and of the extras.
     names
         Names of the extras.
-    spec
+    formula
         The formula.
     several
-        Return a tuple of D and the auxiliary outputs, in the order of ``spec.per_element``.
+        Return a tuple of D and the auxiliary outputs, in the order of ``formula.per_element``.
     """
     arrays = []
     for chunk, name in zip((a, b, *extras), dtypes[1:], strict=True):
@@ -74,12 +74,12 @@ def multiply(
     acc = xp.matmul(*(_wide(xp, array, name, inner) for array, name in zip(arrays[:2], dtypes[1:], strict=False)))
     aux: dict[str, Any] = {}
     with np.errstate(all="ignore"):
-        if not spec.trivial:
-            acc, aux = finish(xp, spec, acc, dict(zip(names, arrays[2:], strict=True)))
+        if not formula.trivial:
+            acc, aux = finish(xp, formula, acc, dict(zip(names, arrays[2:], strict=True)))
         d = stored(xp, acc, dtypes[0], fp8_bytes=xp is not np)
     if not several:
         return d
-    return (d, *(aux[name].astype(spec.dtype_of(name, dtype), copy=False) for name in spec.per_element))
+    return (d, *(aux[name].astype(formula.dtype_of(name, dtype), copy=False) for name in formula.per_element))
 
 
 def _wide(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
@@ -91,7 +91,7 @@ def _wide(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
 
 def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[str, da.Array]]:
     """Return D and the auxiliary outputs, by tasks that multiply some items each."""
-    a, b, spec, ndim = request.a, request.b, request.spec, len(request.shape)
+    a, b, formula, ndim = request.a, request.b, request.formula, len(request.shape)
     chunks = (*cut, (request.shape[-2],), (request.shape[-1],))
     # Labels of axes: those of D, and one for k.
     labels = tuple(range(ndim))
@@ -110,7 +110,7 @@ def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
         arguments += [whole, {"a": (*own[:-1], ndim), "b": (*own[:-2], ndim, ndim - 1)}.get(name, own)]
     held = carried(request.types.d, request.kind)
     meta = meta_from_array(b._meta if request.kind == array_kind(b._meta) else a._meta, ndim=ndim, dtype=held)
-    several = bool(spec.per_element)
+    several = bool(formula.per_element)
     made = da.blockwise(
         multiply,
         labels,
@@ -124,24 +124,24 @@ def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
         dtype=held,
         dtypes=(request.types.d, request.types.a, request.types.b, *(x.dtype.name for _, x in request.extras)),
         names=tuple(name for name, _ in request.extras),
-        spec=spec,
+        formula=formula,
         several=several,
     )
     aux: dict[str, da.Array] = {}
     if several:
-        for number, name in enumerate(spec.per_element, start=1):
+        for number, name in enumerate(formula.per_element, start=1):
             aux[name] = _output(request, made, name, number)
         made = made.map_blocks(operator.itemgetter(0), dtype=held, meta=meta)
-    if spec.operand_sum:
-        aux[spec.operand_sum] = operand_sum(spec, a, b, request.dtype)
+    if formula.operand_sum:
+        aux[formula.operand_sum] = operand_sum(formula, a, b, request.dtype)
     return made, aux
 
 
 def _output(request: Request, made: da.Array, name: str, number: int) -> da.Array:
     """Return one auxiliary output of tasks that return tuples."""
-    spec = request.spec
-    dtype = spec.dtype_of(name, request.dtype)
-    keeps = spec.keeps(name)
+    formula = request.formula
+    dtype = formula.dtype_of(name, request.dtype)
+    keeps = formula.keeps(name)
     chunks = [sizes if kept else (1,) * len(sizes) for sizes, kept in zip(made.chunks[-2:], keeps, strict=True)]
     batch = made.chunks[:-2] if name != "result_amax" else tuple((1,) * len(sizes) for sizes in made.chunks[:-2])
     array = made.map_blocks(
@@ -152,9 +152,9 @@ def _output(request: Request, made: da.Array, name: str, number: int) -> da.Arra
     )
     if name == "result_amax":
         return array.max()
-    if name != spec.sums:
+    if name != formula.sums:
         return array
-    array = array.squeeze(spec.sum_axis - 2)
+    array = array.squeeze(formula.sum_axis - 2)
     return array if request.types.d in FP8 else array.astype(request.dtype)
 
 
@@ -167,8 +167,8 @@ def shared(request: Request) -> Request | None:
     There is if all items share B (they lie below one another then) or A (beside one another), and the formula looks
     at each element of D for itself.
     """
-    a, b, spec = request.a, request.b, request.spec
-    if request.extras or spec.per_element or spec.operand_sum:
+    a, b, formula = request.a, request.b, request.formula
+    if request.extras or formula.per_element or formula.operand_sum:
         return None
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     if math.prod(b.shape[:-2]) == 1:
@@ -204,7 +204,7 @@ def item_of(request: Request, index: Sizes) -> Request:
 
 def by_runs(request: Request, run: Callable[[Request], Any]) -> tuple[da.Array, dict[str, da.Array]]:
     """Return D and the auxiliary outputs, by collective runs: `run` multiplies two matrices."""
-    spec, batch = request.spec, request.batch_shape
+    formula, batch = request.formula, request.batch_shape
     if (one := shared(request)) is not None:
         return _unshared(request, run(one)), {}
     items: dict[Sizes, da.Array] = {}
@@ -215,10 +215,10 @@ def by_runs(request: Request, run: Callable[[Request], Any]) -> tuple[da.Array, 
         for name, array in aux.items():
             outputs.setdefault(name, {})[index] = array
     stacked = {name: _stack(arrays, batch) for name, arrays in outputs.items()}
-    if spec.amax:
+    if formula.amax:
         stacked["result_amax"] = stacked["result_amax"].max()
-    if spec.operand_sum:
-        stacked[spec.operand_sum] = operand_sum(spec, request.a, request.b, request.dtype)
+    if formula.operand_sum:
+        stacked[formula.operand_sum] = operand_sum(formula, request.a, request.b, request.dtype)
     return _stack(items, batch), stacked
 
 

@@ -19,7 +19,7 @@ from dask_distmm.arrays.views import under
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.graph.build import build_graph, build_output
 from dask_distmm.numeric.conversions import stored
-from dask_distmm.numeric.epilogs import Finish, elementwise, reductions, scaled
+from dask_distmm.numeric.epilogs import Formula, elementwise, reductions, scaled
 from dask_distmm.numeric.types import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype
 from dask_distmm.planning import Problem
 from dask_distmm.runtime.chunks import array_kind
@@ -43,28 +43,28 @@ def result(
     lying_a, lying_b = map(under, (a, b), problem.arrays, problem.turned)
     graph = build_graph(problem, lying_a, lying_b, extras)
     d = Array(graph, problem.name, problem.out_chunks, meta=meta)
-    return d if problem.finish.plain else _outputs(problem, d, a, b)
+    return d if problem.formula.plain else _outputs(problem, d, a, b)
 
 
 def _outputs(
     problem: Problem, d: da.Array, a: da.Array, b: da.Array
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return D and the auxiliary outputs of a run by name; D alone if there are none."""
-    spec = problem.finish
+    formula = problem.formula
     found: dict[str, da.Array] = {}
-    for name in spec.per_element:
-        dtype = spec.dtype_of(name, problem.result_type)
+    for name in formula.per_element:
+        dtype = formula.dtype_of(name, problem.result_type)
         chunks = tuple(
             sizes if kept else (1,) * len(sizes)
-            for sizes, kept in zip(problem.out_chunks, spec.keeps(name), strict=True)
+            for sizes, kept in zip(problem.out_chunks, formula.keeps(name), strict=True)
         )
         meta = output_meta(d, dtype)
         array = reducible(Array(build_output(problem, name, d), output_name(problem.name, name), chunks, meta=meta))
-        if name == spec.sums:
-            array = array.sum(axis=spec.sum_axis, dtype=dtype).astype(problem.result_type)
+        if name == formula.sums:
+            array = array.sum(axis=formula.sum_axis, dtype=dtype).astype(problem.result_type)
         found[name] = array.max() if name == "result_amax" else array
-    if spec.operand_sum:
-        found[spec.operand_sum] = operand_sum(spec, a, b, problem.result_type)
+    if formula.operand_sum:
+        found[formula.operand_sum] = operand_sum(formula, a, b, problem.result_type)
     return (d, found) if found else d
 
 
@@ -74,24 +74,24 @@ def output_meta(d: da.Array, dtype: np.dtype) -> Any:
     return meta_from_array(d._meta if dtype.kind == "c" else d._meta.real, dtype=dtype)
 
 
-def _mapped(spec: Finish, x: da.Array, extras: Extras) -> da.Array:
+def _mapped(formula: Formula, x: da.Array, extras: Extras) -> da.Array:
     """Apply a user's function chunk by chunk, as a run does."""
     names = [name for name, _ in extras]
 
     def apply(part: Any, *inputs: Any) -> Any:
-        return elementwise(np, spec, part, dict(zip(names, inputs, strict=True)))[0]
+        return elementwise(np, formula, part, dict(zip(names, inputs, strict=True)))[0]
 
     return da.core.elemwise(apply, x, *(array for _, array in extras), dtype=x.dtype)
 
 
-def operand_sum(spec: Finish, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
+def operand_sum(formula: Formula, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
     """Return op(A) or op(B) summed over k, in the type of D."""
-    array, axis = (a, -1) if spec.operand_sum == "bgrada" else (b, -2)
+    array, axis = (a, -1) if formula.operand_sum == "bgrada" else (b, -2)
     return reducible(array).astype(compute_dtype(dtype, a.shape[-1])).sum(axis=axis).astype(dtype)
 
 
 def without_a_run(
-    a: da.Array, b: da.Array, spec: Finish, extras: Extras, types: Types
+    a: da.Array, b: da.Array, formula: Formula, extras: Extras, types: Types
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return what a run would, made of Dask's own operations, where no run is possible."""
     dtype = dtype_from_name(types.d)
@@ -100,25 +100,25 @@ def without_a_run(
         wide = dask_matmul(a, b).astype(inner)
     else:
         wide = dask_matmul(widened(a, types.a, inner), widened(b, types.b, inner))
-    if spec.function:
-        d, *saved = [_mapped(spec, wide, extras)]
+    if formula.function:
+        d, *saved = [_mapped(formula, wide, extras)]
     else:
-        d, *saved = elementwise(da, spec, wide, dict(extras))
-    aux = dict(zip([spec.saved], saved, strict=False)) | reductions(da, dataclasses.replace(spec, amax=False), d)
+        d, *saved = elementwise(da, formula, wide, dict(extras))
+    aux = dict(zip([formula.saved], saved, strict=False)) | reductions(da, dataclasses.replace(formula, amax=False), d)
     found = {
-        name: array.astype(dtype if name == spec.sums and types.d not in FP8 else spec.dtype_of(name, dtype))
+        name: array.astype(dtype if name == formula.sums and types.d not in FP8 else formula.dtype_of(name, dtype))
         for name, array in aux.items()
     }
-    if spec.sums:
-        found[spec.sums] = found[spec.sums].squeeze(spec.sum_axis - 2)
-    if spec.amax:
+    if formula.sums:
+        found[formula.sums] = found[formula.sums].squeeze(formula.sum_axis - 2)
+    if formula.amax:
         found["result_amax"] = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
-    d = scaled(spec, d, dict(extras))
+    d = scaled(formula, d, dict(extras))
     kind = array_kind(d._meta)
     meta = meta_from_array(d._meta, dtype=carried(types.d, kind))
     d = da.map_blocks(_stored, d, to=types.d, dtype=meta.dtype, meta=meta)
-    if spec.operand_sum:
-        found[spec.operand_sum] = operand_sum(spec, a, b, dtype)
+    if formula.operand_sum:
+        found[formula.operand_sum] = operand_sum(formula, a, b, dtype)
     return (d, found) if found else d
 
 

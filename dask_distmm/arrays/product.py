@@ -69,7 +69,7 @@ def multiply(request: Request) -> Any:
             dtype = np.result_type(a.dtype, b.dtype)
             return request.without_dropped(da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=dtype))
     if not collective or request.empty:
-        return without_a_run(a, b, request.spec, request.extras, request.types)
+        return without_a_run(a, b, request.formula, request.extras, request.types)
     problem = make_problem(request)
     _plan_now(problem, request.logger)
     found = result(problem, a, b, [array for _, array in request.extras])

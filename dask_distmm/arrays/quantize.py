@@ -28,7 +28,7 @@ from dask_distmm.arrays.kinds import as_array
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.conversions import decode, largest, saturated, stored
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8, Types, carried, type_name
 from dask_distmm.runtime.chunks import array_kind
 
@@ -192,15 +192,15 @@ def operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
 
 
 def scaled(
-    types: Types, spec: Finish, given: Mapping[str, Any] | None, with_c: bool
-) -> tuple[Finish, list[tuple[str, da.Array]]]:
+    types: Types, formula: Formula, given: Mapping[str, Any] | None, with_c: bool
+) -> tuple[Formula, list[tuple[str, da.Array]]]:
     """Put quantization scales into the formula: numbers into its factors, arrays as further inputs.
 
     Parameters
     ----------
     types
         Of the multiply.
-    spec
+    formula
         The formula so far.
     given
         ``quantization_scales`` of `matmul`.
@@ -217,7 +217,7 @@ def scaled(
         A scale is missing, not needed, or no positive number.
     """
     if given is None and not types.fp8:
-        return spec, []
+        return formula, []
     given = dict(given or {})
     needed = ({"a", "b"} if types.fp8 else set()) | ({"d"} if types.d in FP8 else set())
     allowed = needed | ({"c"} if types.fp8 and with_c else set())
@@ -241,14 +241,14 @@ def scaled(
         if not 0 < factor[key] < np.inf:
             raise PlanError(f"quantization_scales[{key!r}]={value!r}; expected a positive number")
     alpha, beta = factor["a"] * factor["b"], factor["c"]
-    spec = dataclasses.replace(
-        spec,
-        alpha=(spec.alpha[0] * alpha, spec.alpha[1] * alpha),
-        beta=(spec.beta[0] * beta, spec.beta[1] * beta),
+    formula = dataclasses.replace(
+        formula,
+        alpha=(formula.alpha[0] * alpha, formula.alpha[1] * alpha),
+        beta=(formula.beta[0] * beta, formula.beta[1] * beta),
         scale_d=factor["d"],
         scales=tuple(name for name, _ in inputs),
     )
-    return spec, inputs
+    return formula, inputs
 
 
 # On chunks

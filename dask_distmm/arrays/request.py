@@ -19,7 +19,7 @@ from dask_distmm.arrays.views import apply_op, view_of
 from dask_distmm.config import read_options, setting
 from dask_distmm.engines.base import ENGINES, log
 from dask_distmm.errors import PlanError
-from dask_distmm.numeric.epilogs import PLAIN, Finish
+from dask_distmm.numeric.epilogs import PLAIN, Formula
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types
 from dask_distmm.planning import METHODS, Chunks, Extra, Problem
 from dask_distmm.planning.distribution import FREE, Distribution, Distributions
@@ -52,7 +52,7 @@ class Request:
         Operands after op(), of at least two dimensions each: vectors as matrices of one row, and of one column.
     types
         Types of A, B and D.
-    spec, extras
+    formula, extras
         The formula, and the arrays that it reads beside A and B.
     method, engine, workers, distributions
         As `matmul` takes them.
@@ -71,7 +71,7 @@ class Request:
     a: da.Array
     b: da.Array
     types: Types
-    spec: Finish = PLAIN
+    formula: Formula = PLAIN
     extras: Sequence[tuple[str, da.Array]] = ()
     method: str = "auto"
     engine: str = "auto"
@@ -185,11 +185,11 @@ def parse(
     check_shapes(a, b)
     types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
     form = Asked(c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, quantization_scales)
-    spec, extras = parse_formula(a, b, form, types)
+    formula, extras = parse_formula(a, b, form, types)
     dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
     a, b = as_matrices(a, b)
     found = Request(
-        a, b, types, spec, extras, method, engine, check_workers(workers), asked, compute_type, out_chunks, batch,
+        a, b, types, formula, extras, method, engine, check_workers(workers), asked, compute_type, out_chunks, batch,
         dropped, logger or log,
     )  # fmt: skip
     if out_chunks is None or not found.is_batch:
@@ -208,7 +208,7 @@ def as_matrices(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array]:
 
 def make_problem(request: Request) -> Problem:
     """Return the Problem of multiplying two matrices."""
-    a, b, types, spec = request.a, request.b, request.types, request.spec
+    a, b, types, formula = request.a, request.b, request.types, request.formula
     options = read_options()
     chunks = result_chunks(a, b, request.out_chunks)
     fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, request.method, request.engine, request.workers)
@@ -217,10 +217,10 @@ def make_problem(request: Request) -> Problem:
     turned, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
     names = (a.name, b.name, *(array.name for _, array in request.extras))
     # Plain values, all of them: their text says all, and is made in a tenth of the time in which they are walked.
-    token = tokenize(repr((names, fields, types, options, spec, request.distributions, turned, conjugated)))
+    token = tokenize(repr((names, fields, types, options, formula, request.distributions, turned, conjugated)))
     same = a.name == b.name and types.a == types.b
     return Problem(
-        *(f"matmul-{token}", *fields, same, options, request.kind, found, spec, types.compute),
+        *(f"matmul-{token}", *fields, same, options, request.kind, found, formula, types.compute),
         distributions=request.distributions,
         arrays=(views[0].array.name, views[1].array.name),
         turned=turned,

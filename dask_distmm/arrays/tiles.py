@@ -52,7 +52,7 @@ class Layout:
         made = self.plan
         # The ranks, and after them the workers that multiply nothing but are to have all of D.
         others = [worker.address for worker in self.known.workers if worker.address not in made.workers]
-        workers = (*made.workers, *(others if request.spec.replicated else ()))
+        workers = (*made.workers, *(others if request.formula.replicated else ()))
         return dataclasses.replace(request, method=made.method, engine=made.engine, workers=workers)
 
     def plan_on_tiles(self, problem: Problem) -> Plan:

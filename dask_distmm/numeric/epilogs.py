@@ -51,7 +51,7 @@ from dask_distmm.numeric.types import compute_dtype
 __all__ = [
     "PLAIN",
     "Epilog",
-    "Finish",
+    "Formula",
     "elementwise",
     "finish",
     "finish_by_rows",
@@ -78,7 +78,7 @@ Epilog.__doc__ = "What happens to the product before it is stored; see the modul
 
 
 @dataclasses.dataclass(frozen=True)
-class Finish:
+class Formula:
     """All of the formula but the product, as plain values.
 
     Parameters
@@ -196,16 +196,16 @@ class Finish:
         return np.empty(0, wide).real.dtype if name == "result_amax" else wide
 
 
-PLAIN = Finish()
+PLAIN = Formula()
 
 
 def part_shape(keeps: tuple[bool, bool], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an output's part beside a part of D, from what `Finish.keeps` says."""
+    """Return the shape of an output's part beside a part of D, from what `Formula.keeps` says."""
     return tuple(n if kept else 1 for n, kept in zip(shape, keeps, strict=True))
 
 
 def elementwise(
-    xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any], factors: tuple[Any, Any] | None = None
+    xp: Any, formula: Formula, acc: Any, inputs: Mapping[str, Any], factors: tuple[Any, Any] | None = None
 ) -> tuple[Any, ...]:
     """Apply the formula to a part of the product, element by element.
 
@@ -213,77 +213,77 @@ def elementwise(
     ----------
     xp
         The array module: numpy, cupy or dask.array.
-    spec
+    formula
         The formula.
     acc
         A part of op(A) @ op(B), a matrix or a stack of them, in the type that is summed in.
     inputs
-        ``"c"``, the epilog's inputs and `Finish.scales`, each broadcast against `acc`.
+        ``"c"``, the epilog's inputs and `Formula.scales`, each broadcast against `acc`.
     factors
-        alpha and beta in the type of `acc`; those of `spec` if None.
+        alpha and beta in the type of `acc`; those of `formula` if None.
 
     Returns
     -------
-    D in the type of `acc`, and what `Finish.saved` names, if anything.
+    D in the type of `acc`, and what `Formula.saved` names, if anything.
     """
     x, dtype = acc, acc.dtype
-    alpha, beta = factors or scalars(spec, dtype)
-    if complex(*spec.alpha) != 1:
+    alpha, beta = factors or scalars(formula, dtype)
+    if complex(*formula.alpha) != 1:
         x = x * alpha
     for name in ("scale_a", "scale_b"):
-        if name in spec.scales:
+        if name in formula.scales:
             x = x * inputs[name].astype(dtype)
-    if complex(*spec.beta) != 0:
+    if complex(*formula.beta) != 0:
         # Not read at all for beta == 0: C may hold NaN then.
         c = inputs["c"].astype(dtype) * beta
-        x = x + (c * inputs["scale_c"].astype(dtype) if "scale_c" in spec.scales else c)
-    if spec.function:
-        d = _load(spec.function)(x, **{name: inputs[name] for name in spec.names})
+        x = x + (c * inputs["scale_c"].astype(dtype) if "scale_c" in formula.scales else c)
+    if formula.function:
+        d = _load(formula.function)(x, **{name: inputs[name] for name in formula.names})
         return (d.astype(dtype),)
-    if "bias" in spec.inputs:
+    if "bias" in formula.inputs:
         x = x + inputs["bias"].astype(dtype)
-    if spec.gradient == "relu":
+    if formula.gradient == "relu":
         return (xp.where(inputs["relu_aux"].astype(bool), x, dtype.type(0)),)
-    if spec.gradient == "gelu":
+    if formula.gradient == "gelu":
         return (x * _gelu_slope(xp, inputs["gelu_aux"].astype(dtype)),)
-    d = _activate(xp, spec.activation, x) if spec.activation else x
-    if spec.saved:
-        return d, (x > 0) if spec.activation == "relu" else x
+    d = _activate(xp, formula.activation, x) if formula.activation else x
+    if formula.saved:
+        return d, (x > 0) if formula.activation == "relu" else x
     return (d,)
 
 
-def reductions(xp: Any, spec: Finish, d: Any) -> dict[str, Any]:
+def reductions(xp: Any, formula: Formula, d: Any) -> dict[str, Any]:
     """Return the auxiliary outputs that sum up a part of D: summed axes have length 1."""
     found = {}
-    if spec.sums:
-        found[spec.sums] = d.sum(axis=spec.sum_axis - 2, keepdims=True)
-    if spec.amax:
+    if formula.sums:
+        found[formula.sums] = d.sum(axis=formula.sum_axis - 2, keepdims=True)
+    if formula.amax:
         found["result_amax"] = abs(d).max(keepdims=True) if d.size else xp.zeros((1,) * d.ndim, d.real.dtype)
     return found
 
 
-def scaled(spec: Finish, d: Any, inputs: Mapping[str, Any]) -> Any:
+def scaled(formula: Formula, d: Any, inputs: Mapping[str, Any]) -> Any:
     """Return D times its scale: what comes last, after all that is kept beside D."""
-    if spec.scale_d != 1:
-        d = d * d.dtype.type(spec.scale_d)
-    return d * inputs["scale_d"].astype(d.dtype) if "scale_d" in spec.scales else d
+    if formula.scale_d != 1:
+        d = d * d.dtype.type(formula.scale_d)
+    return d * inputs["scale_d"].astype(d.dtype) if "scale_d" in formula.scales else d
 
 
-def finish(xp: Any, spec: Finish, acc: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def finish(xp: Any, formula: Formula, acc: Any, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Apply the formula; return D in the type of `acc`, and auxiliary outputs by name. Parameters as `elementwise`."""
-    d, *saved = elementwise(xp, spec, acc, inputs)
-    aux = dict(zip([spec.saved], saved, strict=False)) | reductions(xp, spec, d)
-    return scaled(spec, d, inputs), aux
+    d, *saved = elementwise(xp, formula, acc, inputs)
+    aux = dict(zip([formula.saved], saved, strict=False)) | reductions(xp, formula, d)
+    return scaled(formula, d, inputs), aux
 
 
 def finish_by_rows(
-    spec: Finish, acc: Any, inputs: Mapping[str, Any], store: Callable[[slice, Any], None]
+    formula: Formula, acc: Any, inputs: Mapping[str, Any], store: Callable[[slice, Any], None]
 ) -> dict[str, Any]:
     """Apply the formula to a NumPy array, a few rows at a time.
 
     Parameters
     ----------
-    spec, acc, inputs
+    formula, acc, inputs
         As for `elementwise`.
     store
         Called as ``store(rows, d)`` with each part of D.
@@ -297,16 +297,16 @@ def finish_by_rows(
     for top in range(0, len(acc), step):
         rows = slice(top, top + step)
         parts = {name: x[rows] if len(x) == len(acc) else x for name, x in inputs.items()}
-        d, aux = finish(np, spec, acc[rows], parts)
+        d, aux = finish(np, formula, acc[rows], parts)
         for name, values in aux.items():
             # D may be stored over what was summed.
             found.setdefault(name, []).append(values.copy() if np.may_share_memory(values, acc) else values)
         store(rows, d)
-    return {name: _joined(spec, name, parts) for name, parts in found.items()}
+    return {name: _joined(formula, name, parts) for name, parts in found.items()}
 
 
-def _joined(spec: Finish, name: str, parts: list[Any]) -> Any:
-    if spec.keeps(name)[0]:
+def _joined(formula: Formula, name: str, parts: list[Any]) -> Any:
+    if formula.keeps(name)[0]:
         return np.concatenate(parts)
     together = np.maximum if name == "result_amax" else np.add
     return functools.reduce(together, parts)
@@ -314,14 +314,16 @@ def _joined(spec: Finish, name: str, parts: list[Any]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _load(pickled: bytes) -> Callable[..., Any]:
-    """Return a user's function from what `Finish.function` holds."""
+    """Return a user's function from what `Formula.function` holds."""
     found: Callable[..., Any] = pickle.loads(pickled)
     return found
 
 
-def scalars(spec: Finish, dtype: Any) -> tuple[Any, Any]:
+def scalars(formula: Formula, dtype: Any) -> tuple[Any, Any]:
     """Return alpha and beta in a type."""
-    alpha, beta = (dtype.type(complex(*value) if dtype.kind == "c" else value[0]) for value in (spec.alpha, spec.beta))
+    alpha, beta = (
+        dtype.type(complex(*value) if dtype.kind == "c" else value[0]) for value in (formula.alpha, formula.beta)
+    )
     return alpha, beta
 
 

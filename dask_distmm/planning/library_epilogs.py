@@ -33,24 +33,35 @@ NATIVE_EPILOGS = ("relu", "gelu", "bias", "relu_bias", "gelu_bias")
 
 def library_epilog(problem: Problem) -> str | None:
     """Return the epilog that NVIDIA's libraries have for a formula, ``""`` for a factor alone, or None."""
-    spec = problem.finish
-    if spec.trivial or spec.function or spec.amax or complex(*spec.beta) != 0 or spec.scales or spec.scale_d != 1:
+    formula = problem.formula
+    if (
+        formula.trivial
+        or formula.function
+        or formula.amax
+        or complex(*formula.beta) != 0
+        or formula.scales
+        or formula.scale_d != 1
+    ):
         return None
     if problem.matrix_types != (problem.dtype,) * 2:
         return None
-    if not spec.epilog or spec.operand_sum:
+    if not formula.epilog or formula.operand_sum:
         return ""
     dtype = problem.result_type
-    if spec.epilog not in NATIVE_EPILOGS or dtype.kind == "c" or (dtype == np.float64 and spec.activation == "gelu"):
+    if (
+        formula.epilog not in NATIVE_EPILOGS
+        or dtype.kind == "c"
+        or (dtype == np.float64 and formula.activation == "gelu")
+    ):
         return None
-    return str(spec.epilog)
+    return str(formula.epilog)
 
 
 def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
     """Return the epilog that cuBLASMp does, ``""`` for a factor alone; None where it can't do all of the formula."""
     if plan.engine != "cublasmp" or len(plan.ranks) == 1:
         return None
-    spec, found = plan.problem.finish, library_epilog(plan.problem)
+    formula, found = plan.problem.formula, library_epilog(plan.problem)
     if found is None or _rounds_parts(plan, tiles):
         return None
     if not found:
@@ -58,9 +69,9 @@ def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
     if plan.method not in ("allgather", "reducescatter"):
         return None
     dtype = plan.problem.result_type
-    if dtype.itemsize == 2 and plan.method == "allgather" and spec.epilog != "relu":
+    if dtype.itemsize == 2 and plan.method == "allgather" and formula.epilog != "relu":
         return None
-    if "bias" in spec.inputs:
+    if "bias" in formula.inputs:
         by_rows = not (tiles or make_tiles(plan)).flipped
         rows, cols = (sum(sizes) for sizes in plan.problem.chunks_of("bias"))
         if (rows, cols) != ((plan.problem.m, 1) if by_rows else (1, plan.problem.n)):

@@ -191,7 +191,7 @@ def _plan(
             f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "
             f"on {len(roster)} workers; use method='auto'"
         )
-    if problem.finish.replicated:
+    if problem.formula.replicated:
         found = [with_replicas(one, len(roster)) for one in found]
     found.sort(key=lambda p: (p.estimate.seconds, p.estimate.peak_bytes) if p.estimate else (0.0, 0))
     alternatives = tuple(p.estimate for p in found if p.estimate)

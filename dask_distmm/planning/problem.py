@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.config import Machine, Options
 from dask_distmm.errors import PlanError, ProtocolError
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.distribution import FREE, Distributions, from_wire
 from dask_distmm.planning.part import Part
@@ -175,7 +175,7 @@ class Problem:
         What the chunks of D are: ``"numpy"`` or ``"cupy"``.
     extras
         Further arrays that the formula reads.
-    finish
+    formula
         The formula but for the product.
     compute
         How it is multiplied, one of `COMPUTE_TYPES`; empty for as usual.
@@ -207,7 +207,7 @@ class Problem:
     options: Options
     array: str = "numpy"
     extras: tuple[Extra, ...] = ()
-    finish: Finish = dataclasses.field(default_factory=Finish)
+    formula: Formula = dataclasses.field(default_factory=Formula)
     compute: str = ""
     distributions: Distributions = FREE
     grid: tuple[int, int, int] | None = None
@@ -274,7 +274,7 @@ class Problem:
     @property
     def finished(self) -> bool:
         """Whether anything is done on GPUs between what the library returns and what is stored."""
-        return not self.finish.trivial or self.dtype in FP8 or self.result_type.kind in "iu"
+        return not self.formula.trivial or self.dtype in FP8 or self.result_type.kind in "iu"
 
     @property
     def sum_type(self) -> np.dtype:
@@ -367,13 +367,13 @@ class Problem:
                 Extra(str(extra["name"]), _chunks(extra["chunks"]), dtype_from_name(extra["dtype"]).name)
                 for extra in fields["extras"]
             )
-            formula = dict(fields["finish"])
+            formula = dict(fields["formula"])
             formula["scale_d"], formula["scales"] = float(formula["scale_d"]), tuple(map(str, formula["scales"]))
             for key in ("alpha", "beta"):
                 real, imaginary = formula[key]
                 formula[key] = (float(real), float(imaginary))
             formula["names"] = tuple(map(str, formula["names"]))
-            fields["finish"] = Finish(**formula)
+            fields["formula"] = Formula(**formula)
             a, b, d = fields["distributions"]
             fields["distributions"] = (from_wire(a), from_wire(b), from_wire(d))
             if fields["grid"] is not None:

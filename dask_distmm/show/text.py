@@ -117,25 +117,25 @@ def _computed_in(problem: Problem) -> str:
 
 def _formula(plan: Plan) -> list[str]:
     """Return the line that says what is done beside the product, if anything is."""
-    spec = plan.problem.finish
-    if spec.plain:
+    formula = plan.problem.formula
+    if formula.plain:
         return []
-    alpha, beta = (complex(*x) for x in (spec.alpha, spec.beta))
+    alpha, beta = (complex(*x) for x in (formula.alpha, formula.beta))
     lazy = {
-        name[-1]: f"{name} " if name in spec.scales else "" for name in ("scale_a", "scale_b", "scale_c", "scale_d")
+        name[-1]: f"{name} " if name in formula.scales else "" for name in ("scale_a", "scale_b", "scale_c", "scale_d")
     }
     text = f"{'' if alpha == 1 else f'{_number(alpha)} '}{lazy['a']}{lazy['b']}A B"
     text += f" + {_number(beta)} {lazy['c']}C" if beta else ""
-    text += " + bias" if "bias" in spec.inputs else ""
-    if spec.gradient:
-        text = f"({text}) {spec.gradient}'({spec.inputs[0]})"
-    elif spec.function:
-        text = f"f({', '.join([text, *spec.names])})"
-    elif spec.activation:
-        text = f"{spec.activation}({text})"
-    if spec.scale_d != 1 or lazy["d"]:
-        text = f"{f'{_number(complex(spec.scale_d))} ' if spec.scale_d != 1 else ''}{lazy['d']}({text})"
-    kept = [*spec.per_element, *([spec.operand_sum] if spec.operand_sum else [])]
+    text += " + bias" if "bias" in formula.inputs else ""
+    if formula.gradient:
+        text = f"({text}) {formula.gradient}'({formula.inputs[0]})"
+    elif formula.function:
+        text = f"f({', '.join([text, *formula.names])})"
+    elif formula.activation:
+        text = f"{formula.activation}({text})"
+    if formula.scale_d != 1 or lazy["d"]:
+        text = f"{f'{_number(complex(formula.scale_d))} ' if formula.scale_d != 1 else ''}{lazy['d']}({text})"
+    kept = [*formula.per_element, *([formula.operand_sum] if formula.operand_sum else [])]
     also = f"; also {', '.join(kept)}" if kept else ""
     how = "on each rank's chunks of D, before they are stored"
     library = "cuBLASMp" if plan.engine == "cublasmp" else "cuBLASLt"

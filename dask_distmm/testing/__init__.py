@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import REPLICA, Boxes, ChunkKey, Engine, Job
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype
 from dask_distmm.planning import EVERYWHERE, Chunks, Plan, Problem, Worker, plan
 from dask_distmm.planning.distribution import FREE, Distributions
@@ -306,7 +306,7 @@ def conformance(
     options = dataclasses.replace(read_options(), pack_below=pack_below, panel_bytes=2**14)
     changes = {"method": method, "out_chunks": out, "options": options, "distributions": distributions}
     changes |= {"conjugated": conjugated}
-    changes |= {"finish": Finish(epilog="allreduce")} if replicated else {}
+    changes |= {"formula": Formula(epilog="allreduce")} if replicated else {}
     problem = make_problem(a_chunks, b_chunks, dtype, b_dtype=b_dtype, **changes)
     a, b = (
         random_matrix(rng, size, dtype_from_name(name), order)

@@ -13,7 +13,7 @@ import pytest
 from epilog_cases import ALL, Case, run_case
 
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Extra, Worker, plan
 from dask_distmm.planning.cublasmp.tiles import make_tiles
 from dask_distmm.planning.distribution import BlockCyclic, Slab, block_grid
@@ -209,7 +209,7 @@ def test_the_bias_decides_which_way_is_cheaper():
     for shape, grid in (((1, 8192), (1, 4, 1)), ((8192, 1), (4, 1, 1))):
         extra = Extra("bias", tuple((n,) for n in shape), "float32")
         problem = make_problem(
-            *sizes, "float32", finish=Finish(epilog="relu_bias"), extras=(extra,), method="allgather"
+            *sizes, "float32", formula=Formula(epilog="relu_bias"), extras=(extra,), method="allgather"
         )
         made = plan(problem, [Worker(f"w{i}") for i in range(4)], engine="cublasmp")
         assert made.grid == grid

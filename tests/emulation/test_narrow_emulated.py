@@ -10,7 +10,7 @@ from narrow_cases import PAIRS, Narrow, random_fp8
 
 from dask_distmm.errors import EngineError
 from dask_distmm.layout import ChunkGrid
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8
 from dask_distmm.planning import Extra, Worker, plan
 from dask_distmm.testing import make_problem, random_chunks, run_jobs
@@ -18,24 +18,24 @@ from dask_distmm.testing import make_problem, random_chunks, run_jobs
 FP8_METHODS = ["local", "allgather", "reducescatter", "allreduce"]
 
 
-def run_narrow(ranks, method, nranks, pair, to, *, shape=(67, 59, 71), orders="CC", sources=0, lazy=False, **formula):
+def run_narrow(ranks, method, nranks, pair, to, *, shape=(67, 59, 71), orders="CC", sources=0, lazy=False, **terms):
     """Multiply FP8 matrices on jobs; check D and its largest value."""
     rng = np.random.default_rng()
     m, n, k = shape
     arrays = {"a": random_fp8(rng, (m, k), pair[0], orders[0]), "b": random_fp8(rng, (k, n), pair[1], orders[1])}
     kinds = {"a": pair[0], "b": pair[1]}
     scales = {"a": 0.25, "b": 3.0, "d": 0.01}
-    case = Narrow(arrays["a"], arrays["b"], scales if to in FP8 else {"a": 0.25, "b": 3.0}, **formula)
+    case = Narrow(arrays["a"], arrays["b"], scales if to in FP8 else {"a": 0.25, "b": 3.0}, **terms)
     extras = []
     if lazy:
         arrays["scale_a"], kinds["scale_a"] = np.full((1, 1), 0.25, np.float32), "float32"
         extras.append(Extra("scale_a", ((1,), (1,)), "float32"))
-    if "c" in formula:
-        arrays["c"], kinds["c"] = formula["c"], formula["c"].dtype.name
+    if "c" in terms:
+        arrays["c"], kinds["c"] = terms["c"], terms["c"].dtype.name
         extras.insert(0, Extra("c", ((m,), (n,)), kinds["c"]))
-    spec = Finish(
-        (formula.get("alpha", 1.0) * (3.0 if lazy else 0.75), 0.0),
-        (formula.get("beta", 0.0), 0.0),
+    formula = Formula(
+        (terms.get("alpha", 1.0) * (3.0 if lazy else 0.75), 0.0),
+        (terms.get("beta", 0.0), 0.0),
         amax=True,
         scale_d=0.01 if to in FP8 else 1.0,
         scales=("scale_a",) if lazy else (),
@@ -49,7 +49,7 @@ def run_narrow(ranks, method, nranks, pair, to, *, shape=(67, 59, 71), orders="C
         pair[0],
         b_dtype=pair[1],
         method=method,
-        finish=spec,
+        formula=formula,
         extras=tuple(extras),
         array="numpy" if ranks.host else "cupy",
     )

@@ -19,7 +19,7 @@ from test_narrow_emulated import run_narrow
 
 from dask_distmm.engines.peer.schedule import Fill
 from dask_distmm.errors import EngineError
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.distribution import BlockCyclic, Slab
@@ -523,7 +523,7 @@ def test_a_rank_that_is_gone_is_missed_where_it_was_needed(make_peers, monkeypat
     # D's chunks go across the ranks' parts: the second rank adds to some that others own.
     problem = make_problem(
         ((30, 30), (40,)), ((40,), (15, 15)), dtype, method="allgather", out_chunks=((28, 4, 28), (30,)),
-        finish=Finish(epilog="relu_aux"),
+        formula=Formula(epilog="relu_aux"),
     )  # fmt: skip
     chunks = {("a", 0): a[:30], ("a", 1): a[30:], ("b", 0): b[:, :15], ("b", 1): b[:, 15:]}
     # Nothing of a rank's is mapped before its part of D is needed.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Extra, Problem, restrict
 from dask_distmm.planning.distribution import Slab
 from dask_distmm.testing import make_problem
@@ -100,7 +100,7 @@ def test_of_a_times_a_both_operands_have_parts():
     [
         {"distributions": (Slab(0), None, None)},
         {"grid": (2, 1, 1), "method": "allgather"},
-        {"finish": Finish(epilog="allreduce")},
+        {"formula": Formula(epilog="allreduce")},
         {"out_chunks": ((4, 0, 4), (8,))},
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Extra, Problem, Worker, plan, restrict
 from dask_distmm.planning.chunk_order import by_holder, free_axes, reorder
 from dask_distmm.planning.distribution import Slab
@@ -92,7 +92,7 @@ def test_a_gram_product_moves_nothing_but_sums():
         ({}, "mnk"),
         ({"distributions": (Slab(0), None, None)}, ""),
         ({"grid": (2, 1, 1), "method": "allgather"}, ""),
-        ({"finish": Finish(epilog="allreduce")}, ""),
+        ({"formula": Formula(epilog="allreduce")}, ""),
         ({"out_chunks": ((3, 5), (4, 4))}, "nk"),
         ({"extras": (Extra("c", ((4, 4), (8,)), "float64"),)}, "mk"),
         ({"extras": (Extra("bias", ((1,), (4, 4)), "float64"),)}, "mnk"),

@@ -104,7 +104,7 @@ class CublasMpJob:
         }
         self._result = self._make_result()
         self._finishing: Finishing | NativeBias | None = None
-        if self._native is not None and "bias" in problem.finish.inputs:
+        if self._native is not None and "bias" in problem.formula.inputs:
             self._finishing = NativeBias.of_tile(self.plan, self.me, self.rank, self.chunks, self._tiles.d)
         elif own_kernel(self.plan, self._tiles):
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
@@ -244,7 +244,7 @@ class CublasMpJob:
             if isinstance(self._finishing, NativeBias):
                 self._finishing.convert(stream)
                 bias = int(self._finishing.vector.data.ptr)
-            native = Native(complex(*plan.problem.finish.alpha), self._native, bias)
+            native = Native(complex(*plan.problem.formula.alpha), self._native, bias)
         if group is None:
             Gemm(Shape(*shape, tiles.flipped, tiles.ops), types, *memories).run(stream)
         else:

@@ -13,7 +13,7 @@ import numpy as np
 from dask_distmm.engines.base import ChunkKey, log
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.numeric.conversions import decode, stored
-from dask_distmm.numeric.epilogs import Finish, elementwise, part_shape, reductions, scalars, scaled
+from dask_distmm.numeric.epilogs import Formula, elementwise, part_shape, reductions, scalars, scaled
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Chunks, Plan
 from dask_distmm.planning.cublasmp.tiles import Tile
@@ -182,16 +182,16 @@ class Finishing:
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
         problem = plan.problem
-        self._spec, self._to = problem.finish, problem.dtype
+        self._formula, self._to = problem.formula, problem.dtype
         self.inputs: list[_ByChunk] = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
         self.made: dict[Any, Any] = {}
         for index in plan.owned(rank).tolist():
             r0, r1, c0, c1 = plan.chunk_rect(index)
             shape = (r1 - r0, c1 - c0)
             self.made[index] = cp.empty(shape, carried(self._to, "cupy"), order=order)
-            for name in self._spec.per_element:
-                dtype = self._spec.dtype_of(name, problem.result_type)
-                self.made[name, index] = cp.zeros(part_shape(self._spec.keeps(name), shape), dtype)
+            for name in self._formula.per_element:
+                dtype = self._formula.dtype_of(name, problem.result_type)
+                self.made[name, index] = cp.zeros(part_shape(self._formula.keeps(name), shape), dtype)
 
     def apply(self, sums: Mapping[int, Any], stream: cp.cuda.Stream) -> dict[Any, Any]:
         """Put the formula on the stream; return the outputs."""
@@ -202,14 +202,14 @@ class Finishing:
                 inputs = {one.name: one.values(index) for one in self.inputs}
                 d = self.made[index]
                 # The scale of D, and what FP8 and integers need, come after the kernel.
-                last = d.dtype.kind in "iu" or self._spec.scale_d != 1 or "scale_d" in self._spec.scales
+                last = d.dtype.kind in "iu" or self._formula.scale_d != 1 or "scale_d" in self._formula.scales
                 target = cp.empty(acc.shape, acc.dtype) if last else d
-                saved = [self.made[self._spec.saved, index]] if self._spec.saved else []
-                kernel = _kernel(self._spec, tuple(inputs))
-                kernel(acc, list(inputs.values()), [target, *saved], scalars(self._spec, acc.dtype))
-                found = reductions(cp, self._spec, target.astype(acc.dtype, copy=False))
+                saved = [self.made[self._formula.saved, index]] if self._formula.saved else []
+                kernel = _kernel(self._formula, tuple(inputs))
+                kernel(acc, list(inputs.values()), [target, *saved], scalars(self._formula, acc.dtype))
+                found = reductions(cp, self._formula, target.astype(acc.dtype, copy=False))
                 if last:
-                    d[...] = stored(cp, scaled(self._spec, target, inputs), self._to, fp8_bytes=True)
+                    d[...] = stored(cp, scaled(self._formula, target, inputs), self._to, fp8_bytes=True)
                 for name, values in found.items():
                     self.made[name, index][...] = values
         return self.made
@@ -221,24 +221,24 @@ class Finishing:
         return [*self.made.values(), *parts]
 
 
-def _kernel(spec: Finish, names: tuple[str, ...]) -> Kernel:
+def _kernel(formula: Formula, names: tuple[str, ...]) -> Kernel:
     """Return the kernel of a formula, made once for all factors: these are its arguments."""
-    alpha = (1.0, 0.0) if complex(*spec.alpha) == 1 else (2.0, 0.0)
-    beta = (0.0, 0.0) if complex(*spec.beta) == 0 else (1.0, 0.0)
-    return _made(dataclasses.replace(spec, alpha=alpha, beta=beta, scale_d=1.0), names)
+    alpha = (1.0, 0.0) if complex(*formula.alpha) == 1 else (2.0, 0.0)
+    beta = (0.0, 0.0) if complex(*formula.beta) == 0 else (1.0, 0.0)
+    return _made(dataclasses.replace(formula, alpha=alpha, beta=beta, scale_d=1.0), names)
 
 
 @functools.lru_cache(maxsize=64)
-def _made(spec: Finish, names: tuple[str, ...]) -> Kernel:
-    return Kernel(spec, names)
+def _made(formula: Formula, names: tuple[str, ...]) -> Kernel:
+    return Kernel(formula, names)
 
 
 class Kernel:
     """The formula as one kernel, fused by CuPy; where CuPy can't, as one kernel for each operation."""
 
-    def __init__(self, spec: Finish, names: tuple[str, ...]) -> None:
+    def __init__(self, formula: Formula, names: tuple[str, ...]) -> None:
         def apply(xp: Any, arrays: Sequence[Any], factors: tuple[Any, Any]) -> Iterator[Any]:
-            return iter(elementwise(xp, spec, arrays[0], dict(zip(names, arrays[1:], strict=True)), factors))
+            return iter(elementwise(xp, formula, arrays[0], dict(zip(names, arrays[1:], strict=True)), factors))
 
         def traced(alpha: Any, beta: Any, *arguments: Any) -> None:
             arrays, outputs = arguments[: 1 + len(names)], arguments[1 + len(names) :]

@@ -125,7 +125,7 @@ class NumpyJob:
             self._add_up()
         _open(self._available["final"])
         self._assemble()
-        if not self.plan.problem.finish.trivial:
+        if not self.plan.problem.formula.trivial:
             self._finish()
         self.timings["deliver"] = time.perf_counter() - started - self.timings["multiply"]
         return self.result
@@ -228,7 +228,7 @@ class NumpyJob:
             top, bottom, left, right = plan.chunk_rect(index)
             if index not in self.result:
                 # The formula is applied in the type that is summed in.
-                dtype = plan.problem.result_type if plan.problem.finish.trivial else self.compute_type
+                dtype = plan.problem.result_type if plan.problem.formula.trivial else self.compute_type
                 self.result[index] = np.empty((bottom - top, right - left), dtype)
             for rank, rect in plan.final_holders(index):
                 if rank != self.rank:
@@ -256,17 +256,17 @@ class NumpyJob:
                 acc = self.result[index]
                 out = acc if acc.dtype == problem.result_type else np.empty(acc.shape, problem.result_type)
                 store = functools.partial(_round_rows_into, out)
-                aux = finish_by_rows(problem.finish, acc, inputs.wait(asked), store)
+                aux = finish_by_rows(problem.formula, acc, inputs.wait(asked), store)
                 self.result[index] = out
                 for name, values in aux.items():
-                    dtype = problem.finish.dtype_of(name, problem.result_type)
+                    dtype = problem.formula.dtype_of(name, problem.result_type)
                     self.result[name, index] = values.astype(dtype, copy=False)
             asked = ahead
         for index in set(owned) - set(chunks):
             self.result[index] = self.result[index].astype(problem.result_type)
-            for name in problem.finish.per_element:
-                shape = part_shape(problem.finish.keeps(name), self.result[index].shape)
-                self.result[name, index] = np.zeros(shape, problem.finish.dtype_of(name, problem.result_type))
+            for name in problem.formula.per_element:
+                shape = part_shape(problem.formula.keeps(name), self.result[index].shape)
+                self.result[name, index] = np.zeros(shape, problem.formula.dtype_of(name, problem.result_type))
 
     def _store(self, index: int, rect: Rect, data: NDArray[Any]) -> None:
         top, _, left, _ = self.plan.chunk_rect(index)

@@ -140,7 +140,7 @@ class PeerJob:
         self._buffers = {slot: self._buffer(slot, *size) for slot, size in self._schedule.slots.items()}
         self._result = Result(plan, self.rank, self._sums, self._epilog is not None, self._sources, self.engine)
         self._bias: NativeBias | None = None
-        if self._epilog is not None and "bias" in plan.problem.finish.inputs:
+        if self._epilog is not None and "bias" in plan.problem.formula.inputs:
             sizes = tuple(np.diff(plan.cols).tolist())
             parts = [plan.coords(rank)[1] for rank in range(len(plan.ranks))]
             arguments = (1, sizes, parts, sizes[parts[self.rank]])
@@ -379,7 +379,7 @@ class PeerJob:
         if self._bias is not None:
             first = self.plan.region(self.rank or 0)[2]
             bias = int(self._bias.vector.data.ptr) + (column - first) * self._bias.vector.itemsize
-        return Native(complex(*self.plan.problem.finish.alpha), self._epilog, bias)
+        return Native(complex(*self.plan.problem.formula.alpha), self._epilog, bias)
 
     def _op(self, operand: int, view: View) -> str:
         if view.order == "C":

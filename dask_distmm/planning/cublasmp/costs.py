@@ -250,7 +250,7 @@ def _project(made: Plan, tiles: Tiles, moved: _Moved) -> dict[str, int]:
                 total[index] += np.prod(tile.local(rank)) * given[operand]
         total[index] += np.prod(tiles.d.local(rank)) * sums + workspace
         if kept:
-            total[index] += owned[rank] * (sums / problem.itemsize("d") + bool(problem.finish.saved))
+            total[index] += owned[rank] * (sums / problem.itemsize("d") + bool(problem.formula.saved))
         if tile_chunk(tiles.d, rank, problem.out_chunks) is None or tiles.replicated:
             total[index] += owned[rank] + moved.d_sent[rank] + moved.d_received[rank]
     return {worker.address: int(total[i]) for i, worker in enumerate(made.participants)}
@@ -299,7 +299,7 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
             copied += 2.0 * max(float(np.prod(tile.local(rank))) for rank in range(nranks)) * problem.itemsize(operand)
     if own_kernel(made, tiles):
         # One kernel reads the sums and writes D.
-        sizes = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.finish.saved else 1)
+        sizes = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.formula.saved else 1)
         copied += max(float(np.prod(tiles.d.local(rank))) for rank in range(nranks)) * sizes
     exposed = dict(machine.exposed).get(made.method, 1.0)
     transfer = exposed * library / bandwidth + received + copied / machine.memory_bandwidth

@@ -273,7 +273,7 @@ def native(plan: Plan, found: Sequence[BlockSchedule]) -> str | None:
     epilog = library_epilog(problem)
     if epilog and (problem.compute or problem.result_type.itemsize == 2):
         return None
-    if epilog and "bias" in problem.finish.inputs and problem.chunks_of("bias")[0] != (1,):
+    if epilog and "bias" in problem.formula.inputs and problem.chunks_of("bias")[0] != (1,):
         return None
     return epilog
 

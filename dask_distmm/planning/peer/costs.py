@@ -77,7 +77,7 @@ def project(plan: Plan) -> dict[str, int]:
         total[index] += sum(_area(rect) for rect in owned if rect not in lying) * sums
         if stored:
             area = sum(map(_area, owned))
-            total[index] += area * problem.itemsize("d") * (2 if problem.finish.saved else 1)
+            total[index] += area * problem.itemsize("d") * (2 if problem.formula.saved else 1)
         if plan.grid[2] > 1:
             final = sum(map(_area, plan.final_rects(rank))) * sums
             total[index] += 2 * min(final, problem.options.buffer_bytes // 4)

@@ -62,7 +62,7 @@ class Gate:
             A task waits for the barrier that is no chunk of its multiply.
         """
         name = self.problem.result_name
-        names = {output_name(name, output): output for output in ("", *self.problem.finish.per_element)}
+        names = {output_name(name, output): output for output in ("", *self.problem.formula.per_element)}
         found: dict[Any, tuple[str, int]] = {}
         for at, ts in enumerate(list(self.ts.waiters or ())):
             if at and at % _SLICE == 0:
@@ -89,7 +89,7 @@ def unwanted(problem: Problem, wanted: Mapping[Any, tuple[str, int]]) -> list[tu
     """Return the numbers, as int64, of chunks that a run makes and nobody waits for, for each output that has some."""
     every = problem.every_chunk("d")
     found = []
-    for output in ("", *problem.finish.per_element):
+    for output in ("", *problem.formula.per_element):
         asked = np.array([number for name, number in wanted.values() if name == output], np.int64)
         if len(asked) < len(every):
             found.append((output, np.setdiff1d(every, asked).tobytes()))

@@ -22,7 +22,7 @@ from distributed import Client, as_completed, futures_of, wait
 
 from dask_distmm import BatchPlan, NotCollective, Plan, PlanError, explain, matmul, progress
 from dask_distmm.errors import DistMMError
-from dask_distmm.numeric.epilogs import Finish
+from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.tools.commands.stores import (
     Place,
     check_target,
@@ -83,8 +83,8 @@ class Request:
     @property
     def kept(self) -> str:
         """Name of the epilog's auxiliary output; empty for none."""
-        spec = Finish(epilog=self.epilog or "")
-        return spec.saved or spec.sums or spec.operand_sum
+        formula = Formula(epilog=self.epilog or "")
+        return formula.saved or formula.sums or formula.operand_sum
 
     def arguments(self, workers: int) -> tuple[list[da.Array], dict[str, Any]]:
         """Return positional and keyword arguments for `matmul` and `explain`; the arrays are lazy.
@@ -103,7 +103,7 @@ class Request:
                 arrays[place, dtype] = read(place, workers, dtype)
             return arrays[place, dtype]
 
-        needed = Finish(epilog=self.epilog or "").inputs
+        needed = Formula(epilog=self.epilog or "").inputs
         given: dict[str, Any] = {} if self.bias is None else {"bias": get(self.bias)}
         if self.aux is not None:
             name = next((name for name in needed if name.endswith("_aux")), None)
