@@ -117,7 +117,7 @@ class Request:
     @property
     def plain(self) -> bool:
         """Whether it is what NumPy's matmul does: no formula, no other types."""
-        return self.spec.plain and self.types.usual
+        return self.formula.plain and self.types.usual
 
     @property
     def demands(self) -> list[str]:

@@ -99,7 +99,7 @@ def project(plan: Plan) -> dict[str, int]:
     compute = problem.compute_type.itemsize
     chunk_of = chunk_bytes(problem, "d")
     owned = np.bincount(plan.owners, chunk_of, len(plan.ranks))
-    if problem.finish.saved:
+    if problem.formula.saved:
         owned *= 2
     kept = _elements_kept(plan)
     for rank, index in enumerate(plan.ranks):
