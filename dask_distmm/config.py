@@ -94,9 +94,10 @@ class Options:
     buffer_bytes: int
     machines: tuple[tuple[str, Machine], ...]
 
-    def machine(self, engine: str) -> Machine:
-        """Constants of the machine for one engine."""
-        return dict(self.machines)[engine]
+    def machine(self, name: str) -> Machine:
+        """Constants of the machine by their name in the config, which is that of an engine."""
+        found = dict(self.machines)
+        return found[name] if name in found else found["numpy"]
 
 
 def read_options() -> Options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 import time
@@ -17,10 +18,10 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm import PlanError, Slab
-from dask_distmm.engines import base
 from dask_distmm.engines.cublasmp.gate import Gate
 from dask_distmm.engines.numpy.engine import NumpyEngine, NumpyJob
 from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
+from dask_distmm.planning import ENGINES
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 
@@ -98,7 +99,7 @@ def engine(monkeypatch):
     module = types.ModuleType("stand_in_engine")
     module.ENGINE = StandIn()
     monkeypatch.setitem(sys.modules, "stand_in_engine", module)
-    monkeypatch.setitem(base.ENGINES, "cublasmp", "stand_in_engine")
+    monkeypatch.setitem(ENGINES, "cublasmp", dataclasses.replace(ENGINES["cublasmp"], module="stand_in_engine"))
     return module.ENGINE
 
 
@@ -319,7 +320,7 @@ def test_a_rank_that_is_alone_keeps_what_it_has_mapped_of_others(client, monkeyp
     module = types.ModuleType("stand_in_peer")
     engine = module.ENGINE = PeerStandIn()
     monkeypatch.setitem(sys.modules, "stand_in_peer", module)
-    monkeypatch.setitem(base.ENGINES, "peer", "stand_in_peer")
+    monkeypatch.setitem(ENGINES, "peer", dataclasses.replace(ENGINES["peer"], module="stand_in_peer"))
     for method in ("local", "local", "allgather"):
         a, b, d = product(method=method, engine="peer")
         assert_product(a, b, d.compute())

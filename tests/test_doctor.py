@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from distributed import Client
 
 from dask_distmm import __version__
-from dask_distmm.engines.base import ENGINES
+from dask_distmm.planning import ENGINES
 from dask_distmm.tools import doctor
 from dask_distmm.tools.cli import main
 from dask_distmm.tools.doctor import facts

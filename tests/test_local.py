@@ -9,12 +9,13 @@ import time
 
 import pytest
 
+from dask_distmm.planning import ENGINES
 from dask_distmm.tools import local
 
 
 def test_there_is_no_gpu_cluster_without_a_gpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "gpu_count", lambda: 8)
-    monkeypatch.setattr(local, "ENGINES", {"numpy": "dask_distmm.engines.numpy.engine"})
+    monkeypatch.setattr(local, "ENGINES", {"numpy": ENGINES["numpy"]})
     assert not local.use_gpus()
     assert local.default_workers() >= 2
 
@@ -24,7 +25,7 @@ def test_gpus_are_used_where_dask_cuda_and_an_engine_can(
     monkeypatch: pytest.MonkeyPatch, gpus: int, chosen: bool
 ) -> None:
     monkeypatch.setattr(local, "gpu_count", lambda: gpus)
-    monkeypatch.setattr(local, "ENGINES", {"cublasmp": ""})
+    monkeypatch.setattr(local, "ENGINES", {"cublasmp": ENGINES["cublasmp"]})
     monkeypatch.setattr(local.importlib.util, "find_spec", lambda name: object())
     assert local.use_gpus() is chosen
     if chosen:

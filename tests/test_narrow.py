@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from narrow_cases import PAIRS, Narrow, random_fp8, to_float64
 
 import dask_distmm
-from dask_distmm import PlanError, dequantize, explain, matmul
-from dask_distmm import quantize
+from dask_distmm import PlanError, dequantize, explain, matmul, quantize
 from dask_distmm.numeric.conversions import decode, encode, round_tf32, saturated
-from dask_distmm.numeric.types import FP8, resolve_types, takes
+from dask_distmm.numeric.types import FP8, resolve_types, takes_on_cpus, takes_on_gpus
 from dask_distmm.planning import Problem
 from dask_distmm.testing import assert_product, make_problem, random_chunks
 
@@ -502,8 +501,9 @@ def test_problems_survive_the_wire():
 
 def test_what_engines_take():
     fp8 = ["float8_e4m3fn", "float8_e5m2", "bfloat16"]
-    assert all(takes(engine, "numpy", fp8) for engine in ("numpy", "cublasmp"))
-    assert takes("cublasmp", "cupy", ["int8", "uint8", "int32"])
-    assert not takes("cublasmp", "cupy", ["int8", "int8", "int8"])
+    assert takes_on_cpus("numpy", fp8)
+    assert takes_on_gpus("numpy", fp8)
+    assert takes_on_gpus("cupy", ["int8", "uint8", "int32"])
+    assert not takes_on_gpus("cupy", ["int8", "int8", "int8"])
     types = resolve_types(np.dtype(np.uint8), FP8["float8_e5m2"], a_type="float8_e4m3")
     assert types[:3] == ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fn")

@@ -20,6 +20,7 @@ from dask_distmm.config import dask_costs, parsed, read_options
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
 from dask_distmm.planning.dask_tasks import around
+from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.many.batches import Pool, Sizes, choose, item_plan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot
 
@@ -133,7 +134,7 @@ def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> Batc
     read = read_options()
     batch = _describe(request)
     pool = Pool.of(workers, read.limit_fraction, request.kind)
-    machine = read.machine("cublasmp" if request.kind == "cupy" else "numpy")
+    machine = read.machine(engine_alone(request.kind))
     chunks, by_items = item_plan(batch, pool, machine, task_bytes, overhead)
     fits = not pool.memory or batch.held_bytes <= pool.memory
     plan: Plan | None = None

@@ -8,8 +8,8 @@ import math
 import dask.array as da
 import numpy as np
 
-from dask_distmm.engines.base import ENGINES
-from dask_distmm.numeric.types import FP8, Types, supported, takes
+from dask_distmm.numeric.types import FP8, Types, supported
+from dask_distmm.planning import ENGINES
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 
@@ -30,7 +30,9 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
     dtypes = [a.dtype.name, b.dtype.name] if types is None else list(types[:3])
     if types is None and set(dtypes) & set(FP8):
         return "FP8 needs scales; call dask_distmm.matmul(..., quantization_scales=...)"
-    if not all(supported(array.dtype) for array in (a, b)) or not any(takes(name, kind, dtypes) for name in ENGINES):
+    if not all(supported(array.dtype) for array in (a, b)) or not any(
+        engine.takes(kind, dtypes) for engine in ENGINES.values()
+    ):
         names = " and ".join(dict.fromkeys(dtypes))
         return f"no engine multiplies {kind} arrays of the types {names}; convert them, as by astype('float64')"
     if cluster and current_client() is None:

@@ -28,6 +28,7 @@ from dask_distmm.graph.build import Step
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Problem, Share, Worker
 from dask_distmm.planning.dask_tasks import around
+from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.many.batches import Pool, item_seconds
 from dask_distmm.planning.many.groups import candidates, share_out
 from dask_distmm.runtime.client import Snapshot, current_client
@@ -184,7 +185,7 @@ def _plan(requests: Sequence[Request]) -> GroupPlan:
     works = [_describe(requests[i]) for i in ours]
     seconds, spread = [], []
     for i, work, pool in zip(ours, works, pools, strict=True):
-        machine = read.machine("cublasmp" if requests[i].kind == "cupy" else "numpy")
+        machine = read.machine(engine_alone(requests[i].kind))
         gathered = sum(work.item_bytes[:2]) * (1 - 1 / pool.workers) / machine.bandwidth
         seconds.append(item_seconds(work, machine) + gathered)
         # B is put together on one worker and sent to the others from there.

@@ -32,7 +32,7 @@ from dask_distmm.arrays.tiles import Layout, Operands
 from dask_distmm.arrays.views import under
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import Types
-from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning import ENGINES, Plan, Problem
 from dask_distmm.planning.distribution import Distribution
 from dask_distmm.runtime.client import current_client, free_workspaces, snapshot
 
@@ -260,7 +260,8 @@ class Matmul:
         self._finalizer()
         client = self._client()
         layout, self._layout, self._run = self._layout, None, None
-        if layout is not None and layout.plan.engine != "numpy" and client is not None and client.status == "running":
+        kept = layout is not None and ENGINES[layout.plan.engine].keeps
+        if kept and client is not None and client.status == "running":
             free_workspaces(client)
 
     def __enter__(self) -> Self:

@@ -17,11 +17,11 @@ from dask_distmm.arrays.extras import Asked, parse_formula
 from dask_distmm.arrays.quantize import operands
 from dask_distmm.arrays.views import apply_op, view_of
 from dask_distmm.config import read_options, setting
-from dask_distmm.engines.base import ENGINES, log
+from dask_distmm.engines.base import log
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.epilogs import PLAIN, Formula
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types
-from dask_distmm.planning import METHODS, Chunks, Extra, Problem
+from dask_distmm.planning import ENGINES, METHODS, Chunks, Extra, Problem
 from dask_distmm.planning.distribution import FREE, Distribution, Distributions
 from dask_distmm.runtime.chunks import array_kind
 

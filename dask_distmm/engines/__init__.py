@@ -1,5 +1,5 @@
 """Engines do the multiplying. `base` is the protocol; `numpy` runs on CPUs, on the chunks as they lie."""
 
-from dask_distmm.engines.base import ENGINES, Comm, Engine, Job, get_engine
+from dask_distmm.engines.base import Comm, Engine, Job, get_engine
 
-__all__ = ["ENGINES", "Comm", "Engine", "Job", "get_engine"]
+__all__ = ["Comm", "Engine", "Job", "get_engine"]

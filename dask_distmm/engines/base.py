@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Plan
+from dask_distmm.planning.engines import engines
 
 __all__ = [
-    "ENGINES",
     "REPLICA",
     "Boxes",
     "ChunkKey",
@@ -34,13 +34,6 @@ __all__ = [
 ]
 
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
-
-# In the order in which they are preferred. Those for the same arrays on the same workers are chosen by the cost model.
-ENGINES = {
-    "peer": "dask_distmm.engines.peer.engine",
-    "cublasmp": "dask_distmm.engines.cublasmp.engine",
-    "numpy": "dask_distmm.engines.numpy.engine",
-}
 
 # Of what `Job.execute` returns: ``(REPLICA, number)`` is a chunk of D that another rank owns.
 REPLICA = "replica"
@@ -171,10 +164,9 @@ def get_engine(name: str) -> Engine:
     EngineError
         There is none of that name, or it can't be imported here.
     """
-    if name not in ENGINES:
-        raise EngineError(f"unknown engine {name!r}; known are {', '.join(map(repr, ENGINES))}")
+    (abilities,) = engines([name])
     try:
-        engine: Engine = importlib.import_module(ENGINES[name]).ENGINE
+        engine: Engine = importlib.import_module(abilities.module).ENGINE
     except ImportError as error:
         raise EngineError(f"engine {name!r} can't be imported: {error}") from error
     return engine

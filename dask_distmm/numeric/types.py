@@ -31,7 +31,8 @@ __all__ = [
     "resolve_types",
     "sum_dtype",
     "supported",
-    "takes",
+    "takes_on_cpus",
+    "takes_on_gpus",
     "type_name",
     "typed",
 ]
@@ -107,20 +108,13 @@ _ON_GPUS = frozenset(["float16", "bfloat16", "float32", "float64", "complex64", 
 _BYTES = frozenset(["int8", "uint8"])
 
 
-def takes(engine: str, array: str, dtypes: Sequence[str]) -> bool:
-    """Whether an engine multiplies arrays of these types.
+def takes_on_cpus(array: str, dtypes: Sequence[str]) -> bool:
+    """Whether CPUs multiply chunks of a kind (``"numpy"``, ``"cupy"``), of A's, B's and D's types by their names."""
+    return array == "numpy" and all(supported(dtype_from_name(name)) for name in dtypes)
 
-    Parameters
-    ----------
-    engine
-        Its name.
-    array
-        What the chunks are: ``"numpy"`` or ``"cupy"``.
-    dtypes
-        Names of the types of A, B and the result.
-    """
-    if engine == "numpy":
-        return array == "numpy" and all(supported(dtype_from_name(name)) for name in dtypes)
+
+def takes_on_gpus(array: str, dtypes: Sequence[str]) -> bool:
+    """Whether GPUs multiply chunks of a kind (``"numpy"``, ``"cupy"``), of A's, B's and D's types by their names."""
     # Sums of 8-bit integers are exact in float64.
     exact = dtypes[-1] == "int32" and set(dtypes[:-1]) <= _BYTES
     return array in ("numpy", "cupy") and (exact or _ON_GPUS.issuperset(dtypes))

@@ -6,17 +6,22 @@ plan as text. `part` cuts out of a problem what is left of it. `batches` and `sh
 once.
 """
 
+from dask_distmm.planning.cublasmp.abilities import CUBLASMP
+from dask_distmm.planning.engines import ENGINES, Abilities, register
 from dask_distmm.planning.many.batches import Batch, BatchEstimate, BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan, Share
+from dask_distmm.planning.numpy import NUMPY
+from dask_distmm.planning.peer.abilities import PEER
 from dask_distmm.planning.plan import EVERYWHERE, Estimate, Packing, Plan, everywhere
 from dask_distmm.planning.planner import plan
-from dask_distmm.planning.problem import COLLECTIVE, METHODS, Chunks, Demand, Extra, Problem, Worker
+from dask_distmm.planning.problem import METHODS, Chunks, Demand, Extra, Problem, Worker
 from dask_distmm.planning.restriction import restrict
 
 __all__ = [
-    "COLLECTIVE",
+    "ENGINES",
     "EVERYWHERE",
     "METHODS",
+    "Abilities",
     "Batch",
     "BatchEstimate",
     "BatchPlan",
@@ -32,5 +37,10 @@ __all__ = [
     "Worker",
     "everywhere",
     "plan",
+    "register",
     "restrict",
 ]
+
+# In the order in which they are preferred: GPUs that read each other's memory, other GPUs, CPUs.
+for _abilities in (PEER, CUBLASMP, NUMPY):
+    register(_abilities)

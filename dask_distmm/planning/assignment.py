@@ -27,12 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import PlanError
-from dask_distmm.planning.cublasmp.tiles import make_tiles, summa_blocks
 from dask_distmm.planning.cuts import uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab, block_grid
+from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.grids import grids
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import COLLECTIVE, Chunks, Problem
+from dask_distmm.planning.problem import Chunks, Problem
 
 __all__ = ["asked_ways", "operand_tiles"]
 
@@ -111,7 +111,7 @@ def _tiles(problem: Problem, engine: str, method: str, grid: tuple[int, int, int
     if count == 1:
         alone = ((_ALL, _ALL),)
         return {"a": alone, "b": alone, "d": alone}
-    blocks = engine not in COLLECTIVE
+    blocks = not ENGINES[engine].collective
     if method == "allgather":
         by_rows = q == 1
         return {
@@ -146,26 +146,11 @@ def _misfit(
         sides = (found.grid.nprow, found.blocks[0]), (found.grid.npcol, found.blocks[1])
         if not any(all(map(_fits, sides, one)) for one in need):
             return ""
-    if method == "summa" and count > 1 and engine in COLLECTIVE:
-        return _blocks_misfit(problem, grid)
-    return None
+    return ENGINES[engine].misfit(problem, grid) if method == "summa" and count > 1 else None
 
 
 def _fits(side: tuple[int, int], need: _Side) -> bool:
     return side[0] == need[0] and (need[1] in (None, side[1]) or side[0] == 1)
-
-
-def _blocks_misfit(problem: Problem, grid: tuple[int, int, int]) -> str | None:
-    """Say why SUMMA on a collective library can't have the blocks that were asked for."""
-    sizes = summa_blocks(problem, grid)
-    for name, several in zip("mnk", sizes, strict=True):
-        if len(several) > 1:
-            return f"blocks of {name} must agree, found {' and '.join(map(str, sorted(several)))}"
-    (mb,), (nb,), _ = sizes
-    for name, size, parts, length in (("m", mb, grid[0], problem.m), ("n", nb, grid[1], problem.n)):
-        if parts > 1 and size * (parts - 1) >= length:
-            return f"blocks of {size} of {name} leave ranks without any of {length}"
-    return None
 
 
 def _asked_text(problem: Problem) -> str:
@@ -195,7 +180,7 @@ def operand_tiles(plan: Plan) -> dict[str, tuple[Chunks, NDArray[np.int64]]]:
     With chunks that are these tiles, on these ranks, nothing is left for a run to move but what its method itself
     does: an operand that all gather is dealt out evenly.
     """
-    if plan.engine in COLLECTIVE:
+    if (make_tiles := ENGINES[plan.engine].tiles) is not None:
         tiles = make_tiles(plan)
         return {"a": block_grid(tiles.a.layout), "b": block_grid(tiles.b.layout)}
     problem, (p, q, s) = plan.problem, plan.grid

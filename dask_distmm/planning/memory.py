@@ -1,7 +1,7 @@
 """What a plan would take in memory, before anything moves.
 
 `packing` decides which operands are copied into contiguous panels: BLAS works on chunks as they lie, F- or
-C-ordered, unless they are small or have another type than is computed in. `project` adds up the bytes.
+C-ordered, unless they are small or have another type than is computed in.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.layout import ChunkGrid
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.cuts import Bounds
 from dask_distmm.planning.plan import Packing, Plan, Rect, everywhere
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["chunk_bytes", "operand_grids", "packing", "panel_width", "project", "spread"]
+__all__ = ["chunk_bytes", "operand_grids", "packing", "panel_width", "spread"]
 
 # A panel of k narrower than this keeps BLAS from its speed.
 _LEAST_WIDTH = 384
@@ -79,59 +79,3 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
         held[list(plan.ranks)] = sizes.sum()
         return held
     return np.bincount(where, sizes, npart).astype(np.float64)
-
-
-def project(plan: Plan) -> dict[str, int]:
-    """Return the projected bytes that a run holds at its peak, for each participant.
-
-    Counted are: chunks of A and B there, what the rank sums into, its chunks of D, panels in flight, packed
-    panels, and partial sums of others. Not counted is what the worker holds anyway for other tasks.
-    """
-    problem, npart = plan.problem, len(plan.participants)
-    staged = np.zeros(npart)
-    for operand in "a" if problem.shared else "ab":
-        staged += spread(plan, operand, chunk_bytes(problem, operand))
-
-    # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
-    staged += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) / npart
-
-    total = staged.copy()
-    compute = problem.compute_type.itemsize
-    chunk_of = chunk_bytes(problem, "d")
-    owned = np.bincount(plan.owners, chunk_of, len(plan.ranks))
-    if problem.formula.saved:
-        owned *= 2
-    kept = _elements_kept(plan)
-    for rank, index in enumerate(plan.ranks):
-        r0, r1, c0, c1 = plan.region(rank)
-        k0, k1 = plan.k_range(rank)
-        total[index] += (r1 - r0) * (c1 - c0) * compute
-        if plan.grid[2] > 1:
-            # Another rank's partial sum of the part that is added up here, and the finished chunks.
-            total[index] += sum((f[1] - f[0]) * (f[3] - f[2]) for f in plan.final_rects(rank)) * compute
-            total[index] += owned[rank]
-        elif plan.packing.d:
-            total[index] += owned[rank]
-        else:
-            # Chunks are summed into in place; parts of them that others compute come on top.
-            total[index] += max(0.0, owned[rank] - kept[rank] * problem.itemsize("d"))
-        width = panel_width(problem, (r0, r1, c0, c1), k1 - k0)
-        panel = width * ((r1 - r0) + (c1 - c0)) * compute
-        if plan.packing.a:
-            total[index] += width * (r1 - r0) * compute
-        if plan.packing.b:
-            total[index] += width * (c1 - c0) * compute
-        if len(plan.participants) > 1:
-            # In flight towards this rank, and one on its way out.
-            flights = min(problem.options.prefetch_panels + 1, -(-(k1 - k0) // width))
-            total[index] += (flights + 1) * panel * (1 - 1 / len(plan.participants))
-    return {worker.address: int(total[i]) for i, worker in enumerate(plan.participants)}
-
-
-def _elements_kept(plan: Plan) -> NDArray[np.int64]:
-    """Elements of D that each rank both computes and holds in the end (where no sums are added up)."""
-    if plan.grid[2] > 1:
-        return np.zeros(len(plan.ranks), np.int64)
-    regions = ChunkGrid((tuple(np.diff(plan.rows).tolist()), tuple(np.diff(plan.cols).tolist())))
-    moved = redistribution(ChunkGrid(plan.problem.out_chunks), regions).traffic(plan.owners, len(plan.ranks))
-    return np.asarray(np.diagonal(moved))

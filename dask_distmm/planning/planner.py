@@ -1,11 +1,5 @@
 """``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory.
 
-The estimate of a way is::
-
-    seconds = compute + transfer + messages * latency
-    compute = max over ranks of  flops / (rate * threads)  +  packed bytes / memory bandwidth
-    transfer = max over ranks of  received bytes / bandwidth  +  added-up bytes / memory bandwidth
-
 Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as
 possible are at home (a linear assignment problem).
 """
@@ -25,18 +19,17 @@ from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.assignment import asked_ways
 from dask_distmm.planning.chunk_order import free_axes
-from dask_distmm.planning.cublasmp import costs as collective
 from dask_distmm.planning.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
+from dask_distmm.planning.engines import ENGINES, engines
 from dask_distmm.planning.grids import candidates
-from dask_distmm.planning.memory import operand_grids, packing, panel_width, project
-from dask_distmm.planning.peer import costs as peer
-from dask_distmm.planning.plan import Estimate, Packing, Plan, everywhere
-from dask_distmm.planning.problem import COLLECTIVE, METHODS, Problem, Worker
+from dask_distmm.planning.memory import operand_grids, packing
+from dask_distmm.planning.numpy import costs
+from dask_distmm.planning.plan import Packing, Plan, everywhere
+from dask_distmm.planning.problem import METHODS, Problem, Worker
 from dask_distmm.planning.replicas import with_replicas
+from dask_distmm.planning.situation import Situation, Way
 
 __all__ = ["check_memory", "plan"]
-
-Way = tuple[str, tuple[int, int, int]]
 
 # One way is looked at for each so many seconds that the product is expected to take, and these many at least; and a
 # worker that has so large a share of the chunks may best do it all.
@@ -96,22 +89,15 @@ def plan(
     """
     found: list[Plan] = []
     failure: PlanError | ProjectedMemoryError | None = None
-    engines = (engine,) if isinstance(engine, str) else tuple(engine)
+    names = (engine,) if isinstance(engine, str) else tuple(engine)
+    engines(names)
     # The same multiply comes again and again in a loop: only its name differs.
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
-    question = tuple(roster), orders, tuple(sorted(groups))
-    ways = _shortlist(anonymous, *question, engines, (where_a, where_b)) if quickly else dict.fromkeys(engines)
+    situation = Situation(tuple(roster), tuple(sources), *_raw(where_a, where_b), orders, tuple(sorted(groups)))
+    ways = _shortlist(anonymous, situation, names) if quickly else dict.fromkeys(names)
     for name in ways:
         try:
-            made = _plan(
-                anonymous,
-                *question,
-                name,
-                None if where_a is None else where_a.tobytes(),
-                None if where_b is None else where_b.tobytes(),
-                tuple(sources),
-                ways[name],
-            )
+            made = _plan(anonymous, situation, name, ways[name])
         except (PlanError, ProjectedMemoryError) as error:
             # What the last engine says counts: the others are there to be quicker where they can.
             failure = error
@@ -126,24 +112,24 @@ def plan(
     return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
 
 
-def _shortlist(
-    problem: Problem,
-    roster: tuple[Worker, ...],
-    orders: tuple[str, str],
-    groups: tuple[tuple[str, ...], ...],
-    engines: Sequence[str],
-    where: Sequence[NDArray[np.int32] | None],
-) -> dict[str, frozenset[Way] | None]:
+def _raw(*where: NDArray[np.int32] | None) -> tuple[bytes | None, bytes | None]:
+    a, b = (None if table is None else table.tobytes() for table in where)
+    return a, b
+
+
+def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> dict[str, frozenset[Way] | None]:
     """Return the engines and ways that are worth a look; None for all ways of an engine."""
-    placed = [table for table in where if table is not None and not everywhere(table)]
+    tables = (situation.where_a, situation.where_b)
+    placed = [table for table in tables if table is not None and not everywhere(table)]
     if not placed or problem.method != "auto" or problem.grid is not None or any(problem.distributions):
-        return dict.fromkeys(engines)
+        return dict.fromkeys(names)
+    nowhere = dataclasses.replace(situation, sources=(), raw_a=None, raw_b=None)
     ranked: list[tuple[float, str, Way]] = []
-    for engine in engines:
+    for engine in names:
         try:
-            rough = _plan(problem, roster, orders, groups, engine, None, None, (), None)
+            rough = _plan(problem, nowhere, engine, None)
         except (PlanError, ProjectedMemoryError):
-            return dict.fromkeys(engines)
+            return dict.fromkeys(names)
         ranked += [(found.seconds, engine, (found.method, found.grid)) for found in rough.alternatives]
     ranked.sort()
     count = max(_LEAST_WAYS, int(ranked[0][0] / _SECONDS_A_WAY))
@@ -156,35 +142,21 @@ def _shortlist(
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(
-    problem: Problem,
-    roster: tuple[Worker, ...],
-    orders: tuple[str, str],
-    groups: tuple[tuple[str, ...], ...],
-    engine: str,
-    raw_a: bytes | None,
-    raw_b: bytes | None,
-    sources: tuple[Worker, ...],
-    only: frozenset[Way] | None,
-) -> Plan:
-    where_a, where_b = (None if raw is None else np.frombuffer(raw, np.int32) for raw in (raw_a, raw_b))
+def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[Way] | None) -> Plan:
+    roster, abilities = situation.roster, ENGINES[engine]
     if not roster:
         raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
     if problem.method not in ("auto", *METHODS):
         raise PlanError(f"unknown method {problem.method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
     if 0 in (problem.m, problem.n, problem.k):
         raise PlanError(f"nothing to plan: m, n, k = {problem.m}, {problem.n}, {problem.k}")
-    participants = (*roster, *sources)
-    args = (where_a, where_b, engine)
+    consider = abilities.consider or _consider
     found = [
-        collective.consider(problem, participants, len(roster), method, grid, *args, orders, groups)
-        if engine in COLLECTIVE
-        else _consider(problem, participants, len(roster), method, grid, *args, orders)
-        for method, grid in _ways(problem, len(roster), engine)
-        if (only is None or (method, grid) in only)
-        if engine not in COLLECTIVE or collective.has_method(problem, method)
+        consider(problem, situation, engine, way)
+        for way in _ways(problem, len(roster), engine)
+        if (only is None or way in only) and abilities.has_method(problem, way[0])
     ]
-    if not found and engine in COLLECTIVE and not collective.has_method(problem, problem.method):
+    if not found and not abilities.has_method(problem, problem.method):
         raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
     if not found:
         raise PlanError(
@@ -249,45 +221,34 @@ def _over_limit(plan: Plan) -> dict[str, int]:
     }
 
 
-def _consider(
-    problem: Problem,
-    participants: tuple[Worker, ...],
-    nroster: int,
-    method: str,
-    grid: tuple[int, int, int],
-    where_a: NDArray[np.int32] | None,
-    where_b: NDArray[np.int32] | None,
-    engine: str,
-    orders: tuple[str, str],
-) -> Plan:
+def _consider(problem: Problem, situation: Situation, engine: str, way: Way) -> Plan:
     """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
+    (method, grid), abilities = way, ENGINES[engine]
     rows, cols, depth = grid_cuts(problem, grid)
     nranks = (len(rows) - 1) * (len(cols) - 1) * (len(depth) - 1)
     made = Plan(
         problem=problem,
         engine=engine,
         method=method,
-        participants=participants,
+        participants=situation.participants,
         ranks=tuple(range(nranks)),
         rows=rows,
         cols=cols,
         depth=depth,
         owners=_owners(problem, method, (rows, cols), len(depth) - 1),
-        where_a=where_a,
-        where_b=where_b,
-        packing=packing(problem, (rows, cols, depth)) if engine == "numpy" else Packing(),
-        order_a=orders[0],
-        order_b=orders[1],
+        where_a=situation.where_a,
+        where_b=situation.where_b,
+        packing=packing(problem, (rows, cols, depth)) if abilities.packs else Packing(),
+        order_a=situation.orders[0],
+        order_b=situation.orders[1],
     )
-    needed, held = _needed_and_held(made, nroster)
+    needed, held = _needed_and_held(made, len(situation.roster))
     _, chosen = linear_sum_assignment(-held)
     made = dataclasses.replace(made, ranks=tuple(chosen.tolist()))
     at_home = held[np.arange(len(needed)), chosen]
-    if engine == "peer":
-        made.projected_bytes.update(peer.project(made))
-        return dataclasses.replace(made, estimate=peer.estimate(made, needed, at_home, _delivered(made)))
+    project, estimate = abilities.project or costs.project, abilities.estimate or costs.estimate
     made.projected_bytes.update(project(made))
-    return dataclasses.replace(made, estimate=_estimate(made, needed - at_home))
+    return dataclasses.replace(made, estimate=estimate(made, needed, at_home, _delivered(made)))
 
 
 def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], s: int) -> NDArray[np.int32]:
@@ -333,41 +294,6 @@ def _lies_in_slabs(problem: Problem, operand: str, parts: tuple[int, ...]) -> bo
     axis, counts = int(parts[1] > 1), problem.chunk_counts(operand)
     slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
     return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(problem)
-
-
-def _estimate(made: Plan, received: NDArray[np.float64]) -> Estimate:
-    """Apply the formulas at the top of this module."""
-    problem, machine = made.problem, made.problem.options.machine(made.engine)
-    p, q, s = made.grid
-    nranks = len(made.ranks)
-    threads = np.array([made.participants[index].nthreads for index in made.ranks])
-    regions = np.array([made.region(rank) for rank in range(nranks)])
-    kranges = np.array([made.k_range(rank) for rank in range(nranks)])
-    height, width, k = regions[:, 1] - regions[:, 0], regions[:, 3] - regions[:, 2], np.diff(kranges)[:, 0]
-    itemsize = problem.compute_type.itemsize
-
-    flops = problem.flops * (height / problem.m) * (width / problem.n) * (k / problem.k)
-    packed = (made.packing.a * height * k + made.packing.b * k * width + made.packing.d * height * width) * itemsize
-    compute = flops / (machine.rate(problem.compute_type.name) * threads) + packed / machine.memory_bandwidth
-
-    finals = [made.final_rects(rank) for rank in range(nranks)]
-    final = np.array([sum((r[1] - r[0]) * (r[3] - r[2]) for r in rects) for rects in finals], float)
-    added = (s - 1) * final * itemsize
-    delivered = _delivered(made) * problem.itemsize("d")
-    received = received + added + delivered
-    panels = max(-(-int(k[r]) // panel_width(problem, made.region(r), int(k[r]))) for r in range(nranks))
-    messages = 4 + (min(panels, 2) + (s > 1) + bool(delivered.any())) * (len(made.participants) > 1)
-    transfer = float(np.max(received / machine.bandwidth + added / machine.memory_bandwidth))
-    compute_seconds = float(compute.max())
-    return Estimate(
-        method=made.method,
-        grid=(p, q, s),
-        seconds=compute_seconds + transfer + messages * machine.latency,
-        compute_seconds=compute_seconds,
-        transfer_seconds=transfer,
-        bytes_moved=int(received.sum()),
-        peak_bytes=max(made.projected_bytes.values()),
-    )
 
 
 def _delivered(made: Plan) -> NDArray[np.float64]:

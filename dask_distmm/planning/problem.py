@@ -19,14 +19,13 @@ from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.distribution import FREE, Distributions, from_wire
+from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.part import Part
 
-__all__ = ["COLLECTIVE", "METHODS", "Chunks", "Demand", "Extra", "Problem", "Worker"]
+__all__ = ["METHODS", "Chunks", "Demand", "Extra", "Problem", "Worker"]
 
 Chunks = tuple[tuple[int, ...], tuple[int, ...]]
 
-# Engines that hand everything to a library, on tiles of its own.
-COLLECTIVE = frozenset(["cublasmp"])
 METHODS = ("local", "allgather", "reducescatter", "allreduce", "summa")
 
 
@@ -284,7 +283,7 @@ class Problem:
     @property
     def engine_alone(self) -> str:
         """Name of the engine where there is no cluster to choose by."""
-        return self.engine if self.engine != "auto" else {"numpy": "numpy", "cupy": "cublasmp"}[self.array]
+        return self.engine if self.engine != "auto" else engine_alone(self.array)
 
     @property
     def operands(self) -> tuple[str, ...]:

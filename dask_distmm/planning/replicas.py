@@ -6,20 +6,14 @@ import dataclasses
 
 import numpy as np
 
-from dask_distmm.planning.library_epilogs import own_kernel
+from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.memory import chunk_bytes
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import COLLECTIVE
 
-__all__ = ["ALONE_BYTES", "all_reduced", "with_replicas"]
+__all__ = ["ALONE_BYTES", "with_replicas"]
 
 # Between GPUs chunks of so many bytes travel by themselves, smaller ones packed: in one vector to each rank.
 ALONE_BYTES = 2**16
-
-
-def all_reduced(made: Plan) -> bool:
-    """Whether a plan's multiply itself leaves all of D, as it will be stored, on every rank: cuBLASMp's all-reduce."""
-    return made.engine == "cublasmp" and made.method == "allreduce" and len(made.ranks) > 1 and not own_kernel(made)
 
 
 def with_replicas(made: Plan, count: int) -> Plan:
@@ -32,9 +26,10 @@ def with_replicas(made: Plan, count: int) -> Plan:
     missing[list(made.ranks)] -= np.bincount(made.owners, sizes, len(made.ranks)).astype(np.int64)
     missing[count:] = 0
     held = missing.copy()
-    if all_reduced(made):
+    engine = ENGINES[made.engine]
+    if engine.all_reduced(made):
         missing[list(made.ranks)] = 0
-    elif made.engine in COLLECTIVE:
+    elif engine.collective:
         small = np.where(sizes < ALONE_BYTES, sizes, 0)
         own = np.bincount(made.owners, small, len(made.ranks)).astype(np.int64)
         # A vector to each other rank, and one from it.

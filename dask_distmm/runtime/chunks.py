@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.numeric.types import carried, typed
-from dask_distmm.planning import Plan
+from dask_distmm.planning import ENGINES, Plan
 
-__all__ = ["array_kind", "check_boxes", "check_chunks", "numbered", "order_of", "ready_event"]
+__all__ = ["array_kind", "check_boxes", "check_chunks", "numbered", "order_of", "other_orders", "ready_event"]
 
 
 def array_kind(array: Any) -> str:
@@ -48,6 +49,18 @@ def order_of(chunk: Any) -> str:
     if len(strides) != 2 or 1 in shape:
         return "C"
     return "C" if strides[0] >= strides[1] else "F"
+
+
+def other_orders(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[str, str]:
+    """Return the memory orders of most chunks of A and B here, where they matter and are not as planned."""
+    problem = plan.problem
+    found = {}
+    for operand, planned, conjugated in zip("ab", (plan.order_a, plan.order_b), problem.conjugated, strict=True):
+        here = collections.Counter(order_of(chunk) for (name, _), chunk in chunks.items() if name == operand)
+        order = here.most_common(1)[0][0] if here else planned
+        if order != planned and (ENGINES[plan.engine].minds_order or conjugated):
+            found[operand] = order
+    return found
 
 
 def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, Any]:

@@ -10,7 +10,8 @@ import numpy as np
 from dask.utils import format_bytes, format_time
 from numpy.typing import NDArray
 
-from dask_distmm.planning.cublasmp.tiles import Tile, make_tiles
+from dask_distmm.planning.cublasmp.tiles import Tile
+from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.many.batches import BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan
 from dask_distmm.planning.plan import Estimate, Plan
@@ -176,7 +177,8 @@ def _chunks(plan: Plan) -> str:
 
 def _layout(plan: Plan) -> str:
     """Draw how A, B and D lie on the ranks while they are multiplied, over their chunks."""
-    tiles = make_tiles(plan) if plan.engine == "cublasmp" else None
+    make_tiles = ENGINES[plan.engine].tiles
+    tiles = make_tiles(plan) if make_tiles is not None else None
     note = ""
     if tiles is not None:
         everyone = tuple(range(len(plan.ranks)))

@@ -7,10 +7,9 @@ import math
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.arrays.product import NotCollective
-from dask_distmm.planning.library_epilogs import native_epilog
+from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.many.batches import BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan, Share
-from dask_distmm.planning.peer.block_schedule import block_schedules, extent_multiple, native
 from dask_distmm.planning.plan import Estimate, Plan, everywhere
 from dask_distmm.planning.problem import Problem
 
@@ -56,8 +55,7 @@ def plan_text(plan: Plan) -> str:
         *_order(problem),
         f"  work      {problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers",
     ]
-    if plan.engine == "peer":
-        lines.append(f"  pulls     {_pulls(plan)}")
+    lines += ENGINES[plan.engine].describe(plan)
     if plan.projected_bytes:
         address = max(plan.projected_bytes, key=lambda key: plan.projected_bytes[key])
         limit = next(w.memory_limit for w in plan.participants if w.address == address)
@@ -96,21 +94,6 @@ def _placed(plan: Plan) -> str:
     return ", ".join(f"{name} {text}" for name, text in texts.items())
 
 
-def _pulls(plan: Plan) -> str:
-    """Say what the rank with most buffers holds, and what passes by."""
-    schedule = max(block_schedules(plan), key=lambda one: one.buffer_bytes)
-    names = ("A", "B")[:: -1 if schedule.stationary else 1]
-    what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
-    parts, depth = len(schedule.parts) - 1, len(schedule.depth) - 1
-    cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
-    lies = " as it lies" if schedule.lies[schedule.stationary] and not schedule.stationary_bytes else ""
-    padded = "; padded to multiples of 16, which GEMMs are quick with" if extent_multiple(plan.problem) > 1 else ""
-    return (
-        f"{names[0]} held{cut}{lies}, {names[1]} in panels of up to {schedule.width} {what[0]}; "
-        f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}"
-    )
-
-
 def _computed_in(problem: Problem) -> str:
     return f"{problem.compute_type}, {problem.compute}" if problem.compute else str(problem.compute_type)
 
@@ -138,11 +121,11 @@ def _formula(plan: Plan) -> list[str]:
     kept = [*formula.per_element, *([formula.operand_sum] if formula.operand_sum else [])]
     also = f"; also {', '.join(kept)}" if kept else ""
     how = "on each rank's chunks of D, before they are stored"
-    library = "cuBLASMp" if plan.engine == "cublasmp" else "cuBLASLt"
-    epilog = native(plan, block_schedules(plan)) if plan.engine == "peer" else native_epilog(plan)
+    engine = ENGINES[plan.engine]
+    epilog = engine.native_epilog(plan)
     if epilog is not None:
-        how = f"by {library}'s epilog {epilog.upper()}" if epilog else f"by {library}'s alpha"
-    elif plan.engine != "numpy":
+        how = f"by {engine.library}'s epilog {epilog.upper()}" if epilog else f"by {engine.library}'s alpha"
+    elif engine.on_gpus:
         how = "by one fused kernel on each chunk of D"
     return [f"  formula   D = {text}{also}: {how}"]
 

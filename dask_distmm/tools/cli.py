@@ -15,9 +15,8 @@ from typing import Any
 import click
 
 from dask_distmm._version import __version__
-from dask_distmm.engines.base import ENGINES
 from dask_distmm.numeric.epilogs import Epilog
-from dask_distmm.planning import METHODS
+from dask_distmm.planning import ENGINES, METHODS
 
 __all__ = ["main"]
 

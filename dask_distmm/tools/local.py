@@ -23,8 +23,8 @@ from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster
 from distributed.system import MEMORY_LIMIT
 
-from dask_distmm.engines import ENGINES
 from dask_distmm.errors import DistMMError
+from dask_distmm.planning import ENGINES
 
 __all__ = [
     "available_memory",

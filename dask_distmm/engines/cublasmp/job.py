@@ -40,10 +40,9 @@ from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Chunks, Plan
 from dask_distmm.planning.cublasmp.costs import tile_chunk
+from dask_distmm.planning.cublasmp.epilogs import all_reduced, native_epilog, own_kernel, returned_type
 from dask_distmm.planning.cublasmp.tiles import Tile, make_tiles
-from dask_distmm.planning.library_epilogs import native_epilog, own_kernel, returned_type
 from dask_distmm.planning.plan import EVERYWHERE
-from dask_distmm.planning.replicas import all_reduced
 
 __all__ = ["CublasMpJob"]
 

@@ -21,13 +21,14 @@ from scipy.optimize import linear_sum_assignment
 
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.cublasmp.epilogs import own_kernel, returned_type
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles, slab_step
 from dask_distmm.planning.cuts import Bounds, by_rows, largest_overlap, padded, uniform_cut
 from dask_distmm.planning.gemm_sizes import slowdown
-from dask_distmm.planning.library_epilogs import own_kernel, returned_type
 from dask_distmm.planning.memory import chunk_bytes, spread
 from dask_distmm.planning.plan import Estimate, Packing, Plan, everywhere
-from dask_distmm.planning.problem import Chunks, Problem, Worker
+from dask_distmm.planning.problem import Chunks, Problem
+from dask_distmm.planning.situation import Situation, Way
 
 __all__ = ["consider", "has_method", "tile_chunk", "workspace_bytes"]
 
@@ -46,27 +47,9 @@ def has_method(problem: Problem, method: str) -> bool:
     return not (problem.fp8 and method == "summa")
 
 
-def consider(
-    problem: Problem,
-    participants: tuple[Worker, ...],
-    nroster: int,
-    method: str,
-    grid: tuple[int, int, int],
-    where_a: NDArray[np.int32] | None,
-    where_b: NDArray[np.int32] | None,
-    engine: str,
-    orders: tuple[str, str],
-    groups: Sequence[tuple[str, ...]],
-) -> Plan:
-    """Return the plan that runs `problem` in one certain way, with its estimate and its memory.
-
-    Parameters
-    ----------
-    orders
-        Memory order of the chunks of A and B.
-    groups
-        Addresses of ranks, in their order, that have a communicator already.
-    """
+def consider(problem: Problem, situation: Situation, engine: str, way: Way) -> Plan:
+    """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
+    (method, grid), participants = way, situation.participants
     step = slab_step(problem)
     rows, cols, depth = (
         uniform_cut(length, parts, step) for length, parts in zip((problem.m, problem.n, problem.k), grid, strict=True)
@@ -90,17 +73,18 @@ def consider(
         cols=cols,
         depth=depth,
         owners=_owners(problem, method, d_cuts or (rows, cols), nranks),
-        where_a=where_a,
-        where_b=where_b,
+        where_a=situation.where_a,
+        where_b=situation.where_b,
         packing=Packing(),
-        order_a=orders[0],
-        order_b=orders[1],
+        order_a=situation.orders[0],
+        order_b=situation.orders[1],
         d_cuts=d_cuts,
     )
     tiles = make_tiles(made)
-    held_a = _held(problem.a_chunks, where_a, tiles.a, len(participants)) * problem.itemsize("a")
-    held_b = _held(problem.b_chunks, where_b, tiles.b, len(participants)) * problem.itemsize("b")
-    made = dataclasses.replace(made, ranks=_ranks(made, (held_a + held_b)[:nroster], groups))
+    held_a = _held(problem.a_chunks, situation.where_a, tiles.a, len(participants)) * problem.itemsize("a")
+    held_b = _held(problem.b_chunks, situation.where_b, tiles.b, len(participants)) * problem.itemsize("b")
+    ranks = _ranks(made, (held_a + held_b)[: len(situation.roster)], situation.groups)
+    made = dataclasses.replace(made, ranks=ranks)
     moved = _Moved(made, tiles, held_a, held_b)
     made.projected_bytes.update(_project(made, tiles, moved))
     return dataclasses.replace(made, estimate=_estimate(made, tiles, moved))

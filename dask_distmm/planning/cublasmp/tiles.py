@@ -44,7 +44,7 @@ from dask_distmm.planning.gemm_sizes import ALIGNED_BYTES
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["HALVES_STEP", "Stored", "Tile", "Tiles", "make_tiles", "slab_step", "summa_blocks"]
+__all__ = ["HALVES_STEP", "Stored", "Tile", "Tiles", "blocks_misfit", "make_tiles", "slab_step", "summa_blocks"]
 
 # SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
 _WIDEST_PANEL = 16384
@@ -270,3 +270,16 @@ def _check(cuts: tuple[int, ...], length: int, parts: int, step: int) -> None:
     size = padded(length, step, parts)
     if cuts != tuple(min(i * size, length) for i in range(parts + 1)):
         raise ValueError(f"{length} is cut at {cuts}, expected {parts} slabs of {size}")
+
+
+def blocks_misfit(problem: Problem, grid: tuple[int, int, int]) -> str | None:
+    """Return why SUMMA can't have the blocks that were asked for, or None."""
+    sizes = summa_blocks(problem, grid)
+    for name, several in zip("mnk", sizes, strict=True):
+        if len(several) > 1:
+            return f"blocks of {name} must agree, found {' and '.join(map(str, sorted(several)))}"
+    (mb,), (nb,), _ = sizes
+    for name, size, parts, length in (("m", mb, grid[0], problem.m), ("n", nb, grid[1], problem.n)):
+        if parts > 1 and size * (parts - 1) >= length:
+            return f"blocks of {size} of {name} leave ranks without any of {length}"
+    return None

@@ -10,7 +10,7 @@ import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dask_distmm.planning import COLLECTIVE
+from dask_distmm.planning import ENGINES
 
 __all__ = ["Group", "Groups"]
 
@@ -47,12 +47,16 @@ class Groups:
 
     def orders(self, engines: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the workers of each group that has a communicator, of some engines."""
-        return [group.workers for group in self._groups.values() if group.engine in COLLECTIVE.intersection(engines)]
+        return [
+            group.workers
+            for group in self._groups.values()
+            if group.engine in engines and ENGINES[group.engine].collective
+        ]
 
     def use(self, engine: str, workers: tuple[str, ...]) -> Group:
         """Return the group of these workers, a new one if there is none."""
         # The order of ranks is part of a communicator, and of nothing else that engines keep.
-        workers = workers if engine in COLLECTIVE else tuple(sorted(workers))
+        workers = workers if ENGINES[engine].collective else tuple(sorted(workers))
         key = engine, workers
         if key not in self._groups:
             self._newest += 1

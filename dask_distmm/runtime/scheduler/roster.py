@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import ENGINES
 from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
-from dask_distmm.numeric.types import takes
-from dask_distmm.planning import Demand, Worker
-from dask_distmm.planning.peer.access import out_of_reach
+from dask_distmm.planning import ENGINES, Demand, Worker
 from dask_distmm.runtime.run import Replan
 
 if TYPE_CHECKING:
@@ -42,7 +39,7 @@ class Roster:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._described: dict[str, dict[str, Any]] = {}
+        self._described: dict[str, Description] = {}
 
     def __contains__(self, address: str) -> bool:
         """Whether a worker is known to have dask_distmm: others may not understand its messages."""
@@ -92,9 +89,9 @@ class Roster:
             running = {address: running[address] for address in wanted}
         if allowed is not None:
             running = {address: ws for address, ws in running.items() if address in allowed}
-        await self._describe([address for address in running if address not in self._described])
+        await self.describe([address for address in running if address not in self._described])
         offered = [name for name in ENGINES if engine in (name, "auto")]
-        fitting = [name for name in offered if takes(name, array, dtypes)]
+        fitting = [name for name in offered if ENGINES[name].takes(array, dtypes)]
         able: dict[str, list[WorkerState]] = {}
         for name in fitting:
             found = [ws for address, ws in running.items() if self._has_engine(address, name)]
@@ -102,7 +99,9 @@ class Roster:
         reasons = {name: self._unfit(name, found) for name, found in able.items()}
         fit = [name for name, reason in reasons.items() if reason is None]
         # GPUs where there are some; the engine that most workers have.
-        chosen = max([name for name in fit if name != "numpy"] or fit, key=lambda name: len(able[name]), default=None)
+        chosen = max(
+            [name for name in fit if ENGINES[name].on_gpus] or fit, key=lambda name: len(able[name]), default=None
+        )
         if chosen is None:
             alone = reasons.get(engine)
             if alone:
@@ -112,81 +111,24 @@ class Roster:
             raise MissingEngineError(self._why_none(fitting, array, dtypes, list(running)))
         if isinstance(wanted, int) and wanted > len(able[chosen]):
             raise PlanError(f"workers={wanted}, but the cluster has {len(able[chosen])}")
-        engines = tuple(name for name in fit if able[name] == able[chosen] and (name == "numpy") == (chosen == "numpy"))
+        on_gpus = ENGINES[chosen].on_gpus
+        engines = tuple(name for name in fit if able[name] == able[chosen] and ENGINES[name].on_gpus == on_gpus)
         for name in engines:
             self._check_versions(name, [ws.address for ws in able[chosen]])
-        if "cublasmp" in engines and not demand.plaintext_nccl:
-            self._check_encryption("cublasmp", [ws.address for ws in able[chosen]])
+            if not ENGINES[name].encrypted and not demand.plaintext_nccl:
+                self._check_encryption(name, [ws.address for ws in able[chosen]])
         return engines, [self.worker(ws, chosen) for ws in able[chosen]]
 
     def _unfit(self, engine: str, able: Sequence[WorkerState]) -> str | None:
         """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
         if not able:
             return ""
-        if engine != "peer" or not (reason := out_of_reach([self.worker(ws, engine) for ws in able])):
+        if not (reason := ENGINES[engine].unfit([self.worker(ws, engine) for ws in able])):
             return None
         return (
-            f"engine 'peer' is for GPUs of one host that can read each other's memory: {reason}. Use "
+            f"engine {engine!r} is for GPUs of one host that can read each other's memory: {reason}. Use "
             "engine='cublasmp', or name workers that can with workers="
         )
-
-    async def answer(self, demand: Any, names: Sequence[str], counts: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Return what `choose` and `placed` find, as plain types for a client."""
-        engines, workers = await self.choose(Demand.from_wire(demand))
-        sources, placed = self.placed(workers, names, counts)
-        return {
-            "engines": list(engines),
-            "workers": [worker.to_wire() for worker in workers],
-            "sources": [worker.to_wire() for worker in sources],
-            "placed": placed,
-        }
-
-    async def holders(
-        self, workers: Sequence[Worker], keys: Sequence[Sequence[Any]]
-    ) -> tuple[list[Worker], list[NDArray[np.int32]]]:
-        """Return who holds chunks beside the workers that can take part, and who holds each chunk.
-
-        Parameters
-        ----------
-        workers
-            Those that can be ranks.
-        keys
-            For each operand the keys of its chunks.
-
-        Returns
-        -------
-        list of Worker
-            Others that hold chunks; only where no rank has one, and those that say that they have dask_distmm first.
-        list of array
-            For each operand the index into ``[*workers, *others]`` of each chunk's holder, int32.
-
-        Raises
-        ------
-        Replan
-            A chunk is not in memory.
-        """
-        number = {worker.address: index for index, worker in enumerate(workers)}
-        others: dict[str, int] = {}
-        tables: list[NDArray[np.int32]] = []
-        for operand in keys:
-            table = np.empty(len(operand), np.int32)
-            for index, key in enumerate(operand):
-                if index and index % _SLICE == 0:
-                    await asyncio.sleep(0)
-                ts = self._scheduler.tasks.get(key)
-                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
-                if not holders:
-                    raise Replan(f"chunk {key!r} is not in memory any more")
-                found = next((number[address] for address in holders if address in number), None)
-                if found is None:
-                    address = next((address for address in holders if address in self), holders[0])
-                    found = others.setdefault(address, len(workers) + len(others))
-                table[index] = found
-            tables.append(table)
-        await self._describe([address for address in others if address not in self])
-        if gone := [address for address in others if address not in self._scheduler.workers]:
-            raise Replan(f"{gone[0]} left the cluster with chunks")
-        return [self.worker(self._scheduler.workers[address], "") for address in others], tables
 
     def worker(self, ws: WorkerState, engine: str) -> Worker:
         """Return a worker as planning sees it, with the memory that an engine works in."""
@@ -196,7 +138,8 @@ class Roster:
             memory, used = int(ws.memory_limit or 0), -(-int(ws.memory.unmanaged_old) // _STEP) * _STEP
         links = described.get("links", {})
         # Whoever only hands out chunks may be read too.
-        device, reach = links.get(engine or "peer", ("", ()))
+        found = [links[engine]] if engine in links else list(links.values())
+        device, reach = next((tuple(link) for link in found if link[0]), ("", ()))
         return Worker(ws.address, ws.nthreads, memory, described.get("host", ""), device, tuple(reach), used)
 
     def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
@@ -244,54 +187,18 @@ class Roster:
                     )
         return f"none of {len(addresses)} workers has dask_distmm: install it there"
 
-    def placed(
-        self, workers: Sequence[Worker], names: Sequence[str], counts: Sequence[tuple[int, int]]
-    ) -> tuple[list[Worker], list[bytes | None]]:
-        """Return where the chunks of some arrays are.
+    async def describe(self, addresses: Sequence[str]) -> None:
+        """Ask workers to describe themselves; one that does not, or not in time, is left out."""
 
-        Parameters
-        ----------
-        workers
-            Those that can take part.
-        names, counts
-            Names of the arrays, and how many chunks each has along its two axes.
-
-        Returns
-        -------
-        list of Worker
-            Others that hold chunks.
-        list of (bytes or None)
-            For each array the index into ``[*workers, *others]`` of each chunk's holder, as int32; None where
-            not all of its chunks are in memory.
-        """
-        number = {worker.address: index for index, worker in enumerate(workers)}
-        others: dict[str, int] = {}
-        placed: list[bytes | None] = []
-        for name, (nrows, ncols) in zip(names, counts, strict=True):
-            found = []
-            for i, j in itertools.product(range(nrows), range(ncols)):
-                ts = self._scheduler.tasks.get((name, i, j))
-                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
-                known = [number[address] for address in holders if address in number]
-                if known:
-                    found.append(known[0])
-                elif holders:
-                    found.append(others.setdefault(holders[0], len(workers) + len(others)))
-                else:
-                    break
-            placed.append(np.array(found, np.int32).tobytes() if len(found) == nrows * ncols else None)
-        return [self.worker(self._scheduler.workers[address], "") for address in others], placed
-
-    async def _describe(self, addresses: Sequence[str]) -> None:
-        async def ask(address: str) -> None:
+        async def ask_one(address: str) -> None:
             try:
-                answer = await asyncio.wait_for(self._scheduler.rpc(address).distmm_describe(), _DESCRIBE_TIMEOUT)
-            except (OSError, TimeoutError):
+                answer = await asyncio.wait_for(ask(self._scheduler.rpc(address), Describe()), _DESCRIBE_TIMEOUT)
+            except (OSError, TimeoutError, ProtocolError):
                 return
-            if isinstance(answer, Mapping) and address in self._scheduler.workers:
-                self._described[address] = dict(answer)
+            if answer is not None and address in self._scheduler.workers:
+                self._described[address] = answer
 
-        await asyncio.gather(*map(ask, addresses))
+        await asyncio.gather(*map(ask_one, addresses))
 
     def _has_engine(self, address: str, engine: str) -> bool:
         engines = self._described.get(address, {}).get("engines", {})

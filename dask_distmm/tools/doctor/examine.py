@@ -12,7 +12,7 @@ import cloudpickle
 from distributed import Client
 
 from dask_distmm.config import setting
-from dask_distmm.engines.base import ENGINES
+from dask_distmm.planning import ENGINES
 from dask_distmm.tools.doctor import facts
 from dask_distmm.tools.doctor.findings import HERE, Report
 from dask_distmm.tools.local import connected

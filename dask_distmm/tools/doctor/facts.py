@@ -75,11 +75,12 @@ def cuda_major() -> int | None:
 def engines() -> dict[str, Any]:
     """Return for each engine of this package its libraries' versions, or why it can't run here."""
     base = importlib.import_module("dask_distmm.engines.base")
+    planning = importlib.import_module("dask_distmm.planning")
 
     def ask(name: str) -> dict[str, str]:
         return dict(base.get_engine(name).versions())
 
-    return {name: attempt(functools.partial(ask, name)) for name in base.ENGINES}
+    return {name: attempt(functools.partial(ask, name)) for name in planning.ENGINES}
 
 
 def gpus() -> dict[str, Any]:

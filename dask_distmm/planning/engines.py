@@ -1,0 +1,122 @@
+"""What each engine can: all that planning, clients and the scheduler know of engines.
+
+An engine is two things. Its `Abilities` are known to every process; planning asks them which types it takes, what a way
+to multiply costs on it and how much memory that needs. The object that multiplies (`engines.base.Engine`) is imported
+on workers, from `Abilities.module`. So a new engine is one module, which registers its abilities::
+
+    register(Abilities("mine", "package.module", takes=lambda array, dtypes: array == "numpy"))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dask_distmm.errors import EngineError
+
+__all__ = ["ENGINES", "Abilities", "engine_alone", "engines", "register"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Abilities:
+    """What an engine can.
+
+    Parameters
+    ----------
+    name
+        Its name.
+    module
+        The module whose attribute ``ENGINE`` multiplies.
+    takes
+        Whether it multiplies arrays: what their chunks are (``"numpy"`` or ``"cupy"``), and names of the types of A, B
+        and D.
+    on_gpus
+        Whether it works in the memory of GPUs.
+    collective
+        Whether its ranks call a library together, with a communicator in which they have an order.
+    keeps
+        Whether its ranks keep something of each other between runs.
+    encrypted
+        Whether all that it sends goes through Dask's own comms, which TLS covers.
+    minds_order
+        Whether it matters which memory order the chunks have.
+    packs
+        Whether it copies small chunks into panels before it multiplies (`memory.packing`).
+    library
+        The library that does epilogs, for texts.
+    unfit
+        Returns why it can't run on some workers (`Worker`) that have it; empty if it can.
+    has_method
+        Returns whether it has a method for a problem.
+    project, estimate
+        Return bytes by worker address, and an `Estimate`, of a plan whose ranks have been matched to workers, from the
+        bytes that each rank needs and those that it has; None for those of panels that come over Dask's comms
+        (`numpy.costs`).
+    consider
+        Makes a plan of one way in the engine's own manner, in place of all that the planner does; None for the
+        planner's.
+    native_epilog
+        Returns the epilog that the library does in a plan, ``""`` for a factor alone, None for none.
+    independent
+        Returns whether the ranks of a plan need nothing of each other but what was there before the run.
+    all_reduced
+        Returns whether a plan's multiply itself leaves all of D on every rank.
+    tiles
+        Returns the tiles of A, B and D of a plan, for an engine that lays matrices out anew.
+    misfit
+        Returns why a way (problem, p x q x s) of an engine with tiles can't have the distributions that were asked
+        for, or None.
+    describe
+        Returns lines for `explain`, of what is peculiar to the engine in a plan.
+    """
+
+    name: str
+    module: str
+    takes: Callable[[str, Sequence[str]], bool]
+    on_gpus: bool = False
+    collective: bool = False
+    keeps: bool = False
+    encrypted: bool = True
+    minds_order: bool = False
+    packs: bool = False
+    library: str = ""
+    unfit: Callable[[Sequence[Any]], str] = lambda workers: ""
+    has_method: Callable[[Any, str], bool] = lambda problem, method: True
+    project: Callable[[Any], dict[str, int]] | None = None
+    estimate: Callable[..., Any] | None = None
+    consider: Callable[..., Any] | None = None
+    native_epilog: Callable[[Any], str | None] = lambda plan: None
+    independent: Callable[[Any], bool] = lambda plan: False
+    all_reduced: Callable[[Any], bool] = lambda plan: False
+    tiles: Callable[[Any], Any] | None = None
+    misfit: Callable[[Any, tuple[int, int, int]], str | None] = lambda problem, grid: None
+    describe: Callable[[Any], list[str]] = lambda plan: []
+
+
+# In the order in which they are preferred. Those for the same arrays on the same workers are chosen by the cost model.
+ENGINES: dict[str, Abilities] = {}
+
+
+def register(abilities: Abilities) -> None:
+    """Make an engine known to this process; it is the last one that is asked for by ``engine="auto"``."""
+    ENGINES[abilities.name] = abilities
+
+
+def engines(names: Sequence[str]) -> list[Abilities]:
+    """Return the abilities of some engines.
+
+    Raises
+    ------
+    EngineError
+        This process does not know one of them.
+    """
+    if unknown := [name for name in names if name not in ENGINES]:
+        raise EngineError(f"unknown engine {unknown[0]!r}; known are {', '.join(map(repr, ENGINES))}")
+    return [ENGINES[name] for name in names]
+
+
+def engine_alone(array: str) -> str:
+    """Return the name of the engine for chunks of a kind where there is no cluster to choose by: it needs no peers."""
+    found = [one for one in ENGINES.values() if one.on_gpus == (array == "cupy")]
+    return next((one.name for one in reversed(found) if one.collective), found[0].name)

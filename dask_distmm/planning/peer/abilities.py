@@ -1,0 +1,47 @@
+"""The abilities of the engine `peer`."""
+
+from __future__ import annotations
+
+from dask.utils import format_bytes
+
+from dask_distmm.numeric.types import takes_on_gpus
+from dask_distmm.planning.engines import Abilities
+from dask_distmm.planning.peer.access import out_of_reach
+from dask_distmm.planning.peer.block_schedule import block_schedules, extent_multiple, native
+from dask_distmm.planning.peer.costs import estimate, project
+from dask_distmm.planning.peer.reads import independent
+from dask_distmm.planning.plan import Plan
+
+__all__ = ["PEER"]
+
+
+def _describe(plan: Plan) -> list[str]:
+    """Say what the rank with most buffers holds, and what passes by."""
+    schedule = max(block_schedules(plan), key=lambda one: one.buffer_bytes)
+    names = ("A", "B")[:: -1 if schedule.stationary else 1]
+    what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
+    parts, depth = len(schedule.parts) - 1, len(schedule.depth) - 1
+    cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
+    lies = " as it lies" if schedule.lies[schedule.stationary] and not schedule.stationary_bytes else ""
+    padded = "; padded to multiples of 16, which GEMMs are quick with" if extent_multiple(plan.problem) > 1 else ""
+    return [
+        f"  pulls     {names[0]} held{cut}{lies}, {names[1]} in panels of up to {schedule.width} {what[0]}; "
+        f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}"
+    ]
+
+
+PEER = Abilities(
+    "peer",
+    "dask_distmm.engines.peer.engine",
+    takes_on_gpus,
+    on_gpus=True,
+    keeps=True,
+    minds_order=True,
+    library="cuBLASLt",
+    unfit=out_of_reach,
+    project=project,
+    estimate=estimate,
+    native_epilog=lambda plan: native(plan, block_schedules(plan)),
+    independent=independent,
+    describe=_describe,
+)
