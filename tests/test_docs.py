@@ -131,15 +131,24 @@ def test_code_of_pages(page, as_printed):
         as_printed["client"].close()
 
 
+def anchors(page):
+    """Return the anchors that code hosts and MyST give a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_lead_somewhere():
     wrong = []
-    for page in [*PAGES, *(DOCS / "notebooks").glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]:
+    elsewhere = [ROOT / "benchmarks" / "README.md", *(ROOT / "benchmarks" / "history").glob("*.md")]
+    for page in [*PAGES, *(DOCS / "notebooks").glob("*.md"), *ROOT.glob("*.md"), *elsewhere]:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
-            path = target.partition("#")[0]
-            if "://" in target or not path:
+            path, _, anchor = target.partition("#")
+            if "://" in target:
                 continue
-            found = page.parent / path
+            found = page.parent / path if path else page
+            if anchor and found.suffix == ".md" and anchor not in anchors(found):
+                wrong.append(f"{page.relative_to(ROOT)}: {target}")
             if not found.exists() and not found.with_suffix(".ipynb").exists():
                 wrong.append(f"{page.relative_to(ROOT)}: {target}")
     assert not wrong
@@ -152,6 +161,15 @@ def test_notebooks_are_stored_without_outputs(path):
     assert len(code) > 3
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     assert "assert" in "".join(line for cell in code for line in cell["source"])
+
+
+def test_files_that_pages_name_are_there():
+    wrong = []
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        names = set(re.findall(r"`((?:\w+/)+[\w-]+\.(?:py|json|md|yaml))`", page.read_text()))
+        places = ROOT / "dask_distmm", ROOT, DOCS, DOCS / "examples"
+        wrong += [f"{page.name}: {name}" for name in sorted(names) if not any((at / name).is_file() for at in places)]
+    assert not wrong
 
 
 def test_folders_are_those_of_the_code():
