@@ -208,7 +208,7 @@ def test_walks_are_those_of_a_run(heading):
     threading.setprofile(visit)
     sys.setprofile(visit)
     try:
-        options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+        options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
         with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
             a, b = client.persist([a, b])
             distributed.wait([a, b])
