@@ -226,6 +226,13 @@ def test_walks_are_those_of_a_run(heading):
     assert not [name for name in walk(heading) if name not in left]
 
 
+def test_pictures_are_drawn_by_the_code():
+    pictures = load(DOCS / "make_pictures.py")
+    names = {path.stem for path in (DOCS / "pictures").glob("*.svg") if not path.stem.startswith("performance-")}
+    assert len(names) > 7
+    assert all(getattr(pictures, name)().figure.axes for name in sorted(names))
+
+
 def test_plots_are_those_of_the_results():
     plots = load(DOCS / "make_plots.py")
     page = (DOCS / "performance.md").read_text()
