@@ -1,7 +1,7 @@
 """How the order of a run's pulls and products works out, without GPUs: ``python -m benchmarks.gpu.model``.
 
 A fluid model of the peer engine. Ranks begin a little apart. Each pulls and multiplies in the engine's own order
-(`dask_distmm.engines.peer.schedule`). A GPU sends and receives so many bytes in a second in all, which copies that
+(`dask_distmm.engines.peer.schedule_builder`). A GPU sends and receives so many bytes a second in all, which copies that
 go on at the same time share as evenly as can be; products take what their operations take at the rate of a large one,
 or longer if they are too small to fill a GPU. The host, latencies and the sums that ranks pull at the end are left out:
 the model tells orders from each other, and no milliseconds.
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu import cases
-from dask_distmm.engines.peer.schedule import dues, make_schedule
+from dask_distmm.engines.peer.schedule import pending_loads
+from dask_distmm.engines.peer.schedule_builder import make_schedule
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.gemm_sizes import full_side
@@ -32,7 +33,7 @@ SLABS = 0
 
 
 class Pull(NamedTuple):
-    """What fills a part of an operand: bytes from each other rank, and the turn that it is due after."""
+    """What fills a part of an operand: bytes from each other rank, and the step that it must come after."""
 
     number: int
     sources: list[tuple[int, float]]
@@ -40,11 +41,11 @@ class Pull(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Operations, the share of a large product's rate, the turn, and the numbers of the pulls that are needed."""
+    """Operations, the share of a large product's rate, the step, and the numbers of the pulls that are needed."""
 
     flops: float
     share: float
-    turn: int
+    step: int
     needs: frozenset[int]
 
 
@@ -93,25 +94,25 @@ def lies_in_one(made: Plan, me: int, operand: int, rect: Rect) -> bool:
 def rank_of(made: Plan, rank: int, schedule: BlockSchedule) -> Rank:
     """Return what a rank does in a plan."""
     me, full = made.ranks[rank], full_side(made.problem)
-    turns = make_schedule(made, rank, schedule, lambda operand, rect: lies_in_one(made, me, operand, rect)).turns
+    steps = make_schedule(made, rank, schedule, lambda operand, rect: lies_in_one(made, me, operand, rect)).steps
     pulls = []
-    for due in dues(turns):
-        name = "ab"[due.fill.operand]
+    for pending in pending_loads(steps):
+        name = "ab"[pending.load.operand]
         where, itemsize = made.where[name], made.problem.itemsize(name)
         assert where is not None
         held: dict[int, float] = {}
-        for piece in due.fill.pieces:
+        for piece in pending.load.chunk_blocks:
             holder = int(where[piece.chunk])
             held[holder] = held.get(holder, 0.0) + piece.rows * piece.cols * itemsize
         held.pop(me, None)
         # The next rank first, as the engine has it.
         sources = sorted(held.items(), key=lambda one: (one[0] - me) % len(made.participants))
-        pulls.append(Pull(due.fill.number, sources, due.after))
+        pulls.append(Pull(pending.load.number, sources, pending.after))
     products = []
-    for number, turn in enumerate(turns):
-        for product in turn.products:
+    for number, step in enumerate(steps):
+        for product in step.products:
             (r0, r1, c0, c1), (k0, k1) = product.rect, product.a[0].depth
-            needs = frozenset(fill.number for fill in product.filled)
+            needs = frozenset(load.number for load in product.loaded)
             area = (r1 - r0) * (c1 - c0)
             # Near what was measured: see `dask_distmm.planning.gemm_sizes`.
             share = math.sqrt(min(1.0, area / full**2))
@@ -126,7 +127,7 @@ class _State:
         self.rank, self.start, self.together = rank, start, together
         self.landed: set[int] = set()
         self.pulled = self.multiplied = 0
-        self.turns_over = -1
+        self.steps_over = -1
         self.ends: float | None = None
         # How long all that has ended took.
         self.took = 0.0
@@ -135,7 +136,7 @@ class _State:
     @property
     def flows(self) -> list[tuple[int, float]]:
         """Sources that are read now, each with the bytes that are left."""
-        if self.pulled == len(self.rank.pulls) or self.rank.pulls[self.pulled].after > self.turns_over:
+        if self.pulled == len(self.rank.pulls) or self.rank.pulls[self.pulled].after > self.steps_over:
             return []
         left = self._left[self.pulled]
         return left if self.together else left[:1]
@@ -143,7 +144,7 @@ class _State:
     def go_on(self, now: float, rate: float) -> None:
         """Begin all that can begin."""
         while self.pulled < len(self.rank.pulls) and not self._left[self.pulled]:
-            if self.rank.pulls[self.pulled].after > self.turns_over:
+            if self.rank.pulls[self.pulled].after > self.steps_over:
                 break
             self.landed.add(self.rank.pulls[self.pulled].number)
             self.pulled += 1
@@ -160,11 +161,11 @@ class _State:
             # A byte is nothing, and rounding must not leave one.
             self._left[self.pulled] = [(one, size) for one, size in rest if size > 1] + left[len(moved) :]
         if self.ends is not None and self.ends <= now:
-            turn, self.ends, self.took = self.rank.products[self.multiplied].turn, None, now - self.start
+            step, self.ends, self.took = self.rank.products[self.multiplied].step, None, now - self.start
             self.multiplied += 1
             last = self.multiplied == len(self.rank.products)
-            if last or self.rank.products[self.multiplied].turn != turn:
-                self.turns_over = turn
+            if last or self.rank.products[self.multiplied].step != step:
+                self.steps_over = step
 
 
 def simulate(

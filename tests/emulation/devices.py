@@ -24,7 +24,7 @@ from dask_distmm.layout import numroc
 
 _TIMEOUT = 30
 # Modules that import the libraries, or those that do.
-OVER_LIBRARIES = tuple(f"dask_distmm.{x}" for x in ("engines.cublasmp", "engines.device", "engines.peer", "comms.nccl"))
+OVER_LIBRARIES = tuple(f"dask_distmm.{x}" for x in ("engines.cublasmp", "engines.gpu", "engines.peer", "comms.nccl"))
 _SIZES = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long long": 8, "uint4": 16}
 EPILOGUES = {"ALLREDUCE": 1, "RELU": 2, "GELU": 3, "BIAS": 4, "RELU_BIAS": 5, "GELU_BIAS": 6}
 LT_EPILOGUES = {"RELU": 2, "GELU": 32, "BIAS": 4, "RELU_BIAS": 6, "GELU_BIAS": 36}

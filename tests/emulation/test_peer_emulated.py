@@ -17,7 +17,6 @@ from epilog_cases import Case, run_case
 from narrow_cases import PAIRS
 from test_narrow_emulated import run_narrow
 
-from dask_distmm.engines.peer.schedule import Fill
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
@@ -226,15 +225,15 @@ def test_fp8(make_peers, tight, method, orders):
 )
 def test_extents_that_gemms_are_slow_with_are_padded(make_peers, monkeypatch, tight, method, dtype, nranks, orders):
     monkeypatch.setattr(schedules, "_LEAST_PADDED", 0)
-    job = sys.modules["dask_distmm.engines.peer.job"]
+    products = sys.modules["dask_distmm.engines.peer.products"]
     shapes = []
 
-    class Noted(job.Gemm):
+    class Noted(products.Gemm):
         def __init__(self, shape, *args, **kwargs):
             shapes.append(shape[:3])
             super().__init__(shape, *args, **kwargs)
 
-    monkeypatch.setattr(job, "Gemm", Noted)
+    monkeypatch.setattr(products, "Gemm", Noted)
     for size in (2**11, 2**24):
         with tight(size):
             conformance(make_peers()[0], method, nranks, dtype, orders=orders, own_out_chunks=True)
@@ -353,7 +352,7 @@ def test_what_is_multiplied_before_the_vote_is_over_when_a_run_is_given_up(make_
     kind, looked_at = sys.modules["dask_distmm.engines.peer.job"].PeerJob, []
 
     def accept(self, offers):
-        if self._ahead is not None:
+        if self._multiplication is not None and self._multiplication.early is not None:
             blocks = [np.asarray(array).view(np.uint8) for _, array in self._result.blocks]
             assert self.engine.stream.queue, "nobody waits for it before"
             self.abort(EngineError("not all voted for it"))
@@ -383,7 +382,7 @@ def test_first_products_that_ran_before_are_a_graph(make_peers, monkeypatch, met
     for seed in range(30):
         for _ in range(2):
             conformance(ranks, method, nranks, dtype, shape=(64, 48, 56), most_chunks=2, seed=seed)
-            captured += sum(job._first is not None for job in ranks.jobs[-nranks:])
+            captured += sum(job._multiplication.first is not None for job in ranks.jobs[-nranks:])
         if captured > 2:
             return
     raise AssertionError(f"{captured} of 30 problems began with what a rank has at home")
@@ -397,10 +396,10 @@ def test_what_takes_too_little_or_too_much_is_not_begun_before_the_vote(make_pee
     monkeypatch.setattr(module, "_MOST_SECONDS", most)
     for again in (False, True):
         conformance(ranks, "local", 1, seed=5)
-        assert (ranks.jobs[-1]._ahead is not None) == begun
+        assert (ranks.jobs[-1]._multiplication.early is not None) == begun
         assert ("ahead" in ranks.jobs[-1].timings) == begun
         # What has run before is captured instead.
-        assert not again or (ranks.jobs[-1]._first is not None) == (not begun and most == 5.0)
+        assert not again or (ranks.jobs[-1]._multiplication.first is not None) == (not begun and most == 5.0)
 
 
 def test_a_job_that_is_dropped_has_its_products_over_with(make_peers, monkeypatch):
@@ -437,38 +436,39 @@ def test_only_so_much_stays_mapped(make_peers, monkeypatch):
 def test_a_rank_that_fails_ends_the_run_for_all(make_peers, monkeypatch, method):
     """The others wait for its sums at most until they are told."""
     ranks, _ = make_peers()
-    kind = sys.modules["dask_distmm.engines.peer.job"].PeerJob
-    real = kind._product
+    kind = sys.modules["dask_distmm.engines.peer.multiplication"].Multiplication
+    real = kind._multiply
 
     def fail(self, product, gemms):
         if self.rank == 1:
             raise ZeroDivisionError("in the middle")
         real(self, product, gemms)
 
-    monkeypatch.setattr(kind, "_product", fail)
+    monkeypatch.setattr(kind, "_multiply", fail)
     with pytest.raises(ZeroDivisionError, match="in the middle"):
         conformance(ranks, method, 3)
-    monkeypatch.setattr(kind, "_product", real)
+    monkeypatch.setattr(kind, "_multiply", real)
     conformance(ranks, method, 3)
 
 
 def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkeypatch):
     """Not when all pulls are: the host takes as long for these as GPUs do."""
     ranks, _ = make_peers()
-    kind, launched = sys.modules["dask_distmm.engines.peer.job"].PeerJob, collections.defaultdict(list)
+    launched = collections.defaultdict(list)
 
-    def log(name):
+    def log(module, kind, name):
+        kind = getattr(sys.modules[f"dask_distmm.engines.peer.{module}"], kind)
         real = getattr(kind, name)
 
         def call(self, what, *gemms):
             # Products that were begun before the vote are not launched again.
-            launched[self.me] += [what] if name == "_fill" or gemms[0] else []
+            launched[id(getattr(self, "loads", self))] += [what] if name == "_issue" or gemms[0] else []
             return real(self, what, *gemms)
 
         monkeypatch.setattr(kind, name, call)
 
-    log("_fill")
-    log("_product")
+    log("loads", "Loads", "_issue")
+    log("multiplication", "Multiplication", "_multiply")
     sizes = ((20,) * 4,) * 2
     problem = make_problem(sizes, sizes, method="allgather")
     where = np.tile(np.arange(4) % 2, 4).astype(np.int32)
@@ -481,14 +481,14 @@ def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkey
     assert_product(a, b, np.block([[found[4 * i + j] for j in range(4)] for i in range(4)]))
     for job in ranks.jobs[-2:]:
         pulled, products, between = set(), 0, 0
-        for what in launched[job.me]:
-            if isinstance(what, Fill):
+        for what in launched[id(job._multiplication.loads)]:
+            if hasattr(what, "slot"):
                 pulled.add(what.number)
-                between += products > 0 and what in job._schedule.turns[0].fills
+                between += products > 0 and what in job._multiplication.steps[0].loads
                 continue
             products += 1
-            assert {fill.number for fill in (*what.a, *what.b) if fill.slot} <= pulled | job._filled_ahead
-        assert between, "all pulls of the first turn came before its products"
+            assert {load.number for load in what.loaded} <= pulled | job._multiplication.loads.before_vote
+        assert between, "all pulls of the first step came before its products"
 
 
 @pytest.mark.parametrize("when", ["before", "after", "unmapped"])

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpu.model import lies_in_one
-from dask_distmm.engines.peer.schedule import dues, make_schedule, merged
+from dask_distmm.engines.peer.schedule import merged, pending_loads
+from dask_distmm.engines.peer.schedule_builder import make_schedule
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.planning import METHODS, Worker, plan
 from dask_distmm.planning import gemm_sizes as extents
@@ -82,23 +83,23 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
         inside, counts = {}, collections.Counter()
         summed = np.zeros_like(box)
         finished = []
-        for turn in schedule.turns:
-            for fill in turn.fills:
+        for step in schedule.steps:
+            for load in step.loads:
                 # What was in this part of the buffer before is gone.
-                inside[fill.slot, fill.at] = fill
-                extents, kk = schedule.slots[fill.slot]
-                own, depth = (fill.rect[:2], fill.rect[2:]) if fill.operand == 0 else (fill.rect[2:], fill.rect[:2])
-                assert fill.at + own[1] - own[0] <= extents
+                inside[load.slot, load.at] = load
+                extents, kk = schedule.slots[load.slot]
+                own, depth = (load.rect[:2], load.rect[2:]) if load.operand == 0 else (load.rect[2:], load.rect[:2])
+                assert load.at + own[1] - own[0] <= extents
                 assert depth[1] - depth[0] <= kk
-                assert fill.at % multiple == 0
-                covered = sum(piece.rows * piece.cols for piece in fill.pieces)
+                assert load.at % multiple == 0
+                covered = sum(piece.rows * piece.cols for piece in load.chunk_blocks)
                 assert covered == (own[1] - own[0]) * (depth[1] - depth[0])
-            for product in turn.products:
-                for fill in (*product.a, *product.b):
-                    if fill.slot is None:
-                        assert lies(fill.operand, fill.rect)
+            for product in step.products:
+                for load in (*product.a, *product.b):
+                    if load.slot is None:
+                        assert lies(load.operand, load.rect)
                     else:
-                        assert inside[fill.slot, fill.at] is fill, "a product reads what is not there (any more)"
+                        assert inside[load.slot, load.at] is load, "a product reads what is not there (any more)"
                 for side in (product.a, product.b):
                     own = 0 if side[0].operand == 0 else 2
                     for one, other in itertools.pairwise(side):
@@ -115,8 +116,8 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
                 # The first one stores, all others add.
                 assert (summed[r0:r1, c0:c1] > 0).all() == product.add
                 summed[r0:r1, c0:c1] += product.a[0].rect[3] - product.a[0].rect[2]
-            finished += turn.done
-            for to in turn.done:
+            finished += step.done
+            for to in step.done:
                 for r0, r1, c0, c1 in found.final_rects(to):
                     k0, k1 = found.k_range(rank)
                     assert (summed[r0:r1, c0:c1] == k1 - k0).all(), "told to be complete too early"
@@ -150,8 +151,8 @@ def test_what_others_read_is_offered_and_nothing_else(seed, method, nranks, sour
     read = [set() for _ in range(count)]
     for rank, block_schedule in enumerate(block_schedules(found)):
         me = found.ranks[rank]
-        for turn in make_schedule(found, rank, block_schedule, lies_as_planned(found, me)).turns:
-            pieces = [("ab"[fill.operand], piece.chunk) for fill in turn.fills for piece in fill.pieces]
+        for step in make_schedule(found, rank, block_schedule, lies_as_planned(found, me)).steps:
+            pieces = [("ab"[load.operand], piece.chunk) for load in step.loads for piece in load.chunk_blocks]
             for name, chunk in pieces:
                 if (holder := int(found.where[name][chunk])) != me:
                     read[holder].add((name, chunk))
@@ -175,11 +176,11 @@ def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():
     order = []
     for rank, block_schedule in enumerate(block_schedules(found)):
         schedule = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank]))
-        assert len(schedule.turns) == 4
+        assert len(schedule.steps) == 4
         assert block_schedule.stationary == held
-        assert not schedule.turns[0].fills, "what lies right comes first"
-        panels = [product.b[0] if held == 0 else product.a[0] for turn in schedule.turns for product in turn.products]
-        order.append([int(where[panel.pieces[0].chunk]) for panel in panels])
+        assert not schedule.steps[0].loads, "what lies right comes first"
+        panels = [product.b[0] if held == 0 else product.a[0] for step in schedule.steps for product in step.products]
+        order.append([int(where[panel.chunk_blocks[0].chunk]) for panel in panels])
     assert all(len(set(together)) == 4 for together in zip(*order, strict=True))
     assert [row[0] for row in order] == list(found.ranks)
 
@@ -193,23 +194,23 @@ def test_panels_that_are_here_meet_what_is_held_as_it_lands():
     found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
     assert found.grid == (2, 2, 1)
 
-    def is_here(fill, rank):
-        return all(where[piece.chunk] == found.ranks[rank] for piece in fill.pieces)
+    def is_here(load, rank):
+        return all(where[piece.chunk] == found.ranks[rank] for piece in load.chunk_blocks)
 
     for rank, block_schedule in enumerate(block_schedules(found)):
         assert block_schedule.stationary == 0
-        first, *others = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).turns
+        first, *others = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).steps
         panels = {product.b[0].number: product.b[0] for product in first.products}
         assert len(panels) == PANELS - 1, "one buffer is left for the first one that is pulled"
-        assert all(is_here(fill, rank) for fill in panels.values())
+        assert all(is_here(load, rank) for load in panels.values())
         held = [product.a for product in first.products][:: len(panels)]
         assert len(held) == 4
         assert len(first.products) == len(held) * len(panels)
         # Each piece of what is held meets them all before the next one is needed.
         assert [product.a for product in first.products] == [a for a in held for _ in panels]
-        later = [product.b[0] for turn in others for product in turn.products]
-        assert [is_here(fill, rank) for fill in later] == sorted((is_here(fill, rank) for fill in later), reverse=True)
-        assert all(len(product.a) == len(held) for turn in others for product in turn.products)
+        later = [product.b[0] for step in others for product in step.products]
+        assert [is_here(load, rank) for load in later] == sorted((is_here(load, rank) for load in later), reverse=True)
+        assert all(len(product.a) == len(held) for step in others for product in step.products)
 
 
 def test_pieces_of_what_is_held_that_are_here_come_first():
@@ -220,13 +221,15 @@ def test_pieces_of_what_is_held_that_are_here_come_first():
     found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
     seen = 0
     for rank, block_schedule in enumerate(block_schedules(found)):
-        first, *others = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).turns
+        first, *others = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).steps
         held = [(product.a, product.b)[block_schedule.stationary] for product in first.products]
-        here = [all(where[piece.chunk] == found.ranks[rank] for part in one for piece in part.pieces) for one in held]
+        here = [
+            all(where[piece.chunk] == found.ranks[rank] for part in one for piece in part.chunk_blocks) for one in held
+        ]
         assert here == sorted(here, reverse=True)
         seen += here.count(True)
         # Later panels meet all that is held in one product.
-        assert all(len(turn.products) == 1 for turn in others)
+        assert all(len(step.products) == 1 for step in others)
     assert seen
 
 
@@ -249,7 +252,7 @@ def test_pieces_fill_a_gpu(monkeypatch, n, nranks, chunks, method, dtype):
         r0, r1, c0, c1 = found.region(rank)
         least = min(full**2, (r1 - r0) * (c1 - c0))
         schedule = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank]))
-        products = [product for turn in schedule.turns for product in turn.products]
+        products = [product for step in schedule.steps for product in step.products]
         areas = [(bottom - top) * (right - left) for top, bottom, left, right in (x.rect for x in products)]
         cut = [area for area, product in zip(areas, products, strict=True) if len(product.a) * len(product.b) == 1]
         assert min(cut, default=least) >= least // 2
@@ -273,7 +276,7 @@ def test_large_matrices_are_cut_where_gemms_are_quick(monkeypatch, size, parts, 
     for rank, block_schedule in enumerate(block_schedules(found)):
         schedule = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank]))
         r0, r1, c0, c1 = found.region(rank)
-        for product in (product for turn in schedule.turns for product in turn.products):
+        for product in (product for step in schedule.steps for product in step.products):
             top, bottom, left, right = product.rect
             k0, k1 = product.a[0].rect[2:]
             starts = {top - r0, left - c0, k0}
@@ -283,18 +286,18 @@ def test_large_matrices_are_cut_where_gemms_are_quick(monkeypatch, size, parts, 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(METHODS), st.integers(1, 4), st.sampled_from([2**12, 2**14, 2**16]))
-def test_a_fill_is_due_after_the_last_use_of_its_buffer_and_before_its_first(seed, method, nranks, size):
+def test_a_load_is_pending_until_the_last_use_of_its_buffer_and_before_its_first(seed, method, nranks, size):
     found = made(seed, method, nranks, "float64", size)
     for rank, block_schedule in enumerate(block_schedules(found)):
-        turns = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).turns
-        uses = [{f.number for product in turn.products for f in (*product.a, *product.b)} for turn in turns]
-        slot = {fill.number: fill.slot for turn in turns for fill in turn.fills}
-        due = dues(turns)
-        assert [one.fill for one in due] == [fill for turn in turns for fill in turn.fills]
-        for one in due:
-            mine = [number for number, used in enumerate(uses) if one.fill.number in used]
-            assert one.turn == mine[0]
-            before = [n for n, used in enumerate(uses[: one.turn]) if any(slot.get(x) == one.fill.slot for x in used)]
+        steps = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).steps
+        uses = [{f.number for product in step.products for f in (*product.a, *product.b)} for step in steps]
+        slot = {load.number: load.slot for step in steps for load in step.loads}
+        pending = pending_loads(steps)
+        assert [one.load for one in pending] == [load for step in steps for load in step.loads]
+        for one in pending:
+            mine = [number for number, used in enumerate(uses) if one.load.number in used]
+            assert one.step == mine[0]
+            before = [n for n, used in enumerate(uses[: one.step]) if any(slot.get(x) == one.load.slot for x in used)]
             assert one.after == max(before, default=-1)
 
 

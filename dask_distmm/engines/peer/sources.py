@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Ended", "Parts", "Pull", "Sources", "View", "moved"]
 
-# Columns of a table of pieces.
+# Seconds between two looks at an event.
+_LOOK = 2e-5
+# Columns of a table of chunk blocks.
 _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
     ChunkBlock._fields.index, ("chunk", "r0", "c0", "rows", "cols", "row", "col")
 )
@@ -40,9 +43,16 @@ class Ended:
         self.error: BaseException | None = None
 
     def check(self) -> None:
-        """Raise if it has."""
+        """Raise the error that the run was ended with, if it was."""
         if self.error is not None:
             raise self.error
+
+    def wait(self, event: cp.cuda.Event) -> None:
+        """Wait for an event without holding Python's lock; raise the error that the run was ended with, if it was."""
+        while not event.done:
+            self.check()
+            time.sleep(_LOOK)
+        self.check()
 
 
 class View(NamedTuple):
@@ -67,7 +77,7 @@ class Parts(NamedTuple):
         Its number.
     holders
         Participants that have the chunks.
-    pieces
+    blocks
         Columns as in `ChunkBlock`.
     targets
         Address of the first element, row stride and column stride of where each goes.
@@ -77,24 +87,24 @@ class Parts(NamedTuple):
 
     operand: int
     holders: NDArray[np.int64]
-    pieces: NDArray[np.int64]
+    blocks: NDArray[np.int64]
     targets: NDArray[np.int64]
     size: int
 
     @property
     def bytes(self) -> int:
         """How many there are."""
-        return int((self.pieces[:, _ROWS] * self.pieces[:, _COLS]).sum()) * self.size
+        return int((self.blocks[:, _ROWS] * self.blocks[:, _COLS]).sum()) * self.size
 
     def take(self, which: NDArray[np.bool_]) -> Parts:
         """Return some of them."""
-        return self._replace(holders=self.holders[which], pieces=self.pieces[which], targets=self.targets[which])
+        return self._replace(holders=self.holders[which], blocks=self.blocks[which], targets=self.targets[which])
 
     def table(self, chunks: NDArray[np.int64]) -> Table:
         """Return what copies them out of chunks at some addresses, each with its row and column stride."""
-        pointers = chunks[:, 0] + self.pieces[:, _R0] * chunks[:, 1] + self.pieces[:, _C0] * chunks[:, 2]
+        pointers = chunks[:, 0] + self.blocks[:, _R0] * chunks[:, 1] + self.blocks[:, _C0] * chunks[:, 2]
         sources = np.column_stack([pointers, chunks[:, 1:]])
-        return pull_table(sources, self.targets, self.pieces[:, _ROWS], self.pieces[:, _COLS], self.size)
+        return pull_table(sources, self.targets, self.blocks[:, _ROWS], self.blocks[:, _COLS], self.size)
 
 
 class Pull(NamedTuple):
@@ -174,15 +184,15 @@ class Sources:
         copies.run(stream, self.streams[1:])
         self._copies.append(copies)
 
-    def parts(self, operand: int, pieces: Sequence[ChunkBlock], target: Span, size: int) -> Parts:
-        """Return pieces of an operand, which are placed from the target on.
+    def parts(self, operand: int, blocks: Sequence[ChunkBlock], target: Span, size: int) -> Parts:
+        """Return blocks of an operand, which are placed from the target on.
 
         Those of the next participant come first, so that ranks that pull the same part at the same time do not all read
         from one.
         """
         where = self.plan.where[self.plan.problem.operands[operand]]
         assert where is not None
-        table = np.array(pieces, np.int64).reshape(-1, len(ChunkBlock._fields))
+        table = np.array(blocks, np.int64).reshape(-1, len(ChunkBlock._fields))
         holders = np.asarray(where, np.int64)[table[:, _CHUNK]]
         holders = np.where(holders == EVERYWHERE, self.me, holders)
         order = np.argsort((holders - self.me) % len(self.plan.participants), kind="stable")
@@ -218,10 +228,10 @@ class Sources:
             order = "F"
         return View(Span(start, span.row_stride, span.col_stride), order), rows, cols
 
-    def at_home(self, parts: Parts) -> Copies:
+    def own_copies(self, parts: Parts) -> Copies:
         """Find out what is to be copied of chunks that lie here."""
         own, name = parts.take(parts.holders == self.me), self.plan.problem.operands[parts.operand]
-        chunks = [span_of(self.chunks[name, index]) for index in own.pieces[:, _CHUNK].tolist()]
+        chunks = [span_of(self.chunks[name, index]) for index in own.blocks[:, _CHUNK].tolist()]
         # One chunk is what memcpy does as quickly.
         table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
         return make_copies([table], parts.size, here=len(chunks) > 1)[0]
@@ -246,18 +256,18 @@ class Sources:
         first, holders = theres[0], np.concatenate([there.holders for there in theres])
         tables, lanes = [np.empty((0, 7), np.int64)] * len(every), [np.empty(0, np.int64)] * len(every)
         if self.remote is not None and len(holders):
-            pieces = np.concatenate([there.pieces for there in theres])
+            blocks = np.concatenate([there.blocks for there in theres])
             targets = np.concatenate([there.targets for there in theres])
-            spans = self.remote.spans(first.operand, holders, pieces[:, _CHUNK])
-            table = first._replace(holders=holders, pieces=pieces, targets=targets).table(spans)
+            spans = self.remote.spans(first.operand, holders, blocks[:, _CHUNK])
+            table = first._replace(holders=holders, blocks=blocks, targets=targets).table(spans)
             ends = np.cumsum([len(there.holders) for there in theres])[:-1]
             tables, lanes = np.split(table, ends), np.split(holders, ends)
         found = []
         made = make_copies(tables, first.size, at_first=at_first, lanes=lanes)
-        for (parts, at_home), there, copies in zip(every, theres, made, strict=True):
+        for (parts, own_copies), there, copies in zip(every, theres, made, strict=True):
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist()) - {self.me}
             others = {holder: parts.take(parts.holders == holder) for holder in sorted(outside) if not offering[holder]}
-            found.append(Pull([*at_home, copies], others, there.bytes))
+            found.append(Pull([*own_copies, copies], others, there.bytes))
         return found
 
     def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
@@ -278,7 +288,7 @@ class Sources:
 
     def _fetch(self, holder: int, parts: Parts, stream: Any) -> None:
         """Get what a participant has that offers no memory, over Dask's comms."""
-        operand, table, problem = parts.operand, parts.pieces, self.plan.problem
+        operand, table, problem = parts.operand, parts.blocks, self.plan.problem
         held = problem.dtype_of(problem.operands[operand])
         dtype = carried(problem.matrix_types[operand] if operand < 2 else held, "cupy")
         first, extent = table[:, [_R0, _C0]], table[:, [_ROWS, _COLS]]
@@ -303,11 +313,11 @@ class Sources:
             number = self.plan.problem.operands.index(one.name)
             moves = one.moves.take(one.moves.dst_owner == self.me)
             columns = (moves.src, moves.src_row, moves.src_col, moves.nrows, moves.ncols, moves.dst_row, moves.dst_col)
-            pieces: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
+            blocks: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
             for part, *piece in zip(moves.dst.tolist(), *(x.tolist() for x in columns), strict=True):
-                pieces[part].append(ChunkBlock(number, *piece))
+                blocks[part].append(ChunkBlock(number, *piece))
             size = one.dtype.itemsize
-            every = [self.parts(number, these, span_of(one.parts[part]), size) for part, these in pieces.items()]
-            for pull in self.find({at: (parts, [self.at_home(parts)]) for at, parts in enumerate(every)}).values():
+            every = [self.parts(number, these, span_of(one.parts[part]), size) for part, these in blocks.items()]
+            for pull in self.find({at: (parts, [self.own_copies(parts)]) for at, parts in enumerate(every)}).values():
                 self.pull(pull, pulls)
         stream.wait_event(record(pulls))

@@ -8,7 +8,7 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.peer.memory import Exporter, Mappings
-from dask_distmm.engines.peer.trace import Step
+from dask_distmm.engines.peer.trace import TracedOperation
 
 __all__ = ["PeerState"]
 
@@ -23,7 +23,7 @@ class PeerState:
 
     def __init__(self) -> None:
         # For whoever tunes it: a list gets each run's steps, with milliseconds from its beginning to their ends.
-        self.trace: list[list[Step]] | None = None
+        self.trace: list[list[TracedOperation]] | None = None
         self.exporter = Exporter()
         self.mappings = Mappings()
         self._streams: list[cp.cuda.Stream] = []

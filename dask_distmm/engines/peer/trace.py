@@ -11,17 +11,17 @@ import cupy as cp
 
 from dask_distmm.engines.gpu.operands import mark
 
-__all__ = ["Step", "Trace"]
+__all__ = ["Trace", "TracedOperation"]
 
 
-class Step(NamedTuple):
+class TracedOperation(NamedTuple):
     """A pull or a GEMM of a traced run: number of the panel, bytes or operations, begin and end in milliseconds.
 
     The last two are when the host put it on its stream: from when, and until when.
     """
 
     what: str
-    turn: int
+    number: int
     amount: float
     begin: float
     end: float
@@ -58,10 +58,12 @@ class Trace:
         if self._on:
             self._steps.append((what, number, amount, begin, end, put, put))
 
-    def steps(self, start: cp.cuda.Event, started: float) -> list[Step]:
+    def steps(self, start: cp.cuda.Event, started: float) -> list[TracedOperation]:
         """Return all steps, when they are over, with times from an event on, and from a time of the host on."""
         elapsed = cp.cuda.get_elapsed_time
         return [
-            Step(what, n, x, elapsed(start, a), elapsed(start, b), 1e3 * (put - started), 1e3 * (over - started))
+            TracedOperation(
+                what, n, x, elapsed(start, a), elapsed(start, b), 1e3 * (put - started), 1e3 * (over - started)
+            )
             for what, n, x, a, b, put, over in self._steps
         ]
