@@ -152,7 +152,7 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_is_130_where_it_falls_into_text_that_is_executed(tmp_path: Path) -> None:
     """Python would end by the signal: a shell says 130 of that, another program does not."""
     (tmp_path / "interrupted.py").write_text(
-        "from dask_distmm import cli, demo\n"
+        "from dask_distmm.tools import cli, demo\n"
         "demo.run = lambda *arguments: exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
         "cli.main(['demo', '--size', '8'])\n"
     )

@@ -94,7 +94,7 @@ def test_too_large_a_size_is_refused_before_anything_starts(environment: dict[st
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(
-        r"Error: too little memory: --size 10000000 with 2 workers needs about .* TiB .*; "
+        r"Error: too little memory: --size 10000000 with 2 workers needs about .* PiB .*; "
         r"[\d.]+ \w+ are available; --size \d+ would fit\n",
         done.stderr,
     )

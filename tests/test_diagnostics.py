@@ -19,9 +19,12 @@ from run_events import events
 import dask_distmm
 from dask_distmm import PlanError, matmul
 from dask_distmm.diagnostics import tables
-from dask_distmm.diagnostics.bars import as_html, as_lines
-from dask_distmm.runtime.run import Run, is_report
+from dask_distmm.diagnostics.bars import Bar, as_html, as_lines, bar_of
+from dask_distmm.errors import ProtocolError
+from dask_distmm.runtime.messages import Progress, ProgressLine
+from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase
+from dask_distmm.runtime.wire import decode
 from dask_distmm.testing import assert_product
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}
@@ -108,9 +111,10 @@ def test_the_columns_of_the_page():
 
 
 def test_what_a_participant_may_report():
-    assert is_report(0.5, 7)
+    decode(Progress, {"run_id": 1, "share": 0.5, "received_bytes": 7})
     for share, received in [(1, 7), (math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:
-        assert not is_report(share, received)
+        with pytest.raises(ProtocolError, match="malformed message Progress: its field (share|received_bytes) is"):
+            decode(Progress, {"run_id": 1, "share": share, "received_bytes": received})
     run = Run(1, "m", "k", frozenset("ab"), phase="running")
     for address, received in [("a", 5), ("b", 7), ("a", 3), ("stranger", 50)]:
         run.report(address, 0.1, 0.0, received)
@@ -118,15 +122,15 @@ def test_what_a_participant_may_report():
 
 
 FOUND = [
-    {"name": "matmul-1f0c5e2a77", "phase": "multiplying", "share": 0.5, "run": 3, "received_bytes": 2**30},
-    {"name": "<b>-0", "phase": "failed", "share": 0.0, "run": 0, "received_bytes": 0},
-    {"name": "results", "phase": "", "share": 0.0, "count": "0 of 16"},
+    bar_of(ProgressLine("matmul-1f0c5e2a77", "multiplying", 0.5, 3, 2**30)),
+    bar_of(ProgressLine("<b>-0", "failed", 0.0)),
+    Bar("results", "", 0.0, "0 of 16"),
 ]
 
 
 def test_bars():
     first, second, last = as_lines(FOUND)
-    assert first == "matmul-1f0c5e2a  run 3  multiplying  [" + "#" * 15 + " " * 15 + "]  50%  1.0 GiB received"
+    assert first == "matmul-1f0c5e2a  run 3  multiplying  [" + "#" * 15 + " " * 15 + "]  50%  1.00 GiB received"
     assert last.endswith("]   0%  0 of 16")
     assert len({line.index("[") for line in (first, second, last)}) == 1
     html = as_html(FOUND)

@@ -49,7 +49,7 @@ def test_a_product_from_files_to_a_store(client: Client, files: dict[str, np.nda
     assert (done.exit_code, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Plan: ")
-    assert lines[-1] == "C.zarr: 90 x 50 float64, 35.2 KiB"
+    assert lines[-1] == "C.zarr: 90 x 50 float64, 35.16 kiB"
     found = zarr.open("C.zarr", mode="r")
     assert found.chunks == (32, 20)
     assert_product(files["A"], files["B"], found[:])

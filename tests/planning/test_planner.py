@@ -164,7 +164,7 @@ def test_explanation_says_what_it_was_against():
     assert made.estimate is made.alternatives[0] or made.estimate == made.alternatives[0]
     text = repr(made)
     assert all(method in text for method in METHODS)
-    assert "16.0 GiB" in text
+    assert "16.00 GiB" in text
 
 
 def test_leaner_method_before_giving_up():
