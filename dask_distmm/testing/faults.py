@@ -23,7 +23,7 @@ FAULT_POINTS = {
     "place": ("dask_distmm.runtime.worker", "WorkerSide", "_place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
-    "panel": ("dask_distmm.engines.peer.job", "PeerJob", "_product"),
+    "panel": ("dask_distmm.engines.peer.multiplication", "Multiplication", "_multiply"),
     "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }
 
