@@ -22,11 +22,11 @@ from dask_distmm.arrays.items import multiply
 from dask_distmm.arrays.product import why_not_run
 from dask_distmm.arrays.quantize import operands
 from dask_distmm.arrays.request import Request, check_batch, make_problem, parse
-from dask_distmm.config import dask_costs, read_options
+from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import Step
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import Batch, GroupPlan, Problem, Share, Worker
+from dask_distmm.planning import Batch, GroupPlan, Share, Worker
 from dask_distmm.planning.dask_tasks import around
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.many.batches import Pool, item_seconds
@@ -126,7 +126,7 @@ def explain_grouped(pairs: Sequence[tuple[Any, Any]], **options: Any) -> GroupPl
 
 
 def _parse(pairs: Sequence[tuple[Any, Any]], batch: str | None, **options: Any) -> list[Request]:
-    """Check what was given."""
+    """Return the products as requests; refuse one that does not fit."""
     batch = check_batch(batch, is_batch=True)
     requests = []
     for number, pair in enumerate(pairs):
@@ -162,67 +162,100 @@ def _plan(requests: Sequence[Request]) -> GroupPlan:
     ours = [i for i, each in enumerate(requests) if not each.empty and why_not_run(each, cluster=True) is None]
     if not ours:
         return GroupPlan(shapes, (None,) * len(requests), 0, 0.0)
-
-    @functools.cache
-    def problem_of(i: int) -> Problem:
-        """Return a product as a collective run would see it."""
-        return make_problem(requests[i])
-
-    known: dict[tuple[str, ...], tuple[list[Worker], Snapshot | None]] = {}
-
-    def ask(i: int) -> tuple[list[Worker], Snapshot | None]:
-        """Ask the scheduler once for all products of the same types."""
-        request = requests[i]
-        key = (request.kind, request.a.dtype.name, request.b.dtype.name)
-        if key not in known:
-            known[key] = known_workers(problem_of(i), None)
-        return known[key]
-
     _, overhead = task_options()
-    read = read_options()
-    pools = [Pool.of(ask(i)[0], read.limit_fraction, requests[i].kind) for i in ours]
-    slots = min(pool.slots for pool in pools)
-    works = [_describe(requests[i]) for i in ours]
-    seconds, spread = [], []
-    for i, work, pool in zip(ours, works, pools, strict=True):
-        machine = read.machine(engine_alone(requests[i].kind))
-        gathered = sum(work.item_bytes[:2]) * (1 - 1 / pool.workers) / machine.bandwidth
-        seconds.append(item_seconds(work, machine) + gathered)
-        # B is put together on one worker and sent to the others from there.
-        b_bytes = work.item_bytes[1]
-        spread.append(b_bytes * (2 * (1 - 1 / pool.workers) / machine.bandwidth + 1 / machine.memory_bandwidth))
-    forced: list[bool | None] = []
-    for work, pool in zip(works, pools, strict=True):
-        large = bool(pool.memory) and work.held_bytes > pool.memory
-        forced.append({"items": False, "collective": True}.get(wanted, True if needed or large else None))
+    members = _members([requests[i] for i in ours])
+    slots = min(member.pool.slots for member in members)
+    seconds, spread = [member.slot_seconds for member in members], [member.spread_seconds for member in members]
+    forced = [
+        {"items": False, "collective": True}.get(wanted, True if needed or member.too_large else None)
+        for member in members
+    ]
     long = set(candidates(seconds, slots))
-    collective: list[float | None] = [None] * len(ours)
-    for at, i in enumerate(ours):
-        if (at in long and forced[at] is None) or forced[at]:
-            _, snapshot = ask(i)
-            plan = None
-            try:
-                plan = snapshot.plan(problem_of(i)) if snapshot is not None else None
-            except (PlanError, ProjectedMemoryError):
-                if forced[at]:
-                    raise
-            if plan is not None and plan.estimate is not None:
-                collective[at] = plan.estimate.seconds + around(problem_of(i), dask_costs())
-    rows = [requests[i].a.chunks[0] for i in ours]
+    collective = [
+        member.run_seconds(forced=must is True) if must or (at in long and must is None) else None
+        for at, (member, must) in enumerate(zip(members, forced, strict=True))
+    ]
+    rows = [member.request.a.chunks[0] for member in members]
     found, total = share_out(seconds, rows, collective, slots, overhead, forced, spread)
-    for work, pool, share in zip(works, pools, found, strict=True):
-        _check_memory(work, pool, share)
     shares: list[Share | None] = [None] * len(requests)
-    for i, share in zip(ours, found, strict=True):
+    for i, member, share in zip(ours, members, found, strict=True):
+        _check_memory(member.work, member.pool, share)
         shares[i] = share
     return GroupPlan(shapes, tuple(shares), slots, total)
 
 
-def _describe(request: Request) -> Batch:
-    """Return what planning needs to know of one product."""
-    m, n = request.shape
-    names = (request.a.dtype.name, request.b.dtype.name, request.dtype.name)
-    return Batch((), (), (), (), m, n, request.a.shape[1], *names)
+@dataclasses.dataclass
+class _Member:
+    """One product of a group, and the workers that could make it.
+
+    Parameters
+    ----------
+    request
+        The product.
+    machine
+        Constants of the engine that would run.
+    pool
+        The workers, as plain tasks see them.
+    snapshot
+        What the scheduler says of a collective run; None if it can't be asked.
+    """
+
+    request: Request
+    machine: Machine
+    pool: Pool
+    snapshot: Snapshot | None
+
+    @functools.cached_property
+    def work(self) -> Batch:
+        """The product as a batch of one item."""
+        (m, n), k = self.request.shape, self.request.a.shape[1]
+        names = (self.request.a.dtype.name, self.request.b.dtype.name, self.request.dtype.name)
+        return Batch((), (), (), (), m, n, k, *names)
+
+    @property
+    def slot_seconds(self) -> float:
+        """What the product takes one slot."""
+        gathered = sum(self.work.item_bytes[:2]) * (1 - 1 / self.pool.workers) / self.machine.bandwidth
+        return item_seconds(self.work, self.machine) + gathered
+
+    @property
+    def spread_seconds(self) -> float:
+        """How long each slot waits for B if the product is cut: one worker puts B together and sends it on."""
+        sent = 2 * (1 - 1 / self.pool.workers) / self.machine.bandwidth
+        return self.work.item_bytes[1] * (sent + 1 / self.machine.memory_bandwidth)
+
+    @property
+    def too_large(self) -> bool:
+        """Whether the product as one task holds more than a worker may."""
+        return bool(self.pool.memory) and self.work.held_bytes > self.pool.memory
+
+    def run_seconds(self, *, forced: bool) -> float | None:
+        """Return what a collective run takes; None where none is possible, which is an error if it is forced."""
+        if self.snapshot is None:
+            return None
+        problem = make_problem(self.request)
+        try:
+            plan = self.snapshot.plan(problem)
+        except (PlanError, ProjectedMemoryError):
+            if forced:
+                raise
+            return None
+        return None if plan.estimate is None else plan.estimate.seconds + around(problem, dask_costs())
+
+
+def _members(requests: Sequence[Request]) -> list[_Member]:
+    """Ask the scheduler who could work, once for all products of the same types."""
+    read = read_options()
+    known: dict[tuple[str, ...], tuple[list[Worker], Snapshot | None]] = {}
+    found = []
+    for request in requests:
+        key = (request.kind, request.a.dtype.name, request.b.dtype.name)
+        if key not in known:
+            known[key] = known_workers(make_problem(request), None)
+        workers, snapshot = known[key]
+        machine, pool = read.machine(engine_alone(request.kind)), Pool.of(workers, read.limit_fraction, request.kind)
+        found.append(_Member(request, machine, pool, snapshot))
+    return found
 
 
 def _check_memory(work: Batch, pool: Pool, share: Share) -> None:
