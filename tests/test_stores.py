@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.errors import DistMMError
-from dask_distmm.tools.commands import stores
+from dask_distmm.tools.commands import places, reading, writing
 
 
-def place(path: Path | str) -> stores.Place:
-    return stores.parse_place(str(path))
+def place(path: Path | str) -> places.Place:
+    return places.parse_place(str(path))
 
 
 def make(path: Path, data: np.ndarray) -> None:
@@ -64,11 +64,11 @@ def test_other_names_are_refused(text: str) -> None:
 def test_what_is_read_is_what_was_written(tmp_path: Path, suffix: str, dtype: str | None) -> None:
     data = np.random.default_rng().standard_normal((40, 23))
     make(tmp_path / f"x{suffix}", data)
-    found = stores.read(place(tmp_path / f"x{suffix}"), 2, dtype)
+    found = reading.read(place(tmp_path / f"x{suffix}"), 2, dtype)
     assert found.npartitions > 1
     assert found.dtype == (dtype or "float64")
     np.testing.assert_array_equal(found.compute(scheduler="threads"), data.astype(dtype or "float64"))
-    assert stores.read(place(tmp_path / f"x{suffix}"), 2).name != found.name
+    assert reading.read(place(tmp_path / f"x{suffix}"), 2).name != found.name
 
 
 @given(
@@ -81,7 +81,7 @@ def test_chunks_cover_the_array_and_keep_stored_chunks_whole(
     shape: list[int], workers: int, itemsize: int, data: st.DataObject
 ) -> None:
     stored = data.draw(st.none() | st.tuples(*(st.integers(1, max(1, n)) for n in shape)))
-    chunks = stores.read_chunks(shape, itemsize, stored, workers)
+    chunks = reading.read_chunks(shape, itemsize, stored, workers)
     assert [sum(axis) for axis in chunks] == shape
     for axis, sizes in enumerate(chunks):
         assert len(set(sizes[:-1])) <= 1
@@ -105,17 +105,17 @@ def test_what_can_not_be_read_is_said_in_a_line(tmp_path: Path) -> None:
         ("broken.npy", "can't be read"),
     ):
         with pytest.raises(DistMMError, match=reason) as error:
-            stores.read(place(tmp_path / name), 1)
+            reading.read(place(tmp_path / name), 1)
         assert "\n" not in str(error.value)
     with pytest.raises(DistMMError, match="no such type"):
-        stores.read(place(tmp_path / "g.zarr::x/a"), 1, "float31")
+        reading.read(place(tmp_path / "g.zarr::x/a"), 1, "float31")
 
 
-def fill(target: stores.Place, path: Path, data: np.ndarray) -> None:
+def fill(target: places.Place, path: Path, data: np.ndarray) -> None:
     if target.kind == "zarr":
-        stores.make_zarr(path, target, data.shape, (7, 5), data.dtype)[:] = data
+        writing.make_zarr(path, target, data.shape, (7, 5), data.dtype)[:] = data
         return
-    with stores.writer(path, target.kind, target.inner, data.shape, (7, 5), data.dtype) as put:
+    with writing.writer(path, target.kind, target.inner, data.shape, (7, 5), data.dtype) as put:
         for start in range(0, data.shape[0], 7):
             rows = (slice(start, start + 7), slice(None))
             put(rows, data[rows])
@@ -127,16 +127,16 @@ def test_a_result_appears_when_it_is_complete_and_replaces_only_if_told(tmp_path
         pytest.importorskip("h5py")
     target = place(tmp_path / name)
     data = np.random.default_rng().standard_normal((20, 9))
-    with stores.staged(target, False) as path:
+    with writing.staged(target, False) as path:
         fill(target, path, data)
         assert not (tmp_path / name.partition("::")[0]).exists()
-    np.testing.assert_array_equal(stores.read(target, 1).compute(scheduler="threads"), data)
-    with pytest.raises(DistMMError, match="--overwrite replaces it"), stores.staged(target, False):
+    np.testing.assert_array_equal(reading.read(target, 1).compute(scheduler="threads"), data)
+    with pytest.raises(DistMMError, match="--overwrite replaces it"), writing.staged(target, False):
         pass
-    with stores.staged(target, True) as path:
+    with writing.staged(target, True) as path:
         fill(target, path, -data)
-        np.testing.assert_array_equal(stores.read(target, 1).compute(scheduler="threads"), data)
-    np.testing.assert_array_equal(stores.read(target, 1).compute(scheduler="threads"), -data)
+        np.testing.assert_array_equal(reading.read(target, 1).compute(scheduler="threads"), data)
+    np.testing.assert_array_equal(reading.read(target, 1).compute(scheduler="threads"), -data)
     assert left(tmp_path) == [name.partition("::")[0]]
 
 
@@ -149,7 +149,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, error: type[BaseExcepti
         make(tmp_path / "x.zarr", data)
 
     def interrupted() -> None:
-        with stores.staged(target, True) as path:
+        with writing.staged(target, True) as path:
             fill(target, path, -data)
             raise error
 
@@ -166,7 +166,7 @@ def test_a_group_gets_one_more_array_and_loses_none(tmp_path: Path, version: int
     group = zarr.open_group(str(tmp_path / "g.zarr"), mode="w", zarr_format=version)
     group.create_array("a", data=data, chunks=(7, 5))
     target = place(tmp_path / "g.zarr::new/b")
-    with stores.staged(target, False) as path:
+    with writing.staged(target, False) as path:
         fill(target, path, 2 * data)
     found = zarr.open_group(str(tmp_path / "g.zarr"), mode="r")
     np.testing.assert_array_equal(found["a"][:], data)
@@ -190,7 +190,7 @@ def test_what_others_would_lose_is_not_overwritten(tmp_path: Path) -> None:
         ("s3://bucket/x.zarr", "a URL can't be renamed"),
     ):
         target = place(name if "://" in name else tmp_path / name)
-        with pytest.raises(DistMMError, match=reason), stores.staged(target, True):
+        with pytest.raises(DistMMError, match=reason), writing.staged(target, True):
             pass
     assert left(tmp_path) == before
 
@@ -201,14 +201,14 @@ def test_hdf5_files_with_several_arrays_are_not_overwritten(tmp_path: Path) -> N
         file["a"], file["b"] = np.ones((2, 2)), np.zeros((2, 2))
     for name in ("x.h5", "x.h5::a", "x.h5::c"):
         with pytest.raises(DistMMError, match="has the datasets a, b"):
-            stores.check_target(place(tmp_path / name), True)
+            writing.check_target(place(tmp_path / name), True)
     with pytest.raises(DistMMError, match="name one: .*x.h5::a, .*x.h5::b"):
-        stores.read(place(tmp_path / "x.h5"), 1)
+        reading.read(place(tmp_path / "x.h5"), 1)
 
 
 def test_types_that_no_format_has_are_refused() -> None:
     import ml_dtypes
 
     with pytest.raises(DistMMError, match="bfloat16, which such files don't have"):
-        stores.check_type(place("x.zarr"), np.dtype(ml_dtypes.bfloat16))
-    stores.check_type(place("x.npy"), np.dtype(">f4"))
+        writing.check_type(place("x.zarr"), np.dtype(ml_dtypes.bfloat16))
+    writing.check_type(place("x.npy"), np.dtype(">f4"))

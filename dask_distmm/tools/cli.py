@@ -194,7 +194,7 @@ def matmul(
     from dask_distmm.tools.commands import multiply
 
     multiply.run(
-        multiply.Request(**request),
+        multiply.FileProduct(**request),
         out,
         aux_out,
         scheduler=scheduler,
@@ -223,7 +223,7 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     """
     from dask_distmm.tools.commands import multiply
 
-    asked = multiply.Request(**request)
+    asked = multiply.FileProduct(**request)
     plan = multiply.explained(asked, scheduler, workers)
     click.echo(repr(plan))
     if html is not None:

@@ -23,20 +23,12 @@ from distributed import Client, as_completed, futures_of, wait
 from dask_distmm import BatchPlan, NotCollective, Plan, PlanError, explain, matmul, progress
 from dask_distmm.errors import DistMMError
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.tools.commands.stores import (
-    Place,
-    check_target,
-    check_type,
-    make_zarr,
-    parse_place,
-    read,
-    regular,
-    staged,
-    writer,
-)
+from dask_distmm.tools.commands.places import Place, parse_place
+from dask_distmm.tools.commands.reading import read
+from dask_distmm.tools.commands.writing import check_target, check_type, make_zarr, regular, staged, writer
 from dask_distmm.tools.local import connected, default_workers
 
-__all__ = ["Request", "explained", "page", "run"]
+__all__ = ["FileProduct", "explained", "page", "run"]
 
 Say = Callable[[str], None]
 
@@ -45,8 +37,8 @@ _STOP_SECONDS = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """A product as a user asks for it on the command line.
+class FileProduct:
+    """A product of arrays in files, as a user asks for it on the command line.
 
     Parameters
     ----------
@@ -150,15 +142,15 @@ def out_chunks(chunks: Sequence[Sequence[int]], wanted: Sequence[int] | None) ->
 # The plan
 
 
-def explained(request: Request, scheduler: str | None, workers: int | None) -> Plan | BatchPlan | NotCollective:
+def explained(asked: FileProduct, scheduler: str | None, workers: int | None) -> Plan | BatchPlan | NotCollective:
     """Return the plan for a product: on a cluster, or on workers of this machine that are only imagined."""
     if scheduler is None:
         count = workers or default_workers()
-        arrays, options = request.arguments(count)
+        arrays, options = asked.arguments(count)
         with dask.config.set(scheduler="threads"):  # whatever client there may be in this process
             return explain(*arrays, **options, workers=count)
     with connected(scheduler, None, "explain") as client:
-        arrays, options = request.arguments(_worker_count(client))
+        arrays, options = asked.arguments(_worker_count(client))
         return explain(*arrays, **options)
 
 
@@ -178,7 +170,7 @@ def page(plan: Plan | BatchPlan | NotCollective, title: str) -> str:
 
 
 def run(
-    request: Request,
+    asked: FileProduct,
     out: str,
     aux_out: str | None,
     *,
@@ -191,8 +183,8 @@ def run(
 
     Parameters
     ----------
-    request
-        What.
+    asked
+        The product.
     out, aux_out
         Where the result goes, and the epilog's auxiliary output.
     scheduler, workers
@@ -208,25 +200,25 @@ def run(
         Something can't be read, multiplied or written. What was there before is unchanged then.
     """
     targets = [parse_place(out), *([parse_place(aux_out)] if aux_out is not None else [])]
-    if aux_out is not None and not request.kept:
-        raise PlanError(f"--aux-out: epilog {request.epilog!r} has no auxiliary output")
+    if aux_out is not None and not asked.kept:
+        raise PlanError(f"--aux-out: epilog {asked.epilog!r} has no auxiliary output")
     if len({place.target for place in targets}) < len(targets):
         raise PlanError(f"--out and --aux-out are the same: {out}")
     for place in targets:
         check_target(place, overwrite)
     if scheduler is None:
         # Before a cluster is started: most mistakes show here.
-        explained(request, None, workers)
+        explained(asked, None, workers)
     with contextlib.ExitStack() as stack:
         paths = [stack.enter_context(staged(place, overwrite)) for place in targets]
         with connected(scheduler, workers, "matmul") as client:
             if scheduler is not None:
-                _check_paths(client, [place.path for place in request.places if not place.remote], os.R_OK)
+                _check_paths(client, [place.path for place in asked.places if not place.remote], os.R_OK)
                 _check_paths(client, [str(path.parent) for path in paths if path], os.W_OK)
-            arrays, options = request.arguments(_worker_count(client))
+            arrays, options = asked.arguments(_worker_count(client))
             plan = explain(*arrays, **options)
             say(repr(plan).splitlines()[0])
-            results = _results(request, matmul(*arrays, **options), len(targets))
+            results = _results(asked, matmul(*arrays, **options), len(targets))
             for array, place in zip(results, targets, strict=True):
                 check_type(place, array.dtype)
             started = time.perf_counter()
@@ -240,12 +232,12 @@ def run(
         say(f"{place}: {' x '.join(map(str, array.shape))} {array.dtype}, {format_bytes(array.nbytes)}")
 
 
-def _results(request: Request, found: Any, count: int) -> list[da.Array]:
+def _results(asked: FileProduct, found: Any, count: int) -> list[da.Array]:
     """Return D, and the auxiliary output if it is wanted, in equal chunks."""
-    results = [found[0], found[1][request.kept]] if isinstance(found, tuple) else [found]
+    results = [found[0], found[1][asked.kept]] if isinstance(found, tuple) else [found]
     kept = []
     for array in results[:count]:
-        chunks = out_chunks(array.chunks, request.chunks)
+        chunks = out_chunks(array.chunks, asked.chunks)
         kept.append(array if array.chunks == chunks else array.rechunk(chunks))
     return kept
 

@@ -1,0 +1,93 @@
+"""Where arrays in files are: Zarr, NumPy's .npy, HDF5."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from dask_distmm.errors import DistMMError
+
+__all__ = ["Place", "datasets", "first_line", "h5py_for", "parse_place"]
+
+_KINDS = {".zarr": "zarr", ".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5"}
+_HOW = "X.zarr, X.zarr::path/of/array, X.npy or X.h5::dataset"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an array is.
+
+    Parameters
+    ----------
+    path
+        File, folder or, for Zarr to be read, URL.
+    inner
+        Path inside it; empty for none.
+    kind
+        ``"zarr"``, ``"npy"`` or ``"hdf5"``.
+    given
+        As the user has named it.
+    """
+
+    path: str
+    inner: str
+    kind: str
+    given: str = dataclasses.field(compare=False)
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is a URL."""
+        return "://" in self.path
+
+    @property
+    def file(self) -> Path:
+        """Its absolute path on this machine, links followed."""
+        return Path(self.path).resolve()
+
+    @property
+    def target(self) -> Path:
+        """What comes into being when an array is written here: a file, a store, an array in a store that is there."""
+        return self.file / self.inner if self.kind == "zarr" and self.inner and self.file.exists() else self.file
+
+    def __str__(self) -> str:
+        return self.given
+
+
+def parse_place(text: str) -> Place:
+    """Return the place that a user names, as ``path`` or ``path::inner``.
+
+    Raises
+    ------
+    DistMMError
+        The name does not say which format it is.
+    """
+    path, _, inner = text.partition("::")
+    kind = _KINDS.get(Path(path).suffix.lower())
+    if kind is None and path and Path(path).is_dir():
+        kind = "zarr"
+    if kind is None or (kind == "npy" and inner):
+        raise DistMMError(f"{text}: expected {_HOW}")
+    return Place(path if "://" in path else str(Path(path).absolute()), inner.strip("/"), kind, text)
+
+
+def h5py_for(path: str) -> Any:
+    """Return the module h5py, which a file needs."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise DistMMError(f"{path}: HDF5 needs h5py ({error}), here and on the workers: pip install h5py") from error
+    return h5py
+
+
+def datasets(h5py: Any, place: Place) -> list[str]:
+    """Return the names of all datasets in an HDF5 file."""
+    names: list[str] = []
+    with h5py.File(place.path, "r") as file:
+        file.visititems(lambda name, node: names.append(name) if isinstance(node, h5py.Dataset) else None)
+    return names
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its type if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,186 @@
+"""Results in files: written beside their target, and renamed when complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.errors import DistMMError
+from dask_distmm.tools.commands.places import Place, datasets, first_line, h5py_for
+from dask_distmm.tools.local import interrupts_deferred
+
+__all__ = ["check_target", "check_type", "make_zarr", "regular", "staged", "writer"]
+
+
+def regular(chunks: Sequence[int]) -> int:
+    """Return the size of equal chunks like these, of which only the last may be smaller; stores want such."""
+    return max(1, *chunks)
+
+
+def check_target(place: Place, overwrite: bool) -> None:
+    """Make sure that an array can be written to a place.
+
+    Raises
+    ------
+    DistMMError
+        It is not on this machine's file system, is there already, or can't be written.
+    """
+    if place.remote:
+        raise DistMMError(f"{place}: results go to a path of the file system: a URL can't be renamed when complete")
+    others = _others(place)
+    if place.target.exists() and not overwrite:
+        raise DistMMError(f"{place} exists; --overwrite replaces it")
+    if others:
+        raise DistMMError(f"{place} is not overwritten: {others}")
+    folder = place.file.parent
+    if not folder.is_dir():
+        raise DistMMError(f"{place}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise DistMMError(f"{place}: the folder {folder} can't be written to")
+
+
+def check_type(place: Place, dtype: Any) -> None:
+    """Make sure that a format has a type; none of them has bfloat16 or FP8.
+
+    Raises
+    ------
+    DistMMError
+        It has not.
+    """
+    if np.dtype(dtype).kind not in "biufc":
+        raise DistMMError(f"{place}: the result is of {dtype}, which such files don't have; take another --dtype")
+
+
+def _others(place: Place) -> str:
+    """Return what would be lost beside an array if what is at a place were replaced; empty for nothing."""
+    file = place.file
+    if place.kind == "zarr" and file.exists():
+        import zarr
+
+        try:
+            store = zarr.open(str(file), mode="r")
+            found = zarr.open(str(file), path=place.inner or None, mode="r") if place.target.exists() else None
+        except Exception as error:  # whatever a damaged store is read as
+            return f"it is no Zarr store that can be read ({first_line(error)}); remove it first"
+        if isinstance(found, zarr.Group):
+            return "it is a group; name one of its arrays, or remove it first"
+        if place.inner and not isinstance(store, zarr.Group):
+            return f"{place.path} is an array and can't hold another one"
+    elif place.kind == "hdf5":
+        h5py = h5py_for(place.path)
+        if file.exists():
+            names = datasets(h5py, place)
+            if len(names) > 1 or (place.inner and names != [place.inner]):
+                return f"it has the datasets {', '.join(names[:5])}, and HDF5 files are replaced as a whole"
+    elif file.is_dir():
+        return "it is a folder"
+    return ""
+
+
+@contextlib.contextmanager
+def staged(place: Place, overwrite: bool) -> Iterator[Path]:
+    """Give a path to write to; at the end of the block what is there takes its place, or vanishes after an error.
+
+    It is in a hidden folder ``.NAME.*.partial`` beside the target. Only a program that is killed leaves that behind.
+
+    Raises
+    ------
+    DistMMError
+        As `check_target`; and if the target has come into being meanwhile.
+    """
+    check_target(place, overwrite)
+    target, home = place.target, place.file.parent
+    made: list[Path] = []  # so that it is known here even if Ctrl-C comes while it is made
+    try:
+        with interrupts_deferred():
+            made.append(Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=home)))
+        folder = made[0]
+        # As open as the target's folder: workers may be other users.
+        folder.chmod(stat.S_IMODE(home.stat().st_mode) | stat.S_IRWXU)
+        yield folder / target.name
+        with interrupts_deferred():
+            check_target(place, overwrite)
+            if target.is_dir():
+                target.rename(folder / "replaced")
+            if target != place.file:
+                _make_group(place)
+            (folder / target.name).replace(target)
+            if target != place.file:
+                _consolidate(place)
+    finally:
+        with interrupts_deferred():
+            for path in made:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _make_group(place: Place) -> None:
+    """Make the groups that an array in a Zarr store is to be in, as far as they are missing."""
+    import zarr
+
+    version = zarr.open_group(str(place.file), mode="r").metadata.zarr_format
+    parent = str(Path(place.inner).parent)
+    zarr.open_group(str(place.file), path="" if parent == "." else parent, mode="a", zarr_format=version)
+
+
+def _consolidate(place: Place) -> None:
+    """Bring a Zarr store's consolidated metadata up to date, where it has such."""
+    import zarr
+
+    if zarr.open_group(str(place.file), mode="r").metadata.consolidated_metadata is not None:
+        zarr.consolidate_metadata(str(place.file))
+
+
+Write = Callable[[tuple[slice, ...], Any], None]
+
+
+@contextlib.contextmanager
+def writer(
+    path: Path, kind: str, inner: str, shape: Sequence[int], chunks: Sequence[int], dtype: Any
+) -> Iterator[Write]:
+    """Make an array in a new file; give a function that writes parts of it, from this process.
+
+    Parameters
+    ----------
+    path, kind, inner
+        As of a `Place`.
+    shape, chunks, dtype
+        Of the array.
+    """
+    if kind == "npy":
+        found = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=tuple(shape))
+        yield found.__setitem__
+        found.flush()
+        return
+    with h5py_for(str(path)).File(path, "w") as file:
+        whole = not shape or 0 in shape
+        found = file.create_dataset(inner or "data", shape=shape, dtype=dtype, chunks=None if whole else tuple(chunks))
+        yield found.__setitem__
+
+
+def make_zarr(path: Path, place: Place, shape: Sequence[int], chunks: Sequence[int], dtype: Any) -> Any:
+    """Return a new Zarr array for the workers to write, at a path of `staged`."""
+    import zarr
+
+    inside = place.target != place.file
+    version = zarr.open_group(str(place.file), mode="r").metadata.zarr_format if inside else 3
+    try:
+        if place.inner and not inside:
+            zarr.open_group(str(path), mode="w")
+        return zarr.create_array(
+            str(path),
+            name=None if inside else place.inner or None,
+            shape=tuple(shape),
+            chunks=tuple(max(1, size) for size in chunks),
+            dtype=dtype,
+            zarr_format=version,
+        )
+    except ValueError as error:
+        raise DistMMError(f"Zarr can't store this result: {first_line(error)}") from error
