@@ -11,7 +11,7 @@ import numpy as np
 
 from dask_distmm.arrays.distribute import place
 from dask_distmm.arrays.request import Request
-from dask_distmm.arrays.signature import Like
+from dask_distmm.arrays.signature import Signature
 from dask_distmm.arrays.views import apply_op
 from dask_distmm.errors import PlanError
 from dask_distmm.planning import Chunks, Plan, Problem, plan
@@ -83,7 +83,7 @@ class Operands:
 
     def __init__(self, given: Mapping[str, da.Array], ops: Mapping[str, str]) -> None:
         self._ops = ops
-        self.signatures = {name: Like.of(array) for name, array in given.items()}
+        self.signatures = {name: Signature.of(array) for name, array in given.items()}
         self.arrays = self._turned(given)
         # Names of the planned epilog's inputs.
         self.inputs: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Operands:
         for name in self.inputs:
             del self.arrays[name]
         self.arrays.update(inputs)
-        self.signatures.update({name: Like.of(array) for name, array in inputs.items()})
+        self.signatures.update({name: Signature.of(array) for name, array in inputs.items()})
         self.inputs = tuple(inputs)
         self._placed.clear()
 

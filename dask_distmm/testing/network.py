@@ -1,0 +1,103 @@
+"""A network in memory, and runs of a plan over it with a thread for each participant."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import REPLICA, Boxes, ChunkKey, Engine, Job
+from dask_distmm.planning import EVERYWHERE, Plan
+
+__all__ = ["LocalComm", "run_jobs"]
+
+
+class LocalComm:
+    """A network in memory: `Comm` for jobs that run as threads of one process.
+
+    Parameters
+    ----------
+    jobs
+        Filled by the caller, one job for each participant.
+    hook
+        Called as ``hook(peer, kind)`` before a request is served; may raise or wait, to inject faults.
+    """
+
+    def __init__(self, jobs: Sequence[Job], hook: Callable[[int, str], None] = lambda peer, kind: None) -> None:
+        self.jobs, self.hook = jobs, hook
+        self.pool = ThreadPoolExecutor(8, thread_name_prefix="local-comm")
+        self.requests: list[tuple[int, str, int]] = []
+        self.received_bytes = 0
+        self._lock = threading.Lock()
+
+    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
+        """Ask a peer; answered by a thread once the peer is ready."""
+        answer: Future[Sequence[NDArray[Any]]] = Future()
+        with self._lock:
+            self.requests.append((peer, kind, len(boxes)))
+
+        def serve(ready: Future[None]) -> None:
+            try:
+                ready.result()
+                self.hook(peer, kind)
+                # Copies, as a network makes: a peer must not see later changes of ours.
+                answer.set_result([x.copy(order="K") for x in self.jobs[peer].serve(kind, boxes, flat)])
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self.jobs[peer].available(kind, boxes).add_done_callback(lambda ready: self.pool.submit(serve, ready))
+        return answer
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.pool.shutdown()
+
+
+def run_jobs(
+    engine: Engine, made: Plan, chunks: Mapping[ChunkKey, NDArray[Any]], timeout: float = 60.0
+) -> dict[Any, NDArray[Any]]:
+    """Run a plan with one thread a participant; return D's chunks by number, others by name and number.
+
+    Replicas that ranks bring are compared with the chunks of the owners.
+    """
+    jobs: list[Job] = []
+    comm = LocalComm(jobs)
+    where = made.where
+    try:
+        for me in range(len(made.participants)):
+            mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}  # type: ignore[index]
+            jobs.append(engine.job(made, me, mine, comm, lambda share: None))
+        for job in jobs:
+            job.prepare()
+        offers = [job.offer for job in jobs]
+        for job in jobs:
+            job.accept(offers)
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            futures = [pool.submit(job.execute) for job in jobs]
+            result: dict[Any, NDArray[Any]] = {}
+            replicas: list[tuple[int, NDArray[Any]]] = []
+            finished, waiting = wait(futures, timeout, return_when=FIRST_EXCEPTION)
+            failed = [error for future in finished if (error := future.exception())]
+            if failed or waiting:
+                error = failed[0] if failed else TimeoutError(f"{len(waiting)} jobs hang")
+                for job in jobs:
+                    job.abort(error)
+                raise error
+            for future in futures:
+                part = dict(future.result())
+                copies = [key for key in part if isinstance(key, tuple) and key[0] == REPLICA]
+                replicas += [(key[1], part.pop(key)) for key in copies]
+                own = [key for key in part if not isinstance(key, tuple)]
+                assert not copies or len(own) + len(copies) == len(made.owners), "a rank lacks chunks"
+                assert not set(part) & set(result), "two ranks own one chunk"
+                result.update(part)
+            for index, copy in replicas:
+                assert copy.dtype == result[index].dtype
+                assert copy.shape == result[index].shape
+                assert copy.tobytes("C") == result[index].tobytes("C"), f"the replica of chunk {index} differs"
+        return result
+    finally:
+        comm.close()
