@@ -1,0 +1,137 @@
+"""A new engine is one module: this one has an engine of its own, and multiplies with it."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, LocalCluster
+
+from dask_distmm import EngineError, PlanError, explain, matmul
+from dask_distmm.planning import ENGINES, Abilities
+from dask_distmm.planning.engines import engine_alone, engines
+from dask_distmm.planning.plan import EVERYWHERE
+from dask_distmm.testing import assert_nothing_left, assert_product
+
+used = []
+
+
+class ToyJob:
+    """One rank has all of A and B sent to it, and multiplies them in one go."""
+
+    received_bytes = held_bytes = kept_bytes = 0
+    offer = None
+
+    def __init__(self, plan, me, chunks, comm):
+        self.plan, self.me, self.chunks, self.comm, self.timings = plan, me, chunks, comm, {}
+
+    def prepare(self):
+        pass
+
+    def accept(self, offers):
+        pass
+
+    def execute(self):
+        if self.me not in self.plan.ranks:
+            return {}
+        used.append(self.plan.problem.name)
+        d = self._whole("a") @ self._whole("b")
+        return {number: d[r0:r1, c0:c1].copy() for number, (r0, r1, c0, c1) in self._places("d")}
+
+    def _places(self, operand):
+        rows, cols = (np.cumsum((0, *sizes)).tolist() for sizes in self.plan.problem.chunks_of(operand))
+        for number in range((len(rows) - 1) * (len(cols) - 1)):
+            i, j = divmod(number, len(cols) - 1)
+            yield number, (rows[i], rows[i + 1], cols[j], cols[j + 1])
+
+    def _whole(self, operand):
+        problem = self.plan.problem
+        whole = np.empty([sum(sizes) for sizes in problem.chunks_of(operand)], problem.compute_type)
+        for number, (r0, r1, c0, c1) in self._places(operand):
+            holder = int(self.plan.where[operand][number])
+            if holder in (self.me, EVERYWHERE):
+                whole[r0:r1, c0:c1] = self.chunks[operand, number]
+            else:
+                boxes = np.array([("ab".index(operand), number, 0, r1 - r0, 0, c1 - c0)])
+                whole[r0:r1, c0:c1] = self.comm.fetch(holder, "input", boxes, False).result()[0]
+        return whole
+
+    def available(self, kind, boxes):
+        done = Future()
+        done.set_result(None)
+        return done
+
+    def serve(self, kind, boxes, flat):
+        return [self.chunks["ab"[operand], number][r0:r1, c0:c1] for operand, number, r0, r1, c0, c1 in boxes.tolist()]
+
+    def abort(self, error):
+        pass
+
+
+class ToyEngine:
+    name = "toy"
+
+    def versions(self):
+        return {"toy": "1"}
+
+    def memory(self):
+        return 0
+
+    def links(self):
+        return "", ()
+
+    def job(self, plan, me, chunks, comm, progress, ready=()):
+        return ToyJob(plan, me, chunks, comm)
+
+    def release(self, group):
+        pass
+
+    def abandon(self, group):
+        pass
+
+
+ENGINE = ToyEngine()
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "toy_engine", sys.modules[__name__])
+    abilities = Abilities(
+        "toy",
+        "toy_engine",
+        takes=lambda array, dtypes: array == "numpy" and set(dtypes) == {"float64"},
+        has_method=lambda problem, method: method == "local",
+    )
+    monkeypatch.setitem(ENGINES, "toy", abilities)
+
+
+def test_an_engine_in_one_module(toy):
+    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
+        with Client(cluster) as client:
+            rng = np.random.default_rng()
+            a, b = rng.standard_normal((90, 70)), rng.standard_normal((70, 50))
+            x, y = (client.persist(da.from_array(array, chunks=(30, 20))) for array in (a, b))
+            made = explain(x, y, engine="toy")
+            assert (made.engine, made.method) == ("toy", "local")
+            d = matmul(x, y, engine="toy")
+            assert_product(a, b, d.compute())
+            assert used == [d.name]
+            with pytest.raises(PlanError, match="'allgather'"):
+                explain(x, y, engine="toy", method="allgather")
+            # It takes float64 alone, and is not preferred where others can.
+            assert explain(x.astype("float32"), y.astype("float32")).engine == "numpy"
+            assert explain(x, y, method="allgather").engine == "numpy"
+            del d, x, y
+            assert_nothing_left(client)
+
+
+def test_an_unknown_engine_is_named():
+    with pytest.raises(EngineError, match="unknown engine 'toy'; known are 'peer', 'cublasmp', 'numpy'"):
+        engines(["numpy", "toy"])
+
+
+def test_the_engine_where_there_is_no_cluster():
+    assert [engine_alone(array) for array in ("numpy", "cupy")] == ["numpy", "cublasmp"]
