@@ -17,8 +17,9 @@ async def dask_setup(server: Any) -> None:
     """
     from distributed import Scheduler, Worker
 
+    from dask_distmm.runtime.messages import NAME
     from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
-    from dask_distmm.runtime.worker import NAME, DistMMWorkerPlugin
+    from dask_distmm.runtime.worker.plugin import DistMMWorkerPlugin
 
     if isinstance(server, Scheduler):
         await server.register_scheduler_plugin(DistMMSchedulerPlugin(), name=NAME, idempotent=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def count_runs(dask_scheduler) -> int:
-    return dask_scheduler.plugins["distmm"].live.newest if "distmm" in dask_scheduler.plugins else 0
+    return dask_scheduler.plugins["distmm"].queue.newest if "distmm" in dask_scheduler.plugins else 0
 
 
 def raises(kind, function) -> str:

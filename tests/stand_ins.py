@@ -1,10 +1,12 @@
-"""What tests use in place of parts of Dask."""
+"""Stand-ins for parts of Dask, and for who sends messages."""
 
 from __future__ import annotations
 
+from dask_distmm.runtime.wire import decode, encode
+
 
 class Loop:
-    """What `WorkerSide` needs of a Dask worker."""
+    """Has all of a Dask worker that `WorkerSide` needs."""
 
     address = "inproc://1"
 
@@ -19,3 +21,8 @@ class Loop:
     def handle_stimulus(self, event) -> None:
         for key in event.keys:
             self.data.pop(key, None)
+
+
+async def ask(side, request):
+    """Give a request to the handler that a `WorkerSide` has for it; return the answer."""
+    return decode(request.answer, await side.handlers[request.operation](**encode(request)))

@@ -23,6 +23,7 @@ from dask_distmm.graph.build import build_graph
 from dask_distmm.runtime import client as cluster
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import barrier_name
+from dask_distmm.runtime.messages import NAME
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 
@@ -34,7 +35,7 @@ def test_this_version_of_distributed_has_been_tested():
 
 
 def test_it_has_all_that_is_used():
-    assert direct.check(Scheduler, Worker) == []
+    assert direct.find_missing(Scheduler, Worker) == []
 
 
 def test_what_is_missing_is_named():
@@ -47,7 +48,7 @@ def test_what_is_missing_is_named():
     class OtherWorker(Worker):
         update_data = None
 
-    missing = direct.check(Other, OtherWorker)
+    missing = direct.find_missing(Other, OtherWorker)
     assert "Other._add_to_memory(recommendations)" in missing
     assert "OtherWorker.update_data(data)" in missing
     assert "the scheduler's transition ('no-worker', 'erred')" in missing
@@ -258,7 +259,7 @@ def test_a_scheduler_that_lacks_something_refuses(validated):
     matmul(x, y).compute()
 
     def lack(what, dask_scheduler=None):
-        dask_scheduler.plugins["distmm"].unsupported = what
+        dask_scheduler.plugins[NAME].unsupported = what
 
     try:
         validated.run_on_scheduler(lack, ["Scheduler.transitions(stimulus_id)"])

@@ -90,7 +90,7 @@ def under_way(client):
     future = client.compute(matmul(x, y, method="summa"))
     deadline = time.monotonic() + 60
     while "running" not in client.run_on_scheduler(
-        lambda dask_scheduler: {run.phase for run in dask_scheduler.plugins["distmm"].live.values()}
+        lambda dask_scheduler: {run.phase for run in dask_scheduler.plugins["distmm"].queue.values()}
     ):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -15,14 +15,15 @@ from distributed import Client, LocalCluster, wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_events import events
-from stand_ins import Loop
+from stand_ins import Loop, ask
 
 import dask_distmm
 from dask_distmm import Matmul, PlanError, ProjectedMemoryError, matmul
 from dask_distmm.errors import RunFailedError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
-from dask_distmm.runtime.worker import WorkerSide
+from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
+from dask_distmm.runtime.worker.side import WorkerSide
 from dask_distmm.testing import assert_nothing_left, assert_product, inject, make_problem, random_chunks
 
 rng = np.random.default_rng()
@@ -38,7 +39,7 @@ def runs(client):
 
 def kept(client):
     """How many results each worker keeps."""
-    return set(client.run(lambda dask_worker: len(dask_worker.extensions["distmm"].replicas)).values())
+    return set(client.run(lambda dask_worker: len(dask_worker.extensions[NAME].replicas)).values())
 
 
 def until(condition):
@@ -123,14 +124,15 @@ def test_a_vote_finds_out_what_is_missing():
         where = np.full(2, EVERYWHERE, np.int32), np.zeros(1, np.int32)
         wire = plan(problem, [Worker("inproc://1")], *where, replica_runs=(7, 0)).to_wire()
         chunks = {0: np.ones((4, 5)), 1: np.ones((3, 5))}
-        refused = {"status": "no replicas", "names": ["x"]}
-        assert await side.prepare(run_id=8, me=0, plan=wire, keys=keys) == refused
-        side.replicas._kept["x"] = 6, chunks  # of another run
-        assert await side.prepare(run_id=8, me=0, plan=wire, keys=keys) == refused
+        for run_id in (None, 6):
+            if run_id is not None:
+                side.replicas._kept["x"] = run_id, chunks  # of another run
+            vote = await ask(side, Prepare(8, 0, wire, keys))
+            assert (vote.status, vote.names) == ("no replicas", ["x"])
         side.replicas._kept["x"] = 7, chunks
         side.replicas.drop("x", 6)
-        assert (await side.prepare(run_id=8, me=0, plan=wire, keys=keys))["status"] == "OK"
-        assert (await side.start(run_id=8))["status"] == "OK"
+        assert (await ask(side, Prepare(8, 0, wire, keys))).status == "OK"
+        assert (await ask(side, Start(8))).status == "OK"
         np.testing.assert_array_equal(side.worker.data["m", 1, 0], np.full((3, 6), 5.0))
         side.replicas.drop(name="x", run_id=7)
         assert not len(side.replicas)
@@ -151,26 +153,26 @@ def test_requests_for_replicas():
         wire = plan(problem, [Worker("inproc://1")], np.zeros(2, np.int32), np.zeros(1, np.int32)).to_wire()
         box = np.array([[0, 1, 0, 0, 0, 0]], np.int64)
 
-        def ask(run_id, index=1):
+        def fetch(run_id, index=1):
             box[0, 1] = index
-            return asyncio.ensure_future(side.fetch(run_id=run_id, kind="replica", boxes=box.tobytes(), flat=False))
+            return asyncio.ensure_future(ask(side, Fetch(run_id, "replica", box.tobytes(), flat=False)))
 
-        assert (await side.prepare(run_id=1, me=0, plan=wire, keys=keys))["status"] == "OK"
-        early = ask(1)
+        assert (await ask(side, Prepare(1, 0, wire, keys))).status == "OK"
+        early = fetch(1)
         await asyncio.sleep(0.05)
         assert not early.done()
-        await side.abort(run_id=1, reason="test")
-        assert (await early)["status"] == "failed"
-        assert (await ask(1))["status"] == "gone"
-        assert (await side.prepare(run_id=2, me=0, plan=wire, keys=keys))["status"] == "OK"
-        early = ask(2)
-        assert (await side.start(run_id=2))["status"] == "OK"
-        np.testing.assert_array_equal((await early)["data"][0].data, np.full((3, 6), 5.0))
-        assert (await ask(2, index=5))["status"] == "refused"
+        await ask(side, Abort(1, "test"))
+        assert (await early).status == "failed"
+        assert (await fetch(1)).status == "gone"
+        assert (await ask(side, Prepare(2, 0, wire, keys))).status == "OK"
+        early = fetch(2)
+        assert (await ask(side, Start(2))).status == "OK"
+        np.testing.assert_array_equal((await early).data[0].data, np.full((3, 6), 5.0))
+        assert (await fetch(2, index=5)).status == "refused"
         assert len(side.replicas.find("m", 2)) == 2
         assert side.replicas.find("m", 1) is None
         side.finish(run_id=2)
-        assert (await ask(2))["status"] == "gone"
+        assert (await fetch(2)).status == "gone"
         assert side.replicas.find("m", 2) is not None
         side.replicas.drop("m", 2)
         assert not len(side.replicas)
@@ -248,7 +250,7 @@ def test_replicas_that_have_vanished_are_not_missed(client, retries):
     d = matmul(a, a, epilog="allreduce").persist()
     wait(d)
     victim = next(iter(client.nthreads()))
-    client.run(lambda dask_worker: dask_worker.extensions["distmm"].replicas.drop(), workers=[victim])
+    client.run(lambda dask_worker: dask_worker.extensions[NAME].replicas.drop(), workers=[victim])
     with dask.config.set({"distmm.retries": retries}):
         e = matmul(a, d, method="summa")
     assert_product(a.compute(), d.compute(), e.compute())

@@ -11,6 +11,7 @@ import pytest
 from dask_distmm.errors import EngineError, MissingEngineError, PlanError
 from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.planning.peer.access import out_of_reach
+from dask_distmm.runtime.messages import Description
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.testing import make_problem
 
@@ -31,7 +32,7 @@ def roster(*said):
         for name in names
     }
     found = Roster(SimpleNamespace(workers=workers, security=SimpleNamespace(require_encryption=False)))
-    found._described.update(zip(names, said, strict=True))
+    found._described.update((name, Description("OK", **one)) for name, one in zip(names, said, strict=True))
     return found
 
 

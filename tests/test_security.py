@@ -16,6 +16,7 @@ from run_events import events
 
 from dask_distmm import EngineError, matmul
 from dask_distmm.planning import Demand
+from dask_distmm.runtime.messages import Description
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.testing import assert_nothing_left, assert_product
 
@@ -55,7 +56,7 @@ def cluster_of(*hosts: str, encrypted: bool = True) -> Roster:
     }
     roster = Roster(SimpleNamespace(workers=workers, security=Security(require_encryption=encrypted)))
     for host, address in zip(hosts, workers, strict=True):
-        roster._described[address] = {"version": "1", "host": host, "engines": {"cublasmp": {}}, "memory": {}}
+        roster._described[address] = Description("OK", version="1", host=host, engines={"cublasmp": {}})
     return roster
 
 

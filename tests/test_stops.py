@@ -19,6 +19,7 @@ from distributed import Client, LocalCluster, wait
 
 from dask_distmm import DistMMError, RunFailedError, explain, matmul
 from dask_distmm.errors import NoWorkersError
+from dask_distmm.runtime.messages import NAME
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
 # Short limits, so that what must end does so while somebody watches.
@@ -93,9 +94,7 @@ def test_a_rank_stands_still_for_too_long(fault_client, point, victim, record_pr
 
 
 def running(dask_scheduler) -> list[list[str]]:
-    return [
-        sorted(run.participants) for run in dask_scheduler.plugins["distmm"].live.values() if run.phase == "running"
-    ]
+    return [sorted(run.participants) for run in dask_scheduler.plugins[NAME].queue.values() if run.phase == "running"]
 
 
 def wait_until_running(client) -> list[str]:
@@ -260,18 +259,18 @@ def test_clients_that_share_workers(fault_client, count):
 
 
 def runs_in_order(dask_worker) -> list[int]:
-    events = dask_worker.extensions["distmm"].history._to_dict()
+    events = dask_worker.extensions[NAME].history._to_dict()
     return [event["run"] for event in events if event["what"] == "began"]
 
 
 def pretend(version: str) -> None:
-    import dask_distmm.runtime.worker
+    from dask_distmm.runtime.worker import description
 
-    dask_distmm.runtime.worker.__version__ = version
+    description.__version__ = version
 
 
 def forget_what_workers_said(dask_scheduler) -> None:
-    dask_scheduler.plugins["distmm"].roster.clear()
+    dask_scheduler.plugins[NAME].roster.clear()
 
 
 def test_another_version_on_one_worker(fault_client):
@@ -293,14 +292,14 @@ def test_another_version_on_one_worker(fault_client):
 
 def deafen(dask_worker):
     """What a worker without the plugin does: it does not know our calls."""
-    side = dask_worker.extensions["distmm"]
+    side = dask_worker.extensions[NAME]
     for op in side.handlers:
-        if op.startswith("distmm"):
+        if op.startswith(NAME):
             del dask_worker.handlers[op]
 
 
 def hear(dask_worker):
-    dask_worker.handlers.update(dask_worker.extensions["distmm"].handlers)
+    dask_worker.handlers.update(dask_worker.extensions[NAME].handlers)
 
 
 def test_a_worker_without_the_plugin_is_left_out(fault_client):
@@ -327,11 +326,11 @@ def test_the_last_events_are_in_a_dump(fault_client, tmp_path):
     fault_client.dump_cluster_state(str(tmp_path / "dump"))
     with gzip.open(tmp_path / "dump.msgpack.gz") as file:
         state = msgpack.load(file, strict_map_key=False)
-    newest = max(event["run"] for event in state["scheduler"]["extensions"]["distmm"]["history"])
+    newest = max(event["run"] for event in state["scheduler"]["extensions"][NAME]["history"])
     for worker in state["workers"].values():
-        events = [event["what"] for event in worker["distmm"] if event["run"] == newest]
+        events = [event["what"] for event in worker[NAME] if event["run"] == newest]
         assert events[:4] == ["asked for a vote", "voted OK", "began", "was done"]
-    events = [e["what"] for e in state["scheduler"]["extensions"]["distmm"]["history"] if e["run"] == newest]
+    events = [e["what"] for e in state["scheduler"]["extensions"][NAME]["history"] if e["run"] == newest]
     assert events[0].startswith("start method=summa")
     assert events[-1].startswith("done seconds=")
 

@@ -1,4 +1,4 @@
-"""The workers' protocol: what a `WorkerSide` refuses, and that a refusal changes nothing."""
+"""The workers' end of the protocol: a `WorkerSide` refuses messages that do not fit, and then nothing changes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stand_ins import Loop
+from stand_ins import Loop, ask
 
 from dask_distmm import matmul
-from dask_distmm.comms.dask import DaskComm
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.runtime.worker import WorkerSide, other_orders
+from dask_distmm.runtime.chunks import other_orders
+from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
+from dask_distmm.runtime.transfers import DaskComm
+from dask_distmm.runtime.worker.side import WorkerSide
 from dask_distmm.testing import make_problem
 
 
@@ -28,7 +30,7 @@ def side():
 
 
 def state(side):
-    return (side.newest_run, sorted(side.runs), dict(side.placed), sorted(side.worker.data))
+    return (side.newest_run, sorted(side.runs), len(side.chunks), sorted(side.worker.data))
 
 
 def small_plan() -> Plan:
@@ -45,29 +47,29 @@ def with_chunks(side) -> None:
 
 
 def prepared(side, run_id=1):
-    return side.prepare(run_id=run_id, me=0, plan=small_plan().to_wire(), keys=KEYS)
+    return ask(side, Prepare(run_id, 0, small_plan().to_wire(), KEYS))
 
 
 def test_one_run_by_hand():
     async def work() -> None:
         side = WorkerSide(Loop())
         with_chunks(side)
-        assert (await prepared(side))["status"] == "OK"
+        assert (await prepared(side)).status == "OK"
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
-        answer = await side.fetch(run_id=1, kind="input", boxes=box, flat=False)
-        assert answer["status"] == "OK"
-        answer = await side.start(run_id=1)
-        assert answer["status"] == "OK"
-        ((output, numbers, sizes),) = answer["placed"]
+        answer = await ask(side, Fetch(1, "input", box, flat=False))
+        assert answer.status == "OK"
+        answer = await ask(side, Start(1))
+        assert answer.status == "OK"
+        ((output, numbers, sizes),) = answer.placed
         assert output == ""
         assert np.frombuffer(numbers, np.int64).tolist() == [0, 1]
         assert np.frombuffer(sizes, np.int64).tolist() == [4 * 6 * 8, 3 * 6 * 8]
-        assert answer["type"][1] == "numpy.ndarray"
+        assert answer.type[1] == "numpy.ndarray"
         np.testing.assert_array_equal(side.worker.data["m", 1, 0], np.full((3, 6), 5.0))
         side.finish(run_id=1)
         # A late order to end it takes nothing away.
-        await side.abort(run_id=1, reason="late")
-        assert state(side) == (1, [], {}, sorted([("m", 0, 0), ("m", 1, 0), *KEYS["a"], *KEYS["b"]]))
+        await ask(side, Abort(1, "late"))
+        assert state(side) == (1, [], 0, sorted([("m", 0, 0), ("m", 1, 0), *KEYS["a"], *KEYS["b"]]))
         side.close()
 
     asyncio.run(work())
@@ -77,19 +79,19 @@ def test_what_a_failed_run_has_placed_goes():
     async def work() -> None:
         side = WorkerSide(Loop())
         with_chunks(side)
-        assert (await prepared(side))["status"] == "OK"
+        assert (await prepared(side)).status == "OK"
         unwanted = [("", np.array([0], np.int64).tobytes())]
-        answer = await side.start(run_id=1, unwanted=unwanted)
-        assert np.frombuffer(answer["placed"][0][1], np.int64).tolist() == [1]
+        answer = await ask(side, Start(1, unwanted=unwanted))
+        assert np.frombuffer(answer.placed[0][1], np.int64).tolist() == [1]
         assert ("m", 1, 0) in side.worker.data
         assert ("m", 0, 0) not in side.worker.data
         # Another run makes the same chunk before this worker hears that the first one has failed.
-        assert (await prepared(side, 2))["status"] == "OK"
-        assert (await side.start(run_id=2))["status"] == "OK"
+        assert (await prepared(side, 2)).status == "OK"
+        assert (await ask(side, Start(2))).status == "OK"
         side.end(run_id=1, reason="test")
         assert ("m", 1, 0) in side.worker.data
         side.end(run_id=2, reason="test")
-        assert state(side) == (2, [], {}, sorted([*KEYS["a"], *KEYS["b"]]))
+        assert state(side) == (2, [], 0, sorted([*KEYS["a"], *KEYS["b"]]))
         side.close()
 
     asyncio.run(work())
@@ -98,18 +100,20 @@ def test_what_a_failed_run_has_placed_goes():
 def test_stale_and_missing():
     async def work() -> None:
         side = WorkerSide(Loop())
-        assert await prepared(side) == {"status": "missing", "keys": [*KEYS["a"], *KEYS["b"]]}
+        vote = await prepared(side)
+        assert (vote.status, vote.keys) == ("missing", [*KEYS["a"], *KEYS["b"]])
         with_chunks(side)
-        assert (await prepared(side, 2))["status"] == "OK"
+        assert (await prepared(side, 2)).status == "OK"
         before = state(side)
         for run_id in (0, 1, 2, -5, "2", None):
-            assert (await prepared(side, run_id))["status"] == "refused"
+            assert (await prepared(side, run_id)).status == "refused"
         for run_id in (1, 3, "x"):
-            assert (await side.start(run_id=run_id))["status"] == "refused"
-            assert (await side.fetch(run_id=run_id, kind="input", boxes=b"\0" * 48, flat=False))["status"] == "gone"
+            assert (await ask(side, Start(run_id))).status == "refused"
+            status = (await ask(side, Fetch(run_id, "input", b"\0" * 48, flat=False))).status
+            assert status == ("refused" if run_id == "x" else "gone")
         assert state(side) == before
-        await side.abort(run_id=2, reason="test")
-        assert (await side.start(run_id=2))["status"] == "refused"
+        await ask(side, Abort(2, "test"))
+        assert (await ask(side, Start(2))).status == "refused"
         side.close()
 
     asyncio.run(work())
@@ -120,10 +124,10 @@ def test_keys_that_do_not_fit_the_plan(keys):
     async def work() -> None:
         side = WorkerSide(Loop())
         with_chunks(side)
-        answer = await side.prepare(run_id=1, me=0, plan=small_plan().to_wire(), keys=keys)
-        assert answer["status"] == "refused"
-        assert "keys" in answer["message"]
-        assert state(side)[:3] == (0, [], {})
+        answer = await ask(side, Prepare(1, 0, small_plan().to_wire(), keys))
+        assert answer.status == "refused"
+        assert "keys" in answer.message
+        assert state(side)[:3] == (0, [], 0)
         side.close()
 
     asyncio.run(work())
@@ -142,11 +146,11 @@ def test_a_request_that_is_given_up_harms_no_run():
     async def work() -> None:
         side = WorkerSide(Loop())
         with_chunks(side)
-        assert (await prepared(side))["status"] == "OK"
+        assert (await prepared(side)).status == "OK"
         boxes = np.array([[0, 0, 0, 1, 0, 1]], np.int64).tobytes()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(side.fetch(run_id=1, kind="partial", boxes=boxes, flat=False), 0.05)
-        assert (await side.start(run_id=1))["status"] == "OK"
+            await asyncio.wait_for(ask(side, Fetch(1, "partial", boxes, flat=False)), 0.05)
+        assert (await ask(side, Start(1))).status == "OK"
         side.close()
 
     asyncio.run(work())
@@ -154,15 +158,15 @@ def test_a_request_that_is_given_up_harms_no_run():
 
 junk = st.one_of(st.none(), st.integers(-3, 3), st.text(max_size=5), st.binary(max_size=100), st.lists(st.integers()))
 calls = st.one_of(
-    st.tuples(st.just("prepare"), st.fixed_dictionaries({"run_id": junk, "me": junk, "plan": junk, "keys": junk})),
-    st.tuples(st.just("start"), st.fixed_dictionaries({"run_id": st.integers(2, 9) | st.text()})),
-    st.tuples(st.just("abort"), st.fixed_dictionaries({"run_id": st.integers(2, 9), "reason": st.text()})),
+    st.tuples(st.just(Prepare), st.fixed_dictionaries({"run_id": junk, "me": junk, "plan": junk, "keys": junk})),
+    st.tuples(st.just(Start), st.fixed_dictionaries({"run_id": st.integers(2, 9) | st.text()})),
+    st.tuples(st.just(Abort), st.fixed_dictionaries({"run_id": st.integers(2, 9), "reason": st.text()})),
     st.tuples(
-        st.just("fetch"),
+        st.just(Fetch),
         st.fixed_dictionaries({"run_id": st.integers(0, 3), "kind": junk, "boxes": junk, "flat": st.booleans()}),
     ),
     st.tuples(
-        st.just("fetch"),
+        st.just(Fetch),
         st.fixed_dictionaries(
             {
                 "run_id": st.just(1),
@@ -185,19 +189,19 @@ def test_any_message_in_any_order(messages):
     async def work() -> None:
         side = WorkerSide(Loop())
         with_chunks(side)
-        assert (await prepared(side))["status"] == "OK"
+        assert (await prepared(side)).status == "OK"
         before = state(side)
-        for op, arguments in messages:
+        for kind, fields in messages:
             try:
-                answer = await asyncio.wait_for(getattr(side, op)(**arguments), 0.3)
+                answer = await asyncio.wait_for(ask(side, kind(**fields)), 0.3)
             except TimeoutError:
                 # A valid request for sums, which wait until they are there.
-                assert arguments["kind"] in ("partial", "final")
+                assert fields["kind"] in ("partial", "final")
                 continue
-            good = op == "abort" or (op == "fetch" and arguments["kind"] == "input")
-            assert answer["status"] in ({"OK", "refused", "gone"} if good else {"refused", "gone", "failed"})
+            good = kind is Abort or (kind is Fetch and fields["kind"] == "input")
+            assert answer.status in ({"OK", "refused", "gone"} if good else {"refused", "gone", "failed"})
             assert state(side) == before
-        assert (await side.start(run_id=1))["status"] == "OK"
+        assert (await ask(side, Start(1))).status == "OK"
         np.testing.assert_array_equal(side.worker.data["m", 0, 0], np.full((4, 6), 5.0))
         side.close()
 
@@ -216,21 +220,21 @@ def test_requests_outside_of_a_chunk(side):
             [0, 0, 2, 2, 0, 1],
             [1, 0, -1, 1, 0, 1],
         ):
-            answer = await own.fetch(run_id=1, kind="input", boxes=np.array([box], np.int64).tobytes(), flat=False)
-            assert answer["status"] == "refused", box
+            answer = await ask(own, Fetch(1, "input", np.array([box], np.int64).tobytes(), flat=False))
+            assert answer.status == "refused", box
         own.close()
 
     asyncio.run(work())
 
 
 def test_the_plugin_can_be_installed_twice(inproc_client):
-    from dask_distmm.runtime.worker import DistMMWorkerPlugin
+    from dask_distmm.runtime.worker.plugin import DistMMWorkerPlugin
 
     x = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
     matmul(x, x).compute()
-    sides = inproc_client.run(lambda dask_worker: id(dask_worker.extensions["distmm"]))
+    sides = inproc_client.run(lambda dask_worker: id(dask_worker.extensions[NAME]))
     inproc_client.register_plugin(DistMMWorkerPlugin())
-    assert inproc_client.run(lambda dask_worker: id(dask_worker.extensions["distmm"])) == sides
+    assert inproc_client.run(lambda dask_worker: id(dask_worker.extensions[NAME])) == sides
     np.testing.assert_allclose(matmul(x, x.T).compute(), x.compute() @ x.compute().T, rtol=1e-9, atol=1e-9)
 
 

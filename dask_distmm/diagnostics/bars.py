@@ -6,24 +6,49 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, TextIO
 
 from dask.utils import format_bytes
 
-from dask_distmm.errors import PlanError, rebuild
+from dask_distmm.errors import PlanError, ProtocolError
+from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion
+from dask_distmm.runtime.wire import ask
 
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-__all__ = ["as_html", "as_lines", "progress", "short_name"]
+__all__ = ["Bar", "as_html", "as_lines", "bar_of", "progress", "short_name"]
 
 # How often the scheduler is asked (seconds), and how wide a bar is.
 _ASK = 0.25
 _WIDTH = 30
 
-Show = Callable[[Sequence[Mapping[str, Any]]], None]
+
+@dataclass(frozen=True)
+class Bar:
+    """One line of what is shown.
+
+    Parameters
+    ----------
+    name, phase, share
+        Of a multiply, as `ProgressLine` has them, or of all results.
+    note
+        What is written behind the bar.
+    run
+        Number of the run; 0 for none.
+    """
+
+    name: str
+    phase: str
+    share: float
+    note: str = ""
+    run: int = 0
+
+
+Show = Callable[[Sequence[Bar]], None]
 
 
 def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) -> Any:
@@ -97,8 +122,8 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
     while True:
         done = sum(future.status != "pending" for future in futures)
         keys = [future.key for future in futures] if names is None else []
-        answer = await client.scheduler.distmm_progress(names=names, keys=keys)
-        if not isinstance(answer, dict):
+        answer = await ask(client.scheduler, ProgressQuestion(names, keys))
+        if answer is None:
             # No multiply has told the scheduler of us yet, so that it does not know the call.
             from distributed.protocol.pickle import dumps
 
@@ -107,49 +132,54 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
             made = DistMMSchedulerPlugin()
             await client.scheduler.register_scheduler_plugin(plugin=dumps(made), name=made.name, idempotent=True)
             continue
-        if answer["status"] != "OK":
-            raise rebuild(answer)
-        found = [dict(line) for line in answer["found"]]
-        if answer["known"]:
-            names = [line["name"] for line in found]
+        if answer.status != "OK":
+            raise ProtocolError(answer.message)
+        lines = [ProgressLine(*fields) for fields in answer.found]
+        if answer.known:
+            names = [line.name for line in lines]
         finished = sum(future.status == "finished" for future in futures)
         if finished == len(futures):
-            # Whoever has the results need not care that chunks of them are still moved or freed.
-            found = [line | {"phase": "done", "share": 1.0} if line["phase"] != "failed" else line for line in found]
+            # For a user who has the results it does not matter that chunks of them are still moved or freed.
+            lines = [replace(line, phase="done", share=1.0) if line.phase != "failed" else line for line in lines]
         phase = "failed" if any(future.status == "error" for future in futures) else ""
         count = f"{finished} of {len(futures)}"
-        total = {"name": "results", "phase": phase, "share": finished / len(futures), "count": count}
-        show([*found, total])
+        show([*map(bar_of, lines), Bar("results", phase, finished / len(futures), count)])
         if done == len(futures):
             return
         await asyncio.sleep(_ASK)
 
 
-def as_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what the scheduler said as lines of text, a bar on each."""
+def bar_of(line: ProgressLine) -> Bar:
+    """Return the bar of a multiply, with the bytes that have travelled."""
+    note = format_bytes(line.received_bytes) + " received" if line.received_bytes else ""
+    return Bar(line.name, line.phase, line.share, note, line.run)
+
+
+def as_lines(found: Sequence[Bar]) -> list[str]:
+    """Return bars as lines of text."""
     heads = [_head(line) for line in found]
     width = max(map(len, heads), default=0)
     lines = []
     for head, line in zip(heads, found, strict=True):
-        full = int(_WIDTH * line["share"])
-        note = _note(line)
-        lines.append(f"{head:<{width}}  [{'#' * full:<{_WIDTH}}] {line['share']:4.0%}" + (f"  {note}" if note else ""))
+        full = int(_WIDTH * line.share)
+        note = line.note
+        lines.append(f"{head:<{width}}  [{'#' * full:<{_WIDTH}}] {line.share:4.0%}" + (f"  {note}" if note else ""))
     return lines
 
 
-def as_html(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the scheduler said as an HTML table; no script, nothing from elsewhere."""
+def as_html(found: Sequence[Bar]) -> str:
+    """Return bars as an HTML table; no script, nothing from elsewhere."""
     rows = []
     for line in found:
-        colour = {"failed": "#D55E00", "done": "#009E73"}.get(line["phase"], "#0072B2")
-        label = f"{line['name']} {line['phase']} {line['share']:.0%}"
+        colour = {"failed": "#D55E00", "done": "#009E73"}.get(line.phase, "#0072B2")
+        label = f"{line.name} {line.phase} {line.share:.0%}"
         bar = (
-            f'<div role="progressbar" aria-label="{escape(label)}" aria-valuenow="{100 * line["share"]:.0f}" '
+            f'<div role="progressbar" aria-label="{escape(label)}" aria-valuenow="{100 * line.share:.0f}" '
             'style="width: 16em; height: 0.9em; border: 1px solid #999">'
-            f'<div style="width: {100 * line["share"]:.1f}%; height: 100%; background: {colour}"></div></div>'
+            f'<div style="width: {100 * line.share:.1f}%; height: 100%; background: {colour}"></div></div>'
         )
-        run = f"run {line['run']}" if line.get("run") else ""
-        cells = (escape(short_name(line["name"])), run, line["phase"], bar, f"{line['share']:.0%}", escape(_note(line)))
+        run = f"run {line.run}" if line.run else ""
+        cells = (escape(short_name(line.name)), run, line.phase, bar, f"{line.share:.0%}", escape(line.note))
         rows.append("<tr>" + "".join(f'<td style="text-align: left">{cell}</td>' for cell in cells) + "</tr>")
     return f'<table style="border-collapse: collapse">{"".join(rows)}</table>'
 
@@ -160,15 +190,9 @@ def short_name(name: str) -> str:
     return f"{front}-{token[:8]}" if front else name
 
 
-def _head(line: Mapping[str, Any]) -> str:
-    run = f"  run {line['run']}" if line.get("run") else ""
-    return f"{short_name(line['name'])}{run}" + (f"  {line['phase']}" if line["phase"] else "")
-
-
-def _note(line: Mapping[str, Any]) -> str:
-    if "count" in line:
-        return str(line["count"])
-    return format_bytes(line["received_bytes"]) + " received" if line["received_bytes"] else ""
+def _head(line: Bar) -> str:
+    run = f"  run {line.run}" if line.run else ""
+    return f"{short_name(line.name)}{run}" + (f"  {line.phase}" if line.phase else "")
 
 
 class _Text:
@@ -179,7 +203,7 @@ class _Text:
         self._phases: dict[str, str] = {}
         self._terminal = file.isatty()
 
-    def __call__(self, found: Sequence[Mapping[str, Any]]) -> None:
+    def __call__(self, found: Sequence[Bar]) -> None:
         lines = as_lines(found)
         if self._terminal:
             up = f"\x1b[{self._drawn}A" if self._drawn else ""
@@ -187,9 +211,9 @@ class _Text:
             self._drawn = len(lines)
         else:
             for text, line in zip(lines, found, strict=True):
-                mark = line["phase"] or ("done" if line["share"] == 1 else "")
-                if mark and self._phases.get(line["name"]) != mark:
-                    self._phases[line["name"]] = mark
+                mark = line.phase or ("done" if line.share == 1 else "")
+                if mark and self._phases.get(line.name) != mark:
+                    self._phases[line.name] = mark
                     self._file.write(text + "\n")
         self._file.flush()
 

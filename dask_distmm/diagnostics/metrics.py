@@ -59,7 +59,7 @@ class _Collector:
         yield GaugeMetricFamily(
             f"{prefix}_live_runs",
             "Runs that wait or work now",
-            value=sum(bool(run.key) for run in plugin.live.values()),
+            value=sum(bool(run.key) for run in plugin.queue.values()),
         )
 
 

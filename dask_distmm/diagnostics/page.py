@@ -21,6 +21,7 @@ from bokeh.transform import factor_cmap
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from dask_distmm.diagnostics import tables
+from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.scheduler.records import PHASES, Record
 
 __all__ = ["distmm_doc"]
@@ -55,7 +56,7 @@ class Page:
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._plugin = scheduler.plugins["distmm"]
+        self._plugin = scheduler.plugins[NAME]
         self._summary = Div(styles={"font-size": "14px", "margin": "8px"})
         self._chosen = Div(styles={"font-size": "14px", "margin": "8px"})
         self._runs, self._phases, self._memory, self._rates = (

@@ -28,13 +28,15 @@ from dask._task_spec import Alias, List, Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
+from distributed.utils import sync
 
 from dask_distmm.engines import get_engine
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Problem, Worker, plan, restrict
 from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import barrier_key, output_name, part_name
-from dask_distmm.runtime.worker import NAME, call_scheduler
+from dask_distmm.runtime.messages import NAME, Supported
+from dask_distmm.runtime.wire import ask
 
 __all__ = ["ProductLayer", "barrier", "build_graph", "build_output", "chunk"]
 
@@ -301,8 +303,9 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any]) -> Alone:
     from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
     plugin = dumps(DistMMSchedulerPlugin())
-    call_scheduler(worker, "register_scheduler_plugin", plugin=plugin, name=NAME, idempotent=True)
-    if call_scheduler(worker, "distmm_supported") is not True:
+    sync(worker.loop, worker.scheduler.register_scheduler_plugin, plugin=plugin, name=NAME, idempotent=True)
+    answer = sync(worker.loop, ask, worker.scheduler, Supported())
+    if answer is None or not answer.supported:
         raise EngineError(
             f"the scheduler at {worker.scheduler.address} can't run collective multiplies: dask_distmm is missing "
             "there, or does not support its version of distributed; `dask distmm check` says more"

@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import dask_costs, read_options, setting
-from dask_distmm.errors import EngineError, rebuild
+from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.dask_tasks import around, by_tasks
+from dask_distmm.runtime.messages import Free, RosterQuestion
+from dask_distmm.runtime.wire import ask
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -150,28 +152,24 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
     """
     if client.asynchronous:
         return None
-    question = {
-        "demand": demand.to_wire(),
-        "names": [array.name for array in arrays],
-        "counts": [array.numblocks for array in arrays],
-    }
+    question = RosterQuestion(demand.to_wire(), [array.name for array in arrays], [array.numblocks for array in arrays])
     if client not in _installed:
         _install(client)
-    answer = client.sync(client.scheduler.distmm_roster, **question)
-    if not isinstance(answer, dict):
-        # The scheduler was started again, and does not know the call.
+    answer = client.sync(ask, client.scheduler, question)
+    if answer is None:
+        # The scheduler was started again, and does not know the question.
         _install(client)
-        answer = client.sync(client.scheduler.distmm_roster, **question)
-    if not isinstance(answer, dict):
-        raise EngineError(f"the scheduler answered {answer!r} to distmm_roster: is dask_distmm installed there?")
-    if answer["status"] != "OK":
-        raise rebuild(answer)
+        answer = client.sync(ask, client.scheduler, question)
+    if answer is None:
+        raise EngineError(f"the scheduler does not know {question.operation}: is dask_distmm installed there?")
+    if answer.status != "OK":
+        raise ProtocolError(answer.message)
     return Snapshot(
-        [Worker.from_wire(w) for w in answer["workers"]],
-        [Worker.from_wire(w) for w in answer["sources"]],
-        [None if raw is None else np.frombuffer(raw, np.int32) for raw in answer["placed"]],
-        answer["engines"],
-        [tuple(group) for group in answer["groups"]],
+        [Worker.from_wire(w) for w in answer.workers],
+        [Worker.from_wire(w) for w in answer.sources],
+        [None if raw is None else np.frombuffer(raw, np.int32) for raw in answer.placed],
+        answer.engines,
+        [tuple(group) for group in answer.groups],
     )
 
 
@@ -208,6 +206,6 @@ def free_workspaces(client: Client | None = None) -> int:
     client = client or current_client()
     if client is None:
         raise EngineError("there is no cluster whose workspaces could be freed; give a distributed.Client")
-    answer = client.sync(client.scheduler.distmm_free, grace=read_options().grace_timeout)
-    # A scheduler that does not know the call has run nothing.
-    return answer if isinstance(answer, int) else 0
+    answer = client.sync(ask, client.scheduler, Free(read_options().grace_timeout))
+    # A scheduler that does not know the request has run nothing.
+    return answer.groups if answer is not None else 0

@@ -1,8 +1,8 @@
 """All that rests on internals of distributed: how a run begins and ends without tasks that workers run.
 
 The scheduler's side parks a task, puts tasks into memory, and fails a task; the worker's side keeps and frees values.
-`check` says on the scheduler whether all of distributed's own that is used here is there; where it is not, dask_distmm
-refuses to multiply, and products under `enable` go to Dask's own functions.
+`find_missing` says on the scheduler which of the internals used here this version of distributed lacks; where it lacks
+any, dask_distmm refuses to multiply, and products under `enable` go to Dask's own functions.
 
 A parked task is in Dask's state ``no-worker``: all that it needs is in memory, and no worker may run it. Dask itself
 moves it back to ``waiting`` when something it needs is lost, and parks it again when that has been computed again.
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion",
-    "check",
     "fail",
+    "find_missing",
     "free",
     "free_restricted",
     "keep",
@@ -60,7 +60,7 @@ _CALLED = {
 }
 
 
-def check(scheduler: type[Scheduler], worker: type[Worker]) -> list[str]:
+def find_missing(scheduler: type[Scheduler], worker: type[Worker]) -> list[str]:
     """Return what this version of distributed lacks of what is needed here, in words; empty if nothing."""
     missing = []
     for name, kind in (("scheduler", scheduler), ("worker", worker)):
@@ -106,18 +106,18 @@ class Completion:
 
     def add(
         self,
-        gate: TaskState,
+        barrier: TaskState,
         ts: TaskState,
         ws: WorkerState,
         nbytes: int,
-        kind: tuple[bytes, str],
+        kind: Sequence[Any],
         startstop: Mapping[str, Any],
     ) -> bool:
         """Put a task into memory if it waits for nothing but a parked one; return whether it does.
 
         Parameters
         ----------
-        gate
+        barrier
             The parked task.
         ts, ws
             The task, and the worker that has its value.
@@ -129,7 +129,7 @@ class Completion:
             What Dask's dashboard is to show of it: a ``"compute"`` with its start and stop (seconds since the epoch).
         """
         scheduler = self._scheduler
-        if ts.state != "waiting" or ts.waiting_on != {gate} or scheduler.workers.get(ws.address) is not ws:
+        if ts.state != "waiting" or ts.waiting_on != {barrier} or scheduler.workers.get(ws.address) is not ws:
             return False
         typename = kind[1]
         self._tell(ts.key, "waiting", "processing")
@@ -194,8 +194,12 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
     dsk, options
         Its arguments.
     """
-    gates = {key for key in dsk if barrier_name(key) is not None}
-    behind = {key: gate for key, task in dsk.items() for gate in gates.intersection(task.dependencies)} if gates else {}
+    barriers = {key for key in dsk if barrier_name(key) is not None}
+    behind = (
+        {key: barrier for key, task in dsk.items() for barrier in barriers.intersection(task.dependencies)}
+        if barriers
+        else {}
+    )
     if len(behind) < 2 or options:
         return order(dsk, **options)
     found = order({key: DataNode(key, None) if key in behind else task for key, task in dsk.items()})

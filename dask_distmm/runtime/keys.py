@@ -81,10 +81,10 @@ def parse_group_key(key: Any) -> int | None:
     return int(key[0].split("-")[3])
 
 
-def operand_keys(gate: Task) -> tuple[Any, list[list[Any]]]:
+def operand_keys(barrier: Task) -> tuple[Any, list[list[Any]]]:
     """Return the problem of a barrier, as plain types, and for each of its inputs the keys of the chunks.
 
     The optimizer may have renamed what the barrier depends on, but not reordered it.
     """
-    wire, *inputs = gate.args
+    wire, *inputs = barrier.args
     return wire, [[ref.key if isinstance(ref, TaskRef) else ref for ref in found.args] for found in inputs]

@@ -16,6 +16,7 @@ still to run has it as operand.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,11 +26,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.comms.dask import DaskComm, address_of
 from dask_distmm.engines.base import REPLICA, ChunkKey, is_of_d
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Plan, Problem, Worker
 from dask_distmm.runtime.keys import barrier_key, barrier_name
+from dask_distmm.runtime.messages import DropReplicas, RosterAnswer
+from dask_distmm.runtime.transfers import DaskComm, address_of
+from dask_distmm.runtime.wire import Message
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -205,7 +208,7 @@ class Replicas:
         Sends a message to the `WorkerSide` of some addresses.
     """
 
-    def __init__(self, scheduler: Scheduler, tell: Callable[[Sequence[str], dict[str, Any]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, tell: Callable[[Sequence[str], Message], None]) -> None:
         self._scheduler, self._tell = scheduler, tell
         self._held: dict[str, tuple[int, set[str]]] = {}
         self._due = False
@@ -244,13 +247,14 @@ class Replicas:
             (a, b),
         )
 
-    def placed(self, names: Sequence[str], answer: Mapping[str, Any]) -> list[bytes | None]:
-        """Return where the chunks of arrays are, as `Roster.answer` has it, where they are on all workers."""
-        addresses = [address for address, *_ in answer["workers"]]
-        return [
+    def mark(self, names: Sequence[str], answer: RosterAnswer) -> RosterAnswer:
+        """Return an answer to a client in which arrays that all workers have as replicas lie everywhere."""
+        addresses = [address for address, *_ in answer.workers]
+        placed = [
             np.full(len(raw) // 4, EVERYWHERE, np.int32).tobytes() if raw and self._run(name, addresses) else raw
-            for name, raw in zip(names, answer["placed"], strict=True)
+            for name, raw in zip(names, answer.placed, strict=True)
         ]
+        return dataclasses.replace(answer, placed=placed)
 
     def _run(self, name: str, addresses: Sequence[str]) -> int:
         run_id, holders = self._held.get(name, (0, set()))
@@ -263,7 +267,7 @@ class Replicas:
             self._tell_dropped(name, run_id, holders)
 
     def _tell_dropped(self, name: str, run_id: int, holders: set[str]) -> None:
-        self._tell(sorted(holders), {"op": "distmm-drop-replicas", "name": name, "run_id": run_id})
+        self._tell(sorted(holders), DropReplicas(name, run_id))
 
     def lose(self, address: str) -> None:
         """Forget what a worker had that is gone."""
@@ -288,8 +292,8 @@ class Replicas:
 
     def _wanted(self, name: str) -> bool:
         """Whether a chunk of a result is there or on its way, or a multiply still to run has it as operand."""
-        gate = self._scheduler.tasks.get(barrier_key(name))
-        for ts in gate.dependents if gate is not None else ():
+        barrier = self._scheduler.tasks.get(barrier_key(name))
+        for ts in barrier.dependents if barrier is not None else ():
             if ts.key[0] != name:
                 continue  # of an auxiliary output
             if ts.state not in _OVER or any(d.state not in _OVER and barrier_name(d.key) for d in ts.dependents):

@@ -22,8 +22,9 @@ from typing import Any, Literal
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.errors import ProtocolError
+from dask_distmm.runtime.messages import Done
 
-__all__ = ["Lost", "Phase", "Released", "Replan", "Run", "Summary", "is_report", "summarize"]
+__all__ = ["Lost", "Phase", "Released", "Replan", "Run", "Summary", "summarize"]
 
 Phase = Literal["staged", "voting", "running", "done", "failed"]
 
@@ -248,21 +249,16 @@ class Summary:
         return f"{format_time(self.seconds)}{phases and f' ({phases})'}; {format_bytes(self.received_bytes)} received"
 
 
-def is_report(share: Any, received: Any) -> bool:
-    """Whether this is what a participant may say of how far it is: a share from 0 to 1, and bytes."""
-    return isinstance(share, float) and 0 <= share <= 1 and isinstance(received, int) and received >= 0
-
-
-def summarize(answers: Mapping[str, Mapping[str, Any]]) -> Summary:
+def summarize(answers: Mapping[str, Done]) -> Summary:
     """Return the summary of participants' answers by address."""
     timings: dict[str, float] = {}
     for answer in answers.values():
-        for name, value in answer["timings"].items():
+        for name, value in answer.timings.items():
             timings[name] = max(value, timings.get(name, 0.0))
     return Summary(
-        max(answer["seconds"] for answer in answers.values()),
+        max(answer.seconds for answer in answers.values()),
         timings,
-        sum(answer["received"] for answer in answers.values()),
-        {address: answer["bytes"] for address, answer in answers.items() if answer["bytes"]},
-        {a: {"seconds": x["seconds"], "timings": dict(x["timings"])} for a, x in answers.items() if x["timings"]},
+        sum(answer.received_bytes for answer in answers.values()),
+        {address: answer.held_bytes for address, answer in answers.items() if answer.held_bytes},
+        {a: {"seconds": x.seconds, "timings": dict(x.timings)} for a, x in answers.items() if x.timings},
     )

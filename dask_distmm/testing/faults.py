@@ -14,13 +14,13 @@ from typing import Any
 __all__ = ["FAULT_POINTS", "inject", "remove_faults"]
 
 FAULT_POINTS = {
-    "read": ("dask_distmm.runtime.worker", "WorkerSide", "read"),
-    "vote": ("dask_distmm.runtime.worker", "WorkerSide", "_prepare"),
+    "read": ("dask_distmm.runtime.worker.chunk_store", "ChunkStore", "read"),
+    "vote": ("dask_distmm.runtime.worker.side", "WorkerSide", "_prepare"),
     "execute": ("dask_distmm.engines.numpy.engine", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy.engine", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_assemble"),
     "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
-    "place": ("dask_distmm.runtime.worker", "WorkerSide", "_place"),
+    "place": ("dask_distmm.runtime.worker.chunk_store", "ChunkStore", "place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
     "panel": ("dask_distmm.engines.peer.multiplication", "Multiplication", "_multiply"),

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
-__all__ = ["Loading", "stuck"]
+__all__ = ["Admission", "stuck"]
 
 # How often it is looked whether anything goes on (seconds).
 _LOOK = 1.0
 
 
-class Loading:
+class Admission:
     """Looks after barriers from when their graphs arrive until they are parked. On the scheduler's event loop.
 
     Parameters

@@ -15,13 +15,13 @@ from dask_distmm.runtime.keys import operand_keys, output_name
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState
 
-__all__ = ["Gate", "unwanted"]
+__all__ = ["Barrier", "unwanted"]
 
 # So many tasks are looked up before others get the event loop again.
 _SLICE = 5000
 
 
-class Gate:
+class Barrier:
     """A barrier that is parked or on its way there.
 
     Parameters

@@ -12,19 +12,22 @@ from distributed.protocol.pickle import dumps
 
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
-from dask_distmm.errors import DistMMError, MissingEngineError, ProtocolError, as_plain
-from dask_distmm.planning import Problem
-from dask_distmm.runtime import direct
+from dask_distmm.errors import DistMMError, MissingEngineError, ProtocolError
+from dask_distmm.planning import Demand, Problem
+from dask_distmm.runtime import direct, messages
 from dask_distmm.runtime.history import History
 from dask_distmm.runtime.keys import barrier_name, is_tile
-from dask_distmm.runtime.run import Run, is_report
+from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler import attachments
-from dask_distmm.runtime.scheduler.admission import Loading
-from dask_distmm.runtime.scheduler.barriers import Gate
+from dask_distmm.runtime.scheduler.admission import Admission
+from dask_distmm.runtime.scheduler.barriers import Barrier
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
+from dask_distmm.runtime.scheduler.holders import Holders
 from dask_distmm.runtime.scheduler.progress import answer_progress
 from dask_distmm.runtime.scheduler.records import Records
-from dask_distmm.runtime.worker import NAME, DistMMWorkerPlugin
+from dask_distmm.runtime.wire import answering, listening
+from dask_distmm.runtime.worker.plugin import DistMMWorkerPlugin
 
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState, WorkerState
@@ -44,9 +47,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def __init__(self) -> None:
         self.history = History()
         # Barriers by key, from when their graph is there until they are forgotten.
-        self.gates: dict[str, Gate] = {}
+        self.barriers: dict[str, Barrier] = {}
         # Barriers that have been parked since the event loop was last here.
-        self._parked: list[Gate] = []
+        self._parked: list[Barrier] = []
 
     async def start(self, scheduler: Scheduler) -> None:
         """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
@@ -55,19 +58,20 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if scheduler.plugins[self.name] is not self:
             return
         self.scheduler = scheduler
-        self.unsupported = direct.check(Scheduler, Worker)
+        self.unsupported = direct.find_missing(Scheduler, Worker)
         direct.order_graphs(scheduler, True)
         self.coordinator = Coordinator(scheduler, self._event)
-        self.live, self.roster = self.coordinator.live, self.coordinator.roster
+        self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
-        self.loading = Loading(scheduler, self.roster, self._waiting)
-        scheduler.handlers.update(
-            distmm_roster=self.describe,
-            distmm_supported=self.supported,
-            distmm_free=self.free,
-            distmm_progress=self.progress,
-        )
-        scheduler.stream_handlers["distmm-progress"] = self.progressed
+        self.holders = Holders(scheduler, self.roster)
+        self.admission = Admission(scheduler, self.roster, self._waiting)
+        scheduler.handlers |= {
+            **answering(messages.RosterQuestion, self.answer_roster),
+            **answering(messages.Supported, self.answer_supported),
+            **answering(messages.Free, self.free),
+            **answering(messages.ProgressQuestion, self.answer_progress),
+        }
+        scheduler.stream_handlers |= listening(messages.Progress, self.hear_progress)
         # So that `Client.dump_cluster_state()` finds it.
         scheduler.extensions[NAME] = self
         self.records = Records()
@@ -83,45 +87,52 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # Handlers
 
-    def supported(self) -> bool:
-        """Whether this version of distributed has all that runs need."""
-        return not self.unsupported
+    async def answer_supported(self, request: messages.Supported) -> messages.Support:
+        """Return whether this version of distributed has all that runs need."""
+        return messages.Support("OK", supported=not self.unsupported)
 
-    async def describe(self, **question: Any) -> dict[str, Any]:
-        """Return the engine and workers that would multiply, and where chunks are; see `Roster.answer`."""
+    async def answer_roster(self, question: messages.RosterQuestion) -> messages.RosterAnswer:
+        """Return the engines and workers that would multiply, and where chunks are."""
+        if self.unsupported:
+            raise MissingEngineError(
+                f"this version of distributed is not supported: it lacks {', '.join(self.unsupported)}. Install "
+                "one that docs/versions.md names"
+            )
         try:
-            if self.unsupported:
-                raise MissingEngineError(
-                    f"this version of distributed is not supported: it lacks {', '.join(self.unsupported)}. Install "
-                    "one that docs/versions.md names"
-                )
-            answer = await self.roster.answer(**question)
-            answer["placed"] = self.replicas.placed(question["names"], answer)
-        except DistMMError as error:
-            return as_plain(error)
+            engines, workers = await self.roster.choose(Demand.from_wire(question.demand))
+            sources, placed = self.holders.known(workers, question.names, question.counts)
+            answer = messages.RosterAnswer(
+                "OK",
+                engines=list(engines),
+                workers=[worker.to_wire() for worker in workers],
+                sources=[worker.to_wire() for worker in sources],
+                placed=placed,
+                groups=self.groups.orders(engines),
+            )
+            marked: messages.RosterAnswer = self.replicas.mark(question.names, answer)
+            return marked
+        except DistMMError:
+            raise
         except (TypeError, ValueError, LookupError, AttributeError) as error:
-            return as_plain(ProtocolError(f"malformed question: {error!r}"))
-        return {"status": "OK", "groups": self.groups.orders(answer["engines"]), **answer}
+            raise ProtocolError(f"malformed question: {error!r}") from error
 
-    def progress(self, names: Any = None, keys: Any = ()) -> dict[str, Any]:
-        """Return how far multiplies are; see `answer_progress`."""
-        return answer_progress(self, names, keys)
+    async def answer_progress(self, question: messages.ProgressQuestion) -> messages.ProgressAnswer:
+        """Return how far multiplies are."""
+        return answer_progress(self.scheduler, self.queue.values(), self.records, question)
 
-    async def free(self, grace: Any) -> int:
+    async def free(self, request: messages.Free) -> messages.Freed:
         """Free what engines keep on the workers between runs; return how many groups there were."""
-        if not isinstance(grace, int | float) or not grace >= 0:
-            raise ProtocolError(f"a grace time of {grace!r}; expected seconds")
         groups = self.groups.surplus(0)
-        await asyncio.gather(*self.coordinator.release(groups, grace))
-        return len(groups)
+        await asyncio.gather(*self.coordinator.releases.begin(groups, request.grace))
+        return messages.Freed("OK", groups=len(groups))
 
-    def progressed(self, worker: str = "", run_id: Any = None, share: Any = None, received: Any = 0, **_: Any) -> None:
-        """Note how far a participant is. On Dask's own stream, which an exception would close: it raises nothing."""
-        run = self.live.get(run_id) if isinstance(run_id, int) else None
-        if run is None or not is_report(share, received):
+    def hear_progress(self, message: messages.Progress) -> None:
+        """Note how far a participant is."""
+        run = self.queue.get(message.run_id)
+        if run is None:
             return
         before = run.share
-        run.report(worker, share, time(), received)
+        run.report(message.worker, message.share, time(), message.received_bytes)
         if int(100 * run.share) > int(100 * before):
             self._event("progress", run, share=run.share, received_bytes=sum(run.received.values()))
 
@@ -135,58 +146,60 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             if barrier_name(key) is None or (ts := scheduler.tasks.get(key)) is None or ts.run_spec is None:
                 continue
             direct.park(ts)
-            if key in self.gates and self.gates[key].ts is ts:
+            if key in self.barriers and self.barriers[key].ts is ts:
                 continue
             try:
-                gate = self.gates[key] = Gate(ts)
-                asyncio.get_running_loop().call_soon(self._admit, gate)
+                barrier = self.barriers[key] = Barrier(ts)
+                asyncio.get_running_loop().call_soon(self._admit, barrier)
             except DistMMError as error:
                 asyncio.get_running_loop().call_soon(direct.fail, scheduler, ts, error, f"distmm-refused-{key}")
 
-    def _admit(self, gate: Gate) -> None:
+    def _admit(self, barrier: Barrier) -> None:
         """Look after a new barrier; forget one that nothing depends on.
 
         Where chunks of D are known already, from a graph of another part of the product, Dask leaves them with the
         barrier that they have.
         """
-        ts = gate.ts
+        ts = barrier.ts
         if self.scheduler.tasks.get(ts.key) is ts and not ts.dependents and not ts.who_wants:
             self.scheduler.transitions({ts.key: "forgotten"}, f"distmm-orphan-{ts.key}")
         else:
-            self.loading.begin(ts, gate.problem)
+            self.admission.begin(ts, barrier.problem)
 
     def _waiting(self) -> Iterable[tuple[TaskState, Problem]]:
-        return ((gate.ts, gate.problem) for gate in list(self.gates.values()) if gate.ts.state == "waiting")
+        return (
+            (barrier.ts, barrier.problem) for barrier in list(self.barriers.values()) if barrier.ts.state == "waiting"
+        )
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Begin runs of barriers that are parked, and end those of barriers that nobody waits for any more."""
         self.replicas.transition(key, finish)
-        if (gate := self.gates.get(key)) is None:
+        if (barrier := self.barriers.get(key)) is None:
             return
         if finish == "no-worker":
             # Of several that are parked at once the one that Dask would have run first goes first.
             if not self._parked:
                 asyncio.get_running_loop().call_soon(self._begin)
-            self._parked.append(gate)
+            self._parked.append(barrier)
         elif finish in ("released", "forgotten", "erred"):
             if finish == "forgotten":
-                del self.gates[key]
+                del self.barriers[key]
             # A barrier that lost an input is released, too, before it waits again.
-            asyncio.get_running_loop().call_soon(self._look, gate)
+            asyncio.get_running_loop().call_soon(self._look, barrier)
 
     def _begin(self) -> None:
         parked, self._parked = self._parked, []
-        for gate in sorted(parked, key=lambda gate: gate.ts.priority):
-            if gate.parked and (gate.task is None or gate.task.done()):
-                gate.task = asyncio.ensure_future(self.coordinator.drive(gate))
+        for barrier in sorted(parked, key=lambda barrier: barrier.ts.priority):
+            if barrier.parked and (barrier.task is None or barrier.task.done()):
+                barrier.task = asyncio.ensure_future(self.coordinator.drive(barrier))
 
-    def _look(self, gate: Gate) -> None:
+    def _look(self, barrier: Barrier) -> None:
         """End the run of a barrier that is over."""
-        if gate.over:
-            for run in self.live.of(gate.key):
+        if barrier.over:
+            for run in self.queue.of(barrier.key):
                 if run.live:
                     run.fail({"client": "its task was released"}, released=True)
-            self.live.changed_soon()
+            self.queue.changed_soon()
 
     # What happens on the cluster
 
@@ -202,8 +215,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.replicas.lose(worker)
         for group in self.groups.lose(worker):
             left = [address for address in group.workers if address != worker]
-            self.coordinator.tell(left, {"op": "distmm-abandon", "group": group.number, "engine": group.engine})
-        for run in self.live.values():
+            self.coordinator.tell(left, messages.Abandon(group.number, group.engine))
+        for run in self.queue.values():
             self.coordinator.lose(run, worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
@@ -211,29 +224,32 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
         async def free() -> None:
             if not scheduler.clients.keys() - {"fire-and-forget"}:
-                await asyncio.gather(*self.coordinator.release(self.groups.surplus(0), read_options().grace_timeout))
+                groups = self.groups.surplus(0)
+                await asyncio.gather(*self.coordinator.releases.begin(groups, read_options().grace_timeout))
 
         if len(self.groups) and not scheduler._ongoing_background_tasks.closed:
             scheduler._ongoing_background_tasks.call_later(_IDLE_TIME, free)
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[WorkerState]) -> list[WorkerState]:
         """Keep workers that take part in a run."""
-        busy = {address for run in self.live.values() for address in run.participants}
+        busy = {address for run in self.queue.values() for address in run.participants}
         return [ws for ws in workers if ws.address not in busy]
 
     def restart(self, scheduler: Scheduler) -> None:
         """Drop everything; all workers are new."""
-        for run in self.live.values():
+        for run in self.queue.values():
             run.fail({"client": "its task was released"}, released=True)
-        self.gates.clear()
+        self.barriers.clear()
         self.replicas.clear()
         self.roster.clear()
         self.groups.clear()
-        self.live.changed_soon()
+        self.queue.changed_soon()
 
     def _to_dict(self, *, exclude: Any = ()) -> dict[str, Any]:
         """Return what is known of runs; Dask calls this for ``Client.dump_cluster_state()``."""
-        live = {run.run_id: f"{run}, {run.share:.0%} done, on {sorted(run.participants)}" for run in self.live.values()}
+        live = {
+            run.run_id: f"{run}, {run.share:.0%} done, on {sorted(run.participants)}" for run in self.queue.values()
+        }
         return {"live": live, "history": self.history._to_dict()}
 
     def _event(self, action: str, run: Run, **details: Any) -> None:

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dask_distmm.errors import ProtocolError, as_plain
+from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.keys import barrier_key, barrier_name
+from dask_distmm.runtime.messages import ProgressAnswer, ProgressLine, ProgressQuestion
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.records import Records
 
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["answer_progress", "find_names", "standing"]
+__all__ = ["answer_progress", "find_names", "progress_of"]
 
 _PHASES = {"staged": "waiting", "voting": "voting", "running": "multiplying"}
 
 
-def answer_progress(plugin: Any, names: Any = None, keys: Any = ()) -> dict[str, Any]:
-    """Answer how far multiplies are: those named, or all that the tasks of `keys` need.
+def answer_progress(
+    scheduler: Scheduler, runs: Iterable[Run], records: Records, question: ProgressQuestion
+) -> ProgressAnswer:
+    """Return how far multiplies are.
 
     Parameters
     ----------
-    plugin
-        The scheduler's plugin.
-    names, keys
-        Names of multiplies, or None; keys of tasks.
+    scheduler, records
+        The Dask scheduler, and the records of runs.
+    runs
+        All runs that are not over.
+    question
+        Which multiplies.
+
+    Raises
+    ------
+    ProtocolError
+        The question is malformed.
     """
-    scheduler = plugin.scheduler
+    names: Sequence[str] | None = question.names
     try:
         # A graph that was submitted a moment ago may still be on its way.
-        known = names is not None or all(key in scheduler.tasks for key in keys)
+        known = names is not None or all(key in scheduler.tasks for key in question.keys)
         if names is None:
-            names = find_names(scheduler, keys)
-        found = [standing(scheduler, plugin.live.values(), plugin.records, str(name)) for name in names]
+            names = find_names(scheduler, question.keys)
+        lines = [progress_of(scheduler, list(runs), records, str(name)) for name in names]
     except TypeError as error:
-        return as_plain(ProtocolError(f"malformed question: {error!r}"))
-    return {"status": "OK", "known": known, "found": found}
+        raise ProtocolError(f"malformed question: {error!r}") from error
+    return ProgressAnswer("OK", known=known, found=[dataclasses.astuple(line) for line in lines])
 
 
 def find_names(scheduler: Scheduler, keys: Iterable[Any]) -> list[str]:
@@ -56,24 +67,20 @@ def find_names(scheduler: Scheduler, keys: Iterable[Any]) -> list[str]:
     return found[::-1]
 
 
-def standing(scheduler: Scheduler, live: Iterable[Run], records: Records, name: str) -> dict[str, Any]:
-    """Return phase and share of a multiply's work, as plain types."""
-    runs = [run for run in live if run.name == name]
+def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, name: str) -> ProgressLine:
+    """Return the phase of one multiply, and the share of that phase's work which is done."""
+    own = [run for run in runs if run.name == name]
     record = records.of(name)
-    if runs:
-        run = max(runs, key=lambda run: run.run_id)
+    if own:
+        run = max(own, key=lambda run: run.run_id)
         moved = record.received_bytes if record is not None and record.run_id == run.run_id else 0
-        return _line(name, _PHASES.get(run.phase, "ending"), run.share, run.run_id, moved)
+        return ProgressLine(name, _PHASES.get(run.phase, "ending"), run.share, run.run_id, moved)
     if record is not None and record.outcome == "failed":
-        return _line(name, "failed", record.share, record.run_id, record.received_bytes)
-    gate = scheduler.tasks.get(barrier_key(name))
-    if gate is not None and gate.state not in ("released", "forgotten"):
-        left = len(gate.waiting_on or ())
-        return _line(name, "reading", 1 - left / len(gate.dependencies) if gate.dependencies else 1.0)
+        return ProgressLine(name, "failed", record.share, record.run_id, record.received_bytes)
+    barrier = scheduler.tasks.get(barrier_key(name))
+    if barrier is not None and barrier.state not in ("released", "forgotten"):
+        left = len(barrier.waiting_on or ())
+        return ProgressLine(name, "reading", 1 - left / len(barrier.dependencies) if barrier.dependencies else 1.0)
     if record is None:
-        return _line(name, "done", 1.0)
-    return _line(name, "done", 1.0, record.run_id, record.received_bytes)
-
-
-def _line(name: str, phase: str, share: float, run_id: int = 0, received_bytes: int = 0) -> dict[str, Any]:
-    return {"name": name, "phase": phase, "share": share, "run": run_id, "received_bytes": received_bytes}
+        return ProgressLine(name, "done", 1.0)
+    return ProgressLine(name, "done", 1.0, record.run_id, record.received_bytes)

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from dask_distmm.runtime.run import Run
-from dask_distmm.runtime.scheduler.voting import check
+from dask_distmm.runtime.scheduler.voting import raise_if_ended
 
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["LiveRuns"]
+__all__ = ["RunQueue"]
 
 
-class LiveRuns(dict[int, Run]):
+class RunQueue(dict[int, Run]):
     """Runs by number, from when they get it until they have been seen through.
 
     Parameters
@@ -64,7 +64,7 @@ class LiveRuns(dict[int, Run]):
             return other.run_id < run.run_id and (not other.participants or bool(other.participants & run.participants))
 
         await self._wait_for(lambda: not run.live or not any(map(in_the_way, self.values())))
-        check(run)
+        raise_if_ended(run)
 
     async def ended(self, run: Run) -> None:
         """Wait until a run is done or has failed."""

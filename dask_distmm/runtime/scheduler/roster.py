@@ -1,18 +1,15 @@
-"""Who can take part in a run, and which chunks lie where: what the scheduler knows, as plans need it."""
+"""Who can take part in a run: the workers, and what they said of themselves."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
+from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError, ProtocolError
 from dask_distmm.planning import ENGINES, Demand, Worker
-from dask_distmm.runtime.run import Replan
+from dask_distmm.runtime.messages import Describe, Description
+from dask_distmm.runtime.wire import ask
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -22,10 +19,10 @@ __all__ = ["Roster"]
 
 # A worker that does not say what it has within this time (seconds) is left out.
 _DESCRIBE_TIMEOUT = 30.0
-# So many chunks are looked up before others get the event loop again.
-_SLICE = 5000
-# What a process holds is told in steps of so many bytes: plans are made once for as long as it stays the same.
+# Memory that a process holds is told in steps of so many bytes: a plan serves as long as no step changes.
 _STEP = 2**26
+# Of a worker that has not described itself: it may hold chunks all the same.
+_UNKNOWN = Description("OK")
 
 
 class Roster:
@@ -132,22 +129,22 @@ class Roster:
 
     def worker(self, ws: WorkerState, engine: str) -> Worker:
         """Return a worker as planning sees it, with the memory that an engine works in."""
-        described = self._described.get(ws.address, {})
-        memory, used = described.get("memory", {}).get(engine), 0
+        described = self._described.get(ws.address, _UNKNOWN)
+        memory, used = described.memory.get(engine), 0
         if not memory:
             memory, used = int(ws.memory_limit or 0), -(-int(ws.memory.unmanaged_old) // _STEP) * _STEP
-        links = described.get("links", {})
+        links = described.links
         # Whoever only hands out chunks may be read too.
         found = [links[engine]] if engine in links else list(links.values())
         device, reach = next((tuple(link) for link in found if link[0]), ("", ()))
-        return Worker(ws.address, ws.nthreads, memory, described.get("host", ""), device, tuple(reach), used)
+        return Worker(ws.address, ws.nthreads, memory, described.host, device, tuple(reach), used)
 
     def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
         """Refuse workers that differ in the version of this package or of the engine's libraries."""
         described = {address: self._described[address] for address in addresses}
-        libraries = {address: found["engines"][engine].items() for address, found in described.items()}
+        libraries = {address: found.engines[engine].items() for address, found in described.items()}
         for what, texts in (
-            ("dask_distmm", {address: str(found["version"]) for address, found in described.items()}),
+            ("dask_distmm", {address: found.version for address, found in described.items()}),
             (
                 f"the libraries of engine {engine!r}",
                 {address: ", ".join(f"{n} {v}" for n, v in sorted(found)) for address, found in libraries.items()},
@@ -165,7 +162,7 @@ class Roster:
 
     def _check_encryption(self, engine: str, addresses: Sequence[str]) -> None:
         """Refuse to leave a host without encryption where the cluster requires it."""
-        hosts = sorted({str(self._described[address].get("host")) for address in addresses})
+        hosts = sorted({self._described[address].host for address in addresses})
         if self._scheduler.security.require_encryption and len(hosts) > 1:
             raise EngineError(
                 f"this cluster requires encryption, and engine {engine!r} would send matrices between the hosts "
@@ -178,7 +175,7 @@ class Roster:
         if not fitting:
             return f"no engine multiplies {array} arrays of {' and '.join(dict.fromkeys(dtypes))} in this way"
         for address in addresses:
-            engines = self._described.get(address, {}).get("engines", {})
+            engines = self._described.get(address, _UNKNOWN).engines
             for engine in fitting:
                 if engine in engines:
                     return (
@@ -201,5 +198,5 @@ class Roster:
         await asyncio.gather(*map(ask_one, addresses))
 
     def _has_engine(self, address: str, engine: str) -> bool:
-        engines = self._described.get(address, {}).get("engines", {})
+        engines = self._described.get(address, _UNKNOWN).engines
         return engine in engines and "error" not in engines[engine]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.metrics import time
 
 from dask_distmm.errors import EngineError, RunFailedError
+from dask_distmm.runtime.messages import Vote
 from dask_distmm.runtime.run import Lost, Released, Replan, Run
+from dask_distmm.runtime.wire import Answer
 
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["ask_all", "check", "failed"]
+__all__ = ["ask_all", "failed", "raise_if_ended"]
+
+A = TypeVar("A", bound=Answer)
 
 # How often it is looked whether a run makes progress (seconds).
 _LOOK = 0.5
@@ -23,13 +27,13 @@ _LOOK = 0.5
 async def ask_all(
     scheduler: Scheduler,
     run: Run,
-    ask: Callable[[str], Awaitable[Any]],
+    ask: Callable[[str], Awaitable[A | None]],
     ended: Awaitable[None],
     lose: Callable[[Run, str], bool],
     *,
     timeout: float | None = None,
     silence: float | None = None,
-) -> dict[str, Any]:
+) -> dict[str, A]:
     """Ask every participant; return their answers by address, when all that are not gone have answered well.
 
     Parameters
@@ -60,14 +64,14 @@ async def ask_all(
     """
     tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
     over = asyncio.ensure_future(ended)
-    answers: dict[str, Any] = {}
+    answers: dict[str, A] = {}
     deadline = None if timeout is None else time() + timeout
     try:
         pending: set[asyncio.Future[Any]] = {*tasks, over}
         while run.waiting_for:
             left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
             finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            check(run)
+            raise_if_ended(run)
             for task in finished & tasks.keys():
                 address = tasks[task]
                 if address in run.gone or (isinstance(task.exception(), OSError) and lose(run, address)):
@@ -93,7 +97,7 @@ async def ask_all(
         await asyncio.gather(*tasks, over, return_exceptions=True)
 
 
-def check(run: Run) -> None:
+def raise_if_ended(run: Run) -> None:
     """Raise `Lost` or `Released` if the run was ended from outside."""
     if run.phase == "failed":
         if run.released:
@@ -102,7 +106,7 @@ def check(run: Run) -> None:
         raise Lost(reasons)
 
 
-def _judge(run: Run, address: str, task: asyncio.Future[Any]) -> Any:
+def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
     """Return a participant's good answer; raise what a bad one means."""
     error = task.exception()
     if isinstance(error, OSError):  # CommClosedError among them: the worker is going
@@ -110,24 +114,28 @@ def _judge(run: Run, address: str, task: asyncio.Future[Any]) -> Any:
     if error is not None:
         raise failed(run, f"{type(error).__name__}: {error}", {address: str(error)}) from error
     answer = task.result()
-    if run.gone and not (isinstance(answer, Mapping) and answer.get("status") == "OK"):
+    if run.gone and (answer is None or answer.status != "OK"):
         raise Lost(f"{address} can't go on without {', '.join(sorted(run.gone))}")
-    status = answer.get("status") if isinstance(answer, Mapping) else None
-    if status == "OK":
-        return answer
-    if status == "missing":
-        raise Replan(f"{address} does not have {len(answer['keys'])} chunks", (address, answer["keys"]))
-    if status == "orders":
-        raise Replan(f"chunks on {address} lie in the orders {answer['orders']}", orders=answer["orders"])
-    if status == "no replicas":
-        raise Lost(f"{address} no longer has replicas of {answer['names']}", answer["names"])
-    if status == "lost":
-        raise Lost(f"{address}: {answer['message']}")
     if answer is None:
         raise EngineError(f"worker {address} does not know dask_distmm: install it there")
-    reason = answer.get("message", str(answer)) if isinstance(answer, Mapping) else str(answer)
-    detail = answer.get("traceback", "") if isinstance(answer, Mapping) else ""
-    raise failed(run, reason + (f"\n{detail}" if detail else ""), {address: reason})
+    if answer.status == "OK":
+        return answer
+    if isinstance(answer, Vote):
+        _judge_vote(address, answer)
+    if answer.status == "lost":
+        raise Lost(f"{address}: {answer.message}")
+    detail = f"\n{answer.traceback}" if answer.traceback else ""
+    raise failed(run, answer.message + detail, {address: answer.message})
+
+
+def _judge_vote(address: str, vote: Vote) -> None:
+    """Raise what a vote against a plan means."""
+    if vote.status == "missing":
+        raise Replan(f"{address} does not have {len(vote.keys)} chunks", (address, vote.keys))
+    if vote.status == "orders":
+        raise Replan(f"chunks on {address} lie in the orders {vote.orders}", orders=vote.orders)
+    if vote.status == "no replicas":
+        raise Lost(f"{address} no longer has replicas of {vote.names}", vote.names)
 
 
 def failed(run: Run, reason: str, ranks: Mapping[str, str] | None = None) -> RunFailedError:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.errors import EngineError, ProtocolError
+from dask_distmm.runtime.messages import Fetch
+from dask_distmm.runtime.wire import ask
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -52,7 +54,7 @@ class DaskComm:
             raise ConnectionError(f"worker {address_of(self._worker)} is closing") from None
 
     async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
-        call = self._worker.rpc(address).distmm_fetch(run_id=self._run_id, kind=kind, boxes=boxes.tobytes(), flat=flat)
+        call = ask(self._worker.rpc(address), Fetch(self._run_id, kind, boxes.tobytes(), flat))
         try:
             # Sums are there when the peer has multiplied, which may take any time; chunks are there now.
             answer = await asyncio.wait_for(call, self._timeout if kind == "input" else None)
@@ -61,13 +63,13 @@ class DaskComm:
                 f"worker {address} did not deliver its chunks within {self._timeout:g} s (config "
                 "distmm.timeouts.transfer)"
             ) from None
-        if isinstance(answer, dict) and answer.get("status") == "gone":
+        if answer is not None and answer.status == "gone":
             # Either the run was ended, or another process has taken the worker's place.
-            raise ConnectionError(f"worker {address}: {answer['message']}")
-        if not isinstance(answer, dict) or answer.get("status") != "OK":
-            reason = answer.get("message", answer) if isinstance(answer, dict) else answer
+            raise ConnectionError(f"worker {address}: {answer.message}")
+        if answer is None or answer.status != "OK":
+            reason = None if answer is None else answer.message
             raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {reason}")
-        data: Sequence[NDArray[Any]] = answer["data"]
+        data: Sequence[NDArray[Any]] = answer.data
         if kind != "enter":
             self.received_bytes += sum(x.nbytes for x in data)
         return data

@@ -1,0 +1,188 @@
+"""Freezes a run: who takes part, which chunks lie where, and the plan that is made of both."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from distributed.metrics import time
+from numpy.typing import NDArray
+
+from dask_distmm.errors import NoWorkersError
+from dask_distmm.planning import ENGINES, Plan, Problem, Worker, plan
+from dask_distmm.planning.chunk_order import by_holder, reorder
+from dask_distmm.runtime.replicas import Replicas
+from dask_distmm.runtime.run import Lost, Run
+from dask_distmm.runtime.scheduler.barriers import Barrier
+from dask_distmm.runtime.scheduler.groups import Groups
+from dask_distmm.runtime.scheduler.holders import Holders
+from dask_distmm.runtime.scheduler.roster import Roster
+from dask_distmm.runtime.scheduler.voting import raise_if_ended
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import WorkerState
+
+__all__ = ["Freezer", "FrozenPlan"]
+
+# How often the scheduler looks whether there are workers again that may multiply (seconds).
+_LOOK = 0.2
+# So many tasks are looked up before others get the event loop again.
+_SLICE = 1000
+# The memory orders of so many arrays are remembered.
+_ORDERS = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenPlan:
+    """The roster, the placement of chunks and the plan of one run, as they were when it was frozen.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    keys
+        For each participant by address: for each operand the keys of its chunks there, in the order of their numbers.
+    states
+        The scheduler's state of each participant.
+    wanted
+        The tasks that wait for the run, as `Barrier.wanted` returns them.
+    """
+
+    plan: Plan
+    keys: dict[str, dict[str, list[Any]]]
+    states: dict[str, WorkerState]
+    wanted: dict[Any, tuple[str, int]]
+
+
+class Freezer:
+    """Freezes runs. On the scheduler's event loop.
+
+    Parameters
+    ----------
+    scheduler
+        The Dask scheduler.
+    roster, groups, replicas
+        Who can take part, which groups of ranks there are, and which results are on all workers.
+    """
+
+    def __init__(self, scheduler: Scheduler, roster: Roster, groups: Groups, replicas: Replicas) -> None:
+        self._scheduler, self._roster, self._groups, self._replicas = scheduler, roster, groups, replicas
+        self._holders = Holders(scheduler, roster)
+        # Memory orders of arrays' chunks, where they are not as expected.
+        self._orders: collections.OrderedDict[str, str] = collections.OrderedDict()
+
+    def note_orders(self, barrier: Barrier, orders: Mapping[str, str]) -> None:
+        """Remember in which memory orders chunks of A and B really lie, by operand."""
+        for operand, order in orders.items():
+            self._orders[_array_of(barrier, operand)] = order
+        while len(self._orders) > _ORDERS:
+            self._orders.popitem(last=False)
+
+    async def freeze(self, run: Run, barrier: Barrier) -> FrozenPlan:
+        """Fix who takes part, and how.
+
+        Raises
+        ------
+        DistMMError
+            The multiply can't be planned.
+        Lost, Replan, Released
+            A worker or a chunk is gone; the run was ended meanwhile.
+        """
+        wanted = await barrier.wanted()
+        problem, keys = barrier.part(wanted)
+        engines, workers = await self._workers(run, problem, wanted)
+        sources, found = await self._holders.find(workers, list(keys.values()))
+        tables = dict(zip(keys, found, strict=True))
+        tables.setdefault("b", tables["a"])
+        where_a, where_b, replica_runs = self._replicas.where(problem, workers, [tables["a"], tables["b"]])
+        if not any(replica_runs) and (orders := by_holder(problem, tables)):
+            keys.setdefault("b", keys["a"])
+            problem, before = reorder(problem, orders)
+            keys = {name: [keys[name][number] for number in before[name].tolist()] for name in keys}
+            tables = {name: tables[name][before[name]] for name in tables}
+            where_a, where_b = tables["a"], tables["b"]
+        made = await asyncio.to_thread(
+            plan,
+            problem,
+            workers,
+            where_a=where_a,
+            where_b=where_b,
+            where_extras=[tables[extra.name] for extra in problem.extras],
+            sources=sources,
+            engine=engines,
+            orders=(self._order(barrier, "a"), self._order(barrier, "b")),
+            groups=self._groups.orders(engines),
+            replica_runs=replica_runs,
+            quickly=True,
+        )
+        # Workers that neither multiply nor hold a chunk have no part in it.
+        needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *tables.values()]))
+        addresses = [made.participants[index].address for index in needed.tolist()]
+        run.participants = frozenset(addresses)
+        if gone := run.participants - self._scheduler.workers.keys():
+            raise Lost(f"{', '.join(sorted(gone))} left the cluster")
+        # A communicator is that of ranks. Any participant may map another's memory: of one rank too.
+        sharing = made.workers if ENGINES[made.engine].collective else tuple(run.participants)
+        if ENGINES[made.engine].keeps and len(sharing) > 1:
+            made = dataclasses.replace(made, group=self._groups.use(made.engine, sharing).number)
+        run.independent = ENGINES[made.engine].independent(made)
+        states = {address: self._scheduler.workers[address] for address in addresses}
+        return FrozenPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted)
+
+    async def _workers(self, run: Run, problem: Problem, wanted: Iterable[Any]) -> tuple[tuple[str, ...], list[Worker]]:
+        """Return who multiplies (`Roster.choose`), when there is anybody: all may be paused, or started again."""
+        limit = problem.options.load_timeout
+        deadline = time() + limit
+        while True:
+            try:
+                return await self._roster.choose(problem.demand, await self._allowed(wanted))
+            except NoWorkersError as error:
+                if time() > deadline:
+                    raise NoWorkersError(f"{error}; waited for {limit:g} s (config distmm.timeouts.load)") from error
+            await asyncio.sleep(_LOOK)
+            raise_if_ended(run)
+
+    async def _allowed(self, wanted: Iterable[Any]) -> frozenset[str] | None:
+        """Return the workers on which the user lets the wanted tasks run; None for any."""
+        found: set[str] | None = None
+        for at, key in enumerate(wanted):
+            if at and at % _SLICE == 0:
+                await asyncio.sleep(0)
+            ts = self._scheduler.tasks.get(key)
+            if ts is None or not (ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
+                continue
+            valid = self._scheduler.valid_workers(ts)
+            if valid is not None and (valid or not ts.loose_restrictions):
+                here = {ws.address for ws in valid}
+                found = here if found is None else found & here
+        return None if found is None else frozenset(found)
+
+    def _order(self, barrier: Barrier, operand: str) -> str:
+        """Return the memory order that the chunks of A or B are taken to have."""
+        expected = "F" if barrier.problem.turned["ab".index(operand)] else "C"
+        return self._orders.get(_array_of(barrier, operand), expected)
+
+
+def _array_of(barrier: Barrier, operand: str) -> str:
+    """Return the name of the array of A or B; where it has none that lasts, one for this multiply alone."""
+    return barrier.problem.arrays["ab".index(operand)] or f"{barrier.key}{operand}"
+
+
+def _by_address(made: Plan, keys: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[Any]]]:
+    """Return for each participant that has chunks to hand out their keys, by operand."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for operand, where in made.where.items():
+        if where is None or operand not in keys or (where < 0).any():
+            continue
+        order: NDArray[np.int64] = np.argsort(where, kind="stable")
+        bounds = np.searchsorted(where[order], np.arange(len(made.participants) + 1))
+        for index, worker in enumerate(made.participants):
+            numbers = order[bounds[index] : bounds[index + 1]].tolist()
+            if numbers:
+                found.setdefault(worker.address, {})[operand] = [keys[operand][number] for number in numbers]
+    return found

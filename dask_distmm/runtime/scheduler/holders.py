@@ -1,0 +1,123 @@
+"""Which workers hold which chunks, as plans need it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.planning import Worker
+from dask_distmm.runtime.run import Replan
+from dask_distmm.runtime.scheduler.roster import Roster
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+
+__all__ = ["Holders"]
+
+# So many chunks are looked up before others get the event loop again.
+_SLICE = 5000
+
+
+class Holders:
+    """Finds the workers that hold chunks, beside those that can take part.
+
+    Parameters
+    ----------
+    scheduler
+        The Dask scheduler.
+    roster
+        The workers, and what they said of themselves.
+    """
+
+    def __init__(self, scheduler: Scheduler, roster: Roster) -> None:
+        self._scheduler, self._roster = scheduler, roster
+
+    async def find(
+        self, workers: Sequence[Worker], keys: Sequence[Sequence[Any]]
+    ) -> tuple[list[Worker], list[NDArray[np.int32]]]:
+        """Return who holds chunks beside the workers that can take part, and who holds each chunk.
+
+        Parameters
+        ----------
+        workers
+            Those that can be ranks.
+        keys
+            For each operand the keys of its chunks.
+
+        Returns
+        -------
+        list of Worker
+            Others that hold chunks; only where no rank has one, and those that say that they have dask_distmm first.
+        list of array
+            For each operand the index into ``[*workers, *others]`` of each chunk's holder, int32.
+
+        Raises
+        ------
+        Replan
+            A chunk is not in memory.
+        """
+        number = {worker.address: index for index, worker in enumerate(workers)}
+        others: dict[str, int] = {}
+        tables: list[NDArray[np.int32]] = []
+        for operand in keys:
+            table = np.empty(len(operand), np.int32)
+            for index, key in enumerate(operand):
+                if index and index % _SLICE == 0:
+                    await asyncio.sleep(0)
+                ts = self._scheduler.tasks.get(key)
+                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
+                if not holders:
+                    raise Replan(f"chunk {key!r} is not in memory any more")
+                found = next((number[address] for address in holders if address in number), None)
+                if found is None:
+                    address = next((address for address in holders if address in self._roster), holders[0])
+                    found = others.setdefault(address, len(workers) + len(others))
+                table[index] = found
+            tables.append(table)
+        await self._roster.describe([address for address in others if address not in self._roster])
+        if gone := [address for address in others if address not in self._scheduler.workers]:
+            raise Replan(f"{gone[0]} left the cluster with chunks")
+        return [self._roster.worker(self._scheduler.workers[address], "") for address in others], tables
+
+    def known(
+        self, workers: Sequence[Worker], names: Sequence[str], counts: Sequence[Sequence[int]]
+    ) -> tuple[list[Worker], list[bytes | None]]:
+        """Return where the chunks of some arrays are.
+
+        Parameters
+        ----------
+        workers
+            Those that can take part.
+        names, counts
+            Names of the arrays, and how many chunks each has along its two axes.
+
+        Returns
+        -------
+        list of Worker
+            Others that hold chunks.
+        list of (bytes or None)
+            For each array the index into ``[*workers, *others]`` of each chunk's holder, as int32; None where
+            not all of its chunks are in memory.
+        """
+        number = {worker.address: index for index, worker in enumerate(workers)}
+        others: dict[str, int] = {}
+        placed: list[bytes | None] = []
+        for name, (nrows, ncols) in zip(names, counts, strict=True):
+            found = []
+            for i, j in itertools.product(range(nrows), range(ncols)):
+                ts = self._scheduler.tasks.get((name, i, j))
+                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
+                known = [number[address] for address in holders if address in number]
+                if known:
+                    found.append(known[0])
+                elif holders:
+                    found.append(others.setdefault(holders[0], len(workers) + len(others)))
+                else:
+                    break
+            placed.append(np.array(found, np.int32).tobytes() if len(found) == nrows * ncols else None)
+        return [self._roster.worker(self._scheduler.workers[address], "") for address in others], placed

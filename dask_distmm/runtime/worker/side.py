@@ -1,0 +1,309 @@
+"""The worker's end of the protocol: one run at a time on one engine thread.
+
+Life of a run on a worker::
+
+    prepare()  the scheduler asks for a vote: are all chunks here?  runs[run_id]
+    start()    the engine works in its thread; peers fetch()
+               the chunks of D are put where Dask has its data      chunks
+    finish()   all ranks are done: buffers go, the chunks are Dask's own
+    abort()    the run has failed: buffers and its chunks of D go
+
+Handlers run on the worker's event loop and never block it: work that takes time goes to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from dask.utils import typename
+from distributed.protocol import to_serialize
+from distributed.protocol.pickle import dumps
+
+from dask_distmm.comms.serializers import let_types_travel
+from dask_distmm.engines.base import IndependentJob, Job, get_engine, log
+from dask_distmm.engines.watchdog import Watchdog
+from dask_distmm.errors import DistMMError, EngineError, ProtocolError
+from dask_distmm.planning import Plan
+from dask_distmm.runtime import messages
+from dask_distmm.runtime.chunks import check_boxes, check_chunks, other_orders, ready_event
+from dask_distmm.runtime.history import History
+from dask_distmm.runtime.messages import NAME, Aborted, Delivery, Done, Vote
+from dask_distmm.runtime.replicas import ReplicaStore
+from dask_distmm.runtime.run import summarize
+from dask_distmm.runtime.transfers import DaskComm, address_of
+from dask_distmm.runtime.wire import Answer, answering, listening, post
+from dask_distmm.runtime.worker.chunk_store import ChunkStore
+from dask_distmm.runtime.worker.description import describe_process
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+__all__ = ["WorkerSide"]
+
+A = TypeVar("A", bound=Answer)
+
+# How often a worker says how far it is (seconds).
+_TELL = 0.5
+
+
+class WorkerSide:
+    """All that dask_distmm keeps on one worker. Made once for each worker process' `Worker`.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.runs: dict[int, tuple[Plan, Job]] = {}
+        self.chunks, self.replicas = ChunkStore(worker), ReplicaStore(worker)
+        self.newest_run = 0
+        self.progress: dict[int, float] = {}
+        self.history = History()
+        # Numbers of runs that are over. Messages that come late for them, as this process stood still, are refused.
+        self._over: collections.deque[int] = collections.deque(maxlen=1000)
+        # One thread, so that two collectives can never cross.
+        self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine")
+        self.handlers: dict[str, Callable[..., Any]] = {
+            **answering(messages.Describe, self.describe),
+            **answering(messages.Prepare, self.prepare),
+            **answering(messages.Start, self.start),
+            **answering(messages.Abort, self.abort),
+            **answering(messages.Fetch, self.fetch),
+            **answering(messages.Release, self.release),
+        }
+        self._dask_dump = worker.handlers.get("dump_state")
+        if self._dask_dump:
+            self.handlers["dump_state"] = self.dump_state
+        let_types_travel()
+        worker.handlers.update(self.handlers)
+        listeners = {
+            **listening(messages.End, lambda end: self.end(end.run_id, end.reason)),
+            **listening(messages.Finish, lambda finish: self.finish(finish.run_id)),
+            **listening(messages.Gone, self.gone),
+            **listening(messages.Abandon, self.abandon),
+            **listening(messages.DropReplicas, lambda drop: self.replicas.drop(drop.name, drop.run_id)),
+        }
+        worker.stream_handlers.update(listeners)
+
+    @property
+    def address(self) -> str:
+        """The address under which everybody else knows this worker."""
+        return address_of(self.worker)
+
+    # Called by the scheduler
+
+    async def describe(self, request: messages.Describe) -> messages.Description:
+        """Return what planning needs to know of this worker."""
+        return await asyncio.to_thread(describe_process)
+
+    async def prepare(self, request: messages.Prepare) -> Vote:
+        """Check that all chunks are here and allocate; the answer is this worker's vote."""
+        run_id = request.run_id
+        if run_id <= self.newest_run or run_id in self._over:
+            return Vote("refused", f"run {run_id} is stale: this worker has seen run {self.newest_run}, or its end")
+        self.history.note(run_id, "asked for a vote")
+        try:
+            # On the engine's thread: after the previous run, which may still be ending there.
+            loop = asyncio.get_running_loop()
+            vote = await loop.run_in_executor(self.engine_thread, self._prepare, request)
+        except ProtocolError as error:
+            vote = Vote("refused", str(error))
+        except BaseException as error:
+            vote = _failure(Vote, error)
+        if run_id in self._over:  # ended meanwhile
+            self._drop(run_id, "it was ended before it began")
+        self.history.note(run_id, f"voted {vote.status}")
+        return vote
+
+    def _prepare(self, request: messages.Prepare) -> Vote:
+        plan, run_id, me = Plan.from_wire(request.plan), request.run_id, request.me
+        if not 0 <= me < len(plan.participants):
+            raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
+        chunks, unkept = self.replicas.operands(plan, me)
+        own, missing = self.chunks.read(plan, me, request.keys)
+        if missing:
+            return Vote("missing", keys=missing)
+        if unkept:
+            return Vote("no replicas", names=unkept)
+        if request.check_orders and (orders := other_orders(plan, own)):
+            return Vote("orders", orders=orders)
+        chunks = check_chunks(plan, chunks | own)
+        addresses = [worker.address for worker in plan.participants]
+        comm = DaskComm(self.worker, run_id, addresses, plan.problem.options.transfer_timeout)
+
+        def progress(share: float) -> None:
+            self.progress[run_id] = share
+
+        job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready_event(own.values()))
+        job.prepare()
+        self.replicas.expect(run_id, plan)
+        self.newest_run = run_id
+        self.runs[run_id] = plan, job
+        return Vote("OK", offer=job.offer)
+
+    async def start(self, request: messages.Start) -> Done:
+        """Let the engine do this worker's part, and give its chunks of D to Dask; answer when that is done."""
+        run_id = request.run_id
+        if run_id not in self.runs:
+            return Done("refused", f"run {run_id} was not prepared here, or is over")
+        plan, job = self.runs[run_id]
+        loop = asyncio.get_running_loop()
+        self.history.note(run_id, "began")
+        telling = asyncio.ensure_future(self._tell_progress(run_id, job))
+        try:
+            started = loop.time()
+            made = await loop.run_in_executor(self.engine_thread, _execute, job, request.offers)
+            result, received = await self.replicas.share(run_id, plan, made, job.timings)
+            lost = set(job.missing) if isinstance(job, IndependentJob) else set()
+            result = {key: x for key, x in result.items() if (key[1] if isinstance(key, tuple) else key) not in lost}
+            placed = await self.chunks.place(run_id, plan, result, request.unwanted, lambda: run_id in self.runs)
+        except BaseException as error:
+            self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
+            return _failure(Done, error)
+        finally:
+            telling.cancel()
+            self.progress.pop(run_id, None)
+        self.history.note(run_id, "was done")
+        timings = {name: float(seconds) for name, seconds in job.timings.items()}
+        kind = type(next(iter(result.values()), None))
+        done = Done(
+            "OK",
+            seconds=loop.time() - started + timings.get("ahead", 0.0),
+            timings=timings,
+            held_bytes=int(job.held_bytes),
+            kept_bytes=int(job.kept_bytes),
+            received_bytes=int(job.received_bytes + received),
+            placed=placed,
+            type=[dumps(kind), typename(kind)],
+        )
+        if log.isEnabledFor(logging.DEBUG):
+            number = {address: rank for rank, address in enumerate(plan.workers)}.get(self.address, "none")
+            summary = summarize({self.address: done})
+            log.debug(
+                "run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, self.address, summary
+            )
+        return done
+
+    async def _tell_progress(self, run_id: int, job: Job) -> None:
+        """Tell the scheduler from time to time how far this worker is."""
+        while True:
+            await asyncio.sleep(_TELL)
+            share, received = float(self.progress.get(run_id, 0.0)), int(job.received_bytes)
+            self.worker.batched_send(post(messages.Progress(run_id, share, received)))
+
+    async def release(self, request: messages.Release) -> Answer:
+        """Free what the ranks of a group keep between runs; all of them are asked at the same time."""
+
+        def free() -> None:
+            with Watchdog(request.grace, f"freeing group {request.group} of engine {request.engine}"):
+                get_engine(request.engine).release(request.group)
+
+        await asyncio.get_running_loop().run_in_executor(self.engine_thread, free)
+        return Answer("OK")
+
+    def abandon(self, message: messages.Abandon) -> None:
+        """Forget a group of which a rank is gone."""
+        with contextlib.suppress(RuntimeError):  # this worker is closing
+            self.engine_thread.submit(get_engine(message.engine).abandon, message.group)
+
+    async def abort(self, request: messages.Abort) -> Aborted:
+        """End a run here that has not succeeded; the answer is what this worker did in it."""
+        self.end(request.run_id, request.reason)
+        return Aborted("OK", history=self.history.brief(request.run_id))
+
+    def end(self, run_id: int, reason: str) -> None:
+        """End a run here that has not succeeded; may be repeated."""
+        if run_id in self.progress:
+            self.history.note(run_id, f"was told to end, {self.progress[run_id]:.0%} done")
+        self._drop(run_id, reason)
+        self.replicas.drop(run_id=run_id)
+
+    def _drop(self, run_id: int, reason: str) -> None:
+        self._over.append(run_id)
+        error = EngineError(f"run {run_id} was ended: {reason}")
+        if run_id in self.runs:
+            _, job = self.runs.pop(run_id)
+            job.abort(error)
+        self.replicas.end(run_id, error)
+        self.chunks.take_back(run_id)
+
+    def finish(self, run_id: int) -> None:
+        """Free what only the run needed, as all ranks are done; the chunks of D stay."""
+        self._over.append(run_id)
+        self.runs.pop(run_id, None)
+        self.chunks.hand_over(run_id)
+        self.replicas.end(run_id)
+
+    def gone(self, message: messages.Gone) -> None:
+        """Let a run go on without a participant, which has left."""
+        if message.run_id in self.runs:
+            plan, job = self.runs[message.run_id]
+            self.history.note(message.run_id, f"was told that {message.address} is gone")
+            for participant, worker in enumerate(plan.participants):
+                if worker.address == message.address and isinstance(job, IndependentJob):
+                    job.lose(participant)
+
+    def dump_state(self, **kwargs: Any) -> dict[str, Any]:
+        """Return what Dask itself says of this worker, for ``Client.dump_cluster_state()``, with our history."""
+        return {**self._dask_dump(**kwargs), NAME: self.history._to_dict()}
+
+    # Called by other workers
+
+    async def fetch(self, request: messages.Fetch) -> Delivery:
+        """Return parts of this worker's matrices to a peer of the same run."""
+        run_id, kind = request.run_id, request.kind
+        try:
+            table = np.frombuffer(request.boxes, np.int64).reshape(-1, 6)
+            if run_id not in self.runs:
+                return Delivery("gone", f"run {run_id} is not live here")
+            if kind == "replica":
+                own = await self.replicas.serve(run_id, table[:, 1].tolist())
+                return Delivery("OK", data=[to_serialize(x) for x in own])
+            plan, job = self.runs[run_id]
+            check_boxes(plan, kind, table)
+            # Shielded: a peer's request that is given up must not cancel what others wait for too.
+            await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
+            data = await asyncio.to_thread(job.serve, kind, table, request.flat)
+            return Delivery("OK", data=[to_serialize(x) for x in data])
+        except (ProtocolError, TypeError, ValueError, KeyError) as error:
+            return Delivery("refused", repr(error))
+        except Exception as error:
+            return _failure(Delivery, error)
+
+    def close(self) -> None:
+        """End all runs and the engine thread."""
+        for run_id in list(self.runs):
+            self._drop(run_id, "the worker is closing")
+        self.replicas.drop()
+        self.engine_thread.shutdown(wait=False, cancel_futures=True)
+        for op, handler in self.handlers.items():
+            if self.worker.handlers.get(op) == handler:
+                del self.worker.handlers[op]
+        if self._dask_dump:
+            self.worker.handlers["dump_state"] = self._dask_dump
+        # Stream handlers stay: messages that the scheduler has sent before it knew may still arrive.
+
+
+def _execute(job: Job, offers: Any) -> Mapping[int, Any]:
+    job.accept(offers)
+    return job.execute()
+
+
+def _failure(kind: type[A], error: BaseException) -> A:
+    """Return an error as an answer; a connection that broke means a worker that is gone."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        return kind("lost", text)
+    detail = "" if isinstance(error, DistMMError) else "".join(traceback.format_exception(error)[-6:])
+    return kind("failed", text, detail)
