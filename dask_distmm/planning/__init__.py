@@ -7,6 +7,7 @@ once.
 """
 
 from dask_distmm.planning.cublasmp.abilities import CUBLASMP
+from dask_distmm.planning.demand import Demand, Worker
 from dask_distmm.planning.engines import ENGINES, Abilities, register
 from dask_distmm.planning.many.batches import Batch, BatchEstimate, BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan, Share
@@ -14,7 +15,7 @@ from dask_distmm.planning.numpy import NUMPY
 from dask_distmm.planning.peer.abilities import PEER
 from dask_distmm.planning.plan import EVERYWHERE, Estimate, Packing, Plan, everywhere
 from dask_distmm.planning.planner import plan
-from dask_distmm.planning.problem import METHODS, Chunks, Demand, Extra, Problem, Worker
+from dask_distmm.planning.problem import METHODS, Chunks, Extra, Problem
 from dask_distmm.planning.restriction import restrict
 
 __all__ = [

@@ -16,8 +16,9 @@ import math
 from collections.abc import Sequence
 
 from dask_distmm.config import DaskCosts, Machine
+from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.plan import Estimate
-from dask_distmm.planning.problem import Problem, Worker
+from dask_distmm.planning.problem import Problem
 
 __all__ = ["around", "by_tasks"]
 

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning.cuts import Bounds, overlaps, reduce_cuts
+from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.display import Shown
-from dask_distmm.planning.problem import METHODS, Problem, Worker
+from dask_distmm.planning.problem import METHODS, Problem
 
 __all__ = ["EVERYWHERE", "Estimate", "Packing", "Plan", "Rect", "everywhere"]
 
@@ -294,7 +295,6 @@ class Plan(Shown):
         """
         try:
             problem = Problem.from_wire(wire["problem"])
-            counts = {op: int(np.prod(problem.chunk_counts(op))) for op in "abd"}
             where = {op: None if (raw := wire[f"where_{op}"]) is None else np.frombuffer(raw, np.int32) for op in "ab"}
             order_a, order_b = wire["orders"]
             slabs = wire["d_cuts"]
@@ -324,32 +324,39 @@ class Plan(Shown):
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"malformed plan: {error!r}") from error
-        for name, cuts, length in (
-            ("rows", plan.rows, problem.m),
-            ("cols", plan.cols, problem.n),
-            ("depth", plan.depth, problem.k),
-        ):
-            if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != length or np.any(np.diff(cuts) <= 0):
-                raise ProtocolError(f"malformed plan: {name} are cut at {cuts}, the length is {length}")
-        nranks, npart = int(np.prod(plan.grid)), len(plan.participants)
-        checks = {
-            "method": plan.method in METHODS,
-            "ranks": len(set(plan.ranks)) == nranks == len(plan.ranks) and all(0 <= r < npart for r in plan.ranks),
-            "orders": {plan.order_a, plan.order_b} <= {"C", "F"},
-            "owners": _in_range(plan.owners, counts["d"], nranks),
-            "where_extras": len(plan.where_extras) in (0, len(problem.extras))
-            and all(
-                _in_range(where, int(np.prod(problem.chunk_counts(extra.name))), npart)
-                for where, extra in zip(plan.where_extras, problem.extras, strict=False)
-            ),
-            "replicas": 0 <= plan.replicas <= npart,
-            "where_a": _placed(plan.where_a, counts["a"], npart, run_a),
-            "where_b": _placed(plan.where_b, counts["b"], npart, run_b),
-        }
-        for name, good in checks.items():
-            if not good:
-                raise ProtocolError(f"malformed plan: {name} do not fit {nranks} ranks and {npart} participants")
+        _check(plan)
         return plan
+
+
+def _check(plan: Plan) -> None:
+    """Raise ProtocolError if the parts of a plan do not fit each other."""
+    counts = {op: int(np.prod(plan.problem.chunk_counts(op))) for op in "abd"}
+    run_a, run_b = plan.replica_runs
+    for name, cuts, length in (
+        ("rows", plan.rows, plan.problem.m),
+        ("cols", plan.cols, plan.problem.n),
+        ("depth", plan.depth, plan.problem.k),
+    ):
+        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != length or np.any(np.diff(cuts) <= 0):
+            raise ProtocolError(f"malformed plan: {name} are cut at {cuts}, the length is {length}")
+    nranks, npart = int(np.prod(plan.grid)), len(plan.participants)
+    checks = {
+        "method": plan.method in METHODS,
+        "ranks": len(set(plan.ranks)) == nranks == len(plan.ranks) and all(0 <= r < npart for r in plan.ranks),
+        "orders": {plan.order_a, plan.order_b} <= {"C", "F"},
+        "owners": _in_range(plan.owners, counts["d"], nranks),
+        "where_extras": len(plan.where_extras) in (0, len(plan.problem.extras))
+        and all(
+            _in_range(where, int(np.prod(plan.problem.chunk_counts(extra.name))), npart)
+            for where, extra in zip(plan.where_extras, plan.problem.extras, strict=False)
+        ),
+        "replicas": 0 <= plan.replicas <= npart,
+        "where_a": _placed(plan.where_a, counts["a"], npart, run_a),
+        "where_b": _placed(plan.where_b, counts["b"], npart, run_b),
+    }
+    for name, good in checks.items():
+        if not good:
+            raise ProtocolError(f"malformed plan: {name} do not fit {nranks} ranks and {npart} participants")
 
 
 def _placed(where: NDArray[np.int32] | None, size: int, stop: int, run: int) -> bool:

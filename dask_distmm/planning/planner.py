@@ -20,12 +20,13 @@ from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.assignment import asked_ways
 from dask_distmm.planning.chunk_order import free_axes
 from dask_distmm.planning.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
+from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import ENGINES, engines
 from dask_distmm.planning.grids import candidates
 from dask_distmm.planning.memory import operand_grids, packing
 from dask_distmm.planning.numpy import costs
 from dask_distmm.planning.plan import Packing, Plan, everywhere
-from dask_distmm.planning.problem import METHODS, Problem, Worker
+from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.replicas import with_replicas
 from dask_distmm.planning.situation import Situation, Way
 

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.problem import Worker
+from dask_distmm.planning.demand import Worker
 
 __all__ = ["Situation", "Way"]
 

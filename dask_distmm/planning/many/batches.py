@@ -22,9 +22,9 @@ from dask.utils import format_time
 from dask_distmm.config import Machine
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
+from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.display import Shown
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import Worker
 
 __all__ = [
     "WORTH",

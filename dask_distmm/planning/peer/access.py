@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dask_distmm.planning.problem import Worker
+from dask_distmm.planning.demand import Worker
 
 __all__ = ["out_of_reach", "reaches"]
 
