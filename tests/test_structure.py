@@ -131,10 +131,17 @@ def test_importing_is_cheap() -> None:
 
 
 def nodes(kinds: tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
+    """All classes or functions of the package, by the module, the class that they are in, and their name."""
     for name, path in MODULES.items():
+        inside = {
+            child: f"{node.name}."
+            for node in ast.walk(TREES[path])
+            if isinstance(node, ast.ClassDef)
+            for child in node.body
+        }
         for node in ast.walk(TREES[path]):
             if isinstance(node, kinds):
-                yield f"{name}.{node.name}", node
+                yield f"{name}.{inside.get(node, '')}{node.name}", node
 
 
 def lines(node: ast.AST) -> int:
@@ -158,9 +165,12 @@ def test_classes_fit_in_a_head() -> None:
 @pytest.mark.parametrize("what", ["lines", "parameters"])
 def test_functions_fit_in_a_head(what: str) -> None:
     public = {getattr(getattr(dask_distmm, name), "__qualname__", name) for name in dask_distmm.__all__}
+    # A user calls these with keywords, each with a default: an object to group them would be one more thing to learn.
+    # `parse` takes all that `matmul` takes, so that each parameter is named once on the way to the Request.
+    exempt = {f"{name}.__init__" for name in public} | {"dask_distmm.arrays.request.parse"}
     found = {}
     for name, node in nodes((ast.FunctionDef, ast.AsyncFunctionDef)):
-        if node.name in public:
+        if node.name in public or name in exempt or ".".join(name.split(".")[-2:]) in exempt:
             continue
         code = lines(node)
         if isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):

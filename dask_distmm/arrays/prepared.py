@@ -151,8 +151,7 @@ class Matmul:
         asked = self._asked | {"epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
         request = _parse(self._operands.arrays, inputs, asked, self._types)
         problem = make_problem(request)
-        lying = [*map(under, (request.a, request.b), problem.arrays, problem.turned)]
-        known = snapshot(client, problem, lying)
+        known = snapshot(client, problem, [*map(under, (request.a, request.b), problem.arrays, problem.turned)])
         if known is None:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
         self._layout = Layout(known.plan(problem), known)
@@ -232,13 +231,12 @@ class Matmul:
         inputs = {name: da.asanyarray(x) for name, x in (epilog_inputs or {}).items()}
         arrays, new = self._operands.matching(given, inputs)
         asked = self._asked | {name: x for name, x in (("alpha", alpha), ("beta", beta)) if x is not None}
-        complete = not self._operands.missing(arrays)
-        if complete:
-            inputs = {name: arrays[name] for name in self._operands.inputs}
-            request = _parse(arrays, inputs, asked, self._types)
+        request = None
+        if not self._operands.missing(arrays):
+            request = _parse(arrays, {name: arrays[name] for name in self._operands.inputs}, asked, self._types)
         self._operands.replace(arrays, new)
         self._asked = asked
-        if complete and self._layout is not None:
+        if request is not None and self._layout is not None:
             self._lay_out(client, self._layout, request)
 
     def release_operands(self) -> None:
