@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.engines.cublasmp import shuffle as module
-from dask_distmm.engines.cublasmp.shuffle import Shuffle
+from dask_distmm.engines.cublasmp.shuffle import Route, Shuffle
 from dask_distmm.layout import BlockCyclic, ChunkGrid, Moves, ProcessGrid, redistribution
 from dask_distmm.layout.rectangles import Span, split, unit_of, work
 from dask_distmm.testing import random_chunks
@@ -85,7 +85,8 @@ def test_every_element_arrives(alone_bytes, seed):
         for me in participants:
             mine = {n: span(a) for n, a in arrays.items() if participants[where[n]] == me}
             target = {ranks_of[me]: span(tiles[ranks_of[me]])}
-            one = Shuffle(moves, me, participants, order, extents, dtype.itemsize, mine, target, allocate)
+            route = Route(moves, me, participants, order, extents)
+            one = Shuffle(route, dtype.itemsize, mine, target, allocate)
             shuffles.append(one)
         for one in shuffles:
             for table in one.packing:

@@ -12,7 +12,8 @@ import cupy as cp
 
 from dask_distmm.engines.base import ChunkKey, Comm, log
 from dask_distmm.engines.cublasmp.job import CublasMpJob
-from dask_distmm.engines.cublasmp.library import Group, check_versions
+from dask_distmm.engines.cublasmp.library import check_versions
+from dask_distmm.engines.cublasmp.state import CublasMpState
 from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Plan
@@ -20,21 +21,10 @@ from dask_distmm.planning import Plan
 __all__ = ["ENGINE", "CublasMpEngine"]
 
 
-class CublasMpEngine:
+class CublasMpEngine(CublasMpState):
     """Multiplies on GPUs with cuBLASMp, one GPU a worker process."""
 
     name = "cublasmp"
-
-    def __init__(self) -> None:
-        self._stream: cp.cuda.Stream | None = None
-        self.groups: dict[int, Group] = {}
-
-    @property
-    def stream(self) -> cp.cuda.Stream:
-        """The engine's own stream, on the process' current device."""
-        if self._stream is None:
-            self._stream = cp.cuda.Stream(non_blocking=True)
-        return self._stream
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""
@@ -61,7 +51,7 @@ class CublasMpEngine:
     ) -> CublasMpJob:
         """Return participant `me`'s side of a run."""
         check_arrays(self.name, chunks)
-        return CublasMpJob(plan, me, chunks, comm, progress, ready, self.stream, self.groups)
+        return CublasMpJob(plan, me, chunks, comm, progress, ready, self)
 
     def links(self) -> tuple[str, tuple[str, ...]]:
         """Return nothing: who can reach whom does not matter."""

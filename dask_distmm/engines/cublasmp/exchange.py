@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.cublasmp.shuffle import Shuffle
+from dask_distmm.engines.cublasmp.shuffle import Route, Shuffle
 from dask_distmm.engines.gpu.kernels import Launch, copy_rectangles
-from dask_distmm.layout import Moves
 from dask_distmm.layout.rectangles import Span, Table
 
 if TYPE_CHECKING:
@@ -21,31 +20,25 @@ __all__ = ["DeviceShuffle", "Exchange", "InputExchange"]
 
 
 class DeviceShuffle:
-    """A `Shuffle` between device arrays, which it keeps together with its buffers. Parameters as there."""
+    """A `Shuffle` between device arrays, which it keeps together with its buffers.
 
-    def __init__(
-        self,
-        moves: Moves,
-        me: int,
-        ranks: tuple[int, ...],
-        order: str,
-        extents: Sequence[int],
-        src: dict[int, Any],
-        dst: dict[int, Any],
-        skip_home: bool = False,
-        itemsize: int = 0,
-        alone: int | None = None,
-    ) -> None:
+    Parameters
+    ----------
+    route
+        Which rectangles go where.
+    src, dst
+        This participant's arrays, by the numbers that the moves give them.
+    itemsize
+        Bytes of an element; 0 for those of the arrays, of which there must be one then.
+    """
+
+    def __init__(self, route: Route, src: dict[int, Any], dst: dict[int, Any], itemsize: int = 0) -> None:
         self.buffers: list[Any] = []
         self._keep = (src, dst)
         spans = [{n: Span(x.data.ptr, *x.strides) for n, x in arrays.items()} for arrays in (src, dst)]
         self.itemsize = itemsize or next(iter((*src.values(), *dst.values()))).dtype.itemsize
         source, target = spans
-        self.shuffle = Shuffle(
-            *(moves, me, ranks, order, extents, self.itemsize, source, target, self._allocate),
-            skip_home=skip_home,
-            alone=alone,
-        )
+        self.shuffle = Shuffle(route, self.itemsize, source, target, self._allocate)
 
     def _allocate(self, size: int) -> int:
         self.buffers.append(cp.empty(size, cp.uint8))
@@ -58,7 +51,7 @@ class Exchange:
     Parameters
     ----------
     found
-        Of one element size.
+        The shuffles; all of one element size.
     """
 
     def __init__(self, *found: DeviceShuffle) -> None:
@@ -72,7 +65,7 @@ class Exchange:
         self.received_bytes = sum(size for _, _, size in self._receives)
 
     def run(self, stream: Any, comm: NcclComm | None) -> None:
-        """Put everything on the stream."""
+        """Put packing, messages and unpacking on the stream."""
         for launch in self._pack:
             launch.run(stream)
         if self._sends or self._receives:
@@ -95,15 +88,14 @@ class InputExchange:
     Attributes
     ----------
     outside
-        What has to be fetched from workers that are no ranks.
+        The rectangles that must be fetched from workers that are no ranks.
     """
 
     def __init__(self, one: Input, me: int, ranks: tuple[int, ...]) -> None:
         among, self.outside = one.moves.among(ranks, me)
         self.input = one
-        self.exchange = Exchange(
-            DeviceShuffle(among, me, ranks, "C", one.widths, one.arrays, one.parts, itemsize=one.dtype.itemsize)
-        )
+        route = Route(among, me, ranks, "C", one.widths)
+        self.exchange = Exchange(DeviceShuffle(route, one.arrays, one.parts, one.dtype.itemsize))
 
 
 def _launches(tables: Sequence[Table], itemsize: int) -> list[Launch]:

@@ -14,37 +14,35 @@ A chunk that is a rank's tile already is used as it lies, and D's tile is the ch
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from typing import Any
 
 import cupy as cp
 import numpy as np
-from numpy.typing import NDArray
 
-from dask_distmm.comms.nccl import make_unique_id
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, is_of_d, wait_checked
-from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange, InputExchange
-from dask_distmm.engines.cublasmp.gate import Gate
+from dask_distmm.engines.cublasmp.entry import CollectiveEntry
+from dask_distmm.engines.cublasmp.exchange import Exchange, InputExchange
 from dask_distmm.engines.cublasmp.library import Group
+from dask_distmm.engines.cublasmp.matrices import cut_bias, make_operand, make_result
 from dask_distmm.engines.cublasmp.replication import Replication, named
+from dask_distmm.engines.cublasmp.state import CublasMpState
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
 from dask_distmm.engines.gpu.host import to_host
-from dask_distmm.engines.gpu.operands import DeviceChunks, in_type, ld, mark, usable
-from dask_distmm.engines.watchdog import Watchdog
-from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.engines.gpu.operands import DeviceChunks, in_type, ld, mark
+from dask_distmm.layout import Moves
 from dask_distmm.numeric.types import FP8, carried, typed
-from dask_distmm.planning import Chunks, Plan
-from dask_distmm.planning.cublasmp.costs import tile_chunk
+from dask_distmm.planning import Plan
 from dask_distmm.planning.cublasmp.epilogs import all_reduced, native_epilog, own_kernel, returned_type
-from dask_distmm.planning.cublasmp.tiles import Tile, make_tiles
-from dask_distmm.planning.plan import EVERYWHERE
+from dask_distmm.planning.cublasmp.tiles import make_tiles
 
 __all__ = ["CublasMpJob"]
+
+# Seconds between two looks at an event.
+_LOOK = 2e-5
 
 
 class CublasMpJob:
@@ -58,8 +56,7 @@ class CublasMpJob:
         comm: Comm,
         progress: Callable[[float], None],
         ready: Sequence[Any],
-        stream: cp.cuda.Stream,
-        groups: dict[int, Group],
+        engine: CublasMpState,
     ) -> None:
         self.plan, self.me, self.comm, self.progress = plan, me, comm, progress
         self.chunks: dict[ChunkKey, Any] = dict(chunks)
@@ -69,24 +66,25 @@ class CublasMpJob:
         self.offer: Any = None
         self._tiles = make_tiles(plan)
         self._native = native_epilog(plan, self._tiles)
-        # What the library does not do itself is done to sums that are not rounded yet.
+        # The engine applies its part of the formula to sums that are not rounded yet.
         self.sum_type = returned_type(plan, self._tiles)
-        # What the library is given and returns.
+        # The types that the library takes and returns.
         self.kinds = Kinds(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
-        self._ready, self._stream, self._groups = ready, stream, groups
-        self._gate = Gate(len(plan.ranks))
-        self._unique_id = b""
+        self._ready, self._stream, self._groups = ready, engine.stream, engine.groups
+        self._entry = CollectiveEntry(plan, self.rank, comm)
         self._inputs: Future[None] = Future()
         self._inputs.set_result(None)
-        self._error: BaseException | None = None
-        self._committed = self._over = False
-        self._watchdog: Watchdog | None = None
-        self._lock = threading.Lock()
 
     # Before the vote
 
     def prepare(self) -> None:
-        """Allocate, in memory of the default stream: its users are those who will free it."""
+        """Allocate tiles, chunks of D and buffers, on the default stream, because its users will free them.
+
+        Raises
+        ------
+        EngineError
+            The GPU or the library can't multiply these types.
+        """
         for event in self._ready:
             cp.cuda.Stream.null.wait_event(event)
         if self.rank is None:
@@ -95,16 +93,18 @@ class CublasMpJob:
         if problem.fp8:
             check_fp8()
         self.kinds.compute_type  # noqa: B018 - the library must have it
-        self._staged = DeviceChunks(problem, self.chunks)
-        self.chunks = self._staged.arrays
+        self._on_device = DeviceChunks(problem, self.chunks)
+        self.chunks = self._on_device.arrays
+        types = {"a": carried(self.kinds.a, "cupy"), "b": carried(self.kinds.b, "cupy")}
         self._operands = {
-            "a": self._operand("a", self._tiles.a, problem.a_chunks, self.plan.where_a),
-            "b": self._operand("b", self._tiles.b, problem.b_chunks, self.plan.where_b),
+            name: make_operand(self.plan, self.me, name, self._tiles, self.chunks, dtype)
+            for name, dtype in types.items()
         }
-        self._result = self._make_result()
+        self._result = make_result(self.plan, self.me, self._tiles, self.sum_type)
         self._finishing: Finishing | NativeBias | None = None
         if self._native is not None and "bias" in problem.formula.inputs:
-            self._finishing = NativeBias.of_tile(self.plan, self.me, self.rank, self.chunks, self._tiles.d)
+            cut = cut_bias(self._tiles.d, self.rank, len(self.plan.ranks))
+            self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, cut)
         elif own_kernel(self.plan, self._tiles):
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
         found = self._finishing.inputs if self._finishing is not None else ()
@@ -117,65 +117,6 @@ class CublasMpJob:
         self._gather = Exchange(*(operand.shuffle for operand in self._operands.values()))
         self._allocated = cp.cuda.Event(disable_timing=True)
         self._allocated.record(cp.cuda.Stream.null)
-
-    def _kind(self, operand: str) -> str:
-        """Return the name of the type in which the library is given A or B."""
-        return self.kinds.a if operand == "a" else self.kinds.b
-
-    def _operand(self, name: str, tile: Tile, sizes: Chunks, where: NDArray[np.int32] | None) -> _Operand:
-        """Take a chunk as the tile, or allocate one and find out what goes into it."""
-        assert self.rank is not None
-        assert where is not None
-        arrays = {index: chunk for (op, index), chunk in self.chunks.items() if op == name}
-        index = tile_chunk(tile, self.rank, sizes)
-        # All ranks see the same plan, but only this one sees how its chunk really lies in memory.
-        target = None
-        if index is not None and where[index] in (self.me, EVERYWHERE) and usable(arrays[index], tile.order):
-            target = arrays[index]
-        as_it_lies = target is not None
-        if target is None:
-            make = cp.zeros if tile.zeroed else cp.empty
-            target = make(tile.local(self.rank), carried(self._kind(name), "cupy"), order=tile.order)
-        moves = Moves.of(redistribution(ChunkGrid(sizes), tile.layout), where, self.plan.ranks)
-        # Chunks of workers that are no ranks come over Dask's comms.
-        among, outside = moves.among(self.plan.ranks, self.me)
-        shuffle = DeviceShuffle(
-            among,
-            self.me,
-            self.plan.ranks,
-            tile.order,
-            [tile.local(rank)[tile.order == "C"] for rank in range(len(self.plan.ranks))],
-            arrays,
-            {self.rank: target},
-            skip_home=as_it_lies,
-        )
-        return _Operand(target, shuffle, outside)
-
-    def _make_result(self) -> _Result:
-        """Allocate D's tile and those chunks of D that are not the tile."""
-        assert self.rank is not None
-        plan, tile, sizes = self.plan, self._tiles.d, self.plan.problem.out_chunks
-        keeps_all = bool(plan.replicas) and all_reduced(plan)
-        if self._tiles.replicated:
-            copies = redistribution(ChunkGrid(((plan.problem.m,), (plan.problem.n,))), ChunkGrid(sizes))
-            # Of all that is here this rank keeps its own chunks, or all of them.
-            owner = np.full(len(plan.owners), self.me) if keeps_all else np.asarray(plan.ranks)[plan.owners]
-            moves = Moves.of(copies, [self.me], owner)
-            moves = moves.take(moves.dst_owner == self.me)
-        else:
-            copies = redistribution(tile.layout, ChunkGrid(sizes))
-            moves = Moves.of(copies, plan.ranks, np.asarray(plan.ranks)[plan.owners])
-        target = cp.empty(tile.local(self.rank), self.sum_type, order=tile.order)
-        owned = list(range(len(plan.owners))) if keeps_all else plan.owned(self.rank).tolist()
-        index = None if self._tiles.replicated else tile_chunk(tile, self.rank, sizes)
-        if index is not None and owned == [index]:
-            return _Result({index: target}, target, None)
-        rects = {i: plan.chunk_rect(i) for i in owned}
-        chunks = {i: cp.empty((r[1] - r[0], r[3] - r[2]), self.sum_type, order=tile.order) for i, r in rects.items()}
-        widths = np.tile(sizes[1], len(sizes[0])) if tile.order == "C" else np.repeat(sizes[0], len(sizes[1]))
-        source = {0 if self._tiles.replicated else self.rank: target}
-        shuffle = DeviceShuffle(moves, self.me, plan.ranks, tile.order, widths.tolist(), source, chunks)
-        return _Result(chunks, target, Exchange(shuffle))
 
     @property
     def received_bytes(self) -> int:
@@ -203,18 +144,11 @@ class CublasMpJob:
                 self._fetch_outside(number, held, operand.outside, {self.rank: operand.target})
             for number, one in enumerate(self._extras, start=2):
                 self._fetch_outside(number, one.input.held, one.outside, one.input.parts)
-            if len(self.plan.ranks) == 1:
-                self._raise_if_aborted()
-                self._committed = True
-            else:
-                self._enter()
+            self._entry.enter(has_group=self.plan.group in self._groups)
             self.timings["gate"] = time.perf_counter() - started
             return self._work()
         finally:
-            with self._lock:
-                self._over = True
-                if self._watchdog is not None:
-                    self._watchdog.call_off()
+            self._entry.leave()
             self.timings["total"] = time.perf_counter() - started
 
     def _work(self) -> dict[Any, Any]:
@@ -223,7 +157,7 @@ class CublasMpJob:
         group = self._group() if len(plan.ranks) > 1 else None
         marks = [mark(stream)]
         stream.wait_event(self._allocated)
-        self._staged.fill(stream)
+        self._on_device.fill(stream)
         comm = group.comm if group is not None else None
         self._gather.run(stream, comm)
         for one in self._extras:
@@ -278,7 +212,7 @@ class CublasMpJob:
 
     def _count(self) -> int:
         """Return the bytes of all device memory that this rank holds for the run."""
-        arrays = self._staged.all_arrays
+        arrays = self._on_device.all_arrays
         arrays += [self._result.target, *self._result.chunks.values()]
         for exchange in (self._gather, self._result.deliver, *(one.exchange for one in self._extras)):
             arrays += exchange.buffers if exchange is not None else []
@@ -288,10 +222,10 @@ class CublasMpJob:
         return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
     def _wait(self, event: cp.cuda.Event) -> None:
-        """Wait without holding Python's lock; a run that was ended is still waited for, within the grace time."""
+        """Wait without holding Python's lock; a run that was ended still gets its grace time."""
         while not event.done:
-            time.sleep(2e-5)
-        self._raise_if_aborted()
+            time.sleep(_LOOK)
+        self._entry.check()
 
     def _group(self) -> Group:
         """Return the ranks' group; all have it, or all make it now."""
@@ -299,28 +233,12 @@ class CublasMpJob:
         if number not in self._groups:
             assert self.rank is not None
             self._groups[number] = Group(
-                len(self.plan.ranks), self.rank, self._unique_id, self.plan.workers, self._stream
+                len(self.plan.ranks), self.rank, self._entry.unique_id, self.plan.workers, self._stream
             )
         return self._groups[number]
 
-    def _enter(self) -> None:
-        """Go through the gate: from here on no rank leaves before all are through."""
-        if self.rank == 0:
-            self._unique_id = b"" if self.plan.group in self._groups else make_unique_id()
-            opened: Future[Any] = self._gate.entered(0)
-        else:
-            request = np.array([[self.rank, 0, 0, 0, 0, 0]], np.int64)
-            opened = self.comm.fetch(self.plan.ranks[0], "enter", request, False)
-        wait_for([opened])
-        answer = opened.result()
-        if self.rank:
-            self._unique_id = bytes(answer[0])
-        self._committed = True
-        if self._error is not None:
-            self._watch()
-
     def _fetch_outside(self, number: int, held: str, moves: Moves, targets: Mapping[int, Any]) -> None:
-        """Get what only workers that are no ranks have staged, and copy it right into place."""
+        """Get the rectangles that only workers have which are no ranks, and copy them into place."""
         for peer in np.unique(moves.src_owner).tolist():
             leg = moves.take(moves.src_owner == peer)
             boxes = np.empty((len(leg), 6), np.int64)
@@ -328,27 +246,27 @@ class CublasMpJob:
             boxes[:, 2], boxes[:, 3] = leg.src_row, leg.src_row + leg.nrows
             boxes[:, 4], boxes[:, 5] = leg.src_col, leg.src_col + leg.ncols
             answer = self.comm.fetch(peer, "input", boxes, False)
-            for i, data in enumerate(wait_checked(answer, self._raise_if_aborted)):
+            for i, data in enumerate(wait_checked(answer, self._entry.check)):
                 r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
                 data = data.view(np.uint8) if held in FP8 else data  # noqa: PLW2901
                 target, part = targets[int(leg.dst[i])], typed(cp.asarray(data), held)
                 part = in_type(part, held, target.dtype)
                 target[r : r + part.shape[0], c : c + part.shape[1]] = part
         if len(moves):
-            # The default stream has done this: the run's stream waits for it.
+            # These copies are on the default stream; the run's stream waits for them.
             self._allocated.record(cp.cuda.Stream.null)
 
     # What passes between participants
 
     def available(self, kind: str, boxes: Boxes) -> Future[None]:
         """Return the future that says when `serve` can answer."""
-        return self._gate.entered(int(boxes[0, 0])) if kind == "enter" else self._inputs
+        return self._entry.entered(int(boxes[0, 0])) if kind == "enter" else self._inputs
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
-        """Return boxes of staged chunks, or the id under which the ranks meet."""
+        """Return boxes of the chunks that are here, or the id under which the ranks make their communicator."""
         if kind == "enter":
-            return [np.frombuffer(self._unique_id, np.uint8)]
-        self._raise_if_aborted()
+            return list(self._entry.answer())
+        self._entry.check()
         found = []
         for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
             part = self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1]
@@ -360,36 +278,4 @@ class CublasMpJob:
 
     def abort(self, error: BaseException) -> None:
         """End with `error`: at once before the gate; else when the library returns, or else with the process."""
-        self._error = self._error or error
-        self._gate.close(error)
-        if self._committed:
-            self._watch()
-
-    def _watch(self) -> None:
-        """End the process if the library does not return within its own time and the grace time."""
-        options = self.plan.problem.options
-        estimate = self.plan.flops / options.machine(self.plan.engine).rate("other")
-        with self._lock:
-            if self._over or self._watchdog is not None:
-                return
-            what = f"a collective of which a rank is gone (run of {self.plan.problem.name}, {self._error})"
-            self._watchdog = Watchdog(options.grace_timeout + estimate, what)
-            self._watchdog.start()
-
-    def _raise_if_aborted(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
-class _Operand:
-    """A or B on one rank."""
-
-    def __init__(self, target: Any, shuffle: DeviceShuffle, outside: Moves) -> None:
-        self.target, self.shuffle, self.outside = target, shuffle, outside
-
-
-class _Result:
-    """D on one rank: the tile, the chunks, and how they are made from it."""
-
-    def __init__(self, chunks: dict[int, Any], target: Any, deliver: Exchange | None) -> None:
-        self.chunks, self.target, self.deliver = chunks, target, deliver
+        self._entry.abort(error)

@@ -1,4 +1,4 @@
-"""All of D on every rank: what this one lacks comes by NCCL from those who own it, each chunk as it lies."""
+"""All of D on every rank: the chunks that a rank lacks come by NCCL from the ranks that own them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from dask_distmm.engines.base import REPLICA
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
+from dask_distmm.engines.cublasmp.shuffle import Route
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
@@ -30,7 +31,7 @@ class Replication:
     Parameters
     ----------
     plan
-        Of the run.
+        The plan of the run.
     me
         This participant, which is a rank.
     own
@@ -57,13 +58,8 @@ class Replication:
         every = [Moves.of(copies, owner, np.full(grid.nparts, rank)) for rank in plan.ranks]
         moves = Moves(*(np.concatenate([getattr(m, f.name) for m in every]) for f in dataclasses.fields(Moves)))
         extents = [grid.local_shape(part)[order == "C"] for part in range(grid.nparts)]
-        shuffle = DeviceShuffle(
-            *(moves, me, plan.ranks, order, extents, dict(own), self.chunks),
-            skip_home=True,
-            itemsize=dtype.itemsize,
-            alone=ALONE_BYTES,
-        )
-        self.exchange = Exchange(shuffle)
+        route = Route(moves, me, plan.ranks, order, extents, skip_home=True, alone=ALONE_BYTES)
+        self.exchange = Exchange(DeviceShuffle(route, dict(own), self.chunks, dtype.itemsize))
 
     @property
     def arrays(self) -> list[Any]:

@@ -1,8 +1,7 @@
 """Redistribution by packing, one exchange of messages, and unpacking: what one participant does. Pure.
 
-Large rectangles travel by themselves: right out of the source and right into place where they are one piece of
-memory there, and through a buffer where they are not, which each end decides for itself. Small ones to the same rank
-travel packed in one vector.
+A large rectangle travels in a message of its own. An end at which it is one piece of memory needs no buffer for it; the
+other end may need one. Small rectangles to the same rank travel together, packed in one vector.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ import numpy as np
 from dask_distmm.layout import Moves
 from dask_distmm.layout.rectangles import DST, SRC, Span, Table, are_dense, pointers, rectangles
 
-__all__ = ["Shuffle"]
+__all__ = ["Route", "Shuffle"]
 
-# A message of its own has a cost of some microseconds: worth it from here on (bytes).
+# A message costs some microseconds. A rectangle of at least so many bytes has a message of its own.
 _ALONE_BYTES = 4 * 2**20
 
 
-class Shuffle:
-    """One redistribution, as one participant sees it.
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Which rectangles go from which participant to which one, as all participants know it.
 
     Parameters
     ----------
@@ -32,21 +32,40 @@ class Shuffle:
     me
         This participant.
     ranks
-        Participant of each rank.
+        The participant of each rank.
     order
         Memory order of the destinations.
     extents
         Length of each destination along its fast axis.
+    skip_home
+        Whether rectangles from this participant to itself are in place already.
+    alone
+        Bytes from which on a rectangle travels by itself; None for the size that suits rectangles that need packing
+        anyway.
+    """
+
+    moves: Moves
+    me: int
+    ranks: tuple[int, ...]
+    order: str
+    extents: Sequence[int]
+    skip_home: bool = False
+    alone: int | None = None
+
+
+class Shuffle:
+    """One redistribution, as one participant sees it.
+
+    Parameters
+    ----------
+    route
+        Which rectangles go where.
     itemsize
         Bytes of an element.
     src, dst
         Where this participant's matrices lie, by the numbers that the moves give them.
     allocate
         Returns the address of a new buffer of so many bytes.
-    skip_home
-        What stays here is in place already.
-    alone
-        Bytes from which on a rectangle travels by itself; None for what suits rectangles that need packing anyway.
 
     Attributes
     ----------
@@ -58,32 +77,26 @@ class Shuffle:
 
     def __init__(
         self,
-        moves: Moves,
-        me: int,
-        ranks: tuple[int, ...],
-        order: str,
-        extents: Sequence[int],
+        route: Route,
         itemsize: int,
         src: dict[int, Span],
         dst: dict[int, Span],
         allocate: Callable[[int], int],
-        skip_home: bool = False,
-        alone: int | None = None,
     ) -> None:
-        self._alone = _ALONE_BYTES if alone is None else alone
-        self.order, self._extents = order, np.asarray(extents, np.int64)
+        self._alone = _ALONE_BYTES if route.alone is None else route.alone
+        self.order, self._extents = route.order, np.asarray(route.extents, np.int64)
         self.itemsize, self._allocate = itemsize, allocate
         self.packing: list[Table] = []
         self.unpacking: list[Table] = []
         self.sends: list[tuple[int, int, int]] = []
         self.receives: list[tuple[int, int, int]] = []
-        legs = moves.legs(me)
-        if len(legs.home) and not skip_home:
-            self.packing.append(rectangles(legs.home, src, dst, order))
+        legs = route.moves.legs(route.me)
+        if len(legs.home) and not route.skip_home:
+            self.packing.append(rectangles(legs.home, src, dst, route.order))
         for peer, leg in sorted(legs.send.items()):
-            self._send(ranks.index(peer), leg, src)
+            self._send(route.ranks.index(peer), leg, src)
         for peer, leg in sorted(legs.receive.items()):
-            self._receive(ranks.index(peer), leg, dst)
+            self._receive(route.ranks.index(peer), leg, dst)
 
     def _send(self, rank: int, leg: Moves, sources: dict[int, Span]) -> None:
         alone, packed = self._split(leg)
@@ -91,7 +104,7 @@ class Shuffle:
         table = self._packing(alone, sources, 0)
         starts = table[:, SRC].copy()
         if not (dense := are_dense(table, self.itemsize)).all():
-            # Not one piece here: from a buffer, then.
+            # A rectangle that is not one piece of memory here is sent from a buffer.
             buffer = self._allocate(int(sizes[~dense].sum()))
             self.packing.append(self._packing(alone.take(~dense), sources, buffer))
             starts[~dense] = self.packing[-1][:, DST]
@@ -126,7 +139,7 @@ class Shuffle:
         return leg.take(alone), leg.take(~alone)
 
     def _packing(self, moves: Moves, sources: dict[int, Span], pointer: int) -> Table:
-        """Rectangles from their matrices into a vector, each dense in the destination's order."""
+        """Return the copies of rectangles into a vector, each dense in the destination's order."""
         return rectangles(self._in_vector(moves, "dst"), sources, self._vector(moves, pointer), self.order)
 
     def _unpacking(self, moves: Moves, targets: dict[int, Span], pointer: int) -> Table:

@@ -1,4 +1,4 @@
-"""The formula on one rank's chunks of D: what it needs of its inputs, its outputs allocated ahead, the fused kernel."""
+"""The formula on one rank's chunks of D: the parts of its inputs, its outputs, and one fused kernel."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from dask_distmm.numeric.conversions import decode, stored
 from dask_distmm.numeric.epilogs import Formula, elementwise, part_shape, reductions, scalars, scaled
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Chunks, Plan
-from dask_distmm.planning.cublasmp.tiles import Tile
 
-__all__ = ["Finishing", "Input", "Kernel", "NativeBias"]
+__all__ = ["BiasCut", "Finishing", "Input", "Kernel", "NativeBias"]
 
 
 class Input:
-    """One input, cut into parts: those that this rank needs, by number, and what has to be copied there.
+    """One input of the formula, cut into parts: this rank's parts, and the rectangles to copy into the parts of all.
 
     Parameters
     ----------
-    plan, me, name, chunks
-        Of the run; which input; what this participant has staged, on the device.
+    plan, me
+        The plan of the run, and this participant.
+    name
+        The operand.
+    chunks
+        The chunks that are here, on the device.
     sizes
         How its rows and columns are cut into parts.
     needed
         For each rank, the numbers of the parts that it needs.
     parts
-        Arrays for those that this rank needs; allocated where None.
+        Arrays for the parts that this rank needs, by number; they are allocated here if None.
 
     Attributes
     ----------
@@ -77,7 +80,7 @@ class Input:
 
 
 class _ByChunk(Input):
-    """One input, in the parts that chunks of D need."""
+    """One input of the formula, cut into the parts that chunks of D need."""
 
     def __init__(self, plan: Plan, me: int, name: str, chunks: Mapping[ChunkKey, Any]) -> None:
         problem = plan.problem
@@ -95,24 +98,42 @@ class _ByChunk(Input):
         return (i if self._by_row else 0) * self._width + (j if self._by_col else 0)
 
     def values(self, index: int) -> Any:
-        """Return what chunk `index` of D needs."""
+        """Return the part that chunk `index` of D needs, in float32 if the input is FP8."""
         found = self.parts[self.part(index)]
         return decode(cp, found, self.held, np.dtype(np.float32)) if self.held in FP8 else found
 
 
+@dataclasses.dataclass(frozen=True)
+class BiasCut:
+    """How the bias is cut along the one axis of D along which it has values.
+
+    Parameters
+    ----------
+    axis
+        That axis: 0 for a value for each row of D, 1 for a value for each column.
+    sizes
+        The lengths of all parts.
+    parts
+        The number of each rank's part.
+    length
+        The extent along the axis of the product that this rank computes; beyond its part it is padding.
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+    parts: Sequence[int]
+    length: int
+
+
 class NativeBias:
-    """The bias that the library adds on this rank, a value for each row or column of what the rank computes.
+    """The bias that the library adds on this rank, a value for each row or column of the product that it computes.
 
     Parameters
     ----------
     plan, me, rank, chunks
         As for `Finishing`.
-    axis
-        Along which axis of D it has values.
-    sizes, parts
-        How ranks cut that axis, and the number of each rank's part.
-    length
-        Of what this rank computes along the axis; what is more than its part is padding.
+    cut
+        How the ranks cut it.
 
     Attributes
     ----------
@@ -120,33 +141,15 @@ class NativeBias:
         The bias in the type of D, once `convert` has been done.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        me: int,
-        rank: int,
-        chunks: Mapping[ChunkKey, Any],
-        axis: int,
-        sizes: tuple[int, ...],
-        parts: Sequence[int],
-        length: int,
-    ) -> None:
+    def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], cut: BiasCut) -> None:
         own, dtype = carried(plan.problem.dtype_of("bias"), "cupy"), plan.problem.result_type
-        self._padded = cp.zeros(length, own)
-        self.vector = self._padded if own == dtype else cp.empty(length, dtype)
-        part = self._padded[: sizes[parts[rank]]].reshape((-1, 1) if axis == 0 else (1, -1))
-        cuts = (sizes, (1,)) if axis == 0 else ((1,), sizes)
-        needed = [[number] for number in parts]
-        self.inputs: list[Input] = [Input(plan, me, "bias", chunks, cuts, needed, {parts[rank]: part})]
-
-    @classmethod
-    def of_tile(cls, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], tile: Tile) -> NativeBias:
-        """Return the one for each row of the tile that the rank computes, or column of D if that is in C order."""
-        axis, grid, ranks = (0 if tile.order == "F" else 1), tile.layout.grid, range(len(plan.ranks))
-        lengths = tuple(tile.layout.local_shape(r)[axis] for r in ranks)
-        cut = (grid.nprow, grid.npcol)[axis] > 1
-        sizes, parts = (lengths, list(ranks)) if cut else (lengths[:1], [0 for _ in ranks])
-        return cls(plan, me, rank, chunks, axis, sizes, parts, tile.local(rank)[axis])
+        self._padded = cp.zeros(cut.length, own)
+        self.vector = self._padded if own == dtype else cp.empty(cut.length, dtype)
+        number = cut.parts[rank]
+        part = self._padded[: cut.sizes[number]].reshape((-1, 1) if cut.axis == 0 else (1, -1))
+        sizes = (cut.sizes, (1,)) if cut.axis == 0 else ((1,), cut.sizes)
+        needed = [[one] for one in cut.parts]
+        self.inputs: list[Input] = [Input(plan, me, "bias", chunks, sizes, needed, {number: part})]
 
     def convert(self, stream: cp.cuda.Stream) -> None:
         """Put the conversion to the type of D on a stream."""
@@ -161,16 +164,16 @@ class NativeBias:
 
 
 class Finishing:
-    """All that one rank does to its chunks of D after the product.
+    """The formula on one rank's chunks of D after the product; its outputs are allocated when it is made.
 
     Parameters
     ----------
     plan
-        Of the run.
+        The plan of the run.
     me, rank
-        This participant, as which rank.
+        This participant, and its number as a rank.
     chunks
-        What it has staged, on the device.
+        The chunks that are here, on the device.
     order
         Memory order of its chunks of D.
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm
-from dask_distmm.engines.gpu.finishing import NativeBias
+from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
 from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark
@@ -166,8 +166,8 @@ class PeerJob:
         if self._epilog is not None and "bias" in plan.problem.formula.inputs:
             sizes = tuple(np.diff(plan.cols).tolist())
             parts = [plan.coords(rank)[1] for rank in range(len(plan.ranks))]
-            arguments = (1, sizes, parts, sizes[parts[self.rank]])
-            self._bias = NativeBias(plan, self.me, self.rank, self.chunks, *arguments)
+            cut = BiasCut(1, sizes, parts, sizes[parts[self.rank]])
+            self._bias = NativeBias(plan, self.me, self.rank, self.chunks, cut)
         gemms = Gemms(plan, self.rank, self._kinds, self._buffers, self._result.blocks, self._epilog, self._bias)
         loads = Loads(schedule.steps, self._buffers, self._sources, self._trace)
         self._multiplication = Multiplication(

@@ -175,61 +175,87 @@ def make_tiles(plan: Plan) -> Tiles:
 
 
 def _unconjugated(plan: Plan) -> Tiles:
-    """Return the tiles of a plan whose operands are chunks as they are."""
-    m, n, k = plan.problem.m, plan.problem.n, plan.problem.k
-    p, q, s = plan.grid
-    nranks, step = p * q * s, slab_step(plan.problem)
-    order_a, order_b = ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
-    rows, cols, inner = (padded(length, step) for length in (m, n, k))
-    row, col, one = ProcessGrid(nranks, 1), ProcessGrid(1, nranks), ProcessGrid(1, 1)
+    """Return the tiles of a plan whose operands are not conjugated."""
+    if math.prod(plan.grid) == 1:
+        return _local(plan)
+    makers = {"allgather": _allgather, "reducescatter": _reducescatter, "allreduce": _allreduce}
+    return makers.get(plan.method, _summa)(plan)
 
-    def tile(order: str, shape: tuple[int, int], blocks: tuple[int, int], grid: ProcessGrid, zeroed: bool) -> Tile:
-        """Of slabs of one size: a block for each process."""
-        whole = (blocks[0] * grid.nprow, blocks[1] * grid.npcol)
-        return Tile(order, BlockCyclic(shape, blocks, grid), whole, blocks, zeroed)
 
-    if nranks == 1:
-        order = order_a if order_a == order_b else "C"
-        return Tiles(
-            tile(order_a, (m, k), (rows, inner), one, inner != k),
-            tile(order_b, (k, n), (inner, cols), one, inner != k),
-            tile(order, (m, n), (rows, cols), one, False),
-        )
-    mb, nb, kb = (padded(length, step, nranks) for length in (m, n, k))
-    if plan.method == "allgather":
-        a = tile(order_a, (m, k), (mb, inner), row, inner != k)
-        b = tile(order_b, (k, n), (inner, nb), col, inner != k)
+def _extents(plan: Plan) -> tuple[int, int, int]:
+    return plan.problem.m, plan.problem.n, plan.problem.k
+
+
+def _orders(plan: Plan) -> tuple[str, str]:
+    """Return the memory orders in which the library is given A and B."""
+    return ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
+
+
+def _slabs(order: str, shape: tuple[int, int], blocks: tuple[int, int], grid: ProcessGrid, zeroed: bool) -> Tile:
+    """Return the tile of a matrix in slabs of one size: a block for each process."""
+    whole = (blocks[0] * grid.nprow, blocks[1] * grid.npcol)
+    return Tile(order, BlockCyclic(shape, blocks, grid), whole, blocks, zeroed)
+
+
+def _local(plan: Plan) -> Tiles:
+    (m, n, k), (order_a, order_b), one = _extents(plan), _orders(plan), ProcessGrid(1, 1)
+    rows, cols, inner = (padded(length, slab_step(plan.problem)) for length in (m, n, k))
+    order = order_a if order_a == order_b else "C"
+    return Tiles(
+        _slabs(order_a, (m, k), (rows, inner), one, inner != k),
+        _slabs(order_b, (k, n), (inner, cols), one, inner != k),
+        _slabs(order, (m, n), (rows, cols), one, False),
+    )
+
+
+def _allgather(plan: Plan) -> Tiles:
+    (m, n, k), (order_a, order_b), (nranks, step) = _extents(plan), _orders(plan), _ranks_and_step(plan)
+    by_rows, inner = plan.grid[1] == 1, padded(k, step)
+    mb, nb = padded(m, step, nranks), padded(n, step, nranks)
+    row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
+    layout = BlockCyclic((m, n), (mb, nb), row if by_rows else col)
+    _check(plan.rows if by_rows else plan.cols, m if by_rows else n, nranks, step)
+    return Tiles(
+        _slabs(order_a, (m, k), (mb, inner), row, inner != k),
+        _slabs(order_b, (k, n), (inner, nb), col, inner != k),
         # The other dimension of D is as long as the gathered operand, padding included.
-        d = _widen(
-            Tile("F", BlockCyclic((m, n), (mb, nb), row), (m, n), None)
-            if q == 1
-            else Tile("C", BlockCyclic((m, n), (mb, nb), col), (m, n), None),
-            (mb * nranks, nb * nranks),
-        )
-        _check(plan.rows if q == 1 else plan.cols, m if q == 1 else n, nranks, step)
-        return Tiles(a, b, d)
-    if plan.method == "reducescatter":
-        assert plan.d_cuts is not None
-        by_rows = len(plan.d_cuts[0]) > 2
-        _check(plan.depth, k, nranks, step)
-        _check(plan.d_cuts[0] if by_rows else plan.d_cuts[1], m if by_rows else n, nranks, step)
-        height, width = (mb * nranks, cols) if by_rows else (rows, nb * nranks)
-        d_blocks = (mb, cols) if by_rows else (rows, nb)
-        return Tiles(
-            _widen(tile(order_a, (m, k), (d_blocks[0], kb), col, kb * nranks != k), (height, kb * nranks)),
-            _widen(tile(order_b, (k, n), (kb, d_blocks[1]), row, kb * nranks != k), (kb * nranks, width)),
-            tile("C" if by_rows else "F", (m, n), d_blocks, row if by_rows else col, False),
-        )
-    if plan.method == "allreduce":
-        _check(plan.depth, k, nranks, step)
-        return Tiles(
-            tile("C", (m, k), (rows, kb), col, kb * nranks != k),
-            tile("F", (k, n), (kb, cols), row, kb * nranks != k),
-            # D^T is n x m; the library sees nranks of them side by side.
-            Tile("C", BlockCyclic((rows * nranks, cols), (rows, cols), row), (rows * nranks, cols), (rows, cols)),
-            replicated=True,
-        )
-    grid = ProcessGrid(p, q)
+        _widen(Tile("F" if by_rows else "C", layout, (m, n), None), (mb * nranks, nb * nranks)),
+    )
+
+
+def _reducescatter(plan: Plan) -> Tiles:
+    assert plan.d_cuts is not None
+    (m, n, k), (order_a, order_b), (nranks, step) = _extents(plan), _orders(plan), _ranks_and_step(plan)
+    by_rows = len(plan.d_cuts[0]) > 2
+    _check(plan.depth, k, nranks, step)
+    _check(plan.d_cuts[0] if by_rows else plan.d_cuts[1], m if by_rows else n, nranks, step)
+    mb, nb, kb = (padded(length, step, nranks) for length in (m, n, k))
+    height, width = (mb * nranks, padded(n, step)) if by_rows else (padded(m, step), nb * nranks)
+    blocks = (mb, padded(n, step)) if by_rows else (padded(m, step), nb)
+    row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
+    return Tiles(
+        _widen(_slabs(order_a, (m, k), (blocks[0], kb), col, kb * nranks != k), (height, kb * nranks)),
+        _widen(_slabs(order_b, (k, n), (kb, blocks[1]), row, kb * nranks != k), (kb * nranks, width)),
+        _slabs("C" if by_rows else "F", (m, n), blocks, row if by_rows else col, False),
+    )
+
+
+def _allreduce(plan: Plan) -> Tiles:
+    (m, n, k), (nranks, step) = _extents(plan), _ranks_and_step(plan)
+    rows, cols, kb = padded(m, step), padded(n, step), padded(k, step, nranks)
+    row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
+    _check(plan.depth, k, nranks, step)
+    return Tiles(
+        _slabs("C", (m, k), (rows, kb), col, kb * nranks != k),
+        _slabs("F", (k, n), (kb, cols), row, kb * nranks != k),
+        # D^T is n x m; the library sees nranks of them side by side.
+        Tile("C", BlockCyclic((rows * nranks, cols), (rows, cols), row), (rows * nranks, cols), (rows, cols)),
+        replicated=True,
+    )
+
+
+def _summa(plan: Plan) -> Tiles:
+    (m, n, k), grid = _extents(plan), ProcessGrid(*plan.grid[:2])
     order = plan.order_a if plan.order_a == plan.order_b else "C"
     (mb,), (nb,), (kb,) = summa_blocks(plan.problem, plan.grid)
     return Tiles(
@@ -237,6 +263,10 @@ def _unconjugated(plan: Plan) -> Tiles:
         Tile(order, BlockCyclic((k, n), (kb, nb), grid), (k, n), None),
         Tile(order, BlockCyclic((m, n), (mb, nb), grid), (m, n), None),
     )
+
+
+def _ranks_and_step(plan: Plan) -> tuple[int, int]:
+    return math.prod(plan.grid), slab_step(plan.problem)
 
 
 def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int], set[int], set[int]]:

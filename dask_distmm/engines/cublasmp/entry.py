@@ -1,0 +1,116 @@
+"""How a rank enters the collective part of a run, and how a run that fails ends there. See `gate`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.comms.nccl import make_unique_id
+from dask_distmm.engines.base import Comm
+from dask_distmm.engines.cublasmp.gate import Gate
+from dask_distmm.engines.watchdog import Watchdog
+from dask_distmm.planning import Plan
+
+__all__ = ["CollectiveEntry"]
+
+
+class CollectiveEntry:
+    """One participant's way into the collective calls of a run, and out of them.
+
+    Parameters
+    ----------
+    plan
+        The plan of the run.
+    rank
+        The number of this rank; None for a participant that is no rank.
+    comm
+        Dask's comms to the other participants.
+
+    Attributes
+    ----------
+    unique_id
+        After `enter`: the id under which the ranks make their communicator; empty if they have one.
+    """
+
+    def __init__(self, plan: Plan, rank: int | None, comm: Comm) -> None:
+        self._plan, self._rank, self._comm = plan, rank, comm
+        self._gate = Gate(len(plan.ranks))
+        self.unique_id = b""
+        self._error: BaseException | None = None
+        self._committed = self._over = False
+        self._watchdog: Watchdog | None = None
+        self._lock = threading.Lock()
+
+    def enter(self, *, has_group: bool) -> None:
+        """Wait until all ranks are here; from then on no rank leaves before the library returns.
+
+        Parameters
+        ----------
+        has_group
+            Whether the ranks have a communicator already.
+
+        Raises
+        ------
+        BaseException
+            The error that the run was ended with.
+        """
+        if len(self._plan.ranks) == 1:
+            self.check()
+            self._committed = True
+            return
+        if self._rank == 0:
+            self.unique_id = b"" if has_group else make_unique_id()
+            opened: Future[Any] = self._gate.entered(0)
+        else:
+            request = np.array([[self._rank, 0, 0, 0, 0, 0]], np.int64)
+            opened = self._comm.fetch(self._plan.ranks[0], "enter", request, False)
+        wait_for([opened])
+        answer = opened.result()
+        if self._rank:
+            self.unique_id = bytes(answer[0])
+        self._committed = True
+        if self._error is not None:
+            self._watch()
+
+    def entered(self, rank: int) -> Future[None]:
+        """Note on rank 0 that another rank is here; return the future that says when it may go on."""
+        return self._gate.entered(rank)
+
+    def answer(self) -> Sequence[np.ndarray]:
+        """Return rank 0's answer to a rank that asked to enter."""
+        return [np.frombuffer(self.unique_id, np.uint8)]
+
+    def leave(self) -> None:
+        """Note that the library has returned, or was never entered: the process is not ended any more."""
+        with self._lock:
+            self._over = True
+            if self._watchdog is not None:
+                self._watchdog.call_off()
+
+    def check(self) -> None:
+        """Raise the error that the run was ended with, if it was."""
+        if self._error is not None:
+            raise self._error
+
+    def abort(self, error: BaseException) -> None:
+        """End with `error`: at once before the gate; else when the library returns, or else with the process."""
+        self._error = self._error or error
+        self._gate.close(error)
+        if self._committed:
+            self._watch()
+
+    def _watch(self) -> None:
+        """End the process if the library does not return within its own time and the grace time."""
+        options = self._plan.problem.options
+        estimate = self._plan.flops / options.machine(self._plan.engine).rate("other")
+        with self._lock:
+            if self._over or self._watchdog is not None:
+                return
+            what = f"a collective of which a rank is gone (run of {self._plan.problem.name}, {self._error})"
+            self._watchdog = Watchdog(options.grace_timeout + estimate, what)
+            self._watchdog.start()
