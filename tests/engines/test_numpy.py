@@ -112,7 +112,7 @@ def setup(nranks=3, size=60, **changes):
 @pytest.mark.parametrize("method", ["allgather", "reducescatter", "summa"])
 def test_a_rank_that_fails_ends_all(method, monkeypatch):
     made, chunks = setup(method=method)
-    monkeypatch.setattr("dask_distmm.engines.numpy.engine.gemm", fail_in_one_thread())
+    monkeypatch.setattr("dask_distmm.engines.numpy.sums.gemm", fail_in_one_thread())
     with pytest.raises(ZeroDivisionError):
         run_jobs(ENGINE, made, chunks, timeout=20)
 

@@ -19,19 +19,21 @@ import collections
 import functools
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, wait_checked
-from dask_distmm.engines.numpy.blas import blas_threads, gemm
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm
+from dask_distmm.engines.numpy.answer import Answer
+from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.inputs import Inputs
-from dask_distmm.engines.panels import ChunkBlock, Panel, panels, split_at_chunks
+from dask_distmm.engines.numpy.sums import Block, Sums, pack, place
+from dask_distmm.engines.panels import ChunkBlock, Panel, panels
 from dask_distmm.errors import EngineError
-from dask_distmm.numeric.conversions import round_tf32, stored
+from dask_distmm.numeric.conversions import stored
 from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Plan
@@ -41,16 +43,6 @@ __all__ = ["ENGINE", "NumpyEngine", "NumpyJob"]
 
 # Boxes smaller than this on average travel in one vector.
 _FLAT_BYTES = 2**20
-
-
-class Block(NamedTuple):
-    """A matrix and where it lies: rows and columns of D, or of a panel."""
-
-    r0: int
-    r1: int
-    c0: int
-    c1: int
-    data: NDArray[Any]
 
 
 class NumpyJob:
@@ -70,12 +62,8 @@ class NumpyJob:
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
         self.offer: Any = None
-        # BLAS conjugates, without a copy, what lies in the other order than D.
-        orders = zip(plan.problem.conjugated, (plan.order_a, plan.order_b), strict=True)
-        self._order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
-        self.blocks: list[Block] = []
         self.result: dict[Any, NDArray[Any]] = {}
-        self._block_of: dict[int, Block] = {}
+        self._sums: Sums
         self._available: dict[str, Future[None]] = {kind: Future() for kind in ("input", "partial", "final")}
         self._available["input"].set_result(None)
         self._error: BaseException | None = None
@@ -88,26 +76,10 @@ class NumpyJob:
     # The work
 
     def prepare(self) -> None:
-        """Allocate what this rank sums into, zeroed."""
-        if self.rank is None:
-            return
-        plan, region = self.plan, self.plan.region(self.rank)
-        if plan.packing.d:
-            r0, r1, c0, c1 = region
-            self.blocks = [Block(*region, np.zeros((r1 - r0, c1 - c0), self.compute_type, self._order))]
-            return
-        mine = set(plan.owned(self.rank).tolist())
-        for index in mine:
-            r0, r1, c0, c1 = plan.chunk_rect(index)
-            self.result[index] = np.zeros((r1 - r0, c1 - c0), plan.problem.result_type, self._order)
-        for index, (r0, r1, c0, c1) in split_at_chunks(plan, region):
-            if index in mine:
-                top, _, left, _ = plan.chunk_rect(index)
-                data = self.result[index][r0 - top : r1 - top, c0 - left : c1 - left]
-            else:
-                data = np.zeros((r1 - r0, c1 - c0), plan.problem.result_type, self._order)
-            self._block_of[index] = Block(r0, r1, c0, c1, data)
-        self.blocks = list(self._block_of.values())
+        """Allocate the memory that this rank sums into, zeroed."""
+        if self.rank is not None:
+            self._sums = Sums(self.plan, self.rank)
+            self.result |= self._sums.chunks
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Do nothing: there are none."""
@@ -134,7 +106,7 @@ class NumpyJob:
         assert self.rank is not None
         todo = collections.deque(panels(self.plan, self.rank, self.me))
         total = max(1, len(todo))
-        in_flight: collections.deque[tuple[Panel, list[tuple[list[ChunkBlock], _Answer]]]] = collections.deque()
+        in_flight: collections.deque[tuple[Panel, list[tuple[list[ChunkBlock], Answer]]]] = collections.deque()
         while todo or in_flight:
             while todo and len(in_flight) <= self.plan.problem.options.prefetch_panels:
                 panel = todo.popleft()
@@ -143,68 +115,31 @@ class NumpyJob:
             self._multiply_panel(panel, asked)
             self.progress(1 - (len(todo) + len(in_flight)) / total)
 
-    def _multiply_panel(self, panel: Panel, asked: list[tuple[list[ChunkBlock], _Answer]]) -> None:
+    def _multiply_panel(self, panel: Panel, asked: list[tuple[list[ChunkBlock], Answer]]) -> None:
         packing = self.plan.packing
         operands: tuple[list[Block], list[Block]] = ([], [])
         for piece in panel.local:
-            operands[piece.operand].append(_place(piece, self._chunk(piece)))
+            operands[piece.operand].append(place(piece, self._chunk(piece)))
         before = (0, 0)
         if asked and not (packing.a or packing.b):
             # What is at home needs no waiting.
-            self._products(*operands, (0, 0))
+            self._sums.add(*operands, (0, 0), self._check)
             before = (len(operands[0]), len(operands[1]))
         for pieces, answer in asked:
             for piece, data in zip(pieces, answer.wait(self._check), strict=True):
-                operands[piece.operand].append(_place(piece, data))
+                operands[piece.operand].append(place(piece, data))
         a, b = operands
-        conjugated = self.plan.problem.conjugated
+        problem = self.plan.problem
         if packing.a:
-            a = [self._pack(a, conjugated[0])]
+            a = [pack(a, problem, conjugated=problem.conjugated[0])]
         if packing.b:
-            b = [self._pack(b, conjugated[1])]
-        self._products(a, b, before)
-
-    def _products(self, a: list[Block], b: list[Block], before: tuple[int, int]) -> None:
-        """Multiply all pairs of blocks but those of the first ``before[0]`` of A and ``before[1]`` of B."""
-        conj_a, conj_b = self.plan.problem.conjugated
-        packing = self.plan.packing
-        conjugated = conj_a and not packing.a, conj_b and not packing.b
-        for i, left in enumerate(a):
-            for j, right in enumerate(b):
-                k0, k1 = max(left.c0, right.r0), min(left.c1, right.r1)
-                if k0 >= k1 or (i < before[0] and j < before[1]):
-                    continue
-                rows = left.data[:, k0 - left.c0 : k1 - left.c0]
-                cols = right.data[k0 - right.r0 : k1 - right.r0, :]
-                for block in self.blocks:
-                    r0, r1 = max(block.r0, left.r0), min(block.r1, left.r1)
-                    c0, c1 = max(block.c0, right.c0), min(block.c1, right.c1)
-                    if r0 < r1 and c0 < c1:
-                        self._check()
-                        gemm(
-                            rows[r0 - left.r0 : r1 - left.r0],
-                            cols[:, c0 - right.c0 : c1 - right.c0],
-                            block.data[r0 - block.r0 : r1 - block.r0, c0 - block.c0 : c1 - block.c0],
-                            conjugated,
-                        )
-
-    def _pack(self, blocks: list[Block], conjugated: bool) -> Block:
-        """Copy blocks that cover a rectangle, or their conjugates, into one matrix of the type that is computed in."""
-        r0, r1 = min(b.r0 for b in blocks), max(b.r1 for b in blocks)
-        c0, c1 = min(b.c0 for b in blocks), max(b.c1 for b in blocks)
-        data = np.empty((r1 - r0, c1 - c0), self.compute_type)
-        for block in blocks:
-            data[block.r0 - r0 : block.r1 - r0, block.c0 - c0 : block.c1 - c0] = block.data
-        if conjugated:
-            np.conjugate(data, out=data)
-        if self.plan.problem.compute == "tf32":
-            round_tf32(data)
-        return Block(r0, r1, c0, c1, data)
+            b = [pack(b, problem, conjugated=problem.conjugated[1])]
+        self._sums.add(a, b, before, self._check)
 
     def _add_up(self) -> None:
         """Add the other ranks' partial sums to this rank's part of D, in an order that is the same every time."""
         assert self.rank is not None
-        cells = [cell for rect in self.plan.final_rects(self.rank) for cell in self._cells(rect)]
+        cells = [cell for rect in self.plan.final_rects(self.rank) for cell in self._sums.cells(rect)]
         if not cells:
             return
         boxes = _boxes(cells)
@@ -216,7 +151,7 @@ class NumpyJob:
             if following is not None:
                 answer = self._fetch(self.plan.ranks[following], "partial", boxes, self.compute_type)
             for cell, data in zip(cells, arrived, strict=True):
-                own = self._view(cell)
+                own = self._sums.view(cell)
                 np.add(own, data, out=own)
 
     def _assemble(self) -> None:
@@ -234,7 +169,7 @@ class NumpyJob:
                 if rank != self.rank:
                     remote[rank].append((index, rect))
                 elif plan.packing.d:
-                    self._store(index, rect, self._view(rect))
+                    self._store(index, rect, self._sums.view(rect))
         asked = [
             (cells, self._fetch(plan.ranks[rank], "final", _boxes([rect for _, rect in cells]), self.compute_type))
             for rank, cells in remote.items()
@@ -273,28 +208,13 @@ class NumpyJob:
         target = self.result[index][rect[0] - top : rect[1] - top, rect[2] - left : rect[3] - left]
         _round_into(target, data)
 
-    def _cells(self, rect: Rect) -> Iterator[Rect]:
-        """Cut a part of D so that each piece lies in one block."""
-        if self.plan.packing.d:
-            yield rect
-        else:
-            yield from (cell for _, cell in split_at_chunks(self.plan, rect))
-
-    def _view(self, rect: Rect) -> NDArray[Any]:
-        """Return this rank's sum over a part of D that lies in one block."""
-        if self.plan.packing.d:
-            block = self.blocks[0]
-        else:
-            block = self._block_of[next(index for index, _ in split_at_chunks(self.plan, rect))]
-        return block.data[rect[0] - block.r0 : rect[1] - block.r0, rect[2] - block.c0 : rect[3] - block.c0]
-
     def _chunk(self, piece: ChunkBlock) -> NDArray[Any]:
         chunk = self.chunks["ab"[piece.operand], piece.chunk]
         return chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols]
 
     # What passes between participants
 
-    def _ask(self, peer: int, pieces: list[ChunkBlock]) -> _Answer:
+    def _ask(self, peer: int, pieces: list[ChunkBlock]) -> Answer:
         boxes = np.array([(p.operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p in pieces], np.int64)
         dtypes = [self.chunk_type(piece.operand) for piece in pieces]
         return self._fetch(peer, "input", boxes, dtypes[0] if len(set(dtypes)) == 1 else None)
@@ -303,12 +223,12 @@ class NumpyJob:
         """Type of the chunks of A (0), B (1) or an extra."""
         return dtype_from_name(self.plan.problem.dtype_of(self.plan.problem.operands[operand]))
 
-    def _fetch(self, peer: int, kind: str, boxes: Boxes, dtype: np.dtype | None) -> _Answer:
+    def _fetch(self, peer: int, kind: str, boxes: Boxes, dtype: np.dtype | None) -> Answer:
         """Ask a peer; a vector for many small boxes needs them to be of one type."""
         shapes = [(int(r), int(c)) for r, c in zip(boxes[:, 3] - boxes[:, 2], boxes[:, 5] - boxes[:, 4], strict=True)]
         size = sum(r * c for r, c in shapes) * (dtype.itemsize if dtype else 0)
         flat = dtype is not None and len(shapes) > 1 and size < _FLAT_BYTES * len(shapes)
-        return _Answer(self.comm.fetch(peer, kind, boxes, flat), shapes, flat)
+        return Answer(self.comm.fetch(peer, kind, boxes, flat), shapes, flat)
 
     def available(self, kind: str, boxes: Boxes) -> Future[None]:
         """Return the future that says when `serve` can answer."""
@@ -322,7 +242,7 @@ class NumpyJob:
             if kind == "input":
                 found.append(self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1])
             else:
-                found.append(self._view((r0, r1, c0, c1)))
+                found.append(self._sums.view((r0, r1, c0, c1)))
         if flat:
             vector = np.empty(sum(x.size for x in found), found[0].dtype)
             at = 0
@@ -392,24 +312,6 @@ class NumpyEngine:
 ENGINE = NumpyEngine()
 
 
-class _Answer:
-    """Matrices on their way."""
-
-    def __init__(self, future: Future[Sequence[NDArray[Any]]], shapes: list[tuple[int, int]], flat: bool) -> None:
-        self._future, self._shapes, self._flat = future, shapes, flat
-
-    def wait(self, check: Callable[[], None]) -> list[NDArray[Any]]:
-        """Return them once they are here; `check` raises if the run has been aborted."""
-        arrived = list(wait_checked(self._future, check))
-        if self._flat:
-            ends = np.cumsum([rows * cols for rows, cols in self._shapes])
-            arrived = [x.reshape(shape) for x, shape in zip(np.split(arrived[0], ends[:-1]), self._shapes, strict=True)]
-        found = [x.shape for x in arrived]
-        if found != self._shapes:
-            raise EngineError(f"a peer sent matrices of shapes {found}, expected {self._shapes}")
-        return arrived
-
-
 def _open(future: Future[None], error: BaseException | None = None) -> None:
     """Complete a future, unless an abort has been quicker."""
     try:
@@ -420,10 +322,6 @@ def _open(future: Future[None], error: BaseException | None = None) -> None:
     except Exception:  # InvalidStateError: decided already
         if error is None and future.exception() is not None:
             raise future.exception() from None  # type: ignore[misc]
-
-
-def _place(piece: ChunkBlock, data: NDArray[Any]) -> Block:
-    return Block(piece.row, piece.row + piece.rows, piece.col, piece.col + piece.cols, data)
 
 
 def _boxes(rects: Sequence[Rect]) -> Boxes:

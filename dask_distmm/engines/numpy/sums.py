@@ -1,0 +1,137 @@
+"""The memory that a rank sums its part of D into: one matrix, or right the chunks of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.numpy.blas import gemm
+from dask_distmm.engines.panels import ChunkBlock, split_at_chunks
+from dask_distmm.numeric.conversions import round_tf32
+from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning.plan import Rect
+
+__all__ = ["Block", "Sums", "pack", "place"]
+
+
+class Block(NamedTuple):
+    """A matrix and where it lies: rows and columns of D, or of a panel."""
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+    data: NDArray[Any]
+
+
+def place(piece: ChunkBlock, data: NDArray[Any]) -> Block:
+    """Return the numbers of a part of a chunk with their place in the panel."""
+    return Block(piece.row, piece.row + piece.rows, piece.col, piece.col + piece.cols, data)
+
+
+def pack(blocks: list[Block], problem: Problem, *, conjugated: bool) -> Block:
+    """Copy blocks that cover a rectangle, or their conjugates, into one matrix of the type that is computed in."""
+    r0, r1 = min(b.r0 for b in blocks), max(b.r1 for b in blocks)
+    c0, c1 = min(b.c0 for b in blocks), max(b.c1 for b in blocks)
+    data = np.empty((r1 - r0, c1 - c0), problem.compute_type)
+    for block in blocks:
+        data[block.r0 - r0 : block.r1 - r0, block.c0 - c0 : block.c1 - c0] = block.data
+    if conjugated:
+        np.conjugate(data, out=data)
+    if problem.compute == "tf32":
+        round_tf32(data)
+    return Block(r0, r1, c0, c1, data)
+
+
+class Sums:
+    """One rank's sums, zero at first.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    rank
+        The rank.
+
+    Attributes
+    ----------
+    chunks
+        Those chunks of D, by number, that are summed up in place and stay with this rank.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self.chunks: dict[Any, NDArray[Any]] = {}
+        self._block_of: dict[int, Block] = {}
+        problem, region = plan.problem, plan.region(rank)
+        # BLAS conjugates, without a copy, the operand that lies in the other order than D.
+        orders = zip(problem.conjugated, (plan.order_a, plan.order_b), strict=True)
+        order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
+        if plan.packing.d:
+            r0, r1, c0, c1 = region
+            self.blocks = [Block(*region, np.zeros((r1 - r0, c1 - c0), problem.compute_type, order))]
+            return
+        mine = set(plan.owned(rank).tolist())
+        for index in mine:
+            r0, r1, c0, c1 = plan.chunk_rect(index)
+            self.chunks[index] = np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
+        for index, (r0, r1, c0, c1) in split_at_chunks(plan, region):
+            if index in mine:
+                top, _, left, _ = plan.chunk_rect(index)
+                data = self.chunks[index][r0 - top : r1 - top, c0 - left : c1 - left]
+            else:
+                data = np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
+            self._block_of[index] = Block(r0, r1, c0, c1, data)
+        self.blocks = list(self._block_of.values())
+
+    def add(self, a: list[Block], b: list[Block], before: tuple[int, int], check: Callable[[], None]) -> None:
+        """Add the products of all pairs of blocks, but of the first ``before[0]`` of A and ``before[1]`` of B.
+
+        Parameters
+        ----------
+        a, b
+            Blocks of a panel of A and of B.
+        before
+            Counts of the blocks whose products have been added before.
+        check
+            Raises if the run has been ended.
+        """
+        conj_a, conj_b = self.plan.problem.conjugated
+        packing = self.plan.packing
+        conjugated = conj_a and not packing.a, conj_b and not packing.b
+        for i, left in enumerate(a):
+            for j, right in enumerate(b):
+                k0, k1 = max(left.c0, right.r0), min(left.c1, right.r1)
+                if k0 >= k1 or (i < before[0] and j < before[1]):
+                    continue
+                rows = left.data[:, k0 - left.c0 : k1 - left.c0]
+                cols = right.data[k0 - right.r0 : k1 - right.r0, :]
+                for block in self.blocks:
+                    r0, r1 = max(block.r0, left.r0), min(block.r1, left.r1)
+                    c0, c1 = max(block.c0, right.c0), min(block.c1, right.c1)
+                    if r0 < r1 and c0 < c1:
+                        check()
+                        gemm(
+                            rows[r0 - left.r0 : r1 - left.r0],
+                            cols[:, c0 - right.c0 : c1 - right.c0],
+                            block.data[r0 - block.r0 : r1 - block.r0, c0 - block.c0 : c1 - block.c0],
+                            conjugated,
+                        )
+
+    def cells(self, rect: Rect) -> Iterator[Rect]:
+        """Cut a part of D so that each piece lies in one block."""
+        if self.plan.packing.d:
+            yield rect
+        else:
+            yield from (cell for _, cell in split_at_chunks(self.plan, rect))
+
+    def view(self, rect: Rect) -> NDArray[Any]:
+        """Return the sums over a part of D that lies in one block."""
+        if self.plan.packing.d:
+            block = self.blocks[0]
+        else:
+            block = self._block_of[next(index for index, _ in split_at_chunks(self.plan, rect))]
+        return block.data[rect[0] - block.r0 : rect[1] - block.r0, rect[2] - block.c0 : rect[3] - block.c0]
