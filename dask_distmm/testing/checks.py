@@ -79,7 +79,7 @@ def assert_product(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], *, factor:
 
 def _left_on_worker(dask_worker: Any) -> dict[str, int]:
     side = dask_worker.extensions.get("distmm")
-    names = ("runs", "placed", "progress", "replicas")
+    names = ("runs", "chunks", "progress", "replicas")
     return {} if side is None else {name: len(getattr(side, name)) for name in names}
 
 
@@ -88,8 +88,8 @@ def _left_on_scheduler(dask_scheduler: Any) -> dict[str, int]:
     if plugin is None:
         return {}
     # A barrier that has failed is Dask's to forget, when nobody holds the exception any more.
-    gates = sum(gate.ts.state != "erred" for gate in plugin.gates.values())
-    return {"live": len(plugin.live), "gates": gates, "replicas": len(plugin.replicas)}
+    barriers = sum(barrier.ts.state != "erred" for barrier in plugin.barriers.values())
+    return {"runs": len(plugin.queue), "barriers": barriers, "replicas": len(plugin.replicas)}
 
 
 def assert_nothing_left(client: Any, timeout: float = 20.0) -> None:
