@@ -49,7 +49,7 @@ def imported(modules: Iterable[Path]) -> set[str]:
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return {name.removeprefix("dask_distmm.") for name in found if name.startswith("dask_distmm.")}
+    return {name.removeprefix("dask_distmm.") for name in found if name.partition(".")[0] == "dask_distmm"}
 
 
 def needs(path: Path, places: list[str]) -> list[str]:
@@ -61,7 +61,9 @@ def needs(path: Path, places: list[str]) -> list[str]:
     near = {part.relative_to(ROOT).as_posix() for part in parts(ROOT / inside[0])} - {inside[0], "/".join(inside)}
     beside = {one for one in near if any(f"{name}.".startswith(f"{one.replace('/', '.')}.") for name in names)}
     beside = {one for one in beside if not any(other.startswith(f"{one}/") for other in beside)}
-    return [name for name in places if name in found] + sorted(beside)
+    # A public name, or the version.
+    package = ["dask_distmm"] * bool(found - {*places, "_version"})
+    return [name for name in places if name in found] + package + sorted(beside)
 
 
 def table() -> str:
