@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_distmm.runtime.wire import decode, encode
+from dask_distmm.runtime.wire import from_wire, to_wire
 
 
 class Loop:
@@ -25,4 +25,4 @@ class Loop:
 
 async def ask(side, request):
     """Give a request to the handler that a `WorkerSide` has for it; return the answer."""
-    return decode(request.answer, await side.handlers[request.operation](**encode(request)))
+    return from_wire(request.answer, await side.handlers[request.operation](**to_wire(request)))

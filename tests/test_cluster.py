@@ -101,11 +101,11 @@ def test_task_counts(client):
     graph = dict(matmul(a, b).dask)
     ours = {key for key in graph if barrier_name(key) or key[0].startswith("matmul-")}
     assert len(ours) == 1 + 4 * 5
-    (gate,) = (task for key, task in graph.items() if barrier_name(key))
-    assert len(gate.dependencies) == 4 * 3 + 3 * 5
+    (barrier,) = (task for key, task in graph.items() if barrier_name(key))
+    assert len(barrier.dependencies) == 4 * 3 + 3 * 5
     same = da.from_array(np.ones((300, 300)), chunks=100)
-    (gate,) = (task for key, task in dict(matmul(same, same).dask).items() if barrier_name(key))
-    assert len(gate.dependencies) == 9
+    (barrier,) = (task for key, task in dict(matmul(same, same).dask).items() if barrier_name(key))
+    assert len(barrier.dependencies) == 9
 
 
 def test_results_lie_with_their_owners(client):

@@ -19,12 +19,12 @@ from run_events import events
 import dask_distmm
 from dask_distmm import PlanError, matmul
 from dask_distmm.diagnostics import tables
-from dask_distmm.diagnostics.bars import Bar, as_html, as_lines, bar_of
+from dask_distmm.diagnostics.bars import ProgressBar, as_html, as_lines, bar_of
 from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.messages import Progress, ProgressLine
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase
-from dask_distmm.runtime.wire import decode
+from dask_distmm.runtime.wire import from_wire
 from dask_distmm.testing import assert_product
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}
@@ -111,10 +111,10 @@ def test_the_columns_of_the_page():
 
 
 def test_what_a_participant_may_report():
-    decode(Progress, {"run_id": 1, "share": 0.5, "received_bytes": 7})
+    from_wire(Progress, {"run_id": 1, "share": 0.5, "received_bytes": 7})
     for share, received in [(1, 7), (math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:
         with pytest.raises(ProtocolError, match="malformed message Progress: its field (share|received_bytes) is"):
-            decode(Progress, {"run_id": 1, "share": share, "received_bytes": received})
+            from_wire(Progress, {"run_id": 1, "share": share, "received_bytes": received})
     run = Run(1, "m", "k", frozenset("ab"), phase="running")
     for address, received in [("a", 5), ("b", 7), ("a", 3), ("stranger", 50)]:
         run.report(address, 0.1, 0.0, received)
@@ -124,7 +124,7 @@ def test_what_a_participant_may_report():
 FOUND = [
     bar_of(ProgressLine("matmul-1f0c5e2a77", "multiplying", 0.5, 3, 2**30)),
     bar_of(ProgressLine("<b>-0", "failed", 0.0)),
-    Bar("results", "", 0.0, "0 of 16"),
+    ProgressBar("results", "", 0.0, "0 of 16"),
 ]
 
 
@@ -215,7 +215,7 @@ def get(cluster, path):
     # Not `dashboard_link`, which names the host as others see it.
     url = f"http://127.0.0.1:{cluster.scheduler.http_server.port}{path}"
     with urllib.request.urlopen(url, timeout=30) as answer:
-        return answer.read().decode()
+        return answer.read().from_wire()
 
 
 def test_phases_by_rank_are_in_the_events(client):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.arrays import outputs
 from dask_distmm.arrays.request import make_problem, parse
-from dask_distmm.graph.build import ProductLayer, build_graph, cut
+from dask_distmm.graph.build import ProductLayer, build_graph, pieces_of
 from dask_distmm.runtime.keys import barrier_key, barrier_name, operand_keys
 
 
@@ -22,7 +22,7 @@ def lazy(a, b, **options):
     return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=problem.result_type)
 
 
-def gates(graph):
+def barriers_of(graph):
     return {key: task for key, task in dict(graph).items() if barrier_name(key) is not None}
 
 
@@ -36,12 +36,12 @@ def test_optimizing_leaves_our_keys_and_culls_the_rest():
     a = da.ones((40, 40), chunks=10) + 1
     c = (lazy(a, a.T) * 2)[:10, :20]
     graph = optimize(c.dask, c.__dask_keys__())
-    (gate,) = gates(graph).values()
+    (barrier,) = barriers_of(graph).values()
     # One row of chunks of A, two columns of A.T.
-    wire, keys = operand_keys(gate)
+    wire, keys = operand_keys(barrier)
     assert [len(keys[operand]) for operand in (0, 1)] == [4, 8]
-    assert len(gate.dependencies) == 12
-    assert gate.dependencies <= set(graph)
+    assert len(barrier.dependencies) == 12
+    assert barrier.dependencies <= set(graph)
     assert (sum(wire["a_chunks"][0]), sum(wire["b_chunks"][1])) == (10, 20)
     collects = [key for key in graph if isinstance(key, tuple) and str(key[0]).startswith("matmul-")]
     assert len(collects) == 2
@@ -58,7 +58,7 @@ def test_any_chunks_of_the_result(data, nrows, ncols, optimized):
     blocks = data.draw(st.lists(st.tuples(st.integers(0, nrows - 1), st.integers(0, ncols - 1)), min_size=1))
     wanted = [c.blocks[i, j] for i, j in blocks]
     graph = optimize(HighLevelGraph.merge(*(w.dask for w in wanted)), [w.__dask_keys__() for w in wanted])
-    needed = set().union(*(gate.dependencies for gate in gates(graph).values()))
+    needed = set().union(*(barrier.dependencies for barrier in barriers_of(graph).values()))
     rows, cols = {key[1] for key in needed if key[0] == a.name}, {key[2] for key in needed if key[0] == b.name}
     assert rows == {i for i, _ in blocks}
     assert cols == {j for _, j in blocks}
@@ -72,7 +72,7 @@ def test_blocks_that_have_nothing_in_common_are_runs_of_their_own():
     """If that saves enough work: the diagonal blocks of a large product, and not of a small one."""
     for chunk, runs in ((1000, 3), (10, 1)):
         problem = make_problem(parse(*(da.zeros((3 * chunk,) * 2, chunks=chunk) for _ in "ab")))
-        pieces = cut(problem, [0, 4, 8])
+        pieces = pieces_of(problem, [0, 4, 8])
         assert len(pieces) == runs
         assert sorted(number for piece in pieces for number in piece.wanted) == [0, 4, 8]
         assert len({piece.problem.name for piece in pieces}) == runs
@@ -84,10 +84,10 @@ def test_an_auxiliary_output_needs_the_barrier_of_all():
     d, aux = outputs.result(problem, a, a, [])
     both = [d[:10, :10], aux["relu_aux"][:10, :10]]
     graph = optimize(HighLevelGraph.merge(*(x.dask for x in both)), [x.__dask_keys__() for x in both])
-    (gate,) = gates(graph).values()
-    assert len(gate.dependencies) == 16
-    (gate,) = gates(optimize(both[0].dask, both[0].__dask_keys__())).values()
-    assert len(gate.dependencies) == 7
+    (barrier,) = barriers_of(graph).values()
+    assert len(barrier.dependencies) == 16
+    (barrier,) = barriers_of(optimize(both[0].dask, both[0].__dask_keys__())).values()
+    assert len(barrier.dependencies) == 7
 
 
 def test_a_graph_is_small_and_pickles():

@@ -16,7 +16,7 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import Demand, Problem
 from dask_distmm.runtime.keys import barrier_key, barrier_name
 from dask_distmm.runtime.messages import NAME, Free, Progress, RosterQuestion
-from dask_distmm.runtime.wire import Answer, decode
+from dask_distmm.runtime.wire import Reply, from_wire
 from dask_distmm.testing import make_problem
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="matmul-nobody-s")
@@ -47,7 +47,7 @@ async def send(messages, dask_scheduler=None):
     handlers = {**dask_scheduler.handlers, **dask_scheduler.stream_handlers}
     for operation, fields in messages:
         answer = handlers[operation](**fields)
-        found.append(None if answer is None else decode(Answer, {"status": (await answer)["status"]}).status)
+        found.append(None if answer is None else from_wire(Reply, {"status": (await answer)["status"]}).status)
     return found, before, state()
 
 

@@ -13,7 +13,7 @@ __all__ = ["attach"]
 def attach(scheduler: Any, plugin: Any) -> None:
     """Show the plugin's runs on the scheduler's dashboard, where there is one. A failure stops no multiply."""
     try:
-        metrics.register(plugin)
+        metrics.register_metrics(plugin)
         _add_page(scheduler)
     except Exception:
         log.warning("the dashboard has no page /distmm, or no metrics", exc_info=True)

@@ -20,7 +20,7 @@ from dask_distmm.runtime.wire import ask
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-__all__ = ["Bar", "as_html", "as_lines", "bar_of", "progress", "short_name"]
+__all__ = ["ProgressBar", "as_html", "as_lines", "bar_of", "progress", "short_name"]
 
 # How often the scheduler is asked (seconds), and how wide a bar is.
 _ASK = 0.25
@@ -28,7 +28,7 @@ _WIDTH = 30
 
 
 @dataclass(frozen=True)
-class Bar:
+class ProgressBar:
     """One line of what is shown.
 
     Parameters
@@ -48,7 +48,7 @@ class Bar:
     run: int = 0
 
 
-Show = Callable[[Sequence[Bar]], None]
+Show = Callable[[Sequence[ProgressBar]], None]
 
 
 def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) -> Any:
@@ -143,19 +143,19 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
             lines = [replace(line, phase="done", share=1.0) if line.phase != "failed" else line for line in lines]
         phase = "failed" if any(future.status == "error" for future in futures) else ""
         count = f"{finished} of {len(futures)}"
-        show([*map(bar_of, lines), Bar("results", phase, finished / len(futures), count)])
+        show([*map(bar_of, lines), ProgressBar("results", phase, finished / len(futures), count)])
         if done == len(futures):
             return
         await asyncio.sleep(_ASK)
 
 
-def bar_of(line: ProgressLine) -> Bar:
+def bar_of(line: ProgressLine) -> ProgressBar:
     """Return the bar of a multiply, with the bytes that have travelled."""
     note = format_bytes(line.received_bytes) + " received" if line.received_bytes else ""
-    return Bar(line.name, line.phase, line.share, note, line.run)
+    return ProgressBar(line.name, line.phase, line.share, note, line.run)
 
 
-def as_lines(found: Sequence[Bar]) -> list[str]:
+def as_lines(found: Sequence[ProgressBar]) -> list[str]:
     """Return bars as lines of text."""
     heads = [_head(line) for line in found]
     width = max(map(len, heads), default=0)
@@ -167,7 +167,7 @@ def as_lines(found: Sequence[Bar]) -> list[str]:
     return lines
 
 
-def as_html(found: Sequence[Bar]) -> str:
+def as_html(found: Sequence[ProgressBar]) -> str:
     """Return bars as an HTML table; no script, nothing from elsewhere."""
     rows = []
     for line in found:
@@ -190,7 +190,7 @@ def short_name(name: str) -> str:
     return f"{front}-{token[:8]}" if front else name
 
 
-def _head(line: Bar) -> str:
+def _head(line: ProgressBar) -> str:
     run = f"  run {line.run}" if line.run else ""
     return f"{short_name(line.name)}{run}" + (f"  {line.phase}" if line.phase else "")
 
@@ -203,7 +203,7 @@ class _Text:
         self._phases: dict[str, str] = {}
         self._terminal = file.isatty()
 
-    def __call__(self, found: Sequence[Bar]) -> None:
+    def __call__(self, found: Sequence[ProgressBar]) -> None:
         lines = as_lines(found)
         if self._terminal:
             up = f"\x1b[{self._drawn}A" if self._drawn else ""

@@ -10,7 +10,7 @@ import dask
 
 from dask_distmm.runtime.scheduler.records import Records
 
-__all__ = ["register"]
+__all__ = ["register_metrics"]
 
 
 class _Collector:
@@ -66,7 +66,7 @@ class _Collector:
 _collector = _Collector()
 
 
-def register(plugin: Any) -> None:
+def register_metrics(plugin: Any) -> None:
     """Show the runs of this plugin of a scheduler; does nothing without ``prometheus_client``."""
     try:
         from prometheus_client import REGISTRY

@@ -111,14 +111,14 @@ class ProductLayer(Layer):  # type: ignore[misc]
         found: dict[Any, Task] = {}
         for piece in self.pieces:
             problem = piece.problem
-            gate = barrier_key(problem.name)
+            before = barrier_key(problem.name)
             inputs = [List(*map(TaskRef, self._inputs(problem, operand))) for operand in problem.inputs]
-            found[gate] = Step(gate, barrier, problem.to_wire(), *inputs)
+            found[before] = Step(before, barrier, problem.to_wire(), *inputs)
             wanted = None if piece.wanted is None else set(piece.wanted)
             for index, number in enumerate(problem.every_chunk("d").tolist()):
                 if wanted is None or number in wanted:
                     key = self._key(number)
-                    found[key] = Step(key, chunk, "", index, TaskRef(gate))
+                    found[key] = Step(key, chunk, "", index, TaskRef(before))
         return found
 
     def _inputs(self, problem: Problem, operand: str) -> list[Any]:
@@ -149,7 +149,7 @@ class ProductLayer(Layer):  # type: ignore[misc]
     def get_output_keys(self) -> set[Any]:
         """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
         numbers = (range(self._count) if piece.wanted is None else piece.wanted for piece in self.pieces)
-        return {self._key(number) for found in numbers for number in found} | self._gates
+        return {self._key(number) for found in numbers for number in found} | self._barriers
 
     @property
     def _count(self) -> int:
@@ -157,20 +157,20 @@ class ProductLayer(Layer):  # type: ignore[misc]
         return nrows * ncols
 
     @property
-    def _gates(self) -> set[str]:
+    def _barriers(self) -> set[str]:
         return {barrier_key(piece.problem.name) for piece in self.pieces}
 
     def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
         """Return a layer that makes only some chunks of D, and what each of its tasks needs of other layers."""
         name, ncols = self.whole.name, self.whole.chunk_counts("d")[1]
         own = {key for key in keys if isinstance(key, tuple) and len(key) == 3 and key[0] == name}
-        gates = self._gates.intersection(keys)
-        if not own and not gates:
+        barriers = self._barriers.intersection(keys)
+        if not own and not barriers:
             return self, {}
         numbers = {i * ncols + j for _, i, j in own}
         # Auxiliary outputs need a barrier as it is.
-        whole = bool(gates) or len(numbers) == self._count
-        pieces = self.pieces if whole else tuple(cut(self.whole, numbers))
+        whole = bool(barriers) or len(numbers) == self._count
+        pieces = self.pieces if whole else tuple(pieces_of(self.whole, numbers))
         layer = ProductLayer(self.whole, self.arrays, pieces)
         layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
         needs: dict[Any, set[Any]] = {key: set() for key in own}
@@ -180,7 +180,7 @@ class ProductLayer(Layer):  # type: ignore[misc]
         return layer, needs
 
 
-def cut(whole: Problem, wanted: Collection[int]) -> list[Piece]:
+def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Piece]:
     """Return the runs that make some chunks of D with little work.
 
     They are one run of the least part that has all of them, or several of parts that have no row and no column of
@@ -246,10 +246,10 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
     d
         The array of D.
     """
-    name, gate = output_name(problem.name, output), barrier_key(problem.name)
+    name, before = output_name(problem.name, output), barrier_key(problem.name)
     nrows, ncols = problem.chunk_counts("d")
     layer = {
-        (name, i, j): Step((name, i, j), chunk, output, i * ncols + j, TaskRef(gate))
+        (name, i, j): Step((name, i, j), chunk, output, i * ncols + j, TaskRef(before))
         for i in range(nrows)
         for j in range(ncols)
     }

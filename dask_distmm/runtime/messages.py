@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from dask_distmm.runtime.wire import Answer, Message, Request
+from dask_distmm.runtime.wire import Call, Message, Reply
 
 __all__ = [
     "NAME",
@@ -39,12 +39,12 @@ __all__ = [
     "Gone",
     "Prepare",
     "Progress",
-    "ProgressAnswer",
     "ProgressLine",
     "ProgressQuestion",
+    "ProgressReply",
     "Release",
-    "RosterAnswer",
     "RosterQuestion",
+    "RosterReply",
     "Start",
     "Support",
     "Supported",
@@ -64,7 +64,7 @@ Share = Annotated[float, (0, 1)]
 
 
 @dataclasses.dataclass(frozen=True)
-class RosterAnswer(Answer):
+class RosterReply(Reply):
     """Who would multiply, and where chunks are.
 
     Parameters
@@ -88,13 +88,13 @@ class RosterAnswer(Answer):
 
 
 @dataclasses.dataclass(frozen=True)
-class RosterQuestion(Request[RosterAnswer]):
+class RosterQuestion(Call[RosterReply]):
     """A client asks who would multiply for a demand (`Demand.to_wire`), and where the chunks of some arrays are.
 
     `counts` says how many chunks each of the arrays `names` has along its two axes.
     """
 
-    operation, answer = "distmm_roster", RosterAnswer
+    operation, answer = "distmm_roster", RosterReply
     demand: Sequence[Any]
     names: Sequence[str] = ()
     counts: Sequence[Sequence[int]] = ()
@@ -123,7 +123,7 @@ class ProgressLine:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgressAnswer(Answer):
+class ProgressReply(Reply):
     """How far multiplies are.
 
     Parameters
@@ -138,23 +138,23 @@ class ProgressAnswer(Answer):
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgressQuestion(Request[ProgressAnswer]):
+class ProgressQuestion(Call[ProgressReply]):
     """A client asks how far the multiplies `names` are, or where that is None those that the tasks `keys` need."""
 
-    operation, answer = "distmm_progress", ProgressAnswer
+    operation, answer = "distmm_progress", ProgressReply
     names: Sequence[str] | None = None
     keys: Sequence[Any] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Freed(Answer):
+class Freed(Reply):
     """So many groups were freed."""
 
     groups: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Free(Request[Freed]):
+class Free(Call[Freed]):
     """A client has all groups freed, each within a time of `grace` (seconds)."""
 
     operation, answer = "distmm_free", Freed
@@ -162,14 +162,14 @@ class Free(Request[Freed]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Support(Answer):
+class Support(Reply):
     """Whether the scheduler's version of distributed has all that runs need."""
 
     supported: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Supported(Request[Support]):
+class Supported(Call[Support]):
     """A barrier that runs as a task asks whether the scheduler can take it."""
 
     operation, answer = "distmm_supported", Support
@@ -179,7 +179,7 @@ class Supported(Request[Support]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Description(Answer):
+class Description(Reply):
     """What planning needs to know of a worker.
 
     Parameters
@@ -201,17 +201,17 @@ class Description(Answer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Describe(Request[Description]):
+class Describe(Call[Description]):
     """The scheduler asks a worker to describe itself."""
 
     operation, answer = "distmm_describe", Description
 
 
 @dataclasses.dataclass(frozen=True)
-class Vote(Answer):
+class Vote(Reply):
     """A participant can take part in a run, or says why not.
 
-    Statuses besides those of `Answer` are ``"missing"`` (the chunks `keys` are not here), ``"no replicas"`` (those of
+    Statuses besides those of `Reply` are ``"missing"`` (the chunks `keys` are not here), ``"no replicas"`` (those of
     the results `names` are not here) and ``"orders"`` (A's and B's chunks lie in other memory `orders` than planned).
     An `offer` is what others need to read this participant's memory, as plain types; None for nothing.
     """
@@ -223,7 +223,7 @@ class Vote(Answer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepare(Request[Vote]):
+class Prepare(Call[Vote]):
     """The scheduler asks a participant whether all chunks are there, and to allocate.
 
     Parameters
@@ -245,7 +245,7 @@ class Prepare(Request[Vote]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Done(Answer):
+class Done(Reply):
     """A participant has done its part, and has given its chunks of D to Dask.
 
     Parameters
@@ -271,7 +271,7 @@ class Done(Answer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Start(Request[Done]):
+class Start(Call[Done]):
     """The scheduler asks a participant to do its part of a run.
 
     Parameters
@@ -289,14 +289,14 @@ class Start(Request[Done]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Aborted(Answer):
+class Aborted(Reply):
     """A participant has ended a run; its `history` of the run is in one line."""
 
     history: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Abort(Request[Aborted]):
+class Abort(Call[Aborted]):
     """The scheduler ends a run that has not succeeded, and asks the participant what it did."""
 
     operation, answer = "distmm_abort", Aborted
@@ -305,7 +305,7 @@ class Abort(Request[Aborted]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Release(Request[Answer]):
+class Release(Call[Reply]):
     """The scheduler has a rank free what its group keeps between runs, within a time of `grace` (seconds).
 
     It asks all ranks of the group at the same time.
@@ -382,14 +382,14 @@ class Progress(Message):
 
 
 @dataclasses.dataclass(frozen=True)
-class Delivery(Answer):
+class Delivery(Reply):
     """Parts of a participant's matrices, or the status ``"gone"``: the run is not live there."""
 
     data: Sequence[Any] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Fetch(Request[Delivery]):
+class Fetch(Call[Delivery]):
     """A participant asks another for parts of its matrices; see `Comm.fetch`. Boxes travel as int64."""
 
     operation, answer = "distmm_fetch", Delivery

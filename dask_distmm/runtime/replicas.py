@@ -30,7 +30,7 @@ from dask_distmm.engines.base import REPLICA, ChunkKey, is_of_d
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Plan, Problem, Worker
 from dask_distmm.runtime.keys import barrier_key, barrier_name
-from dask_distmm.runtime.messages import DropReplicas, RosterAnswer
+from dask_distmm.runtime.messages import DropReplicas, RosterReply
 from dask_distmm.runtime.transfers import DaskComm, address_of
 from dask_distmm.runtime.wire import Message
 
@@ -247,7 +247,7 @@ class Replicas:
             (a, b),
         )
 
-    def mark(self, names: Sequence[str], answer: RosterAnswer) -> RosterAnswer:
+    def mark(self, names: Sequence[str], answer: RosterReply) -> RosterReply:
         """Return an answer to a client in which arrays that all workers have as replicas lie everywhere."""
         addresses = [address for address, *_ in answer.workers]
         placed = [

@@ -18,11 +18,11 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, ProtocolError, as_plain, rebuild
 
-__all__ = ["Answer", "Message", "Request", "Status", "answering", "ask", "decode", "encode", "listening", "post"]
+__all__ = ["Call", "Message", "Reply", "Status", "answering", "ask", "from_wire", "listening", "post", "to_wire"]
 
 Status = Literal["OK", "missing", "no replicas", "orders", "refused", "failed", "lost", "gone"]
 
-A = TypeVar("A", bound="Answer")
+A = TypeVar("A", bound="Reply")
 D = TypeVar("D")
 
 
@@ -34,7 +34,7 @@ class Message:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Reply:
     """The answer to a request.
 
     Parameters
@@ -52,21 +52,21 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request(Message, Generic[A]):
+class Call(Message, Generic[A]):
     """A message that has an answer, of the class `answer`."""
 
-    answer: ClassVar[type[Answer]] = Answer
+    answer: ClassVar[type[Reply]] = Reply
 
 
-def encode(message: Message | Answer) -> dict[str, Any]:
+def to_wire(message: Message | Reply) -> dict[str, Any]:
     """Return the fields of a message as plain types, but for those that have their default values."""
     kind = type(message)
     found = {name: getattr(message, name) for name in _checks(kind)}
     return {name: value for name, value in found.items() if value is not getattr(kind, name, _REQUIRED)}
 
 
-def decode(kind: type[D], wire: Any) -> D:
-    """Return the message that `encode` gave, checked: each field, but not what is inside of a container.
+def from_wire(kind: type[D], wire: Any) -> D:
+    """Return the message that `to_wire` gave, checked: each field, but not what is inside of a container.
 
     Raises
     ------
@@ -92,10 +92,10 @@ def decode(kind: type[D], wire: Any) -> D:
 
 def post(message: Message) -> dict[str, Any]:
     """Return a message as one of Dask's own streams carries it."""
-    return {"op": message.operation, **encode(message)}
+    return {"op": message.operation, **to_wire(message)}
 
 
-async def ask(rpc: Any, request: Request[A]) -> A | None:
+async def ask(rpc: Any, request: Call[A]) -> A | None:
     """Send a request; return the answer, or None if the other end does not know it: there is no dask_distmm.
 
     Parameters
@@ -114,26 +114,26 @@ async def ask(rpc: Any, request: Request[A]) -> A | None:
     OSError
         The other end can't be reached.
     """
-    wire = await getattr(rpc, request.operation)(**encode(request))
+    wire = await getattr(rpc, request.operation)(**to_wire(request))
     if not isinstance(wire, Mapping):
         return None
     if "kind" in wire:  # as `as_plain` makes it of an error
         raise rebuild(wire)
-    return typing.cast("A", decode(request.answer, wire))
+    return typing.cast("A", from_wire(request.answer, wire))
 
 
 def answering(
-    kind: type[Request[A]], handle: Callable[[Any], Awaitable[A]]
+    kind: type[Call[A]], handle: Callable[[Any], Awaitable[A]]
 ) -> dict[str, Callable[..., Awaitable[dict[str, Any]]]]:
     """Return the handler of a request by its operation; it refuses what is malformed, and answers our errors."""
 
     async def answer(**wire: Any) -> dict[str, Any]:
         try:
-            request = decode(kind, wire)
+            request = from_wire(kind, wire)
         except ProtocolError as error:
-            return encode(Answer("refused", str(error)))
+            return to_wire(Reply("refused", str(error)))
         try:
-            return encode(await handle(request))
+            return to_wire(await handle(request))
         except DistMMError as error:
             return as_plain(error)
 
@@ -148,7 +148,7 @@ def listening(kind: type[Message], handle: Callable[[Any], None]) -> dict[str, C
 
     def hear(**wire: Any) -> None:
         try:
-            message = decode(kind, wire)
+            message = from_wire(kind, wire)
         except ProtocolError as error:
             log.debug("dropped: %s", error)
         else:

@@ -34,7 +34,7 @@ from dask_distmm.runtime.run import Lost, Released, Replan, Run, summarize
 from dask_distmm.runtime.scheduler.barriers import Barrier, unwanted
 from dask_distmm.runtime.scheduler.completing import complete
 from dask_distmm.runtime.scheduler.freezing import Freezer, FrozenPlan
-from dask_distmm.runtime.scheduler.groups import Groups
+from dask_distmm.runtime.scheduler.groups import RankGroups
 from dask_distmm.runtime.scheduler.queue import RunQueue
 from dask_distmm.runtime.scheduler.releasing import Releases
 from dask_distmm.runtime.scheduler.roster import Roster
@@ -66,7 +66,7 @@ class Coordinator:
     def __init__(self, scheduler: Scheduler, event: Callable[..., None]) -> None:
         self.scheduler, self._event = scheduler, event
         self.roster = Roster(scheduler)
-        self.groups = Groups()
+        self.groups = RankGroups()
         self.replicas = Replicas(scheduler, self.tell)
         self.queue = RunQueue(scheduler)
         self.releases = Releases(scheduler, self.queue)

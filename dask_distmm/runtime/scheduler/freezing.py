@@ -18,7 +18,7 @@ from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Run
 from dask_distmm.runtime.scheduler.barriers import Barrier
-from dask_distmm.runtime.scheduler.groups import Groups
+from dask_distmm.runtime.scheduler.groups import RankGroups
 from dask_distmm.runtime.scheduler.holders import Holders
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.scheduler.voting import raise_if_ended
@@ -70,7 +70,7 @@ class Freezer:
         Who can take part, which groups of ranks there are, and which results are on all workers.
     """
 
-    def __init__(self, scheduler: Scheduler, roster: Roster, groups: Groups, replicas: Replicas) -> None:
+    def __init__(self, scheduler: Scheduler, roster: Roster, groups: RankGroups, replicas: Replicas) -> None:
         self._scheduler, self._roster, self._groups, self._replicas = scheduler, roster, groups, replicas
         self._holders = Holders(scheduler, roster)
         # Memory orders of arrays' chunks, where they are not as expected.

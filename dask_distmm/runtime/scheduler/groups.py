@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from dask_distmm.planning import ENGINES
 
-__all__ = ["Group", "Groups"]
+__all__ = ["RankGroup", "RankGroups"]
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """A group of ranks, or for an engine whose ranks map others' memory of all who take part.
 
     Parameters
@@ -33,11 +33,11 @@ class Group(NamedTuple):
     workers: tuple[str, ...]
 
 
-class Groups:
+class RankGroups:
     """All groups of a cluster, the least recently used first."""
 
     def __init__(self) -> None:
-        self._groups: collections.OrderedDict[tuple[str, tuple[str, ...]], Group] = collections.OrderedDict()
+        self._groups: collections.OrderedDict[tuple[str, tuple[str, ...]], RankGroup] = collections.OrderedDict()
         self._kept: dict[int, int] = {}
         self._newest = 0
 
@@ -53,14 +53,14 @@ class Groups:
             if group.engine in engines and ENGINES[group.engine].collective
         ]
 
-    def use(self, engine: str, workers: tuple[str, ...]) -> Group:
+    def use(self, engine: str, workers: tuple[str, ...]) -> RankGroup:
         """Return the group of these workers, a new one if there is none."""
         # The order of ranks is part of a communicator, and of nothing else that engines keep.
         workers = workers if ENGINES[engine].collective else tuple(sorted(workers))
         key = engine, workers
         if key not in self._groups:
             self._newest += 1
-            self._groups[key] = Group(self._newest, engine, workers)
+            self._groups[key] = RankGroup(self._newest, engine, workers)
         self._groups.move_to_end(key)
         return self._groups[key]
 
@@ -68,7 +68,7 @@ class Groups:
         """Note how many bytes each rank of a group keeps for its next run."""
         self._kept[number] = size
 
-    def surplus(self, most: int, most_bytes: int | None = None) -> list[Group]:
+    def surplus(self, most: int, most_bytes: int | None = None) -> list[RankGroup]:
         """Take out and return the least recently used ones, until no limit is exceeded.
 
         Parameters
@@ -92,14 +92,14 @@ class Groups:
         self._kept = {group.number: self._kept.get(group.number, 0) for group in self._groups.values()}
         return found
 
-    def drop(self, number: int) -> Group | None:
+    def drop(self, number: int) -> RankGroup | None:
         """Take out and return one group, if it is there."""
         for key, group in self._groups.items():
             if group.number == number:
                 return self._groups.pop(key)
         return None
 
-    def lose(self, address: str) -> list[Group]:
+    def lose(self, address: str) -> list[RankGroup]:
         """Take out and return the groups of a worker that is gone."""
         gone = [key for key in self._groups if address in key[1]]
         return [self._groups.pop(key) for key in gone]

@@ -91,7 +91,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Return whether this version of distributed has all that runs need."""
         return messages.Support("OK", supported=not self.unsupported)
 
-    async def answer_roster(self, question: messages.RosterQuestion) -> messages.RosterAnswer:
+    async def answer_roster(self, question: messages.RosterQuestion) -> messages.RosterReply:
         """Return the engines and workers that would multiply, and where chunks are."""
         if self.unsupported:
             raise MissingEngineError(
@@ -101,7 +101,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         try:
             engines, workers = await self.roster.choose(Demand.from_wire(question.demand))
             sources, placed = self.holders.known(workers, question.names, question.counts)
-            answer = messages.RosterAnswer(
+            answer = messages.RosterReply(
                 "OK",
                 engines=list(engines),
                 workers=[worker.to_wire() for worker in workers],
@@ -109,14 +109,14 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 placed=placed,
                 groups=self.groups.orders(engines),
             )
-            marked: messages.RosterAnswer = self.replicas.mark(question.names, answer)
+            marked: messages.RosterReply = self.replicas.mark(question.names, answer)
             return marked
         except DistMMError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise ProtocolError(f"malformed question: {error!r}") from error
 
-    async def answer_progress(self, question: messages.ProgressQuestion) -> messages.ProgressAnswer:
+    async def answer_progress(self, question: messages.ProgressQuestion) -> messages.ProgressReply:
         """Return how far multiplies are."""
         return answer_progress(self.scheduler, self.queue.values(), self.records, question)
 

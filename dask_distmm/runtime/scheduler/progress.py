@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.keys import barrier_key, barrier_name
-from dask_distmm.runtime.messages import ProgressAnswer, ProgressLine, ProgressQuestion
+from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion, ProgressReply
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.records import Records
 
@@ -22,7 +22,7 @@ _PHASES = {"staged": "waiting", "voting": "voting", "running": "multiplying"}
 
 def answer_progress(
     scheduler: Scheduler, runs: Iterable[Run], records: Records, question: ProgressQuestion
-) -> ProgressAnswer:
+) -> ProgressReply:
     """Return how far multiplies are.
 
     Parameters
@@ -48,7 +48,7 @@ def answer_progress(
         lines = [progress_of(scheduler, list(runs), records, str(name)) for name in names]
     except TypeError as error:
         raise ProtocolError(f"malformed question: {error!r}") from error
-    return ProgressAnswer("OK", known=known, found=[dataclasses.astuple(line) for line in lines])
+    return ProgressReply("OK", known=known, found=[dataclasses.astuple(line) for line in lines])
 
 
 def find_names(scheduler: Scheduler, keys: Iterable[Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dask_distmm.runtime.messages import Release
 from dask_distmm.runtime.run import Lost, Released
-from dask_distmm.runtime.scheduler.groups import Group
+from dask_distmm.runtime.scheduler.groups import RankGroup
 from dask_distmm.runtime.scheduler.queue import RunQueue
 from dask_distmm.runtime.wire import ask
 
@@ -37,7 +37,7 @@ class Releases:
         self._scheduler, self._queue = scheduler, queue
         self._tasks: set[asyncio.Future[None]] = set()
 
-    def begin(self, groups: Sequence[Group], grace: float) -> list[asyncio.Future[None]]:
+    def begin(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
         """Have groups freed, each in its turn as if it were a run of its ranks; it goes on in the background.
 
         Parameters
@@ -54,7 +54,7 @@ class Releases:
             task.add_done_callback(self._tasks.discard)
         return tasks
 
-    async def _release(self, group: Group, grace: float) -> None:
+    async def _release(self, group: RankGroup, grace: float) -> None:
         async with self._queue.begin(f"group-{group.number}", "", frozenset(group.workers)) as run:
             # A rank that leaves ends it: the plugin has told the others, or they end themselves.
             with contextlib.suppress(Lost, Released, OSError, TimeoutError):

@@ -11,14 +11,14 @@ from distributed.metrics import time
 from dask_distmm.errors import EngineError, RunFailedError
 from dask_distmm.runtime.messages import Vote
 from dask_distmm.runtime.run import Lost, Released, Replan, Run
-from dask_distmm.runtime.wire import Answer
+from dask_distmm.runtime.wire import Reply
 
 if TYPE_CHECKING:
     from distributed import Scheduler
 
 __all__ = ["ask_all", "failed", "raise_if_ended"]
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=Reply)
 
 # How often it is looked whether a run makes progress (seconds).
 _LOOK = 0.5

@@ -39,7 +39,7 @@ from dask_distmm.runtime.messages import NAME, Aborted, Delivery, Done, Vote
 from dask_distmm.runtime.replicas import ReplicaStore
 from dask_distmm.runtime.run import summarize
 from dask_distmm.runtime.transfers import DaskComm, address_of
-from dask_distmm.runtime.wire import Answer, answering, listening, post
+from dask_distmm.runtime.wire import Reply, answering, listening, post
 from dask_distmm.runtime.worker.chunk_store import ChunkStore
 from dask_distmm.runtime.worker.description import describe_process
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerSide"]
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=Reply)
 
 # How often a worker says how far it is (seconds).
 _TELL = 0.5
@@ -202,7 +202,7 @@ class WorkerSide:
             share, received = float(self.progress.get(run_id, 0.0)), int(job.received_bytes)
             self.worker.batched_send(post(messages.Progress(run_id, share, received)))
 
-    async def release(self, request: messages.Release) -> Answer:
+    async def release(self, request: messages.Release) -> Reply:
         """Free what the ranks of a group keep between runs; all of them are asked at the same time."""
 
         def free() -> None:
@@ -210,7 +210,7 @@ class WorkerSide:
                 get_engine(request.engine).release(request.group)
 
         await asyncio.get_running_loop().run_in_executor(self.engine_thread, free)
-        return Answer("OK")
+        return Reply("OK")
 
     def abandon(self, message: messages.Abandon) -> None:
         """Forget a group of which a rank is gone."""
