@@ -1,4 +1,4 @@
-"""``matmul`` and ``explain``: what users call. Each parses what it is given, once, and hands it on."""
+"""``matmul`` and ``explain``, which users call. Each parses its arguments once, and hands the request on."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def matmul(
     op_a, op_b : {"N", "T", "C"}
         As stored, transposed, conjugate transposed, without a copy. A lazy ``a.T`` or ``a.conj()`` is seen through.
     epilog : str, Epilog or callable, optional
-        F and what is kept beside D; see `dask_distmm.Epilog`. ``"allreduce"`` keeps all of D on every worker besides:
+        F and the outputs beside D; see `dask_distmm.Epilog`. ``"allreduce"`` keeps all of D on every worker besides:
         nothing of it has to move for later multiplies. A function is called as ``f(x, **epilog_inputs)`` with parts of
         ``x = alpha * op(A) @ op(B) + beta * C`` (in the type that is summed in) and of its inputs, and returns the
         part of D. It works element by element, with operators and NumPy's functions of arrays (CuPy's arrays
         answer to these too); on GPUs it becomes one kernel where CuPy can fuse it.
     epilog_inputs : mapping, optional
         The epilog's inputs by name; those of a function broadcast against D. ``"bias"``: (n,) or (1, n), a value a
-        column, or (m, 1), a value a row. ``"relu_aux"``, ``"gelu_aux"``: what the forward pass has returned, (m, n).
+        column, or (m, 1), a value a row. ``"relu_aux"``, ``"gelu_aux"``: the output of the forward pass, (m, n).
         For batches the same with batch axes before these, which those of a function and a bias may leave out.
     bias_axis : {-1, 0}
         Along which axis of D ``drelu_bgrad`` and ``dgelu_bgrad`` keep their length.
     result_amax : bool
         Return the largest absolute value of D too, as ``"result_amax"``, 0-d. Of an FP8 D: before it is scaled.
     a_type, b_type : str or dtype, optional
-        What an operand of uint8 holds: ``"float8_e4m3"`` or ``"float8_e5m2"``. CuPy has no such types.
+        The type that an operand of uint8 holds: ``"float8_e4m3"`` or ``"float8_e5m2"``. CuPy has no such types.
     result_type : str or dtype, optional
         Of D. FP8 operands: A's type (the default), the other FP8 type, ``"float16"``, ``"bfloat16"`` or
         ``"float32"``; float16 and bfloat16 operands: ``"float32"``; int8 and uint8: ``"int32"``. CuPy chunks of an

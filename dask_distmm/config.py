@@ -34,7 +34,7 @@ DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dask_distmm
 
 
 def register_defaults() -> None:
-    """Add the shipped ``distmm.yaml`` to Dask's defaults; what the user has set wins."""
+    """Add the shipped ``distmm.yaml`` to Dask's defaults; the user's settings win."""
     dask.config.update_defaults(DEFAULTS)
 
 
@@ -76,7 +76,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """What a run needs of the configuration. Times in seconds, sizes in bytes."""
+    """The configuration of a run. Times in seconds, sizes in bytes."""
 
     retries: int
     limit_fraction: float
@@ -163,7 +163,7 @@ def _read_options(config: str) -> Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DaskCosts:
-    """What Dask takes beside the work, in seconds.
+    """The costs of Dask's own side of a run, in seconds.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ class DaskCosts:
 
 
 def dask_costs() -> DaskCosts:
-    """Read what Dask takes beside the work.
+    """Read the costs of Dask's own side of a run.
 
     Raises
     ------

@@ -1,1 +1,1 @@
-"""Dask arrays before and after a run: what a user asks for, parsed and checked; and what comes back."""
+"""Dask arrays before and after a run: the request of a user, parsed and checked, and its result."""

@@ -88,7 +88,7 @@ def task_options() -> tuple[int, float]:
 
 
 def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker], Snapshot | None]:
-    """Return who could work, and what the scheduler says of a collective run; None if it can't be asked.
+    """Return the workers, and the scheduler's answer for a collective run; None if the scheduler can't be asked.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> Batc
 
 
 def _describe(request: Request) -> Batch:
-    """Return what planning needs to know."""
+    """Return the batch as planning sees it."""
     a, b, batch = request.a, request.b, request.batch_shape
 
     def padded(x: da.Array) -> tuple[Sizes, list[Sizes]]:

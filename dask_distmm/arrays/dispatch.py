@@ -10,7 +10,7 @@ Dask has no hook for this. All its ways to multiply end in three functions, each
 ``da.einsum``, ``np.einsum``, xarray      ``dask.array.einsum``
 ========================================  ==================================
 
-While enabled, these names hold functions of ours. What is not ours they pass on unchanged. Functions of ``np.linalg``
+While enabled, these names hold functions of ours, which pass all other calls on unchanged. Functions of ``np.linalg``
 that Dask lacks, and for which it would compute its arrays at once, are in `dask_distmm.arrays.numpy_functions`. Arrays
 of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`.
 """
@@ -112,7 +112,7 @@ def _uninstall_if_unused() -> None:
 
 
 def _passing_on(ours: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that tries ours, which answers NotImplemented for what it leaves to Dask."""
+    """Return a function that tries ours, and calls Dask's where ours answers NotImplemented."""
     adapted = any_kind(ours)
 
     @functools.wraps(before)

@@ -52,7 +52,7 @@ def distribute(a: Any, distribution: Distribution, *, workers: Sequence[str] | i
     a : dask.array.Array or array_like
         A matrix, (m, n).
     distribution : Slab or BlockCyclic
-        Which worker gets what: with ``Slab(0)`` one chunk of ``ceil(m / workers)`` rows each, with
+        Where the chunks go: with ``Slab(0)`` one chunk of ``ceil(m / workers)`` rows each, with
         ``BlockCyclic((p, q), blocks)`` block (i, j) is a chunk on worker ``(i % p) * q + j % q``. An axis that is not
         shared between workers is not cut.
     workers : sequence of str or int, optional
@@ -120,7 +120,7 @@ def place(client: Client, array: da.Array, chunks: Chunks, addresses: Sequence[s
     addresses
         For each new chunk in C order, the address of its worker.
     """
-    (array,) = dask.optimize(array)  # what is added to it must not be changed any more
+    (array,) = dask.optimize(array)  # tasks that are added below must not be changed by it
     token = tokenize(array.name, chunks, addresses)
     name, part_name = tile_name(token), f"distmm-part-{token}"
     copies = redistribution(ChunkGrid(array.chunks), ChunkGrid(chunks))

@@ -197,7 +197,7 @@ class _Member:
     pool
         The workers, as plain tasks see them.
     snapshot
-        What the scheduler says of a collective run; None if it can't be asked.
+        The scheduler's answer for a collective run; None if the scheduler can't be asked.
     """
 
     request: Request
@@ -214,13 +214,13 @@ class _Member:
 
     @property
     def slot_seconds(self) -> float:
-        """What the product takes one slot."""
+        """Seconds that the product takes one slot."""
         gathered = sum(self.work.item_bytes[:2]) * (1 - 1 / self.pool.workers) / self.machine.bandwidth
         return item_seconds(self.work, self.machine) + gathered
 
     @property
     def spread_seconds(self) -> float:
-        """How long each slot waits for B if the product is cut: one worker puts B together and sends it on."""
+        """Seconds that each slot waits for B if the product is cut: one worker puts B together and sends it on."""
         sent = 2 * (1 - 1 / self.pool.workers) / self.machine.bandwidth
         return self.work.item_bytes[1] * (sent + 1 / self.machine.memory_bandwidth)
 
@@ -230,7 +230,7 @@ class _Member:
         return bool(self.pool.memory) and self.work.held_bytes > self.pool.memory
 
     def run_seconds(self, *, forced: bool) -> float | None:
-        """Return what a collective run takes; None where none is possible, which is an error if it is forced."""
+        """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
         if self.snapshot is None:
             return None
         problem = make_problem(self.request)

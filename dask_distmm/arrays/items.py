@@ -48,7 +48,7 @@ def multiply(
     a, b
         NumPy or CuPy arrays (..., m, k) and (..., k, n); or these in lists of one.
     extras
-        What the formula reads beside them, broadcast against D.
+        The arrays that the formula reads beside A and B, broadcast against D.
     dtypes
         Names of the types of D, of A and B, and of the extras.
     names

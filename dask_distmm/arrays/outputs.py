@@ -34,7 +34,7 @@ def result(
     b: da.Array,
     extras: Sequence[da.Array],
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
-    """Return what a run returns: D, and the auxiliary outputs if there are any.
+    """Return D of a run, and the auxiliary outputs if there are any.
 
     A and B are those of `make_problem`.
     """
@@ -93,7 +93,7 @@ def operand_sum(formula: Formula, a: da.Array, b: da.Array, dtype: np.dtype) -> 
 def without_a_run(
     a: da.Array, b: da.Array, formula: Formula, extras: Extras, types: Types
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
-    """Return what a run would, made of Dask's own operations, where no run is possible."""
+    """Return D and the auxiliary outputs, made by Dask's own operations where no run is possible."""
     dtype = dtype_from_name(types.d)
     inner = sum_dtype(types.operand, dtype, max(1, a.shape[-1]))
     if types.usual:

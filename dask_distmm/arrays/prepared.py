@@ -2,7 +2,7 @@
 
 ::
 
-    Matmul(a, b)      what is multiplied; checked
+    Matmul(a, b)      the operands are checked
     plan()            the method is chosen, A and B are laid out in its tiles, which stay on the workers
     execute()         a run on these tiles
     reset_operands()  other values, laid out in the same way
@@ -55,7 +55,7 @@ class Matmul:
         As for `dask_distmm.matmul`.
     method, engine, out_chunks, workers, distributions, logger
     a_type, b_type, result_type, quantization_scales, compute_type
-        As for `dask_distmm.matmul`. What `plan` chooses is fixed for all executions.
+        As for `dask_distmm.matmul`. The choices of `plan` hold for all executions.
 
     Raises
     ------
@@ -209,7 +209,7 @@ class Matmul:
         beta: complex | None = None,
         epilog_inputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take other values for the next executions. What is not given stays; only what is given is laid out again.
+        """Take other values for the next executions. Only the operands that are given are laid out again.
 
         Parameters
         ----------

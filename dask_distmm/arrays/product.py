@@ -26,7 +26,7 @@ __all__ = ["NotCollective", "explain", "multiply", "product", "why_not_run"]
 
 
 class NotCollective(Shown):
-    """What `dask_distmm.explain` returns where Dask's own function would run. False in a condition.
+    """The answer of `dask_distmm.explain` where Dask's own function would run. False in a condition.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def product(a: da.Array, b: da.Array) -> da.Array | str:
 
 
 def _plan_now(problem: Problem, logger: logging.Logger) -> Plan | None:
-    """Return the plan as the cluster is now, and log it; None where nobody can be asked, or there is no worker yet."""
+    """Return the plan as the cluster is now, and log it; None if no scheduler can be asked, or has workers."""
     client = current_client()
     try:
         known = recent_snapshot(client, problem) if client is not None else None

@@ -82,7 +82,7 @@ def quantize(a: Any, dtype: Any, *, axis: int = -1, scale: Any = None) -> Any:
         For MXFP8 and NVFP4: the axis of k, along which blocks lie; -1 for A, 0 for B. Chunks are cut anew along it
         where they are no multiples of a block.
     scale : number or 0-d array, optional
-        For FP8: a scale from elsewhere, as delayed scaling has it; what does not fit then is saturated. By default
+        For FP8: a scale from elsewhere, as delayed scaling has it; larger numbers are saturated then. By default
         the one with which the largest absolute value becomes the type's largest number.
 
     Returns
@@ -139,7 +139,7 @@ def dequantize(q: Any, scale: Any = 1.0, dtype: Any = "float32", *, q_type: Any 
     dtype : dtype, optional
         Of the result.
     q_type : str, optional
-        What a `q` of uint8 holds.
+        The FP8 type that a `q` of uint8 holds.
 
     Raises
     ------

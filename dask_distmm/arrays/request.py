@@ -1,4 +1,4 @@
-"""What a user asks for, parsed and checked once; and the Problem that it makes."""
+"""The request of a user, parsed and checked once; and the Problem that it makes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """What the chunks of D are: ``"numpy"`` or ``"cupy"``."""
+        """The kind of D's chunks: ``"numpy"`` or ``"cupy"``."""
         return "cupy" if "cupy" in (array_kind(self.a._meta), array_kind(self.b._meta)) else "numpy"
 
     @property
@@ -116,12 +116,12 @@ class Request:
 
     @property
     def plain(self) -> bool:
-        """Whether it is what NumPy's matmul does: no formula, no other types."""
+        """Whether NumPy's matmul does the same: there is no formula, and no other types."""
         return self.formula.plain and self.types.usual
 
     @property
     def demands(self) -> list[str]:
-        """What is asked for that only collective runs can meet, as text."""
+        """The options that only collective runs can meet, as text."""
         found = [f"{name}={value!r}" for name, value in (("method", self.method), ("engine", self.engine))]
         found = [text for text in found if not text.endswith("='auto'")]
         found += [f"workers={self.workers!r}"] * (self.workers is not None)
@@ -161,7 +161,7 @@ def parse(
     logger: logging.Logger | None = None,
     batch: str | None = None,
 ) -> Request:
-    """Check what a user asks for.
+    """Return the request of a user, checked.
 
     Parameters
     ----------

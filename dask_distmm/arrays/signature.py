@@ -28,7 +28,7 @@ class Signature:
         return cls(array.shape, array.dtype, array.chunks, array_kind(array._meta))
 
     def check(self, name: str, array: da.Array) -> None:
-        """Raise `PlanError` if an array differs; `name` is what to call it."""
+        """Raise `PlanError` if an array differs; `name` is its name in the message."""
         other = Signature.of(array)
         for field in ("shape", "dtype", "chunks", "array"):
             mine, theirs = getattr(self, field), getattr(other, field)

@@ -1,4 +1,4 @@
-"""Operands as they lie: what is under a lazy ``A.T`` or ``A.conj()``.
+"""Operands as they lie: the array under a lazy ``A.T`` or ``A.conj()``.
 
 The chunks of the array underneath are multiplied, turned without a copy, and BLAS conjugates while it multiplies. So
 ``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
@@ -55,7 +55,7 @@ def under(x: da.Array, name: str, turned: bool) -> da.Array:
 
 
 def view_of(x: da.Array) -> View:
-    """Return what a matrix is a view of; of itself if that can't be seen."""
+    """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
     turned = conjugated = False
     while x.name.startswith(("transpose-", "conjugate-")):
         needs = x.dask.dependencies.get(x.name, ())

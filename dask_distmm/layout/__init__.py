@@ -1,4 +1,4 @@
-"""Where the elements of a matrix live, and what must move when that changes.
+"""Where the elements of a matrix live, and which of them must move when that changes.
 
 Pure arithmetic on NumPy index arrays: nothing here knows of Dask, workers or networks, and nothing here
 touches matrix data.  A two-dimensional layout is the product of two one-dimensional ones, so the modules
@@ -9,7 +9,7 @@ build on one another in this order:
 - `blockcyclic`: ScaLAPACK's layout of a matrix over a process grid;
 - `chunkgrid`: Dask's layout, a grid of chunks of any sizes;
 - `redistribute`: the copies which turn one layout into another;
-- `moves`: these copies as one table, with who sends what to whom.
+- `moves`: these copies as one table, with the sender and the receiver of each.
 """
 
 from dask_distmm.layout.axis import Axis, AxisCopies, intersect

@@ -21,7 +21,7 @@ Inside a piece neither side jumps, so each piece is one copy: A is chunk 0 from 
 
 Pieces far apart can still be one copy.  From blocks of 1 over 2 processes to the same layout, the cuts leave
 one piece per element, yet process 0 holds elements 0, 2, 4 next to one another before and after.
-`intersect` joins such pieces, so what it returns is minimal: a layout copied to itself is one copy per part.
+`intersect` joins such pieces, so its answer is minimal: a layout copied to itself is one copy per part.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def numroc(n: int, nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
     """
     n = check_int("n", n, 0)
     turn = _turn(nb, iproc, isrcproc, nprocs)
-    # Every full round gives each process one block; what is left is dealt out in turn, nb at a time.
+    # Every full round gives each process one block; the rest is dealt out in turn, nb at a time.
     rounds, left = divmod(n, nb * nprocs)
     return rounds * nb + min(max(left - turn * nb, 0), nb)
 

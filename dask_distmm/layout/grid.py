@@ -90,7 +90,7 @@ class ProcessGrid:
     def transpose(self) -> ProcessGrid:
         """Return the grid in which each rank has its row and column swapped.
 
-        The order is swapped too: that is what leaves every rank its place in the transposed matrix.
+        The order is swapped too, which leaves every rank its place in the transposed matrix.
         """
         return ProcessGrid(self.npcol, self.nprow, "col" if self.order == "row" else "row")
 

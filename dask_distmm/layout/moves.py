@@ -1,4 +1,4 @@
-"""Who copies which rectangle of what to whom: redistribution as one table, the same on every rank. Pure.
+"""Redistribution as one table of rectangles, their senders and receivers, the same on every rank. Pure.
 
 `Moves` lists the rectangles of a `redistribution` with the participants that hold their source and their
 destination. `Moves.legs` sorts those of one participant: what it copies at home, and what it sends to and
@@ -54,7 +54,7 @@ class Moves:
         Parameters
         ----------
         copies
-            What `redistribution` found.
+            The answer of `redistribution`.
         src_owner, dst_owner
             For each part of the source and of the destination, the participant that holds it. A negative number for
             a part of the source that all hold: it moves nowhere.
@@ -103,7 +103,7 @@ class Moves:
         return self.take(inside), self.take(~inside & (self.dst_owner == me))
 
     def legs(self, me: int) -> Legs:
-        """Sort out what participant `me` has to do."""
+        """Return the moves of participant `me`."""
         mine, theirs = self.src_owner == me, self.dst_owner == me
         away, coming = self.take(mine & ~theirs), self.take(theirs & ~mine)
         return Legs(

@@ -221,7 +221,7 @@ class Copies:
     def _product(self, row_copies: Index, col_copies: Index) -> Iterator[Copy]:
         rows, cols = self.rows, self.cols
         src_pcol, dst_pcol = cols.src_part[col_copies], cols.dst_part[col_copies]
-        # Python's ints are what messages and slices want, and tolist() makes them fast.
+        # Messages and slices want Python's ints, and tolist() makes them fast.
         col_fields = [field[col_copies].tolist() for field in (cols.src_offset, cols.dst_offset, cols.size, cols.start)]
         for at in row_copies:
             src_row, dst_row = int(rows.src_offset[at]), int(rows.dst_offset[at])

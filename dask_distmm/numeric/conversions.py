@@ -1,6 +1,6 @@
 """Conversions to and from FP8 and TF32, on arrays as they are, with NumPy or CuPy. Pure.
 
-FP8 saturates: what is above the largest number becomes that number, infinities too; NaN stays NaN. Rounding is to the
+FP8 saturates: numbers above the largest one become that one, infinities too; NaN stays NaN. Rounding is to the
 nearest, ties to even. Formats: FP8 Formats for Deep Learning (Micikevicius and others, 2022), OCP OFP8 1.0.
 
 =================  ========  ========  =======  =================  ==================
@@ -110,7 +110,7 @@ def stored(xp: Any, x: Any, name: str, fp8_bytes: bool) -> Any:
 def round_tf32(x: NDArray[Any]) -> None:
     """Round float32 (or complex64) numbers to 10 bits of mantissa in place, to the nearest, ties to even.
 
-    Infinities and NaN stay; what rounds above the largest number becomes infinite.
+    Infinities and NaN stay; numbers that round above the largest one become infinite.
     """
     bits = x.view(np.float32).view(np.uint32)
     finite = (bits & np.uint32(0x7F800000)) != 0x7F800000

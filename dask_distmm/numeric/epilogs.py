@@ -1,4 +1,4 @@
-r"""What happens to the product before it is stored: scaling, C, bias, activations, gradients. Pure.
+r"""The formula that is applied to the product before it is stored: scaling, C, bias, activations, gradients. Pure.
 
 With ``acc = op(A) @ op(B)`` (in the type that is summed in)::
 
@@ -74,7 +74,7 @@ def _names() -> dict[str, str]:
 
 
 Epilog = enum.Enum("Epilog", _names(), type=str, module=__name__)  # type: ignore[misc]
-Epilog.__doc__ = "What happens to the product before it is stored; see the module `dask_distmm.numeric.epilogs`."
+Epilog.__doc__ = "The formula that is applied to the product before it is stored; see the module `dask_distmm.numeric.epilogs`."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +200,7 @@ PLAIN = Formula()
 
 
 def part_shape(keeps: tuple[bool, bool], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an output's part beside a part of D, from what `Formula.keeps` says."""
+    """Return the shape of an output's part beside a part of D, from the answer of `Formula.keeps`."""
     return tuple(n if kept else 1 for n, kept in zip(shape, keeps, strict=True))
 
 
@@ -224,7 +224,7 @@ def elementwise(
 
     Returns
     -------
-    D in the type of `acc`, and what `Formula.saved` names, if anything.
+    D in the type of `acc`, and the output that `Formula.saved` names, if there is one.
     """
     x, dtype = acc, acc.dtype
     alpha, beta = factors or scalars(formula, dtype)
@@ -263,7 +263,7 @@ def reductions(xp: Any, formula: Formula, d: Any) -> dict[str, Any]:
 
 
 def scaled(formula: Formula, d: Any, inputs: Mapping[str, Any]) -> Any:
-    """Return D times its scale: what comes last, after all that is kept beside D."""
+    """Return D times its scale, which comes last: the outputs kept beside D are not scaled."""
     if formula.scale_d != 1:
         d = d * d.dtype.type(formula.scale_d)
     return d * inputs["scale_d"].astype(d.dtype) if "scale_d" in formula.scales else d
@@ -299,7 +299,7 @@ def finish_by_rows(
         parts = {name: x[rows] if len(x) == len(acc) else x for name, x in inputs.items()}
         d, aux = finish(np, formula, acc[rows], parts)
         for name, values in aux.items():
-            # D may be stored over what was summed.
+            # D may be stored over the sums.
             found.setdefault(name, []).append(values.copy() if np.may_share_memory(values, acc) else values)
         store(rows, d)
     return {name: _joined(formula, name, parts) for name, parts in found.items()}
@@ -314,7 +314,7 @@ def _joined(formula: Formula, name: str, parts: list[Any]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _load(pickled: bytes) -> Callable[..., Any]:
-    """Return a user's function from what `Formula.function` holds."""
+    """Return a user's function, unpickled from `Formula.function`."""
     found: Callable[..., Any] = pickle.loads(pickled)
     return found
 

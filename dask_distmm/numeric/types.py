@@ -1,11 +1,11 @@
-"""Which types there are: of A, of B, of the result, and the one that is computed and summed in.
+"""The types of A, of B, of the result, and the one that is computed and summed in.
 
-Results have NumPy's type (``np.result_type``) unless another one is asked for. What differs is the type inside: 8-
+Results have NumPy's type (``np.result_type``) unless another one is asked for. The type inside differs: 8-
 and 16-bit floats are computed and summed in float32 and rounded once, as GPUs do; narrow integers and bool are
 computed in float64, where their sums are exact, because BLAS is about 100 times as fast as NumPy's integer loops.
 
 FP8 is ml_dtypes' ``float8_e4m3fn`` (NVIDIA's E4M3, also called ``"float8_e4m3"`` here) and ``float8_e5m2``. CuPy has
-no such types: its arrays carry FP8 as uint8, and so may NumPy's; what the bytes mean is then stated beside them.
+no such types: its arrays carry FP8 as uint8, and so may NumPy's; their type is then stated beside them.
 """
 
 from __future__ import annotations
@@ -191,14 +191,14 @@ def resolve_types(
     compute_type: str | None = None,
     default_compute: str | None = None,
 ) -> Types:
-    """Return the types of a multiply, from those of the arrays and what was asked for.
+    """Return the types of a multiply, from those of the arrays and those asked for.
 
     Parameters
     ----------
     a, b
         Types of the arrays.
     a_type, b_type
-        What arrays of uint8 hold: an FP8 type. None: what they say.
+        The FP8 type that an array of uint8 holds. None: the array's own type.
     result_type
         Type of D. None: A's for FP8, as nvmath has it, else NumPy's.
     compute_type

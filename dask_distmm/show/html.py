@@ -1,4 +1,4 @@
-"""A Plan as HTML, for notebooks: where chunks lie, who multiplies what, the alternatives, the memory. Pure."""
+"""A Plan as HTML, for notebooks: where chunks lie, which rank multiplies them, the alternatives, the memory. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOST_PRODUCTS = 24
 
 
 def plan_html(plan: Plan) -> str:
-    """Return what notebooks show of a plan."""
+    """Return a plan as notebooks show it."""
     placed = "as they lie now" if plan.where_a is not None else "not known yet, so taken as spread evenly"
     owners = "; D's where they will be"
     sections = [
@@ -46,7 +46,7 @@ def plan_html(plan: Plan) -> str:
 
 
 def batch_html(plan: BatchPlan) -> str:
-    """Return what notebooks show of the plan for a batch."""
+    """Return the plan for a batch as notebooks show it."""
     ways = {"items": "whole items in plain tasks", "collective": "collective runs"}
     rows = []
     for name, estimate in (("items", plan.items), ("collective", plan.collective)):
@@ -65,7 +65,7 @@ def batch_html(plan: BatchPlan) -> str:
 
 
 def group_html(plan: GroupPlan) -> str:
-    """Return what notebooks show of the plan for a group of products: the longest first."""
+    """Return the plan for a group of products as notebooks show it: the longest first."""
     found = sorted(
         ((share.seconds * max(1, len(share.rows)), number, share) for number, share in enumerate(plan.shares) if share),
         key=lambda each: (-each[0], each[1]),
@@ -88,7 +88,7 @@ def group_html(plan: GroupPlan) -> str:
 
 
 def reason_html(reason: str) -> str:
-    """Return what notebooks show where Dask's own function would run."""
+    """Return the reason why Dask's own function would run, as notebooks show it."""
     why, _, advice = reason.partition("; ")
     todo = f"<div><b>What to change:</b> {escape(advice)}</div>" if advice else ""
     return _page([_title("Dask's own matmul would run"), f"<div><b>Why:</b> {escape(why)}</div>{todo}"])

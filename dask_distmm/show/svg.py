@@ -19,7 +19,7 @@ _MOST_PARTS = 24
 
 
 def colour(number: int | None) -> str:
-    """Return the colour of a rank; None is nobody in particular."""
+    """Return the colour of a rank; None is for no rank in particular."""
     return _NOBODY if number is None else _COLOURS[number % len(_COLOURS)]
 
 
@@ -32,7 +32,7 @@ class Cell:
     rows, cols
         Where it begins and ends.
     ranks
-        To whom it belongs; none for nobody in particular.
+        The ranks that have it; none for no rank in particular.
     """
 
     rows: tuple[int, int]
@@ -41,7 +41,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """What is written into it."""
+        """The text inside of it."""
         ranks = self.ranks
         if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
             return f"{ranks[0]}\N{EN DASH}{ranks[-1]}"
@@ -55,7 +55,7 @@ class Matrix:
     Parameters
     ----------
     name, caption
-        What is written above it.
+        The text above it.
     shape
         Rows and columns.
     cells
@@ -108,7 +108,7 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, more: str 
 
 
 def figure(width: float, height: float, label: str, parts: Sequence[str]) -> str:
-    """Return a whole SVG; `label` says to those who can't see it what it shows."""
+    """Return a whole SVG; `label` describes it to those who can't see it."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_number(width)}" height="{_number(height)}" '
         f'viewBox="0 0 {_number(width)} {_number(height)}" role="img" aria-label="{escape(label, quote=True)}" '
@@ -130,7 +130,7 @@ def _drawn(matrix: Matrix, x: float, y: float, width: float, height: float) -> l
     labels = []
     for cell in matrix.cells:
         left, right, top, bottom = across(cell.cols[0]), across(cell.cols[1]), down(cell.rows[0]), down(cell.rows[1])
-        # What several ranks share is striped in their colours.
+        # A tile that several ranks share is striped in their colours.
         stripes = cell.ranks[:8] or (None,)
         wide = (right - left) / len(stripes)
         parts += [_rect(left + at * wide, top, wide, bottom - top, colour(rank)) for at, rank in enumerate(stripes)]
@@ -171,7 +171,7 @@ class Bar:
     Parameters
     ----------
     name, note
-        What is written before and after it.
+        The text before and after it.
     lengths
         Of its parts, one after the other.
     mark
@@ -213,7 +213,7 @@ def bars(rows: Sequence[Bar], label: str) -> str:
 
 
 def key(entries: Sequence[tuple[str, str]]) -> str:
-    """Return what colours mean: a box of each, with its text."""
+    """Return the key to the colours: a box of each, with its text."""
     outline = ' stroke="currentColor" stroke-width="0.8"'
     boxes = [
         f'<span style="white-space: nowrap; margin-right: 1.2em"><svg width="12" height="12" aria-hidden="true">'

@@ -30,7 +30,7 @@ WHAT = {
 
 
 def plan_text(plan: Plan) -> str:
-    """Return what `explain` prints."""
+    """Return the text of a plan that `explain` prints."""
     problem = plan.problem
 
     def chunks(operand: str) -> str:
@@ -99,7 +99,7 @@ def _computed_in(problem: Problem) -> str:
 
 
 def _formula(plan: Plan) -> list[str]:
-    """Return the line that says what is done beside the product, if anything is."""
+    """Return the line with the formula, if anything is done beside the product."""
     formula = plan.problem.formula
     if formula.plain:
         return []
@@ -141,7 +141,7 @@ def _number(value: complex) -> str:
 
 
 def _compared(plan: Plan) -> list[str]:
-    """Say what Dask takes around the run, what its own tasks would take, and which of the two ``@`` takes."""
+    """Return the seconds that Dask takes around the run and for its own tasks, and which of the two ``@`` takes."""
     assert plan.by_tasks is not None
     taken = "the run" if plan.worth_it else "Dask's own tasks"
     rows, cols, depth = plan.by_tasks.grid
@@ -161,7 +161,7 @@ def _against(estimate: Estimate, chosen: Estimate | None) -> str:
 
 
 def batch_text(plan: BatchPlan) -> str:
-    """Return what is printed of the plan for a batch."""
+    """Return the text of the plan for a batch."""
     batch = plan.batch
     what = {"items": "whole items in plain tasks", "collective": "collective runs"}
     lines = [
@@ -193,7 +193,7 @@ def batch_text(plan: BatchPlan) -> str:
 
 
 def group_text(plan: GroupPlan) -> str:
-    """Return what is printed of the plan for a group."""
+    """Return the text of the plan for a group."""
     found = [share for share in plan.shares if share is not None]
     runs = sum(share.collective for share in found)
     tasks = sum(len(share.rows) for share in found)
@@ -207,7 +207,7 @@ def group_text(plan: GroupPlan) -> str:
 
 
 def in_words(share: Share | None) -> str:
-    """Return what becomes of a product."""
+    """Return the text for one product of a group."""
     if share is None:
         return "by Dask's own function"
     if share.collective:
@@ -217,5 +217,5 @@ def in_words(share: Share | None) -> str:
 
 
 def reason_text(made: NotCollective) -> str:
-    """Return what `dask_distmm.explain` prints where Dask's own function would run."""
+    """Return the text that `dask_distmm.explain` prints where Dask's own function would run."""
     return f"Dask's own matmul would run: {made.reason}"

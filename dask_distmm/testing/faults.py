@@ -1,4 +1,4 @@
-"""Faults on purpose: what the tests of reliability make go wrong in a worker's process."""
+"""Faults on purpose, which the tests of reliability put into a worker's process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None
 
 
 def remove_faults() -> None:
-    """Take back what `inject` did in this process and what has not happened yet."""
+    """Take back the faults that `inject` has put into this process, also those that have not happened yet."""
     for module, owner, name in FAULT_POINTS.values():
         if module not in sys.modules:
             continue  # an engine that this machine lacks

@@ -1,6 +1,6 @@
 """The commands ``dask distmm ...`` (an entry point of Dask's command line) and ``python -m dask_distmm ...``.
 
-Options and messages only. What a command does is in a module that is imported when the command is called, so that
+Options and messages only. The work of a command is in a module that is imported when the command is called, so that
 `dask --help` and other commands don't wait for it.
 """
 
@@ -20,7 +20,7 @@ from dask_distmm.planning import ENGINES, METHODS
 
 __all__ = ["main"]
 
-# What a shell reports of a program that Ctrl-C (signal 2) has ended.
+# The exit status by which a shell knows a program that Ctrl-C (signal 2) has ended.
 INTERRUPTED = 130
 
 Function = Callable[..., Any]
@@ -38,7 +38,7 @@ def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]
     Parameters
     ----------
     interrupted
-        What to say after Ctrl-C.
+        The message after Ctrl-C.
     failed
         Exit status after an error.
     """

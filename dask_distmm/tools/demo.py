@@ -61,7 +61,7 @@ def memory_needed(size: int, workers: int) -> int:
 
 
 def too_little_memory(size: int, workers: int, available: int) -> str | None:
-    """Return why the demo does not fit in memory, with what would fit; None if it fits."""
+    """Return why the demo does not fit in memory, with a size that would fit; None if it fits."""
     needed = memory_needed(size, workers)
     if needed <= available:
         return None
@@ -83,7 +83,7 @@ def too_little_memory(size: int, workers: int, available: int) -> str | None:
 
 
 def worst_error(a: NDArray[Any], b: NDArray[Any], magnitude_b: NDArray[Any], c: NDArray[Any]) -> float:
-    """Return the largest error of ``c`` against NumPy's ``a @ b``, in units of what rounding may do.
+    """Return the largest error of ``c`` against NumPy's ``a @ b``, in units of the error that rounding may cause.
 
     The unit is ``k eps sum_k |a_ik| |b_kj|`` for each element: two sums of k products, in any order, differ by
     no more (Higham, Accuracy and Stability, 3.5). A multiple of eps without k, as testers take for random
@@ -126,7 +126,7 @@ def finish(product: da.Array) -> da.Array:
     wait(product)
     for future in futures_of(product):
         if future.status != "finished":
-            future.result()  # raises what went wrong
+            future.result()  # raises the task's error
     return product
 
 
@@ -236,7 +236,7 @@ def principal_components(say: Say, workers: int, folder: Path) -> None:
     gram = checked(say, "Gram matrix X.T @ X, from the store", x.T, x).compute()
     held = finish(x)
     compare(say, held.T, held)
-    del held  # its keys are those of x: what comes next would not read the store
+    del held  # its keys are those of x: the next product would not read the store
     found, share = components(gram, COMPONENTS)
     say(f"\n  V: the {COMPONENTS} leading eigenvectors; they carry {100 * share:.1f} % of the variance")
     v = da.from_array(found, chunks=(x.chunks[1], COMPONENTS))

@@ -1,4 +1,4 @@
-"""A cluster of worker processes on this machine, for one command: what fits, started and stopped whatever happens."""
+"""A cluster of worker processes on this machine, for one command: as many as fit, and always stopped again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def default_workers() -> int:
 
 
 def available_memory() -> int:
-    """Return the bytes that are free, within what a container may use."""
+    """Return the bytes that are free, within the limit of a container."""
     return min(int(psutil.virtual_memory().available), int(MEMORY_LIMIT))
 
 
@@ -91,7 +91,7 @@ class CtrlC:
         raise KeyboardInterrupt
 
     def report(self, lost: sys.UnraisableHookArgs) -> None:
-        """Take what was raised in a finalizer or in a callback of the collector; Python goes on after it."""
+        """Take an error that was raised in a finalizer or in a callback of the collector; Python goes on after it."""
         if isinstance(lost.exc_value, KeyboardInterrupt):
             # Later: in here it would be lost again.
             threading.Thread(target=self._insist, args=(self.raised,), daemon=True).start()
@@ -113,7 +113,7 @@ CTRL_C = CtrlC()
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the block: what is half started or half closed can't be cleaned up.
+    """Let Ctrl-C wait until the end of the block: a cluster that is half started or half closed can't be cleaned up.
 
     After the first one all others are ignored: it ends the program, and that takes a second.
     """
@@ -150,7 +150,7 @@ def interrupts_blocked_for_children() -> Iterator[None]:
 def quiet_failure() -> Iterator[None]:
     """Have an error or Ctrl-C end the program without the complaints of work that is cut short.
 
-    Dask, Zarr and asyncio have such, some as late as at the program's end. What went wrong is on its way to the user
+    Dask, Zarr and asyncio have such, some as late as at the program's end. The error itself is on its way to the user
     already.
     """
     hook, ours = sys.unraisablehook, signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -164,7 +164,7 @@ def quiet_failure() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             ours = False
         logging.disable(logging.CRITICAL)
-        warnings.simplefilter("ignore")  # coroutines that nobody will await
+        warnings.simplefilter("ignore")  # coroutines that are never awaited
         raise
     finally:
         sys.unraisablehook = hook
@@ -178,7 +178,7 @@ def make_cluster(workers: int, folder: Path) -> Any:
         "n_workers": workers,
         "threads_per_worker": 1,
         "dashboard_address": "127.0.0.1:0",
-        # What matters arrives as an exception; the rest is the noise of workers that are stopped.
+        # Errors that matter arrive as exceptions; the rest is the noise of workers that are stopped.
         "silence_logs": logging.CRITICAL,
         "local_directory": str(folder),
     }

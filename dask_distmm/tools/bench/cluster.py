@@ -38,7 +38,7 @@ def resident(name: str) -> int:
 
 
 def reset_peak() -> int:
-    """Set this process's peak to what is resident now, and return that; runs on the workers."""
+    """Set this process's peak to its resident bytes now, and return them; runs on the workers."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 
@@ -65,7 +65,7 @@ class Session:
     timeout
         Seconds that one product may take.
     array
-        What the chunks are: ``"numpy"`` or ``"cupy"``.
+        The kind of the chunks: ``"numpy"`` or ``"cupy"``.
     here
         Whether the workers are processes of this machine that nobody else uses.
     """
@@ -96,7 +96,7 @@ class Session:
                 os.kill(pid, signal.SIGCONT)
 
     def synchronize(self) -> None:
-        """Wait until what was computed is there: tasks on GPUs end before their kernels do."""
+        """Wait until the results are in memory: tasks on GPUs end before their kernels do."""
         if self.array == "cupy":
             self.client.run(synchronize)
 
@@ -107,7 +107,7 @@ class Session:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Leave the cluster to whoever started it."""
+        """Leave the cluster running: others have started it."""
 
 
 class ClusterSession(Session):
@@ -189,7 +189,7 @@ class ClusterPeer:
             if warmup:
                 self.pools = next(iter(self.session.client.run(blas_pools).values()))
         except BaseException:
-            # What still runs or hangs there would disturb whoever is next; they get a fresh cluster.
+            # Tasks that still run or hang there would disturb the next engine, which gets a fresh cluster.
             self.session.close()
             raise
         return sample
@@ -243,7 +243,7 @@ class ClusterPeer:
             return {}
 
     def _reset(self) -> dict[str, int]:
-        """Reset the peak on every worker and return what is resident; nothing where that is not allowed."""
+        """Reset the peak on every worker and return the resident bytes; nothing where that is not allowed."""
         try:
             return dict(self.session.client.run(reset_peak))
         except OSError:

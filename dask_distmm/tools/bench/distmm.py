@@ -21,7 +21,7 @@ class Distmm(ClusterPeer):
         return product
 
     def projection(self, a: da.Array, b: da.Array) -> tuple[dict[str, int], dict[str, Any]]:
-        """Return what the plan says: projected bytes per worker address, and what it chose."""
+        """Return the plan's projected bytes per worker address, and its choices."""
         plan = explain(a, b)
         if not isinstance(plan, Plan):
             raise PlanError(f"no collective run would take place: {plan!r}")

@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code measured: hardware and versions. Knows no engine."""
+"""The hardware and the versions on which a figure depends beside the code measured. Knows no engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load_average() -> list[float] | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Return what the machine is; never its name."""
+    """Return the hardware of the machine; never its name."""
     total = _field("/proc/meminfo", "MemTotal")
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),

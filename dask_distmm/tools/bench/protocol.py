@@ -1,4 +1,4 @@
-"""What a measured engine has to offer, and how its result is checked. Knows no engine."""
+"""The protocol of a measured engine, and the check of its result. Knows no engine."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class Peer(Protocol):
         """Multiply fresh random matrices once; a warm-up is not counted and may be used for tuning."""
 
     def describe(self) -> dict[str, Any]:
-        """Return what a reader should know of the engine's set-up, as JSON values."""
+        """Return the engine's set-up for a reader of the report, as JSON values."""
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Give back all that the engine holds."""
 
 
 def random_matrix(n: int, dtype: str, seed: int | Sequence[int]) -> Matrix:
@@ -92,7 +92,7 @@ def sample_rows(n: int, seed: int) -> npt.NDArray[np.int64]:
 
 
 def scaled_error(a_rows: Matrix, b: Matrix, c_rows: Matrix) -> float:
-    """Return the largest error of some rows of a product, as a share of what rounding can cause.
+    """Return the largest error of some rows of a product, as a share of the error that rounding can cause.
 
     The share is of ``n * eps * |row of A| * |column of B|``, which bounds the rounding error of any order
     of summation to first order; NaN (never at most 1) where the product holds one.

@@ -146,7 +146,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
     name = report["references"][0]
     known = {label for entry in report["results"] for label in entry.get("ratios", {})}
-    # What has chunks is compared with at its fastest.
+    # A peer with chunks is compared with at its fastest.
     reference = name if name in known else f"{name}@best"
     done = [entry for entry in report["results"] if reference in entry.get("ratios", {})]
     if not done:
@@ -164,7 +164,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
             if panel == "size":
                 chosen = [_fastest(points, size) for size in sizes]
             else:
-                # What has no chunks is level over all grids.
+                # A peer without chunks is level over all grids.
                 largest = [entry for entry in points if entry["size"] == sizes[-1]]
                 chosen = [next((one for one in largest if one["grid"] in (grid, None)), None) for grid in grids]
             drawn = [(x, entry) for x, entry in enumerate(chosen) if entry is not None]

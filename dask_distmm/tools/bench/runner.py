@@ -13,7 +13,7 @@ from dask_distmm.tools.bench.protocol import Case, Peer, Sample
 
 @dataclass
 class Measured:
-    """What became of one peer at one case.
+    """The outcome of one peer at one case.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ def run(
     """Measure every peer at every size and grid; a case that fails or is wrong ends, the rest goes on.
 
     Within a size each round visits every case once, so that a machine that drifts does so for all of
-    them. Rounds start at different cases: nobody always follows the same neighbour's leftovers.
+    them. Rounds start at different cases, so that no peer always follows the same neighbour's leftovers.
 
     No round is begun that would probably end after `seconds`, and no size of which not even one round would count;
     the first round of the first size always is.

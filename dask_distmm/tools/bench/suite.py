@@ -24,7 +24,7 @@ def measure(
     seconds: float = float("inf"),
     **context: Any,
 ) -> dict[str, Any]:
-    """Measure what can be measured here, and return the document of it.
+    """Measure all peers that run here, and return the document of it.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def measure(
     references
         Names of the peers that the others are compared with.
     **context
-        What else goes into the document.
+        Further entries of the document.
     """
     began, load = datetime.now(UTC), environment.load_average()
     reasons = {peer.name: peer.unavailable() for peer in peers}

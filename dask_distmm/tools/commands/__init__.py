@@ -1,1 +1,1 @@
-"""What the commands do, a module each; `cli` reads their options and imports only the one that is called."""
+"""The work of the commands, a module each; `cli` reads their options and imports only the one that is called."""

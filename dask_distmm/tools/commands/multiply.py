@@ -43,7 +43,7 @@ class FileProduct:
     Parameters
     ----------
     a, b, c, bias, aux
-        Where the operands are, and the inputs of the epilog: its bias, and what a forward pass has kept.
+        Where the operands are, and the inputs of the epilog: its bias, and the output that a forward pass has kept.
     alpha, beta, op_a, op_b, epilog, engine, method
         As for `dask_distmm.matmul`.
     dtype
@@ -89,7 +89,7 @@ class FileProduct:
         arrays: dict[tuple[Place, str | None], da.Array] = {}
 
         def get(text: str, dtype: str | None = self.dtype) -> da.Array:
-            # What is named twice is one array: its chunks are read once.
+            # An array that is named twice is one array: its chunks are read once.
             place = parse_place(text)
             if (place, dtype) not in arrays:
                 arrays[place, dtype] = read(place, workers, dtype)
@@ -190,14 +190,14 @@ def run(
     scheduler, workers
         As for `connected`.
     overwrite
-        Whether what is there already is replaced, when the new one is complete.
+        Whether a file that is there is replaced, when the new one is complete.
     say
         Prints lines.
 
     Raises
     ------
     DistMMError
-        Something can't be read, multiplied or written. What was there before is unchanged then.
+        Something can't be read, multiplied or written. Files that were there before are unchanged then.
     """
     targets = [parse_place(out), *([parse_place(aux_out)] if aux_out is not None else [])]
     if aux_out is not None and not asked.kept:
@@ -268,7 +268,7 @@ def _check_paths(client: Client, paths: Sequence[str], mode: int) -> None:
 
 
 def _bar(length: int) -> Any:
-    """Return a progress bar of what is written on standard error; nothing is shown where that is no terminal."""
+    """Return a progress bar of the writing, on standard error; nothing is shown where that is no terminal."""
     progressbar: Any = click.progressbar
     file = sys.stderr if sys.stderr.isatty() else io.StringIO()
     return progressbar(length=length, label=f"{'Writing':<12}", file=file, show_eta=False)
@@ -281,7 +281,7 @@ def _computed(client: Client, results: Sequence[da.Array]) -> list[da.Array]:
         progress(held)
     for future in as_completed(futures_of(held)):
         if future.status != "finished":
-            future.result()  # raises what went wrong
+            future.result()  # raises the task's error
     return held
 
 
@@ -338,7 +338,7 @@ def _writing(dask_worker: Any) -> int:
 
 @contextlib.contextmanager
 def _stopped(client: Client) -> Iterator[None]:
-    """When what happens in the block fails, wait until no worker writes any more: what they write is removed then."""
+    """When the block fails, wait until no worker writes any more: the files that they write are removed then."""
     try:
         yield
     except BaseException:

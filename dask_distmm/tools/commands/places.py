@@ -47,7 +47,7 @@ class Place:
 
     @property
     def target(self) -> Path:
-        """What comes into being when an array is written here: a file, a store, an array in a store that is there."""
+        """The path that writing an array makes: a file, a store, or an array in a store that is there."""
         return self.file / self.inner if self.kind == "zarr" and self.inner and self.file.exists() else self.file
 
     def __str__(self) -> str:

@@ -83,7 +83,7 @@ def read(place: Place, workers: int, dtype: str | None = None) -> da.Array:
         raise DistMMError(f"{place}: can't be read: {first_line(error)}") from error
     stored = getattr(source, "shards", None) or getattr(source, "chunks", None)
     chunks = read_chunks(source.shape, source.dtype.itemsize, stored, workers)
-    # Its own name: what a file of this name held yesterday may still be on the cluster.
+    # A name of its own: chunks of an older file of the same name may still be on the cluster.
     name = f"read-{secrets.token_hex(8)}"
     if place.kind == "zarr":
         array = da.from_zarr(source, chunks=chunks, name=name)

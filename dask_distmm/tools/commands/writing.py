@@ -60,7 +60,7 @@ def check_type(place: Place, dtype: Any) -> None:
 
 
 def _others(place: Place) -> str:
-    """Return what would be lost beside an array if what is at a place were replaced; empty for nothing."""
+    """Return why more than an array would be lost if its place were overwritten; empty if nothing would be."""
     file = place.file
     if place.kind == "zarr" and file.exists():
         import zarr
@@ -87,7 +87,7 @@ def _others(place: Place) -> str:
 
 @contextlib.contextmanager
 def staged(place: Place, overwrite: bool) -> Iterator[Path]:
-    """Give a path to write to; at the end of the block what is there takes its place, or vanishes after an error.
+    """Give a path to write to; at the end of the block the file takes its place, or vanishes after an error.
 
     It is in a hidden folder ``.NAME.*.partial`` beside the target. Only a program that is killed leaves that behind.
 

@@ -1,7 +1,7 @@
-"""``dask distmm check``: what multiplies here or on a cluster, and what to mend.
+"""``dask distmm check``: the engine that multiplies here or on a cluster, and the commands that mend it.
 
 `facts` collects, on every worker, and imports nothing of this package: it is sent to workers that lack it. `findings`
-judges what was collected, and is pure. `show` makes text of both; `examine` puts them together.
+judges the facts, and is pure. `show` makes text of both; `examine` puts them together.
 """
 
 from dask_distmm.tools.doctor.examine import examine

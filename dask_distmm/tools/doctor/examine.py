@@ -25,7 +25,7 @@ _SECONDS = 120
 
 
 def examine(scheduler: str | None = None) -> Report:
-    """Return what this machine, or every worker of a cluster, says of itself.
+    """Return the facts of this machine, or of every worker of a cluster.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def examine(scheduler: str | None = None) -> Report:
 
 
 def _of_this_machine() -> dict[str, Any]:
-    """Ask a process of its own: it may be ended by what it loads, and takes what it loads with it."""
+    """Ask a process of its own: a library that it loads may end it, and goes with it."""
     try:
         done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:

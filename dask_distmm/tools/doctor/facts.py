@@ -1,7 +1,7 @@
-"""What one process can say of its machine and its libraries, as plain types. Crashes nowhere, changes nothing.
+"""Facts that one process knows of its machine and its libraries, as plain types. Crashes nowhere, changes nothing.
 
 Imports nothing but the standard library at the top: the whole module is sent by value to workers that may lack this
-package. What it asks of a library is in a function of its own, so that a broken one takes no other answer with it.
+package. Each library is asked in a function of its own, so that a broken one takes no other answer with it.
 No CUDA context is made: GPUs are asked by NVML, versions by functions that need no device.
 
 ``python -m dask_distmm.tools.doctor.facts`` prints the facts of a fresh process: a library that ends the process
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Distributions by what they are called here; the first that is installed counts.
+# Distributions by their name here; the first that is installed counts.
 DISTRIBUTIONS = {
     "dask_distmm": ("dask_distmm",),
     "dask": ("dask",),
@@ -48,14 +48,14 @@ def attempt(question: Callable[[], Any]) -> Any:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the installed version of each library by what it is called here, None where it is missing."""
+    """Return the installed version of each library by its name here, None where it is missing."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name, candidates in DISTRIBUTIONS.items():
         found[name] = None
         for candidate in candidates:
             try:
                 found[name] = importlib.metadata.version(candidate)
-            except Exception:  # not installed, or what is there has no metadata that can be read
+            except Exception:  # not installed, or without metadata that can be read
                 continue
             break
     return found
@@ -124,7 +124,7 @@ def gpus() -> dict[str, Any]:
 
 
 def rmm() -> dict[str, Any] | None:
-    """Return what this process allocates device memory from; None if it has not loaded RMM, which sets no pool then."""
+    """Return the pool of this process's device memory; None if it has not loaded RMM, which sets no pool then."""
     if "rmm" not in sys.modules:
         return None
     found = sys.modules["rmm"].mr.get_current_device_resource()

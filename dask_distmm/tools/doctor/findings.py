@@ -1,4 +1,4 @@
-"""From facts to findings: what is wrong, and the command that mends it. Pure.
+"""From facts to findings: each fault, and the command that mends it. Pure.
 
 Findings have three weights: an *error* makes multiplies fail; a *warning* makes them slow, or can make them fail; a
 *note* is worth knowing.
@@ -15,7 +15,7 @@ from dask.utils import format_bytes
 
 __all__ = ["HERE", "Finding", "Report", "differing", "judge", "short"]
 
-# What the only "worker" is called where no cluster was asked.
+# The name of the only "worker" where no cluster was asked.
 HERE = "this machine"
 _LEVELS = ("note", "warning", "error")
 # Dask's libraries speak with each other, and functions travel from one Python to another.
@@ -31,9 +31,9 @@ class Finding:
     level
         ``"error"``, ``"warning"`` or ``"note"``.
     text
-        What was found, and what is expected.
+        The fault, and the state that is expected.
     remedy
-        The command that mends it, or what to do; empty where there is nothing to do.
+        The command that mends it, or another remedy; empty where there is nothing to do.
     where
         Addresses of the workers that it is about; empty for all.
     """
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All that was collected, and what it means.
+    """All facts, and the findings from them.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found, the worst first."""
+        """All findings, the worst first."""
         return sorted(judge(self), key=lambda found: -_LEVELS.index(found.level))
 
     @property
@@ -160,7 +160,7 @@ def judge(report: Report) -> Iterator[Finding]:
 
 
 def _package(report: Report) -> Iterator[Finding]:
-    """Yield what is wrong unless dask_distmm is everywhere, in one version."""
+    """Yield findings unless dask_distmm is everywhere, in one version."""
     here = report.client["versions"]["dask_distmm"]
     install = f'python -m pip install "dask_distmm=={here}"'
     missing = [a for a, facts in report.answering.items() if not facts["versions"]["dask_distmm"]]
@@ -186,7 +186,7 @@ def _package(report: Report) -> Iterator[Finding]:
 
 
 def _engines(report: Report) -> Iterator[Finding]:
-    """Yield what is wrong unless the engine that multiplies is on all workers, with the same libraries."""
+    """Yield findings unless the engine that multiplies is on all workers, with the same libraries."""
     for address, facts in report.answering.items():
         if facts["versions"]["dask_distmm"] and "error" in (found := facts["engines"]):
             yield Finding("error", f"dask_distmm can't be imported: {found['error']}", "", (address,))
@@ -246,7 +246,7 @@ def _versions(report: Report) -> Iterator[Finding]:
 
 
 def _gpus(report: Report) -> Iterator[Finding]:
-    """Yield what is wrong unless GPUs are used, each by one worker, and reach each other."""
+    """Yield findings unless GPUs are used, each by one worker, and reach each other."""
     owners: dict[str, list[str]] = collections.defaultdict(list)
     seen: set[tuple[str, str]] = set()
     for address, facts in report.answering.items():
@@ -292,7 +292,7 @@ def _gpus(report: Report) -> Iterator[Finding]:
 
 
 def _pool(address: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what is wrong with a pool of device memory that CuPy takes no memory from."""
+    """Yield a finding for a pool of device memory that CuPy takes no memory from."""
     rmm = facts["rmm"]
     if rmm and "error" not in rmm and "Pool" in rmm["resource"] and not rmm["used_by_cupy"]:
         size = f" ({format_bytes(rmm['pool_bytes'])})" if rmm["pool_bytes"] else ""
@@ -301,7 +301,7 @@ def _pool(address: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _machines(report: Report) -> Iterator[Finding]:
-    """Yield what is wrong unless threads and memory of the workers fit their machines."""
+    """Yield findings unless threads and memory of the workers fit their machines."""
     for address, facts in report.answering.items():
         if isinstance(facts["blas"], list) and not facts["blas"] and report.engine == "numpy":
             text = "no BLAS that threadpoolctl knows: the engine can't set its threads, NumPy may be slow"
@@ -334,7 +334,7 @@ def _machines(report: Report) -> Iterator[Finding]:
 
 
 def _engine(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return what a worker says of an engine."""
+    """Return a worker's answer about an engine."""
     engines: Mapping[str, Any] = facts["engines"]
     if "error" in engines:
         return engines

@@ -30,7 +30,7 @@ _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
 
 
 def text(report: Report) -> str:
-    """Return what ``dask distmm check`` prints."""
+    """Return the text that ``dask distmm check`` prints."""
     parts = [_head(report), _workers(report), _libraries(report), _verdict(report)]
     return "\n\n".join(part for part in parts if part)
 
@@ -50,7 +50,7 @@ def _head(report: Report) -> str:
 
 
 def _workers(report: Report) -> str:
-    """Return what the workers have: a line for each of them, then a line for each thing that most have in common."""
+    """Return the workers' facts: a line for each worker, then a line for each fact that most have in common."""
     if not report.answering:
         return ""
     lines = []
@@ -70,7 +70,7 @@ def _workers(report: Report) -> str:
 
 
 def _described(facts: Mapping[str, Any], report: Report) -> dict[str, str]:
-    """Return what there is to say of a worker or of this machine, by title."""
+    """Return the facts of a worker or of this machine, by title."""
     cells = {"BLAS": _blas(facts["blas"]), "GPU": _gpu(facts)}
     if any("error" not in one["gpus"] for one in report.answering.values()):
         cells |= {"peers": _peers(facts), "RMM pool": _rmm(facts["rmm"])}
