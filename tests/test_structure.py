@@ -156,10 +156,16 @@ def test_modules_fit_in_a_head() -> None:
 def test_classes_fit_in_a_head() -> None:
     long = {}
     for name, node in nodes((ast.ClassDef,)):
-        public = [one for one in node.body if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")]
-        if lines(node) > 250 or len(public) > 15:
-            long[name] = lines(node), len(public)
+        functions = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        # A property is an attribute: frozen values have many.
+        methods = [one for one in functions if not one.name.startswith("_") and not is_property(one)]
+        if lines(node) > 250 or len(methods) > 15:
+            long[name] = lines(node), len(methods)
     assert not long
+
+
+def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 @pytest.mark.parametrize("what", ["lines", "parameters"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +37,25 @@ __all__ = ["check_memory", "plan"]
 _SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
 
 
+class More(TypedDict, total=False):
+    """What else may be known of the cluster; see `plan`."""
+
+    sources: Sequence[Worker]
+    orders: tuple[str, str]
+    groups: Sequence[tuple[str, ...]]
+    where_extras: Sequence[NDArray[np.int32]]
+    replica_runs: tuple[int, int]
+
+
 def plan(
     problem: Problem,
     roster: Sequence[Worker],
     where_a: NDArray[np.int32] | None = None,
     where_b: NDArray[np.int32] | None = None,
-    sources: Sequence[Worker] = (),
+    *,
     engine: str | Sequence[str] = "numpy",
-    orders: tuple[str, str] = ("C", "C"),
-    groups: Sequence[tuple[str, ...]] = (),
-    where_extras: Sequence[NDArray[np.int32]] = (),
-    replica_runs: tuple[int, int] = (0, 0),
     quickly: bool = False,
+    **more: Unpack[More],
 ) -> Plan:
     """Choose how `problem` runs on the workers of `roster`.
 
@@ -61,21 +68,21 @@ def plan(
     where_a, where_b
         For each chunk of A and B in C order, the worker that holds it, as an index into
         ``[*roster, *sources]``. None: not known, taken as spread evenly. `EVERYWHERE`: all of the roster have it.
-    sources
-        Workers that hold chunks but can't be ranks.
     engine
         Name of the engine that multiplies, or of several: the one that is expected to be quickest is taken.
+    quickly
+        Look only at as many ways as the product is worth, the best ones if the chunks were spread evenly: these need
+        not be found anew for each placement.
+    sources
+        Workers that hold chunks but can't be ranks.
     orders
         Memory order of (most of) the chunks of A and B, for engines that care.
     groups
-        Addresses of ranks, in their order, that share something which is costly to make; see `collective`.
+        Addresses of ranks, in their order, that have a communicator already.
     where_extras
         As `where_a`, for each of the problem's extras.
     replica_runs
         For A and B the run that has left the replicas, where they are everywhere.
-    quickly
-        Look only at as many ways as the product is worth, the best ones if the chunks were spread evenly: these need
-        not be found anew for each placement.
 
     Returns
     -------
@@ -94,19 +101,21 @@ def plan(
     engines(names)
     # The same multiply comes again and again in a loop: only its name differs.
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
-    situation = Situation(tuple(roster), tuple(sources), *_raw(where_a, where_b), orders, tuple(sorted(groups)))
+    sources, groups = tuple(more.get("sources", ())), tuple(sorted(more.get("groups", ())))
+    orders = more.get("orders", ("C", "C"))
+    situation = Situation(tuple(roster), sources, *_raw(where_a, where_b), orders, groups)
     ways = _shortlist(anonymous, situation, names) if quickly else dict.fromkeys(names)
     for name in ways:
         try:
             made = _plan(anonymous, situation, name, ways[name])
         except (PlanError, ProjectedMemoryError) as error:
-            # What the last engine says counts: the others are there to be quicker where they can.
+            # The reason of the last engine counts: the others are there to be quicker where they can.
             failure = error
             continue
-        made = dataclasses.replace(made, problem=problem, where_extras=tuple(where_extras), replica_runs=replica_runs)
-        found.append(made)
+        extras, runs = tuple(more.get("where_extras", ())), more.get("replica_runs", (0, 0))
+        found.append(dataclasses.replace(made, problem=problem, where_extras=extras, replica_runs=runs))
     if not found and quickly:
-        return plan(problem, roster, where_a, where_b, sources, engine, orders, groups, where_extras, replica_runs)
+        return plan(problem, roster, where_a, where_b, engine=engine, **more)
     if not found:
         assert failure is not None
         raise failure

@@ -1,1 +1,1 @@
-"""What the engine `cublasmp` does for a plan, and what that costs: tiles and their grids. Pure."""
+"""Plans of the engine `cublasmp`: tiles and their grids, epilogs, costs. Pure."""

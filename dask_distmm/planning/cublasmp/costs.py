@@ -35,7 +35,7 @@ __all__ = ["consider", "has_method", "tile_chunk", "workspace_bytes"]
 # cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
 _LIBRARY_BYTES = 96 * 2**20
 _SUMMA_BYTES = 32 * 2**20
-# What a run of several ranks takes beside its work, in messages: as two H200 took for small products.
+# Latency of a run of several ranks beside its work, in messages: as two H200 took for small products.
 _MESSAGES = 8
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05

@@ -1,1 +1,1 @@
-"""What the engine `peer` does for a plan, and what that costs: which blocks are pulled, and in which order. Pure."""
+"""Plans of the engine `peer`: the order of each rank's work, the chunks that it reads of others, its costs. Pure."""

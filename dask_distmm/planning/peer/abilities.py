@@ -16,7 +16,7 @@ __all__ = ["PEER"]
 
 
 def _describe(plan: Plan) -> list[str]:
-    """Say what the rank with most buffers holds, and what passes by."""
+    """Return the line that tells the stationary and the streamed operand of the rank with the largest buffers."""
     schedule = max(block_schedules(plan), key=lambda one: one.buffer_bytes)
     names = ("A", "B")[:: -1 if schedule.stationary else 1]
     what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
