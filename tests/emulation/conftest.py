@@ -106,7 +106,7 @@ def _prepare_in_silence(self):
 
 
 def _forget():
-    # What was imported over the stand-ins must not stay.
+    # Modules that were imported over the stand-ins must not stay.
     for name in [n for n in sys.modules if n.startswith(devices.OVER_LIBRARIES)]:
         del sys.modules[name]
 

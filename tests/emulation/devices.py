@@ -145,14 +145,14 @@ def _scalar(pointer, dtype):
 
 
 def _epilog(attributes, x, matrix):
-    """What the library does on its tuned paths, to a rank's rows and columns of the product."""
+    """Apply the epilog of the library's tuned paths to a rank's rows and columns of the product."""
     name = next((name for name, value in EPILOGUES.items() if value == attributes.get("EPILOGUE")), "")
     assert not name or 1 in (matrix.grid.nprow, matrix.grid.npcol), "SUMMA has no epilogs"
     return _apply(name, attributes, x, matrix.dtype, matrix.local()[0])
 
 
 def _activated(attributes, x, dtype, rows):
-    """What cuBLASLt does."""
+    """Apply the epilog of cuBLASLt."""
     name = next((name for name, value in LT_EPILOGUES.items() if value == attributes["EPILOGUE"]), "")
     assert name or attributes["EPILOGUE"] == 1
     return _apply(name, attributes, x, dtype, rows)
@@ -609,7 +609,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         gemm_ex_64=gemm,
     )
 
-    # cuBLASLt. What is kept for the next run is not counted.
+    # cuBLASLt. Objects that are kept for the next run are not counted.
 
     def keep(thing):
         with world.lock:

@@ -2,7 +2,7 @@
 
 Memory is a file for each allocation of the device (an *arena*, out of which arrays are cut as a memory pool does). A
 handle is the file's name; who opens it gets a mapping of its own, at another address, so that an address of the
-exporter is of no use. What is freed is poisoned. Processes are real ones, or threads that say which process they stand
+exporter is of no use. Freed memory is poisoned. Processes are real ones, or threads that say which process they stand
 for.
 
 Operations on a stream are queued, and done at some later time in any order that streams and events allow: a wait that
@@ -48,7 +48,7 @@ def open_mapping(folder, name):
 
 
 class Block:
-    """What one array lies in; poisoned when no array is left. One that is all of an arena frees it then."""
+    """The memory of one array; poisoned when no array is left. A block that is all of an arena frees it then."""
 
     def __init__(self, arena, address, size, alone=False):
         self.arena = arena
@@ -311,7 +311,7 @@ class Stream:
 
 
 class Graph:
-    """What was put on a stream while that was captured."""
+    """The work that was put on a stream while that was captured."""
 
     def __init__(self, operations):
         self.operations = operations

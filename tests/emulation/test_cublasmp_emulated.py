@@ -190,7 +190,7 @@ def test_what_the_library_does_itself(make, method, bias, epilog, dtype):
     name = native_epilog(ranks.jobs[-1].plan)
     kinds = set(world.epilogs)
     if not epilog:
-        # What SUMMA returns of 16-bit matrices of odd extents is not rounded yet.
+        # SUMMA returns products of 16-bit matrices of odd extents before they are rounded.
         assert name == "" or method == "local" or (method, dtype) == ("summa", "bfloat16")
     elif epilog == "relu" and method in ("allgather", "reducescatter"):
         assert name == epilog

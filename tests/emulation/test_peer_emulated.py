@@ -398,7 +398,7 @@ def test_what_takes_too_little_or_too_much_is_not_begun_before_the_vote(make_pee
         conformance(ranks, "local", 1, seed=5)
         assert (ranks.jobs[-1]._multiplication.early is not None) == begun
         assert ("ahead" in ranks.jobs[-1].timings) == begun
-        # What has run before is captured instead.
+        # Products that have run before are captured instead.
         assert not again or (ranks.jobs[-1]._multiplication.first is not None) == (not begun and most == 5.0)
 
 

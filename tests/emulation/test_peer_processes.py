@@ -100,7 +100,7 @@ def test_processes_pull_from_each_other_and_outlive_one_that_is_killed(client):
     assert events(client, "done")[0]["received_bytes"] > 0
     assert all(client.run(mapped).values())
 
-    # What is mapped goes with what engines keep.
+    # Mappings are closed when engines release their groups.
     assert dask_distmm.free_workspaces() == 1
     assert set(client.run(mapped).values()) == {0}
 

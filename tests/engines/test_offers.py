@@ -1,4 +1,4 @@
-"""What processes tell each other of their memory, and what is refused of it."""
+"""Offers that processes make of their memory, and offers that are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def made():
 
 
 def offer(made):
-    """What participant 1 offers: the second chunk of A, the one of B, a block of D."""
+    """The offer of participant 1: the second chunk of A, the one of B, a block of D."""
     allocation = Allocation(b"h" * 64, 4096, 77, HERE)
     found = Offer(b"p" * 16, [77, 2**63 + 5])
     found.add(0, 1, allocation, Span(HERE, 24, 4))
@@ -64,7 +64,7 @@ def test_its_own_and_what_is_out_of_reach_are_not_read(made):
     assert read([None, offer(made)], apart).told == [None, None]
     together = dataclasses.replace(made, participants=(near, dataclasses.replace(far, host="a")))
     assert read([None, offer(made)], together).told[1] is not None
-    # Whoever lets nobody map its memory offers nothing.
+    # A participant whose memory nobody can map offers nothing.
     assert read([None, None], made).told == [None, None]
 
 

@@ -85,7 +85,7 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
         finished = []
         for step in schedule.steps:
             for load in step.loads:
-                # What was in this part of the buffer before is gone.
+                # The load replaces the earlier content of this part of the buffer.
                 inside[load.slot, load.at] = load
                 extents, kk = schedule.slots[load.slot]
                 own, depth = (load.rect[:2], load.rect[2:]) if load.operand == 0 else (load.rect[2:], load.rect[:2])

@@ -17,7 +17,7 @@ from dask_distmm.testing import random_chunks
 
 
 def copy_element_by_element(table, itemsize):
-    """What the kernels do, with the numbers that they get."""
+    """Do the work of the kernels, with the numbers that they get."""
     straight, transposed = split(table, itemsize)
     if len(straight):
         unit = unit_of(straight, itemsize)

@@ -256,7 +256,7 @@ class CublasMpJob:
             # These copies are on the default stream; the run's stream waits for them.
             self._allocated.record(cp.cuda.Stream.null)
 
-    # What passes between participants
+    # Messages between participants
 
     def available(self, kind: str, boxes: Boxes) -> Future[None]:
         """Return the future that says when `serve` can answer."""

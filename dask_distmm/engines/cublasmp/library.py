@@ -56,7 +56,7 @@ def check_versions() -> dict[str, str]:
 
 
 class Group:
-    """What the ranks of one group keep between runs. Making, using and closing it are collective.
+    """The communicator, grids, workspace and descriptors of a group of ranks. To make, use or close it is collective.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class Group:
         self.names, self.stream = names, stream
         self._handle = cublasMp.create(stream.ptr)
         self._grids: dict[tuple[int, int, str], int] = {}
-        self._calls: collections.OrderedDict[Any, _Call] = collections.OrderedDict()
+        self._calls: collections.OrderedDict[Any, _Multiply] = collections.OrderedDict()
         self._workspace, self._workspace_bytes = 0, 0
         self._plain: Any = None
         self._shared = self.comm.shares_memory
@@ -119,7 +119,7 @@ class Group:
         key = (tiles, shape, types, x.ld, y.ld, d.ld, native._replace(bias=0))
         call = self._calls.get(key)
         if call is None:
-            call = self._calls[key] = _Call(self, tiles, types, x.ld, y.ld, d.ld, native)
+            call = self._calls[key] = _Multiply(self, tiles, types, x.ld, y.ld, d.ld, native)
             if len(self._calls) > _MOST_DESCRIPTORS:
                 self._calls.popitem(last=False)[1].close()
         self._calls.move_to_end(key)
@@ -208,7 +208,7 @@ class Group:
         self.comm.close()
 
 
-class _Call:
+class _Multiply:
     """The descriptors of one kind of multiply."""
 
     def __init__(self, group: Group, tiles: Tiles, types: Kinds, ldx: int, ldy: int, ldz: int, native: Native) -> None:

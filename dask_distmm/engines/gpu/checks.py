@@ -1,4 +1,4 @@
-"""What every engine for GPUs needs to find: a GPU, and chunks that it can take."""
+"""Checks of the engines for GPUs: that there is a GPU, and that chunks are matrices of CuPy or NumPy."""
 
 from __future__ import annotations
 

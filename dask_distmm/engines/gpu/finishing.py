@@ -271,7 +271,7 @@ class Kernel:
 
 
 class _Traced(np.lib.mixins.NDArrayOperatorsMixin):
-    """What stands for an array while CuPy looks at a formula: NumPy's functions of it become CuPy's."""
+    """A stand-in for an array while CuPy traces a formula: NumPy's functions of it become CuPy's."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

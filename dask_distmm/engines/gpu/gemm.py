@@ -106,7 +106,7 @@ class Kinds(NamedTuple):
 
 
 class Native(NamedTuple):
-    """What a library does beside the product: a factor, an epilog (one of `NATIVE_EPILOGS` or empty), its bias."""
+    """The factor, the epilog (one of `NATIVE_EPILOGS` or empty) and the address of its bias that a library applies."""
 
     alpha: complex = 1.0
     epilog: str = ""
@@ -173,7 +173,7 @@ class Gemm:
         self._extents, self._kinds, self._ops = (rows, cols, shape.k), kinds, shape.ops
         # They are read when the product is put on a stream.
         self._factors = factors(types.a, native.alpha, float(add))
-        self._call: _Call | None = None
+        self._call: _LtProduct | None = None
         if not types.compute and 0 not in self._extents:
             aligned = (min(_MOST_ALIGNED, one.pointer & -one.pointer) for one in (x, y, d))
             lds = (x.ld, y.ld, d.ld)
@@ -226,7 +226,7 @@ def _workspace(stream: int) -> Any:
     return cp.empty(_WORKSPACE_BYTES, cp.uint8)
 
 
-class _Call:
+class _LtProduct:
     """The library's own product of column-major matrices, wherever they are. Scales that are not set are 1."""
 
     def __init__(
@@ -315,7 +315,7 @@ def _call(
     lds: tuple[int, int, int],
     aligned: tuple[int, int, int],
     epilog: str,
-) -> _Call | None:
+) -> _LtProduct | None:
     """Return a product with its algorithm; None if the library has none."""
-    made = _Call(extents, ops, kinds, compute, lds, epilog)
+    made = _LtProduct(extents, ops, kinds, compute, lds, epilog)
     return made if made.find(aligned) else None

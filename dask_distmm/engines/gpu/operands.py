@@ -19,14 +19,14 @@ __all__ = ["DeviceChunks", "in_type", "ld", "mark", "usable"]
 
 
 class DeviceChunks:
-    """What a participant has staged, as device arrays. Made before the vote: whatever it needs is allocated here.
+    """The chunks of a participant as device arrays. All memory for them is allocated when it is made, before the vote.
 
     Parameters
     ----------
     problem
-        Of the run.
-    staged
-        NumPy or CuPy chunks by operand and number; those of A and B are brought into `Problem.matrix_types`.
+        The problem of the run.
+    chunks
+        NumPy or CuPy chunks by operand and number; chunks of A and B are converted to `Problem.matrix_types`.
 
     Attributes
     ----------
@@ -34,12 +34,12 @@ class DeviceChunks:
         The device arrays, complete after `fill`.
     """
 
-    def __init__(self, problem: Problem, staged: Mapping[ChunkKey, Any]) -> None:
+    def __init__(self, problem: Problem, chunks: Mapping[ChunkKey, Any]) -> None:
         self.arrays: dict[ChunkKey, Any] = {}
         self._uploads: list[tuple[NDArray[Any], cp.ndarray]] = []
         self._conversions: list[tuple[cp.ndarray, str, cp.ndarray]] = []
         kinds = dict(zip("ab", problem.matrix_types, strict=True))
-        for key, chunk in staged.items():
+        for key, chunk in chunks.items():
             held = problem.dtype_of(key[0])
             on_device = chunk
             if not isinstance(chunk, cp.ndarray):

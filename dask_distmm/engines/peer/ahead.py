@@ -1,11 +1,11 @@
-"""A rank's first products, of what it has itself: begun before the vote is counted, or made ready for the host.
+"""The first products of a rank, whose operands are on its own GPU: begun before the vote, or captured in a graph.
 
-Long ones are begun: a rank needs nobody for them, and the GPU has time.
+Long products are begun before the vote is counted, because they need no other rank and the GPU is idle.
 
-They are on the run's stream as any others. Holding them back until the run takes place (cuStreamWaitValue32) would save
-the host's 0.1 ms of a first launch, but CUDA waits for all streams when it loads a kernel for the first time: on H200
-that ended in a deadlock. Short ones become a CUDA graph, as all short products do: the host launches one in 0.005 ms,
-the library's call takes it 0.02, and 0.1 after an idle moment.
+They are on the same stream as all other products. A stream that waits until the run takes place (cuStreamWaitValue32)
+would save the 0.1 ms that the host takes for a first launch, but CUDA waits for all streams when it loads a kernel for
+the first time: on H200 that ended in a deadlock. Short products become a CUDA graph: the host launches a graph in 0.005
+ms, while a call of the library takes 0.02 ms, and 0.1 ms after an idle moment.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dask_distmm.engines.peer.trace import Trace
 
 __all__ = ["Ahead", "Captured", "Work", "at_hand", "capture", "shorten"]
 
-# What takes so long is begun before the vote. Behind shorter products there are pulls to hide, and of longer ones too
-# much is lost where the run does not take place.
+# Products that together take between so many seconds are begun before the vote. Shorter ones are kept to hide pulls.
+# Longer ones would waste too much time if the run does not take place.
 _LEAST_SECONDS, _MOST_SECONDS = 1e-3, 5e-3
-# Behind longer products the host has time to launch the next ones.
+# Products that together take less than so many seconds become a graph; behind longer ones the host has enough time.
 _SHORT_SECONDS = 0.3e-3
 
 
@@ -44,7 +44,7 @@ class Captured:
         self._graph.launch(stream)
 
 
-# What can be put on a stream.
+# Work that can be put on a stream.
 Work = Gemm | Captured
 
 

@@ -10,7 +10,7 @@ import cupy as cp
 from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.result import ALIGNED
 from dask_distmm.engines.peer.schedule import Load, Slot
-from dask_distmm.engines.peer.sources import Sources, View
+from dask_distmm.engines.peer.sources import DeviceView, Sources
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
@@ -91,7 +91,7 @@ class OperandBuffers:
             aligned = aligned and view.order == self._orders[operand]
         return bool(aligned and (inner == size or width == 1) and (height == 1 or outer >= width * size))
 
-    def view(self, load: Load) -> View:
+    def view(self, load: Load) -> DeviceView:
         """Return where the part of an operand is that a load describes: in its buffer, or in a chunk."""
         if load.slot is not None:
             return self.target(load)
@@ -99,12 +99,12 @@ class OperandBuffers:
         assert found is not None
         return found[0]
 
-    def target(self, load: Load) -> View:
+    def target(self, load: Load) -> DeviceView:
         """Return the place in a buffer that a load fills."""
         assert load.slot is not None
         span = span_of(self.arrays[load.slot])
         stride = span.row_stride if load.operand == 0 else span.col_stride
-        return View(span._replace(pointer=span.pointer + load.at * stride), self._orders[load.operand])
+        return DeviceView(span._replace(pointer=span.pointer + load.at * stride), self._orders[load.operand])
 
     def complete(self, load: Load, stream: cp.cuda.Stream) -> None:
         """Put on a stream the padding and the conjugation of a part whose copies are on that stream already."""

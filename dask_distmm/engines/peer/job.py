@@ -237,7 +237,7 @@ class PeerJob:
         arrays += self._bias.arrays if self._bias is not None else []
         return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
-    # What passes between participants
+    # Messages between participants
 
     def available(self, kind: str, boxes: Boxes) -> Future[None]:
         """Return the future that says when `serve` can answer."""

@@ -9,7 +9,7 @@ from typing import Any
 import cupy as cp
 
 from dask_distmm.engines.peer.buffers import OperandBuffers
-from dask_distmm.engines.peer.pulls import Copies, record
+from dask_distmm.engines.peer.pulls import CopyBatch, record
 from dask_distmm.engines.peer.schedule import Load, PendingLoad, Product, ScheduleStep, Slot, pending_loads
 from dask_distmm.engines.peer.sources import Parts, Pull, Sources
 from dask_distmm.engines.peer.trace import Trace
@@ -41,7 +41,7 @@ class Loads:
         self._steps, self._buffers, self._sources, self._trace = steps, buffers, sources, trace
         self.before_vote: set[int] = set()
         # For each other load its chunk blocks, and the copies of those on this GPU unless these copies are done.
-        self._parts: dict[int, tuple[Parts, list[Copies]]] = {}
+        self._parts: dict[int, tuple[Parts, list[CopyBatch]]] = {}
         self._found: dict[int, Pull] = {}
         self._pending: collections.deque[PendingLoad] = collections.deque()
         self._done: dict[int, cp.cuda.Event] = {}

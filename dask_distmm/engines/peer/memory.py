@@ -39,7 +39,7 @@ _Attribute = driver.CUpointer_attribute
 
 
 class Exporter:
-    """What this process lets others map.
+    """The device memory that this process lets others map.
 
     Attributes
     ----------

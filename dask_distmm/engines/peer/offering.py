@@ -1,4 +1,4 @@
-"""What one participant offers of its memory: chunks that others read, its blocks of D, its flags."""
+"""The offer of one participant: chunks that others read, its blocks of D, its flags."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def make_offer(
     stream: cp.cuda.Stream,
     read: Mapping[str, NDArray[np.bool_]],
 ) -> tuple[Offer, list[Any]]:
-    """Tell where all is that others read; what can't be told is copied once.
+    """Return the offer of all memory that others read; chunks in memory that can't be exported are copied once.
 
     Parameters
     ----------
     plan, me
-        Of the run.
+        The plan of the run, and this participant.
     chunks
-        What this participant has staged, on the device.
+        The chunks that are here, on the device.
     result
-        What it sums up; None if it is no rank.
+        Its block of D; None if it is no rank.
     exporter
         Of this process.
     stream
-        On which copies are made, and flags put down.
+        The stream of the copies, and of the memset of the flags.
     read
-        Which chunks others read, as `peer_reads` has them.
+        The chunks that others read, as `peer_reads` returns them.
 
     Returns
     -------
     offer
-        Good from when the stream has come so far.
+        It holds once the work that is on the stream now is done.
     kept
         Device memory that must stay until the run is over.
     """

@@ -1,9 +1,9 @@
-"""What a participant says of its memory, so that others can read it: made, sent as plain types, checked. Pure.
+"""Offers: how a participant describes its memory so that others can read it, as plain types that are checked. Pure.
 
 An offer travels with the vote, and all offers with the message that starts the run. It lists allocations, and for each
-chunk and each block of D where in which of them it lies. Whoever reads an offer checks that all of it lies inside the
-allocation that it names, since nobody else does. What that takes is worked out before the vote (`Expected`): between
-the start of a run and its first pull the GPUs wait.
+chunk and each block of D the allocation and the place in it. The reader of an offer checks that each matrix lies inside
+the allocation that the offer names, because no other part does. `Expected` prepares that check before the vote, because
+the GPUs wait between the start of a run and its first pull.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dask_distmm.planning.peer.block_schedule import blocks
 
 __all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers"]
 
-# What a block of D has in place of an operand's number.
+# The number that blocks of D have in place of an operand's number.
 BLOCKS = -1
 # A flag for each rank (its part of the partial sums is done), and one for the rank's block of D.
 FLAG_BYTES = 4
@@ -31,7 +31,7 @@ _HANDLE_BYTES = 64
 _PROCESS_BYTES = 16
 # The sum of three such numbers is not beyond 64 bits.
 _MOST = 2**61
-# What is told of a matrix: number of the allocation, offset of its first element, strides, in bytes.
+# Numbers that describe the place of a matrix: allocation, offset of its first element, both strides (bytes).
 _TOLD = 4
 
 
@@ -57,7 +57,7 @@ class Allocation(NamedTuple):
 
 
 class Offer:
-    """What one participant offers, as it makes it.
+    """The offer of one participant, as the participant makes it.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class Offer:
 
 
 class Told(NamedTuple):
-    """What a participant has told of itself; see `Offer`.
+    """The offer of a participant, as another one has read it; see `Offer`.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ class Told(NamedTuple):
 
 
 class Offers(NamedTuple):
-    """What all participants offer.
+    """The offers of all participants.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class Offers(NamedTuple):
 
 
 class Expected:
-    """What others are to offer in a run.
+    """The matrices that others must offer in a run, and the check of their offers.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from dask_distmm.engines.peer.ahead import Work
 from dask_distmm.engines.peer.buffers import OperandBuffers
 from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.schedule import Product
-from dask_distmm.engines.peer.sources import View, moved
+from dask_distmm.engines.peer.sources import DeviceView, moved
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.peer.block_schedule import extent_multiple
@@ -84,7 +84,7 @@ class Gemms:
             bias = int(vector.data.ptr) + (column - self._first_column) * vector.itemsize
         return Native(complex(*self._plan.problem.formula.alpha), self._epilog, bias)
 
-    def _op(self, operand: int, view: View) -> str:
+    def _op(self, operand: int, view: DeviceView) -> str:
         if view.order == "C":
             return "N"
         return "C" if self._plan.problem.conjugated[operand] else "T"

@@ -24,7 +24,7 @@ from dask_distmm.layout.rectangles import (
     tabulate,
 )
 
-__all__ = ["Copies", "Rectangle", "make_copies", "pull_table", "record", "span_of", "table_of"]
+__all__ = ["CopyBatch", "Rectangle", "make_copies", "pull_table", "record", "span_of", "table_of"]
 
 # A copy engine rests 4 to 5 microseconds between copies, and each takes as long of the host: many of these sizes and
 # below go into one kernel, which pulls 325 GB/s where copy engines pull 360 in large ones (H200). It takes
@@ -32,12 +32,12 @@ __all__ = ["Copies", "Rectangle", "make_copies", "pull_table", "record", "span_o
 _SMALL_BYTES = 2**20
 _SMALL_BYTES_AT_FIRST = 4 * 2**20
 _MANY = 8
-# Arguments of memcpyAsync that say what is copied; of memcpy2DAsync there are more.
+# Number of arguments of memcpyAsync; memcpy2DAsync has more.
 _WHOLE = 3
 
 
 class Rectangle(NamedTuple):
-    """What is to be copied: addresses of both first elements, with strides, and rows and columns."""
+    """A copy of one rectangle: addresses and strides (bytes) of source and target, number of rows and columns."""
 
     source: Span
     target: Span
@@ -68,7 +68,7 @@ def table_of(found: Sequence[Rectangle], size: int) -> Table:
     return pull_table(flat[:, :3], flat[:, 3:6], flat[:, 6], flat[:, 7], size)
 
 
-class Copies:
+class CopyBatch:
     """Copies that are ready to be put on a stream, once; see `make_copies`.
 
     Parameters
@@ -126,7 +126,7 @@ def make_copies(
     here: bool = False,
     at_first: Sequence[bool] = (),
     lanes: Sequence[NDArray[np.int64]] = (),
-) -> list[Copies]:
+) -> list[CopyBatch]:
     """Return for each of some tables the copies that are to be done together.
 
     Parameters
@@ -163,7 +163,7 @@ def make_copies(
     # The kernels' tables are put on the device by the default stream.
     ready = record(cp.cuda.Stream.null)
     rows = list(zip(lane.tolist(), by_kernel.tolist(), whole.tolist(), columns.tolist(), strict=True))
-    return [Copies(_by_lane(rows[part]), kernels, ready) for part, kernels in zip(parts, launches, strict=True)]
+    return [CopyBatch(_by_lane(rows[part]), kernels, ready) for part, kernels in zip(parts, launches, strict=True)]
 
 
 def _in_turns(table: Table, lane: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Table:

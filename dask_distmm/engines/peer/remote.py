@@ -24,7 +24,7 @@ _NEWS = 2.0
 
 
 class Remote:
-    """What all others offer, mapped as it is needed.
+    """The memory that all others offer, mapped when it is first needed.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class Remote:
         try:
             mapped = self._engine.mappings.open(told.process, allocation)
         except EngineError as error:
-            # What is mapped stays readable when its process dies; what is not can't be mapped any more.
+            # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
             end = time.monotonic() + _NEWS
             while holder not in self._gone and time.monotonic() < end:
                 time.sleep(_LOOK)

@@ -1,4 +1,4 @@
-"""D on one rank: what it is summed up in, others' partial sums, its chunks, the formula."""
+"""D on one rank: the arrays of its sums, the partial sums of others, its chunks, the formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.gpu.finishing import Finishing
-from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, record, span_of, table_of
+from dask_distmm.engines.peer.pulls import CopyBatch, Rectangle, make_copies, record, span_of, table_of
 from dask_distmm.engines.peer.schedule import merged
 from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.peer.state import PeerState
@@ -33,12 +33,12 @@ class _Sum(NamedTuple):
 
     number: int
     buffer: Any
-    copies: Copies
+    copies: CopyBatch
     part: Any
 
 
 class Result:
-    """What a rank sums up, and what becomes of it. Making it allocates everything.
+    """The sums of one rank, and the chunks of D that it makes of them. All memory is allocated when it is made.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class Result:
         (self._own,) = make_copies([table_of(self._find_own(), self.sums.itemsize)], self.sums.itemsize, here=True)
         self._used: dict[int, Any] = {}
         self._turn = 0
-        # What is added next.
+        # Pulls of the partial sums that are added next.
         self._next: list[_Sum] = []
         self.missing: list[int] = []
         self.coming: collections.deque[int] = collections.deque()
@@ -122,7 +122,7 @@ class Result:
         return [(number, x) for number, (_, x) in enumerate(self.blocks) if every or id(x) not in mine]
 
     def raise_flag(self, number: int) -> None:
-        """Tell whoever looks that a rank's part of the partial sums, or (the last flag) the block, is complete."""
+        """Raise the flag of a rank whose part of the partial sums is complete; the last flag is for the whole block."""
         at = int(self.flags.data.ptr) + number * self.flags.itemsize
         cp.cuda.runtime.memsetAsync(at, 1, self.flags.itemsize, self._stream.ptr)
 

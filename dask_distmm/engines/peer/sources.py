@@ -1,4 +1,4 @@
-"""Where A, B and what the formula reads come from: pulls out of chunks, here and there, into this GPU's memory."""
+"""The chunks that a rank can read, on its own GPU and on others, and the pulls that copy them into its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dask_distmm.engines.gpu.gemm import Memory
 from dask_distmm.engines.gpu.operands import in_type
 from dask_distmm.engines.panels import ChunkBlock
 from dask_distmm.engines.peer.offers import BLOCKS
-from dask_distmm.engines.peer.pulls import Copies, Rectangle, make_copies, pull_table, record, span_of, table_of
+from dask_distmm.engines.peer.pulls import CopyBatch, Rectangle, make_copies, pull_table, record, span_of, table_of
 from dask_distmm.layout.rectangles import Span, Table
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import EVERYWHERE, Plan
@@ -26,7 +26,7 @@ from dask_distmm.planning.plan import Rect
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote
 
-__all__ = ["Ended", "Parts", "Pull", "Sources", "View", "moved"]
+__all__ = ["DeviceView", "Ended", "Parts", "Pull", "Sources", "moved"]
 
 # Seconds between two looks at an event.
 _LOOK = 2e-5
@@ -55,14 +55,14 @@ class Ended:
         self.check()
 
 
-class View(NamedTuple):
+class DeviceView(NamedTuple):
     """A matrix on this GPU: where it lies, and which axis is dense."""
 
     span: Span
     order: str
 
 
-def moved(view: View, axis: int, by: int, size: int) -> Memory:
+def moved(view: DeviceView, axis: int, by: int, size: int) -> Memory:
     """Return a matrix from a later row (axis 0) or column on, as the library wants it."""
     pointer, row, col = view.span
     return Memory(pointer + by * (row, col)[axis], max(1, (row if view.order == "C" else col) // size))
@@ -120,7 +120,7 @@ class Pull(NamedTuple):
         Bytes that others have.
     """
 
-    copies: list[Copies]
+    copies: list[CopyBatch]
     outside: dict[int, Parts]
     away: int
 
@@ -133,18 +133,18 @@ class Sources:
     plan, me, comm
         Of the run.
     chunks
-        What this participant has staged, on the device.
+        The chunks that are here, on the device.
     streams
-        For pulls. They are done in the order in which they are needed, on the first stream; what one pull reads of
-        several participants is read at the same time, with the other streams: ranks that read one after the other meet
-        at the same participants sooner or later, and then share what one of these can send.
+        The streams of pulls. Pulls are done in the order in which they are needed, on the first stream. The other
+        streams serve a pull that reads from several participants, which it does at the same time: ranks that read from
+        one participant after the other sooner or later meet at the same one and share its bandwidth.
     ended
-        Whether the run still goes on.
+        Says whether the run has been ended.
 
     Attributes
     ----------
     remote
-        What others offer; None if nobody else takes part.
+        The memory that others offer; None if nobody else takes part.
     kept
         Device memory that must stay until all pulls are over.
     """
@@ -162,24 +162,24 @@ class Sources:
         self.remote: Remote | None = None
         self.kept: list[Any] = []
         # Kept until all is over.
-        self._copies: list[Copies] = []
+        self._copies: list[CopyBatch] = []
         self.streams = streams
 
     @property
     def stream(self) -> cp.cuda.Stream:
-        """That of the pulls' order."""
+        """The first stream of pulls, which has their order."""
         return self.streams[0]
 
     @property
     def pulled_bytes(self) -> int:
-        """Bytes that others had."""
+        """Bytes that were pulled from other participants."""
         return self.remote.pulled_bytes if self.remote is not None else 0
 
     def copy(self, found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream) -> None:
         """Put copies of elements of so many bytes on a stream."""
         self.run(make_copies([table_of(found, itemsize)], itemsize)[0], stream)
 
-    def run(self, copies: Copies, stream: cp.cuda.Stream) -> None:
+    def run(self, copies: CopyBatch, stream: cp.cuda.Stream) -> None:
         """Put copies on a stream; they are kept until all is over."""
         copies.run(stream, self.streams[1:])
         self._copies.append(copies)
@@ -201,7 +201,7 @@ class Sources:
         strides = np.broadcast_to(np.array(target[1:], np.int64), (len(table), 2))
         return Parts(operand, holders, table, np.column_stack([starts, strides]), size)
 
-    def chunk_at(self, operand: int, rect: Rect, size: int) -> tuple[View, int, int] | None:
+    def chunk_at(self, operand: int, rect: Rect, size: int) -> tuple[DeviceView, int, int] | None:
         """Return the part of the one chunk of this GPU that a part of an operand is; None if there is none such.
 
         With its rows and columns; `size` is what an element has in bytes.
@@ -226,20 +226,27 @@ class Sources:
         order = "C" if span.col_stride == size or (cols == 1 and rows > 1) else "F"
         if rows == 1 and cols > 1 and span.col_stride != size:
             order = "F"
-        return View(Span(start, span.row_stride, span.col_stride), order), rows, cols
+        return DeviceView(Span(start, span.row_stride, span.col_stride), order), rows, cols
 
-    def own_copies(self, parts: Parts) -> Copies:
-        """Find out what is to be copied of chunks that lie here."""
+    def own_copies(self, parts: Parts) -> CopyBatch:
+        """Return the copies of the parts whose chunks are on this GPU."""
         own, name = parts.take(parts.holders == self.me), self.plan.problem.operands[parts.operand]
         chunks = [span_of(self.chunks[name, index]) for index in own.blocks[:, _CHUNK].tolist()]
-        # One chunk is what memcpy does as quickly.
+        # Memcpy is as fast as a kernel for a single chunk.
         table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
         return make_copies([table], parts.size, here=len(chunks) > 1)[0]
 
-    def find(self, every: Mapping[int, tuple[Parts, list[Copies]]], at_first: Collection[int] = ()) -> dict[int, Pull]:
-        """Find out all that is to be copied for several parts, beside the copies of what lies here; map it.
+    def find(
+        self, every: Mapping[int, tuple[Parts, list[CopyBatch]]], at_first: Collection[int] = ()
+    ) -> dict[int, Pull]:
+        """Return the pulls of several parts, and map the memory that they read.
 
-        `at_first` has the numbers of those before which the GPU has nothing to multiply.
+        Parameters
+        ----------
+        every
+            By number the parts, and the copies of chunks on this GPU that are still to be done.
+        at_first
+            Numbers of the parts before which the GPU has nothing to multiply.
         """
         found: dict[int, Pull] = {}
         for operand in {parts.operand for parts, _ in every.values()}:
@@ -248,8 +255,8 @@ class Sources:
             found |= zip(these, made, strict=True)
         return found
 
-    def _find(self, every: Sequence[tuple[Parts, list[Copies]]], at_first: Sequence[bool]) -> list[Pull]:
-        """Do so for parts of one operand, all at once: between the start of a run and its first pull the GPUs wait."""
+    def _find(self, every: Sequence[tuple[Parts, list[CopyBatch]]], at_first: Sequence[bool]) -> list[Pull]:
+        """Return the pulls of parts of one operand, all at once, because the GPUs wait for the first pull of a run."""
         offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
         offering[self.me] = False
         theres = [parts.take(offering[parts.holders]) for parts, _ in every]
@@ -270,13 +277,13 @@ class Sources:
             found.append(Pull([*own_copies, copies], others, there.bytes))
         return found
 
-    def pull(self, what: Pull, stream: cp.cuda.Stream) -> None:
-        """Put what was found on a stream."""
-        for copies in what.copies:
+    def pull(self, pull: Pull, stream: cp.cuda.Stream) -> None:
+        """Put a pull on a stream."""
+        for copies in pull.copies:
             self.run(copies, stream)
         if self.remote is not None:
-            self.remote.pulled_bytes += what.away
-        for holder, parts in what.outside.items():
+            self.remote.pulled_bytes += pull.away
+        for holder, parts in pull.outside.items():
             self._fetch(holder, parts, stream)
 
     def block(self, holder: int, number: int, size: int) -> Span | None:
@@ -287,7 +294,7 @@ class Sources:
         return Span(*self.remote.spans(BLOCKS, np.array([holder]), np.array([number]))[0].tolist())
 
     def _fetch(self, holder: int, parts: Parts, stream: Any) -> None:
-        """Get what a participant has that offers no memory, over Dask's comms."""
+        """Get parts from a participant that offers no memory, over Dask's comms."""
         operand, table, problem = parts.operand, parts.blocks, self.plan.problem
         held = problem.dtype_of(problem.operands[operand])
         dtype = carried(problem.matrix_types[operand] if operand < 2 else held, "cupy")
@@ -295,19 +302,19 @@ class Sources:
         boxes = np.column_stack([table[:, : _CHUNK + 1], np.stack([first, first + extent], 2).reshape(-1, 4)])
         answer, spans = self.comm.fetch(holder, "input", boxes, False), []
         for data in wait_checked(answer, self.ended.check):
-            # What is multiplied in another type has been converted there.
+            # The sender has converted chunks that are multiplied in another type.
             bare = data.view(np.uint8) if held in FP8 and data.dtype.itemsize == 1 else data
             part = typed(cp.asarray(bare), held)
             part = part if part.dtype == dtype else in_type(part, held, dtype)
             self.kept.append(part)
             spans.append(span_of(part))
-        # The default stream has done this.
+        # The conversions are on the default stream.
         stream.wait_event(record(cp.cuda.Stream.null))
         got = pull_table(np.array(spans, np.int64), parts.targets, table[:, _ROWS], table[:, _COLS], parts.size)
         self.run(make_copies([got], parts.size)[0], stream)
 
     def gather(self, finishing: Finishing | NativeBias, stream: cp.cuda.Stream) -> None:
-        """Pull what the formula reads on this rank; let a stream wait for it."""
+        """Pull the inputs of the formula on this rank; let a stream wait for them."""
         pulls = self.stream
         for one in finishing.inputs:
             number = self.plan.problem.operands.index(one.name)

@@ -1,4 +1,4 @@
-"""What a process keeps between its runs."""
+"""The streams and mappings that a process keeps between its runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PeerState"]
 
 # Streams that pull at the same time: from each other GPU of a host of 8.
 _MOST_PULLING = 7
-# What wakes a link.
+# Bytes of the read that wakes a link.
 _WAKING_BYTES = 2**16
 
 
@@ -22,13 +22,13 @@ class PeerState:
     """Streams, memory that others have mapped, and others' memory that is mapped here."""
 
     def __init__(self) -> None:
-        # For whoever tunes it: a list gets each run's steps, with milliseconds from its beginning to their ends.
+        # For tuning: if it is a list, each run appends its operations with their times.
         self.trace: list[list[TracedOperation]] | None = None
         self.exporter = Exporter()
         self.mappings = Mappings()
         self._streams: list[cp.cuda.Stream] = []
         self._pulling: list[cp.cuda.Stream] = []
-        # What nobody needs.
+        # The target of reads that only wake a link.
         self._read: Any = None
 
     def _made(self) -> list[cp.cuda.Stream]:
@@ -39,21 +39,21 @@ class PeerState:
 
     @property
     def stream(self) -> cp.cuda.Stream:
-        """What multiplies."""
+        """The stream of GEMMs."""
         return self._made()[0]
 
     @property
     def looking(self) -> cp.cuda.Stream:
-        """What reads flags, and what wakes links."""
+        """The stream of reads of flags, and of reads that wake links."""
         return self._made()[1]
 
     @property
     def sums(self) -> cp.cuda.Stream:
-        """What pulls others' sums: these wait for products that others' panels must not wait for."""
+        """The stream of pulls of others' sums: they wait for products, and pulls of panels must not wait with them."""
         return self._made()[2]
 
     def pulls(self, others: int) -> list[cp.cuda.Stream]:
-        """Return what pulls A and B, and what the formula reads: one or more streams, for so many participants."""
+        """Return the streams that pull A, B and the inputs of the formula: one for each other GPU, up to a limit."""
         wanted = min(max(1, others), _MOST_PULLING)
         self._pulling += [cp.cuda.Stream(non_blocking=True) for _ in range(wanted - len(self._pulling))]
         return self._pulling[:wanted]

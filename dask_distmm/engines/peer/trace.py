@@ -1,4 +1,4 @@
-"""What a run's streams do when, for whoever tunes the engine."""
+"""The times of the pulls and GEMMs of a run, to tune the engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,20 @@ __all__ = ["Trace", "TracedOperation"]
 
 
 class TracedOperation(NamedTuple):
-    """A pull or a GEMM of a traced run: number of the panel, bytes or operations, begin and end in milliseconds.
+    """A pull or a GEMM of a traced run.
 
-    The last two are when the host put it on its stream: from when, and until when.
+    Parameters
+    ----------
+    what
+        ``"pull"`` or ``"GEMM"``.
+    number
+        The number of the load or of the step.
+    amount
+        Bytes, or floating-point operations.
+    begin, end
+        Milliseconds from the start of the run on the GPU.
+    put, over
+        Milliseconds from the start of the run until the host began, and ended, to put it on its stream.
     """
 
     what: str
@@ -35,7 +46,7 @@ class Trace:
     Parameters
     ----------
     on
-        Whether to note any: the events for that take the host's time.
+        Whether operations are noted. The events that this needs take time of the host.
     """
 
     def __init__(self, on: bool) -> None:
