@@ -1,4 +1,4 @@
-"""What passes between the participants of one run, whatever carries it."""
+"""How the participants of one run ask each other for matrices, over any transport."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from nccl.bindings import nccl as bindings
 
 __all__ = ["NcclComm", "make_unique_id", "nccl_version"]
 
-# What one rank can tell the others when they agree on going on.
+# The longest text (bytes) that a rank can tell the others when they agree on going on.
 _MESSAGE_BYTES = 512
 _BYTE = int(nccl.UINT8)
 
@@ -38,7 +38,7 @@ class NcclComm:
     nranks, rank
         Number of ranks, and which of them this is.
     unique_id
-        What `make_unique_id` gave on one of them.
+        The id that one of them has made by `make_unique_id`.
     stream
         The stream that everything runs on.
     """

@@ -1,1 +1,1 @@
-"""What a person sees of runs while they go on and afterwards: records, bars, a page of the dashboard, metrics."""
+"""Shows runs to people while they go on and afterwards: bars, a page of the dashboard, metrics."""

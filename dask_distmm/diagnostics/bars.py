@@ -29,14 +29,14 @@ _WIDTH = 30
 
 @dataclass(frozen=True)
 class ProgressBar:
-    """One line of what is shown.
+    """One line: a multiply, or all results.
 
     Parameters
     ----------
     name, phase, share
         Of a multiply, as `ProgressLine` has them, or of all results.
     note
-        What is written behind the bar.
+        Text behind the bar.
     run
         Number of the run; 0 for none.
     """
@@ -117,7 +117,7 @@ def _in_background(client: Client, watched: Coroutine[Any, Any, None]) -> None:
 
 
 async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
-    """Ask the scheduler again and again, and show what it says."""
+    """Ask the scheduler again and again, and show its answers."""
     names: list[str] | None = None
     while True:
         done = sum(future.status != "pending" for future in futures)
@@ -196,7 +196,7 @@ def _head(line: ProgressBar) -> str:
 
 
 class _Text:
-    """Writes bars: over and over in the same place of a terminal; elsewhere a line for what is new."""
+    """Writes bars: over and over in the same place of a terminal; elsewhere a line for each new phase."""
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._drawn = file, 0

@@ -14,7 +14,7 @@ __all__ = ["register_metrics"]
 
 
 class _Collector:
-    """Reads what was recorded when Prometheus asks. One for each process, as is Dask's.
+    """Reads the records when Prometheus asks. One for each process, as is Dask's.
 
     It sees the scheduler that came last, if a process has several one after the other.
     """
@@ -23,7 +23,7 @@ class _Collector:
         self.plugin: weakref.ref[Any] | None = None
 
     def describe(self) -> list[Any]:
-        """Return nothing: what there is depends on the scheduler, so the registry must not ask for names now."""
+        """Return nothing: names depend on the scheduler, so the registry must not ask for them now."""
         return []
 
     def collect(self) -> Iterator[Any]:

@@ -27,7 +27,7 @@ from dask_distmm.runtime.scheduler.records import PHASES, Record
 __all__ = ["distmm_doc"]
 
 _UPDATE_MILLISECONDS = 500
-# Okabe and Ito's colours, which everybody can tell apart; grey for what is nobody's work.
+# Okabe and Ito's colours, which everybody can tell apart; grey for "other".
 _COLOURS = dict(zip(PHASES, ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#BBBBBB"), strict=True))
 _OUTCOME = """<span style="color:
 <%= {done: '#007a5a', failed: '#b34a00', restarted: '#b34a00'}[value] || 'inherit' %>"><%= value %></span>"""
@@ -46,7 +46,7 @@ def distmm_doc(scheduler: Any, extra: Mapping[str, Any], doc: Any) -> None:
 
 
 class Page:
-    """What one viewer sees.
+    """The page as one viewer has it.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class Page:
         self.update()
 
     def update(self) -> None:
-        """Show what is known now."""
+        """Show the latest records."""
         records = list(self._plugin.records)
         self._summary.text = tables.summary(self._plugin.records.totals, records)
         table = tables.runs(records, time.time())

@@ -1,4 +1,4 @@
-"""What the dashboard's page shows, as columns of plain values. Pure."""
+"""The contents of the dashboard's page, as columns of plain values. Pure."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def shown(records: Sequence[Record], picked: int | None) -> Record | None:
 
 
 def caption(record: Record | None, picked: int | None) -> str:
-    """Return what is said above the pictures of one run, as HTML."""
+    """Return the line above the pictures of one run, as HTML."""
     if record is None:
         return "No run has begun yet."
     why = "picked in the table" if record.run_id == picked else "the newest with times; click a row for another"

@@ -72,7 +72,7 @@ class Piece:
     Parameters
     ----------
     problem
-        What is multiplied: all of the layer's multiply, or a part of it.
+        The layer's multiply, or a part of it.
     wanted
         Numbers of chunks of D, in the layer's multiply; None for all.
     """
@@ -131,7 +131,7 @@ class ProductLayer(Layer):  # type: ignore[misc]
     def _key(self, number: int) -> tuple[str, int, int]:
         return (self.whole.name, *divmod(number, self.whole.chunk_counts("d")[1]))
 
-    # What Dask asks of a layer
+    # Dask's interface of a layer
 
     def __getitem__(self, key: Any) -> Task:
         return self._tasks[key]
@@ -161,7 +161,7 @@ class ProductLayer(Layer):  # type: ignore[misc]
         return {barrier_key(piece.problem.name) for piece in self.pieces}
 
     def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
-        """Return a layer that makes only some chunks of D, and what each of its tasks needs of other layers."""
+        """Return a layer that makes only some chunks of D, and for each of its tasks the keys of other layers."""
         name, ncols = self.whole.name, self.whole.chunk_counts("d")[1]
         own = {key for key in keys if isinstance(key, tuple) and len(key) == 3 and key[0] == name}
         barriers = self._barriers.intersection(keys)
@@ -223,7 +223,7 @@ def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) ->
     Parameters
     ----------
     problem
-        What is multiplied.
+        The multiply.
     a, b, extras
         Dask arrays of 2 dimensions; A's and B's transposes where the problem says so.
     """
@@ -240,7 +240,7 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
     Parameters
     ----------
     problem
-        What is multiplied.
+        The multiply.
     output
         Name of the output.
     d
@@ -256,7 +256,7 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
     return HighLevelGraph.from_collections(name, layer, dependencies=[d])
 
 
-# What the tasks do where no scheduler's plugin takes them
+# The tasks themselves, for where no scheduler's plugin takes them
 
 
 class Alone:

@@ -1,4 +1,4 @@
-"""Chunks as they come: NumPy or CuPy arrays, ready or still being made."""
+"""Chunks: NumPy or CuPy arrays, ready or still being made."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def array_kind(array: Any) -> str:
 def ready_event(chunks: Iterable[Any]) -> list[Any]:
     """Return the CUDA event after which chunks have their contents, in a list; empty if there is nothing to wait for.
 
-    Whatever task has made a CuPy array has put the work on the default stream, which all threads share. Where each
+    The task that made a CuPy array has put the work on the default stream, which all threads share. Where each
     thread has one of its own (``CUPY_CUDA_PER_THREAD_DEFAULT_STREAM``) this waits until the device has done all.
     """
     if not any(array_kind(chunk) == "cupy" for chunk in chunks):
@@ -64,7 +64,7 @@ def other_orders(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[str, str]:
 
 
 def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, Any]:
-    """Return the chunks; refuse those whose shape or type is not what the graph said.
+    """Return the chunks; refuse those of another shape or type than the graph says.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def numbered(plan: Plan, result: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:
-    """Refuse a peer's request for what is outside a chunk or outside D.
+    """Refuse a peer's request for a part outside of a chunk or of D.
 
     Raises
     ------

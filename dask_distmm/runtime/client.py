@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot", "ask_roster", "current_client", "free_workspaces", "recent_snapshot", "snapshot"]
 
-# What the scheduler said to each client lately, by question, and when. Asking takes 2 to 3 ms, a tenth of what a small
-# product takes in all; who can multiply seldom changes, and a run's own plan is made from what is there then.
+# The scheduler's latest answers to each client, by demand, and when they came. Asking takes 2 to 3 ms, a tenth of the
+# time of a small product. Old answers serve, as the roster seldom changes: a run's own plan is made from the new one.
 _said: weakref.WeakKeyDictionary[Any, dict[Any, tuple[float, Snapshot]]] = weakref.WeakKeyDictionary()
 _FRESH = 10.0
 # Clients that have put the plugin on their scheduler.
@@ -63,12 +63,12 @@ class Snapshot:
         self.engines = tuple(engines)
 
     def plan(self, problem: Problem, *, reordered: bool = False) -> Plan:
-        """Return the plan for a problem, as things are, beside what Dask's own tasks would take.
+        """Return the plan for a problem on these workers, with an estimate for Dask's own tasks.
 
         Parameters
         ----------
         problem
-            What is multiplied.
+            The multiply.
         reordered
             Take the chunks in the order in which a run would (`reorder`).
         """
@@ -139,7 +139,7 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
     client
         Of the cluster.
     demand
-        What the multiply asks of the workers.
+        The requirements of the multiply.
     arrays
         Dask arrays whose chunks are to be found.
 
@@ -184,7 +184,7 @@ def _install(client: Client) -> None:
 
 
 def free_workspaces(client: Client | None = None) -> int:
-    """Free what engines keep on the workers between runs: communicators, workspaces, descriptors.
+    """Free the memory that engines keep on the workers between runs: communicators, workspaces, descriptors.
 
     The next multiply makes them again, which takes about a second on GPUs. Waits for runs that are under way.
 

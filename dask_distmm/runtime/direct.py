@@ -1,11 +1,11 @@
-"""All that rests on internals of distributed: how a run begins and ends without tasks that workers run.
+"""All uses of internals of distributed: how a run begins and ends without tasks that workers run.
 
 The scheduler's side parks a task, puts tasks into memory, and fails a task; the worker's side keeps and frees values.
 `find_missing` says on the scheduler which of the internals used here this version of distributed lacks; where it lacks
 any, dask_distmm refuses to multiply, and products under `enable` go to Dask's own functions.
 
-A parked task is in Dask's state ``no-worker``: all that it needs is in memory, and no worker may run it. Dask itself
-moves it back to ``waiting`` when something it needs is lost, and parks it again when that has been computed again.
+A parked task is in Dask's state ``no-worker``: all its inputs are in memory, and no worker may run it. Dask itself
+moves it back to ``waiting`` when an input is lost, and parks it again when that input has been computed again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 # An address that no worker has.
 _NOWHERE = "tcp://0.0.0.0:1"
 
-# What is called: where it is found, and the parameters that it is called with.
+# The methods that are called, by the class that has them, and the parameters of each call.
 _CALLED = {
     "scheduler": {
         "_add_to_memory": ("ts", "ws", "recommendations", "client_msgs", "type", "typename"),
@@ -61,7 +61,7 @@ _CALLED = {
 
 
 def find_missing(scheduler: type[Scheduler], worker: type[Worker]) -> list[str]:
-    """Return what this version of distributed lacks of what is needed here, in words; empty if nothing."""
+    """Return the internals that this version of distributed lacks, in words; empty if it has all."""
     missing = []
     for name, kind in (("scheduler", scheduler), ("worker", worker)):
         for method, parameters in _CALLED[name].items():
@@ -74,7 +74,7 @@ def find_missing(scheduler: type[Scheduler], worker: type[Worker]) -> list[str]:
 
 
 def park(ts: TaskState) -> None:
-    """Let no worker run a task: as soon as all that it needs is in memory Dask moves it to ``no-worker``."""
+    """Let no worker run a task: as soon as all its inputs are in memory Dask moves it to ``no-worker``."""
     ts.worker_restrictions = {_NOWHERE}
     ts.host_restrictions = ts.resource_restrictions = None
     ts.loose_restrictions = False
@@ -96,7 +96,7 @@ class Completion:
     scheduler
         The Dask scheduler.
     stimulus_id
-        What Dask's log is to say.
+        The reason in Dask's log.
     """
 
     def __init__(self, scheduler: Scheduler, stimulus_id: str) -> None:
@@ -126,7 +126,7 @@ class Completion:
         kind
             Its type, pickled and by name.
         startstop
-            What Dask's dashboard is to show of it: a ``"compute"`` with its start and stop (seconds since the epoch).
+            For Dask's dashboard: a ``"compute"`` with its start and stop (seconds since the epoch).
         """
         scheduler = self._scheduler
         if ts.state != "waiting" or ts.waiting_on != {barrier} or scheduler.workers.get(ws.address) is not ws:
@@ -163,13 +163,13 @@ class Completion:
                 log.info("a scheduler plugin failed", exc_info=True)
 
     def finish(self) -> None:
-        """Have Dask go on with what follows: dependents run, what nobody needs goes, clients hear of their keys."""
+        """Have Dask go on: dependents run, unneeded chunks go, clients hear of their keys."""
         self._scheduler.transitions(self._recommendations, self._stimulus_id)
         self._scheduler.send_all(self._messages, {})
         self._recommendations, self._messages = {}, {}
 
 
-# Schedulers of this process that order graphs apart, and what Dask's own function was before the first.
+# Schedulers of this process that order graphs apart, and Dask's own function.
 _ordering: set[int] = set()
 _dask_order = dask.order.order
 
@@ -185,7 +185,7 @@ def order_graphs(scheduler: Scheduler, on: bool) -> None:
 
 
 def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **options: Any) -> dict[Any, Any]:
-    """Return the order of a graph's tasks, with what is before and what is after a barrier ordered apart.
+    """Return the order of a graph's tasks; the tasks before and those after a barrier are ordered apart.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What happened lately, kept for whoever has to find out why something failed."""
+"""The last events of runs, which tell why a run has failed."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class Supported(Call[Support]):
 
 @dataclasses.dataclass(frozen=True)
 class Description(Reply):
-    """What planning needs to know of a worker.
+    """The facts about a worker that planning needs.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ class Vote(Reply):
 
     Statuses besides those of `Reply` are ``"missing"`` (the chunks `keys` are not here), ``"no replicas"`` (those of
     the results `names` are not here) and ``"orders"`` (A's and B's chunks lie in other memory `orders` than planned).
-    An `offer` is what others need to read this participant's memory, as plain types; None for nothing.
+    An `offer` lets others read this participant's memory, in plain types; None for nothing.
     """
 
     offer: Any = None
@@ -297,7 +297,7 @@ class Aborted(Reply):
 
 @dataclasses.dataclass(frozen=True)
 class Abort(Call[Aborted]):
-    """The scheduler ends a run that has not succeeded, and asks the participant what it did."""
+    """The scheduler ends a run that has not succeeded, and asks the participant for its history."""
 
     operation, answer = "distmm_abort", Aborted
     run_id: int
@@ -306,7 +306,7 @@ class Abort(Call[Aborted]):
 
 @dataclasses.dataclass(frozen=True)
 class Release(Call[Reply]):
-    """The scheduler has a rank free what its group keeps between runs, within a time of `grace` (seconds).
+    """The scheduler has a rank free the memory that its group keeps between runs, within a time of `grace` (seconds).
 
     It asks all ranks of the group at the same time.
     """
@@ -322,7 +322,7 @@ class Release(Call[Reply]):
 
 @dataclasses.dataclass(frozen=True)
 class Finish(Message):
-    """All participants are done: each frees what only the run needed."""
+    """All participants are done: each frees the buffers of the run."""
 
     operation = "distmm-finish"
     run_id: int

@@ -7,7 +7,7 @@ nothing of them, and nothing rests on them: a later run uses them if every worke
 ::
 
     worker      ReplicaStore    share()  serve()  operands()    kept by name and run
-    scheduler   Replicas        add()    where()  drop()        who has what of which run, and for how long
+    scheduler   Replicas        add()    where()  drop()        which workers have which run's, and for how long
 
 They are dropped when nobody wants D any more: none of its chunks is in memory or on its way, and no multiply that is
 still to run has it as operand.
@@ -43,7 +43,7 @@ __all__ = ["ReplicaStore", "Replicas"]
 # Chunks of up to so many bytes together travel in one message (one chunk at least), and so many messages at once.
 _MESSAGE_BYTES = 2**26
 _IN_FLIGHT = 2
-# Whether results are still wanted is looked at this long after a task has ended, once for all that end meanwhile.
+# So long after a task has ended (seconds) the scheduler looks which results are still wanted, once for all tasks.
 _SWEEP_SECONDS = 0.05
 _OVER = ("released", "forgotten", "erred")
 
@@ -72,7 +72,7 @@ class ReplicaStore:
         return chunks if found == run_id else None
 
     def operands(self, plan: Plan, me: int) -> tuple[dict[ChunkKey, Any], list[str]]:
-        """Return the chunks of A and B that a plan takes from replicas, and names of what is not here. Any thread.
+        """Return the chunks of A and B that a plan takes from replicas, and the results that are not here. Any thread.
 
         Parameters
         ----------
@@ -109,13 +109,13 @@ class ReplicaStore:
         run_id, plan
             Of the run.
         made
-            What its job has returned.
+            The chunks that its job has returned.
         timings
             Of the job; the time that this takes is added.
 
         Returns
         -------
-        What the job has returned but for replicas, and how many bytes have arrived from others.
+        The chunks that the job has returned but for replicas, and how many bytes have arrived from others.
         """
         own = {key: chunk for key, chunk in made.items() if not isinstance(key, tuple) or key[0] != REPLICA}
         me = [worker.address for worker in plan.participants].index(address_of(self._worker))
@@ -134,7 +134,7 @@ class ReplicaStore:
         """Return some of this worker's own chunks, once it has them."""
         if run_id not in self._own:
             raise ProtocolError(f"run {run_id!r} makes no replicas here")
-        # Shielded: a peer's request that is given up must not cancel what others wait for too.
+        # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
         own = await asyncio.shield(asyncio.wrap_future(self._own[run_id]))
         return [own[index] for index in indices]
 
@@ -146,7 +146,7 @@ class ReplicaStore:
         plan, run_id, me
             Of the run, and which participant this is.
         made
-            What its job has returned.
+            The chunks that its job has returned.
         """
         addresses = [worker.address for worker in plan.participants]
         comm = DaskComm(self._worker, run_id, addresses, plan.problem.options.transfer_timeout)
@@ -198,7 +198,7 @@ def _messages(plan: Plan, me: int, chunks: Mapping[int, Any]) -> list[tuple[int,
 
 
 class Replicas:
-    """What the scheduler knows of replicas: who has those of which run.
+    """The replicas of the cluster: which workers have those of which run.
 
     Parameters
     ----------
@@ -234,7 +234,7 @@ class Replicas:
         Parameters
         ----------
         problem
-            What is multiplied.
+            The multiply.
         workers
             Those that can be ranks: a replica is of use if all have it.
         held
@@ -270,7 +270,7 @@ class Replicas:
         self._tell(sorted(holders), DropReplicas(name, run_id))
 
     def lose(self, address: str) -> None:
-        """Forget what a worker had that is gone."""
+        """Forget the replicas of a worker that is gone."""
         for _, holders in self._held.values():
             holders.discard(address)
 
@@ -279,7 +279,7 @@ class Replicas:
         self._held.clear()
 
     def transition(self, key: Any, finish: str) -> None:
-        """Look soon what is still wanted, if a task has ended that may matter."""
+        """Look soon which results are still wanted, if a task has ended that may matter."""
         if not self._held or self._due or finish not in _OVER:
             return
         if barrier_name(key) is not None or (isinstance(key, tuple) and key[0] in self._held):

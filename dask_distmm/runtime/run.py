@@ -1,4 +1,4 @@
-r"""The state machine of one run, without I/O: who is expected to answer, who has, and what follows.
+r"""The state machine of one run, without I/O: which participants must answer, which have, and what follows.
 
 ::
 
@@ -7,8 +7,8 @@ r"""The state machine of one run, without I/O: who is expected to answer, who ha
         +---------+---------+----> failed
 
 A run enters ``running`` only when every participant has voted for it, and ``done`` only when every one has
-finished; one failure fails it for all. Where its ranks need nothing of each other but what they have offered
-before (`Run.independent`), it goes on without those that are gone while it is running, as long as any is left. Answers
+finished; one failure fails it for all. Where its ranks need nothing of each other but their earlier offers
+(`Run.independent`), it goes on without those that are gone while it is running, as long as any is left. Answers
 that do not fit are refused with `ProtocolError` and change nothing.
 """
 
@@ -35,7 +35,7 @@ class Lost(Exception):
     Parameters
     ----------
     reason
-        What is gone.
+        The workers or chunks that are gone.
     replicas
         Names of results, if it is only their replicas: these are not used any more when it starts again.
     """
@@ -51,7 +51,7 @@ class Replan(Exception):
     Parameters
     ----------
     reason
-        What is different.
+        The difference between the plan and the chunks.
     missing
         Address of a worker, and keys that it does not have; None if that is not the reason.
     orders
@@ -66,7 +66,7 @@ class Replan(Exception):
 
 
 class Released(Exception):
-    """Ends a run: nobody wants the result any more."""
+    """Ends a run: no task waits for the result any more."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -149,7 +149,7 @@ class Run:
             self.phase = "done"
 
     def report(self, address: str, share: float, now: float, received: int = 0) -> None:
-        """Note which share of its work a participant has done; what is not further than before is no progress."""
+        """Note which share of its work a participant has done; a share that has not grown is no progress."""
         if self.phase == "running" and address in self.participants:
             self.received[address] = max(received, self.received.get(address, 0))
         if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):
@@ -183,7 +183,7 @@ class Run:
         return sorted(address for address in there if now - seen.get(address, now) >= limit)
 
     def fail(self, failures: dict[str, str], *, released: bool = False) -> None:
-        """End a live run with reasons by address, or because nobody wants it any more. What is over stays so."""
+        """End a live run with reasons by address, or because no task waits for it. A run that is over stays as it is."""
         if not self.live:
             return
         self.failed_in = self.phase
@@ -192,7 +192,7 @@ class Run:
         self.released = released
 
     def lose(self, addresses: Iterable[str]) -> bool:
-        """Fail the run if it is live and needs one of these workers, which are gone, or go on without them.
+        """Fail the run if it is live and needs a worker that is gone, or go on without it.
 
         Returns
         -------
@@ -222,7 +222,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run, or one participant's side of it, took.
+    """Times and bytes of a run, or of one participant's side of it.
 
     Parameters
     ----------
@@ -231,7 +231,7 @@ class Summary:
     timings
         Seconds of each phase by name; of several the longest of each.
     received_bytes
-        Bytes of matrices that have arrived from other participants, but for what a library moves on its own.
+        Bytes of matrices that have arrived from other participants, but for those that a library moves on its own.
     held_bytes
         Most bytes that participants held, by address, of those that count.
     ranks

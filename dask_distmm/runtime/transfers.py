@@ -1,4 +1,4 @@
-"""Matrices over Dask's own comms: whatever protocol and encryption the cluster uses, these do too."""
+"""Matrices over Dask's own comms, and so by the protocol and with the encryption that the cluster uses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DaskComm:
     addresses
         Of all participants, in their order.
     timeout
-        Seconds within which a peer must deliver what it has had from the start.
+        Seconds within which a peer must deliver chunks of operands, which it has had from the start.
     """
 
     def __init__(self, worker: Worker, run_id: int, addresses: Sequence[str], timeout: float) -> None:

@@ -1,8 +1,8 @@
 """Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended.
 
-Dask loads what a barrier depends on without asking whether there is room for all of it at the same time. Workers that
-hold more than their pause threshold begin no task; when all that could go on are paused by chunks which wait for a
-run, nothing ever happens again.
+Dask loads the inputs of a barrier without asking whether there is room for all of them at the same time. A worker that
+holds more than its pause threshold begins no task. When chunks that wait for a run have paused all workers, no task
+ever begins again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Admission", "stuck"]
 
-# How often it is looked whether anything goes on (seconds).
+# How often the scheduler looks whether any task goes on (seconds).
 _LOOK = 1.0
 
 
@@ -37,7 +37,7 @@ class Admission:
     scheduler
         The Dask scheduler.
     roster
-        Who could multiply.
+        The workers that could multiply.
     waiting
         Returns the tasks and problems of all barriers that wait for inputs.
     """
@@ -68,10 +68,10 @@ class Admission:
             if ts.state == "waiting":
                 direct.fail(self._scheduler, ts, error, f"distmm-memory-{ts.key}")
         except DistMMError:
-            return  # what keeps it from running now may be over when its inputs are there
+            return  # the reason may have gone when the inputs are there
 
     async def _watch_all(self) -> None:
-        """End barriers that wait for what will never come, as long as there are barriers that wait."""
+        """End barriers whose inputs can never come, as long as there are barriers that wait."""
         seen, since = -1, time()
         while found := list(self._waiting()):
             await asyncio.sleep(_LOOK)

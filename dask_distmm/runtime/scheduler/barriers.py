@@ -1,4 +1,4 @@
-"""Barriers: what is to be multiplied for the tasks that wait for one."""
+"""Barriers: the tasks that wait for one, and the multiply that makes their chunks."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Barrier:
 
     @property
     def parked(self) -> bool:
-        """Whether all that the barrier depends on is in memory."""
+        """Whether all inputs of the barrier are in memory."""
         return bool(self.ts.state == "no-worker")
 
     @property
     def over(self) -> bool:
-        """Whether nobody waits for the barrier any more, or it has failed."""
+        """Whether no task waits for the barrier any more, or it has failed."""
         return self.ts.state in ("released", "forgotten", "erred")
 
     async def wanted(self) -> dict[Any, tuple[str, int]]:
@@ -75,7 +75,7 @@ class Barrier:
         return found
 
     def part(self, wanted: Mapping[Any, tuple[str, int]]) -> tuple[Problem, dict[str, list[Any]]]:
-        """Return what is to be multiplied for the wanted chunks, and the keys of its operands' chunks."""
+        """Return the multiply that makes the wanted chunks, and the keys of its operands' chunks."""
         problem, keys = self.problem, self.keys
         numbers = {number for _, number in wanted.values()}
         part = restrict(problem, numbers) if len(numbers) < len(problem.every_chunk("d")) else None

@@ -7,11 +7,11 @@ A run, on the scheduler::
       vote        every participant: are all chunks here? all allocated?
       start       every participant works, and gives its chunks of D to Dask; the answer comes when it has
     complete      the tasks of D go to memory, where their chunks are
-      finish      participants free what only the run needed
+      finish      participants free the buffers of the run
 
-What goes wrong ends a run for all participants at once. If a worker was lost there is another run as soon as Dask has
-computed again what went with it, up to ``distmm.retries`` times; everything else is one typed error, which the barrier
-ends with. A run makes those chunks of D that are wanted and not in memory: where ranks only pull, and some are gone,
+A failure ends a run for all participants at once. If a worker was lost there is another run as soon as Dask has
+computed the lost chunks again, up to ``distmm.retries`` times. Every other failure is one typed error, with which the
+barrier ends. A run makes those chunks of D that are wanted and not in memory: where ranks only pull, and some are gone,
 the others' chunks go to memory, and the next run makes the rest.
 """
 
@@ -60,7 +60,7 @@ class Coordinator:
     scheduler
         The Dask scheduler.
     event
-        Logs what happens to a run: an action, the run, details.
+        Logs an event of a run: an action, the run, details.
     """
 
     def __init__(self, scheduler: Scheduler, event: Callable[..., None]) -> None:
@@ -90,7 +90,7 @@ class Coordinator:
             await asyncio.sleep(min(0.5, self.scheduler.no_workers_timeout / 4))
 
     async def _attempt(self, barrier: Barrier) -> None:
-        """Run once; what may be tried again returns, everything else raises."""
+        """Run once. Returns when the run is done, or may be tried again; raises every other failure."""
         for old in self.queue.of(barrier.key):
             await self.queue.over(old)
         frozen: FrozenPlan | None = None
@@ -121,7 +121,7 @@ class Coordinator:
                     error.history.update(told)
                 self._event("failed", run, reason=str(error))
                 if running and frozen is not None and (group := self.groups.drop(frozen.plan.group)):
-                    # What it was in the middle of is not known.
+                    # The ranks may be in the middle of a collective: the group is of no use any more.
                     self.releases.begin([group], barrier.problem.options.grace_timeout)
                 raise
 
@@ -135,7 +135,7 @@ class Coordinator:
         self._event("restart", run, reason=reason)
 
     async def _vote(self, run: Run, barrier: Barrier, frozen: FrozenPlan) -> list[Any]:
-        """Return what each participant offers the others."""
+        """Return the offers of all participants, in their order."""
         run.begin_vote()
         made, wire = frozen.plan, frozen.plan.to_wire()
         number = {worker.address: index for index, worker in enumerate(made.participants)}
@@ -184,7 +184,7 @@ class Coordinator:
         )
 
     async def _end(self, run: Run, reason: str) -> dict[str, str]:
-        """Make all participants drop a run that did not succeed; return what they say they did."""
+        """Make all participants drop a run that did not succeed; return their histories of it by address."""
         if run.phase == "done":
             return {}  # they have been told to finish
         run.fail({"scheduler": reason})

@@ -76,7 +76,7 @@ class RankGroups:
         most
             How many there may be.
         most_bytes
-            What all groups of one worker may keep together; the latest one stays whatever it keeps.
+            How many bytes all groups of one worker may keep together; the latest group always stays.
         """
         found = [self._groups.popitem(last=False)[1] for _ in range(len(self._groups) - most)]
         while most_bytes is not None and len(self._groups) > 1:

@@ -31,7 +31,7 @@ class Holders:
     scheduler
         The Dask scheduler.
     roster
-        The workers, and what they said of themselves.
+        The workers, and their descriptions.
     """
 
     def __init__(self, scheduler: Scheduler, roster: Roster) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DistMMSchedulerPlugin"]
 
-# What engines keep between runs is freed when there has been no client for so long (seconds).
+# Memory that engines keep between runs is freed when there has been no client for so long (seconds).
 _IDLE_TIME = 5.0
 
 
@@ -121,7 +121,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return answer_progress(self.scheduler, self.queue.values(), self.records, question)
 
     async def free(self, request: messages.Free) -> messages.Freed:
-        """Free what engines keep on the workers between runs; return how many groups there were."""
+        """Free the memory that engines keep on the workers between runs; return how many groups there were."""
         groups = self.groups.surplus(0)
         await asyncio.gather(*self.coordinator.releases.begin(groups, request.grace))
         return messages.Freed("OK", groups=len(groups))
@@ -201,14 +201,14 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                     run.fail({"client": "its task was released"}, released=True)
             self.queue.changed_soon()
 
-    # What happens on the cluster
+    # Events of the cluster
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Forget what was known of an earlier worker of that address."""
+        """Forget the description of an earlier worker of that address."""
         self.roster.forget(worker)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """End runs that need a worker that is gone; forget what it had."""
+        """End runs that need a worker that is gone; forget its chunks, replicas and groups."""
         self.roster.forget(worker)
         tiles = (ts for ts in scheduler.tasks.values() if ts.worker_restrictions == {worker} and is_tile(ts.key))
         direct.free_restricted(scheduler, tiles, f"distmm-unpin-{worker}")
@@ -220,7 +220,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self.coordinator.lose(run, worker)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """Free what engines keep between runs, if no client comes back soon."""
+        """Free the memory that engines keep between runs, if no client comes back soon."""
 
         async def free() -> None:
             if not scheduler.clients.keys() - {"fire-and-forget"}:
@@ -246,7 +246,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.queue.changed_soon()
 
     def _to_dict(self, *, exclude: Any = ()) -> dict[str, Any]:
-        """Return what is known of runs; Dask calls this for ``Client.dump_cluster_state()``."""
+        """Return live runs and the history; Dask calls this for ``Client.dump_cluster_state()``."""
         live = {
             run.run_id: f"{run}, {run.share:.0%} done, on {sorted(run.participants)}" for run in self.queue.values()
         }

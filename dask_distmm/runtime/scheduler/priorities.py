@@ -67,6 +67,6 @@ def new_priorities(
                 continue
             found.add(key)
             stack += needs[key]
-        # Dask's own order has what is needed first.
+        # In Dask's own order a task comes after the tasks that it needs.
         dealt.update(dict.fromkeys(sorted(found, key=lambda key: priorities[key])))
     return dict(zip(dealt, sorted(priorities[key] for key in dealt), strict=True))

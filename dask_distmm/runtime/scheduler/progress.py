@@ -1,4 +1,4 @@
-"""How far multiplies are: what the scheduler answers to `dask_distmm.progress`."""
+"""The scheduler's answer to `dask_distmm.progress`: how far multiplies are."""
 
 from __future__ import annotations
 

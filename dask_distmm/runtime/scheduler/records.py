@@ -13,7 +13,7 @@ Outcome = Literal["running", "done", "restarted", "failed", "released"]
 
 _ENDED = ("done", "restarted", "failed", "released")
 
-# What engines time, in the order in which it happens; "other" is what a rank spent besides.
+# The phases that engines time, in their order; "other" is the rest of a rank's time.
 PHASES = ("gate", "redistribute", "multiply", "deliver", "replicate", "other")
 
 
@@ -34,7 +34,7 @@ class Record:
     ranks
         Addresses of the ranks in their order.
     projected_bytes, held_bytes
-        Projected peak of the run's memory by worker, and what the engine held at most, where it counts.
+        Projected peak of the run's memory by worker, and the most bytes that the engine held, where it counts them.
     outcome, reason
         How it ended, and why if not well.
     share
@@ -72,7 +72,7 @@ class Record:
 
     @property
     def share_of_bound(self) -> float:
-        """What part that is of what the cost model says that the ranks can do."""
+        """The rate as a share of the rate that the cost model gives the ranks."""
         return self.rate / self.bound if self.bound > 0 else 0.0
 
 
@@ -87,7 +87,7 @@ class Totals:
     flops, received_bytes
         Of runs that are done.
     seconds
-        Of runs that are done, by phase: of each run and phase what the slowest rank took.
+        Of runs that are done, by phase: of each run and phase the time of the slowest rank.
     """
 
     runs: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(_ENDED, 0))
@@ -160,6 +160,6 @@ class Records:
 
 
 def by_phase(seconds: float, timings: Mapping[str, float]) -> dict[str, float]:
-    """Return a rank's seconds by phase; what engines call otherwise, and what they did not time, is "other"."""
+    """Return a rank's seconds by phase; time under other names, and time that the engine did not take, is "other"."""
     found = {phase: timings.get(phase, 0.0) for phase in PHASES[:-1]}
     return {**found, "other": max(0.0, seconds - sum(found.values()))}

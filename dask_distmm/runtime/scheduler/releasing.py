@@ -1,4 +1,4 @@
-"""Frees what groups of workers keep between runs, each group in its turn among the runs."""
+"""Frees the memory that groups of workers keep between runs, each group in its turn among the runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who can take part in a run: the workers, and what they said of themselves."""
+"""The workers that can take part in a run, and their descriptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Roster"]
 
-# A worker that does not say what it has within this time (seconds) is left out.
+# A worker that does not describe itself within this time (seconds) is left out.
 _DESCRIBE_TIMEOUT = 30.0
 # Memory that a process holds is told in steps of so many bytes: a plan serves as long as no step changes.
 _STEP = 2**26
@@ -26,7 +26,7 @@ _UNKNOWN = Description("OK")
 
 
 class Roster:
-    """The workers of a cluster and what they said of themselves, once each.
+    """The workers of a cluster and their descriptions, for which each is asked once.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class Roster:
         Parameters
         ----------
         demand
-            What the multiply asks for. The engine ``"auto"`` stands for the first one that a worker has and that
+            The requirements of the multiply. The engine ``"auto"`` stands for the first one that a worker has and that
             takes such arrays, and others that the same workers have.
         allowed
             Addresses of the workers that may be ranks; None for any.
@@ -134,7 +134,7 @@ class Roster:
         if not memory:
             memory, used = int(ws.memory_limit or 0), -(-int(ws.memory.unmanaged_old) // _STEP) * _STEP
         links = described.links
-        # Whoever only hands out chunks may be read too.
+        # Engines also read the memory of workers that only hand out chunks.
         found = [links[engine]] if engine in links else list(links.values())
         device, reach = next((tuple(link) for link in found if link[0]), ("", ()))
         return Worker(ws.address, ws.nthreads, memory, described.host, device, tuple(reach), used)

@@ -20,7 +20,7 @@ __all__ = ["ask_all", "failed", "raise_if_ended"]
 
 A = TypeVar("A", bound=Reply)
 
-# How often it is looked whether a run makes progress (seconds).
+# How often the scheduler looks whether a run makes progress (seconds).
 _LOOK = 0.5
 
 
@@ -58,7 +58,7 @@ async def ask_all(
     RunFailedError
         A participant failed or refused, or did not answer in time.
     Lost, Released
-        A participant is gone, or what it had; nobody wants the result.
+        A participant is gone, or its replicas are; no task waits for the result.
     Replan
         A participant does not have its chunks, or has them in another memory order.
     """
@@ -107,7 +107,7 @@ def raise_if_ended(run: Run) -> None:
 
 
 def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
-    """Return a participant's good answer; raise what a bad one means."""
+    """Return a participant's good answer; raise the error that a bad one stands for."""
     error = task.exception()
     if isinstance(error, OSError):  # CommClosedError among them: the worker is going
         raise Lost(f"{address}: {error}") from error
@@ -129,7 +129,7 @@ def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
 
 
 def _judge_vote(address: str, vote: Vote) -> None:
-    """Raise what a vote against a plan means."""
+    """Raise the error that a vote against a plan stands for."""
     if vote.status == "missing":
         raise Replan(f"{address} does not have {len(vote.keys)} chunks", (address, vote.keys))
     if vote.status == "orders":

@@ -1,1 +1,1 @@
-"""A worker's side of runs: the plugin, the messages that it answers, its chunks, what it says of itself."""
+"""A worker's side of runs: the plugin, the handlers of messages, the chunks, the description of the process."""

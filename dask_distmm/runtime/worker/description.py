@@ -1,4 +1,4 @@
-"""What a worker says of itself: versions, engines, memory, links."""
+"""A worker describes itself: versions, engines, memory, links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["describe_process"]
 
 
 def describe_process() -> Description:
-    """Return what planning needs to know of this process. Imports all engines, which may take seconds."""
+    """Return the facts about this process that planning needs. Imports all engines, which may take seconds."""
     engines, memory, links = {}, {}, {}
     for name in ENGINES:
         try:

@@ -104,7 +104,7 @@ class WorkerSide:
     # Called by the scheduler
 
     async def describe(self, request: messages.Describe) -> messages.Description:
-        """Return what planning needs to know of this worker."""
+        """Return the facts about this worker that planning needs."""
         return await asyncio.to_thread(describe_process)
 
     async def prepare(self, request: messages.Prepare) -> Vote:
@@ -203,7 +203,7 @@ class WorkerSide:
             self.worker.batched_send(post(messages.Progress(run_id, share, received)))
 
     async def release(self, request: messages.Release) -> Reply:
-        """Free what the ranks of a group keep between runs; all of them are asked at the same time."""
+        """Free the memory that a group keeps between runs; the scheduler asks all ranks at the same time."""
 
         def free() -> None:
             with Watchdog(request.grace, f"freeing group {request.group} of engine {request.engine}"):
@@ -218,7 +218,7 @@ class WorkerSide:
             self.engine_thread.submit(get_engine(message.engine).abandon, message.group)
 
     async def abort(self, request: messages.Abort) -> Aborted:
-        """End a run here that has not succeeded; the answer is what this worker did in it."""
+        """End a run here that has not succeeded; the answer is this worker's history of it."""
         self.end(request.run_id, request.reason)
         return Aborted("OK", history=self.history.brief(request.run_id))
 
@@ -239,7 +239,7 @@ class WorkerSide:
         self.chunks.take_back(run_id)
 
     def finish(self, run_id: int) -> None:
-        """Free what only the run needed, as all ranks are done; the chunks of D stay."""
+        """Free the buffers of a run that all ranks have done; the chunks of D stay."""
         self._over.append(run_id)
         self.runs.pop(run_id, None)
         self.chunks.hand_over(run_id)
@@ -255,7 +255,7 @@ class WorkerSide:
                     job.lose(participant)
 
     def dump_state(self, **kwargs: Any) -> dict[str, Any]:
-        """Return what Dask itself says of this worker, for ``Client.dump_cluster_state()``, with our history."""
+        """Return Dask's own state of this worker, for ``Client.dump_cluster_state()``, with our history."""
         return {**self._dask_dump(**kwargs), NAME: self.history._to_dict()}
 
     # Called by other workers
@@ -272,7 +272,7 @@ class WorkerSide:
                 return Delivery("OK", data=[to_serialize(x) for x in own])
             plan, job = self.runs[run_id]
             check_boxes(plan, kind, table)
-            # Shielded: a peer's request that is given up must not cancel what others wait for too.
+            # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
             data = await asyncio.to_thread(job.serve, kind, table, request.flat)
             return Delivery("OK", data=[to_serialize(x) for x in data])
