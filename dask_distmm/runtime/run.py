@@ -183,7 +183,7 @@ class Run:
         return sorted(address for address in there if now - seen.get(address, now) >= limit)
 
     def fail(self, failures: dict[str, str], *, released: bool = False) -> None:
-        """End a live run with reasons by address, or because no task waits for it. A run that is over stays as it is."""
+        """End a live run with reasons by address, or as no task waits for it. A run that is over stays as it is."""
         if not self.live:
             return
         self.failed_in = self.phase
