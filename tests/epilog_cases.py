@@ -170,7 +170,8 @@ def run_case(engine, case, method, nranks, sources, with_c, amax=True):
     roster = [Worker(f"w{i}") for i in range(nranks)]
     others = [Worker(f"s{i}") for i in range(sources)]
     more = [where[name] for name in extras]
-    made = plan(problem, roster, where["a"], where["b"], others, engine.name, where_extras=more)
+    places = where["a"], where["b"]
+    made = plan(problem, roster, *places, sources=others, engine=engine.name, where_extras=more)
     result = run_jobs(engine, type(made).from_wire(made.to_wire()), chunks)
     nrows, ncols = problem.chunk_counts("d")
     numbers = [[i * ncols + j for j in range(ncols)] for i in range(nrows)]

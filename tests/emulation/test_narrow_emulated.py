@@ -64,7 +64,8 @@ def run_narrow(ranks, method, nranks, pair, to, *, shape=(67, 59, 71), orders="C
     roster = [Worker(f"w{i}") for i in range(nranks)]
     others = [Worker(f"s{i}") for i in range(sources)]
     more = [where[extra.name] for extra in extras]
-    made = plan(problem, roster, where["a"], where["b"], others, ranks.name, tuple(orders), where_extras=more)
+    about = {"sources": others, "orders": tuple(orders), "where_extras": more}
+    made = plan(problem, roster, where["a"], where["b"], engine=ranks.name, **about)
     result = run_jobs(ranks, type(made).from_wire(made.to_wire()), chunks)
     nrows, ncols = problem.chunk_counts("d")
     d = np.block([[np.asarray(result[i * ncols + j]) for j in range(ncols)] for i in range(nrows)])

@@ -56,7 +56,7 @@ def made(seed, method, nranks, kind, size, sources=0, together=False, scheme="")
     roster = [Worker(f"{scheme}w{i}") for i in range(nranks)]
     others = [Worker(f"{scheme}s{i}") for i in range(sources)]
     where = [x.astype(np.int32) for x in where]
-    return plan(problem, roster, where[0], where[1], others, engine="peer")
+    return plan(problem, roster, where[0], where[1], sources=others, engine="peer")
 
 
 def lies_as_planned(found, me):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from narrow_cases import PAIRS, Narrow, random_fp8, to_float64
 
-from dask_distmm import DistMMError, PlanError, dequantize, matmul
-from dask_distmm import quantize
+from dask_distmm import DistMMError, PlanError, dequantize, matmul, quantize
 from dask_distmm.numeric.types import FP8, typed
 from dask_distmm.testing import assert_product, random_chunks
 
