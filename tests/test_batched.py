@@ -20,7 +20,7 @@ from narrow_cases import Narrow, random_fp8
 
 import dask_distmm
 from dask_distmm import NotCollective, PlanError, ProjectedMemoryError, explain, matmul, matmul_grouped
-from dask_distmm.arrays.items import multiply
+from dask_distmm.arrays.items import multiply_items
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.testing import assert_product, random_chunks, random_matrix
@@ -42,7 +42,7 @@ def test_cupy_chunks_stay_cupy(monkeypatch, epilog):
     case = Case(epilog, "float32")
     formula = Formula(epilog=epilog, amax=True)
     inputs = [np.atleast_2d(x).view(devices.ndarray) for x in case.inputs.values()]
-    found = multiply(
+    found = multiply_items(
         case.a.view(devices.ndarray),
         [case.b],  # NumPy's, as on a GPU worker that was sent one
         *inputs,
@@ -61,7 +61,7 @@ def test_cupy_chunks_stay_cupy(monkeypatch, epilog):
 def test_bfloat16_that_lost_its_name():
     rng = np.random.default_rng()
     a, b = (random_matrix(rng, shape, dtype_from_name("bfloat16"), "C") for shape in ((9, 8), (8, 7)))
-    d = multiply(a.view("V2"), b, dtypes=("bfloat16",) * 3, names=(), formula=Formula(), several=False)
+    d = multiply_items(a.view("V2"), b, dtypes=("bfloat16",) * 3, names=(), formula=Formula(), several=False)
     assert_product(a, b, d)
 
 
@@ -74,7 +74,7 @@ def test_fp8_on_cupy_chunks_is_bytes(monkeypatch, to):
     a, b = (random_fp8(rng, shape, name) for shape, name in zip(((3, 9, 8), (3, 8, 7)), pair, strict=True))
     scale = np.full((1, 1), 0.5, np.float32)
     formula = Formula(alpha=(0.25, 0.0), scale_d=0.02, scales=("scale_a",), amax=True)
-    d, amax = multiply(
+    d, amax = multiply_items(
         *(x.view(np.uint8).view(devices.ndarray) for x in (a, b)),
         scale.view(devices.ndarray),
         dtypes=(to, *pair, "float32"),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_distmm.tools.bench import report, runner
-from dask_distmm.tools.bench.protocol import Case, Sample, random_matrix, scaled_error
+from dask_distmm.tools.bench.protocol import Case, Sample, scaled_error, uniform_matrix
 from dask_distmm.tools.bench.runner import Measured, run
 
 ROOT = Path(__file__).parents[1]
@@ -105,7 +105,7 @@ def test_a_wrong_or_failing_peer_is_reported_and_the_others_go_on(error: float |
 
 
 def test_a_lost_term_is_a_wrong_result() -> None:
-    a, b = (random_matrix(256, "float64", [7, which]) for which in (0, 1))
+    a, b = (uniform_matrix(256, "float64", [7, which]) for which in (0, 1))
     assert scaled_error(a[:3], b, (a @ b)[:3]) <= 1
     assert scaled_error(a[:3], b, (a[:, :-1] @ b[:-1])[:3]) > 1
     assert not scaled_error(a[:3], b, np.full((3, 256), np.nan)) <= 1

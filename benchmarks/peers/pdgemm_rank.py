@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import threadpoolctl
 
-from dask_distmm.tools.bench.protocol import random_matrix, sample_rows, scaled_error
+from dask_distmm.tools.bench.protocol import sample_rows, scaled_error, uniform_matrix
 
 Matrix = npt.NDArray[Any]
 
@@ -96,12 +96,12 @@ def measure(blacs: Blacs, task: dict[str, Any], block: int) -> dict[str, Any]:
     n, grid = task["size"], task["grid"]
     # Every rank draws the whole of A and of B, then keeps its part: the check needs no communication.
     rows, columns = owned(n, block, blacs.row, grid[0]), owned(n, block, blacs.column, grid[1])
-    a = random_matrix(n, task["dtype"], [task["seed"], 0])
+    a = uniform_matrix(n, task["dtype"], [task["seed"], 0])
     local_a = np.asfortranarray(a[np.ix_(rows, columns)])
     sampled = np.intersect1d(sample_rows(n, task["seed"]), rows)
     a_rows = a[sampled]
     del a
-    b = random_matrix(n, task["dtype"], [task["seed"], 1])
+    b = uniform_matrix(n, task["dtype"], [task["seed"], 1])
     local_b = np.asfortranarray(b[np.ix_(rows, columns)])
     b_columns = b[:, columns]
     del b

@@ -11,7 +11,7 @@ import numpy as np
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.quantize import scaled
+from dask_distmm.arrays.quantize import with_scales
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import Types, sum_dtype, supported
@@ -87,7 +87,7 @@ def parse_formula(a: da.Array, b: da.Array, asked: Asked, types: Types) -> tuple
     fitting = [(key, _fit(key, inputs[key], a, b, dtype)) for key in formula.inputs]
     if callable(asked.epilog):
         _try(asked.epilog, sum_dtype(types.operand, dtype, 1), dtype, fitting)
-    formula, factors_too = scaled(types, formula, asked.quantization_scales, asked.c is not None)
+    formula, factors_too = with_scales(types, formula, asked.quantization_scales, asked.c is not None)
     return formula, extras + fitting + [(key, array) for key, array in factors_too if key != "scale_c" or with_c]
 
 

@@ -18,9 +18,9 @@ from dask.utils import format_bytes
 from dask_distmm.arrays import product
 from dask_distmm.arrays.batched import known_workers, task_options
 from dask_distmm.arrays.extras import epilog_name
-from dask_distmm.arrays.items import multiply
+from dask_distmm.arrays.items import multiply_items
 from dask_distmm.arrays.product import why_not_run
-from dask_distmm.arrays.quantize import operands
+from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.request import Request, check_batch, make_problem, parse
 from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
@@ -133,7 +133,7 @@ def _parse(pairs: Sequence[tuple[Any, Any]], batch: str | None, **options: Any) 
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise PlanError(f"product {number} is {type(pair).__name__}; expected a pair (A, B)")
         try:
-            a, b = operands(*pair)
+            a, b = as_operands(*pair)
             if (a.ndim, b.ndim) != (2, 2):
                 raise PlanError(
                     f"found {a.ndim} and {b.ndim} dimensions; expected matrices, for others there is matmul"
@@ -282,7 +282,7 @@ def _by_slabs(request: Request, share: Share) -> da.Array:
     name = group_name(token, share.rank, share.seconds)
     settings = {"dtypes": dtypes, "names": (), "formula": request.formula, "several": False}
     layer = {
-        (name, i, 0): Step((name, i, 0), multiply, TaskRef((a.name, i, 0)), TaskRef((b.name, 0, 0)), **settings)
+        (name, i, 0): Step((name, i, 0), multiply_items, TaskRef((a.name, i, 0)), TaskRef((b.name, 0, 0)), **settings)
         for i in range(len(share.rows))
     }
     kind = b._meta if "cupy" in type(b._meta).__module__ else a._meta

@@ -32,13 +32,13 @@ from dask_distmm.numeric.types import FP8, carried, dtype_from_name, operand_dty
 from dask_distmm.planning.many.batches import Sizes
 from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["by_items", "by_runs", "item_of", "multiply", "shared"]
+__all__ = ["by_items", "by_runs", "item_of", "multiply_items", "shared"]
 
 
 # Whole items, in plain tasks
 
 
-def multiply(
+def multiply_items(
     a: Any, b: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], formula: Formula, several: bool
 ) -> Any:
     """Multiply chunks of whole items. Runs on a worker, as a plain task.
@@ -112,7 +112,7 @@ def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
     meta = meta_from_array(b._meta if request.kind == array_kind(b._meta) else a._meta, ndim=ndim, dtype=held)
     several = bool(formula.per_element)
     made = da.blockwise(
-        multiply,
+        multiply_items,
         labels,
         *arguments,
         name=None,

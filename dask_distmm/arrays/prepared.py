@@ -26,9 +26,9 @@ import dask.array as da
 from dask_distmm.arrays.extras import unfit, why_not_input
 from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.outputs import result
-from dask_distmm.arrays.quantize import operands
+from dask_distmm.arrays.prepared_operands import Layout, Operands
+from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.request import Request, make_problem, parse
-from dask_distmm.arrays.tiles import Layout, Operands
 from dask_distmm.arrays.views import under
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import Types
@@ -100,7 +100,7 @@ class Matmul:
         quantization_scales: Mapping[str, Any] | None = None,
         compute_type: str | None = None,
     ) -> None:
-        a, b = operands(a, b)
+        a, b = as_operands(a, b)
         arrays = {"a": a, "b": b} | ({} if c is None else {"c": da.asanyarray(c)})
         self._operands = Operands(arrays, {"a": op_a, "b": op_b})
         self._finalizer = weakref.finalize(self, self._operands.release)

@@ -32,7 +32,7 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8, Types, carried, type_name
 from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["BlockScaled", "dequantize", "operands", "quantize", "scaled", "widened"]
+__all__ = ["BlockScaled", "as_operands", "dequantize", "quantize", "widened", "with_scales"]
 
 _E8M0, _E2M1 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float4_e2m1fn)
 _BLOCKS = {"mxfp8": 32, "nvfp4": 16}
@@ -173,7 +173,7 @@ def widened(array: da.Array, name: str, dtype: np.dtype) -> da.Array:
     return da.map_blocks(_widened, array, held=name, wide=dtype, dtype=dtype, meta=meta)
 
 
-def operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
+def as_operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
     """Return two operands as Dask arrays; those with block scales as the float32 numbers that they stand for.
 
     These products are a reference: each scale times each number is exact in float32 (but where it leaves its range).
@@ -191,7 +191,7 @@ def operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
     return dequantize(a), dequantize(b)
 
 
-def scaled(
+def with_scales(
     types: Types, formula: Formula, given: Mapping[str, Any] | None, with_c: bool
 ) -> tuple[Formula, list[tuple[str, da.Array]]]:
     """Put quantization scales into the formula: numbers into its factors, arrays as further inputs.

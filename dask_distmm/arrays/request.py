@@ -14,7 +14,7 @@ from dask.array.core import normalize_chunks
 from dask.base import tokenize
 
 from dask_distmm.arrays.extras import Asked, parse_formula
-from dask_distmm.arrays.quantize import operands
+from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.views import apply_op, view_of
 from dask_distmm.config import read_options, setting
 from dask_distmm.engines.base import log
@@ -177,7 +177,7 @@ def parse(
     PlanError
         Something does not fit; the message says what.
     """
-    a, b = operands(a, b)
+    a, b = as_operands(a, b)
     batch = check_batch(batch, is_batch=max(a.ndim, b.ndim) > 2)
     method, engine = check_names(method, engine)
     asked = check_distributions(distributions)

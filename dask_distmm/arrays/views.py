@@ -16,10 +16,10 @@ from dask.array.core import Array
 
 from dask_distmm.errors import PlanError
 
-__all__ = ["View", "apply_op", "under", "view_of"]
+__all__ = ["MatrixView", "apply_op", "under", "view_of"]
 
 
-class View(NamedTuple):
+class MatrixView(NamedTuple):
     """A matrix as the transpose, the conjugate, or both, of another one.
 
     Parameters
@@ -54,7 +54,7 @@ def under(x: da.Array, name: str, turned: bool) -> da.Array:
     return x if x.name == name else Array(x.dask, name, x.chunks[::-1] if turned else x.chunks, meta=x._meta)
 
 
-def view_of(x: da.Array) -> View:
+def view_of(x: da.Array) -> MatrixView:
     """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
     turned = conjugated = False
     while x.name.startswith(("transpose-", "conjugate-")):
@@ -69,4 +69,4 @@ def view_of(x: da.Array) -> View:
             x, conjugated = along, not conjugated
         else:
             break
-    return View(x, turned, conjugated and x.dtype.kind == "c")
+    return MatrixView(x, turned, conjugated and x.dtype.kind == "c")

@@ -74,7 +74,9 @@ def _names() -> dict[str, str]:
 
 
 Epilog = enum.Enum("Epilog", _names(), type=str, module=__name__)  # type: ignore[misc]
-Epilog.__doc__ = "The formula that is applied to the product before it is stored; see the module `dask_distmm.numeric.epilogs`."
+Epilog.__doc__ = (
+    "The formula that is applied to the product before it is stored; see the module `dask_distmm.numeric.epilogs`."
+)
 
 
 @dataclasses.dataclass(frozen=True)

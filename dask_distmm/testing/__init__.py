@@ -5,15 +5,15 @@ outputs and guard zones poisoned, inputs unchanged.
 """
 
 from dask_distmm.testing.checks import assert_large_product, assert_nothing_left, assert_product
-from dask_distmm.testing.conforming import Case, conformance
+from dask_distmm.testing.conforming import RandomProblem, conformance
 from dask_distmm.testing.faults import FAULT_POINTS, inject, remove_faults
 from dask_distmm.testing.network import LocalComm, run_jobs
 from dask_distmm.testing.problems import make_problem, random_chunks, random_matrix
 
 __all__ = [
     "FAULT_POINTS",
-    "Case",
     "LocalComm",
+    "RandomProblem",
     "assert_large_product",
     "assert_nothing_left",
     "assert_product",

@@ -19,11 +19,11 @@ from dask_distmm.testing.checks import assert_product
 from dask_distmm.testing.network import run_jobs
 from dask_distmm.testing.problems import make_problem, random_chunks, random_matrix
 
-__all__ = ["Case", "conformance"]
+__all__ = ["RandomProblem", "conformance"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class RandomProblem:
     """A kind of problem that an engine has to multiply.
 
     Parameters
@@ -122,14 +122,14 @@ def conformance(engine: Engine | Any, method: str, nranks: int, dtype: str = "fl
         processes, instead of it a function ``run(problem, nranks, chunks, where)`` that returns the chunks of D by
         number.
     options
-        The other fields of `Case`.
+        The other fields of `RandomProblem`.
 
     Returns
     -------
     Plan
         The plan that ran.
     """
-    case = Case(dtype, **options)
+    case = RandomProblem(dtype, **options)
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if case.seed is None else case.seed
     rng = np.random.default_rng(seed)
     problem = case.problem(rng, method)

@@ -120,7 +120,7 @@ def check(a: da.Array, b: da.Array, c: da.Array) -> float:
 # The time
 
 
-def finish(product: da.Array) -> da.Array:
+def computed(product: da.Array) -> da.Array:
     """Have the cluster compute a product; return it once all of it is in its memory."""
     product = product.persist()
     wait(product)
@@ -133,7 +133,7 @@ def finish(product: da.Array) -> da.Array:
 def seconds(multiply: Multiply) -> float:
     """Return the time from the expression to the product in memory, and drop the product."""
     start = time.perf_counter()
-    product = finish(multiply())
+    product = computed(multiply())
     duration = time.perf_counter() - start
     del product
     return duration
@@ -192,7 +192,7 @@ def checked(say: Say, title: str, a: da.Array, b: da.Array) -> da.Array:
     """Multiply; print the plan and the check; return the product, in the cluster's memory."""
     say(f"\n  {title}")
     say(indented(repr(explain(a, b))))
-    product = finish(collective(a, b))
+    product = computed(collective(a, b))
     worst = check(a, b, product)
     say(
         f"    check     right: all {product.size:,} elements are as NumPy's, up to rounding; the largest"
@@ -234,14 +234,14 @@ def principal_components(say: Say, workers: int, folder: Path) -> None:
         f"computed by Dask\n  and written to {store}"
     )
     gram = checked(say, "Gram matrix X.T @ X, from the store", x.T, x).compute()
-    held = finish(x)
+    held = computed(x)
     compare(say, held.T, held)
     del held  # its keys are those of x: the next product would not read the store
     found, share = components(gram, COMPONENTS)
     say(f"\n  V: the {COMPONENTS} leading eigenvectors; they carry {100 * share:.1f} % of the variance")
     v = da.from_array(found, chunks=(x.chunks[1], COMPONENTS))
     checked(say, "Projection X @ V, from the store", x, v)
-    compare(say, finish(x), finish(v))
+    compare(say, computed(x), computed(v))
 
 
 def square_product(say: Say, size: int, workers: int) -> None:
@@ -249,7 +249,7 @@ def square_product(say: Say, size: int, workers: int) -> None:
     say("\n2. Square product")
     side = chunk_rows(size, workers)
     random = da.random.default_rng()
-    a, b = (finish(random.standard_normal((size, size), chunks=(side, side))) for _ in range(2))
+    a, b = (computed(random.standard_normal((size, size), chunks=(side, side))) for _ in range(2))
     checked(say, f"A @ B, {size} x {size} random numbers each, in memory", a, b)
     compare(say, a, b)
 

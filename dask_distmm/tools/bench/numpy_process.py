@@ -13,13 +13,13 @@ import numpy as np
 import threadpoolctl
 
 from dask_distmm.tools.bench.environment import blas_pools
-from dask_distmm.tools.bench.protocol import Case, Quiet, Sample, random_matrix, sample_rows, scaled_error
+from dask_distmm.tools.bench.protocol import Case, Quiet, Sample, sample_rows, scaled_error, uniform_matrix
 
 
 def _measure(case: Case, seed: int, threads: int) -> tuple[Sample, list[dict[str, Any]]]:
     """Time one product; runs in the process of its own."""
-    a = random_matrix(case.size, case.dtype, [seed, 0])
-    b = random_matrix(case.size, case.dtype, [seed, 1])
+    a = uniform_matrix(case.size, case.dtype, [seed, 0])
+    b = uniform_matrix(case.size, case.dtype, [seed, 1])
     with threadpoolctl.threadpool_limits(threads, user_api="blas"):
         pools = blas_pools()
         # Untimed: the BLAS threads have slept and the caches are the other peers' since the last turn.

@@ -75,7 +75,7 @@ class Peer(Protocol):
         """Give back all that the engine holds."""
 
 
-def random_matrix(n: int, dtype: str, seed: int | Sequence[int]) -> Matrix:
+def uniform_matrix(n: int, dtype: str, seed: int | Sequence[int]) -> Matrix:
     """Return a square matrix, uniform in [-0.5, 0.5): of zero mean, so that a lost term shows."""
     generator = np.random.default_rng(seed)
     matrix: Matrix = np.empty((n, n), dtype=dtype)
