@@ -52,17 +52,13 @@ class Replan(Exception):
     ----------
     reason
         The difference between the plan and the chunks.
-    missing
-        Address of a worker, and keys that it does not have; None if that is not the reason.
     orders
         Memory orders of A's and B's chunks, if these are not as planned.
     """
 
-    def __init__(
-        self, reason: str, missing: tuple[str, Sequence[Any]] | None = None, orders: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, reason: str, orders: Mapping[str, str] | None = None) -> None:
         super().__init__(reason)
-        self.missing, self.orders = missing, dict(orders or {})
+        self.orders = dict(orders or {})
 
 
 class Released(Exception):

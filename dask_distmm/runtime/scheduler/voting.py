@@ -131,9 +131,9 @@ def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
 def _judge_vote(address: str, vote: Vote) -> None:
     """Raise the error that a vote against a plan stands for."""
     if vote.status == "missing":
-        raise Replan(f"{address} does not have {len(vote.keys)} chunks", (address, vote.keys))
+        raise Replan(f"{address} does not have {len(vote.keys)} chunks")
     if vote.status == "orders":
-        raise Replan(f"chunks on {address} lie in the orders {vote.orders}", orders=vote.orders)
+        raise Replan(f"chunks on {address} lie in the orders {vote.orders}", vote.orders)
     if vote.status == "no replicas":
         raise Lost(f"{address} no longer has replicas of {vote.names}", vote.names)
 
