@@ -137,7 +137,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (cpu_cluster, "engines", {"error": "broken"}, "error", "can't be imported: broken", ""),
         (cpu_cluster, "engines.numpy", {"error": "broken"}, "warning", "only 2 of 3 workers have engine 'numpy'", ""),
         (cpu_cluster, "threads", 8, "warning", "12 threads of 3 workers on 8 cores", "--nworkers 3 --nthreads 2"),
-        (cpu_cluster, "memory_limit", 60 * 2**30, "warning", "limits add up to 92.00 GiB of 64.00 GiB", "--memory-limit"),
+        (cpu_cluster, "memory_limit", 60 * 2**30, "warning", "add up to 92.00 GiB of 64.00 GiB", "--memory-limit"),
         (cpu_cluster, "memory_limit", 0, "note", "no memory limit", "--memory-limit auto"),
         (cpu_cluster, "blas", [], "warning", "no BLAS that threadpoolctl knows", "numpy"),
         (cpu_cluster, "blas", {"error": "broken"}, None, "", ""),
