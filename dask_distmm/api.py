@@ -48,7 +48,7 @@ def matmul(
     Parameters
     ----------
     a, b : dask.array.Array or array_like
-        op(A) is (m, k) and op(B) (k, n), or either is a batch of such, with more axes before these; see `batch`.
+        op(A) is (m, k) and op(B) (k, n), or either is a batch of matrices, with more axes before these; see `batch`.
         Without anything else asked for 1-D operands are taken as NumPy's matmul does. Types that no engine
         multiplies (object, sparse, masked), and programs without a cluster go to Dask's own function.
     c : dask.array.Array or array_like, optional

@@ -66,7 +66,7 @@ def matmul_grouped(
         As for `matmul`, the same for all; also functions of one argument. Epilogs that need inputs or have auxiliary
         outputs are refused.
     method, engine, workers
-        As for `matmul`, for the collective runs; each makes all products such.
+        As for `matmul`, for the collective runs; with each of them all products are collective runs.
     batch : str, optional
         ``"items"``: plain tasks only; ``"collective"``: collective runs only; ``"auto"``: the default.
 
@@ -244,7 +244,7 @@ class _Member:
 
 
 def _members(requests: Sequence[Request]) -> list[_Member]:
-    """Ask the scheduler who could work, once for all products of the same types."""
+    """Ask the scheduler for workers, once for all products of the same types."""
     read = read_options()
     known: dict[tuple[str, ...], tuple[list[Worker], Snapshot | None]] = {}
     found = []

@@ -162,9 +162,9 @@ def _output(request: Request, made: da.Array, name: str, number: int) -> da.Arra
 
 
 def shared(request: Request) -> Request | None:
-    """Return the product of two matrices that is the whole batch, if there is such.
+    """Return the product of two matrices that is the whole batch, if there is one.
 
-    There is if all items share B (they lie below one another then) or A (beside one another), and the formula looks
+    There is one if all items share B (they lie below one another then) or A (beside one another), and the formula looks
     at each element of D for itself.
     """
     a, b, formula = request.a, request.b, request.formula
@@ -184,7 +184,7 @@ def _of_matrices(request: Request, a: da.Array, b: da.Array, extras: Sequence[tu
 
 
 def _unshared(request: Request, d: da.Array) -> da.Array:
-    """Return the batch that such a product is."""
+    """Return D of the batch from D of the product that `shared` has returned."""
     m, n = request.shape[-2:]
     if math.prod(request.b.shape[:-2]) == 1:
         return d.reshape(request.shape)

@@ -195,10 +195,7 @@ def parse(
     if out_chunks is None or not found.is_batch:
         return found
     shape = tuple(size for axis, size in enumerate(found.shape, -len(found.shape)) if axis not in dropped)
-    try:
-        return dataclasses.replace(found, out_chunks=normalize_chunks(out_chunks, shape, dtype=types.operand))
-    except (ValueError, TypeError) as error:
-        raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
+    return dataclasses.replace(found, out_chunks=_normalized(out_chunks, shape, types.operand))
 
 
 def as_matrices(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array]:
@@ -301,9 +298,14 @@ def result_chunks(a: da.Array, b: da.Array, out_chunks: Any) -> Chunks:
     """Return the chunks of the product of two matrices, as asked for or as the operands have them."""
     if out_chunks is None:
         return a.chunks[0], b.chunks[1]
-    shape = (a.shape[0], b.shape[1])
+    rows, cols = _normalized(out_chunks, (a.shape[0], b.shape[1]), a.dtype)
+    return rows, cols
+
+
+def _normalized(out_chunks: Any, shape: tuple[int, ...], dtype: np.dtype) -> tuple[tuple[int, ...], ...]:
+    """Return `out_chunks` as the chunk sizes along each axis of D."""
     try:
-        rows, cols = normalize_chunks(out_chunks, shape, dtype=a.dtype)
+        found: tuple[tuple[int, ...], ...] = normalize_chunks(out_chunks, shape, dtype=dtype)
     except (ValueError, TypeError) as error:
         raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
-    return rows, cols
+    return found

@@ -32,7 +32,7 @@ _TRAFFIC_BATCH = 2**20
 
 
 class Distribution(Protocol):
-    """A layout of a matrix which is the product of two axes; `BlockCyclic` and `ChunkGrid` are such.
+    """A layout of a matrix which is the product of two axes, as `BlockCyclic` and `ChunkGrid` are.
 
     Its parts, numbered from 0, are the pairs of a part of the row axis and a part of the column axis.
     """

@@ -142,11 +142,11 @@ def _caption(plan: Plan, operand: str) -> str:
 
 
 def _chunks(plan: Plan) -> str:
-    """Draw the chunk grids in the colours of those who hold the chunks."""
+    """Draw the chunk grids in the colours of the ranks that hold the chunks."""
     rank_of = {participant: rank for rank, participant in enumerate(plan.ranks)}
 
     def holders(where: NDArray[np.int32] | None) -> NDArray[np.int64] | None:
-        # Those that only hand out chunks come after the ranks.
+        # Workers that only hand out chunks come after the ranks.
         others = [p for p in range(len(plan.participants)) if p not in rank_of]
         number = {**rank_of, **{p: len(plan.ranks) + at for at, p in enumerate(others)}}
         # Below zero: every rank has it.

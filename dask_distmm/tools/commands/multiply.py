@@ -345,7 +345,7 @@ def _stopped(client: Client) -> Iterator[None]:
         deadline = time.monotonic() + _STOP_SECONDS
         with contextlib.suppress(Exception):
             client.cancel([key for key in client.futures if str(key).startswith(_put.__name__)])
-            # A worker gets messages in order: one that has run this begins none of the writes any more.
+            # A worker gets messages in order: once it has run this task, it begins none of the writes.
             workers = client.nthreads()
             told = [client.submit(_nothing, workers=[address], pure=False, priority=1) for address in workers]
             wait(told, timeout=_STOP_SECONDS)

@@ -21,7 +21,7 @@ __all__ = ["check_target", "check_type", "make_zarr", "regular", "staged", "writ
 
 
 def regular(chunks: Sequence[int]) -> int:
-    """Return the size of equal chunks like these, of which only the last may be smaller; stores want such."""
+    """Return the size of equal chunks like these, of which only the last may be smaller, as stores demand."""
     return max(1, *chunks)
 
 
@@ -131,7 +131,7 @@ def _make_group(place: Place) -> None:
 
 
 def _consolidate(place: Place) -> None:
-    """Bring a Zarr store's consolidated metadata up to date, where it has such."""
+    """Bring a Zarr store's consolidated metadata up to date, where it has any."""
     import zarr
 
     if zarr.open_group(str(place.file), mode="r").metadata.consolidated_metadata is not None:

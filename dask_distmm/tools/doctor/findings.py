@@ -137,7 +137,7 @@ def short(addresses: Sequence[str], most: int = 3) -> str:
 
 
 def differing(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return who has which value, by value as text; the most common first."""
+    """Return the workers that have each value, by value as text; the most common first."""
     found: dict[str, list[str]] = collections.defaultdict(list)
     for who, value in values.items():
         found["none" if value is None else str(value)].append(who)
@@ -351,7 +351,7 @@ def _apart(workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _why_not(report: Report, engine: str) -> str:
-    # Those that can't even import the package say nothing about an engine.
+    # Workers that can't even import the package say nothing about an engine.
     asked = sorted(report.answering.values(), key=lambda facts: "error" in facts["engines"])
     reasons = [_engine(facts, engine).get("error") for facts in asked]
     apart = _apart([facts for facts, error in zip(asked, reasons, strict=True) if not error])
