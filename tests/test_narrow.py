@@ -224,7 +224,7 @@ def test_without_a_cluster_dask_does_the_same(to):
 
 
 def test_e5m2_travels_between_processes(client):
-    """distributed alone can't send these; see `travel`."""
+    """distributed alone can't send these; see `comms.serializers`."""
     a, b = operands(PAIRS[3], (60, 60, 60))
     d = matmul(to_dask(a), to_dask(b), quantization_scales=ONE | {"d": 0.01}).rechunk((60, 7)).persist()
     np.testing.assert_array_equal(d.T.compute(), d.compute().T)

@@ -1,9 +1,10 @@
 """Planning, without I/O: ``plan(problem, roster)`` returns one frozen `Plan`.
 
-`problem` what is multiplied, `plan` how; `methods` and `cuts` the ways to cut it, `memory` what each
-would hold, `planner` what each would take and the choice, `replicas` what keeping all of D everywhere adds, `show` the
-plan as text. `part` cuts out of a problem what is left of it. `batches` and `shares` do the same for many products at
-once.
+`problem` says what is multiplied, `demand` by whom, `plan` how. `grids` and `cuts` are the ways to cut a product,
+`assignment` and `distribution` the layouts that were asked for, `memory` the bytes that each way holds, `planner` the
+choice. `engines` has the abilities of each engine; folders of their names have their costs. `restriction` cuts a part
+out of a problem, `chunk_order` takes chunks in the order of their holders, `replicas` keeps all of D everywhere,
+`many` plans many products at once.
 """
 
 from dask_distmm.planning.cublasmp.abilities import CUBLASMP

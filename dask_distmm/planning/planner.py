@@ -300,7 +300,7 @@ def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDA
 
 
 def _lies_in_slabs(problem: Problem, operand: str, parts: tuple[int, ...]) -> bool:
-    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `reorder`."""
+    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `chunk_order`."""
     axis, counts = int(parts[1] > 1), problem.chunk_counts(operand)
     slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
     return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(problem)

@@ -28,8 +28,8 @@ SUMMA and the fallback have no FP8.
 
 Of 16-bit types they are multiples of 8, which are 16 bytes, for another reason: where they are not, cuBLASMp's
 all-gather and SUMMA may cut k and add the parts up in D, rounded each time (docs/gpu-validation.md), and all methods
-take 3 to 6 times as long. What can't be padded, blocks that were asked for and the last ones of SUMMA, is returned in
-the type that is summed in; see `native.returned_type`.
+take 3 to 6 times as long. Blocks that the caller asked for, and the last blocks of SUMMA, can't be padded: their D is
+returned in the type of the sums; see `epilogs.returned_type`.
 """
 
 from __future__ import annotations
