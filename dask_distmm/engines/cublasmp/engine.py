@@ -1,6 +1,7 @@
 """The engine for GPUs: one cuBLASMp multiply across dask-cuda workers, or cuBLAS where one GPU does.
 
-`exchange` redistributes with NCCL, `library` calls cuBLASMp, `job` is one participant's side of a run.
+`shuffle` and `exchange` redistribute with NCCL, `replication` copies D to all ranks, `matrices` has the tiles,
+`library` calls cuBLASMp, `gate` and `entry` lead into the collective calls, `job` is one participant's side of a run.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ class CublasMpEngine(CublasMpState):
         return CublasMpJob(plan, me, chunks, comm, progress, ready, self)
 
     def links(self) -> tuple[str, tuple[str, ...]]:
-        """Return nothing: who can reach whom does not matter."""
+        """Return nothing: it does not matter to NCCL which GPU can read which one."""
         return "", ()
 
     def release(self, group: int) -> None:
-        """Free what the ranks of a group share; all of them do so at the same time."""
+        """Free the communicator and the workspace of a group; all of its ranks do so at the same time."""
         found = self.groups.pop(group, None)
         if found is not None:
             found.close()
 
     def abandon(self, group: int) -> None:
-        """Forget a group of which a rank is gone: what is shared with it can't be freed before this process ends."""
+        """Forget a group that has lost a rank: its shared memory can't be freed before this process ends."""
         found = self.groups.pop(group, None)
         if found is not None:
             log.warning(

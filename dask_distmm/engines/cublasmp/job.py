@@ -2,7 +2,7 @@
 
 ::
 
-    prepare()   what this rank will hold is allocated: tiles, D, buffers. Its failure is a vote against the run
+    prepare()   tiles, D and buffers are allocated. An error here is a vote against the run
     execute()   chunks of workers that are no ranks are fetched
                 the gate: all ranks go on, or none
                 A's and B's tiles are made: one kernel at home and to pack, one exchange, one kernel to unpack
@@ -46,7 +46,23 @@ _LOOK = 2e-5
 
 
 class CublasMpJob:
-    """One participant's side of one run. See the module's text."""
+    """One participant's side of one run; see the text of the module.
+
+    Parameters
+    ----------
+    plan, me
+        The plan of the run, and the number of this participant in it.
+    chunks
+        The chunks that are here, as NumPy or CuPy arrays.
+    comm
+        Dask's comms to the other participants.
+    progress
+        Called with the share of the work that is done.
+    ready
+        CUDA events after which the chunks are complete.
+    engine
+        The stream, and the groups that have a communicator.
+    """
 
     def __init__(
         self,
@@ -140,10 +156,10 @@ class CublasMpJob:
         started = time.perf_counter()
         try:
             for number, (name, operand) in enumerate(self._operands.items()):
-                held = self.plan.problem.dtype_of(name)
-                self._fetch_outside(number, held, operand.outside, {self.rank: operand.target})
+                type_name = self.plan.problem.dtype_of(name)
+                self._fetch_outside(number, type_name, operand.outside, {self.rank: operand.target})
             for number, one in enumerate(self._extras, start=2):
-                self._fetch_outside(number, one.input.held, one.outside, one.input.parts)
+                self._fetch_outside(number, one.input.type_name, one.outside, one.input.parts)
             self._entry.enter(has_group=self.plan.group in self._groups)
             self.timings["gate"] = time.perf_counter() - started
             return self._work()
@@ -237,7 +253,7 @@ class CublasMpJob:
             )
         return self._groups[number]
 
-    def _fetch_outside(self, number: int, held: str, moves: Moves, targets: Mapping[int, Any]) -> None:
+    def _fetch_outside(self, number: int, type_name: str, moves: Moves, targets: Mapping[int, Any]) -> None:
         """Get the rectangles that only workers have which are no ranks, and copy them into place."""
         for peer in np.unique(moves.src_owner).tolist():
             leg = moves.take(moves.src_owner == peer)
@@ -248,9 +264,9 @@ class CublasMpJob:
             answer = self.comm.fetch(peer, "input", boxes, False)
             for i, data in enumerate(wait_checked(answer, self._entry.check)):
                 r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
-                data = data.view(np.uint8) if held in FP8 else data  # noqa: PLW2901
-                target, part = targets[int(leg.dst[i])], typed(cp.asarray(data), held)
-                part = in_type(part, held, target.dtype)
+                data = data.view(np.uint8) if type_name in FP8 else data  # noqa: PLW2901
+                target, part = targets[int(leg.dst[i])], typed(cp.asarray(data), type_name)
+                part = in_type(part, type_name, target.dtype)
                 target[r : r + part.shape[0], c : c + part.shape[1]] = part
         if len(moves):
             # These copies are on the default stream; the run's stream waits for them.

@@ -137,7 +137,7 @@ class Group:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory that is held for the library."""
+        """Bytes of device memory that the library works in."""
         return self._workspace_bytes
 
     def grid(self, grid: ProcessGrid) -> int:
@@ -260,8 +260,8 @@ class _Multiply:
             self._set(_Attribute.BIAS_POINTER, pointer)
 
     def _set(self, attribute: Any, value: int) -> None:
-        held = np.array([value], cublasMp.get_matmul_descriptor_attribute_dtype(int(attribute)))
-        cublasMp.matmul_descriptor_set_attribute(self._descriptor, int(attribute), held.ctypes.data, held.nbytes)
+        number = np.array([value], cublasMp.get_matmul_descriptor_attribute_dtype(int(attribute)))
+        cublasMp.matmul_descriptor_set_attribute(self._descriptor, int(attribute), number.ctypes.data, number.nbytes)
 
     def close(self) -> None:
         for matrix in self._matrices:

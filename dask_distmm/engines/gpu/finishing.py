@@ -59,8 +59,8 @@ class Input:
         parts: dict[int, Any] | None = None,
     ) -> None:
         problem = plan.problem
-        self.name, self.held = name, problem.dtype_of(name)
-        self.dtype = carried(self.held, "cupy")
+        self.name, self.type_name = name, problem.dtype_of(name)
+        self.dtype = carried(self.type_name, "cupy")
         grid = ChunkGrid(sizes)
         where = plan.where[name]
         assert where is not None
@@ -100,7 +100,7 @@ class _ByChunk(Input):
     def values(self, index: int) -> Any:
         """Return the part that chunk `index` of D needs, in float32 if the input is FP8."""
         found = self.parts[self.part(index)]
-        return decode(cp, found, self.held, np.dtype(np.float32)) if self.held in FP8 else found
+        return decode(cp, found, self.type_name, np.dtype(np.float32)) if self.type_name in FP8 else found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -256,8 +256,8 @@ class _LtProduct:
 
     def _set(self, name: str, value: int) -> None:
         at = int(cublasLt.MatmulDescAttribute[name])
-        held = np.array([value], cublasLt.get_matmul_desc_attribute_dtype(at))
-        cublasLt.matmul_desc_set_attribute(self.descriptor, at, held.ctypes.data, held.nbytes)
+        number = np.array([value], cublasLt.get_matmul_desc_attribute_dtype(at))
+        cublasLt.matmul_desc_set_attribute(self.descriptor, at, number.ctypes.data, number.nbytes)
 
     def __del__(self) -> None:
         # At the end of the process the library may be gone already.
@@ -276,8 +276,8 @@ class _LtProduct:
             values |= {"MAX_WORKSPACE_BYTES": _WORKSPACE_BYTES, "REDUCTION_SCHEME_MASK": self._reductions}
             for name, value in values.items():
                 at = int(attributes[name])
-                held = np.array([value], cublasLt.get_matmul_preference_attribute_dtype(at))
-                cublasLt.matmul_preference_set_attribute(preference, at, held.ctypes.data, held.nbytes)
+                number = np.array([value], cublasLt.get_matmul_preference_attribute_dtype(at))
+                cublasLt.matmul_preference_set_attribute(preference, at, number.ctypes.data, number.nbytes)
             x, y, d = self.layouts
             count = np.zeros(1, np.int32)
             arguments = (_lt_handle(), self.descriptor, x, y, d, d, preference, 1)

@@ -21,7 +21,7 @@ _THREADS = 4
 
 
 class _Buffers:
-    """Pinned memory in turn; a buffer is used again when what it carried has arrived."""
+    """A ring of pinned buffers; a buffer is used again when its last copy is done."""
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="distmm-pinned")

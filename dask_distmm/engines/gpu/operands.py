@@ -40,25 +40,25 @@ class DeviceChunks:
         self._conversions: list[tuple[cp.ndarray, str, cp.ndarray]] = []
         kinds = dict(zip("ab", problem.matrix_types, strict=True))
         for key, chunk in chunks.items():
-            held = problem.dtype_of(key[0])
+            type_name = problem.dtype_of(key[0])
             on_device = chunk
             if not isinstance(chunk, cp.ndarray):
-                part = chunk.view(np.uint8) if held in FP8 else chunk
+                part = chunk.view(np.uint8) if type_name in FP8 else chunk
                 on_device = device_like(part)
                 self._uploads.append((part, on_device))
-            if key[0] in kinds and held != kinds[key[0]]:
+            if key[0] in kinds and type_name != kinds[key[0]]:
                 # Converted once it is filled.
                 source, on_device = on_device, cp.empty(chunk.shape, carried(kinds[key[0]], "cupy"))
-                self._conversions.append((source, held, on_device))
+                self._conversions.append((source, type_name, on_device))
             self.arrays[key] = on_device
 
     def fill(self, stream: cp.cuda.Stream) -> None:
         """Put copies to the device, and conversions, on the stream."""
         for chunk, target in self._uploads:
             to_device(chunk, target, stream)
-        for source, held, target in self._conversions:
+        for source, type_name, target in self._conversions:
             with stream:
-                target[...] = in_type(source, held, target.dtype)
+                target[...] = in_type(source, type_name, target.dtype)
 
     @property
     def all_arrays(self) -> list[Any]:
@@ -66,9 +66,9 @@ class DeviceChunks:
         return [*self.arrays.values(), *(source for source, _, _ in self._conversions)]
 
 
-def in_type(array: cp.ndarray, held: str, dtype: np.dtype) -> Any:
+def in_type(array: cp.ndarray, type_name: str, dtype: np.dtype) -> Any:
     """Return an array that holds a type by name, as bytes if that is FP8, in the type of what it is copied to."""
-    return decode(cp, array, held, dtype) if held in FP8 and dtype != np.uint8 else array
+    return decode(cp, array, type_name, dtype) if type_name in FP8 and dtype != np.uint8 else array
 
 
 def usable(chunk: Any, order: str) -> bool:

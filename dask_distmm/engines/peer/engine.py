@@ -1,9 +1,9 @@
 """The engine for GPUs of one host that can read each other's memory: no rank sends, each pulls what it needs.
 
-`memory` exports and maps device memory, `pulls` issues copies, `remote` is what others offer as one rank sees it,
-`job` is one side of a run, `ahead` what it does of that before the vote, `trace` when it did what. The parts that know
-no GPU are beside this package: `engines.offers`, what a process tells others of its memory, and `engines.schedule`, the
-order of a rank's work.
+`memory` exports and maps device memory, `offers` and `offering` describe it to others, and `remote` is the memory of
+others as one rank sees it. `schedule` and `schedule_builder` have the order of a rank's work, `buffers`, `loads`,
+`products` and `multiplication` do it, and `ahead` begins it before the vote. `sources` and `pulls` make and issue
+copies, `result` has the chunks of D, `job` is one participant's side of a run, and `trace` notes times.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class PeerEngine(PeerState):
         return PeerJob(plan, me, chunks, comm, progress, ready, self)
 
     def release(self, group: int) -> None:
-        """Unmap what the ranks of a group have read of each other, if no other group does; free what is kept."""
+        """Unmap the memory that only the ranks of this group read of each other; free the memory kept for next runs."""
         self.mappings.release(group)
         self.exporter.free()
 
     def abandon(self, group: int) -> None:
-        """Do the same: nothing here is shared that takes two to free."""
+        """Do the same as `release`: to unmap memory takes no other rank."""
         self.mappings.release(group)
 
 

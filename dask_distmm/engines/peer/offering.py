@@ -56,7 +56,7 @@ def make_offer(
     copies = dict[int, Any]()
     for number, name in enumerate(plan.problem.operands):
         for index in np.flatnonzero(read[name][me]).tolist():
-            held = array = chunks[name, index]
+            offered = array = chunks[name, index]
             allocation = None if exporter.own_memory_only else exporter.find(array.data.ptr)
             if allocation is None:
                 if id(array) not in copies:  # A and B may be the same
@@ -64,10 +64,10 @@ def make_offer(
                     copies[id(array)] = exporter.empty(array.shape, array.dtype, order)
                     with stream:
                         copies[id(array)][...] = array
-                held = copies[id(array)]
-                allocation = exporter.find(held.data.ptr)
+                offered = copies[id(array)]
+                allocation = exporter.find(offered.data.ptr)
             assert allocation is not None
-            offer.add(number, index, allocation, span_of(held))
+            offer.add(number, index, allocation, span_of(offered))
     if result is not None:
         for number, array in result.shared():
             if array.size:

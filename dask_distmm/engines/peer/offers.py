@@ -136,7 +136,7 @@ class Offers(NamedTuple):
     Parameters
     ----------
     told
-        By each; None for this participant itself, and for those that it can't reach or that offer nothing.
+        The offer of each participant; None for this one, for those out of reach, and for those that offer nothing.
     places
         Where matrices lie, by operand (or `BLOCKS`): (participants, matrices, 4), with the number of the allocation (-1
         if it is not offered), the offset of the first element there, and the strides, in bytes.
@@ -152,13 +152,13 @@ class Expected:
     Parameters
     ----------
     plan
-        Of the run: which participant has what, and of what shape.
+        The plan of the run: it has the places and shapes of all chunks.
     mine
         This participant. Its own offer is not read, nor those of participants that it can't reach.
     sums
-        Bytes of an element of what ranks sum into.
+        Bytes of an element of the sums.
     read
-        Which chunks others read, as `peer_reads` has them: these must not be missing.
+        The chunks that others read, as `peer_reads` returns them: an offer must not lack one of them.
     """
 
     def __init__(self, plan: Plan, mine: int, sums: int, read: Mapping[str, NDArray[np.bool_]]) -> None:

@@ -159,22 +159,22 @@ def make_copies(
     columns = np.stack([table[:, DST], target, table[:, SRC], source, width, height], 1)
     columns[whole, :_WHOLE] = np.stack([table[:, DST], table[:, SRC], width * height], 1)[whole]
     parts = [slice(low, high) for low, high in itertools.pairwise(ends.tolist())]
-    launches = copy_rectangles([_in_turns(table[part], lane[part], by_kernel[part]) for part in parts], itemsize)
+    launches = copy_rectangles([_interleaved(table[part], lane[part], by_kernel[part]) for part in parts], itemsize)
     # The kernels' tables are put on the device by the default stream.
     ready = record(cp.cuda.Stream.null)
     rows = list(zip(lane.tolist(), by_kernel.tolist(), whole.tolist(), columns.tolist(), strict=True))
     return [CopyBatch(_by_lane(rows[part]), kernels, ready) for part, kernels in zip(parts, launches, strict=True)]
 
 
-def _in_turns(table: Table, lane: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Table:
-    """Return the chosen copies, those of each lane in turn: a kernel does so many of them at a time."""
+def _interleaved(table: Table, lane: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Table:
+    """Return the chosen copies, one of each lane after the other: a kernel does many copies at a time."""
     table, lane = table[chosen], lane[chosen]
     if not len(table) or (lane == lane[0]).all():
         return table
     order = np.argsort(lane, kind="stable")
-    turn = np.empty(len(table), np.int64)
-    turn[order] = np.arange(len(table)) - np.searchsorted(lane[order], lane[order])
-    return table[np.lexsort((lane, turn))]
+    place = np.empty(len(table), np.int64)
+    place[order] = np.arange(len(table)) - np.searchsorted(lane[order], lane[order])
+    return table[np.lexsort((lane, place))]
 
 
 def _by_lane(rows: Sequence[tuple[int, bool, bool, list[int]]]) -> list[list[list[int]]]:

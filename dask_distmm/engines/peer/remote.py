@@ -29,7 +29,7 @@ class Remote:
     Parameters
     ----------
     plan
-        Of the run.
+        The plan of the run.
     offers
         Of all participants.
     engine

@@ -22,14 +22,24 @@ from dask_distmm.planning.plan import Rect
 
 __all__ = ["ALIGNED", "Result"]
 
-# Distances of rows that GEMMs are quick with: multiples of so many elements.
+# GEMMs are fast if the distance of rows is a multiple of so many elements.
 ALIGNED = 16
-# Rows of partial sums are pulled into one of so many buffers while the other is added.
+# Buffers for partial sums: one is filled while the other one is added.
 _ADDING = 2
 
 
 class _Sum(NamedTuple):
-    """Some of another rank's partial sums: the buffer (its number, and it), what fills it, what it is added to."""
+    """Some rows of another rank's partial sums.
+
+    Parameters
+    ----------
+    number, buffer
+        The number of the buffer that they are pulled into, and the part of it that they fill.
+    copies
+        The pulls.
+    part
+        The part of this rank's block that they are added to.
+    """
 
     number: int
     buffer: Any
@@ -43,26 +53,26 @@ class Result:
     Parameters
     ----------
     plan, rank
-        Of the run.
+        The plan of the run, and the number of this rank.
     sums
-        Type that all ranks sum in.
+        The type that all ranks sum in.
     by_library
-        Whether the library does all of the formula with its products.
+        Whether the library applies all of the formula in its products.
     sources
-        What the rank can read.
+        The memory that the rank can read.
     engine
-        Whose memory and streams these are.
+        Streams, and memory that others can map.
 
     Attributes
     ----------
     blocks
-        Pieces of the rank's block of D, and the arrays that they are multiplied into.
+        The rectangles of the rank's block of D, and the arrays that they are multiplied into.
     flags
-        In this GPU's memory: raised for each rank whose part of the partial sums is done, and for the block itself.
+        A flag on this GPU for each rank, raised when its part of the partial sums is done, and one for the block.
     coming
-        Ranks whose partial sums are still to be added, in an order that is the same every time.
+        Ranks whose partial sums are still to be added; their order is the same in every run.
     missing
-        After `deliver`: numbers of own chunks that ranks which are gone have not done their parts of.
+        After `deliver`: numbers of own chunks that lack the parts of ranks that are gone.
     """
 
     def __init__(
@@ -72,7 +82,7 @@ class Result:
         self._stream, self._pulls = engine.stream, engine.sums
         problem, multiple, empty = plan.problem, extent_multiple(plan.problem), engine.exporter.empty
         owned = {int(index): plan.chunk_rect(int(index)) for index in plan.owned(rank)}
-        # Chunks of D, or the sums that are finished or rounded to them.
+        # Chunks of D, or their sums where the formula or rounding is still to come.
         self._chunks: dict[int, Any] = {}
         self.blocks: list[tuple[Rect, Any]] = []
         lying = in_place(plan, rank)
@@ -111,7 +121,7 @@ class Result:
         self.missing: list[int] = []
         self.coming: collections.deque[int] = collections.deque()
         if plan.grid[2] > 1 and plan.final_rects(rank):
-            # The one before this rank computes this rank's part right after its own.
+            # The rank before this one computes this rank's part right after its own.
             count = len(plan.ranks)
             self.coming.extend((rank - behind) % count for behind in range(1, count))
 
@@ -127,10 +137,16 @@ class Result:
         cp.cuda.runtime.memsetAsync(at, 1, self.flags.itemsize, self._stream.ptr)
 
     def add_ready(self, *, block: bool) -> None:
-        """Add the next rank's partial sums if they are ready, or when they are."""
+        """Add the next rank's partial sums if they are ready.
+
+        Parameters
+        ----------
+        block
+            Whether to wait until they are ready.
+        """
         sources, rank, stream = self._sources, self.coming[0], self._pulls
         assert sources.remote is not None
-        # Found out before they are ready: then this GPU, or another one, waits for this.
+        # The copies are made before the sums are ready, because a GPU waits once they are.
         self._next = self._next or self._sums_of(rank)
         if not sources.remote.ready(self.plan.ranks[rank], self.rank, sources.ended.check if block else None):
             return
@@ -146,7 +162,7 @@ class Result:
         self._next = []
 
     def _sums_of(self, rank: int) -> list[_Sum]:
-        """Return what is to be pulled of another rank's only block, and added."""
+        """Return the pulls of another rank's only block, and the parts of this rank's block that they are added to."""
         rect, own = self.blocks[0]
         found, size = list[_Sum](), self.sums.itemsize
         for r0, r1, c0, c1 in merged(self.plan.final_rects(self.rank)):
@@ -192,7 +208,7 @@ class Result:
         return outputs
 
     def _find_own(self) -> list[Rectangle]:
-        """Return the copies of what is in own blocks to own chunks; note what is in those of others."""
+        """Return the copies from own blocks to own chunks; note the parts of own chunks that are in others' blocks."""
         found: list[Rectangle] = []
         in_blocks = {id(array) for _, array in self.blocks}
         for index, target in self._chunks.items():

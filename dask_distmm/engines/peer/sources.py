@@ -131,7 +131,7 @@ class Sources:
     Parameters
     ----------
     plan, me, comm
-        Of the run.
+        The plan of the run, this participant, and Dask's comms to the others.
     chunks
         The chunks that are here, on the device.
     streams
@@ -296,16 +296,16 @@ class Sources:
     def _fetch(self, holder: int, parts: Parts, stream: Any) -> None:
         """Get parts from a participant that offers no memory, over Dask's comms."""
         operand, table, problem = parts.operand, parts.blocks, self.plan.problem
-        held = problem.dtype_of(problem.operands[operand])
-        dtype = carried(problem.matrix_types[operand] if operand < 2 else held, "cupy")
+        type_name = problem.dtype_of(problem.operands[operand])
+        dtype = carried(problem.matrix_types[operand] if operand < 2 else type_name, "cupy")
         first, extent = table[:, [_R0, _C0]], table[:, [_ROWS, _COLS]]
         boxes = np.column_stack([table[:, : _CHUNK + 1], np.stack([first, first + extent], 2).reshape(-1, 4)])
         answer, spans = self.comm.fetch(holder, "input", boxes, False), []
         for data in wait_checked(answer, self.ended.check):
             # The sender has converted chunks that are multiplied in another type.
-            bare = data.view(np.uint8) if held in FP8 and data.dtype.itemsize == 1 else data
-            part = typed(cp.asarray(bare), held)
-            part = part if part.dtype == dtype else in_type(part, held, dtype)
+            bare = data.view(np.uint8) if type_name in FP8 and data.dtype.itemsize == 1 else data
+            part = typed(cp.asarray(bare), type_name)
+            part = part if part.dtype == dtype else in_type(part, type_name, dtype)
             self.kept.append(part)
             spans.append(span_of(part))
         # The conversions are on the default stream.
