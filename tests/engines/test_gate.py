@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.engines.cublasmp.gate import Gate
 from dask_distmm.engines.watchdog import EXIT_STUCK, Watchdog
-from dask_distmm.runtime.scheduler.groups import Groups
+from dask_distmm.runtime.scheduler.groups import RankGroups
 
 
 @given(st.permutations(range(4)))
@@ -59,7 +59,7 @@ def test_open_and_close_at_once_is_one_of_both():
 
 
 def test_groups_keep_the_latest():
-    groups = Groups()
+    groups = RankGroups()
     first = groups.use("cublasmp", ("a", "b"))
     second = groups.use("cublasmp", ("b", "a"))
     assert first.number != second.number
@@ -77,7 +77,7 @@ def test_groups_keep_the_latest():
 
 
 def test_groups_that_keep_too_much_leave():
-    groups = Groups()
+    groups = RankGroups()
     first, second, third = (groups.use("cublasmp", workers) for workers in (("a", "b"), ("c", "d"), ("b", "a")))
     for group, size in ((first, 40), (second, 90), (third, 50)):
         groups.keeps(group.number, size)
@@ -111,7 +111,7 @@ def test_a_watchdog_that_is_called_off_does_nothing():
 
 
 def test_only_communicators_know_an_order_of_ranks():
-    groups = Groups()
+    groups = RankGroups()
     pulling = groups.use("peer", ("b", "a"))
     assert groups.use("peer", ("a", "b")) == pulling
     groups.use("cublasmp", ("b", "a"))
