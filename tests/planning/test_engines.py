@@ -109,23 +109,25 @@ def toy(monkeypatch):
 
 
 def test_an_engine_in_one_module(toy):
-    with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster:
-        with Client(cluster) as client:
-            rng = np.random.default_rng()
-            a, b = rng.standard_normal((90, 70)), rng.standard_normal((70, 50))
-            x, y = (client.persist(da.from_array(array, chunks=(30, 20))) for array in (a, b))
-            made = explain(x, y, engine="toy")
-            assert (made.engine, made.method) == ("toy", "local")
-            d = matmul(x, y, engine="toy")
-            assert_product(a, b, d.compute())
-            assert used == [d.name]
-            with pytest.raises(PlanError, match="'allgather'"):
-                explain(x, y, engine="toy", method="allgather")
-            # It takes float64 alone, and is not preferred where others can.
-            assert explain(x.astype("float32"), y.astype("float32")).engine == "numpy"
-            assert explain(x, y, method="allgather").engine == "numpy"
-            del d, x, y
-            assert_nothing_left(client)
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        rng = np.random.default_rng()
+        a, b = rng.standard_normal((90, 70)), rng.standard_normal((70, 50))
+        x, y = (client.persist(da.from_array(array, chunks=(30, 20))) for array in (a, b))
+        made = explain(x, y, engine="toy")
+        assert (made.engine, made.method) == ("toy", "local")
+        d = matmul(x, y, engine="toy")
+        assert_product(a, b, d.compute())
+        assert used == [d.name]
+        with pytest.raises(PlanError, match="'allgather'"):
+            explain(x, y, engine="toy", method="allgather")
+        # It takes float64 alone, and is not preferred where others can.
+        assert explain(x.astype("float32"), y.astype("float32")).engine == "numpy"
+        assert explain(x, y, method="allgather").engine == "numpy"
+        del d, x, y
+        assert_nothing_left(client)
 
 
 def test_an_unknown_engine_is_named():
