@@ -24,7 +24,7 @@ from dask_distmm.arrays.request import make_problem as problem_of
 from dask_distmm.arrays.request import parse
 from dask_distmm.engines.panels import panels, split_at_chunks
 from dask_distmm.graph.build import build_graph
-from dask_distmm.layout import BlockCyclic, ChunkGrid, ProcessGrid, redistribution
+from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, ProcessGrid, redistribution
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.memory import operand_grids
 from dask_distmm.testing import make_problem
@@ -358,7 +358,7 @@ def run() -> Page:
 
 def blocks() -> Page:
     """Draw a block-cyclic layout, its local matrices, and the copies that make it from chunks."""
-    layout, chunked = BlockCyclic((9, 10), (2, 2), ProcessGrid(2, 2)), ChunkGrid(((5, 4), (4, 6)))
+    layout, chunked = BlockCyclicLayout((9, 10), (2, 2), ProcessGrid(2, 2)), ChunkGrid(((5, 4), (4, 6)))
     copies = list(redistribution(chunked, layout))
     page, cell, top = Page(380), 22, 70
     page.title(20, 28, "9 x 10 in blocks of 2 x 2\nover a 2 x 2 grid of ranks")

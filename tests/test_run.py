@@ -129,7 +129,7 @@ messages = st.one_of(
 def test_any_order_of_messages(independent, sequence):
     run = make(independent=independent)
     votes: set[str] = set()
-    order = ["staged", "voting", "running", "done"]
+    order = ["planned", "voting", "running", "done"]
     for name, *arguments in sequence:
         before, answered = run.phase, set(run.answered)
         try:

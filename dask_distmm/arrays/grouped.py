@@ -30,7 +30,7 @@ from dask_distmm.planning import Batch, GroupPlan, Share, Worker
 from dask_distmm.planning.dask_tasks import around
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.many.batches import Pool, item_seconds
-from dask_distmm.planning.many.groups import candidates, share_out
+from dask_distmm.planning.many.groups import long_products, share_out
 from dask_distmm.runtime.client import Snapshot, current_client
 from dask_distmm.runtime.keys import group_name
 from dask_distmm.runtime.scheduler.priorities import GroupOrder
@@ -170,7 +170,7 @@ def _plan(requests: Sequence[Request]) -> GroupPlan:
         {"items": False, "collective": True}.get(wanted, True if needed or member.too_large else None)
         for member in members
     ]
-    long = set(candidates(seconds, slots))
+    long = set(long_products(seconds, slots))
     collective = [
         member.run_seconds(forced=must is True) if must or (at in long and must is None) else None
         for at, (member, must) in enumerate(zip(members, forced, strict=True))

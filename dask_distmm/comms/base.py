@@ -33,7 +33,7 @@ class Comm(Protocol):
         peer
             Number of the participant.
         kind
-            ``"input"``: of staged chunks; ``"partial"``: of its sum over its part of k; ``"final"``: of D.
+            ``"input"``: of the chunks that are there; ``"partial"``: of its sum over its part of k; ``"final"``: of D.
             ``"replica"``: whole chunks of D, by their numbers in the second column (`dask_distmm.runtime.replicas`).
         boxes
             Which parts; for ``"partial"`` and ``"final"`` the first two columns are 0 and the rest is in

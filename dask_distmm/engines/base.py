@@ -1,4 +1,4 @@
-"""What an engine is: it does one participant's part of a run, in a thread of its own.
+"""The protocol of an engine, which does one participant's part of a run, in a thread of its own.
 
 The protocol knows no communicator and no process grid: a `Plan` says what each rank needs and owns, and how
 that travels is the engine's business. Engines are picked by name and imported only then.

@@ -10,7 +10,7 @@ from dask_distmm.engines.base import log
 
 __all__ = ["EXIT_STUCK", "Watchdog"]
 
-# What such a process says with its exit status; a nanny starts the worker again.
+# The exit status of such a process; a nanny starts the worker again.
 EXIT_STUCK = 70
 
 

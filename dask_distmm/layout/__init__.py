@@ -13,7 +13,7 @@ build on one another in this order:
 """
 
 from dask_distmm.layout.axis import Axis, AxisCopies, intersect
-from dask_distmm.layout.blockcyclic import BlockCyclic, indxg2l, indxg2p, indxl2g, numroc
+from dask_distmm.layout.blockcyclic import BlockCyclicLayout, indxg2l, indxg2p, indxl2g, numroc
 from dask_distmm.layout.chunkgrid import ChunkGrid
 from dask_distmm.layout.grid import ProcessGrid
 from dask_distmm.layout.moves import Legs, Moves
@@ -22,7 +22,7 @@ from dask_distmm.layout.redistribute import Copies, Copy, Distribution, redistri
 __all__ = [
     "Axis",
     "AxisCopies",
-    "BlockCyclic",
+    "BlockCyclicLayout",
     "ChunkGrid",
     "Copies",
     "Copy",

@@ -128,7 +128,7 @@ def _pair(name: str, values: tuple[int, int], least: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class BlockCyclic:
+class BlockCyclicLayout:
     """The two-dimensional block-cyclic layout of a matrix over a process grid; its parts are ranks.
 
     Parameters

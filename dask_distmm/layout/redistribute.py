@@ -32,7 +32,7 @@ _TRAFFIC_BATCH = 2**20
 
 
 class Distribution(Protocol):
-    """A layout of a matrix which is the product of two axes, as `BlockCyclic` and `ChunkGrid` are.
+    """A layout of a matrix which is the product of two axes, as `BlockCyclicLayout` and `ChunkGrid` are.
 
     Its parts, numbered from 0, are the pairs of a part of the row axis and a part of the column axis.
     """
@@ -85,7 +85,7 @@ class Copy(NamedTuple):
         Its size, 1 or more each.
     row, col : int
         Global indices of its first element.  If source or destination is a `ChunkGrid` then the rectangle
-        is one of the whole matrix too; between two `BlockCyclic` layouts it need not be.
+        is one of the whole matrix too; between two `BlockCyclicLayout` layouts it need not be.
     """
 
     src: int

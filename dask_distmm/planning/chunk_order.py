@@ -98,7 +98,7 @@ def reorder(problem: Problem, orders: Mapping[str, Sequence[int]]) -> tuple[Prob
         rows, cols, ncols = of_whole if problem.part is None else problem.part.of(name)
         taken = []
         for sizes, axis in zip(own, _AXES.get(name, "mn"), strict=True):
-            # What is broadcast along an axis has one chunk there.
+            # An input that is broadcast along an axis has one chunk there.
             moved = axis in orders and len(sizes) == lengths.get(axis, len(sizes))
             taken.append(list(orders[axis]) if moved else list(range(len(sizes))))
         before[name] = every[np.ix_(*taken)].ravel()

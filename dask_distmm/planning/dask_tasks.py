@@ -1,4 +1,4 @@
-"""What Dask takes around a run, and what its own tasks would take for the same product. Pure.
+"""The seconds that Dask takes around a run, and those of its own tasks for the same product. Pure.
 
 ::
 

@@ -57,7 +57,7 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What a multiply asks of the workers of a cluster.
+    """The demand that a multiply makes on the workers of a cluster.
 
     Parameters
     ----------

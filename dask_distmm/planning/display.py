@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Shown", "register"]
+__all__ = ["Shown", "register_forms"]
 
 _forms: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {}
 
 
-def register(kind: type, text: Callable[[Any], str], html: Callable[[Any], str]) -> None:
+def register_forms(kind: type, text: Callable[[Any], str], html: Callable[[Any], str]) -> None:
     """Say how objects of a type are written as text and as HTML."""
     _forms[kind] = text, html
 
 
 class Shown:
-    """What has a form as text and one as HTML, which are registered."""
+    """Base of classes whose forms as text and HTML are registered."""
 
     __slots__ = ()
 

@@ -49,11 +49,11 @@ class Slab:
             raise PlanError(f"Slab(axis={self.axis!r}): expected 0 for slabs of rows or 1 for slabs of columns")
         object.__setattr__(self, "axis", int(self.axis) % 2)
 
-    def layout(self, shape: tuple[int, int], nranks: int) -> layout.BlockCyclic:
+    def layout(self, shape: tuple[int, int], nranks: int) -> layout.BlockCyclicLayout:
         """Return which element of a matrix lies on which of `nranks` ranks."""
         size = max(1, -(-shape[self.axis] // nranks))
         blocks = (size, max(1, shape[1])) if self.axis == 0 else (max(1, shape[0]), size)
-        return layout.BlockCyclic(shape, blocks, ProcessGrid(*((nranks, 1) if self.axis == 0 else (1, nranks))))
+        return layout.BlockCyclicLayout(shape, blocks, ProcessGrid(*((nranks, 1) if self.axis == 0 else (1, nranks))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class BlockCyclic:
                 raise PlanError(f"BlockCyclic({name}={found!r}): expected two positive numbers, of rows and columns")
             object.__setattr__(self, name, pair)
 
-    def layout(self, shape: tuple[int, int], nranks: int) -> layout.BlockCyclic:
+    def layout(self, shape: tuple[int, int], nranks: int) -> layout.BlockCyclicLayout:
         """Return which element of a matrix lies on which of the grid's ranks."""
-        return layout.BlockCyclic(shape, self.blocks, ProcessGrid(*self.grid))
+        return layout.BlockCyclicLayout(shape, self.blocks, ProcessGrid(*self.grid))
 
 
 Distribution = Slab | BlockCyclic
@@ -107,7 +107,7 @@ def from_wire(wire: Any) -> Distribution | None:
     return Slab(**wire) if "axis" in wire else BlockCyclic(tuple(wire["grid"]), tuple(wire["blocks"]))
 
 
-def block_grid(found: layout.BlockCyclic) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], NDArray[np.int64]]:
+def block_grid(found: layout.BlockCyclicLayout) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], NDArray[np.int64]]:
     """Return the sizes of the blocks along both axes, as chunk sizes, and the rank of each block in C order.
 
     An axis that is not shared between ranks is not cut.

@@ -1,4 +1,4 @@
-"""What each engine can: all that planning, clients and the scheduler know of engines.
+"""The abilities of each engine: all that planning, clients and the scheduler know of engines.
 
 An engine is two things. Its `Abilities` are known to every process; planning asks them which types it takes, what a way
 to multiply costs on it and how much memory that needs. The object that multiplies (`engines.base.Engine`) is imported
@@ -20,7 +20,7 @@ __all__ = ["ENGINES", "Abilities", "engine_alone", "engines", "register"]
 
 @dataclasses.dataclass(frozen=True)
 class Abilities:
-    """What an engine can.
+    """The abilities of an engine.
 
     Parameters
     ----------

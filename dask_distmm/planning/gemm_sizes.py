@@ -1,4 +1,4 @@
-"""What extents GEMMs of NVIDIA's libraries are quick with. Pure.
+"""The extents that GEMMs of NVIDIA's libraries are quick with. Pure.
 
 Measured on H200 with cuBLAS 13.1 (docs/gpu-validation.md): bfloat16 products take three times as long where rows of A,
 B or D have no multiple of 16 bytes, six times where they have an odd number of elements, and float64 ones 1.4 times,
@@ -23,7 +23,7 @@ ALIGNED_BYTES = 16
 _ALIGNED, _TILE = 16, 128
 # Rows and columns of a product that fills a GPU, of types of up to 16 bits and of others, whose tiles are smaller.
 _FULL = (2048, 1024)
-# What has to be here before the first product is pulled in up to so many pieces.
+# The parts that the first product waits for are pulled in up to so many pieces.
 _PIECES = 4
 
 

@@ -1,4 +1,4 @@
-"""What a plan would take in memory, before anything moves.
+"""The memory that a plan takes, before anything moves.
 
 `packing` decides which operands are copied into contiguous panels: BLAS works on chunks as they lie, F- or
 C-ordered, unless they are small or have another type than is computed in.

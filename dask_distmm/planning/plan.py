@@ -57,7 +57,7 @@ class Packing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the cost model expects of one way to run a problem.
+    """The cost model's estimate of one way to run a problem.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ _SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
 
 
 class More(TypedDict, total=False):
-    """What else may be known of the cluster; see `plan`."""
+    """Further facts of the cluster; see `plan`."""
 
     sources: Sequence[Worker]
     orders: tuple[str, str]

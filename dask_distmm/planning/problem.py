@@ -1,4 +1,4 @@
-"""What is to be multiplied: a Problem, which planning turns into a Plan.
+"""A Problem says what is to be multiplied; planning turns it into a Plan.
 
 It is a frozen value of plain types. It crosses the network as the plain dict of `to_wire` and is checked by
 `from_wire`, so that no message of ours needs unpickling.
@@ -210,7 +210,7 @@ class Problem:
 
     @property
     def demand(self) -> Demand:
-        """What it asks of the workers."""
+        """The demand that it makes on the workers."""
         dtypes = self.a_dtype, self.b_dtype, self.dtype
         return Demand(self.engine, self.array, dtypes, self.workers, self.options.allow_plaintext_nccl)
 

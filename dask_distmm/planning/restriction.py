@@ -38,7 +38,7 @@ def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
     at = np.divmod(np.asarray(sorted(wanted), np.int64), len(problem.out_chunks[1]))
     marks: list[NDArray[np.bool_]] = []
     for axis, length in enumerate((problem.m, problem.n)):
-        # What is broadcast along an axis is needed whole.
+        # An input that is broadcast along an axis is needed whole.
         long = [*sizes[axis], *(chunks[axis] for chunks in extras if sum(chunks[axis]) == length)]
         if any(0 in chunking for chunking in long):
             return None

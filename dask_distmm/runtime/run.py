@@ -2,7 +2,7 @@ r"""The state machine of one run, without I/O: which participants must answer, w
 
 ::
 
-    staged -> voting -> running -> done
+    planned -> voting -> running -> done
        \         \         \
         +---------+---------+----> failed
 
@@ -26,7 +26,7 @@ from dask_distmm.runtime.messages import Done
 
 __all__ = ["Lost", "Phase", "Released", "Replan", "Run", "Summary", "summarize"]
 
-Phase = Literal["staged", "voting", "running", "done", "failed"]
+Phase = Literal["planned", "voting", "running", "done", "failed"]
 
 
 class Lost(Exception):
@@ -85,7 +85,7 @@ class Run:
     name: str
     key: str
     participants: frozenset[str] = frozenset()
-    phase: Phase = "staged"
+    phase: Phase = "planned"
     answered: set[str] = dataclasses.field(default_factory=set)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     failed_in: Phase | None = None
@@ -112,8 +112,8 @@ class Run:
         return self.participants - self.answered - self.gone
 
     def begin_vote(self) -> None:
-        """Go from ``staged`` to ``voting``."""
-        self._advance("staged", "voting")
+        """Go from ``planned`` to ``voting``."""
+        self._advance("planned", "voting")
 
     def begin_running(self, now: float) -> None:
         """Go from ``voting`` to ``running`` at the time `now` (seconds); all must have voted."""

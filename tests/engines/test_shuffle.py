@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.engines.cublasmp import shuffle as module
 from dask_distmm.engines.cublasmp.shuffle import Route, Shuffle
-from dask_distmm.layout import BlockCyclic, ChunkGrid, Moves, ProcessGrid, redistribution
+from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, Moves, ProcessGrid, redistribution
 from dask_distmm.layout.rectangles import Span, split, unit_of, work
 from dask_distmm.testing import random_chunks
 
@@ -54,7 +54,7 @@ def test_every_element_arrives(alone_bytes, seed):
         nranks = int(rng.integers(1, 5))
         grids = ProcessGrid.factorizations(nranks)
         grid = ProcessGrid(*grids[rng.integers(len(grids))])
-        layout = BlockCyclic(shape, tuple(rng.integers(1, 12, 2).tolist()), grid)
+        layout = BlockCyclicLayout(shape, tuple(rng.integers(1, 12, 2).tolist()), grid)
         dtype = np.dtype(rng.choice(["u1", "f2", "f4", "f8", "c16"]))
         order = "CF"[rng.integers(2)]
         sizes = tuple(random_chunks(rng, n, 4) for n in shape)

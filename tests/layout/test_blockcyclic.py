@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.layout import BlockCyclic, ProcessGrid, indxg2l, indxg2p, indxl2g, numroc
+from dask_distmm.layout import BlockCyclicLayout, ProcessGrid, indxg2l, indxg2p, indxl2g, numroc
 
 few = settings(deadline=None, max_examples=100)
 
@@ -44,7 +44,7 @@ def test_maps_are_dealing(n: int, nb: int, nprocs: int, data: st.DataObject) -> 
 
 def test_users_guide_example() -> None:
     """The ScaLAPACK Users' Guide, section 2.3 and figure 4.6: 9 x 9 in 2 x 2 blocks on 2 x 3 processes."""
-    layout = BlockCyclic((9, 9), (2, 2), ProcessGrid(2, 3))
+    layout = BlockCyclicLayout((9, 9), (2, 2), ProcessGrid(2, 3))
     assert [numroc(9, 2, prow, 0, 2) for prow in range(2)] == [5, 4]
     assert [numroc(9, 2, pcol, 0, 3) for pcol in range(3)] == [4, 3, 2]
     assert [layout.local_shape(rank) for rank in range(6)] == [(5, 4), (5, 3), (5, 2), (4, 4), (4, 3), (4, 2)]
@@ -90,7 +90,7 @@ def test_layout_is_dealing_twice(
     """Every rank's shape and every element's owner agree with dealing out rows and columns."""
     source = data.draw(st.tuples(st.integers(0, procs[0] - 1), st.integers(0, procs[1] - 1)))
     grid = ProcessGrid(*procs, order)
-    layout = BlockCyclic(shape, blocks, grid, source)
+    layout = BlockCyclicLayout(shape, blocks, grid, source)
     row_hands = deal(shape[0], blocks[0], source[0], procs[0])
     col_hands = deal(shape[1], blocks[1], source[1], procs[1])
     assert layout.nranks == layout.nparts == procs[0] * procs[1]
@@ -106,16 +106,16 @@ def test_refuses() -> None:
     """Numbers out of range raise, and say which one."""
     grid = ProcessGrid(2, 3)
     with pytest.raises(ValueError, match=r"shape\[1\] is -1"):
-        BlockCyclic((4, -1), (2, 2), grid)
+        BlockCyclicLayout((4, -1), (2, 2), grid)
     with pytest.raises(ValueError, match=r"blocks\[0\] is 0"):
-        BlockCyclic((4, 4), (0, 2), grid)
+        BlockCyclicLayout((4, 4), (0, 2), grid)
     with pytest.raises(ValueError, match="expected two numbers"):
-        BlockCyclic((4, 4, 4), (2, 2), grid)  # type: ignore[arg-type]
+        BlockCyclicLayout((4, 4, 4), (2, 2), grid)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="source is"):
-        BlockCyclic((4, 4), (2, 2), grid, (0, 3))
+        BlockCyclicLayout((4, 4), (2, 2), grid, (0, 3))
     with pytest.raises(TypeError, match="integer"):
-        BlockCyclic((4, 4.0), (2, 2), grid)  # type: ignore[arg-type]
-    layout = BlockCyclic((4, 4), (2, 2), grid)
+        BlockCyclicLayout((4, 4.0), (2, 2), grid)  # type: ignore[arg-type]
+    layout = BlockCyclicLayout((4, 4), (2, 2), grid)
     with pytest.raises(IndexError, match="rank is 6"):
         layout.local_shape(6)
     with pytest.raises(IndexError, match="element is"):
@@ -127,8 +127,8 @@ def test_refuses() -> None:
 
 def test_is_a_value() -> None:
     """Equal parameters are equal layouts, also as keys, and NumPy's integers are integers."""
-    layout = BlockCyclic((4, 5), (2, 2), ProcessGrid(2, 2))
-    same = BlockCyclic((np.int64(4), np.int64(5)), (2, 2), ProcessGrid(2, 2))  # type: ignore[arg-type]
+    layout = BlockCyclicLayout((4, 5), (2, 2), ProcessGrid(2, 2))
+    same = BlockCyclicLayout((np.int64(4), np.int64(5)), (2, 2), ProcessGrid(2, 2))  # type: ignore[arg-type]
     assert layout == same
     assert hash(layout) == hash(same)
     assert type(same.shape[0]) is int

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dask_distmm.layout import (
-    BlockCyclic,
+    BlockCyclicLayout,
     ChunkGrid,
     Copy,
     Distribution,
@@ -36,12 +36,12 @@ def chunk_grids(draw: st.DrawFn, shape: tuple[int, int]) -> ChunkGrid:
 
 
 @st.composite
-def block_cyclics(draw: st.DrawFn, shape: tuple[int, int]) -> BlockCyclic:
+def block_cyclics(draw: st.DrawFn, shape: tuple[int, int]) -> BlockCyclicLayout:
     """Draw blocks, a grid, its order, and where the first block is."""
     grid = ProcessGrid(draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.sampled_from(["row", "col"])))
     blocks = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     source = draw(st.integers(0, grid.nprow - 1)), draw(st.integers(0, grid.npcol - 1))
-    return BlockCyclic(shape, blocks, grid, source)
+    return BlockCyclicLayout(shape, blocks, grid, source)
 
 
 Pair = tuple[Distribution, Distribution]
@@ -73,7 +73,7 @@ def held(layout: Distribution) -> list[tuple[list[int], list[int]]]:
     if isinstance(layout, ChunkGrid):
         rows, cols = ([list(range(a, b)) for a, b in pairwise(accumulate(sizes, initial=0))] for sizes in layout.chunks)
         return list(product(rows, cols))
-    assert isinstance(layout, BlockCyclic)
+    assert isinstance(layout, BlockCyclicLayout)
     grid, (m, n), (mb, nb) = layout.grid, layout.shape, layout.blocks
     rows = dealt(m, mb, grid.nprow, layout.source[0])
     cols = dealt(n, nb, grid.npcol, layout.source[1])
@@ -203,7 +203,7 @@ def test_bookkeeping(pair: Pair, data: st.DataObject) -> None:
 def test_traffic_in_batches(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many products are handled at once does not show in the result."""
     src = ChunkGrid(((3, 0, 4, 5, 1), (2, 6, 3)))
-    copies = redistribution(src, BlockCyclic(src.shape, (2, 3), ProcessGrid(2, 2)))
+    copies = redistribution(src, BlockCyclicLayout(src.shape, (2, 3), ProcessGrid(2, 2)))
     expected = copies.traffic()
     monkeypatch.setattr(redistribute, "_TRAFFIC_BATCH", batch)
     assert np.array_equal(copies.traffic(), expected)
@@ -221,7 +221,7 @@ def test_to_itself_is_one_copy_per_part(pair: Pair) -> None:
 
 def test_plain_copy() -> None:
     """Copies hold Python ints, as slices and messages want."""
-    src, dst = ChunkGrid(((2, 2), (3,))), BlockCyclic((4, 3), (3, 3), ProcessGrid(2, 1))
+    src, dst = ChunkGrid(((2, 2), (3,))), BlockCyclicLayout((4, 3), (3, 3), ProcessGrid(2, 1))
     assert list(redistribution(src, dst)) == [
         Copy(0, 0, 0, 0, 0, 0, 2, 3, 0, 0),
         Copy(1, 0, 0, 0, 2, 0, 1, 3, 2, 0),
@@ -253,7 +253,7 @@ def test_a_hundred_thousand_chunks(numblocks: tuple[int, int]) -> None:
     """Storage goes by the axes, traffic by workers, and a filter sees its own copies alone."""
     nrows, ncols = numblocks
     src = ChunkGrid(((10,) * nrows, (10,) * ncols))
-    dst = BlockCyclic(src.shape, (64, 64), ProcessGrid(4, 4))
+    dst = BlockCyclicLayout(src.shape, (64, 64), ProcessGrid(4, 4))
     copies = redistribution(src, dst)
     assert len(copies.rows) <= nrows + len(dst.rows.part)
     assert len(copies.cols) <= ncols + len(dst.cols.part)

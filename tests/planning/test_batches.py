@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dask_distmm import PlanError
 from dask_distmm.config import read_options
 from dask_distmm.planning.many.batches import Batch, BatchEstimate, Pool, choose, efficiency, item_plan, recut, resize
-from dask_distmm.planning.many.groups import candidates, share_out
+from dask_distmm.planning.many.groups import long_products, share_out
 from dask_distmm.runtime.keys import group_name, parse_group_key
 from dask_distmm.runtime.scheduler.priorities import new_priorities
 
@@ -116,7 +116,7 @@ def test_the_choice():
 def test_groups_are_shared_out(seconds, slots, data):
     rows = [data.draw(axis) for _ in seconds]
     rows = [tuple(size * 100 for size in sizes) for sizes in rows]
-    long = candidates(seconds, slots)
+    long = long_products(seconds, slots)
     assert len(long) < max(2, slots)
     collective = [each / slots + 0.02 if i in long else None for i, each in enumerate(seconds)]
     shares, total = share_out(seconds, rows, collective, slots, 5e-4, [None] * len(seconds), [0.0] * len(seconds))

@@ -1,8 +1,8 @@
 """The engine for CPUs: panels of k arrive from other workers while BLAS works on the ones before.
 
-A rank walks over its part of k in panels. For each it needs rows of A and columns of B. What it has staged
-itself is used as it lies; the rest is asked for some panels ahead. Panels that need nothing from others come
-first, and each rank starts at another place, so that not all ask the same worker at once::
+A rank walks over its part of k in panels. For each it needs rows of A and columns of B. Chunks that
+are here are used as they lie; the others are asked for some panels ahead. Panels that need nothing from others come
+first, and each rank starts at another placed_block, so that not all ask the same worker at once::
 
     asked for    [ 3 ][ 4 ]                      in flight, Comm.fetch
     multiplied        [ 2 ]                      D += A[:, panel] @ B[panel, :]
@@ -30,7 +30,7 @@ from dask_distmm.engines.base import Boxes, ChunkKey, Comm
 from dask_distmm.engines.numpy.answer import Answer
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.inputs import Inputs
-from dask_distmm.engines.numpy.sums import Block, Sums, pack, place
+from dask_distmm.engines.numpy.sums import Block, Sums, pack, placed_block
 from dask_distmm.engines.panels import ChunkBlock, Panel, panels
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.conversions import stored
@@ -119,15 +119,15 @@ class NumpyJob:
         packing = self.plan.packing
         operands: tuple[list[Block], list[Block]] = ([], [])
         for piece in panel.local:
-            operands[piece.operand].append(place(piece, self._chunk(piece)))
+            operands[piece.operand].append(placed_block(piece, self._chunk(piece)))
         before = (0, 0)
         if asked and not (packing.a or packing.b):
-            # What is at home needs no waiting.
+            # Chunks that are here need no waiting.
             self._sums.add(*operands, (0, 0), self._check)
             before = (len(operands[0]), len(operands[1]))
         for pieces, answer in asked:
             for piece, data in zip(pieces, answer.wait(self._check), strict=True):
-                operands[piece.operand].append(place(piece, data))
+                operands[piece.operand].append(placed_block(piece, data))
         a, b = operands
         problem = self.plan.problem
         if packing.a:
@@ -212,7 +212,7 @@ class NumpyJob:
         chunk = self.chunks["ab"[piece.operand], piece.chunk]
         return chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols]
 
-    # What passes between participants
+    # Matrices between participants
 
     def _ask(self, peer: int, pieces: list[ChunkBlock]) -> Answer:
         boxes = np.array([(p.operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p in pieces], np.int64)
@@ -235,7 +235,7 @@ class NumpyJob:
         return self._available[kind]
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[NDArray[Any]]:
-        """Return boxes of staged chunks or of D for a peer."""
+        """Return boxes of the chunks that are here, or of D for a peer."""
         self._check()
         found = []
         for operand, chunk, r0, r1, c0, c1 in boxes.tolist():

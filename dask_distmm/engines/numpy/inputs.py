@@ -1,4 +1,4 @@
-"""What the formula reads beside the product, gathered for one chunk of D at a time."""
+"""The inputs of the formula beside the product, gathered for one chunk of D at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Inputs:
     me
         This participant.
     chunks
-        What it has staged.
+        The chunks that it has.
     ask
         Asks a participant for pieces; its answer has ``wait(check)``.
     check

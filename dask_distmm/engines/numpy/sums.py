@@ -14,7 +14,7 @@ from dask_distmm.numeric.conversions import round_tf32
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.plan import Rect
 
-__all__ = ["Block", "Sums", "pack", "place"]
+__all__ = ["Block", "Sums", "pack", "placed_block"]
 
 
 class Block(NamedTuple):
@@ -27,7 +27,7 @@ class Block(NamedTuple):
     data: NDArray[Any]
 
 
-def place(piece: ChunkBlock, data: NDArray[Any]) -> Block:
+def placed_block(piece: ChunkBlock, data: NDArray[Any]) -> Block:
     """Return the numbers of a part of a chunk with their place in the panel."""
     return Block(piece.row, piece.row + piece.rows, piece.col, piece.col + piece.cols, data)
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from dask_distmm.layout import BlockCyclic, ProcessGrid
+from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.gemm_sizes import ALIGNED_BYTES
@@ -92,7 +92,7 @@ class Tile:
     """
 
     order: str
-    layout: BlockCyclic
+    layout: BlockCyclicLayout
     shape: tuple[int, int]
     local_shape: tuple[int, int] | None
     zeroed: bool = False
@@ -194,7 +194,7 @@ def _orders(plan: Plan) -> tuple[str, str]:
 def _slabs(order: str, shape: tuple[int, int], blocks: tuple[int, int], grid: ProcessGrid, zeroed: bool) -> Tile:
     """Return the tile of a matrix in slabs of one size: a block for each process."""
     whole = (blocks[0] * grid.nprow, blocks[1] * grid.npcol)
-    return Tile(order, BlockCyclic(shape, blocks, grid), whole, blocks, zeroed)
+    return Tile(order, BlockCyclicLayout(shape, blocks, grid), whole, blocks, zeroed)
 
 
 def _local(plan: Plan) -> Tiles:
@@ -213,7 +213,7 @@ def _allgather(plan: Plan) -> Tiles:
     by_rows, inner = plan.grid[1] == 1, padded(k, step)
     mb, nb = padded(m, step, nranks), padded(n, step, nranks)
     row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
-    layout = BlockCyclic((m, n), (mb, nb), row if by_rows else col)
+    layout = BlockCyclicLayout((m, n), (mb, nb), row if by_rows else col)
     _check(plan.rows if by_rows else plan.cols, m if by_rows else n, nranks, step)
     return Tiles(
         _slabs(order_a, (m, k), (mb, inner), row, inner != k),
@@ -249,7 +249,7 @@ def _allreduce(plan: Plan) -> Tiles:
         _slabs("C", (m, k), (rows, kb), col, kb * nranks != k),
         _slabs("F", (k, n), (kb, cols), row, kb * nranks != k),
         # D^T is n x m; the library sees nranks of them side by side.
-        Tile("C", BlockCyclic((rows * nranks, cols), (rows, cols), row), (rows * nranks, cols), (rows, cols)),
+        Tile("C", BlockCyclicLayout((rows * nranks, cols), (rows, cols), row), (rows * nranks, cols), (rows, cols)),
         replicated=True,
     )
 
@@ -259,9 +259,9 @@ def _summa(plan: Plan) -> Tiles:
     order = plan.order_a if plan.order_a == plan.order_b else "C"
     (mb,), (nb,), (kb,) = summa_blocks(plan.problem, plan.grid)
     return Tiles(
-        Tile(order, BlockCyclic((m, k), (mb, kb), grid), (m, k), None),
-        Tile(order, BlockCyclic((k, n), (kb, nb), grid), (k, n), None),
-        Tile(order, BlockCyclic((m, n), (mb, nb), grid), (m, n), None),
+        Tile(order, BlockCyclicLayout((m, k), (mb, kb), grid), (m, k), None),
+        Tile(order, BlockCyclicLayout((k, n), (kb, nb), grid), (k, n), None),
+        Tile(order, BlockCyclicLayout((m, n), (mb, nb), grid), (m, n), None),
     )
 
 

@@ -160,7 +160,7 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchEstimate:
-    """What the cost model expects of one way to compute a batch.
+    """The cost model's estimate of one way to compute a batch.
 
     Parameters
     ----------
@@ -304,7 +304,7 @@ def _largest(chunks: tuple[Sizes, ...]) -> int:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BatchPlan(Shown):
-    """How a batch is computed. What `explain` returns for operands of more than two dimensions.
+    """How a batch is computed. `explain` returns it for operands of more than two dimensions.
 
     Parameters
     ----------

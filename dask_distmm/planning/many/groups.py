@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dask_distmm.planning.display import Shown
 from dask_distmm.planning.many.batches import WORTH, Sizes, resize
 
-__all__ = ["GroupPlan", "Share", "candidates", "share_out"]
+__all__ = ["GroupPlan", "Share", "long_products", "share_out"]
 
 # Slabs lower than this keep BLAS from its speed.
 _LEAST_ROWS = 256
@@ -26,7 +26,7 @@ _LARGEST_PIECE = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """What becomes of one product of a group.
+    """The share of the workers that one product of a group gets.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class Share:
     seconds: float
 
 
-def candidates(seconds: Sequence[float], slots: int) -> list[int]:
+def long_products(seconds: Sequence[float], slots: int) -> list[int]:
     """Return the products that would take one slot longer than its share of all, the longest first."""
     share = sum(seconds) / slots
     return sorted((i for i, each in enumerate(seconds) if each > share), key=lambda i: -seconds[i])
@@ -141,7 +141,7 @@ def _makespan(pieces: Sequence[float], slots: int) -> float:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GroupPlan(Shown):
-    """How a group of products is computed. What `explain_grouped` returns.
+    """How a group of products is computed. `explain_grouped` returns it.
 
     Parameters
     ----------

@@ -71,14 +71,14 @@ def project(plan: Plan) -> dict[str, int]:
     panels, and partial sums of others. Not counted is what the worker holds anyway for other tasks.
     """
     problem, npart = plan.problem, len(plan.participants)
-    staged = np.zeros(npart)
+    lying = np.zeros(npart)
     for operand in "a" if problem.shared else "ab":
-        staged += spread(plan, operand, chunk_bytes(problem, operand))
+        lying += spread(plan, operand, chunk_bytes(problem, operand))
 
     # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
-    staged += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) / npart
+    lying += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) / npart
 
-    total = staged.copy()
+    total = lying.copy()
     compute = problem.compute_type.itemsize
     chunk_of = chunk_bytes(problem, "d")
     owned = np.bincount(plan.owners, chunk_of, len(plan.ranks))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["answer_progress", "find_names", "progress_of"]
 
-_PHASES = {"staged": "waiting", "voting": "voting", "running": "multiplying"}
+_PHASES = {"planned": "waiting", "voting": "voting", "running": "multiplying"}
 
 
 def answer_progress(
