@@ -215,7 +215,7 @@ def get(cluster, path):
     # Not `dashboard_link`, which names the host as others see it.
     url = f"http://127.0.0.1:{cluster.scheduler.http_server.port}{path}"
     with urllib.request.urlopen(url, timeout=30) as answer:
-        return answer.read().from_wire()
+        return answer.read().decode()
 
 
 def test_phases_by_rank_are_in_the_events(client):
