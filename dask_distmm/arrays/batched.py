@@ -126,9 +126,9 @@ def _counted(client: Any) -> list[Worker]:
 
 def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> BatchPlan:
     """Choose the way."""
-    first = (0,) * len(request.batch_shape)
-    runs = 1 if shared(request) else math.prod(request.batch_shape)
-    problem = make_problem(shared(request) or item_of(request, first))
+    one = shared(request)
+    runs = 1 if one else math.prod(request.batch_shape)
+    problem = make_problem(one or item_of(request, (0,) * len(request.batch_shape)))
     workers, known = known_workers(problem, imagined)
     task_bytes, overhead = task_options()
     read = read_options()

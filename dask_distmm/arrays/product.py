@@ -55,13 +55,8 @@ def multiply(request: Request) -> Any:
     collective = check_planned(reason) is None
     if request.plain:
         if not collective:
-            # The very function that Dask would have called, with vectors where they were given.
-            return dask_matmul(
-                *(
-                    x[0 if axis == -2 else (slice(None), 0)] if axis in request.dropped else x
-                    for axis, x in ((-2, a), (-1, b))
-                )
-            )
+            # The very function that Dask would have called.
+            return request.without_dropped(dask_matmul(a, b))
         if request.dropped and (request.out_chunks is not None or any(request.distributions)):
             raise PlanError("out_chunks and distributions can be given for 2-D operands only")
         if request.empty:

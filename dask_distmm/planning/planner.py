@@ -105,6 +105,7 @@ def plan(
     orders = more.get("orders", ("C", "C"))
     situation = Situation(tuple(roster), sources, *_raw(where_a, where_b), orders, groups)
     ways = _shortlist(anonymous, situation, names) if quickly else dict.fromkeys(names)
+    extras, runs = tuple(more.get("where_extras", ())), more.get("replica_runs", (0, 0))
     for name in ways:
         try:
             made = _plan(anonymous, situation, name, ways[name])
@@ -112,7 +113,6 @@ def plan(
             # The reason of the last engine counts: the others are there to be quicker where they can.
             failure = error
             continue
-        extras, runs = tuple(more.get("where_extras", ())), more.get("replica_runs", (0, 0))
         found.append(dataclasses.replace(made, problem=problem, where_extras=extras, replica_runs=runs))
     if not found and quickly:
         return plan(problem, roster, where_a, where_b, engine=engine, **more)
