@@ -141,15 +141,17 @@ def conformance(engine: Engine | Any, method: str, nranks: int, dtype: str = "fl
     made = plan(
         problem,
         [Worker(f"w{index}") for index in range(nranks)],
-        where[0],
-        where[1],
+        dict(zip("ab", where, strict=True)),
         sources=[Worker(f"s{index}") for index in range(case.sources)],
         engine="numpy" if callable(engine) else engine.name,
         replica_runs=(int("a" in case.everywhere), int("b" in case.everywhere)),
     )
     made = Plan.from_wire(made.to_wire())
     try:
-        result = engine(problem, nranks, chunks, where) if callable(engine) else run_jobs(engine, made, chunks)
+        if callable(engine):
+            result = engine(problem, nranks, chunks, where)
+        else:
+            result = {number: chunk for (name, number), chunk in run_jobs(engine, made, chunks).items() if not name}
         left, right = (x.conj() if conj else x for x, conj in zip((a, b), case.conjugated, strict=True))
         assert_product(left, right, _whole(made, result))
         after = {key: _checksum(chunk.base) for key, chunk in chunks.items()}

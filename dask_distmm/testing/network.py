@@ -9,8 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import REPLICA, Boxes, ChunkKey, Engine, Job
-from dask_distmm.planning import EVERYWHERE, Plan
+from dask_distmm.engines.base import REPLICA, Boxes, ChunkKey, Engine, Job, ResultKey
+from dask_distmm.planning import EVERYWHERE, Placement
 
 __all__ = ["LocalComm", "run_jobs"]
 
@@ -57,9 +57,9 @@ class LocalComm:
 
 
 def run_jobs(
-    engine: Engine, made: Plan, chunks: Mapping[ChunkKey, NDArray[Any]], timeout: float = 60.0
-) -> dict[Any, NDArray[Any]]:
-    """Run a plan with one thread a participant; return D's chunks by number, others by name and number.
+    engine: Engine, made: Placement, chunks: Mapping[ChunkKey, NDArray[Any]], timeout: float = 60.0
+) -> dict[ResultKey, NDArray[Any]]:
+    """Run a plan with one thread a participant; return the chunks of its outputs by name and number, D's name is "".
 
     Replicas that ranks bring are compared with the chunks of the owners.
     """
@@ -68,7 +68,7 @@ def run_jobs(
     where = made.where
     try:
         for me in range(len(made.participants)):
-            mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}  # type: ignore[index]
+            mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}
             jobs.append(engine.job(made, me, mine, comm, lambda share: None))
         for job in jobs:
             job.prepare()
@@ -77,7 +77,7 @@ def run_jobs(
             job.accept(offers)
         with ThreadPoolExecutor(len(jobs)) as pool:
             futures = [pool.submit(job.execute) for job in jobs]
-            result: dict[Any, NDArray[Any]] = {}
+            result: dict[ResultKey, NDArray[Any]] = {}
             replicas: list[tuple[int, NDArray[Any]]] = []
             finished, waiting = wait(futures, timeout, return_when=FIRST_EXCEPTION)
             failed = [error for future in finished if (error := future.exception())]
@@ -88,16 +88,16 @@ def run_jobs(
                 raise error
             for future in futures:
                 part = dict(future.result())
-                copies = [key for key in part if isinstance(key, tuple) and key[0] == REPLICA]
+                copies = [key for key in part if key[0] == REPLICA]
                 replicas += [(key[1], part.pop(key)) for key in copies]
-                own = [key for key in part if not isinstance(key, tuple)]
-                assert not copies or len(own) + len(copies) == len(made.owners), "a rank lacks chunks"
+                own = [key for key in part if not key[0]]
+                assert not copies or len(own) + len(copies) == made.problem.outputs[0].count, "a rank lacks chunks"
                 assert not set(part) & set(result), "two ranks own one chunk"
                 result.update(part)
             for index, copy in replicas:
-                assert copy.dtype == result[index].dtype
-                assert copy.shape == result[index].shape
-                assert copy.tobytes("C") == result[index].tobytes("C"), f"the replica of chunk {index} differs"
+                assert copy.dtype == result["", index].dtype
+                assert copy.shape == result["", index].shape
+                assert copy.tobytes("C") == result["", index].tobytes("C"), f"the replica of chunk {index} differs"
         return result
     finally:
         comm.close()

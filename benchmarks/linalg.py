@@ -1,0 +1,237 @@
+"""Factorizations beside SciPy or cuSOLVER on one device, and beside stock Dask: medians of one run.
+
+    python -m benchmarks.linalg [--size 4096 8192] [--kinds cholesky lu solve qr] [--repeat 3] [--out FILE]
+    python -m benchmarks.linalg --gpu --size 16384 32768 --dtype float64
+
+CPUs: two worker processes of one thread; SciPy has two threads in a process of its own; stock Dask has the better one
+of 4 x 4 and 8 x 8 chunks (qr: one column of chunks, of a matrix of which all columns are one chunk). GPUs: one worker a
+GPU; cuSOLVER has one GPU, and is called through CuPy, as gemm is. ``run`` is the time of the run itself, ``wall`` that
+from ``persist()`` to all results in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+from distributed import Client, LocalCluster, wait
+
+from benchmarks.revision import revision
+from dask_distmm import linalg
+from dask_distmm.tools.bench import environment
+
+KINDS = ("cholesky", "lu", "solve", "qr")
+
+
+def flops(kind: str, n: int) -> float:
+    """Return the operations of a factorization of an n x n matrix; of qr those of R alone."""
+    return {"cholesky": 1 / 3, "lu": 2 / 3, "solve": 2 / 3, "qr": 4 / 3}[kind] * n**3
+
+
+def block(n: int, dtype: str, kind: str, block_info: Any = None, seed: int = 0) -> Any:
+    """Return a chunk of a random matrix; one that is to be positive definite has a large diagonal."""
+    where, shape = block_info[None]["array-location"], block_info[None]["chunk-shape"]
+    xp = _module(kind)
+    found = xp.random.default_rng([seed, where[0][0], where[1][0]]).standard_normal(shape).astype(dtype)
+    rows, cols = xp.arange(*where[0]), xp.arange(*where[1])
+    return found + (rows[:, None] == cols) * xp.asarray(2 * n, dtype)
+
+
+def _module(kind: str) -> Any:
+    if kind == "numpy":
+        return np
+    import cupy
+
+    return cupy
+
+
+def matrix(n: int, chunks: Any, dtype: str, kind: str, seed: int) -> da.Array:
+    """Return a persisted random matrix."""
+    meta = _module(kind).empty((0, 0), dtype)
+    sizes = da.core.normalize_chunks(chunks, (n, n))
+    made = da.map_blocks(block, n, dtype, kind, chunks=sizes, dtype=dtype, meta=meta, seed=seed).persist()
+    wait(made)
+    return made
+
+
+OURS: dict[str, Callable[[da.Array], Any]] = {
+    "cholesky": lambda a: linalg.cholesky(a, lower=True),
+    "lu": lambda a: linalg.lu(a, p_indices=True)[1:],
+    "solve": lambda a: linalg.solve(a, a[:, 0]),
+    "qr": lambda a: linalg.qr(a, mode="r"),
+}
+DASKS: dict[str, Callable[[da.Array], Any]] = {
+    "cholesky": lambda a: da.linalg.cholesky(a, lower=True),
+    "lu": lambda a: da.linalg.lu(a)[1:],
+    "solve": lambda a: da.linalg.solve(a, a[:, 0]),
+    "qr": lambda a: da.linalg.qr(a)[1],
+}
+
+
+def run_seconds(client: Client, before: int) -> float:
+    """Return how long the newest run took, once the scheduler has noted it."""
+    while True:
+        found = [event for _, event in client.get_events("distmm") if event["action"] == "done"]
+        if len(found) > before:
+            return float(found[-1]["seconds"])
+        time.sleep(0.01)
+
+
+def runs(client: Client) -> int:
+    """Return how many runs the scheduler has noted."""
+    return sum(event["action"] == "done" for _, event in client.get_events("distmm"))
+
+
+def taken(call: Callable[[da.Array], Any], a: da.Array) -> float:
+    """Return the seconds from the call to all results in memory."""
+    started = time.perf_counter()
+    made = dask.persist(call(a))
+    wait(made)
+    return time.perf_counter() - started
+
+
+def scipy_seconds(n: int, dtype: str, kind: str, repeat: int) -> float:
+    """Return SciPy's median time with two threads, in this process."""
+    import scipy.linalg
+    import threadpoolctl
+
+    a = np.random.default_rng().standard_normal((n, n)).astype(dtype)
+    if kind == "cholesky":
+        a += 2 * n * np.eye(n, dtype=dtype)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "cholesky": lambda a: scipy.linalg.cholesky(a, lower=True),
+        "lu": lambda a: scipy.linalg.lu(a, p_indices=True),
+        "solve": lambda a: scipy.linalg.solve(a, a[:, 0]),
+        "qr": lambda a: scipy.linalg.qr(a, mode="r"),
+    }
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        return _median(calls[kind], a, repeat, lambda: None)
+
+
+def cusolver_seconds(n: int, dtype: str, kind: str, repeat: int) -> float:
+    """Return one GPU's median time, on a worker; of ``"gemm"``, too."""
+    import cupy as cp
+    import cupyx.scipy.linalg
+
+    a = cp.random.default_rng(0).standard_normal((n, n)).astype(dtype)
+    if kind == "cholesky":
+        a += 2 * n * cp.eye(n, dtype=dtype)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "cholesky": cp.linalg.cholesky,
+        "lu": cupyx.scipy.linalg.lu_factor,
+        "solve": lambda a: cp.linalg.solve(a, a[:, 0]),
+        "qr": lambda a: cp.linalg.qr(a, mode="r"),
+        "gemm": lambda a: a @ a,
+    }
+    found = _median(calls[kind], a, repeat, cp.cuda.Device().synchronize)
+    del a
+    cp.get_default_memory_pool().free_all_blocks()
+    return found
+
+
+def _median(call: Callable[[Any], Any], a: Any, repeat: int, synchronize: Callable[[], Any]) -> float:
+    call(a)
+    synchronize()
+    found = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        call(a)
+        synchronize()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
+def measure(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the medians of one factorization."""
+    count, array = len(client.scheduler_info(n_workers=-1)["workers"]), "cupy" if options.gpu else "numpy"
+    chunks = -(-n // count), -(-n // count)
+    walls, times = [], []
+    for turn in range(options.repeat + 1):
+        a = matrix(n, chunks, options.dtype, array, turn)
+        before = runs(client)
+        seconds = taken(OURS[kind], a)
+        if turn:
+            walls.append(seconds)
+            times.append(run_seconds(client, before))
+        del a
+        time.sleep(0.2)
+    found = {"size": n, "kind": kind, "dtype": options.dtype, "wall": statistics.median(walls)}
+    found |= {"run": statistics.median(times), "gflops": flops(kind, n) / statistics.median(times) / 1e9}
+    if options.gpu:
+        for name in (kind, "gemm"):
+            future = client.submit(cusolver_seconds, n, options.dtype, name, 2, pure=False)
+            found["one_gpu" if name == kind else "gemm"] = future.result()
+        rate = 2 * n**3 / found["gemm"]
+        found["share_of_gemm"] = flops(kind, n) / found["run"] / count / rate
+        return found
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found["scipy"] = pool.submit(scipy_seconds, n, options.dtype, kind, options.repeat).result()
+    found["dask"] = min(dask_seconds(n, kind, cut, options) for cut in (4, 8))
+    return found
+
+
+def dask_seconds(n: int, kind: str, cut: int, options: argparse.Namespace) -> float:
+    """Return stock Dask's median time from ``cut x cut`` chunks."""
+    chunks = (n // cut, n if kind == "qr" else n // cut)
+    found = []
+    for turn in range(options.repeat + 1):
+        a = matrix(n, chunks, options.dtype, "numpy", turn)
+        seconds = taken(DASKS[kind], a)
+        if turn:
+            found.append(seconds)
+        del a
+        time.sleep(0.2)
+    return statistics.median(found)
+
+
+@contextlib.contextmanager
+def cluster(gpu: bool) -> Iterator[Client]:
+    """Yield the client of a cluster: one worker a GPU, or two worker processes of one thread."""
+    if gpu:
+        from dask_cuda import LocalCUDACluster
+
+        with LocalCUDACluster(protocol="ucx", dashboard_address=None, silence_logs=50) as made, Client(made) as client:
+            yield client
+        return
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as made, Client(made) as client:
+        yield client
+
+
+def main() -> None:
+    """Measure, and print one line for each factorization."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, nargs="+", default=[4096])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results = []
+    with cluster(options.gpu) as client:
+        for n in options.size:
+            for kind in options.kinds:
+                found = measure(client, n, kind, options)
+                results.append(found)
+                texts = [f"{name} {value:.4g}" for name, value in found.items() if isinstance(value, float)]
+                print(kind, n, options.dtype, *texts, flush=True)
+    if options.out is not None:
+        software = environment.software("numpy", "scipy", "dask", "distributed", "dask_distmm")
+        about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
+        report = {"about": about, "results": results}
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

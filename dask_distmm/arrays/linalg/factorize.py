@@ -1,0 +1,167 @@
+"""One run as Dask arrays: operands are checked, the graph is made, outputs become arrays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+from dask.array.core import Array
+from dask.array.utils import meta_from_array
+from dask.base import tokenize
+
+from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.request import check_names, check_workers
+from dask_distmm.config import read_options
+from dask_distmm.errors import PlanError
+from dask_distmm.graph.factor import build_factor_graph
+from dask_distmm.planning.computation import Chunks, Output
+from dask_distmm.planning.factor import Factorization
+from dask_distmm.planning.factor.computation import FactorProblem
+from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.keys import barrier_name, output_name
+
+__all__ = ["RunOptions", "factorize", "inner_chunks", "matrix", "problem_of", "row_chunks"]
+
+
+class RunOptions(TypedDict, total=False):
+    """The options of a run: `engine` and `workers` as `dask_distmm.matmul` takes them.
+
+    `method` is ``"auto"``, ``"local"`` (one worker has the whole matrix) or ``"columns"`` (all workers have block
+    columns).
+    """
+
+    engine: str | None
+    workers: Sequence[str] | int | None
+    method: Literal["auto", "local", "columns"]
+
+
+_TYPES = {"e": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
+
+
+def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
+    """Return an operand as a matrix of known chunks.
+
+    Parameters
+    ----------
+    name
+        For messages.
+    x
+        A Dask array, or anything that `dask.array.asanyarray` takes.
+    vector
+        Whether a vector is taken, too: as a matrix of one column.
+
+    Raises
+    ------
+    PlanError
+        It has another number of dimensions, unknown chunk sizes, or chunks that are no NumPy or CuPy arrays.
+    """
+    array = as_array(x)
+    if array.ndim == 1 and vector:
+        array = array[:, None]
+    if array.ndim != 2:
+        expected = "a matrix or a vector" if vector else "a matrix"
+        raise PlanError(f"{name} has {array.ndim} dimensions; expected {expected}: loop over the matrices of a stack")
+    if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
+        raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
+    if (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
+        raise PlanError(
+            f"the chunks of {name} are {kind}; expected numpy.ndarray or cupy.ndarray: convert by map_blocks"
+        )
+    return array
+
+
+def inner_chunks(a: Array) -> tuple[int, ...]:
+    """Return the chunks of an axis of length min(m, n) of an (m, n) matrix."""
+    m, n = a.shape
+    chunks: tuple[int, ...] = a.chunks[1] if n <= m else a.chunks[0]
+    return chunks
+
+
+def row_chunks(size: int) -> Chunks:
+    """Return the chunks of a vector of one chunk, as a row."""
+    return (1,), (size,)
+
+
+def _common(arrays: Mapping[str, Array]) -> np.dtype:
+    """Return the type in which all is computed: float64 for integers, float32 for float16."""
+    found = np.result_type(*(array.dtype for array in arrays.values()))
+    if found.kind in "biu":
+        return np.dtype(np.float64)
+    if found.char not in _TYPES:
+        names = ", ".join(f"{name} is {array.dtype}" for name, array in arrays.items())
+        raise PlanError(f"{names}; expected float32, float64, complex64 or complex128: convert by astype")
+    return np.dtype(_TYPES[found.char])
+
+
+def factorize(
+    kind: str,
+    operands: Mapping[str, Array],
+    wanted: Mapping[str, Chunks],
+    *,
+    how: RunOptions,
+    **options: Any,
+) -> dict[str, Array]:
+    """Return outputs of a factorization as lazy arrays, all of them of one run.
+
+    Parameters
+    ----------
+    kind
+        One of `planning.factor.KINDS`.
+    operands
+        ``"a"``, and ``"b"`` where there are right-hand sides: as `matrix` returns them.
+    wanted
+        The outputs by their names, with the chunks that they are to have; a vector is a row.
+    how
+        The options of the run.
+    options
+        Of the kind.
+
+    Raises
+    ------
+    PlanError
+        Shapes, types or options do not fit.
+    """
+    dtype = _common(operands)
+    arrays = {name: array if array.dtype == dtype else array.astype(dtype) for name, array in operands.items()}
+    shapes = [array.shape for array in arrays.values()]
+    task = Factorization(kind, shapes[0], dtype.name, shapes[1] if len(shapes) > 1 else None, **options)
+    types = {one.name: one.dtype for one in task.outputs}
+    outputs = tuple(Output(name, chunks, types[name]) for name, chunks in wanted.items())
+    if unknown := how.keys() - RunOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(RunOptions.__annotations__)}")
+    _, engine = check_names(None, how.get("engine"))
+    method = how.get("method", "auto")
+    if method not in ("auto", "local", "columns"):
+        raise PlanError(f"unknown method {method!r}; known are 'auto', 'local', 'columns'")
+    kinds = {array_kind(array._meta) for array in arrays.values()}
+    array = "cupy" if "cupy" in kinds else "numpy"
+    chunks = tuple(array.chunks for array in arrays.values())
+    names = [array.name for array in arrays.values()]
+    people, settings = check_workers(how.get("workers")), read_options()
+    token = tokenize(repr((names, task, chunks, outputs, engine, people, settings, array, method)))
+    problem = FactorProblem(f"{kind}-{token}", task, chunks, outputs, engine, people, settings, array, method)
+    graph = build_factor_graph(problem, list(arrays.values()))
+    prototype = next(x._meta for x in arrays.values() if array_kind(x._meta) == array)
+    return {
+        one.name: Array(
+            graph,
+            output_name(problem.name, one.name),
+            one.chunks,
+            # NumPy warns when complex numbers become real, even if there are none.
+            meta=meta_from_array(prototype if one.dtype.startswith("complex") else prototype.real, 2, dtype=one.dtype),
+        )
+        for one in outputs
+    }
+
+
+def problem_of(x: Array) -> FactorProblem | None:
+    """Return the last factorization that an array is made by, or None if there is none in its graph."""
+    for name in reversed(list(x.dask.layers)):
+        layer = x.dask.layers[name]
+        if barrier_name(name) is not None and len(layer) == 1:
+            (task,) = layer.values()
+            if task.args[0].get("kind") == FactorProblem.kind:
+                return FactorProblem.from_wire(task.args[0])
+    return None

@@ -1,0 +1,303 @@
+"""Equations, inverses and determinants of Dask arrays."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Unpack
+
+import dask.array as da
+import numpy as np
+
+from dask_distmm.arrays.kinds import any_kind
+from dask_distmm.arrays.linalg.factorize import RunOptions, factorize, matrix, row_chunks
+from dask_distmm.arrays.linalg.factors import cholesky
+from dask_distmm.planning.computation import Chunks
+
+__all__ = [
+    "cho_factor",
+    "cho_solve",
+    "det",
+    "inv",
+    "lstsq",
+    "lu_solve",
+    "pinv",
+    "slogdet",
+    "solve",
+    "solve_triangular",
+]
+
+
+def cho_factor(a: Any, lower: bool = False, **how: Unpack[RunOptions]) -> tuple[Any, bool]:
+    """Return the Cholesky factor of a matrix, and `lower`, for `cho_solve`; see `cholesky`.
+
+    The other triangle is zero.
+    """
+    return cholesky(a, lower, **how), lower
+
+
+def cho_solve(factor: tuple[Any, bool], b: Any, **how: Unpack[RunOptions]) -> Any:
+    """Solve ``A @ x = b`` with the Cholesky factor of A.
+
+    Parameters
+    ----------
+    factor : tuple
+        As `cho_factor` returns it.
+    b : array, (n,) or (n, k)
+        Right-hand sides.
+
+    Returns
+    -------
+    array
+        x, of the shape of `b`.
+    """
+    c, lower = factor
+    first = solve_triangular(c, b, lower, "N" if lower else "C", **how)
+    return solve_triangular(c, first, lower, "C" if lower else "N", **how)
+
+
+@any_kind
+def lu_solve(factor: tuple[Any, Any], b: Any, **how: Unpack[RunOptions]) -> Any:
+    """Solve ``A @ x = b`` with what `lu_factor` has returned.
+
+    Parameters
+    ----------
+    factor : tuple
+        As `lu_factor` returns it.
+    b : array, (n,) or (n, k)
+        Right-hand sides.
+
+    Returns
+    -------
+    array
+        x, of the shape of `b`.
+    """
+    found, piv = factor
+    b = da.asanyarray(b)
+    rows = da.map_blocks(_swapped, da.asanyarray(piv).rechunk(-1), dtype=np.int64)
+    # Rows are picked within whole columns, which one worker has at a time.
+    columns = matrix("b", b, vector=True).rechunk({0: -1})
+    picked = da.blockwise(_pick, "ij", columns, "ij", rows, "i", dtype=columns.dtype, meta=columns._meta)
+    first = solve_triangular(found, picked, lower=True, unit_diagonal=True, **how)
+    x = solve_triangular(found, first, **how)
+    return x[:, 0] if b.ndim == 1 else x
+
+
+def _swapped(piv: Any) -> Any:
+    """Return the order of rows after LAPACK's swaps."""
+    rows = np.arange(len(piv), dtype=np.int64)
+    for i, j in enumerate(piv.tolist()):
+        rows[[i, j]] = rows[[j, i]]
+    return rows
+
+
+def _pick(x: Any, rows: Any) -> Any:
+    return x[rows]
+
+
+@any_kind
+def solve(
+    a: Any,
+    b: Any,
+    assume_a: Literal["gen", "pos"] = "gen",
+    lower: bool = False,
+    transposed: bool = False,
+    **how: Unpack[RunOptions],
+) -> Any:
+    """Solve ``a @ x = b``: by LU with partial pivoting, or by Cholesky.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix.
+    b : array, (n,) or (n, k)
+        Right-hand sides.
+    assume_a : str
+        ``"gen"``: any matrix. ``"pos"``: Hermitian and positive definite, of which one triangle is read.
+    lower : bool
+        With ``"pos"``: which triangle.
+    transposed : bool
+        Solve ``a.T @ x = b``.
+
+    Returns
+    -------
+    array
+        x, of the shape of `b`.
+
+    Raises
+    ------
+    PlanError
+        The shapes do not fit each other.
+    MatrixError
+        When it is computed: the matrix is singular, or not positive definite.
+    """
+    a, b = matrix("a", a), da.asanyarray(b)
+    columns = matrix("b", b, vector=True)
+    # A symmetric matrix and its transpose are one; a Hermitian one's transpose is its conjugate.
+    options: dict[str, Any] = {"assume_a": assume_a, "op": "T" if transposed else "N"}
+    if assume_a == "pos":
+        options["lower"] = lower
+    chunks = a.chunks[0 if transposed else 1], columns.chunks[1]
+    x = factorize("solve", {"a": a, "b": columns}, {"x": chunks}, how=how, **options)["x"]
+    return x[:, 0] if b.ndim == 1 else x
+
+
+@any_kind
+def solve_triangular(
+    a: Any,
+    b: Any,
+    lower: bool = False,
+    trans: Literal["N", "T", "C"] | int = "N",
+    unit_diagonal: bool = False,
+    right: bool = False,
+    **how: Unpack[RunOptions],
+) -> Any:
+    """Solve ``op(a) @ x = b`` for a triangular matrix, or ``x @ op(a) = b``.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix; its other triangle is not read.
+    b : array, (n,) or (n, k), or (k, n) if `right`
+        Right-hand sides.
+    lower : bool
+        Whether `a` is lower triangular.
+    trans : str or int
+        op(): ``"N"`` or 0 for none, ``"T"`` or 1 for the transpose, ``"C"`` or 2 for the conjugate transpose.
+    unit_diagonal : bool
+        Take the diagonal for ones, and do not read it.
+    right : bool
+        Solve ``x @ op(a) = b``.
+
+    Returns
+    -------
+    array
+        x, of the shape of `b`.
+
+    Raises
+    ------
+    MatrixError
+        When it is computed: an element of the diagonal is zero.
+    """
+    a, b = matrix("a", a), da.asanyarray(b)
+    op = {0: "N", 1: "T", 2: "C"}.get(trans, trans) if isinstance(trans, int) else trans
+    columns = matrix("b", b, vector=not right)
+    chunks = (columns.chunks[0], a.chunks[0]) if right else (a.chunks[0], columns.chunks[1])
+    options = {"lower": lower, "op": op, "unit_diagonal": unit_diagonal, "right": right}
+    operands = {"a": a, "b": columns}
+    x = factorize("solve_triangular", operands, {"x": chunks}, how=how, **options)["x"]
+    return x[:, 0] if b.ndim == 1 else x
+
+
+@any_kind
+def inv(a: Any, **how: Unpack[RunOptions]) -> Any:
+    """Return the inverse of a matrix; to solve equations, `solve` takes less and is more accurate.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix.
+
+    Raises
+    ------
+    MatrixError
+        When it is computed: the matrix is singular.
+    """
+    a = matrix("a", a)
+    return factorize("inv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]
+
+
+@any_kind
+def slogdet(a: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any]:
+    """Return the sign of a determinant, and the logarithm of its absolute value, as ``numpy.linalg.slogdet`` does.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix.
+
+    Returns
+    -------
+    sign, logabsdet : array, ()
+        0 and -inf for a singular matrix.
+    """
+    a = matrix("a", a)
+    wanted = {"sign": row_chunks(1), "logdet": row_chunks(1)}
+    found = factorize("slogdet", {"a": a}, wanted, how=how)
+    return found["sign"][0, 0], found["logdet"][0, 0]
+
+
+@any_kind
+def det(a: Any, **how: Unpack[RunOptions]) -> Any:
+    """Return the determinant of a matrix; where it may overflow, use `slogdet`.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix.
+    """
+    a = matrix("a", a)
+    return factorize("det", {"a": a}, {"det": row_chunks(1)}, how=how)["det"][0, 0]
+
+
+@any_kind
+def lstsq(a: Any, b: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any, int, None]:
+    """Return the least-squares solution of ``a @ x = b`` for a matrix of full rank, by QR.
+
+    With fewer equations than unknowns it is the solution of least norm.
+
+    Parameters
+    ----------
+    a : array, (m, n)
+        The matrix.
+    b : array, (m,) or (m, k)
+        Right-hand sides.
+
+    Returns
+    -------
+    x : array, (n,) or (n, k)
+        The solution.
+    residuals : array, (k,), () or (0,)
+        The squared 2-norms of ``b - a @ x``; empty where m <= n.
+    rank : int
+        min(m, n).
+    s : None
+        In place of the singular values, as of SciPy's ``lapack_driver="gelsy"``.
+
+    Raises
+    ------
+    MatrixError
+        When it is computed: the matrix is not of full rank.
+    """
+    a, b = matrix("a", a), da.asanyarray(b)
+    columns = matrix("b", b, vector=True)
+    m, n = a.shape
+    wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1])}
+    if m > n:
+        wanted["residuals"] = (1,), columns.chunks[1]
+    found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
+    x = found["x"]
+    residuals = found["residuals"][0] if m > n else da.zeros((0,), x.real.dtype)
+    if b.ndim == 1:
+        return x[:, 0], (residuals[0] if m > n else residuals), min(m, n), None
+    return x, residuals, min(m, n), None
+
+
+@any_kind
+def pinv(a: Any, **how: Unpack[RunOptions]) -> Any:
+    """Return the pseudo-inverse of a matrix of full rank, by QR.
+
+    Parameters
+    ----------
+    a : array, (m, n)
+        The matrix.
+
+    Returns
+    -------
+    array, (n, m)
+
+    Raises
+    ------
+    MatrixError
+        When it is computed: the matrix is not of full rank.
+    """
+    a = matrix("a", a)
+    return factorize("pinv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]

@@ -1,0 +1,310 @@
+"""One participant's side of a factorization: operands are gathered, the program runs, outputs are put together.
+
+::
+
+    prepare()   the rank's block columns are allocated
+    execute()   parts of the operands' chunks are fetched from their holders and written into the block columns
+                the program's steps; panels are fetched from their owners (`PanelExchange`)
+                the rank's chunks of the outputs are put together from all ranks' block columns
+
+Ranks exchange matrices by `Comm.fetch`, as for products: ``"input"``, ``"panel"`` and ``"final"``.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey, wait_checked
+from dask_distmm.engines.factor.execution import Execution
+from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.factor.outputs import is_zero, part_of, triangle_of, whole
+from dask_distmm.layout.redistribute import Copy
+from dask_distmm.planning.computation import Output
+from dask_distmm.planning.factor import Key
+from dask_distmm.planning.factor.placement import PARTS, FactorPlacement
+
+__all__ = ["FactorJob", "PanelExchange", "box_of", "put"]
+
+
+# Rows that are turned at once.
+_STRIP = 64
+
+
+class PanelExchange:
+    """The `Exchange` of one rank over `Comm`: panels are fetched as soon as their owner has published them.
+
+    Parameters
+    ----------
+    plan, comm
+        The plan of the run, and the way to its participants.
+    """
+
+    def __init__(self, plan: FactorPlacement, comm: Comm) -> None:
+        self._plan, self._comm = plan, comm
+        self._published: dict[Key, Future[Sequence[Any]]] = collections.defaultdict(Future)
+        self._error: BaseException | None = None
+
+    def publish(self, key: Key, arrays: Sequence[Any]) -> None:
+        """Let others have `arrays` from now on."""
+        future = self._published[key]
+        if not future.done():
+            future.set_result(arrays)
+
+    def ask(self, owner: int, key: Key) -> Future[Sequence[Any]]:
+        """Ask rank `owner` for what it publishes under `key`."""
+        boxes = np.array([(PARTS.index(key.part), key.panel, 0, 0, 0, 0)], np.int64)
+        return self._comm.fetch(self._plan.ranks[owner], "panel", boxes, False)
+
+    def get(self, asked: Future[Sequence[Any]], check: Callable[[], None]) -> Sequence[Any]:
+        """Return a panel that was asked for, once it is here."""
+        found: Sequence[Any] = wait_checked(asked, check)
+        return found
+
+    def drop(self, key: Key) -> None:
+        """Do nothing: Python frees the panel."""
+
+    def published(self, boxes: Boxes) -> Future[Sequence[Any]]:
+        """Return the future of the panel that a peer asks for."""
+        future = self._published[self.key_of(boxes)]
+        if self._error is not None and not future.done():
+            future.set_exception(self._error)
+        return future
+
+    @staticmethod
+    def key_of(boxes: Boxes) -> Key:
+        """Return the part of a panel that a peer asks for."""
+        part, panel = boxes[0, :2].tolist()
+        return Key(PARTS[part], panel)  # type: ignore[arg-type]
+
+    def abort(self, error: BaseException) -> None:
+        """End all requests that wait."""
+        self._error = error
+        for future in list(self._published.values()):
+            if not future.done():
+                future.set_exception(error)
+
+
+class FactorJob:
+    """One participant's side of one run. See the module's text.
+
+    Parameters
+    ----------
+    plan, me
+        The plan of the run, and the number of this participant in it.
+    chunks
+        The chunks that are here.
+    comm
+        The way to the other participants.
+    progress
+        Called with the share of the work that is done.
+    kernels
+        The arithmetic.
+    """
+
+    def __init__(
+        self,
+        plan: FactorPlacement,
+        me: int,
+        chunks: Mapping[ChunkKey, NDArray[Any]],
+        comm: Comm,
+        progress: Callable[[float], None],
+        kernels: Kernels,
+    ) -> None:
+        self.plan, self.me, self.chunks, self.comm, self.progress = plan, me, chunks, comm, progress
+        self.rank = plan.ranks.index(me) if me in plan.ranks else None
+        self.kernels = kernels
+        self.exchange = PanelExchange(plan, comm)
+        self.timings: dict[str, float] = {}
+        self.held_bytes = self.kept_bytes = 0
+        self.offer: Any = None
+        self._parts: dict[str, NDArray[Any]] = {}
+        self._inputs: Future[None] = Future()
+        self._inputs.set_result(None)
+        self._final: Future[None] = Future()
+        self._error: BaseException | None = None
+        self._execution: Execution
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have arrived from other participants."""
+        return self.comm.received_bytes
+
+    def prepare(self) -> None:
+        """Allocate this rank's block columns."""
+        if self.rank is not None:
+            self._execution = Execution(
+                self.plan.work, self.rank, self.kernels, self.exchange, self._check, self.progress
+            )
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Do nothing: there are none."""
+
+    def execute(self) -> dict[ResultKey, Any]:
+        """Gather the operands, run the program, put the outputs together."""
+        if self.rank is None:
+            return {}
+        marks = [time.perf_counter()]
+        self._gather()
+        marks.append(time.perf_counter())
+        self._execution.execute()
+        marks.append(time.perf_counter())
+        for output in self.plan.problem.outputs:
+            if self.plan.work.output_layout(output.name) is not None:
+                self._parts[output.name] = part_of(self._execution, output.name)
+        if not self._final.done():
+            self._final.set_result(None)
+        made: dict[ResultKey, Any] = {}
+        for number, output in enumerate(self.plan.problem.outputs):
+            made |= self._assemble(number, output)
+        marks.append(time.perf_counter())
+        for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
+            self.timings[name] = last - first
+        return made
+
+    def _gather(self) -> None:
+        """Write this rank's block columns of the operands."""
+        assert self.rank is not None
+        for number, name in enumerate(self.plan.problem.operands):
+            turned = self.plan.problem.task.turned(name)
+            target, counts = self._execution.held(number), self.plan.problem.chunk_counts(name)
+            remote: dict[int, list[tuple[Copy, tuple[int, ...]]]] = collections.defaultdict(list)
+            for copy in self.plan.gathered(name).for_dst(self.rank):
+                box = box_of(copy, counts, transposed=turned.transposed)
+                holder = int(self.plan.where[name][box[0]])
+                self._check()
+                index, r0, r1, c0, c1 = box
+                if (chunk := self._chunk(holder, name, index)) is None:
+                    remote[holder].append((copy, box))
+                else:
+                    put(target, copy, chunk[r0:r1, c0:c1], turned.transposed, turned.conjugated)
+            asked = []
+            for holder, copies in remote.items():
+                boxes = np.array([(number, *box) for _, box in copies], np.int64)
+                asked.append((copies, self.comm.fetch(holder, "input", boxes, False)))
+            for copies, answer in asked:
+                for (copy, _), part in zip(copies, wait_checked(answer, self._check), strict=True):
+                    part = self.kernels.xp.asarray(part)  # noqa: PLW2901
+                    put(target, copy, part, turned.transposed, turned.conjugated)
+
+    def _chunk(self, holder: int, name: str, index: int) -> Any:
+        """Return a chunk of an operand whose memory this process can read, or None: it has to be fetched."""
+        return self.chunks[name, index] if holder == self.me else None
+
+    def _taken_whole(self, output: Output) -> dict[ResultKey, Any]:
+        """Return this rank's chunks of an output that has no block columns: ranks that have it have all of it."""
+        assert self.rank is not None
+        if not (owned := self.plan.owned(output.name, self.rank)):
+            return {}
+        array = whole(self._execution, self.plan.work.output(output.name)).reshape(1, -1)
+        starts = np.concatenate([[0], np.cumsum(output.chunks[1])])
+        return {
+            (output.name, index): self.kernels.xp.array(array[:, starts[index] : starts[index + 1]], output.dtype)
+            for index in owned
+        }
+
+    def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:
+        """Return the chunks of an output that this rank puts together."""
+        assert self.rank is not None
+        plan, dtype = self.plan, np.dtype(output.dtype)
+        rows, cols = output.chunks
+        owned = plan.owned(output.name, self.rank)
+        found: dict[ResultKey, Any] = {}
+        copies = plan.delivered(output.name)
+        if copies is None:
+            return self._taken_whole(output)
+        turned, form = plan.work.output(output.name).turned, plan.work.output(output.name).form
+        remote: dict[int, list[tuple[int, Copy]]] = collections.defaultdict(list)
+        for index in owned:
+            i, j = divmod(index, len(cols))
+            # Zeros, as the system gives them, are free of charge until they are written to.
+            found[output.name, index] = np.zeros((rows[i], cols[j]), dtype, order="C" if turned.transposed else "F")
+            held = j * len(rows) + i if turned.transposed else index
+            for copy in copies.for_dst(held):
+                if not is_zero(form, copy):
+                    remote[copy.src].append((index, copy))
+        asked = []
+        # Not all ranks begin with the same one.
+        for peer in sorted(remote, key=lambda one: (one - (self.rank or 0)) % len(plan.ranks)):
+            boxes = np.array(
+                [
+                    (number, peer, c.src_row, c.src_row + c.nrows, c.src_col, c.src_col + c.ncols)
+                    for _, c in remote[peer]
+                ]
+            )
+            here = peer == self.rank
+            answer = None if here else self.comm.fetch(plan.ranks[peer], "final", boxes, False)
+            asked.append((remote[peer], boxes, answer))
+        for parts, boxes, answer in asked:
+            arrived = self._boxes(boxes) if answer is None else wait_checked(answer, self._check)
+            for (index, copy), part in zip(parts, arrived, strict=True):
+                chunk = found[output.name, index]
+                given = triangle_of(self.kernels, form, part, copy.row, copy.col)
+                put(chunk.T if turned.transposed else chunk, copy, given, False, turned.conjugated)
+        return found
+
+    # For peers
+
+    def available(self, kind: str, boxes: Boxes) -> Future[Any]:
+        """Return the future that says when `serve` can answer."""
+        if kind == "panel":
+            return self.exchange.published(boxes)
+        return self._inputs if kind == "input" else self._final
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return boxes of the chunks that are here, a panel, or boxes of this rank's part of an output."""
+        self._check()
+        if kind == "panel":
+            found = list(self.exchange.published(boxes).result())
+        elif kind == "input":
+            operands = self.plan.problem.operands
+            found = [self.chunks[operands[m], i][r0:r1, c0:c1] for m, i, r0, r1, c0, c1 in boxes.tolist()]
+        else:
+            found = self._boxes(boxes)
+        return [x if x.flags.c_contiguous or x.flags.f_contiguous else x.copy(order="F") for x in found]
+
+    def _boxes(self, boxes: Boxes) -> list[Any]:
+        outputs = self.plan.problem.outputs
+        return [self._parts[outputs[m].name][r0:r1, c0:c1] for m, _, r0, r1, c0, c1 in boxes.tolist()]
+
+    # The end
+
+    def abort(self, error: BaseException) -> None:
+        """End everything with `error`."""
+        self._error = self._error or error
+        self.exchange.abort(error)
+        if not self._final.done():
+            self._final.set_exception(error)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def box_of(copy: Copy, counts: tuple[int, int], *, transposed: bool) -> tuple[int, int, int, int, int]:
+    """Return the number of a chunk and a part of it, as it is, for a copy of the form that ranks hold."""
+    rows = copy.src_row, copy.src_row + copy.nrows
+    cols = copy.src_col, copy.src_col + copy.ncols
+    if not transposed:
+        return copy.src, *rows, *cols
+    j, i = divmod(copy.src, counts[0])
+    return i * counts[1] + j, *cols, *rows
+
+
+def put(target: Any, copy: Copy, part: Any, transposed: bool, conjugated: bool) -> None:
+    """Write a part to its place."""
+    part = part.T if transposed else part
+    part, place = part.conj() if conjugated else part, target[copy.dst_index]
+    across = part.ndim == 2 and (part.strides[0] < part.strides[1]) != (place.strides[0] < place.strides[1])
+    if not across or not isinstance(part, np.ndarray):
+        place[...] = part
+        return
+    # NumPy turns a matrix slowly where columns are far apart: what it reads and writes has to stay in the caches.
+    for row in range(0, len(part), _STRIP):
+        place[row : row + _STRIP] = part[row : row + _STRIP]

@@ -1,0 +1,114 @@
+"""The arithmetic of the steps, on one rank's part of a matrix: BLAS and LAPACK, in place. A protocol."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Kernels"]
+
+
+class Kernels(Protocol):
+    """BLAS and LAPACK of one device, on column-major matrices of one type.
+
+    All matrices are two-dimensional and may be parts of larger ones: their columns are contiguous, and one lies any
+    distance behind the other. ``op_a`` and the like are ``"N"``, ``"T"`` or ``"C"``: the matrix itself, its
+    transpose, its conjugate transpose (the transpose of real ones).
+    """
+
+    @property
+    def xp(self) -> Any:
+        """The array module: numpy or cupy."""
+        ...
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether calls return before their work is done. Then matrices are looked at when all is done."""
+        ...
+
+    def ahead(self) -> contextlib.AbstractContextManager[None]:
+        """Let the calls inside of a ``with`` block run beside those outside that follow; after those before it."""
+        ...
+
+    def join(self) -> None:
+        """Let the calls that follow run after all that were made ahead."""
+        ...
+
+    def empty(self, shape: tuple[int, int], dtype: np.dtype) -> Any:
+        """Return a column-major matrix whose elements may be anything."""
+        ...
+
+    def numbers(self, count: int) -> Any:
+        """Return one column of the numbers from 0 on, in float64."""
+        ...
+
+    def gemm(self, a: Any, b: Any, c: Any, op_a: str = "N", op_b: str = "N", *, alpha: float, beta: float) -> None:
+        """Compute ``c = alpha op(a) op(b) + beta c``. With `beta` 0 it does not matter what `c` holds."""
+        ...
+
+    def herk(self, a: Any, c: Any) -> None:
+        """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""
+        ...
+
+    def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool) -> None:
+        """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b`` (`right`).
+
+        `a` is square. One triangle of it is read; its diagonal, too, unless it is taken for ones (`unit`).
+        """
+        ...
+
+    def potrf(self, a: Any) -> Any:
+        """Overwrite the lower triangle of `a` with its Cholesky factor.
+
+        Returns
+        -------
+        vector
+            Of one integer: 0; or the order of the first leading minor that is not positive, counted from 1.
+        """
+        ...
+
+    def getrf(self, a: Any) -> Any:
+        """Overwrite `a`, of any shape, with L (ones on its diagonal are left out) and U, with partial pivoting.
+
+        Returns
+        -------
+        vector
+            int32, ``min(a.shape)`` pivots: row ``i`` has been swapped with row ``pivots[i]``, in that order. From 0. A
+            column whose pivot is zero is left as it is.
+        """
+        ...
+
+    def geqrt(self, a: Any) -> Any:
+        """Overwrite `a` with R and below it the reflectors V (ones on its diagonal are left out).
+
+        `a` has at least as many rows as columns.
+
+        Returns
+        -------
+        matrix
+            T, upper triangular with zeros below, as many rows as `a` has columns: ``Q = I - V T V^H``.
+        """
+        ...
+
+    def laswp(self, a: Any, pivots: Any) -> None:
+        """Swap rows of `a` as `getrf` has done."""
+        ...
+
+    def triangle(self, a: Any, *, lower: bool, unit: bool) -> Any:
+        """Return a copy of `a`, of any shape, with zeros outside of a triangle; `unit`: with ones on its diagonal."""
+        ...
+
+    def diagonal(self, a: Any) -> Any:
+        """Return a copy of the diagonal of `a`."""
+        ...
+
+    def norms(self, a: Any) -> Any:
+        """Return the 2-norms of the columns of `a`."""
+        ...
+
+    def host(self, a: Any) -> NDArray[Any]:
+        """Return an array of any shape on the host."""
+        ...

@@ -1,0 +1,197 @@
+"""The results that a rank holds after its program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.factor.execution import Execution
+from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.layout.redistribute import Copy
+from dask_distmm.planning.factor import TaskOutput
+
+# Forms with zeros in the other triangle.
+TRIANGLES = ("lower", "unit lower", "upper")
+
+__all__ = ["TRIANGLES", "block_column", "block_columns", "is_zero", "needs_copy", "part_of", "triangle_of", "whole"]
+
+
+def block_columns(execution: Execution, name: str, out: Any = None) -> Any:
+    """Return a rank's part of a result: its block columns side by side, as `FactorPlan.output_layout` has them.
+
+    They are written to `out`, if it is given.
+    """
+    layout = execution.plan.output_layout(name)
+    assert layout is not None
+    output = execution.plan.output(name)
+    part = out
+    if part is None:
+        part = execution.kernels.empty(layout.local_shape(execution.rank), np.dtype(output.dtype))
+    at, first = 0, execution.columns.first(output.matrix or 0)
+    for number in execution.columns.owned(execution.rank, first, first + -(-layout.shape[1] // layout.blocks[1])):
+        block = block_column(execution, output, number)
+        part[:, at : at + block.shape[1]] = block
+        at += block.shape[1]
+    return part
+
+
+def needs_copy(output: TaskOutput, kind: str) -> bool:
+    """Whether a rank's part of a result is not in its block columns as it is, but for the other triangle.
+
+    Rows of L are swapped by the panels that come after; residuals are norms of columns.
+    """
+    return output.form == "residuals" or (kind == "lu" and output.form != "upper")
+
+
+def part_of(execution: Execution, name: str, out: Any = None) -> Any:
+    """Return a rank's part of a result; its other triangle, if it has one, may hold anything (`triangle_of`).
+
+    Parameters
+    ----------
+    out
+        Where it is written to if it has to be copied (`needs_copy`); None to allocate that.
+    """
+    output, layout = execution.plan.output(name), execution.plan.output_layout(name)
+    assert layout is not None
+    if needs_copy(output, execution.plan.problem.kind):
+        return block_columns(execution, name, out)
+    rows, cols = layout.local_shape(execution.rank)
+    return execution.held(output.matrix or 0)[:rows, :cols]
+
+
+def is_zero(form: str, copy: Copy) -> bool:
+    """Whether all of a part of a result is outside of its triangle."""
+    if form in ("lower", "unit lower"):
+        return copy.row + copy.nrows <= copy.col
+    return form == "upper" and copy.col + copy.ncols <= copy.row
+
+
+def triangle_of(kernels: Kernels, form: str, part: Any, row: int, col: int) -> Any:
+    """Return a part of a result with zeros, or ones, in place of what is not in its triangle.
+
+    Parameters
+    ----------
+    form
+        Of the result (`TaskOutput.form`).
+    part
+        The part.
+    row, col
+        Where it begins in the whole matrix.
+    """
+    rows, cols = part.shape
+    lower, xp = form != "upper", kernels.xp
+    if form not in TRIANGLES:
+        return part
+    if (row >= col + cols) if lower else (col >= row + rows):
+        return part
+    if form == "unit lower":
+        return xp.tril(part, row - col - 1) + xp.eye(rows, cols, row - col, dtype=part.dtype)
+    return xp.tril(part, row - col) if lower else xp.triu(part, row - col)
+
+
+def block_column(execution: Execution, output: TaskOutput, number: int) -> Any:
+    """Return one block column of a result.
+
+    Parameters
+    ----------
+    output
+        A result that has block columns.
+    number
+        Number of a block of this rank, counted over both matrices.
+
+    Returns
+    -------
+    matrix
+        As ranks hold it (`TaskOutput.turned`). It may share memory with the rank's array: copy before you write.
+    """
+    kernels, columns = execution.kernels, execution.columns
+    _, start, stop = columns.blocks[number]
+    rows, cols = output.held
+    held = execution.array[:, columns.local(execution.rank, number, number + 1)][:, : cols - start]
+    if output.form == "residuals":
+        order = execution.plan.problem.a_shape[1]
+        return kernels.norms(held[order : execution.plan.problem.a_shape[0]])[None] ** 2
+    if output.matrix == 1:
+        return held[:rows]
+    block = kernels.empty((rows, held.shape[1]), held.dtype)
+    block[...] = held[:rows]
+    if execution.plan.problem.kind == "lu" and output.form != "upper":
+        _swap_later(execution, stop, block)
+    if output.form == "full":
+        return block
+    diagonal = block[start:stop]
+    lower = output.form != "upper"
+    (block[:start] if lower else block[stop:])[...] = 0
+    diagonal[...] = kernels.triangle(diagonal, lower=lower, unit=output.form == "unit lower")
+    return block
+
+
+def _swap_later(execution: Execution, stop: int, block: Any) -> None:
+    """Swap the rows of L below a panel, as the panels after it have swapped theirs."""
+    if stop >= execution.columns.place(0).order:
+        return
+    if execution.kernels.asynchronous:
+        # So many swaps, one after the other, take longer on a GPU than to pick all rows at once.
+        block[stop:] = block[stop:][execution.kernels.xp.asarray(_rows_later(execution)[stop])]
+    else:
+        execution.kernels.laswp(block[stop:], _pivots(execution)[stop:] - np.int32(stop))
+
+
+def _rows_later(execution: Execution) -> dict[int, NDArray[np.int64]]:
+    """Return, for the end of each panel, the order of the rows below it after the swaps of all later panels."""
+    if not execution.rows_later:
+        rows, pivots, panels = execution.columns.rows, _pivots(execution), sorted(execution.pivots)
+        order: NDArray[np.int64] = np.arange(rows, dtype=np.int64)
+        for panel in reversed(panels):
+            start, stop, _ = execution.columns.place(panel)
+            execution.rows_later[stop] = order[stop:] - stop
+            swapped = np.arange(rows, dtype=np.int64)
+            for row in range(start, stop):
+                swapped[[row, pivots[row]]] = swapped[[pivots[row], row]]
+            # First the swaps of this panel, then those of the later ones.
+            order = swapped[order]
+    return execution.rows_later
+
+
+def whole(execution: Execution, output: TaskOutput) -> NDArray[Any]:
+    """Return a result that has no block columns: pivots, a permutation, a determinant.
+
+    The rank is one of `FactorPlan.holders`.
+
+    Returns
+    -------
+    array
+        ``"pivots"``: int32, row ``i`` has been swapped with row ``pivots[i]``, in that order. ``"permutation"``: p of
+        int64 with ``a[p] = l @ u``. ``"sign"``, ``"logdet"`` and ``"det"``: 0-dimensional, as NumPy has them.
+    """
+    pivots = _pivots(execution)
+    if output.form == "pivots":
+        return pivots
+    if output.form == "permutation":
+        # LAPACK swaps rows of numbers; these are exact.
+        rows = execution.kernels.numbers(output.shape[0])
+        execution.kernels.laswp(rows, pivots)
+        return np.asarray(execution.kernels.host(rows)[:, 0], np.int64)
+    panels = execution.pivots
+    diagonal = np.concatenate(
+        [execution.kernels.host(panels[panel][1]) for panel in sorted(panels)] or [np.ones(0, output.dtype)]
+    )
+    size = abs(diagonal)
+    with np.errstate(all="ignore"):
+        if output.form == "logdet":
+            return np.asarray(np.log(size).sum(dtype=output.dtype))
+        if (size == 0).any():
+            return np.zeros((), output.dtype)
+        odd = np.count_nonzero(pivots != np.arange(len(pivots))) % 2
+        factors = diagonal if output.form == "det" else diagonal / size
+        return np.asarray(np.prod(factors, dtype=output.dtype) * (-1 if odd else 1), output.dtype)
+
+
+def _pivots(execution: Execution) -> NDArray[np.int32]:
+    """Return all pivots, from 0."""
+    panels = execution.pivots
+    host = execution.kernels.host
+    found = [host(panels[panel][0]) + np.int32(execution.columns.place(panel).start) for panel in sorted(panels)]
+    return np.concatenate(found or [np.zeros(0, np.int32)])

@@ -1,0 +1,214 @@
+"""The kernels of factorizations on GPUs: cuBLAS and cuSOLVER, in place on parts of matrices."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import cupy as cp
+import numpy as np
+from numpy.typing import NDArray
+from nvmath.bindings import cublas, cusolverDn
+
+from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
+from dask_distmm.engines.gpu.operands import record
+
+__all__ = ["SolverKernels"]
+
+_WORKSPACE_BYTES = 2**25
+# Priority of a stream whose kernels go before those of others.
+_FIRST = -5
+_LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
+# cublasFillMode_t, cublasSideMode_t, cublasDiagType_t, cublasDirectMode_t, cublasStorevMode_t
+_LOWER, _UPPER, _LEFT, _RIGHT, _NON_UNIT, _UNIT, _FORWARD, _COLUMNWISE = 0, 1, 0, 1, 0, 1, 0, 0
+
+
+class _Handles:
+    """The libraries' handles for one stream.
+
+    With one handle for two streams the libraries give wrong results: they share its workspace.
+    """
+
+    def __init__(self, stream: cp.cuda.Stream) -> None:
+        self.stream, self.blas, self.solver = stream, cublas.create(), cusolverDn.create()
+        cublas.set_stream(self.blas, stream.ptr)
+        cusolverDn.set_stream(self.solver, stream.ptr)
+        # Large products take it in place of the library's own.
+        self.workspace = cp.empty(_WORKSPACE_BYTES, np.uint8)
+        cublas.set_workspace(self.blas, self.workspace.data.ptr, self.workspace.nbytes)
+
+
+class SolverKernels:
+    """`dask_distmm.engines.factor.Kernels` for CuPy arrays, on two streams.
+
+    Parameters
+    ----------
+    stream
+        The stream of the work. Its user makes it the current one, so that memory is taken and freed in its order.
+    """
+
+    asynchronous, xp = True, cp
+
+    def __init__(self, stream: cp.cuda.Stream) -> None:
+        self._main, self._ahead = _Handles(stream), _Handles(cp.cuda.Stream(non_blocking=True, priority=_FIRST))
+        self._now = self._main
+        self._parameters = cusolverDn.create_params()
+        self._info = cp.zeros(1, np.int32)
+
+    @property
+    def streams(self) -> tuple[cp.cuda.Stream, cp.cuda.Stream]:
+        """The stream of the work, and that of the work ahead, which goes first."""
+        return self._main.stream, self._ahead.stream
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Let the calls inside run beside those outside that follow; after those before."""
+        self._ahead.stream.wait_event(record(self._main.stream))
+        self._now = self._ahead
+        try:
+            with self._ahead.stream:
+                yield
+        finally:
+            self._now = self._main
+
+    def join(self) -> None:
+        """Let the calls that follow run after all that were made ahead."""
+        self._main.stream.wait_event(record(self._ahead.stream))
+
+    def empty(self, shape: tuple[int, int], dtype: np.dtype) -> Any:
+        """Return a column-major matrix whose elements may be anything."""
+        return cp.empty(shape, dtype, order="F")
+
+    def numbers(self, count: int) -> Any:
+        """Return one column of the numbers from 0 on."""
+        return cp.arange(count, dtype=np.float64)[:, None]
+
+    def gemm(self, a: Any, b: Any, c: Any, op_a: str = "N", op_b: str = "N", *, alpha: float, beta: float) -> None:
+        """Compute ``c = alpha op(a) op(b) + beta c``."""
+        depth = a.shape[1 if op_a == "N" else 0]
+        if c.size and (depth or not beta):
+            one, other = _factor(alpha, c.dtype), _factor(beta, c.dtype)
+            function = getattr(cublas, f"{_LETTERS[c.dtype.name]}gemm")
+            arguments = OPS[op_a], OPS[op_b], *c.shape, depth, one.ctypes.data, *_at(a), *_at(b), other.ctypes.data
+            function(self._now.blas, *arguments, *_at(c))
+
+    def herk(self, a: Any, c: Any) -> None:
+        """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""
+        if c.size and a.shape[1]:
+            letter = _LETTERS[c.dtype.name]
+            real = c.real.dtype
+            function = getattr(cublas, f"{letter}{'herk' if c.dtype.kind == 'c' else 'syrk'}")
+            one, other = _factor(-1, real), _factor(1, real)
+            shape = len(a), a.shape[1]
+            function(self._now.blas, _LOWER, OPS["N"], *shape, one.ctypes.data, *_at(a), other.ctypes.data, *_at(c))
+
+    def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool) -> None:
+        """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""
+        if b.size:
+            modes = _RIGHT if right else _LEFT, _LOWER if lower else _UPPER, OPS[op], _UNIT if unit else _NON_UNIT
+            one = _factor(1, b.dtype)
+            function = getattr(cublas, f"{_LETTERS[b.dtype.name]}trsm")
+            function(self._now.blas, *modes, *b.shape, one.ctypes.data, *_at(a), *_at(b))
+
+    def potrf(self, a: Any) -> Any:
+        """Overwrite the lower triangle of `a` with its Cholesky factor; return cuSOLVER's info."""
+        info = cp.zeros(1, np.int32)
+        if not a.size:
+            return info
+        kind = DATA_TYPES[a.dtype.name]
+        sizes = cusolverDn.xpotrf_buffer_size(self._now.solver, self._parameters, _LOWER, len(a), kind, *_at(a), kind)
+        device, host = self._buffers(sizes)
+        cusolverDn.xpotrf(
+            self._now.solver, self._parameters, _LOWER, len(a), kind, *_at(a), kind, *_memory(device), *_memory(host),
+            info.data.ptr,
+        )  # fmt: skip
+        return info
+
+    def getrf(self, a: Any) -> Any:
+        """Overwrite `a` with L and U; return the pivots, from 0, on the device."""
+        letter, pivots = _LETTERS[a.dtype.name], cp.zeros(min(a.shape), np.int32)
+        if a.size:
+            size = getattr(cusolverDn, f"{letter}getrf_buffer_size")(self._now.solver, *a.shape, *_at(a))
+            workspace = cp.empty(max(1, size), a.dtype)
+            getattr(cusolverDn, f"{letter}getrf")(
+                self._now.solver, *a.shape, *_at(a), workspace.data.ptr, pivots.data.ptr, self._info.data.ptr
+            )
+        return pivots - np.int32(1)
+
+    def geqrt(self, a: Any) -> Any:
+        """Overwrite `a` with R and reflectors; return T."""
+        rows, size = a.shape
+        t = cp.zeros((size, size), a.dtype, order="F")
+        if not size:
+            return t
+        kind, tau = DATA_TYPES[a.dtype.name], cp.empty(size, a.dtype)
+        solver, parameters = self._now.solver, self._parameters
+        sizes = cusolverDn.xgeqrf_buffer_size(solver, parameters, rows, size, kind, *_at(a), kind, tau.data.ptr, kind)
+        device, host = self._buffers(sizes)
+        cusolverDn.xgeqrf(
+            solver, parameters, rows, size, kind, *_at(a), kind, tau.data.ptr, kind, *_memory(device), *_memory(host),
+            self._info.data.ptr,
+        )  # fmt: skip
+        given = _FORWARD, _COLUMNWISE, rows, size, kind, *_at(a), kind, tau.data.ptr, kind, *_at(t), kind
+        # It leaves the bytes of a workspace on the host as they were: it needs none.
+        device_bytes, _ = cusolverDn.xlarft_buffer_size(solver, parameters, *given)
+        device, host = self._buffers((device_bytes, 0))
+        cusolverDn.xlarft(solver, parameters, *given, *_memory(device), *_memory(host))
+        return t
+
+    def laswp(self, a: Any, pivots: Any) -> None:
+        """Swap rows of `a` as `getrf` has done."""
+        if a.size and len(pivots):
+            given = cp.asarray(pivots, np.int32) + np.int32(1)
+            function = getattr(cusolverDn, f"{_LETTERS[a.dtype.name]}laswp")
+            function(self._now.solver, a.shape[1], *_at(a), 1, len(given), given.data.ptr, 1)
+
+    def triangle(self, a: Any, *, lower: bool, unit: bool) -> Any:
+        """Return a copy of a triangle of `a` with zeros in place of the rest; and ones on its diagonal."""
+        found = self.empty(a.shape, a.dtype)
+        # The transpose is in C order, in which CuPy's kernels are quickest.
+        found.T[...] = cp.triu(a.T) if lower else cp.tril(a.T)
+        if unit:
+            cp.fill_diagonal(found, 1)
+        return found
+
+    def diagonal(self, a: Any) -> Any:
+        """Return a copy of the diagonal of `a`."""
+        return cp.diagonal(a).copy()
+
+    def norms(self, a: Any) -> Any:
+        """Return the 2-norms of the columns of `a`."""
+        return cp.linalg.norm(a, axis=0)
+
+    def host(self, a: Any) -> NDArray[Any]:
+        """Return an array of any shape on the host."""
+        return a if isinstance(a, np.ndarray) else a.get(stream=self._now.stream)
+
+    def _buffers(self, sizes: tuple[int, int]) -> tuple[Any, NDArray[np.uint8]]:
+        """Return the workspaces that a routine asks for, on the device and on the host."""
+        return cp.empty(max(1, sizes[0]), np.uint8), _host_buffer(max(1, sizes[1]))
+
+
+@functools.lru_cache(maxsize=64)
+def _factor(value: float, dtype: np.dtype) -> NDArray[Any]:
+    return np.array([value], dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _host_buffer(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
+
+
+def _memory(buffer: Any) -> tuple[int, int]:
+    """Return address and bytes of a buffer."""
+    return int(buffer.data.ptr if isinstance(buffer, cp.ndarray) else buffer.ctypes.data), int(buffer.nbytes)
+
+
+def _at(a: Any) -> tuple[int, int]:
+    """Return the address of a column-major matrix, and the distance of its columns in elements."""
+    rows, cols = a.shape
+    if a.size and a.strides[0] != a.itemsize and rows > 1:
+        raise ValueError(f"a matrix of shape {a.shape} has strides {a.strides}: its columns are not contiguous")
+    return int(a.data.ptr), max(1, rows, a.strides[1] // a.itemsize if cols > 1 and a.size else 1)

@@ -1,0 +1,179 @@
+"""The kernels of factorizations on CPUs: SciPy's BLAS and LAPACK, in place on parts of matrices."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.numpy.routines import column_major, leading, routine
+from dask_distmm.errors import EngineError
+
+__all__ = ["LapackKernels"]
+
+_ref = ctypes.byref
+_Integers = ctypes.POINTER(ctypes.c_int)
+# Columns that start at the same place of a page compete for the same lines of a cache: their distance is kept from
+# being a multiple of this many bytes.
+_PAGE, _LINE = 1024, 64
+# Triangles of a larger order are solved with by halves.
+_SOLVED = 64
+
+
+class LapackKernels:
+    """`dask_distmm.engines.factor.Kernels` for NumPy arrays."""
+
+    asynchronous, xp = False, np
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Do nothing: a call is done when it returns."""
+        yield
+
+    def join(self) -> None:
+        """Do nothing: a call is done when it returns."""
+
+    def empty(self, shape: tuple[int, int], dtype: np.dtype) -> NDArray[Any]:
+        """Return a column-major matrix whose elements may be anything."""
+        rows, cols = shape
+        line = max(1, _LINE // dtype.itemsize)
+        distance = -(-rows // line) * line
+        if cols > 1 and rows * dtype.itemsize >= _PAGE and distance * dtype.itemsize % _PAGE == 0:
+            distance += line
+        return np.empty((distance, cols), dtype, order="F")[:rows]
+
+    def numbers(self, count: int) -> NDArray[np.float64]:
+        """Return one column of the numbers from 0 on."""
+        return np.arange(count, dtype=np.float64)[:, None]
+
+    def gemm(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        c: NDArray[Any],
+        op_a: str = "N",
+        op_b: str = "N",
+        *,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        """Compute ``c = alpha op(a) op(b) + beta c``."""
+        depth = a.shape[1 if op_a == "N" else 0]
+        if c.size and (depth or not beta):
+            a, b = _given(a), _given(b)
+            alphas, betas = np.full(1, alpha, c.dtype), np.full(1, beta, c.dtype)
+            _call(
+                c, "gemm", op_a.encode(), op_b.encode(), *c.shape, depth, alphas, a, leading(a), b, leading(b), betas,
+                c, leading(c),
+            )  # fmt: skip
+
+    def herk(self, a: NDArray[Any], c: NDArray[Any]) -> None:
+        """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""
+        if c.size and a.shape[1]:
+            a = _given(a)
+            factors = np.array([-1, 1], c.real.dtype)
+            name = "herk" if c.dtype.kind == "c" else "syrk"
+            _call(c, name, b"L", b"N", *a.shape, factors, a, leading(a), factors[1:], c, leading(c))
+
+    def trsm(self, a: NDArray[Any], b: NDArray[Any], *, right: bool, lower: bool, op: str, unit: bool) -> None:
+        """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``.
+
+        By halves: OpenBLAS multiplies quicker than it solves.
+        """
+        size = len(a)
+        if size > _SOLVED:
+            low, high = slice(0, size // 2), slice(size // 2, size)
+            # With which half of the unknowns the solution begins.
+            i, j = (high, low) if right == (lower == (op == "N")) else (low, high)
+            beside = a[high, low] if lower else a[low, high]
+            known, left = (b[:, i], b[:, j]) if right else (b[i], b[j])
+            self.trsm(a[i, i], known, right=right, lower=lower, op=op, unit=unit)
+            if right:
+                self.gemm(known, beside, left, "N", op, alpha=-1, beta=1)
+            else:
+                self.gemm(beside, known, left, op, alpha=-1, beta=1)
+            self.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit)
+        elif b.size:
+            a = _given(a)
+            letters = b"R" if right else b"L", b"L" if lower else b"U", op.encode(), b"U" if unit else b"N"
+            _call(b, "trsm", *letters, *b.shape, np.ones(1, b.dtype), a, leading(a), b, leading(b))
+
+    def potrf(self, a: NDArray[Any]) -> NDArray[np.int32]:
+        """Overwrite the lower triangle of `a` with its Cholesky factor; return LAPACK's info."""
+        info = ctypes.c_int(0)
+        if a.size:
+            _call(a, "potrf", b"L", len(a), a, leading(a), info)
+        return np.array([info.value], np.int32)
+
+    def getrf(self, a: NDArray[Any]) -> NDArray[np.int32]:
+        """Overwrite `a` with L and U; return the pivots, from 0."""
+        info, pivots = ctypes.c_int(0), np.zeros(min(a.shape), np.int32)
+        if a.size:
+            _call(a, "getrf", *a.shape, a, leading(a), pivots, info)
+        return pivots - np.int32(1)
+
+    def geqrt(self, a: NDArray[Any]) -> NDArray[Any]:
+        """Overwrite `a` with R and reflectors; return T. Recursive: most of it is products of matrices."""
+        size = a.shape[1]
+        t = np.zeros((size, size), a.dtype, order="F")
+        if size:
+            info = ctypes.c_int(0)
+            _call(a, "geqrt3", len(a), size, a, leading(a), t, leading(t), info)
+            # LAPACK leaves other numbers below the diagonal.
+            t = np.asfortranarray(np.triu(t))
+        return t
+
+    def laswp(self, a: NDArray[Any], pivots: NDArray[np.int32]) -> None:
+        """Swap rows of `a` as `getrf` has done."""
+        if a.size and len(pivots):
+            _call(a, "laswp", a.shape[1], a, leading(a), 1, len(pivots), np.asarray(pivots + 1, np.int32), 1)
+
+    def triangle(self, a: NDArray[Any], *, lower: bool, unit: bool) -> NDArray[Any]:
+        """Return a copy of a triangle of `a` with zeros in place of the rest; and ones on its diagonal."""
+        found = np.asfortranarray(np.tril(a) if lower else np.triu(a))
+        if unit:
+            np.fill_diagonal(found, 1)
+        return found
+
+    def diagonal(self, a: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy of the diagonal of `a`."""
+        return np.diagonal(a).copy()
+
+    def norms(self, a: NDArray[Any]) -> NDArray[Any]:
+        """Return the 2-norms of the columns of `a`."""
+        found: NDArray[Any] = np.linalg.norm(a, axis=0)
+        return found
+
+    def host(self, a: NDArray[Any]) -> NDArray[Any]:
+        """Return the array itself."""
+        return a
+
+
+def _given(a: NDArray[Any]) -> NDArray[Any]:
+    """Return a matrix that is read, column-major."""
+    return a if column_major(a) else np.asfortranarray(a)
+
+
+def _call(out: NDArray[Any], name: str, *arguments: Any) -> None:
+    """Call a routine for the type of `out`, which it overwrites: arrays by address, integers by reference."""
+    function = routine(out.dtype.char, name)
+    if function is None:
+        raise EngineError(
+            f"SciPy has no {name!r} with 32-bit integers for {out.dtype}: install SciPy from PyPI or conda-forge"
+        )
+    if not column_major(out):
+        raise ValueError(f"a matrix of shape {out.shape} has strides {out.strides}: its columns are not contiguous")
+    # NumPy's arrays of no columns may have no address; no call gets here with one.
+    function(*map(_argument, arguments))
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.ctypes.data_as(_Integers) if value.dtype == np.int32 else value.ctypes.data
+    if isinstance(value, bytes):
+        return value
+    return _ref(value if isinstance(value, ctypes.c_int) else ctypes.c_int(value))

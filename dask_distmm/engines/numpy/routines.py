@@ -1,0 +1,73 @@
+"""SciPy's BLAS and LAPACK by address, so that they work in place on parts of matrices.
+
+``scipy.linalg.blas`` and ``scipy.linalg.lapack`` copy a matrix whose columns do not follow each other at once, as the
+columns of a part do not. SciPy documents how to reach its libraries from outside: ``scipy.linalg.cython_blas`` and
+``cython_lapack`` hold each routine's address in a capsule whose name is the routine's C signature. A call through
+ctypes releases the GIL, so Dask's event loop goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import scipy.linalg.cython_blas
+import scipy.linalg.cython_lapack
+from numpy.typing import NDArray
+
+__all__ = ["column_major", "leading", "routine"]
+
+_PREFIX = {"f": "s", "d": "d", "F": "c", "D": "z"}
+_CAPSULES: Mapping[str, Any] = {
+    **scipy.linalg.cython_lapack.__pyx_capi__,
+    **scipy.linalg.cython_blas.__pyx_capi__,
+}
+
+
+@functools.cache
+def routine(char: str, name: str) -> Callable[..., None] | None:
+    """Return a routine of BLAS or LAPACK for a type, or None if there is none with 32-bit integer arguments.
+
+    Parameters
+    ----------
+    char
+        Character of the NumPy type (``dtype.char``).
+    name
+        Name of the routine without its first letter: ``"gemm"``.
+
+    Returns
+    -------
+    callable
+        It takes what Fortran's takes, in order: bytes for letters, `ctypes.byref` of a `ctypes.c_int` for integers,
+        addresses for all else.
+    """
+    if char not in _PREFIX or f"{_PREFIX[char]}{name}" not in _CAPSULES:
+        return None
+    capsule = _CAPSULES[f"{_PREFIX[char]}{name}"]
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    signature = api.PyCapsule_GetName(capsule)
+    found = re.fullmatch(r"void \((.*)\)", signature.decode())
+    if not found or "int *" not in (kinds := found[1].split(", ")):
+        return None
+    types: dict[str, Any] = {"char *": ctypes.c_char_p, "int *": ctypes.POINTER(ctypes.c_int)}
+    prototype = ctypes.CFUNCTYPE(None, *(types.get(kind, ctypes.c_void_p) for kind in kinds))
+    return prototype(api.PyCapsule_GetPointer(capsule, signature))
+
+
+def column_major(x: NDArray[Any]) -> bool:
+    """Whether the columns of `x` are contiguous and do not overlap."""
+    rows, cols = x.shape
+    step, lead = x.strides
+    size = x.itemsize
+    return (rows <= 1 or step == size) and (cols <= 1 or (lead % size == 0 and lead >= rows * size))
+
+
+def leading(x: NDArray[Any]) -> ctypes.c_int:
+    """Return the leading dimension of a column-major matrix."""
+    return ctypes.c_int(max(1, x.shape[0], x.strides[1] // x.itemsize if x.shape[1] > 1 else 0))

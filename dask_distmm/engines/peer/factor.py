@@ -1,0 +1,267 @@
+"""One participant's side of a factorization on GPUs of one host: nobody sends, each rank pulls.
+
+::
+
+    prepare()   chunks are brought to the device; block columns, and the parts of outputs, are allocated; the memory
+                that others may read is offered
+    execute()   this rank's block columns are read out of the chunks of all holders
+                the program's steps, on one stream; panels are pulled on another one (`PulledPanels`)
+                a flag says that this rank's parts of the outputs are complete; its chunks of the outputs are read out
+                of all ranks' parts
+
+Chunks of workers whose memory this GPU can't read come over Dask's comms.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey
+from dask_distmm.engines.factor.execution import Execution
+from dask_distmm.engines.factor.job import FactorJob, put
+from dask_distmm.engines.factor.outputs import TRIANGLES, is_zero, needs_copy, part_of, triangle_of
+from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.peer.memory import Exporter
+from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Offer
+from dask_distmm.engines.peer.panels import COLUMNS, EXTRAS, RESULTS, Neighbours, PulledPanels, flag_of
+from dask_distmm.engines.peer.pulls import span_of
+from dask_distmm.engines.peer.state import PeerState
+from dask_distmm.planning.computation import Output
+from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.peer.access import reaches
+
+__all__ = ["PeerFactorJob"]
+
+
+class PeerFactorJob(FactorJob):
+    """One participant's side of a factorization on GPUs; see the text of the module.
+
+    Parameters
+    ----------
+    plan, me, chunks, comm, progress
+        As `FactorJob` takes them.
+    ready
+        CUDA events after which the chunks are complete.
+    state
+        The engine's streams, and memory that is kept between runs.
+    """
+
+    def __init__(
+        self,
+        plan: FactorPlacement,
+        me: int,
+        chunks: Mapping[ChunkKey, Any],
+        comm: Comm,
+        progress: Callable[[float], None],
+        ready: Sequence[Any],
+        state: PeerState,
+    ) -> None:
+        super().__init__(plan, me, chunks, comm, progress, state.solver())
+        self._state, self._ready, self._stream = state, ready, state.stream
+        self._streams: tuple[cp.cuda.Stream, ...] = state.solver().streams
+        self._address = plan.participants[me].address
+        self._offered: list[Any] = []
+        self._neighbours: Neighbours | None = None
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of panels that were pulled from other ranks, or that came over Dask's comms."""
+        pulled = self.exchange.pulled_bytes if isinstance(self.exchange, PulledPanels) else 0
+        return self.comm.received_bytes + pulled
+
+    # Before the vote
+
+    def prepare(self) -> None:
+        """Bring chunks to the device, allocate, and make the offer."""
+        for event in self._ready:
+            cp.cuda.Stream.null.wait_event(event)
+        problem, exporter = self.plan.problem, self._state.exporter
+        exporter.begin(self._address, problem.options.keep_workspace_bytes)
+        self.chunks = {key: cp.asarray(chunk) for key, chunk in self.chunks.items()}
+        offer = Offer(exporter.process)
+        if len(self.plan.participants) > 1:
+            for (name, index), chunk in self.chunks.items():
+                self._offer(offer, problem.operands.index(name), index, _exported(exporter, chunk))
+        if self.rank is not None:
+            self._allocate(offer)
+        # Others may read chunks from the vote on, so these must be complete.
+        cp.cuda.Stream.null.synchronize()
+        offer.alive = exporter.alive()
+        self.offer = offer.to_wire() if len(self.plan.participants) > 1 else None
+
+    def _allocate(self, offer: Offer) -> None:
+        """Allocate all that this rank works in, and offer the memory that others read."""
+        assert self.rank is not None
+        plan, work, exporter = self.plan, self.plan.work, self._state.exporter
+        dtype, size = plan.problem.dtype, plan.problem.dtype.itemsize
+        panels = -(-(work.columns.count - self.rank) // len(plan.ranks))
+        # Of LU the pivots of a panel, of QR its T.
+        factored = work.phases[0].operation.name if work.phases else ""
+        each = {"lu": 4 * work.width, "qr": size * work.width**2}.get(factored, 0)
+        extras = exporter.empty((-(-each // 16) * 16, max(1, panels)), np.dtype(np.uint8), "F")
+        flags = exporter.empty((2 * work.columns.count + 1,), np.dtype(np.int32))
+        flags[...] = 0
+        self.exchange = PulledPanels(plan, self.comm, self._state, self._streams, flags, extras)
+        array = exporter.empty((work.columns.rows, work.columns.local_cols(self.rank)), dtype, "F")
+        self._execution = Execution(
+            work, self.rank, self.kernels, self.exchange, self._check, self.progress, array=array
+        )
+        self._flags = flags
+        for output in plan.problem.outputs:
+            layout = work.output_layout(output.name)
+            if layout is None:
+                continue
+            if needs_copy(work.output(output.name), work.problem.kind):
+                shape = layout.local_shape(self.rank)
+                self._parts[output.name] = exporter.empty(shape, np.dtype(output.dtype), "F")
+            else:
+                self._parts[output.name] = part_of(self._execution, output.name)
+        if len(plan.participants) == 1:
+            return
+        self._offer(offer, BLOCKS, COLUMNS, array)
+        self._offer(offer, BLOCKS, EXTRAS, extras)
+        for number, output in enumerate(plan.problem.outputs):
+            if output.name in self._parts:
+                self._offer(offer, BLOCKS, RESULTS + number, self._parts[output.name])
+        allocation = exporter.find(flags.data.ptr)
+        assert allocation is not None
+        offer.add_flags(allocation, int(flags.data.ptr))
+        self._offered.append(flags)
+
+    def _offer(self, offer: Offer, operand: int, number: int, array: Any) -> None:
+        if array.size:
+            allocation = self._state.exporter.find(array.data.ptr)
+            assert allocation is not None
+            offer.add(operand, number, allocation, span_of(array))
+            self._offered.append(array)
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Take what all participants offer."""
+        if self.rank is not None and self.offer is not None:
+            here = self.plan.participants[self.me]
+            wires = [
+                wire if reaches(here, other) else None
+                for wire, other in zip(offers, self.plan.participants, strict=True)
+            ]
+            self._neighbours = Neighbours(self.plan, self.me, wires, self._state)
+            assert isinstance(self.exchange, PulledPanels)
+            self.exchange.neighbours = self._neighbours
+
+    # The work
+
+    def execute(self) -> dict[ResultKey, Any]:
+        """Gather the operands, run the program, put the outputs together."""
+        if self.rank is None:
+            return {}
+        marks = [time.perf_counter()]
+        stream, problem = self._stream, self.plan.problem
+        stream.wait_event(record(cp.cuda.Stream.null))
+        try:
+            with stream:
+                self._gather()
+                self._mark(marks)
+                self._execution.execute()
+                self._mark(marks)
+                made = self._deliver()
+                self._mark(marks)
+                if problem.array == "numpy":
+                    made = {key: chunk.get(stream=stream) for key, chunk in made.items()}
+        finally:
+            for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
+                one.synchronize()
+        for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
+            self.timings[name] = last - first
+        arrays = [self._execution.array, *self._offered, *made.values()]
+        self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
+        self._state.mappings.trim()
+        return made
+
+    def _mark(self, marks: list[float]) -> None:
+        self._stream.synchronize()
+        marks.append(time.perf_counter())
+
+    def _chunk(self, holder: int, name: str, index: int) -> Any:
+        """Return a chunk of an operand whose memory this GPU can read, or None: it has to be fetched."""
+        if holder == self.me:
+            return self.chunks[name, index]
+        if self._neighbours is None or not self._neighbours.offers(holder):
+            return None
+        rows, cols = self.plan.problem.chunks_of(name)
+        i, j = divmod(index, len(cols))
+        operand = self.plan.problem.operands.index(name)
+        return self._neighbours.view(holder, operand, index, (rows[i], cols[j]), self.plan.problem.dtype)
+
+    def _deliver(self) -> dict[ResultKey, Any]:
+        """Return the chunks of all outputs that this rank puts together."""
+        assert self.rank is not None
+        for output in self.plan.problem.outputs:
+            if output.name in self._parts:
+                part_of(self._execution, output.name, self._parts[output.name])
+        pointer = self._flags.data.ptr + flag_of(self.plan, None) * FLAG_BYTES
+        cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, self._stream.ptr)
+        made: dict[ResultKey, Any] = {}
+        ended = {self.rank}
+        for number, output in enumerate(self.plan.problem.outputs):
+            made |= self._put_together(number, output, ended)
+        return made
+
+    def _put_together(self, number: int, output: Output, ended: set[int]) -> dict[ResultKey, Any]:
+        """Return this rank's chunks of an output; `ended`: the ranks whose flag of the end has been seen."""
+        assert self.rank is not None
+        plan, dtype = self.plan, np.dtype(output.dtype)
+        rows, cols = output.chunks
+        owned, copies = plan.owned(output.name, self.rank), plan.delivered(output.name)
+        if copies is None:
+            return self._taken_whole(output)
+        turned, form = plan.work.output(output.name).turned, plan.work.output(output.name).form
+        layout = plan.work.output_layout(output.name)
+        assert layout is not None
+        found: dict[ResultKey, Any] = {}
+        parts = {self.rank: self._parts[output.name]}
+        for index in owned:
+            i, j = divmod(index, len(cols))
+            with cp.cuda.Stream.null:  # the stream of those who will use it and free it
+                order = "C" if turned.transposed else "F"
+                chunk = found[output.name, index] = cp.empty((rows[i], cols[j]), dtype, order=order)
+            if form in TRIANGLES:
+                chunk[...] = 0
+            for copy in copies.for_dst(j * len(rows) + i if turned.transposed else index):
+                if is_zero(form, copy):
+                    continue
+                if copy.src not in ended:
+                    assert self._neighbours is not None
+                    self._neighbours.wait(plan.ranks[copy.src], flag_of(plan, None), self._check)
+                    ended.add(copy.src)
+                if copy.src not in parts:
+                    assert self._neighbours is not None
+                    shape = layout.local_shape(copy.src)
+                    holder = plan.ranks[copy.src]
+                    parts[copy.src] = self._neighbours.view(holder, BLOCKS, RESULTS + number, shape, dtype)
+                target = chunk.T if turned.transposed else chunk
+                part = triangle_of(self.kernels, form, parts[copy.src][copy.src_index], copy.row, copy.col)
+                put(target, copy, part, False, turned.conjugated)
+        return found
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return boxes of the chunks that are here, or pivots, for peers that ask over Dask's comms."""
+        found = super().serve(kind, boxes, flat)
+        if kind == "panel" and isinstance(self.exchange, PulledPanels):
+            self.exchange.made[self.exchange.key_of(boxes)].synchronize()
+            return [x.get() for x in found]
+        cp.cuda.Stream.null.synchronize()
+        return found
+
+
+def _exported(exporter: Exporter, chunk: Any) -> Any:
+    """Return a chunk in memory that others can map: itself, or a copy."""
+    if not chunk.size or (not exporter.own_memory_only and exporter.find(chunk.data.ptr) is not None):
+        return chunk
+    order = "C" if chunk.strides[0] >= chunk.strides[1] else "F"
+    copy = exporter.empty(chunk.shape, chunk.dtype, order)
+    copy[...] = chunk
+    return copy

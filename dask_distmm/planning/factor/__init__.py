@@ -1,0 +1,35 @@
+"""Factorizations and solves as programs of steps on block columns. Pure, and the same for all engines.
+
+`problem` says what is computed, `columns` which rank has which block column, `steps` what a step is, `phases` which
+panels are applied to which block columns, in which order; `lookahead` turns phases into each rank's steps; `plan` puts
+them together.
+"""
+
+from dask_distmm.planning.factor.columns import Columns, Matrix, Place
+from dask_distmm.planning.factor.phases import Phase
+from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan
+from dask_distmm.planning.factor.problem import KINDS, Factorization, TaskOutput
+from dask_distmm.planning.factor.steps import Apply, Ask, Check, Drop, Factor, Get, Key, Operation, Publish, Step
+
+__all__ = [
+    "KINDS",
+    "Apply",
+    "Ask",
+    "Check",
+    "Columns",
+    "Drop",
+    "Factor",
+    "FactorPlan",
+    "Factorization",
+    "Get",
+    "Key",
+    "Matrix",
+    "Operation",
+    "Phase",
+    "Place",
+    "Publish",
+    "Step",
+    "TaskOutput",
+    "block_width",
+    "factor_plan",
+]

@@ -1,0 +1,161 @@
+"""Where block columns lie: dealt out to the ranks as cards are, each rank's side by side in one array.
+
+A factorization works on the matrix A and often on a second one with as many rows: right-hand sides, or an identity that
+becomes Q. Both are cut into block columns, which are numbered on: A's first, then the second one's. Block ``g`` belongs
+to rank ``g mod P``. Here A has four blocks, B two, and there are three ranks::
+
+    block       0   1   2   3 | 4   5
+    rank        0   1   2   0 | 1   2
+    rank 0     [0][3]
+    rank 1     [1][4]
+    rank 2     [2][5]
+
+All rows of a block column are on one rank. So a panel is factorized without any message, pivots are searched for over
+the whole column, and rows are swapped at home.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
+
+__all__ = ["Block", "Columns", "Matrix", "Place"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix that is cut into block columns.
+
+    Parameters
+    ----------
+    shape
+        Its rows and columns.
+    width
+        Columns of a block; the last one may have fewer.
+    """
+
+    shape: tuple[int, int]
+    width: int
+
+    @property
+    def count(self) -> int:
+        """Number of its blocks."""
+        return -(-self.shape[1] // self.width)
+
+
+class Block(NamedTuple):
+    """A block column.
+
+    Parameters
+    ----------
+    matrix
+        0 for A, 1 for the second one.
+    start, stop
+        Its columns of that matrix.
+    """
+
+    matrix: int
+    start: int
+    stop: int
+
+
+class Place(NamedTuple):
+    """Where the diagonal block of a panel is.
+
+    Parameters
+    ----------
+    start, stop
+        Its rows and columns. In the last panel of a matrix with more columns than rows the panel goes on beyond `stop`.
+    order
+        Number of diagonal elements of the matrix.
+    """
+
+    start: int
+    stop: int
+    order: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Block columns of one or two matrices over `ranks` ranks.
+
+    Parameters
+    ----------
+    matrices
+        A, and the second matrix if there is one.
+    ranks
+        Number of ranks.
+    """
+
+    matrices: tuple[Matrix, ...]
+    ranks: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of each rank's array: those of the longest matrix."""
+        return max(matrix.shape[0] for matrix in self.matrices)
+
+    @property
+    def count(self) -> int:
+        """Number of all blocks."""
+        return sum(matrix.count for matrix in self.matrices)
+
+    def first(self, matrix: int) -> int:
+        """Return the number of the first block of a matrix, and behind the last matrix the number of all blocks."""
+        return sum(one.count for one in self.matrices[:matrix])
+
+    def owner(self, block: int) -> int:
+        """Return the rank that has a block."""
+        return block % self.ranks
+
+    @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks in the order of their numbers."""
+        return tuple(
+            Block(number, start, min(start + matrix.width, matrix.shape[1]))
+            for number, matrix in enumerate(self.matrices)
+            for start in range(0, matrix.shape[1], matrix.width)
+        )
+
+    def place(self, panel: int) -> Place:
+        """Return where the diagonal block of a panel of A is."""
+        order = min(self.matrices[0].shape)
+        _, start, stop = self.blocks[panel]
+        return Place(start, min(stop, order), order)
+
+    def owned(self, rank: int, first: int = 0, stop: int | None = None) -> range:
+        """Return the numbers of a rank's blocks in ``range(first, stop)``; without `stop`, of all from `first`."""
+        return range(first + (rank - first) % self.ranks, self.count if stop is None else stop, self.ranks)
+
+    @functools.cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """For each block, the column of its rank's array at which it begins; behind the last one the ranks' columns."""
+        ends = [0] * self.ranks
+        found = []
+        for number, block in enumerate(self.blocks):
+            found.append(ends[self.owner(number)])
+            ends[self.owner(number)] += block.stop - block.start
+        return (*found, *ends)
+
+    def local_cols(self, rank: int) -> int:
+        """Return the number of columns of a rank's array."""
+        return self._starts[self.count + rank]
+
+    def local(self, rank: int, first: int, stop: int) -> slice:
+        """Return the columns of a rank's array that hold its blocks in ``range(first, stop)``, which are neighbours."""
+        owned = self.owned(rank, first, stop)
+        if not owned:
+            return slice(0, 0)
+        last = self.blocks[owned[-1]]
+        return slice(self._starts[owned[0]], self._starts[owned[-1]] + last.stop - last.start)
+
+    def layout(self, matrix: int, shape: tuple[int, int] | None = None) -> BlockCyclicLayout:
+        """Return the layout of a matrix, or of one of `shape` whose block columns lie as those of that matrix do."""
+        rows, cols = shape or self.matrices[matrix].shape
+        width = self.matrices[matrix].width
+        return BlockCyclicLayout(
+            (rows, cols), (max(1, rows), width), ProcessGrid(1, self.ranks), (0, self.first(matrix) % self.ranks)
+        )

@@ -1,0 +1,205 @@
+"""A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.config import Options, options_from_wire
+from dask_distmm.errors import PlanError, ProtocolError
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.computation import Chunks, Output, chunks_from_wire
+from dask_distmm.planning.demand import Demand
+from dask_distmm.planning.engines import engine_alone
+from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.part import Part
+
+__all__ = ["FactorProblem", "as_matrix"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FactorProblem:
+    """A `Factorization` whose matrices are Dask arrays; a `Computation`.
+
+    Parameters
+    ----------
+    name
+        Names the computation everywhere; the arrays of its outputs are called after it.
+    task
+        What is computed.
+    chunks
+        For each input of the task Dask's chunk sizes along both axes.
+    wanted
+        The outputs to be made, with their names in the task. A vector is a row, a number a matrix of one element.
+    engine
+        As asked for; ``"auto"`` leaves the choice to the cost model.
+    workers
+        Addresses to use, or their number, or None for all.
+    options
+        What the run needs of the client's configuration.
+    array
+        What the chunks are: ``"numpy"`` or ``"cupy"``.
+    method
+        As asked for: ``"auto"``, ``"local"`` or ``"columns"``.
+    """
+
+    kind: ClassVar[str] = "factorization"
+    part: ClassVar[Part | None] = None
+
+    name: str
+    task: Factorization
+    chunks: tuple[Chunks, ...]
+    wanted: tuple[Output, ...]
+    engine: str
+    workers: tuple[str, ...] | int | None
+    options: Options
+    array: str = "numpy"
+    method: str = "auto"
+
+    def __post_init__(self) -> None:
+        shapes = [self.task.a_shape, *([self.task.b_shape] if self.task.b_shape is not None else [])]
+        for name, shape, chunks in zip(self.task.inputs, shapes, self.chunks, strict=True):
+            if tuple(map(sum, chunks)) != shape:
+                raise PlanError(f"{name.upper()} is {shape}, its chunks add up to {tuple(map(sum, chunks))}")
+        made = {one.name: one for one in self.task.outputs}
+        for output in self.wanted:
+            if output.name not in made:
+                raise PlanError(f"{self.task.kind} has no output {output.name!r}; it has {', '.join(made)}")
+            expected = as_matrix(made[output.name].shape)
+            if tuple(map(sum, output.chunks)) != expected:
+                raise PlanError(f"{output.name} is {expected}, its chunks are {output.chunks}")
+
+    @property
+    def result_name(self) -> str:
+        """Name after which the arrays of all outputs are called."""
+        return self.name
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the matrices that are read."""
+        return self.task.inputs
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the matrices whose chunks a run is given."""
+        return self.task.inputs
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """The arrays that are made."""
+        return self.wanted
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of all matrices."""
+        return dtype_from_name(self.task.dtype)
+
+    @property
+    def demand(self) -> Demand:
+        """The demand that it makes on the workers."""
+        dtypes = (self.task.dtype,) * 3
+        plaintext = self.options.allow_plaintext_nccl
+        return Demand(self.engine, self.array, dtypes, self.workers, plaintext, self.kind)
+
+    @property
+    def engine_alone(self) -> str:
+        """Name of the engine where there is no cluster."""
+        return self.engine if self.engine != "auto" else engine_alone(self.array, self.kind)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations: as LAPACK Working Note 41 counts them; four times as many for complex types."""
+        return self.task.flops
+
+    def chunks_of(self, operand: str) -> Chunks:
+        """Chunk sizes of an operand."""
+        return self.chunks[self.operands.index(operand)]
+
+    def dtype_of(self, operand: str) -> str:
+        """Name of the type of an operand."""
+        return self.task.dtype
+
+    def chunk_counts(self, operand: str) -> tuple[int, int]:
+        """Chunks along rows and columns of an operand."""
+        rows, cols = self.chunks_of(operand)
+        return len(rows), len(cols)
+
+    def is_turned(self, operand: str) -> bool:
+        """Return False: chunks are given as they are."""
+        return False
+
+    def is_conjugated(self, operand: str) -> bool:
+        """Return False: chunks are given as they are."""
+        return False
+
+    def source_of(self, operand: str) -> str:
+        """Return the operand: each has chunks of its own."""
+        return operand
+
+    def place_of(self, operand: str, index: int) -> tuple[int, int]:
+        """Return row and column of an operand's chunk."""
+        return divmod(index, self.chunk_counts(operand)[1])
+
+    def output(self, name: str) -> Output:
+        """Return an output by its name."""
+        return next(one for one in self.wanted if one.name == name)
+
+    def numbers(self, name: str) -> NDArray[np.int64]:
+        """Return the numbers of all chunks of an operand or an output."""
+        counts = self.chunk_counts(name) if name in self.operands else self.output(name).counts
+        return np.arange(math.prod(counts))
+
+    def columns(self, output: str) -> int:
+        """Return how many columns of chunks an output has."""
+        return self.output(output).counts[1]
+
+    def to_wire(self) -> dict[str, Any]:
+        """As a dict of plain types."""
+        return {"kind": self.kind, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> FactorProblem:
+        """Make it from what `to_wire` gave, checked.
+
+        Raises
+        ------
+        ProtocolError
+            Something is missing, unknown or of the wrong type.
+        """
+        try:
+            task = dict(wire["task"])
+            m, n = map(int, task["a_shape"])
+            task["a_shape"] = m, n
+            if task["b_shape"] is not None:
+                m, n = map(int, task["b_shape"])
+                task["b_shape"] = m, n
+            wanted = tuple(
+                Output(str(one["name"]), chunks_from_wire(one["chunks"]), dtype_from_name(one["dtype"]).name)
+                for one in wire["wanted"]
+            )
+            workers = wire["workers"]
+            problem = cls(
+                name=str(wire["name"]),
+                task=Factorization(**task),
+                chunks=tuple(map(chunks_from_wire, wire["chunks"])),
+                wanted=wanted,
+                engine=str(wire["engine"]),
+                workers=tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers,
+                options=options_from_wire(wire["options"]),
+                array=str(wire["array"]),
+                method=str(wire["method"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"malformed problem: {error!r}") from error
+        if problem.array not in ("numpy", "cupy") or problem.method not in ("auto", "local", "columns"):
+            raise ProtocolError(f"malformed problem: array {problem.array!r}, method {problem.method!r}")
+        return problem
+
+
+def as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an output as a matrix: a vector is a row, a number is a matrix of one element."""
+    return (*(1,) * (2 - len(shape)), *shape)

@@ -1,0 +1,123 @@
+"""How a Factorization is computed by so many ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from dask_distmm.errors import PlanError
+from dask_distmm.layout import BlockCyclicLayout
+from dask_distmm.planning.factor.columns import Columns, Matrix
+from dask_distmm.planning.factor.lookahead import steps_of
+from dask_distmm.planning.factor.phases import Phase, factored, phases
+from dask_distmm.planning.factor.problem import Factorization, TaskOutput
+from dask_distmm.planning.factor.steps import Step
+
+__all__ = ["FactorPlan", "block_width", "factor_plan"]
+
+# The least and the most columns of a block on CPUs: wide enough for BLAS.
+_WIDTHS = (32, 256)
+# So many blocks a rank should have, or ranks finish far apart.
+_BLOCKS = 8
+
+
+def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _WIDTHS) -> int:
+    """Return the columns of a block of A.
+
+    Parameters
+    ----------
+    problem, ranks
+        What is computed, by how many.
+    widths
+        The least and the most columns of a block, of an engine.
+    """
+    least, most = widths
+    if ranks == 1:
+        # LAPACK cuts a matrix better than we do; of a QR factorization each block has a triangle T of its width.
+        return most if factored(problem) == "qr" else max(most, *problem.a_shape)
+    even = -(-min(problem.a_shape) // (ranks * _BLOCKS))
+    return max(least, min(most, -(-even // least) * least))
+
+
+def factor_plan(problem: Factorization, ranks: int, width: int = 0) -> FactorPlan:
+    """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`.
+
+    Raises
+    ------
+    PlanError
+        A number is out of range.
+    """
+    if ranks < 1 or width < 0:
+        raise PlanError(f"{ranks} ranks, blocks of {width} columns: expected at least one rank and a width above 0")
+    return FactorPlan(problem, ranks, width or block_width(problem, ranks))
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorPlan:
+    """How `ranks` ranks compute `problem`: the layout of its matrices, and each rank's program.
+
+    Parameters
+    ----------
+    problem
+        What is computed.
+    ranks
+        Number of ranks.
+    width
+        Columns of a block of A.
+    """
+
+    problem: Factorization
+    ranks: int
+    width: int
+
+    @functools.cached_property
+    def columns(self) -> Columns:
+        """Where block columns lie."""
+        problem = self.problem
+        m, n = problem.a_shape
+        a = (n, m) if problem.turned("a").transposed else (m, n)
+        second: tuple[int, int] | None = None
+        if problem.b_shape is not None:
+            rows, cols = problem.b_shape
+            second = (cols, rows) if problem.turned("b").transposed else (rows, cols)
+        elif problem.b_order is not None:
+            second = (m, problem.b_order)
+        if second is None:
+            return Columns((Matrix(a, self.width),), self.ranks)
+        # The block columns of Q begin where those of A do. Of right-hand sides each rank gets some if it can.
+        even = -(-second[1] // self.ranks)
+        width = self.width if problem.kind == "qr" else max(1, min(self.width, even))
+        return Columns((Matrix(a, self.width), Matrix(second, width)), self.ranks)
+
+    @functools.cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """Which panels are applied to which block columns, in which order."""
+        return phases(self.problem, self.columns)
+
+    @property
+    def holders(self) -> range:
+        """The ranks that have all pivots in the end, and so the results that have no block columns."""
+        return range({"lu": self.ranks, "slogdet": 1, "det": 1}.get(self.problem.kind, 0))
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019 - plans are few, and small
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """Return the program of a rank."""
+        kind, checked = self.problem.kind, ""
+        if kind in ("lstsq", "pinv"):
+            checked = "rank"
+        elif kind in ("solve", "inv", "solve_triangular") and not self.problem.unit_diagonal:
+            checked = "zero" if factored(self.problem) != "cholesky" else ""
+        return steps_of(rank, self.phases, self.columns, check=checked, pivots_on=self.holders)
+
+    def input_layout(self, name: str) -> BlockCyclicLayout:
+        """Return the layout of ``"a"`` or ``"b"``, of the form of it that ranks are given (`Factorization.turned`)."""
+        return self.columns.layout("ab".index(name))
+
+    def output(self, name: str) -> TaskOutput:
+        """Return a result by its name."""
+        return next(one for one in self.problem.outputs if one.name == name)
+
+    def output_layout(self, name: str) -> BlockCyclicLayout | None:
+        """Return the layout of a result, of the form of it that ranks hold; None if it has no block columns."""
+        output = self.output(name)
+        return None if output.matrix is None else self.columns.layout(output.matrix, output.held)

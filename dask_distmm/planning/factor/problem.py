@@ -1,0 +1,241 @@
+"""A Factorization says what is computed of one or two matrices: a frozen value of plain types."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from dask_distmm.errors import PlanError
+
+__all__ = ["KINDS", "Factorization", "Form", "TaskOutput", "Turned"]
+
+# Each kind with the options that it knows.
+KINDS: dict[str, frozenset[str]] = {
+    "cholesky": frozenset(["lower"]),
+    "lu": frozenset(),
+    "qr": frozenset(["mode"]),
+    "solve": frozenset(["assume_a", "lower", "op"]),
+    "solve_triangular": frozenset(["lower", "op", "unit_diagonal", "right"]),
+    "inv": frozenset(["assume_a", "lower"]),
+    "det": frozenset(),
+    "slogdet": frozenset(),
+    "lstsq": frozenset(),
+    "pinv": frozenset(),
+}
+_SQUARE = frozenset(["cholesky", "solve", "solve_triangular", "inv", "det", "slogdet"])
+_WITH_B = frozenset(["solve", "solve_triangular", "lstsq"])
+_DTYPES = ("float32", "float64", "complex64", "complex128")
+_CHOICES = {"op": ("N", "T", "C"), "mode": ("reduced", "complete", "r"), "assume_a": ("gen", "pos")}
+
+# How an output is taken out of what a rank holds. Triangles have zeros, or ones, in place of the other elements.
+Form = Literal["full", "lower", "unit lower", "upper", "residuals", "pivots", "permutation", "sign", "logdet", "det"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turned:
+    """Whether the transpose of a matrix is what ranks hold, and whether they hold its conjugate."""
+
+    transposed: bool = False
+    conjugated: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskOutput:
+    """A result.
+
+    Parameters
+    ----------
+    name
+        Its name.
+    shape, dtype
+        As the user gets it.
+    matrix
+        0 or 1: its block columns are on the ranks that have those of A or of the second matrix. None: all of it is on
+        the ranks that `FactorPlan.holders` names.
+    form
+        How it is taken out of what a rank holds.
+    turned
+        What ranks hold of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    matrix: int | None
+    form: Form
+    turned: Turned = Turned()
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """Shape of the matrix whose block columns ranks hold."""
+        rows, cols = self.shape
+        return (cols, rows) if self.turned.transposed else (rows, cols)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Factorization:
+    """A factorization of a matrix A, or the solution of a system with A.
+
+    Parameters
+    ----------
+    kind
+        One of `KINDS`.
+    a_shape
+        Rows and columns of A.
+    dtype
+        Name of the type of A, B and all results: float32, float64, complex64 or complex128.
+    b_shape
+        Rows and columns of B, which solve, solve_triangular and lstsq have; a vector is one column.
+    lower
+        cholesky, solve and inv with ``assume_a="pos"``: the lower triangle of A is read, and L is computed; otherwise
+        the upper one, and U. solve_triangular: A is lower triangular.
+    op
+        solve, solve_triangular: ``op(A) X = B`` is solved, with A itself (``"N"``), its transpose (``"T"``) or its
+        conjugate transpose (``"C"``).
+    unit_diagonal
+        solve_triangular: the diagonal of A is not read, but taken for ones.
+    right
+        solve_triangular: ``X op(A) = B`` is solved.
+    mode
+        qr: ``"reduced"``, ``"complete"`` or ``"r"``, as `numpy.linalg.qr` has them.
+    assume_a
+        solve, inv: ``"gen"``: A is any matrix; ``"pos"``: it is Hermitian and positive definite.
+
+    Raises
+    ------
+    PlanError
+        Kind, type, shapes or options do not exist or do not fit each other.
+    """
+
+    kind: str
+    a_shape: tuple[int, int]
+    dtype: str
+    b_shape: tuple[int, int] | None = None
+    lower: bool = True
+    op: str = "N"
+    unit_diagonal: bool = False
+    right: bool = False
+    mode: str = "reduced"
+    assume_a: str = "gen"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(f"unknown factorization {self.kind!r}; known are {', '.join(map(repr, KINDS))}")
+        if self.dtype not in _DTYPES:
+            raise PlanError(f"{self.kind} of {self.dtype}: convert A and B to one of {', '.join(_DTYPES)}")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise PlanError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(map(repr, known))}")
+        for field in dataclasses.fields(self)[4:]:
+            if getattr(self, field.name) != field.default and field.name not in KINDS[self.kind]:
+                raise PlanError(f"{self.kind} has no option {field.name}: leave it out")
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        m, n = self.a_shape
+        if self.kind in _SQUARE and m != n:
+            raise PlanError(f"{self.kind} needs a square matrix, A is {m} x {n}")
+        if (self.b_shape is None) == (self.kind in _WITH_B):
+            raise PlanError(f"{self.kind} {'needs' if self.b_shape is None else 'has no'} right-hand sides B")
+        if self.b_shape is not None:
+            axis = 1 if self.right else 0
+            if self.b_shape[axis] != m:
+                found, side = self.b_shape[axis], ("rows", "columns")[axis]
+                raise PlanError(f"A is {m} x {n}, B has {found} {side}: expected {m}")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the matrices that are read: ``"a"``, and ``"b"`` where there are right-hand sides."""
+        return ("a",) if self.b_shape is None else ("a", "b")
+
+    @property
+    def underdetermined(self) -> bool:
+        """Whether it is a least-squares problem with fewer equations than unknowns: there A^H is factorized."""
+        return self.kind in ("lstsq", "pinv") and self.a_shape[0] < self.a_shape[1]
+
+    @property
+    def hermitian(self) -> bool:
+        """Whether A is taken for Hermitian and positive definite; ranks read the lower triangle of what they hold."""
+        return self.kind == "cholesky" or self.assume_a == "pos"
+
+    @property
+    def b_order(self) -> int | None:
+        """Columns of the identity that takes the place of B; None where it is B itself, or nothing."""
+        m, n = self.a_shape
+        if self.kind == "qr" and self.mode != "r":
+            return m if self.mode == "complete" else min(m, n)
+        return m if self.kind in ("inv", "pinv") else None
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations: as LAPACK Working Note 41 counts them; four times as many for complex types."""
+        rows, cols = (float(x) for x in self.a_shape)
+        m, n = max(rows, cols), min(rows, cols)
+        nrhs = float((self.b_order or 0) if self.b_shape is None else self.b_shape[0 if self.right else 1])
+        lu = m * n * n - n**3 / 3
+        counts = {
+            "cholesky": n**3 / 3,
+            "lu": lu,
+            "slogdet": lu,
+            "det": lu,
+            "qr": 2 * lu + 2 * n * nrhs * (2 * m - n),
+            "lstsq": 2 * lu + 2 * n * nrhs * (2 * m - n) + n * n * nrhs,
+            "solve_triangular": n * n * nrhs,
+        }
+        counts["pinv"] = counts["lstsq"]
+        counts["solve"] = counts["inv"] = (n**3 / 3 if self.hermitian else lu) + 2 * n * n * nrhs
+        return counts[self.kind] * (4 if self.dtype.startswith("complex") else 1)
+
+    def turned(self, name: str) -> Turned:
+        """Return which form of ``"a"`` or ``"b"`` ranks are given."""
+        if name == "b":
+            # X op(A) = B is op(A)^T X^T = B^T; and where op(A)^T is A's conjugate, A X^H = B^H.
+            return Turned(self.right, self.right and self.op == "C")
+        if self.hermitian:
+            # Its lower triangle is the conjugate transpose of the upper one, and its transpose is its conjugate.
+            other = self.kind == "solve" and self.op == "T"
+            return Turned(not self.lower, self.lower == other)
+        if self.kind == "solve":
+            return Turned(self.op != "N", self.op == "C")
+        return Turned(self.underdetermined, self.underdetermined)
+
+    @property
+    def substituted(self) -> str:
+        """``"N"``, ``"T"`` or ``"C"``: the form of A in the system that solve_triangular's ranks solve."""
+        if not self.right:
+            return self.op
+        return "T" if self.op == "N" else "N"
+
+    @property
+    def outputs(self) -> tuple[TaskOutput, ...]:
+        """The results."""
+        (m, n), dtype, real = self.a_shape, self.dtype, np.zeros(0, self.dtype).real.dtype.name
+        k = min(m, n)
+        nrhs = self.b_shape[1] if self.b_shape is not None else self.b_order or 0
+        x = TaskOutput("x", (n, nrhs), dtype, 1, "full", self.turned("b"))
+        if self.right and self.b_shape is not None:
+            x = dataclasses.replace(x, shape=self.b_shape)
+        if self.kind == "cholesky":
+            # U is the conjugate transpose of the L that ranks compute.
+            name, turned = ("l", Turned()) if self.lower else ("u", Turned(True, True))
+            return (TaskOutput(name, (n, n), dtype, 0, "lower", turned),)
+        if self.kind == "lu":
+            return (
+                TaskOutput("l", (m, k), dtype, 0, "unit lower"),
+                TaskOutput("u", (k, n), dtype, 0, "upper"),
+                TaskOutput("lu", (m, n), dtype, 0, "full"),
+                TaskOutput("piv", (k,), "int32", None, "pivots"),
+                TaskOutput("p", (m,), "int64", None, "permutation"),
+            )
+        if self.kind == "qr":
+            r = TaskOutput("r", (m if self.mode == "complete" else k, n), dtype, 0, "upper")
+            return (r,) if self.mode == "r" else (TaskOutput("q", (m, nrhs), dtype, 1, "full"), r)
+        if self.kind == "det":
+            return (TaskOutput("det", (), dtype, None, "det"),)
+        if self.kind == "slogdet":
+            return TaskOutput("sign", (), dtype, None, "sign"), TaskOutput("logdet", (), real, None, "logdet")
+        if self.kind == "lstsq" and not self.underdetermined:
+            return x, TaskOutput("residuals", (1, nrhs), real, 1, "residuals")
+        return (x,)

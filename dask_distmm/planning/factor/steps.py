@@ -1,0 +1,100 @@
+"""The steps of a rank's program."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+__all__ = ["Apply", "Ask", "Check", "Drop", "Factor", "Get", "Key", "Operation", "Part", "Publish", "Step"]
+
+# The part of a panel that others need. "lower": its rows from the diagonal on, with the pivots (LU) or T (QR);
+# "upper": its rows up to and with the diagonal block; "pivots": pivots and diagonal alone.
+Part = Literal["lower", "upper", "pivots"]
+
+
+class Key(NamedTuple):
+    """Names a part of a panel; it is the same until the end of the run."""
+
+    part: Part
+    panel: int
+
+
+class Operation(NamedTuple):
+    """How a panel changes block columns.
+
+    Parameters
+    ----------
+    name
+        ``"cholesky"``, ``"lu"``, ``"qr"``: as the factorization goes on. ``"substitute"``: one block row of a
+        triangular system is solved. ``"reflect"``: the columns are multiplied by I - V T V^H.
+    lower, op, unit
+        Of the triangle that is solved with: whether it is the lower one, ``"N"``, ``"T"`` or ``"C"``, and whether its
+        diagonal is taken for ones.
+    """
+
+    name: str
+    lower: bool = False
+    op: str = "N"
+    unit: bool = False
+
+
+class Factor(NamedTuple):
+    """Factorize the rank's own panel in place."""
+
+    operation: Operation
+    panel: int
+
+
+class Check(NamedTuple):
+    """Raise if the diagonal of the rank's own panel says that the matrix is singular.
+
+    Parameters
+    ----------
+    panel
+        Number of the panel.
+    rank
+        Whether a diagonal element that is no more than rounding of its column counts as zero, too.
+    """
+
+    panel: int
+    rank: bool
+
+
+class Publish(NamedTuple):
+    """From now on others may have this part of the rank's own panel."""
+
+    key: Key
+
+
+class Ask(NamedTuple):
+    """Ask the owner for a part of its panel, and do not wait for it."""
+
+    key: Key
+    owner: int
+
+
+class Get(NamedTuple):
+    """Wait for what was asked for."""
+
+    key: Key
+
+
+class Apply(NamedTuple):
+    """Apply a panel, the rank's own or one that is here, to the rank's own blocks in ``range(first, stop)``.
+
+    `ahead`: to the next panel, before the rest, so that it can be factorized.
+    """
+
+    operation: Operation
+    key: Key
+    first: int
+    stop: int
+    ahead: bool = False
+
+
+class Drop(NamedTuple):
+    """Free what came from another rank."""
+
+    key: Key
+
+
+Step = Factor | Check | Publish | Ask | Get | Apply | Drop

@@ -1,0 +1,54 @@
+"""Plans of factorizations as text and HTML."""
+
+from __future__ import annotations
+
+from html import escape
+
+from dask.utils import format_bytes, format_time
+
+from dask_distmm.planning.factor.placement import FactorPlacement
+
+__all__ = ["factor_html", "factor_text"]
+
+_WHAT = {
+    "local": "one worker has the whole matrix",
+    "columns": "block columns are dealt out to the workers; the owner of a panel factorizes it, others fetch it",
+}
+
+
+def factor_text(plan: FactorPlacement) -> str:
+    """Return the text of a plan."""
+    problem, work = plan.problem, plan.work
+    matrices = [
+        f"  {name.upper():10}{sum(rows)} x {sum(cols)} {problem.task.dtype}, {len(rows)} x {len(cols)} chunks"
+        for name, (rows, cols) in zip(problem.operands, problem.chunks, strict=True)
+    ]
+    outputs = ", ".join(
+        f"{one.name} {sum(one.chunks[0])} x {sum(one.chunks[1])} in {one.counts[0]} x {one.counts[1]} chunks"
+        for one in problem.outputs
+    )
+    lines = [
+        f"Plan: {problem.task.kind} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
+        *matrices,
+        f"  makes     {outputs}",
+        f"  method    {_WHAT[plan.method]}",
+        f"  blocks    {work.columns.count} of up to {plan.width} columns",
+        f"  work      {problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers",
+    ]
+    if plan.projected_bytes:
+        address = max(plan.projected_bytes, key=lambda key: plan.projected_bytes[key])
+        lines.append(f"  memory    up to {format_bytes(plan.projected_bytes[address])} a worker ({address})")
+    if plan.estimate is not None:
+        seconds = [plan.estimate.seconds, plan.estimate.compute_seconds, plan.estimate.transfer_seconds]
+        total, compute, transfer = map(format_time, seconds)
+        lines.append(f"  time      {total} estimated: {compute} computing, {transfer} moving")
+    others = [one for one in plan.alternatives if one is not plan.estimate and one.grid != plan.grid]
+    if others:
+        texts = [f"{one.grid[1]} workers: {format_time(one.seconds)}" for one in others]
+        lines.append("  against   " + "\n            ".join(texts))
+    return "\n".join(lines)
+
+
+def factor_html(plan: FactorPlacement) -> str:
+    """Return a plan as notebooks show it."""
+    return f"<pre>{escape(factor_text(plan))}</pre>"

@@ -1,0 +1,156 @@
+"""Factorizations with a thread for each rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import wait_checked
+from dask_distmm.engines.factor import Execution, Kernels
+from dask_distmm.engines.factor.outputs import block_columns, whole
+from dask_distmm.engines.numpy.blas import blas_threads
+from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.errors import PlanError
+from dask_distmm.planning.factor import FactorPlan, Key
+from dask_distmm.planning.factor.problem import Turned
+
+__all__ = ["LocalExchange", "run_factorization"]
+
+
+class LocalExchange:
+    """The `Exchange` of one rank with others that are threads of the same process.
+
+    Parameters
+    ----------
+    rank
+        Number of the rank.
+    published
+        What all ranks publish, a future for each; shared by all of them.
+    lock
+        Guards it.
+    copies
+        Whether panels are copied on the way, as networks do it.
+    """
+
+    def __init__(
+        self, rank: int, published: dict[tuple[int, Key], Future[Any]], lock: threading.Lock, copies: bool
+    ) -> None:
+        self.rank, self._published, self._lock, self._copies = rank, published, lock, copies
+
+    def _future(self, owner: int, key: Key) -> Future[Any]:
+        with self._lock:
+            return self._published.setdefault((owner, key), Future())
+
+    def publish(self, key: Key, arrays: Sequence[Any]) -> None:
+        """Let others have `arrays` from now on."""
+        self._future(self.rank, key).set_result([x.copy(order="K") for x in arrays] if self._copies else arrays)
+
+    def get(self, asked: Future[Any], check: Callable[[], None]) -> Any:
+        """Return what was asked for, once it is here."""
+        found: Any = wait_checked(asked, check)
+        return found
+
+    def drop(self, key: Key) -> None:
+        """Do nothing: Python frees the panel."""
+
+    def ask(self, owner: int, key: Key) -> Future[Sequence[Any]]:
+        """Ask rank `owner` for what it publishes under `key`."""
+        return self._future(owner, key)
+
+
+def run_factorization(
+    plan: FactorPlan,
+    a: NDArray[Any],
+    b: NDArray[Any] | None = None,
+    *,
+    kernels: Kernels | None = None,
+    copies: bool = True,
+    timeout: float = 60.0,
+) -> dict[str, NDArray[Any]]:
+    """Run a plan with a thread for each rank; return all results by name, as a user gets them.
+
+    Parameters
+    ----------
+    plan
+        What is run.
+    a, b
+        The inputs, as a user gives them.
+    kernels
+        The arithmetic; None for NumPy's.
+    copies
+        Whether panels are copied on the way from rank to rank.
+    timeout
+        Seconds after which the ranks are taken to hang.
+
+    Raises
+    ------
+    MatrixError
+        As a rank raised it; all ranks have ended.
+    TimeoutError
+        The ranks hang.
+    """
+    kernels, failed, lock = kernels or LapackKernels(), threading.Event(), threading.Lock()
+    published: dict[tuple[int, Key], Future[Any]] = {}
+
+    def check() -> None:
+        if failed.is_set():
+            raise TimeoutError("another rank has failed")
+
+    ranks = [
+        Execution(plan, rank, kernels, LocalExchange(rank, published, lock, copies), check)
+        for rank in range(plan.ranks)
+    ]
+    for rank in ranks:
+        _deal_out(rank, 0, a)
+        if b is not None:
+            _deal_out(rank, 1, b)
+    with blas_threads(1), ThreadPoolExecutor(len(ranks)) as pool:
+        runs = [pool.submit(rank.execute) for rank in ranks]
+        finished, waiting = wait(runs, timeout, return_when=FIRST_EXCEPTION)
+        errors = [error for run in finished if (error := run.exception())]
+        if errors or waiting:
+            failed.set()
+            raise errors[0] if errors else TimeoutError(f"{len(waiting)} ranks hang")
+    return {output.name: _collect(plan, ranks, output.name) for output in plan.problem.outputs}
+
+
+def _turn(x: NDArray[Any], turned: Turned) -> NDArray[Any]:
+    x = x.T if turned.transposed else x
+    return x.conj() if turned.conjugated else x
+
+
+def _deal_out(execution: Execution, matrix: int, whole_matrix: NDArray[Any]) -> None:
+    """Write a rank's block columns of an input."""
+    plan = execution.plan
+    given, shape = _turn(whole_matrix, plan.problem.turned("ab"[matrix])), plan.columns.matrices[matrix].shape
+    if given.shape != shape:
+        raise PlanError(f"{'ab'[matrix]} is {whole_matrix.shape}, which is not what was planned for")
+    held, layout = execution.held(matrix), plan.input_layout("ab"[matrix])
+    columns = _columns(layout, execution.rank)
+    held[...] = given[:, columns]
+
+
+def _columns(layout: Any, rank: int) -> NDArray[np.int64]:
+    """Return the columns of a matrix that a rank holds, in the order in which it does."""
+    width, first = layout.blocks[1], (rank - layout.source[1]) % layout.grid.npcol
+    every: NDArray[np.int64] = np.arange(layout.shape[1])
+    held: NDArray[np.int64] = every[every // width % layout.grid.npcol == first]
+    return held
+
+
+def _collect(plan: FactorPlan, ranks: Sequence[Execution], name: str) -> NDArray[Any]:
+    output, layout = plan.output(name), plan.output_layout(name)
+    if layout is None:
+        held = [whole(ranks[rank], output) for rank in plan.holders]
+        for other in held[1:]:
+            np.testing.assert_array_equal(other, held[0], f"{name} differs between ranks")
+        return held[0]
+    found = np.empty(layout.shape, output.dtype)
+    for rank in ranks:
+        found[:, _columns(layout, rank.rank)] = block_columns(rank, name)
+    return _turn(found, output.turned)

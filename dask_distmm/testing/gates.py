@@ -1,0 +1,211 @@
+"""LAPACK's gates for factorizations and solutions: backward errors and orthogonality in units of rounding.
+
+Each function takes what went in and what came out, and raises AssertionError if a residual is above `GATE`, as in
+LAPACK's own test programs: norms are 1-norms, n is the larger extent of the matrix, eps belongs to the type of the
+result. A NaN never passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "GATE",
+    "assert_cholesky",
+    "assert_inverse",
+    "assert_least_squares",
+    "assert_lu",
+    "assert_pseudoinverse",
+    "assert_qr",
+    "assert_solution",
+]
+
+GATE = 30.0
+
+
+def _wide(*matrices: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return matrices in double precision."""
+    return [x.astype(np.result_type(x.dtype, np.float64)) for x in matrices]
+
+
+def _norm(x: NDArray[Any]) -> float:
+    return float(np.linalg.norm(x, 1)) if x.size else 0.0
+
+
+def _gate(what: str, error: NDArray[Any], scale: float, n: int, dtype: np.dtype) -> None:
+    """Check the 1-norm of an error against GATE times n eps times `scale`."""
+    bound = GATE * max(1, n) * float(np.finfo(dtype).eps) * scale
+    found = _norm(error)
+    assert found <= bound, f"{what} is {found / bound * GATE if bound else found:.3g}, expected at most {GATE:g}"
+
+
+def _typed(dtype: np.dtype, **results: NDArray[Any]) -> None:
+    for name, x in results.items():
+        assert x.dtype == dtype, f"{name} is of {x.dtype}, expected {dtype}"
+
+
+def assert_cholesky(a: NDArray[Any], factor: NDArray[Any], *, lower: bool = True) -> None:
+    """Check that ``a`` is L L^H, or U^H U, and that the factor is triangular with a positive diagonal.
+
+    Parameters
+    ----------
+    a
+        The Hermitian matrix, all of it.
+    factor
+        L, or U where not `lower`.
+    lower
+        Which of them.
+
+    Raises
+    ------
+    AssertionError
+        It is not.
+    """
+    _typed(a.dtype, factor=factor)
+    left = factor if lower else factor.conj().T
+    np.testing.assert_array_equal(np.triu(left, 1), 0, "the factor is not triangular")
+    diagonal = np.diagonal(left)
+    assert ((diagonal.real > 0) & (diagonal.imag == 0)).all(), "the diagonal of the factor is not positive"
+    wide, full = _wide(left, a)
+    _gate("||A - L L^H|| / (n ||A|| eps)", full - wide @ wide.conj().T, _norm(full), len(a), a.dtype)
+
+
+def assert_lu(a: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], p: NDArray[Any]) -> None:
+    """Check that ``a[p]`` is L U, that both are triangular, and that pivots were the largest of their whole columns.
+
+    Parameters
+    ----------
+    a
+        The matrix, m x n.
+    lower, upper
+        L, m x k with ones on its diagonal, and U, k x n; k is the smaller extent.
+    p
+        The permutation of rows.
+
+    Raises
+    ------
+    AssertionError
+        It is not.
+    """
+    _typed(a.dtype, lower=lower, upper=upper)
+    np.testing.assert_array_equal(np.sort(p), np.arange(len(a)), "p is no permutation")
+    np.testing.assert_array_equal(
+        np.triu(lower), np.eye(*lower.shape), "L has no ones on its diagonal, or more above it"
+    )
+    np.testing.assert_array_equal(np.tril(upper, -1), 0, "U is not upper triangular")
+    # LAPACK compares |re| + |im| of complex numbers.
+    size, most = abs(lower), np.sqrt(2) if a.dtype.kind == "c" else 1.0
+    assert (size <= most * (1 + 4 * np.finfo(a.dtype).eps)).all(), f"an element of L is {size.max()}: not pivoted"
+    left, right, full = _wide(lower, upper, a)
+    _gate("||A - P L U|| / (n ||A|| eps)", full[p] - left @ right, _norm(full), max(a.shape), a.dtype)
+
+
+def assert_qr(a: NDArray[Any], q: NDArray[Any], r: NDArray[Any]) -> None:
+    """Check that ``a`` is Q R, that Q's columns are orthonormal, and that R is upper triangular.
+
+    Parameters
+    ----------
+    a
+        The matrix, m x n.
+    q, r
+        Q, m x k, and R, k x n; k is m, or the smaller extent.
+
+    Raises
+    ------
+    AssertionError
+        It is not.
+    """
+    _typed(a.dtype, q=q, r=r)
+    np.testing.assert_array_equal(np.tril(r, -1), 0, "R is not upper triangular")
+    left, right, full = _wide(q, r, a)
+    _gate("||A - Q R|| / (n ||A|| eps)", full - left @ right, _norm(full), max(a.shape), a.dtype)
+    _gate("||I - Q^H Q|| / (n eps)", np.eye(q.shape[1]) - left.conj().T @ left, 1.0, len(q), a.dtype)
+
+
+def assert_solution(a: NDArray[Any], x: NDArray[Any], b: NDArray[Any]) -> None:
+    """Check that ``a @ x`` is ``b``, column by column, up to the backward error of a stable method.
+
+    Parameters
+    ----------
+    a
+        The square matrix, as it stands in the system: a transpose is given as such, a triangle without the rest.
+    x, b
+        The solutions and right-hand sides, a column each.
+
+    Raises
+    ------
+    AssertionError
+        It is not.
+    """
+    _typed(a.dtype, x=x)
+    wide, solution, right = _wide(a, x, b)
+    for column in range(b.shape[1]):
+        error = right[:, column : column + 1] - wide @ solution[:, column : column + 1]
+        scale = _norm(wide) * _norm(solution[:, column : column + 1])
+        _gate(f"||b - A x|| / (n ||A|| ||x|| eps) of column {column}", error, scale, len(a), a.dtype)
+
+
+def assert_inverse(a: NDArray[Any], x: NDArray[Any]) -> None:
+    """Check that ``x`` is the inverse of ``a``.
+
+    Raises
+    ------
+    AssertionError
+        It is not.
+    """
+    _typed(a.dtype, x=x)
+    wide, inverse = _wide(a, x)
+    scale = _norm(wide) * _norm(inverse)
+    _gate("||I - A X|| / (n ||A|| ||X|| eps)", np.eye(len(a)) - wide @ inverse, scale, len(a), a.dtype)
+
+
+def assert_least_squares(a: NDArray[Any], x: NDArray[Any], b: NDArray[Any]) -> None:
+    """Check that ``x`` makes ``||a @ x - b||`` least, and is the shortest of all that do, for ``a`` of full rank.
+
+    Parameters
+    ----------
+    a
+        The matrix, m x n.
+    x, b
+        The solutions and right-hand sides, a column each.
+
+    Raises
+    ------
+    AssertionError
+        It does not.
+    """
+    _typed(a.dtype, x=x)
+    wide, solution, right = _wide(a, x, b)
+    m, n = a.shape
+    error = right - wide @ solution
+    scale = _norm(wide) * _norm(solution) + _norm(right)
+    if m >= n:
+        _gate("||A^H (b - A x)|| / (n ||A|| ...)", wide.conj().T @ error, _norm(wide.conj().T) * scale, m, a.dtype)
+        return
+    _gate("||b - A x|| / (n ||A|| ||x|| eps)", error, scale, n, a.dtype)
+    # The shortest solution is a combination of A's rows; rounding of A turns the space of these by its condition.
+    basis, triangle = np.linalg.qr(wide.conj().T)
+    outside = solution - basis @ (basis.conj().T @ solution)
+    scale = _norm(solution) * (float(np.linalg.cond(triangle)) if m else 1.0)
+    _gate("x outside of A's rows / (n ||x|| cond(A) eps)", outside, scale, n, a.dtype)
+
+
+def assert_pseudoinverse(a: NDArray[Any], x: NDArray[Any]) -> None:
+    """Check the four conditions of Moore and Penrose, for ``a`` of full rank.
+
+    Raises
+    ------
+    AssertionError
+        One does not hold.
+    """
+    _typed(a.dtype, x=x)
+    wide, inverse = _wide(a, x)
+    left, right, n = wide @ inverse, inverse @ wide, max(a.shape)
+    cond = _norm(wide) * _norm(inverse)
+    _gate("||A X A - A||", left @ wide - wide, cond * _norm(wide), n, a.dtype)
+    _gate("||X A X - X||", right @ inverse - inverse, cond * _norm(inverse), n, a.dtype)
+    _gate("||A X - (A X)^H||", left - left.conj().T, cond, n, a.dtype)
+    _gate("||X A - (X A)^H||", right - right.conj().T, cond, n, a.dtype)

@@ -1,0 +1,173 @@
+"""A check of the programs of a factorization without any numbers: their steps are taken by imagined ranks."""
+
+from __future__ import annotations
+
+import collections
+
+from dask_distmm.planning.factor import Apply, Ask, Check, Drop, Factor, FactorPlan, Get, Key, Phase, Publish, Step
+
+__all__ = ["check_programs"]
+
+# Parts of panels from others that a rank holds at most at the same time: one in use and one that arrives.
+_HELD = 2
+
+
+def check_programs(plan: FactorPlan) -> int:
+    """Run all ranks' programs without numbers; every rule that makes their result right is checked.
+
+    The ranks are run in several orders. In each of them
+
+    - no rank waits for ever, or for itself;
+    - each block column gets each panel of each phase once, in the order of the phase, on its own rank;
+    - a panel is factorized when all panels before it have been applied to it, and never changes afterwards;
+    - all that a rank applies is here and complete; nothing is asked for twice, or left behind;
+    - a rank holds at most two panels of others at a time;
+    - the next panel is published before its owner updates other blocks.
+
+    Returns
+    -------
+    int
+        Number of parts of panels that travel.
+
+    Raises
+    ------
+    AssertionError
+        A program breaks a rule.
+    """
+    travelled = {_Ranks(plan).run(order) for order in ("in turn", "first", "last")}
+    assert len(travelled) == 1
+    for rank in range(plan.ranks):
+        _check_lookahead(plan, rank)
+    return travelled.pop()
+
+
+class _Ranks:
+    """Imagined ranks, and what they have done."""
+
+    def __init__(self, plan: FactorPlan) -> None:
+        self.plan, self.columns = plan, plan.columns
+        self.todo = [collections.deque(plan.steps(rank)) for rank in range(plan.ranks)]
+        self.published: set[tuple[int, Key]] = set()
+        self.asked: list[set[Key]] = [set() for _ in self.todo]
+        self.here: list[set[Key]] = [set() for _ in self.todo]
+        self.made: set[int] = set()
+        # For each block column, the panels that it has got in each phase.
+        self.got: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+        self.travelled = 0
+        if plan.phases and not plan.phases[0].factors:
+            self.made |= set(plan.phases[0].panels)
+
+    def run(self, order: str) -> int:
+        """Take all steps: one of each rank in turn, or all that are possible of the first or of the last one."""
+        ranks = range(self.plan.ranks)
+        while any(self.todo):
+            moved = False
+            for rank in ranks if order != "last" else ranks[::-1]:
+                while self.todo[rank] and self.possible(rank, self.todo[rank][0]):
+                    self.take(rank, self.todo[rank].popleft())
+                    moved = True
+                    if order == "in turn":
+                        break
+            assert moved, f"ranks wait for ever: {[steps[0] if steps else None for steps in self.todo]}"
+        self.check_end()
+        return self.travelled
+
+    def possible(self, rank: int, step: Step) -> bool:
+        """Whether a rank need not wait."""
+        if not isinstance(step, Get):
+            return True
+        assert step.key in self.asked[rank], f"rank {rank} waits for {step.key}, for which it has not asked"
+        return (self.columns.owner(step.key.panel), step.key) in self.published
+
+    def take(self, rank: int, step: Step) -> None:
+        """Check a step and do it."""
+        match step:
+            case Factor(_, panel):
+                self.check_own(rank, panel)
+                assert panel not in self.made, f"panel {panel} is factorized twice"
+                assert self.got[panel] == [(0, before) for before in range(panel)], f"panel {panel} comes too early"
+                self.made.add(panel)
+            case Check(panel, _):
+                self.check_own(rank, panel)
+                assert panel in self.made
+            case Publish(key):
+                self.check_own(rank, key.panel)
+                assert key.panel in self.made, f"{key} is published before it is made"
+                assert (rank, key) not in self.published, f"{key} is published twice"
+                self.published.add((rank, key))
+            case Ask(key, owner):
+                assert owner == self.columns.owner(key.panel) != rank, f"rank {rank} asks {owner} for {key}"
+                assert key not in self.asked[rank] | self.here[rank], f"rank {rank} asks twice for {key}"
+                self.asked[rank].add(key)
+                self.travelled += 1
+                whole = [one for one in self.asked[rank] | self.here[rank] if one.part != "pivots"]
+                assert len(whole) <= _HELD, f"rank {rank} holds {whole}"
+            case Get(key):
+                self.asked[rank].remove(key)
+                self.here[rank].add(key)
+            case Drop(key):
+                self.here[rank].remove(key)
+            case Apply():
+                self.apply(rank, step)
+
+    def check_own(self, rank: int, panel: int) -> None:
+        assert self.columns.owner(panel) == rank, f"rank {rank} has no panel {panel}"
+
+    def apply(self, rank: int, step: Apply) -> None:
+        key = step.key
+        own = self.columns.owner(key.panel) == rank
+        assert own or key in self.here[rank], f"rank {rank} applies {key}, which is not there"
+        assert not own or key.panel in self.made, f"rank {rank} applies its panel {key.panel} before it is made"
+        number = self.phase_of(step)
+        assert self.plan.phases[number].part == key.part
+        blocks = self.columns.owned(rank, step.first, step.stop)
+        assert blocks, f"rank {rank} applies {key} to nothing"
+        for block in blocks:
+            assert block not in self.made, f"panel {block} is changed after it was made"
+            self.got[block].append((number, key.panel))
+
+    def phase_of(self, step: Apply) -> int:
+        found = [at for at, phase in enumerate(self.plan.phases) if phase.operation == step.operation]
+        assert len(found) == 1, f"{step.operation} is in {len(found)} phases"
+        return found[0]
+
+    def check_end(self) -> None:
+        """Check that every block column has got all that the phases say, in their order, and that nothing is left."""
+        expected: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+        for number, phase in enumerate(self.plan.phases):
+            for panel, targets in zip(phase.panels, phase.targets, strict=True):
+                for block in range(*targets):
+                    expected[block].append((number, panel))
+        for block in range(self.columns.count):
+            assert self.got[block] == expected[block], f"block {block} got {self.got[block]}, not {expected[block]}"
+        for rank, (asked, here) in enumerate(zip(self.asked, self.here, strict=True)):
+            assert not asked, f"rank {rank} asked for {asked} and never got it"
+            left = {key for key in here if key.part != "pivots"}
+            assert not left, f"rank {rank} keeps {left}"
+            if rank in self.plan.holders:
+                needed = {p for p in self.plan.phases[0].panels if self.columns.owner(p) != rank}
+                assert {key.panel for key in here if key.part == "pivots"} == needed, f"rank {rank} lacks pivots"
+
+
+def _check_lookahead(plan: FactorPlan, rank: int) -> None:
+    """Check that a rank makes and publishes its panel before it applies the panel before it to any other block."""
+    steps = plan.steps(rank)
+    for phase in (phase for phase in plan.phases if phase.factors):
+        for before, panel in zip(phase.panels, phase.panels[1:], strict=False):
+            if plan.columns.owner(panel) != rank:
+                continue
+            made = steps.index(Factor(phase.operation, panel))
+            published = [at for at, step in enumerate(steps) if step == Publish(Key(phase.part, panel))]
+            applied = _applications(steps, phase, before)
+            assert [steps[at].stop - steps[at].first for at in applied[:1]] == [1], "the next panel is not the first"  # type: ignore[union-attr]
+            late = published[0] if published else made
+            assert applied[0] < made <= late, f"panel {panel} is made before panel {before} is applied to it"
+            assert all(at > late for at in applied[1:]), f"panel {panel} has to wait for other blocks"
+
+
+def _applications(steps: tuple[Step, ...], phase: Phase, panel: int) -> list[int]:
+    return [
+        at
+        for at, step in enumerate(steps)
+        if isinstance(step, Apply) and step.operation == phase.operation and step.key.panel == panel
+    ]

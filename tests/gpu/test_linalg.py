@@ -1,0 +1,145 @@
+"""Factorizations on GPU workers, by LAPACK's residuals."""
+
+from __future__ import annotations
+
+import dask
+import numpy as np
+import pytest
+from test_epilogs import computed, finished, on_gpus
+
+from dask_distmm import linalg
+from dask_distmm.testing import assert_nothing_left
+
+pytestmark = pytest.mark.engines("peer")
+COUNTS = range(1, 5)
+DTYPES = ["float32", "float64", "complex64", "complex128"]
+# LAPACK's TESTING takes 30.
+GATE = 30
+
+
+def random(rng, shape, dtype):
+    x = rng.standard_normal(shape)
+    if np.dtype(dtype).kind == "c":
+        x = x + 1j * rng.standard_normal(shape)
+    return x.astype(dtype)
+
+
+def positive(rng, n, dtype):
+    x = random(rng, (n, n), dtype)
+    return (x @ x.conj().T + n * np.eye(n)).astype(dtype)
+
+
+def residual(found, expected, scale, n):
+    """||found - expected|| / (n scale eps), in the 1-norm and in the type of `expected`."""
+    eps = np.finfo(expected.dtype).eps
+    wide = np.promote_types(expected.dtype, np.float64)
+    error = np.abs(found.astype(wide) - expected.astype(wide)).sum(axis=0).max()
+    assert np.isfinite(error)
+    return error / (max(1, n) * scale * eps)
+
+
+def norm(x):
+    return float(np.abs(x).sum(axis=0).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 70, 701])
+@pytest.mark.parametrize("lower", [True, False])
+def test_cholesky(clusters, nworkers, dtype, n, lower):
+    client, _ = clusters(nworkers)
+    s = positive(np.random.default_rng(), n, dtype)
+    before = finished(client)
+    found = computed(client, linalg.cholesky(on_gpus(s), lower=lower))
+    assert len(finished(client) - before) == 1
+    low = found if lower else found.conj().T
+    assert not np.triu(low, 1).any()
+    assert residual(low @ low.conj().T, s, norm(s), n) < GATE
+    assert_nothing_left(client)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(90, 90), (640, 640), (300, 130), (130, 300)])
+def test_lu(clusters, nworkers, dtype, shape):
+    client, _ = clusters(nworkers)
+    a = random(np.random.default_rng(), shape, dtype)
+    p, low, up = (computed(client, x) for x in client.persist(linalg.lu(on_gpus(a), p_indices=True)))
+    assert sorted(p.tolist()) == list(range(shape[0]))
+    # Of complex numbers LAPACK takes the one of largest |real| + |imaginary|.
+    assert abs(low).max() <= (2**0.5 if np.dtype(dtype).kind == "c" else 1) + 1e-6
+    assert residual(low @ up, a[p], norm(a), max(shape)) < GATE
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(90, 90), (640, 640), (900, 130), (130, 300)])
+@pytest.mark.parametrize("mode", ["reduced", "complete", "r"])
+def test_qr(clusters, nworkers, dtype, shape, mode):
+    client, _ = clusters(nworkers)
+    a = random(np.random.default_rng(), shape, dtype)
+    if mode == "r":
+        r = computed(client, linalg.qr(on_gpus(a), mode=mode))
+        assert residual(r.conj().T @ r, a.conj().T @ a, norm(a) ** 2, max(shape)) < GATE
+        return
+    q, r = (computed(client, x) for x in client.persist(linalg.qr(on_gpus(a), mode=mode)))
+    assert residual(q @ r, a, norm(a), max(shape)) < GATE
+    assert residual(q.conj().T @ q, np.eye(q.shape[1], dtype=dtype), 1, max(shape)) < GATE
+    assert not np.tril(r, -1).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("assume_a", ["gen", "pos"])
+@pytest.mark.parametrize("nrhs", [0, 1, 70])
+def test_solve(clusters, nworkers, dtype, assume_a, nrhs):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    n = 350
+    a = positive(rng, n, dtype) if assume_a == "pos" else random(rng, (n, n), dtype)
+    b = random(rng, (n, nrhs) if nrhs else (n,), dtype)
+    x = computed(client, linalg.solve(on_gpus(a), on_gpus(b), assume_a=assume_a))
+    assert x.shape == b.shape
+    error = a.astype(np.complex128) @ x - b
+    eps = np.finfo(dtype).eps
+    assert norm(error.reshape(n, -1)) / (norm(a) * norm(x.reshape(n, -1)) * eps * n) < GATE
+
+
+def test_other_results(clusters, nworkers):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    a, tall, b = random(rng, (210, 210), "float64"), random(rng, (400, 90), "float64"), random(rng, (400, 7), "float64")
+    sign, logarithm = (computed(client, x) for x in client.persist(linalg.slogdet(on_gpus(a))))
+    expected = np.linalg.slogdet(a)
+    assert sign == expected[0]
+    np.testing.assert_allclose(logarithm, expected[1], rtol=1e-12)
+    inverse = computed(client, linalg.inv(on_gpus(a)))
+    assert residual(inverse @ a, np.eye(210), norm(a) * norm(inverse), 210) < GATE
+    x, residuals, rank, _ = linalg.lstsq(on_gpus(tall), on_gpus(b))
+    expected = np.linalg.lstsq(tall, b, rcond=None)
+    np.testing.assert_allclose(computed(client, x), expected[0], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(computed(client, residuals), expected[1], rtol=1e-9)
+    assert rank == 90
+    np.testing.assert_allclose(computed(client, linalg.pinv(on_gpus(tall))), np.linalg.pinv(tall), atol=1e-12)
+    factor = linalg.lu_factor(on_gpus(a))
+    x = computed(client, linalg.lu_solve(factor, on_gpus(a[:, :5].copy())))
+    np.testing.assert_allclose(x, np.eye(210)[:, :5], atol=1e-9)
+    assert_nothing_left(client)
+
+
+def test_matrices_that_have_none(clusters, nworkers):
+    client, _ = clusters(nworkers)
+    a = -np.eye(300)
+    with pytest.raises(np.linalg.LinAlgError, match="leading minor of order 1 "):
+        computed(client, linalg.cholesky(on_gpus(a)))
+    with pytest.raises(np.linalg.LinAlgError, match="singular"):
+        computed(client, linalg.inv(on_gpus(0 * a)))
+    # And the workers are as good as before.
+    np.testing.assert_allclose(computed(client, linalg.inv(on_gpus(a))), a)
+    assert_nothing_left(client)
+
+
+def test_numpy_chunks(clusters, nworkers):
+    """Chunks on the host are multiplied on GPUs and come back as NumPy's where a cluster has only the GPU engine."""
+    client, _ = clusters(nworkers)
+    s = positive(np.random.default_rng(), 300, "float64")
+    with dask.config.set({"distmm.engine": "peer"}):
+        low = client.compute(linalg.cholesky(dask.array.from_array(s, chunks=77), lower=True), sync=True)
+    assert isinstance(low, np.ndarray)
+    assert residual(low @ low.T, s, norm(s), 300) < GATE

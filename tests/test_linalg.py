@@ -1,0 +1,204 @@
+"""Linear algebra on Dask arrays: without a cluster, and on worker processes; by LAPACK's gates."""
+
+from __future__ import annotations
+
+import contextlib
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import scipy.linalg
+from distributed import wait
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from run_events import events
+
+from dask_distmm import PlanError, linalg
+from dask_distmm.planning import plan_from_wire
+from dask_distmm.testing import (
+    assert_cholesky,
+    assert_inverse,
+    assert_least_squares,
+    assert_lu,
+    assert_nothing_left,
+    assert_pseudoinverse,
+    assert_qr,
+    assert_solution,
+    random_chunks,
+)
+
+DTYPES = ["float32", "float64", "complex64", "complex128"]
+METHODS = ["local", "columns"]
+
+
+def random(shape, dtype="float64"):
+    rng = np.random.default_rng()
+    x = rng.standard_normal(shape)
+    return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
+
+
+def positive(n, dtype="float64"):
+    x = random((n, n), dtype)
+    return (x @ x.conj().T + n * np.eye(n)).astype(dtype)
+
+
+def lazy(x):
+    rng = np.random.default_rng()
+    return da.from_array(x, chunks=tuple(random_chunks(rng, size, 4) for size in x.shape))
+
+
+def check_all(dtype, method):
+    n = int(np.random.default_rng().integers(60, 160))
+    a, s, tall, b = random((n, n), dtype), positive(n, dtype), random((2 * n, n // 2), dtype), random((n, 7), dtype)
+    for lower in (True, False):
+        assert_cholesky(s, linalg.cholesky(lazy(s), lower, method=method).compute(), lower=lower)
+    p, low, up = dask.compute(*linalg.lu(lazy(a), p_indices=True, method=method))
+    assert_lu(a, low, up, p)
+    for x in (tall, tall.conj().T.copy(), a):
+        assert_qr(x, *dask.compute(*linalg.qr(lazy(x), method=method)))
+    q, r = dask.compute(*linalg.qr(lazy(tall), "complete", method=method))
+    assert q.shape == (2 * n, 2 * n)
+    assert_qr(tall, q, r)
+    assert_solution(a, linalg.solve(lazy(a), lazy(b), method=method).compute(), b)
+    assert_solution(s, linalg.solve(lazy(s), lazy(b), "pos", method=method).compute(), b)
+    assert_inverse(a, linalg.inv(lazy(a), method=method).compute())
+    x, *_ = linalg.lstsq(lazy(tall), lazy(tall[:, :3].copy()), method=method)
+    assert_least_squares(tall, x.compute(), tall[:, :3])
+    assert_pseudoinverse(tall, linalg.pinv(lazy(tall), method=method).compute())
+    sign, logarithm = dask.compute(*linalg.slogdet(lazy(a), method=method))
+    expected = np.linalg.slogdet(a.astype(np.complex128))
+    eps = np.finfo(dtype).eps
+    assert abs(sign - expected[0]) < 1e3 * n * eps
+    assert abs(logarithm - expected[1]) < 1e3 * n * eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_a_cluster(dtype):
+    check_all(dtype, "auto")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("method", METHODS)
+def test_on_workers(client, dtype, method):
+    check_all(dtype, method)
+    assert_nothing_left(client)
+
+
+def test_one_run_makes_all_outputs(client):
+    before = len(events(client, "done"))
+    p, low, up = linalg.lu(lazy(random((90, 90))), method="columns")
+    dask.compute(p, low, up)
+    last = events(client, "start")[-1]
+    assert len(events(client, "done")) == before + 1
+    assert (last["method"], len(last["ranks"])) == ("columns", 3)
+
+
+@pytest.mark.parametrize("trans", ["N", "T", "C"])
+@pytest.mark.parametrize("lower", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+def test_triangular_systems(client, trans, lower, right):
+    n = 90
+    a = random((n, n), "complex128") + n * np.eye(n)
+    b = random((5, n) if right else (n, 5), "complex128")
+    x = linalg.solve_triangular(lazy(a), lazy(b), lower, trans, right=right, method="columns").compute()
+    used = np.tril(a) if lower else np.triu(a)
+    used = {"N": used, "T": used.T, "C": used.conj().T}[trans]
+    if right:
+        assert_solution(used.T.copy(), x.T.copy(), b.T.copy())
+    else:
+        assert_solution(used, x, b)
+
+
+def test_as_scipy_has_them(client):
+    a, s, v = random((70, 70)), positive(70), random(70)
+    for mine, theirs in zip(dask.compute(*linalg.lu(lazy(a))), scipy.linalg.lu(a), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-10)
+    found, piv = dask.compute(*linalg.lu_factor(lazy(a)))
+    expected, swaps = scipy.linalg.lu_factor(a)
+    np.testing.assert_allclose(found, expected, atol=1e-10)
+    np.testing.assert_array_equal(piv, swaps)
+    assert_solution(a, linalg.lu_solve(linalg.lu_factor(lazy(a)), lazy(v)).compute()[:, None], v[:, None])
+    assert_solution(s, linalg.cho_solve(linalg.cho_factor(lazy(s)), lazy(v)).compute()[:, None], v[:, None])
+    np.testing.assert_allclose(linalg.det(lazy(a / 5)).compute(), scipy.linalg.det(a / 5), rtol=1e-9)
+    x, residuals, rank, _ = linalg.lstsq(lazy(a[:, :20].copy()), lazy(v))
+    np.testing.assert_allclose(residuals.compute(), np.linalg.lstsq(a[:, :20], v)[1][0], rtol=1e-9)
+    assert (x.shape, rank) == ((20,), 20)
+    np.testing.assert_allclose(linalg.solve(lazy(a), lazy(v), transposed=True).compute(), scipy.linalg.solve(a.T, v))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 12), st.integers(0, 12), st.sampled_from(["reduced", "complete", "r"]))
+def test_small_and_empty_matrices(m, n, mode):
+    a = random((m, n))
+    r = linalg.qr(lazy(a), mode)
+    q, r = (None, r.compute()) if mode == "r" else dask.compute(*r)
+    if q is not None:
+        assert_qr(a, q, r)
+    low = linalg.cholesky(lazy(positive(m)), lower=True).compute()
+    assert low.shape == (m, m)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_matrices_that_have_none(client, method):
+    a = np.eye(80)
+    a[40, 40] = -1
+    with pytest.raises(np.linalg.LinAlgError, match="leading minor of order 41 "):
+        linalg.cholesky(lazy(a), lower=True, method=method).compute()
+    a[40, 40] = 0
+    with pytest.raises(np.linalg.LinAlgError, match="diagonal element"):
+        linalg.inv(lazy(a), method=method).compute()
+    with pytest.raises(np.linalg.LinAlgError, match="full rank"):
+        linalg.lstsq(lazy(a[:, :60].copy() * 0), lazy(a), method=method)[0].compute()
+    assert linalg.slogdet(lazy(a), method=method)[1].compute() == -np.inf
+    a[0, 0] = np.nan
+    with contextlib.suppress(np.linalg.LinAlgError):
+        assert np.isnan(linalg.inv(lazy(a), method=method).compute()).any()
+    assert_nothing_left(client)
+
+
+def test_mistakes():
+    a = lazy(random((40, 30)))
+    for call, message in (
+        (lambda: linalg.cholesky(a), "square"),
+        (lambda: linalg.solve(a, a), "square"),
+        (lambda: linalg.solve(a[:, :30][:30], lazy(random(31))), "expected 30"),
+        (lambda: linalg.lu(a[0]), "1 dimensions"),
+        (lambda: linalg.lu(a[a[:, 0] > 0]), "unknown chunk sizes"),
+        (lambda: linalg.lu(a, engine="cuda"), "unknown engine"),
+        (lambda: linalg.lu(a, method="summa"), "unknown method"),
+        (lambda: linalg.qr(a, "full"), "mode="),
+        (lambda: linalg.lu(a.astype("datetime64[s]")), "expected float32"),
+        (lambda: linalg.explain(a), "no lazy result"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            call()
+    with pytest.raises(TypeError, match="unknown option 'enginee'"):
+        linalg.lu(a, enginee="numpy")
+
+
+def test_explained(client):
+    made = linalg.explain(linalg.lu(lazy(random((90, 90))), method="columns")[1])
+    assert len(made.ranks) == 3
+    assert made.bytes_moved > 0
+    assert "lu on 3 of 3 workers" in repr(made)
+    assert "block columns" in made._repr_html_()
+    assert repr(plan_from_wire(made.to_wire()).problem) == repr(made.problem)
+
+
+def test_a_lost_worker_costs_a_run_and_no_result(fault_client):
+    a = random((300, 300))
+    x = lazy(a).persist()
+    wait(x)
+    up = linalg.lu(x, method="columns")[2].persist()
+    fault_client.restart_workers([next(iter(fault_client.scheduler_info(n_workers=-1)["workers"]))])
+    np.testing.assert_allclose(up.compute(), scipy.linalg.lu(a)[2], atol=1e-9)
+
+
+def test_chains_are_lazy(client):
+    """Gaussian process regression: kernel matrix, Cholesky, two solutions."""
+    x = np.sort(np.random.default_rng().uniform(0, 6, 120))
+    y = np.sin(x)
+    k = np.exp(-0.5 * (x[:, None] - x) ** 2) + 1e-6 * np.eye(120)
+    weights = linalg.cho_solve(linalg.cho_factor(lazy(k), lower=True), lazy(y))
+    np.testing.assert_allclose((lazy(k) @ weights).compute(), y, atol=1e-4)
