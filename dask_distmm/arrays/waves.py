@@ -1,0 +1,94 @@
+"""Whether a product is one run, or a sequence of them because its lazy operands do not fit into memory together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from dask_distmm.arrays.request import Request
+from dask_distmm.arrays.views import under
+from dask_distmm.config import dask_costs, wave_settings
+from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning.waves import Budget, Scheme, WavePlan, choose
+from dask_distmm.runtime.client import Snapshot, snapshot
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = ["Decision", "decide", "waves_now"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How a product is made: by a plan for one run, or in waves; neither where nothing is known of the cluster."""
+
+    plan: Plan | None = None
+    scheme: Scheme | None = None
+
+
+def decide(request: Request, problem: Problem, client: Client, known: Snapshot) -> Decision:
+    """Return how a product is made, and log it.
+
+    Parameters
+    ----------
+    request, problem
+        What is asked for.
+    client, known
+        Of the cluster, and who would multiply there.
+
+    Raises
+    ------
+    ProjectedMemoryError
+        It does not fit, nor does it in waves.
+    """
+    failure: ProjectedMemoryError | None = None
+    made: Plan | None = None
+    try:
+        made = known.plan(problem)
+    except ProjectedMemoryError as error:
+        failure = error
+    if (waves := waves_now(request, problem, client, made)) is not None:
+        request.logger.info("%s, lazy\n%r", problem.name, waves)
+        return Decision(scheme=waves.scheme)
+    if failure is not None:
+        raise failure
+    request.logger.info("%s, lazy\n%r", problem.name, made)
+    return Decision(made)
+
+
+def waves_now(request: Request, problem: Problem, client: Client, made: Plan | None) -> WavePlan | None:
+    """Return the waves of a product that does not fit, or would spill, as one run; None if there are none.
+
+    Parameters
+    ----------
+    request, problem, client
+        As for `decide`.
+    made
+        The plan for one run, or None if it does not fit.
+    """
+    settings = wave_settings()
+    budget = Budget(settings.managed, settings.process, settings.read_bandwidth)
+    if not settings.enabled or (made is not None and not _spills(made, budget)):
+        return None
+    scheme = _scheme(request, problem, client, budget)
+    return None if scheme is None else WavePlan(problem, scheme)
+
+
+def _spills(made: Plan, budget: Budget) -> bool:
+    """Whether Dask would move chunks to disk while a plan runs."""
+    return any(made.projected_bytes[worker.address] > budget.of(worker) for worker in made.participants)
+
+
+def _scheme(request: Request, problem: Problem, client: Client, budget: Budget) -> Scheme | None:
+    """Return the waves of a product; None if it can't be made in waves, or does not fit in them either."""
+    arrays = [*map(under, (request.a, request.b), problem.arrays, problem.turned)]
+    known = snapshot(client, problem, arrays)
+    if known is None:
+        return None
+    lazy_a, lazy_b = (where is None for where in known.placed)
+    try:
+        return choose(problem, known.workers, (lazy_a, lazy_b), budget, dask_costs(), engine=known.engines)
+    except (PlanError, ProjectedMemoryError) as error:
+        request.logger.info("%s", error)
+        return None

@@ -1,0 +1,304 @@
+"""The choice of a scheme: which waves fit into the memory of the workers, and which are quickest. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dask_distmm.config import DaskCosts
+from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.planning.dask_tasks import around
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.memory import chunk_bytes
+from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.planner import plan
+from dask_distmm.planning.problem import METHODS, Problem
+from dask_distmm.planning.waves.scheme import Scheme, Wave, wave_problem
+
+__all__ = ["Budget", "choose"]
+
+# With fewer waves too much time would go by before the first one can be multiplied, and after the last was loaded.
+_FEWEST = 8
+# More of them than this and the time around each run is what counts.
+_SHORTEST = 0.1
+# A panel in flight takes this share of the budget at most.
+_PANEL_SHARE = 16
+# D is cut into so many blocks along an axis.
+_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Budget:
+    """The memory that a worker may hold while a product is made in waves, and what it holds anyway.
+
+    Parameters
+    ----------
+    managed
+        Share of the memory limit up to which Dask keeps results in memory.
+    process
+        Share of the memory limit up to which Dask does not look for something to spill.
+    read_bandwidth
+        Bytes of chunks that one worker loads or makes in a second, for the estimate.
+    """
+
+    managed: float
+    process: float
+    read_bandwidth: float
+
+    def of(self, worker: Worker) -> float:
+        """Return the bytes that a worker may hold."""
+        limit = worker.memory_limit
+        return min(self.managed * limit, self.process * limit - worker.used) if limit else math.inf
+
+
+def choose(
+    problem: Problem,
+    workers: Sequence[Worker],
+    lazy: tuple[bool, bool],
+    budget: Budget,
+    costs: DaskCosts,
+    *,
+    engine: str | Sequence[str] = "numpy",
+) -> Scheme:
+    """Return the quickest scheme that fits into the memory of the workers.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied; all of it, not a part.
+    workers
+        Those that can be ranks.
+    lazy
+        For A and B whether its chunks are still to be made: others are in memory, and stay there.
+    budget
+        The memory that may be used.
+    costs
+        What Dask takes around a run.
+    engine
+        As for `plan`.
+
+    Raises
+    ------
+    PlanError
+        The product can't be cut into waves; the message says why.
+    ProjectedMemoryError
+        No scheme fits.
+    """
+    if reason := _why_whole(problem, lazy):
+        raise PlanError(f"{problem.name} can't be made in waves: {reason}")
+    found: list[Scheme] = []
+    methods = METHODS if problem.method == "auto" else (problem.method,)
+    for sketch in _sketches(problem, lazy):
+        if sketch.name == "blocks" and found and found[-1].name == "blocks":
+            break  # those that follow read more
+        fitting = _Fitting(problem, workers, budget, costs, engine, lazy, sketch)
+        schemes = [fitting.scheme(method) for method in methods] if fitting.may_fit() else []
+        found += [scheme for scheme in schemes if scheme is not None]
+    if not found:
+        limits = {worker.address: int(budget.of(worker)) for worker in workers}
+        raise ProjectedMemoryError(
+            f"{problem.name} does not fit in waves either: two chunks of each operand along k, and what stays in "
+            f"memory, are more than the {min(limits.values()) / 2**20:.0f} MiB that a worker may hold without "
+            "spilling. Use smaller chunks, more workers or a higher memory_limit",
+            {},
+            limits,
+        )
+    return min(found, key=lambda scheme: scheme.seconds)
+
+
+def _why_whole(problem: Problem, lazy: tuple[bool, bool]) -> str:
+    if not any(lazy):
+        return "all chunks of A and B are in memory already"
+    if problem.part is not None or any(problem.distributions) or problem.grid or problem.formula.replicated:
+        return "its layout is asked for, or all of D is to be on every worker"
+    if any(0 in sizes for sizes in (*problem.a_chunks, *problem.b_chunks, *problem.out_chunks)):
+        return "it has empty chunks"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sketch:
+    """A scheme but for the size of its waves: the edges of D's blocks, and the axis along which waves follow."""
+
+    name: str
+    rows: tuple[int, ...]
+    cols: tuple[int, ...]
+    k: int
+    axis: str
+    streamed: tuple[bool, bool]
+
+
+def _edges(problem: Problem, axis: str) -> tuple[int, ...]:
+    """Return where an axis, of ``"m"``, ``"n"`` and ``"k"``, can be cut: at edges of all chunks along it."""
+    inputs = [extra.chunks for extra in problem.extras]
+    chunkings = {
+        "m": [problem.a_chunks[0], problem.out_chunks[0], *(c[0] for c in inputs if sum(c[0]) == problem.m)],
+        "n": [problem.b_chunks[1], problem.out_chunks[1], *(c[1] for c in inputs if sum(c[1]) == problem.n)],
+        "k": [problem.a_chunks[1], problem.b_chunks[0]],
+    }[axis]
+    common = set.intersection(*({0, *itertools.accumulate(sizes)} for sizes in chunkings))
+    return tuple(sorted(common))
+
+
+def _grouped(edges: Sequence[int], groups: int) -> tuple[int, ...]:
+    """Return those edges that cut the segments between edges into groups of about as many segments."""
+    count = len(edges) - 1
+    return tuple(edges[round(i * count / groups)] for i in range(groups + 1))
+
+
+def _sketches(problem: Problem, lazy: tuple[bool, bool]) -> Iterator[_Sketch]:
+    """Yield the schemes to look at; those of blocks by the bytes that they read."""
+    m, n = (0, problem.m), (0, problem.n)
+    yield _Sketch("sums", m, n, problem.k, "k", lazy)
+    if lazy[0]:
+        yield _Sketch("rows", m, n, problem.k, "m", (True, False))
+    if lazy[1]:
+        yield _Sketch("cols", m, n, problem.k, "n", (False, True))
+    rows, cols = _edges(problem, "m"), _edges(problem, "n")
+    sizes = problem.m * problem.k * problem.itemsize("a") * lazy[0], problem.n * problem.k * problem.itemsize("b")
+    counts = [sorted({min(len(edges) - 1, x) for x in _BLOCKS}) for edges in (rows, cols)]
+    ways = [way for way in itertools.product(*counts) if way != (1, 1)]
+    ways.sort(key=lambda way: (sizes[0] * way[1] + sizes[1] * lazy[1] * way[0], math.prod(way)))
+    for p, q in ways:
+        yield _Sketch("blocks", _grouped(rows, p), _grouped(cols, q), problem.k, "k", lazy)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fitting:
+    """Finds the size of a sketch's waves."""
+
+    problem: Problem
+    workers: Sequence[Worker]
+    budget: Budget
+    costs: DaskCosts
+    engine: str | Sequence[str]
+    lazy: tuple[bool, bool]
+    sketch: _Sketch
+
+    @functools.cached_property
+    def _room(self) -> float:
+        return min(self.budget.of(worker) for worker in self.workers)
+
+    def may_fit(self) -> bool:
+        """Whether D's block alone fits, before anything is planned."""
+        sketch = self.sketch
+        if sketch.axis != "k":
+            return True
+        rows, cols = (max(np.diff(edges).tolist()) for edges in (sketch.rows, sketch.cols))
+        return float(rows) * cols * self.problem.compute_type.itemsize < self._room * len(self.workers)
+
+    def scheme(self, method: str) -> Scheme | None:
+        """Return the scheme with the largest waves that fit, of which there are enough; None if none fit."""
+        segments = len(_edges(self.problem, self.sketch.axis)) - 1
+        low, high = 1, segments  # numbers of waves along the axis: more fit sooner
+        if segments < 2 or self._try(high, method) is None:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._try(middle, method) is not None else (middle + 1, high)
+        found = self._try(low, method)
+        assert found is not None
+        better = self._try(min(segments, max(_FEWEST, low)), method)
+        if better is not None and better.run_seconds / len(better.waves) > _SHORTEST:
+            return better
+        return found
+
+    def _try(self, count: int, method: str) -> Scheme | None:
+        """Return the scheme with `count` waves along the axis, or None if it does not fit."""
+        waves = tuple(_waves(self.sketch, _grouped(_edges(self.problem, self.sketch.axis), count)))
+        panel = int(min(self.problem.options.panel_bytes, self._room / _PANEL_SHARE))
+        room = int(self._room) if math.isfinite(self._room) else 0
+        scheme = Scheme(self.sketch.name, waves, self.sketch.streamed, method, panel, 0, 0.0, 0.0, 0, room)
+        largest = max(range(len(waves)), key=lambda w: (_volume(waves[w]), not waves[w].first))
+        beside = self._beside(scheme, largest)
+        # The run has what is left.
+        left = [
+            dataclasses.replace(worker, memory_limit=int(max(1.0, self.budget.of(worker) - beside)), used=0)
+            if worker.memory_limit
+            else worker
+            for worker in self.workers
+        ]
+        try:
+            plans = [self._plan(scheme, number, left) for number in dict.fromkeys((largest, len(waves) - 1))]
+        except (ProjectedMemoryError, PlanError):
+            return None
+        return self._estimated(scheme, plans, beside)
+
+    def _plan(self, scheme: Scheme, number: int, workers: Sequence[Worker]) -> Plan:
+        sub = wave_problem(self.problem, scheme, number)
+        limited = dataclasses.replace(sub.options, limit_fraction=1.0)
+        return plan(dataclasses.replace(sub, options=limited), workers, engine=self.engine)
+
+    def _beside(self, scheme: Scheme, number: int) -> float:
+        """Return the bytes on a worker that are no part of the largest run."""
+        problem, count = self.problem, len(self.workers)
+        sub = wave_problem(problem, scheme, number)
+        total, loaded, largest = 0.0, 0, 0.0
+        for operand, lazy, streamed in zip("ab", self.lazy, scheme.streamed, strict=True):
+            if operand == "b" and sub.shared:
+                break
+            mine = chunk_bytes(sub, operand)
+            if streamed:
+                loaded, largest = loaded + len(mine), max(largest, float(mine.max()))
+            elif not lazy:
+                total += (chunk_bytes(problem, operand).sum() - mine.sum()) / count
+        # What is loaded for the next wave, in whole chunks; and one more in the making.
+        total += largest * (math.ceil(loaded / count) + 1)
+        if scheme.waves[number].last:
+            # Chunks of the wave before, on their way out.
+            total += chunk_bytes(sub, "d").sum() / count
+        elif scheme.waves[number].visit:
+            total += chunk_bytes(problem, "d").mean()
+        return total
+
+    def _estimated(self, scheme: Scheme, plans: Sequence[Plan], beside: float) -> Scheme:
+        problem, count = self.problem, len(self.workers)
+        read = 0.0
+        shares = {
+            "a": [(wave.rows, wave.depth) for wave in scheme.waves],
+            "b": [(wave.depth, wave.cols) for wave in scheme.waves],
+        }
+        for operand, lazy, streamed in zip("ab", self.lazy, scheme.streamed, strict=True):
+            if not lazy or (operand == "b" and problem.shared and scheme.name == "sums"):
+                continue
+            if streamed:
+                read += sum(math.prod(stop - start for start, stop in box) for box in shares[operand]) * float(
+                    problem.itemsize(operand)
+                )
+            else:
+                read += float(chunk_bytes(problem, operand).sum())
+        one = plans[0].problem
+        run = plans[0].estimate.seconds if plans[0].estimate else 0.0
+        run *= sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
+        around_all = len(scheme.waves) * around(one, self.costs)
+        return dataclasses.replace(
+            scheme,
+            read_bytes=int(read),
+            read_seconds=read / (count * self.budget.read_bandwidth),
+            run_seconds=run + around_all,
+            peak_bytes=int(beside + max(max(made.projected_bytes.values()) for made in plans)),
+        )
+
+
+def _waves(sketch: _Sketch, edges: Sequence[int]) -> Iterator[Wave]:
+    """Yield the waves of a sketch that is cut at certain edges of its axis."""
+    steps = list(itertools.pairwise(edges))
+    if sketch.axis in "mn":
+        rows, cols = (sketch.rows[0], sketch.rows[-1]), (sketch.cols[0], sketch.cols[-1])
+        for step in steps:
+            along = (step, cols) if sketch.axis == "m" else (rows, step)
+            yield Wave(*along, (0, sketch.k), True, True, 0)
+        return
+    blocks = itertools.product(itertools.pairwise(sketch.rows), itertools.pairwise(sketch.cols))
+    for visit, (rows, cols) in enumerate(blocks):
+        for step in steps:
+            yield Wave(rows, cols, step, step == steps[0], step == steps[-1], visit)
+
+
+def _volume(wave: Wave) -> float:
+    return math.prod(float(stop - start) for start, stop in (wave.rows, wave.cols, wave.depth))

@@ -1,0 +1,183 @@
+"""A scheme: the waves of a product, and the problem of each of them. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.display import Explanation
+from dask_distmm.planning.part import Part
+from dask_distmm.planning.problem import Extra, Problem
+
+__all__ = ["Scheme", "Wave", "WavePlan", "wave_problem"]
+
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wave:
+    """One run of a product in waves.
+
+    Parameters
+    ----------
+    rows, cols, depth
+        Its ranges of m, n and k.
+    first, last
+        Whether it begins and ends the sums over k of its block of D.
+    visit
+        Number of that block: a chunk of A or B is loaded once for each block that needs it.
+    """
+
+    rows: Range
+    cols: Range
+    depth: Range
+    first: bool
+    last: bool
+    visit: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scheme:
+    """The waves of a product, and the estimate for them.
+
+    Parameters
+    ----------
+    name
+        ``"sums"``, ``"rows"``, ``"cols"`` or ``"blocks"``; see the module.
+    waves
+        In the order in which they run.
+    streamed
+        For A and B whether chunks are loaded for a wave and dropped after it; others stay in memory.
+    method
+        Of each run.
+    panel_bytes
+        Of a panel in flight between workers.
+    read_bytes, read_seconds, run_seconds
+        Bytes that are loaded in all; estimated seconds of that, and of the runs.
+    peak_bytes, budget_bytes
+        Projected peak of a worker's memory, and what it may hold.
+    """
+
+    name: str
+    waves: tuple[Wave, ...]
+    streamed: tuple[bool, bool]
+    method: str
+    panel_bytes: int
+    read_bytes: int
+    read_seconds: float
+    run_seconds: float
+    peak_bytes: int
+    budget_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds in all: loads are hidden behind runs or runs behind loads, but for the first and last."""
+        least, most = sorted((self.read_seconds, self.run_seconds))
+        return most + least / len(self.waves)
+
+    @property
+    def binding(self) -> str:
+        """The resource that decides how long it takes: ``"loading"`` or ``"multiplying"``."""
+        return "loading" if self.read_seconds > self.run_seconds else "multiplying"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class WavePlan(Explanation):
+    """A product in waves, as `dask_distmm.explain` returns it.
+
+    Parameters
+    ----------
+    problem, scheme
+        The product and its waves.
+    """
+
+    problem: Problem
+    scheme: Scheme
+
+    @property
+    def method(self) -> str:
+        """``"waves"``."""
+        return "waves"
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time, loading included."""
+        return self.scheme.seconds
+
+    @property
+    def bytes_moved(self) -> None:
+        """Not estimated: where chunks will be loaded is not known."""
+        return None
+
+
+def wave_problem(problem: Problem, scheme: Scheme, number: int) -> Problem:
+    """Return one wave of a product as a problem of its own, called ``...-wave-00012``.
+
+    Parameters
+    ----------
+    problem
+        The whole product.
+    scheme
+        Its waves.
+    number
+        Of the wave.
+
+    Returns
+    -------
+    Problem
+        The names of its arrays are those of the whole product where it finishes chunks of D. Sums that the next wave
+        goes on with are chunks of ``...-sum-00012``; the input ``"partial"`` are those of the wave before.
+    """
+    wave = scheme.waves[number]
+    axes = {"m": wave.rows, "n": wave.cols, "k": wave.depth}
+    extents = {"m": problem.m, "n": problem.n}
+    inputs = problem.extras if wave.last else ()
+    numbers, chunks = [], {}
+
+    def take(name: str, sizes: Chunks, along: str) -> None:
+        taken = []
+        for axis, own in zip(along, sizes, strict=True):
+            start, stop = axes[axis]
+            if name not in ("a", "b", "d", "partial") and sum(own) != extents[axis]:
+                start, stop = 0, sum(own)  # broadcast
+            ends = np.cumsum(own)
+            taken.append(tuple(np.flatnonzero((ends > start) & (ends <= stop)).tolist()))
+        rows, cols = taken
+        numbers.append((name, rows, cols, len(sizes[1])))
+        chunks[name] = tuple(sizes[0][i] for i in rows), tuple(sizes[1][j] for j in cols)
+
+    take("a", problem.a_chunks, "mk")
+    take("b", problem.b_chunks, "kn")
+    for extra in inputs:
+        take(extra.name, extra.chunks, "mn")
+    if not wave.first:
+        take("partial", problem.out_chunks, "mn")
+    take("d", problem.out_chunks, "mn")
+    extras = [dataclasses.replace(extra, chunks=chunks[extra.name]) for extra in inputs]
+    sums = problem.compute_type.name
+    if not wave.first:
+        extras.append(Extra("partial", chunks["partial"], sums))
+    formula = problem.formula if wave.last else Formula()
+    # The same chunks, as in X.T @ X: transposed once, and in the same columns.
+    across = problem.turned in ((True, False), (False, True)) and numbers[0][1] == numbers[1][2]
+    shared = problem.shared and across
+    whole = problem.name if wave.last else f"{problem.name}-sum-{number:05d}"
+    return dataclasses.replace(
+        problem,
+        name=f"{problem.name}-wave-{number:05d}",
+        a_chunks=chunks["a"],
+        b_chunks=chunks["b"],
+        out_chunks=chunks["d"],
+        dtype=problem.dtype if wave.last else sums,
+        method=scheme.method,
+        same=False,
+        options=dataclasses.replace(problem.options, panel_bytes=scheme.panel_bytes),
+        extras=tuple(extras),
+        formula=dataclasses.replace(formula, partial=not wave.first),
+        arrays=(f"{problem.name}-stream",) * 2 if shared else ("", ""),
+        part=Part(tuple(numbers), whole),
+        stationary=not (wave.first and wave.last),
+    )

@@ -1,0 +1,218 @@
+"""Products that do not fit, in waves on a cluster: right, in bounded memory, in place, also where something fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import zarr
+from distributed import Client, LocalCluster, wait
+
+import dask_distmm
+from dask_distmm import ProjectedMemoryError, matmul
+from dask_distmm.arrays.outputs import result
+from dask_distmm.arrays.request import make_problem, parse
+from dask_distmm.config import dask_costs
+from dask_distmm.planning import Worker
+from dask_distmm.planning.waves import Budget, choose
+from dask_distmm.runtime.keys import gate_barrier
+from dask_distmm.testing import assert_nothing_left, assert_product
+
+
+def in_waves(a, b, name="sums", lazy=(True, True), **options):
+    """A product in waves of a certain scheme, as workers would make it that have so little memory that it is taken."""
+    request = parse(a, b, **options)
+    problem = make_problem(request)
+    for exponent in range(28, 60):
+        workers = [Worker(f"w{number}", 1, int(2 ** (exponent / 2))) for number in range(2)]
+        try:
+            scheme = choose(problem, workers, lazy, Budget(0.6, 0.7, 1e6), dask_costs())
+        except ProjectedMemoryError:
+            continue
+        if scheme.name == name and len(scheme.waves) > 2:
+            return result(problem, request.a, request.b, [x for _, x in request.extras], scheme)
+    raise AssertionError(f"never in {name}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_chunks():
+    """Panels of tiny products are used as they lie, as those of large ones."""
+    with dask.config.set({"distmm.numpy.pack-below": 0}):
+        yield
+
+
+def lazy(x, chunks):
+    return da.from_array(x, chunks=chunks).map_blocks(np.copy, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "complex128", "int32", "int8", "float16"])
+@pytest.mark.parametrize("name", ["sums", "rows", "cols", "blocks"])
+def test_every_scheme(inproc_client, name, dtype):
+    rng = np.random.default_rng(5)
+    shapes = {"sums": (60, 4000, 50), "rows": (4000, 60, 50), "cols": (50, 60, 4000), "blocks": (480, 480, 480)}
+    m, k, n = shapes[name]
+    a, b = (rng.integers(-9, 9, shape).astype(dtype) for shape in ((m, k), (k, n)))
+    if dtype == "complex128":
+        b = b * 1j
+    cut = 60 if name == "blocks" else 300
+    got = in_waves(lazy(a, cut), lazy(b, cut), name).compute()
+    assert got.dtype == np.result_type(a, b)
+    assert_product(a, b, got)
+
+
+def test_gram_of_centered_columns(inproc_client):
+    """The mean is shared, the transpose is a view, each chunk is loaded for the mean and for its wave."""
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((5000, 70))
+    lazy_x = lazy(x, (250, 70))
+    centered = lazy_x - lazy_x.mean(axis=0)
+    d = in_waves(centered.T, centered)
+    expected = x - x.mean(axis=0)
+    assert_product(expected.T, expected, d.compute())
+
+
+def test_formula_and_outputs(inproc_client):
+    """alpha, beta, C, bias and activation are applied once, at the end; auxiliary outputs come too."""
+    rng = np.random.default_rng(7)
+    for (m, k, n), name in (((60, 6000, 50), "sums"), ((6000, 60, 50), "rows")):
+        a, b, c = rng.standard_normal((m, k)), rng.standard_normal((k, n)), rng.standard_normal((m, n))
+        bias = rng.standard_normal(n)
+        d, aux = in_waves(
+            lazy(a, 300), lazy(b, 300), name, c=lazy(c, 300), alpha=0.5, beta=2.0, epilog="relu_aux_bias",
+            epilog_inputs={"bias": bias},
+        )  # fmt: skip
+        x = 0.5 * a @ b + 2 * c + bias
+        got, mask = dask.compute(d, aux["relu_aux"])
+        np.testing.assert_allclose(got, np.maximum(x, 0), atol=1e-10)
+        clear = abs(x) > 1e-9
+        np.testing.assert_array_equal(mask[clear], (x > 0)[clear])
+
+
+def test_persisted_operands_and_parts(inproc_client):
+    rng = np.random.default_rng(8)
+    a, b = rng.standard_normal((6000, 60)), rng.standard_normal((60, 50))
+    kept = inproc_client.persist(da.from_array(b, chunks=30))
+    wait(kept)
+    d = in_waves(lazy(a, 300), kept, "rows", (True, False))
+    assert_product(a, b, d.compute())
+    assert_product(a[:700], b, d[:700].compute())
+    # D of one is an operand of the next.
+    again = in_waves(d, lazy(b.T.copy(), 50), "rows")
+    assert_product(a @ b, b.T, again.compute())
+
+
+def test_without_a_cluster():
+    rng = np.random.default_rng(9)
+    a, b = rng.standard_normal((60, 6000)), rng.standard_normal((6000, 50))
+    d = in_waves(lazy(a, 300), lazy(b, 300))
+    for scheduler in ("sync", "threads"):
+        assert_product(a, b, d.compute(scheduler=scheduler))
+
+
+def count_gates(dask_scheduler):
+    return len(dask_scheduler.extensions["distmm"].gates)
+
+
+def test_a_load_that_fails(inproc_client):
+    """The source's own error comes out; nothing is left parked."""
+
+    def read(x, block_info=None):
+        if block_info[0]["chunk-location"][0] == 13:
+            raise OSError("chunk 13 is torn")
+        return x.copy()
+
+    x = da.ones((6000, 60), chunks=(300, 60)).map_blocks(read, dtype=float)
+    d = in_waves(x.T, x)
+    with pytest.raises(OSError, match="chunk 13 is torn"):
+        d.compute()
+
+
+def test_cancel_frees_everything(inproc_client):
+    def slow(x):
+        time.sleep(0.05)
+        return x.copy()
+
+    x = da.ones((30_000, 60), chunks=(300, 60)).map_blocks(slow, dtype=float)
+    d = in_waves(x.T, x)
+    future = inproc_client.compute(d.persist())
+    time.sleep(1)
+    future.release()
+    del future, d
+    deadline = time.monotonic() + 10
+    while inproc_client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert inproc_client.run_on_scheduler(count_gates) == 0
+
+
+def process_id(dask_worker):
+    return os.getpid()
+
+
+def test_a_worker_dies_between_waves(fault_client):
+    """What it had is made again, and sums that had grown in place are not added twice."""
+    x = da.random.default_rng(11).integers(-4, 4, (20_000, 120), chunks=(500, 120)).astype(float)
+    expected = x.compute(scheduler="threads")
+
+    def slow(part):
+        time.sleep(0.1)
+        return part.copy()
+
+    lazy_x = x.map_blocks(slow, dtype=float)
+    d = in_waves(lazy_x.T, lazy_x)
+    future = fault_client.compute(d)
+    time.sleep(1.0)
+    assert not future.done()
+    os.kill(next(iter(fault_client.run(process_id).values())), signal.SIGKILL)
+    np.testing.assert_array_equal(future.result(timeout=120), expected.T @ expected)
+
+
+@pytest.fixture(scope="module")
+def small_cluster():
+    """Two worker processes with so little memory that a few hundred MiB do not fit."""
+    with LocalCluster(
+        n_workers=2, threads_per_worker=1, memory_limit="400MiB", dashboard_address="127.0.0.1:0"
+    ) as cluster:
+        yield cluster
+
+
+def spilled(dask_worker):
+    return dask_worker.data.spilled_total.disk
+
+
+def test_larger_than_memory(small_cluster, tmp_path):
+    """matmul, and @ under enable(), take waves by themselves; nothing is spilled; D goes to a store."""
+    with Client(small_cluster) as client:
+        rng = da.random.default_rng(12)
+        x = rng.random((200_000, 500), chunks=(2500, 500))  # 763 MiB
+        with dask_distmm.enabled():
+            # Dask's own tasks use each chunk at one time, and stream by themselves.
+            assert not any(gate_barrier(key) for key in dict((x.T @ x).dask))
+            with dask.config.set({"distmm.minimum-flops": 0}):
+                gram = x.T @ x
+        v = np.eye(500, 20)
+        product = matmul(x, da.from_array(v, chunks=-1))
+        shown = dask_distmm.explain(x.T, x)
+        assert shown.method == "waves"
+        assert shown.scheme.peak_bytes <= shown.scheme.budget_bytes
+        assert "scheme    sums" in repr(shown)
+        assert "bound by" in shown._repr_html_()
+        for d in (gram, product):
+            assert any(gate_barrier(key) for key in dict(d.dask))
+        got = gram.compute()
+        np.testing.assert_allclose(got, got.T)
+        np.testing.assert_allclose(np.diag(got), 200_000 / 3, rtol=0.02)
+        da.to_zarr(product, str(tmp_path / "d.zarr"))
+        found = zarr.open(str(tmp_path / "d.zarr"))
+        np.testing.assert_array_equal(found[:2500], x[:2500, :20].compute())
+        assert sum(client.run(spilled).values()) == 0
+        with dask.config.set({"distmm.waves.mode": "off"}), pytest.raises(ProjectedMemoryError):
+            matmul(x.T, x)
+        with dask.config.set({"distmm.waves.mode": "maybe"}), pytest.raises(dask_distmm.PlanError, match="'off'"):
+            matmul(x.T, x)
+        assert_nothing_left(client)
