@@ -7,12 +7,16 @@ are raised on a worker or the scheduler and read by the user at the client. In m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from numpy.linalg import LinAlgError
 
 __all__ = [
     "DistMMError",
     "EngineError",
+    "MatrixError",
     "MissingEngineError",
     "NoWorkersError",
     "PlanError",
@@ -21,10 +25,13 @@ __all__ = [
     "RunFailedError",
     "as_plain",
     "rebuild",
+    "unknown_name",
 ]
 
 # So many workers' histories go into an error's text.
 _TOLD = 8
+# A list of more names than this is left out of a message that has a similar name to offer.
+_LISTED = 10
 
 
 class DistMMError(Exception):
@@ -64,6 +71,13 @@ class ProjectedMemoryError(DistMMError, MemoryError):
 
 class EngineError(DistMMError):
     """An engine is missing on a worker, or failed inside a multiply."""
+
+
+class MatrixError(DistMMError, LinAlgError):
+    """The numbers in a matrix allow no such result: it is not positive definite, singular, or not of full rank.
+
+    It is a ``numpy.linalg.LinAlgError``. No result is visible.
+    """
 
 
 class MissingEngineError(EngineError):
@@ -118,6 +132,31 @@ class RunFailedError(DistMMError, RuntimeError):
         return str(self.args[0]) + "".join(["\nWhat took part:" if told else "", *told[:_TOLD], *more])
 
 
+def unknown_name(what: str, value: object, known: Iterable[str], where: str = "") -> str:
+    """Return the message for a name that is none of those that are known: the similar ones, or all.
+
+    Parameters
+    ----------
+    what
+        The kind of name: ``"method"``, ``"config key"``.
+    value
+        The name that was found.
+    known
+        The names that are expected.
+    where
+        A page that lists them all, for long lists.
+    """
+    names = list(known)
+    close = difflib.get_close_matches(str(value).lower(), names, 3, 0.6)
+    listed = f"known are {', '.join(map(repr, names))}"
+    if not close:
+        return f"unknown {what} {value!r}; {f'{where} lists all' if where and len(names) > _LISTED else listed}"
+    text = f"unknown {what} {value!r}: did you mean {' or '.join(map(repr, close))}?"
+    if len(names) <= _LISTED:
+        return f"{text} K{listed[1:]}"
+    return f"{text} {where} lists all {len(names)}" if where else text
+
+
 def as_plain(error: DistMMError) -> dict[str, Any]:
     """Return an error as a dict of plain types."""
     message = error.args[0] if isinstance(error, RunFailedError) else str(error)
@@ -137,5 +176,7 @@ def rebuild(answer: Mapping[str, Any]) -> DistMMError:
         return ProjectedMemoryError(message, answer["projected"], answer["limit"])
     if kind == "RunFailedError":
         return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"], answer["history"])
-    kinds = {found.__name__: found for found in (PlanError, EngineError, MissingEngineError, NoWorkersError)}
+    kinds = {
+        found.__name__: found for found in (PlanError, EngineError, MatrixError, MissingEngineError, NoWorkersError)
+    }
     return kinds.get(kind, DistMMError)(message)

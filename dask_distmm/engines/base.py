@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
-from dask_distmm.planning import Plan
 from dask_distmm.planning.engines import engines
 
 __all__ = [
@@ -24,9 +23,11 @@ __all__ = [
     "Boxes",
     "ChunkKey",
     "Comm",
+    "ConsumingJob",
     "Engine",
     "IndependentJob",
     "Job",
+    "ResultKey",
     "get_engine",
     "is_of_d",
     "log",
@@ -35,7 +36,9 @@ __all__ = [
 
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 
-# Of what `Job.execute` returns: ``(REPLICA, number)`` is a chunk of D that another rank owns.
+# `Job.execute` returns chunks of outputs by the output's name (empty for the main one, as D) and the chunk's number.
+# ``(REPLICA, number)`` is a chunk of D that another rank owns.
+ResultKey = tuple[str, int]
 REPLICA = "replica"
 
 log = logging.getLogger("dask_distmm")
@@ -74,8 +77,8 @@ class Job(Protocol):
         """Take what all participants offer, in their order; called after the vote, before `execute`."""
         ...
 
-    def execute(self) -> Mapping[Any, NDArray[Any]]:
-        """Do the work; return the chunks of D that this rank owns, by number. Blocks.
+    def execute(self) -> Mapping[ResultKey, NDArray[Any]]:
+        """Do the work; return the chunks that this rank owns, by output and number. Blocks.
 
         Where `Plan.replicas` are wanted it may return those that others own too, under ``(REPLICA, number)``; what it
         does not is fetched from them over Dask's comms.
@@ -112,6 +115,19 @@ class IndependentJob(Job, Protocol):
         ...
 
 
+@runtime_checkable
+class ConsumingJob(Job, Protocol):
+    """A job that makes D in the memory of some of its inputs, which are of no use after `execute` has begun.
+
+    Attributes
+    ----------
+    consumed
+        After `prepare`: these inputs.
+    """
+
+    consumed: Sequence[ChunkKey]
+
+
 class Engine(Protocol):
     """A way to multiply on the workers."""
 
@@ -137,7 +153,7 @@ class Engine(Protocol):
 
     def job(
         self,
-        plan: Plan,
+        plan: Any,
         me: int,
         chunks: Mapping[ChunkKey, NDArray[Any]],
         comm: Comm,
@@ -172,9 +188,9 @@ def get_engine(name: str) -> Engine:
     return engine
 
 
-def is_of_d(key: Any) -> bool:
+def is_of_d(key: ResultKey) -> bool:
     """Whether this is the key of a chunk of D, of this rank or another, among what `Job.execute` returns."""
-    return not isinstance(key, tuple) or key[0] == REPLICA
+    return key[0] in ("", REPLICA)
 
 
 def wait_checked(answer: Future[Any], check: Callable[[], None]) -> Any:

@@ -10,9 +10,11 @@ from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning import Chunks, Plan
 from dask_distmm.planning.cuts import overlaps, padded
 from dask_distmm.planning.memory import operand_grids, panel_width
-from dask_distmm.planning.plan import EVERYWHERE, Rect
+from dask_distmm.planning.placement import EVERYWHERE
+from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.sums import is_gram
 
-__all__ = ["ChunkBlock", "Panel", "chunk_blocks_of", "coalesce", "panels", "split_at_chunks"]
+__all__ = ["ChunkBlock", "Panel", "chunk_blocks_of", "coalesce", "panels", "split_at_chunks", "twins"]
 
 
 class ChunkBlock(NamedTuple):
@@ -43,8 +45,6 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     Every element of ``A[rows, depth]`` and ``B[depth, cols]`` is in exactly one piece. Panels that need
     nothing from others come first; the rest begins at another place on each rank.
     """
-    assert plan.where_a is not None
-    assert plan.where_b is not None
     _, q, s = plan.grid
     i, j, depth = plan.coords(rank)
     k0, k1 = plan.k_range(rank)
@@ -61,11 +61,10 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
         edges.add(piece.col if piece.operand == 0 else piece.row)
     cuts = coalesce(sorted(edges), width)
     made = [Panel(low, high, [], {}) for low, high in itertools.pairwise(cuts)]
-    where = (plan.where_a, plan.where_b)
     for piece in pieces:
         start = piece.col if piece.operand == 0 else piece.row
         stop = start + (piece.cols if piece.operand == 0 else piece.rows)
-        holder = int(where[piece.operand][piece.chunk])
+        holder = int(plan.where["ab"[piece.operand]][piece.chunk])
         for number, low, high in overlaps(cuts, start, stop):
             cut = _along_k(piece, low - start, high - low)
             here = holder in (me, EVERYWHERE)
@@ -73,6 +72,29 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     turn = rank * len(made) // len(plan.ranks)
     order = sorted(range(len(made)), key=lambda x: (bool(made[x].remote), (x - turn) % len(made)))
     return [made[x] for x in order]
+
+
+def twins(plan: Plan, pieces: Sequence[ChunkBlock]) -> tuple[list[ChunkBlock], list[tuple[ChunkBlock, int]]]:
+    """Return the pieces to ask for, and those of A that are one of these transposed, with its place among them.
+
+    Where A and B are made of the same chunks, as in ``X.T @ X``, a piece of both travels once.
+    """
+    problem = plan.problem
+    if not is_gram(problem):
+        return list(pieces), []
+    acols, bcols = problem.chunk_counts("a")[1], problem.chunk_counts("b")[1]
+    asked = [piece for piece in pieces if piece.operand == 1]
+    number = {(p.chunk, p.r0, p.c0, p.rows, p.cols): at for at, p in enumerate(asked)}
+    found = []
+    for piece in pieces:
+        if piece.operand == 0:
+            row, col = divmod(piece.chunk, acols)
+            at = number.get((col * bcols + row, piece.c0, piece.r0, piece.cols, piece.rows))
+            if at is None:
+                asked.append(piece)
+            else:
+                found.append((piece, at))
+    return asked, found
 
 
 def _along_k(piece: ChunkBlock, offset: int, size: int) -> ChunkBlock:

@@ -24,27 +24,36 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from dask._task_spec import Alias, List, Task, TaskRef
+from dask._task_spec import Alias, GraphNode, List, Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
 from distributed.utils import sync
 
 from dask_distmm.engines import get_engine
-from dask_distmm.errors import EngineError
-from dask_distmm.planning import Problem, Worker, plan, restrict
+from dask_distmm.errors import EngineError, PlanError
+from dask_distmm.planning import (
+    Computation,
+    Placement,
+    Problem,
+    Worker,
+    plan,
+    plan_computation,
+    problem_from_wire,
+    restrict,
+)
 from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import barrier_key, output_name, part_name
 from dask_distmm.runtime.messages import NAME, Supported
 from dask_distmm.runtime.wire import ask
 
-__all__ = ["ProductLayer", "barrier", "build_graph", "build_output", "chunk"]
+__all__ = ["ProductLayer", "RunTask", "TasksLayer", "barrier", "build_graph", "build_output", "chunk"]
 
 # A part of its own is worth a run if it saves so many floating-point operations.
 _FLOPS_OF_A_RUN = 1e9
 
 
-class Step(Task):  # type: ignore[misc]
+class RunTask(Task):  # type: ignore[misc]
     """A task that Dask's optimizer must not fuse with others: its key is known to the plugins."""
 
     __slots__ = ()
@@ -81,7 +90,27 @@ class Piece:
     wanted: tuple[int, ...] | None = None
 
 
-class ProductLayer(Layer):  # type: ignore[misc]
+class TasksLayer(Layer):  # type: ignore[misc]
+    """A layer whose tasks are made, as `_tasks`, only when they are looked at: Dask's interface of it."""
+
+    has_legacy_tasks = False
+    _tasks: Mapping[Any, GraphNode]
+
+    def __getitem__(self, key: Any) -> GraphNode:
+        return self._tasks[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def is_materialized(self) -> bool:
+        """Whether the tasks have been made."""
+        return "_tasks" in self.__dict__
+
+
+class ProductLayer(TasksLayer):
     """The tasks of D and of its barriers; made only when they are looked at.
 
     Parameters
@@ -94,8 +123,6 @@ class ProductLayer(Layer):  # type: ignore[misc]
         The runs; None for one of all of D.
     """
 
-    has_legacy_tasks = False
-
     def __init__(
         self, whole: Problem, arrays: Mapping[str, tuple[str, bool]], pieces: Sequence[Piece] | None = None
     ) -> None:
@@ -107,18 +134,18 @@ class ProductLayer(Layer):  # type: ignore[misc]
         return {name: value for name, value in self.__dict__.items() if name != "_tasks"}
 
     @functools.cached_property
-    def _tasks(self) -> dict[Any, Task]:
+    def _tasks(self) -> dict[Any, Task]:  # type: ignore[override]
         found: dict[Any, Task] = {}
         for piece in self.pieces:
             problem = piece.problem
             before = barrier_key(problem.name)
             inputs = [List(*map(TaskRef, self._inputs(problem, operand))) for operand in problem.inputs]
-            found[before] = Step(before, barrier, problem.to_wire(), *inputs)
+            found[before] = RunTask(before, barrier, problem.to_wire(), *inputs)
             wanted = None if piece.wanted is None else set(piece.wanted)
-            for index, number in enumerate(problem.every_chunk("d").tolist()):
+            for index, number in enumerate(problem.numbers("").tolist()):
                 if wanted is None or number in wanted:
                     key = self._key(number)
-                    found[key] = Step(key, chunk, "", index, TaskRef(before))
+                    found[key] = RunTask(key, chunk, "", index, TaskRef(before))
         return found
 
     def _inputs(self, problem: Problem, operand: str) -> list[Any]:
@@ -132,19 +159,6 @@ class ProductLayer(Layer):  # type: ignore[misc]
         return (self.whole.name, *divmod(number, self.whole.chunk_counts("d")[1]))
 
     # Dask's interface of a layer
-
-    def __getitem__(self, key: Any) -> Task:
-        return self._tasks[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._tasks)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def is_materialized(self) -> bool:
-        """Whether the tasks have been made."""
-        return "_tasks" in self.__dict__
 
     def get_output_keys(self) -> set[Any]:
         """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
@@ -249,7 +263,7 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
     name, before = output_name(problem.name, output), barrier_key(problem.name)
     nrows, ncols = problem.chunk_counts("d")
     layer = {
-        (name, i, j): Step((name, i, j), chunk, output, i * ncols + j, TaskRef(before))
+        (name, i, j): RunTask((name, i, j), chunk, output, i * ncols + j, TaskRef(before))
         for i in range(nrows)
         for j in range(ncols)
     }
@@ -265,7 +279,7 @@ class Alone:
     Parameters
     ----------
     chunks
-        By number; those of auxiliary outputs by name and number.
+        By the name of the output, empty for D, and number.
     """
 
     def __init__(self, chunks: Mapping[Any, Any]) -> None:
@@ -297,7 +311,7 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any]) -> Alone:
     except ValueError:
         alone = True
     if alone:
-        return _multiply_alone(Problem.from_wire(wire), inputs)
+        return _run_alone(problem_from_wire(wire), inputs)
     from distributed.protocol.pickle import dumps
 
     from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
@@ -313,21 +327,24 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any]) -> Alone:
     raise Reschedule
 
 
-def _multiply_alone(problem: Problem, inputs: Sequence[Sequence[Any]]) -> Alone:
+def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any]]) -> Alone:
+    if (workers := problem.demand.workers) not in (None, 1):
+        raise PlanError(
+            f"workers={workers!r} was asked for, and this is computed without a cluster; compute it with a "
+            "distributed.Client, or leave workers out"
+        )
     found = dict(zip(problem.inputs, inputs, strict=True))
-    found.setdefault("b", found["a"])
-    turned = dict(zip("ab", problem.turned, strict=True))
-    operands = {name: [x.T if turned.get(name) else x for x in found[name]] for name in problem.operands}
+    operands = {
+        name: [x.T if problem.is_turned(name) else x for x in found[problem.source_of(name)]]
+        for name in problem.operands
+    }
     where = {name: np.zeros(len(chunks), np.int32) for name, chunks in operands.items()}
-    made = plan(
-        problem,
-        [Worker("here")],
-        where_a=where["a"],
-        where_b=where["b"],
-        engine=problem.engine_alone,
-        orders=(order_of(operands["a"][0]), order_of(operands["b"][0])),
-        where_extras=[where[name] for name in problem.operands[2:]],
-    )
+    made: Placement
+    if isinstance(problem, Problem):
+        orders = order_of(operands["a"][0]), order_of(operands["b"][0])
+        made = plan(problem, [Worker("here")], where, engine=problem.engine_alone, orders=orders)
+    else:
+        made = plan_computation(problem, [Worker("here")], where, engine=(problem.engine_alone,))
     chunks = check_chunks(made, {(name, i): x for name, all_of in operands.items() for i, x in enumerate(all_of)})
     job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None, ready_event(chunks.values()))
     job.prepare()
@@ -346,4 +363,4 @@ def chunk(output: str, index: int, result: Any) -> Any:
     """Return one chunk of D (``output=""``) or of an auxiliary output; on a cluster no worker runs this."""
     if not isinstance(result, Alone):
         raise EngineError(f"chunk {index} is made by a run; this task can't run by itself")
-    return result.chunks[(output, index) if output else index]
+    return result.chunks[output, index]

@@ -5,6 +5,8 @@ With ``acc = op(A) @ op(B)`` (in the type that is summed in)::
     x = alpha * acc + beta * C  (+ bias)
     D = F(x)
 
+A run that goes on with the sums of an earlier one (``Formula.partial``) adds them to ``acc`` before all else.
+
 The names are those of cuBLASMp's epilogs, as nvmath-python spells them; all others follow their pattern.
 
 ==================  ================================================  ==========================================
@@ -37,7 +39,6 @@ absolute value among them, are of F(x), before ``scale_d`` (cuBLAS, "Tensorwide 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import pickle
 from collections.abc import Callable, Mapping
@@ -45,7 +46,8 @@ from typing import Any
 
 import numpy as np
 
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, unknown_name
+from dask_distmm.numeric.epilog_names import Epilog
 from dask_distmm.numeric.types import compute_dtype
 
 __all__ = [
@@ -61,22 +63,10 @@ __all__ = [
 ]
 
 _ACTIVATIONS = ("relu", "gelu", "leaky_relu", "tanh", "sigmoid", "silu", "hardswish", "clamp")
+_NAMES = tuple(epilog.value for epilog in Epilog)
 _SQRT_2_OVER_PI = 0.7978845608028654
 # NumPy works on so much at a time: it stays in a core's cache from one operation to the next.
 _BLOCK_BYTES = 2**18
-
-
-def _names() -> dict[str, str]:
-    names = ["allreduce", "bias", "drelu", "dgelu", "drelu_bgrad", "dgelu_bgrad", "bgrada", "bgradb"]
-    for activation in _ACTIVATIONS:
-        names += [activation + suffix for suffix in ("", "_bias", "_aux", "_aux_bias")]
-    return {name.upper(): name for name in names}
-
-
-Epilog = enum.Enum("Epilog", _names(), type=str, module=__name__)  # type: ignore[misc]
-Epilog.__doc__ = (
-    "The formula that is applied to the product before it is stored; see the module `dask_distmm.numeric.epilogs`."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +89,8 @@ class Formula:
         Factor of D after everything else.
     scales
         Which of ``"scale_a"`` to ``"scale_d"`` are further inputs, of one element; others are in the factors.
+    partial
+        Whether the input ``"partial"`` has sums over other parts of k, which are added to the product.
     """
 
     alpha: tuple[float, float] = (1.0, 0.0)
@@ -110,12 +102,12 @@ class Formula:
     names: tuple[str, ...] = ()
     scale_d: float = 1.0
     scales: tuple[str, ...] = ()
+    partial: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.epilog and self.epilog not in _names().values():
-            known = ", ".join(map(repr, _names().values()))
-            raise PlanError(f"unknown epilog {self.epilog!r}; known are {known}")
+        if self.epilog and self.epilog not in _NAMES:
+            raise PlanError(unknown_name("epilog", self.epilog, _NAMES, "docs/epilogs.md"))
         if self.bias_axis not in (-1, 0, 1):
             raise PlanError(f"bias_axis={self.bias_axis!r}; expected -1 (a value a column of D) or 0 (a value a row)")
 
@@ -136,9 +128,9 @@ class Formula:
 
     @property
     def scaled(self) -> bool:
-        """Whether factors or scales do anything, or the largest value is wanted."""
+        """Whether factors, scales or earlier sums do anything, or the largest value is wanted."""
         factors = complex(*self.alpha) != 1 or complex(*self.beta) != 0 or self.scale_d != 1
-        return factors or self.amax or bool(self.scales)
+        return factors or self.amax or bool(self.scales) or self.partial
 
     @property
     def activation(self) -> str:
@@ -220,7 +212,7 @@ def elementwise(
     acc
         A part of op(A) @ op(B), a matrix or a stack of them, in the type that is summed in.
     inputs
-        ``"c"``, the epilog's inputs and `Formula.scales`, each broadcast against `acc`.
+        ``"c"``, ``"partial"``, the epilog's inputs and `Formula.scales`, each broadcast against `acc`.
     factors
         alpha and beta in the type of `acc`; those of `formula` if None.
 
@@ -230,6 +222,8 @@ def elementwise(
     """
     x, dtype = acc, acc.dtype
     alpha, beta = factors or scalars(formula, dtype)
+    if formula.partial:
+        x = x + inputs["partial"].astype(dtype)
     if complex(*formula.alpha) != 1:
         x = x * alpha
     for name in ("scale_a", "scale_b"):

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, unknown_name
 
 __all__ = [
     "COMPUTE_TYPES",
@@ -234,10 +234,9 @@ def resolve_types(
 
 def _compute(operand: np.dtype, asked: str | None, default: str | None) -> str:
     """Return the compute type, empty for the usual one; a default that does not fit the operands is left out."""
-    known = ", ".join(map(repr, COMPUTE_TYPES))
     for what, value in (("compute_type", asked), ("config distmm.compute-type", default)):
         if value is not None and value not in COMPUTE_TYPES:
-            raise PlanError(f"unknown {what} {value!r}; known are {known}")
+            raise PlanError(unknown_name(what, value, COMPUTE_TYPES))
     summed = compute_dtype(operand, 1).name
     # The usual ones are right for all that is summed in them anyway.
     fitting = [name for name, kinds in COMPUTE_TYPES.items() if (summed if name in _USUAL else operand.name) in kinds]

@@ -7,16 +7,20 @@ out of a problem, `chunk_order` takes chunks in the order of their holders, `rep
 `many` plans many products at once.
 """
 
+from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.cublasmp.abilities import CUBLASMP
 from dask_distmm.planning.demand import Demand, Worker
+from dask_distmm.planning.display import Explanation
 from dask_distmm.planning.engines import ENGINES, Abilities, register
+from dask_distmm.planning.kinds import plan_computation, plan_from_wire, problem_from_wire
 from dask_distmm.planning.many.batches import Batch, BatchEstimate, BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan, Share
 from dask_distmm.planning.numpy import NUMPY
 from dask_distmm.planning.peer.abilities import PEER
-from dask_distmm.planning.plan import EVERYWHERE, Estimate, Packing, Plan, everywhere
+from dask_distmm.planning.placement import EVERYWHERE, Estimate, Placement, everywhere
+from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.planner import plan
-from dask_distmm.planning.problem import METHODS, Chunks, Extra, Problem
+from dask_distmm.planning.problem import METHODS, Extra, Problem
 from dask_distmm.planning.restriction import restrict
 
 __all__ = [
@@ -28,17 +32,24 @@ __all__ = [
     "BatchEstimate",
     "BatchPlan",
     "Chunks",
+    "Computation",
     "Demand",
     "Estimate",
+    "Explanation",
     "Extra",
     "GroupPlan",
+    "Output",
     "Packing",
+    "Placement",
     "Plan",
     "Problem",
     "Share",
     "Worker",
     "everywhere",
     "plan",
+    "plan_computation",
+    "plan_from_wire",
+    "problem_from_wire",
     "register",
     "restrict",
 ]

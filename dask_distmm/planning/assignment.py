@@ -27,12 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import PlanError
+from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cuts import uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab, block_grid
 from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.grids import grids
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import Chunks, Problem
+from dask_distmm.planning.problem import Problem
 
 __all__ = ["asked_ways", "operand_tiles"]
 

@@ -18,10 +18,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.cuts import Bounds
 from dask_distmm.planning.part import Part
-from dask_distmm.planning.problem import Chunks, Problem
+from dask_distmm.planning.placement import Where
+from dask_distmm.planning.problem import Problem
 
-__all__ = ["by_holder", "free_axes", "reorder"]
+__all__ = ["by_holder", "free_axes", "holder_cuts", "reorder"]
 
 # So large a share of what lies along an axis must be whole on one worker, chunk by chunk of the axis.
 _WHOLE = 0.9
@@ -40,10 +43,13 @@ def free_axes(problem: Problem) -> str:
         "n": problem.b_chunks[1] == out[1] and all(x[1] == out[1] or sum(x[1]) == 1 != problem.n for x in extras),
         "k": problem.a_chunks[1] == problem.b_chunks[0],
     }
+    if problem.stationary:
+        # In another order of m or n the chunks of D would come to lie elsewhere.
+        free["m"] = free["n"] = False
     return "".join(axis for axis, yes in free.items() if yes)
 
 
-def by_holder(problem: Problem, where: Mapping[str, NDArray[np.int32]]) -> dict[str, list[int]]:
+def by_holder(problem: Problem, where: Where) -> dict[str, list[int]]:
     """Return the order of the chunks of some axes, where it differs from what it is.
 
     Parameters
@@ -55,25 +61,66 @@ def by_holder(problem: Problem, where: Mapping[str, NDArray[np.int32]]) -> dict[
     """
     found = {}
     for axis in free_axes(problem):
-        held = []
-        for operand in "ab":
-            if axis not in _AXES[operand] or (where[operand] < 0).any():
-                continue
-            sizes = np.multiply.outer(*(np.asarray(x, float) for x in problem.chunks_of(operand)))
-            table, weight = where[operand].reshape(sizes.shape), sizes * problem.itemsize(operand)
-            if _AXES[operand].index(axis):
-                table, weight = table.T, weight.T
-            held.append((table, weight))
-        if not held or len(held[0][0]) < 2:
+        amounts = _amounts(problem, where, axis)
+        if amounts is None or len(amounts) < 2:
             continue
-        count = 1 + max(int(table.max()) for table, _ in held)
-        amounts = np.zeros((len(held[0][0]), count))
-        for table, weight in held:
-            np.add.at(amounts, (np.arange(len(table))[:, None], table), weight)
         order = np.argsort(amounts.argmax(axis=1), kind="stable").tolist()
         if amounts.max(axis=1).sum() >= _WHOLE * amounts.sum() and order != list(range(len(order))):
             found[axis] = order
     return found
+
+
+def _amounts(problem: Problem, where: Where, axis: str) -> NDArray[np.float64] | None:
+    """Return for each chunk of an axis how many bytes of A and B along it each holder has; None if nothing is known."""
+    held = []
+    for operand in "ab":
+        if axis not in _AXES[operand] or operand not in where or (where[operand] < 0).any():
+            continue
+        sizes = np.multiply.outer(*(np.asarray(x, float) for x in problem.chunks_of(operand)))
+        table, weight = where[operand].reshape(sizes.shape), sizes * problem.itemsize(operand)
+        if _AXES[operand].index(axis):
+            table, weight = table.T, weight.T
+        held.append((table, weight))
+    if not held:
+        return None
+    count = 1 + max(int(table.max()) for table, _ in held)
+    amounts = np.zeros((len(held[0][0]), count))
+    for table, weight in held:
+        np.add.at(amounts, (np.arange(len(table))[:, None], table), weight)
+    return amounts
+
+
+def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> tuple[Bounds, Bounds, Bounds] | None:
+    """Return cuts of m, n and k by which each rank has what lies whole on one worker; None if there are none.
+
+    Parameters
+    ----------
+    problem
+        What is multiplied, its chunks in the order of their holders.
+    where
+        For A and B the holder of each chunk.
+    grid
+        The p x q x s ranks; one axis of them can be cut in this way.
+    """
+    axes = [(axis, parts) for axis, parts in zip("mnk", grid, strict=True) if parts > 1]
+    if len(axes) != 1 or axes[0][0] not in free_axes(problem):
+        return None
+    ((axis, parts),) = axes
+    amounts = _amounts(problem, where, axis)
+    if amounts is None or amounts.max(axis=1).sum() < _WHOLE * amounts.sum():
+        return None
+    holders = amounts.argmax(axis=1)
+    starts = np.flatnonzero(np.diff(holders)) + 1
+    if len(starts) + 1 != parts or len(np.unique(holders)) != parts:
+        return None
+    lengths = {"m": problem.m, "n": problem.n, "k": problem.k}
+    sizes = {"m": problem.a_chunks[0], "n": problem.b_chunks[1], "k": problem.a_chunks[1]}[axis]
+    edges = np.concatenate([[0], np.cumsum(sizes)])
+    cut = (0, *edges[starts].tolist(), lengths[axis])
+    if min(np.diff(cut)) <= 0:
+        return None
+    m, n, k = (cut if name == axis else (0, length) for name, length in lengths.items())
+    return m, n, k
 
 
 def reorder(problem: Problem, orders: Mapping[str, Sequence[int]]) -> tuple[Problem, dict[str, NDArray[np.int64]]]:

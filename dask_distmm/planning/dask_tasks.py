@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.plan import Estimate
+from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.problem import Problem
 
 __all__ = ["around", "by_tasks"]

@@ -71,6 +71,8 @@ class Demand:
         Addresses, or how many, or None for all.
     plaintext_nccl
         Whether matrices may cross a network unencrypted though the cluster requires encryption.
+    kind
+        The kind of the computation, ``"product"`` or ``"factorization"``.
     """
 
     engine: str
@@ -78,11 +80,12 @@ class Demand:
     dtypes: tuple[str, str, str]
     workers: tuple[str, ...] | int | None = None
     plaintext_nccl: bool = False
+    kind: str = "product"
 
-    def to_wire(self) -> tuple[str, str, list[str], list[str] | int | None, bool]:
+    def to_wire(self) -> tuple[str, str, list[str], list[str] | int | None, bool, str]:
         """As plain types."""
         workers = list(self.workers) if isinstance(self.workers, tuple) else self.workers
-        return self.engine, self.array, list(self.dtypes), workers, self.plaintext_nccl
+        return self.engine, self.array, list(self.dtypes), workers, self.plaintext_nccl, self.kind
 
     @classmethod
     def from_wire(cls, wire: Any) -> Demand:
@@ -94,8 +97,8 @@ class Demand:
             Something is missing or of the wrong type.
         """
         try:
-            engine, array, (a, b, d), workers, plaintext = wire
+            engine, array, (a, b, d), workers, plaintext, kind = wire
             workers = tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers
-            return cls(str(engine), str(array), (str(a), str(b), str(d)), workers, bool(plaintext))
+            return cls(str(engine), str(array), (str(a), str(b), str(d)), workers, bool(plaintext), str(kind))
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"malformed demand: {error!r}") from error

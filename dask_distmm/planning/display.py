@@ -1,11 +1,14 @@
-"""How plans show themselves: `dask_distmm.show` says how, so that planning imports no pages and no pictures."""
+"""The attributes that all plans have, and how plans show themselves.
+
+`dask_distmm.show` registers the forms, so that planning imports no pages and no pictures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Shown", "register_forms"]
+__all__ = ["Explanation", "Shown", "register_forms"]
 
 _forms: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {}
 
@@ -25,3 +28,36 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return _forms[type(self)][1](self)
+
+
+class Explanation(Shown):
+    """How a product would be computed, as `dask_distmm.explain` returns it. Shown as text, and as HTML in notebooks.
+
+    It is a `Plan` (a collective run), a `BatchPlan` (a batch) or a `NotCollective` (Dask's own function): ask with
+    ``isinstance``. All of them have these attributes.
+
+    Attributes
+    ----------
+    method : str
+        The way: of a collective run its method; of a batch ``"items"`` or ``"collective"``; else ``"dask"``.
+    seconds : float or None
+        Estimated time from ``persist`` until all of D is in memory; None where nothing was estimated.
+    bytes_moved : int or None
+        Estimated bytes that travel between workers, all together; None where nothing was estimated.
+    """
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        # Some subclasses have these as fields of a dataclass, which a property here would take for their defaults.
+        @property
+        def method(self) -> str:
+            """The way."""
+
+        @property
+        def seconds(self) -> float | None:
+            """Estimated time."""
+
+        @property
+        def bytes_moved(self) -> int | None:
+            """Estimated bytes that travel."""

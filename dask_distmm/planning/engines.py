@@ -31,6 +31,10 @@ class Abilities:
     takes
         Whether it multiplies arrays: what their chunks are (``"numpy"`` or ``"cupy"``), and names of the types of A, B
         and D.
+    computes
+        The kinds of computations that it runs: ``"product"``, ``"factorization"``.
+    widths
+        The least and the most columns of a block of a factorization.
     on_gpus
         Whether it works in the memory of GPUs.
     collective
@@ -41,6 +45,8 @@ class Abilities:
         Whether all that it sends goes through Dask's own comms, which TLS covers.
     minds_order
         Whether it matters which memory order the chunks have.
+    in_place
+        Whether it adds a product to earlier sums where these lie, so that they are of no use once a run has begun.
     packs
         Whether it copies small chunks into panels before it multiplies (`memory.packing`).
     library
@@ -74,11 +80,14 @@ class Abilities:
     name: str
     module: str
     takes: Callable[[str, Sequence[str]], bool]
+    computes: frozenset[str] = frozenset(["product"])
+    widths: tuple[int, int] = (32, 256)
     on_gpus: bool = False
     collective: bool = False
     keeps: bool = False
     encrypted: bool = True
     minds_order: bool = False
+    in_place: bool = False
     packs: bool = False
     library: str = ""
     unfit: Callable[[Sequence[Any]], str] = lambda workers: ""
@@ -116,7 +125,7 @@ def engines(names: Sequence[str]) -> list[Abilities]:
     return [ENGINES[name] for name in names]
 
 
-def engine_alone(array: str) -> str:
+def engine_alone(array: str, kind: str = "product") -> str:
     """Return the name of the engine for chunks of a kind where there is no cluster to choose by: it needs no peers."""
-    found = [one for one in ENGINES.values() if one.on_gpus == (array == "cupy")]
+    found = [one for one in ENGINES.values() if one.on_gpus == (array == "cupy") and kind in one.computes]
     return next((one.name for one in reversed(found) if one.collective), found[0].name)

@@ -24,6 +24,7 @@ def library_epilog(problem: Problem) -> str | None:
         formula.trivial
         or formula.function
         or formula.amax
+        or formula.partial
         or complex(*formula.beta) != 0
         or formula.scales
         or formula.scale_d != 1

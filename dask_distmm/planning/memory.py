@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.cuts import Bounds
-from dask_distmm.planning.plan import Packing, Plan, Rect, everywhere
+from dask_distmm.planning.placement import everywhere
+from dask_distmm.planning.plan import Packing, Plan, Rect
 from dask_distmm.planning.problem import Problem
 
 __all__ = ["chunk_bytes", "operand_grids", "packing", "panel_width", "spread"]
@@ -63,14 +65,12 @@ def operand_grids(plan: Plan) -> tuple[ChunkGrid, ChunkGrid]:
 
 def chunk_bytes(problem: Problem, operand: str) -> NDArray[np.int64]:
     """Return the bytes of every chunk of operand ``"a"``, ``"b"`` or ``"d"``, in C order."""
-    rows, cols = problem.chunks_of(operand)
-    sizes = np.multiply.outer(np.asarray(rows, np.int64), np.asarray(cols, np.int64))
-    return (sizes * problem.itemsize(operand)).ravel()
+    return chunk_elements(problem.chunks_of(operand)) * problem.itemsize(operand)
 
 
 def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return how many bytes of A or B each participant has, from the bytes of its chunks."""
-    where, npart = plan.where[operand], len(plan.participants)
+    where, npart = plan.where.get(operand), len(plan.participants)
     if where is None:
         # As evenly as whole chunks can be shared out.
         return np.full(npart, sizes.sum() / len(sizes) * -(-len(sizes) // npart))

@@ -18,14 +18,15 @@ from scipy.optimize import linear_sum_assignment
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.assignment import asked_ways
-from dask_distmm.planning.chunk_order import free_axes
+from dask_distmm.planning.chunk_order import free_axes, holder_cuts
 from dask_distmm.planning.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import ENGINES, engines
 from dask_distmm.planning.grids import candidates
-from dask_distmm.planning.memory import operand_grids, packing
+from dask_distmm.planning.memory import chunk_bytes, operand_grids, packing
 from dask_distmm.planning.numpy import costs
-from dask_distmm.planning.plan import Packing, Plan, everywhere
+from dask_distmm.planning.placement import Where, everywhere, over_limit
+from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.replicas import with_replicas
 from dask_distmm.planning.situation import Situation, Way
@@ -35,6 +36,8 @@ __all__ = ["check_memory", "plan"]
 # One way is looked at for each so many seconds that the product is expected to take, and these many at least; and a
 # worker that has so large a share of the chunks may best do it all.
 _SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
+# Bytes of earlier sums count so many times as much as bytes of inputs where ranks are matched to workers.
+_BEGUN = 4
 
 
 class More(TypedDict, total=False):
@@ -43,15 +46,13 @@ class More(TypedDict, total=False):
     sources: Sequence[Worker]
     orders: tuple[str, str]
     groups: Sequence[tuple[str, ...]]
-    where_extras: Sequence[NDArray[np.int32]]
     replica_runs: tuple[int, int]
 
 
 def plan(
     problem: Problem,
     roster: Sequence[Worker],
-    where_a: NDArray[np.int32] | None = None,
-    where_b: NDArray[np.int32] | None = None,
+    where: Where | None = None,
     *,
     engine: str | Sequence[str] = "numpy",
     quickly: bool = False,
@@ -65,9 +66,10 @@ def plan(
         What is multiplied; none of m, n and k may be 0.
     roster
         Workers that can be ranks, at least one.
-    where_a, where_b
-        For each chunk of A and B in C order, the worker that holds it, as an index into
-        ``[*roster, *sources]``. None: not known, taken as spread evenly. `EVERYWHERE`: all of the roster have it.
+    where
+        For each chunk of an operand in C order, int32, the worker that holds it, as an index into
+        ``[*roster, *sources]``. Those of a missing operand are taken as spread evenly. `EVERYWHERE`: all of the roster
+        have it.
     engine
         Name of the engine that multiplies, or of several: the one that is expected to be quickest is taken.
     quickly
@@ -79,8 +81,6 @@ def plan(
         Memory order of (most of) the chunks of A and B, for engines that care.
     groups
         Addresses of ranks, in their order, that have a communicator already.
-    where_extras
-        As `where_a`, for each of the problem's extras.
     replica_runs
         For A and B the run that has left the replicas, where they are everywhere.
 
@@ -95,6 +95,7 @@ def plan(
     ProjectedMemoryError
         Every way projects more memory on some worker than it may hold.
     """
+    where = where or {}
     found: list[Plan] = []
     failure: PlanError | ProjectedMemoryError | None = None
     names = (engine,) if isinstance(engine, str) else tuple(engine)
@@ -103,9 +104,10 @@ def plan(
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
     sources, groups = tuple(more.get("sources", ())), tuple(sorted(more.get("groups", ())))
     orders = more.get("orders", ("C", "C"))
-    situation = Situation(tuple(roster), sources, *_raw(where_a, where_b), orders, groups)
+    raw_a, raw_b, raw_sums = _raw(where)
+    situation = Situation(tuple(roster), sources, raw_a, raw_b, orders, groups, raw_sums)
     ways = _shortlist(anonymous, situation, names) if quickly else dict.fromkeys(names)
-    extras, runs = tuple(more.get("where_extras", ())), more.get("replica_runs", (0, 0))
+    runs = more.get("replica_runs", (0, 0))
     for name in ways:
         try:
             made = _plan(anonymous, situation, name, ways[name])
@@ -113,24 +115,23 @@ def plan(
             # The reason of the last engine counts: the others are there to be quicker where they can.
             failure = error
             continue
-        found.append(dataclasses.replace(made, problem=problem, where_extras=extras, replica_runs=runs))
+        found.append(dataclasses.replace(made, problem=problem, where=where, replica_runs=runs))
     if not found and quickly:
-        return plan(problem, roster, where_a, where_b, engine=engine, **more)
+        return plan(problem, roster, where, engine=engine, **more)
     if not found:
         assert failure is not None
         raise failure
     return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
 
 
-def _raw(*where: NDArray[np.int32] | None) -> tuple[bytes | None, bytes | None]:
-    a, b = (None if table is None else table.tobytes() for table in where)
-    return a, b
+def _raw(where: Where) -> tuple[bytes | None, bytes | None, bytes | None]:
+    a, b, sums = (where[name].tobytes() if name in where else None for name in ("a", "b", "partial"))
+    return a, b, sums
 
 
 def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> dict[str, frozenset[Way] | None]:
     """Return the engines and ways that are worth a look; None for all ways of an engine."""
-    tables = (situation.where_a, situation.where_b)
-    placed = [table for table in tables if table is not None and not everywhere(table)]
+    placed = [table for table in situation.where.values() if not everywhere(table)]
     if not placed or problem.method != "auto" or problem.grid is not None or any(problem.distributions):
         return dict.fromkeys(names)
     nowhere = dataclasses.replace(situation, sources=(), raw_a=None, raw_b=None)
@@ -178,7 +179,7 @@ def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[W
     found.sort(key=lambda p: (p.estimate.seconds, p.estimate.peak_bytes) if p.estimate else (0.0, 0))
     alternatives = tuple(p.estimate for p in found if p.estimate)
     for chosen in found:
-        if not _over_limit(chosen):
+        if not over_limit(chosen):
             return dataclasses.replace(chosen, alternatives=alternatives)
     check_memory(min(found, key=lambda p: max(p.projected_bytes.values())))
     raise AssertionError("unreachable")
@@ -197,7 +198,7 @@ def _ways(problem: Problem, nworkers: int, engine: str) -> Iterable[tuple[str, t
 
 def check_memory(plan: Plan) -> None:
     """Raise `ProjectedMemoryError` if `plan` projects more than a worker may hold."""
-    over = _over_limit(plan)
+    over = over_limit(plan)
     if not over:
         return
     limit = {w.address: int(w.memory_limit * plan.problem.options.limit_fraction) for w in plan.participants}
@@ -221,20 +222,18 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _over_limit(plan: Plan) -> dict[str, int]:
-    return {
-        worker.address: plan.projected_bytes[worker.address] + worker.used
-        for worker in plan.participants
-        if worker.memory_limit
-        and plan.projected_bytes[worker.address] + worker.used
-        > worker.memory_limit * plan.problem.options.limit_fraction
-    }
-
-
 def _consider(problem: Problem, situation: Situation, engine: str, way: Way) -> Plan:
     """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
-    (method, grid), abilities = way, ENGINES[engine]
-    rows, cols, depth = grid_cuts(problem, grid)
+    found = [_cut(problem, situation, engine, way[0], grid_cuts(problem, way[1]))]
+    # To move nothing may be quicker than to share the work evenly.
+    if (cuts := holder_cuts(problem, situation.where, way[1])) is not None:
+        found.append(_cut(problem, situation, engine, way[0], cuts))
+    return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+
+
+def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts: tuple[Bounds, Bounds, Bounds]) -> Plan:
+    """Return the plan with certain cuts of m, n and k."""
+    abilities, (rows, cols, depth) = ENGINES[engine], cuts
     nranks = (len(rows) - 1) * (len(cols) - 1) * (len(depth) - 1)
     made = Plan(
         problem=problem,
@@ -246,14 +245,13 @@ def _consider(problem: Problem, situation: Situation, engine: str, way: Way) -> 
         cols=cols,
         depth=depth,
         owners=_owners(problem, method, (rows, cols), len(depth) - 1),
-        where_a=situation.where_a,
-        where_b=situation.where_b,
-        packing=packing(problem, (rows, cols, depth)) if abilities.packs else Packing(),
+        where=situation.where,
+        packing=packing(problem, cuts) if abilities.packs else Packing(),
         order_a=situation.orders[0],
         order_b=situation.orders[1],
     )
     needed, held = _needed_and_held(made, len(situation.roster))
-    _, chosen = linear_sum_assignment(-held)
+    _, chosen = linear_sum_assignment(-held - _begun(made, len(situation.roster)))
     made = dataclasses.replace(made, ranks=tuple(chosen.tolist()))
     at_home = held[np.arange(len(needed)), chosen]
     project, estimate = abilities.project or costs.project, abilities.estimate or costs.estimate
@@ -279,8 +277,8 @@ def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDA
     rows, cols, depth = (np.diff(cut).astype(float) for cut in (made.rows, made.cols, made.depth))
     total = []
     for operand, where, parts, needed in (
-        ("a", made.where_a, operand_grids(made)[0], np.outer(rows, depth)),
-        ("b", made.where_b, operand_grids(made)[1], np.outer(depth, cols)),
+        ("a", made.where.get("a"), operand_grids(made)[0], np.outer(rows, depth)),
+        ("b", made.where.get("b"), operand_grids(made)[1], np.outer(depth, cols)),
     ):
         chunks, itemsize = problem.chunks_of(operand), problem.itemsize(operand)
         held: NDArray[Any]
@@ -297,6 +295,15 @@ def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDA
     need = need_a[:, None, :] + need_b.T[None, :, :]
     home = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
     return need.reshape(p * q * s), home.reshape(npart, p * q * s).T[:, :nroster]
+
+
+def _begun(made: Plan, nroster: int) -> NDArray[np.float64]:
+    """Return for each rank and worker of the roster how much it would cost to have earlier sums of the rank's there."""
+    costs_of = np.zeros((len(made.ranks), len(made.participants)))
+    if "partial" in made.where:
+        np.add.at(costs_of, (made.owners, made.where["partial"]), chunk_bytes(made.problem, "partial"))
+    # They would not only move: they could not grow in place.
+    return _BEGUN * costs_of[:, :nroster]
 
 
 def _lies_in_slabs(problem: Problem, operand: str, parts: tuple[int, ...]) -> bool:

@@ -9,23 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Machine, Options
+from dask_distmm.config import Options, options_from_wire
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
+from dask_distmm.planning.computation import Chunks, Output, chunks_from_wire
 from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.distribution import FREE, Distributions, from_wire
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.part import Part
 
 __all__ = ["METHODS", "Chunks", "Extra", "Problem"]
-
-Chunks = tuple[tuple[int, ...], tuple[int, ...]]
 
 METHODS = ("local", "allgather", "reducescatter", "allreduce", "summa")
 
@@ -97,13 +96,15 @@ class Problem:
         The only p x q x s that may be taken, with `method`; None leaves the choice to the planner.
     arrays
         Names of the arrays whose chunks A's and B's are; empty where nothing of them may be on the workers already.
-    turned
-        Whether A and B are the transposes of these; their chunks are taken as transposed views.
-    conjugated
-        Whether A and B are the conjugates of these.
+    turned, conjugated
+        Whether A and B are the transposes, of which views are taken, and the conjugates of these.
     part
-        Which part of a larger multiply this is; None if it is all of one.
+        The part of a larger multiply that this is, or None.
+    stationary
+        Whether other runs go on with D, or it goes on with others': chunks must lie where those of all such runs do.
     """
+
+    kind: ClassVar[str] = "product"
 
     name: str
     a_chunks: Chunks
@@ -127,16 +128,15 @@ class Problem:
     turned: tuple[bool, bool] = (False, False)
     conjugated: tuple[bool, bool] = (False, False)
     part: Part | None = None
+    stationary: bool = False
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
             raise PlanError(f"A has {sum(self.a_chunks[1])} columns, B {sum(self.b_chunks[0])} rows: they must agree")
         for axis, size in enumerate((self.m, self.n)):
             if sum(self.out_chunks[axis]) != size:
-                raise PlanError(
-                    f"out_chunks[{axis}] adds up to {sum(self.out_chunks[axis])}, expected {size}: "
-                    "give chunk sizes that add up to the result's shape"
-                )
+                text = f"out_chunks[{axis}] adds up to {sum(self.out_chunks[axis])}, the result's shape says {size}"
+                raise PlanError(f"{text}: give chunk sizes that add up to it")
 
     @property
     def m(self) -> int:
@@ -209,6 +209,18 @@ class Problem:
         return tuple(name for name in self.operands if name != "b" or not self.same)
 
     @property
+    def outputs(self) -> tuple[Output, ...]:
+        """D, and the auxiliary outputs that the run makes chunk by chunk of it."""
+        found = [Output("", self.out_chunks, self.dtype)]
+        for name in self.formula.per_element:
+            rows, cols = (
+                sizes if kept else (1,) * len(sizes)
+                for sizes, kept in zip(self.out_chunks, self.formula.keeps(name), strict=True)
+            )
+            found.append(Output(name, (rows, cols), self.formula.dtype_of(name, self.result_type).name))
+        return tuple(found)
+
+    @property
     def demand(self) -> Demand:
         """The demand that it makes on the workers."""
         dtypes = self.a_dtype, self.b_dtype, self.dtype
@@ -248,9 +260,26 @@ class Problem:
         """Return row and column of chunk `index` of an operand, or of ``"d"``, in the multiply that the user sees."""
         return divmod(index, self.chunk_counts(operand)[1]) if self.part is None else self.part.at(operand, index)
 
-    def every_chunk(self, operand: str) -> NDArray[np.int64]:
-        """Return the numbers that all chunks of an operand, or of ``"d"``, have in the multiply that the user sees."""
-        return np.arange(math.prod(self.chunk_counts(operand))) if self.part is None else self.part.every(operand)
+    def is_turned(self, operand: str) -> bool:
+        """Whether an operand's chunks are the transposes of those that a run is given."""
+        return operand in ("a", "b") and self.turned["ab".index(operand)]
+
+    def numbers(self, name: str) -> NDArray[np.int64]:
+        """Return the numbers that all chunks of an operand or an output have in the multiply that the user sees."""
+        name = name if name in self.operands else "d"
+        return np.arange(math.prod(self.chunk_counts(name))) if self.part is None else self.part.every(name)
+
+    def columns(self, output: str) -> int:
+        """Return how many columns of chunks an output has in the multiply that the user sees: as many as D."""
+        return self.chunk_counts("d")[1] if self.part is None else self.part.ncols
+
+    def source_of(self, operand: str) -> str:
+        """Return the name of the input whose chunks are those of an operand: A's for B where these are the same."""
+        return "a" if operand == "b" and self.same else operand
+
+    def is_conjugated(self, operand: str) -> bool:
+        """Whether an operand is the conjugate of the chunks that a run is given."""
+        return operand in ("a", "b") and self.conjugated["ab".index(operand)]
 
     def itemsize(self, operand: str) -> int:
         """Bytes of an element of an operand, or of ``"d"``."""
@@ -258,7 +287,7 @@ class Problem:
 
     def to_wire(self) -> dict[str, Any]:
         """As a dict of plain types."""
-        return dataclasses.asdict(self)
+        return {"kind": self.kind, **dataclasses.asdict(self)}
 
     @classmethod
     def from_wire(cls, wire: Any) -> Problem:
@@ -270,36 +299,8 @@ class Problem:
             Something is missing, unknown or of the wrong type.
         """
         try:
-            fields = dict(wire)
-            options = dict(fields.pop("options"))
-            options["machines"] = tuple((str(name), _machine(found)) for name, found in options["machines"])
-            for key in ("a_chunks", "b_chunks", "out_chunks"):
-                fields[key] = _chunks(fields[key])
-            fields["extras"] = tuple(
-                Extra(str(extra["name"]), _chunks(extra["chunks"]), dtype_from_name(extra["dtype"]).name)
-                for extra in fields["extras"]
-            )
-            formula = dict(fields["formula"])
-            formula["scale_d"], formula["scales"] = float(formula["scale_d"]), tuple(map(str, formula["scales"]))
-            for key in ("alpha", "beta"):
-                real, imaginary = formula[key]
-                formula[key] = (float(real), float(imaginary))
-            formula["names"] = tuple(map(str, formula["names"]))
-            fields["formula"] = Formula(**formula)
-            a, b, d = fields["distributions"]
-            fields["distributions"] = (from_wire(a), from_wire(b), from_wire(d))
-            if fields["grid"] is not None:
-                p, q, s = map(int, fields["grid"])
-                fields["grid"] = (p, q, s)
-            array_a, array_b = map(str, fields["arrays"])
-            fields["arrays"] = array_a, array_b
-            for key in ("turned", "conjugated"):
-                of_a, of_b = map(bool, fields[key])
-                fields[key] = of_a, of_b
-            part, fields["part"] = fields["part"], None
-            workers = fields["workers"]
-            fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
-            problem = cls(options=Options(**options), **fields)
+            fields, part = _fields(wire), wire["part"]
+            problem = cls(**fields)
             problem.compute_type, problem.result_type  # noqa: B018 - the types must exist
             if part is not None:
                 counts = {name: problem.chunk_counts(name) for name in (*problem.operands, "d")}
@@ -313,16 +314,34 @@ class Problem:
         return problem
 
 
-def _machine(wire: Any) -> Machine:
-    fields = dict(wire)
-    for key in ("gflops", "exposed"):
-        fields[key] = tuple((str(name), float(value)) for name, value in fields[key])
-    return Machine(**fields)
-
-
-def _chunks(wire: Any) -> Chunks:
-    rows, cols = wire
-    found = (tuple(map(int, rows)), tuple(map(int, cols)))
-    if any(size < 0 for size in (*found[0], *found[1])):
-        raise ValueError(f"negative chunk sizes in {found}")
-    return found
+def _fields(wire: Any) -> dict[str, Any]:
+    """Return the arguments of a `Problem` but for its part from its wire form."""
+    fields = {name: value for name, value in wire.items() if name not in ("kind", "part")}
+    fields["options"] = options_from_wire(fields["options"])
+    for key in ("a_chunks", "b_chunks", "out_chunks"):
+        fields[key] = chunks_from_wire(fields[key])
+    fields["extras"] = tuple(
+        Extra(str(extra["name"]), chunks_from_wire(extra["chunks"]), dtype_from_name(extra["dtype"]).name)
+        for extra in fields["extras"]
+    )
+    formula = dict(fields["formula"])
+    formula["scale_d"], formula["scales"] = float(formula["scale_d"]), tuple(map(str, formula["scales"]))
+    for key in ("alpha", "beta"):
+        real, imaginary = formula[key]
+        formula[key] = (float(real), float(imaginary))
+    formula["names"] = tuple(map(str, formula["names"]))
+    fields["formula"] = Formula(**formula)
+    a, b, d = fields["distributions"]
+    fields["distributions"] = (from_wire(a), from_wire(b), from_wire(d))
+    if fields["grid"] is not None:
+        p, q, s = map(int, fields["grid"])
+        fields["grid"] = (p, q, s)
+    array_a, array_b = map(str, fields["arrays"])
+    fields["arrays"] = array_a, array_b
+    for key in ("turned", "conjugated"):
+        of_a, of_b = map(bool, fields[key])
+        fields[key] = of_a, of_b
+    fields["stationary"] = bool(fields["stationary"])
+    workers = fields["workers"]
+    fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
+    return fields

@@ -8,8 +8,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.part import Part
-from dask_distmm.planning.problem import Chunks, Problem
+from dask_distmm.planning.problem import Problem
 
 __all__ = ["restrict"]
 

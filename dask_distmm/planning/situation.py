@@ -6,9 +6,9 @@ import dataclasses
 import functools
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.placement import Where
 
 __all__ = ["Situation", "Way"]
 
@@ -17,7 +17,7 @@ Way = tuple[str, tuple[int, int, int]]  # method, and p x q x s ranks over m x n
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """The workers, and where the chunks of A and B are. Hashable: plans are cached by it.
+    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it.
 
     Parameters
     ----------
@@ -32,6 +32,8 @@ class Situation:
         Memory order of (most of) the chunks of A and B.
     groups
         Addresses of ranks, in their order, that have a communicator already.
+    raw_sums
+        As `raw_a`, for earlier sums that the product is added to (`Formula.partial`).
     """
 
     roster: tuple[Worker, ...]
@@ -40,6 +42,7 @@ class Situation:
     raw_b: bytes | None = None
     orders: tuple[str, str] = ("C", "C")
     groups: tuple[tuple[str, ...], ...] = ()
+    raw_sums: bytes | None = None
 
     @property
     def participants(self) -> tuple[Worker, ...]:
@@ -47,11 +50,7 @@ class Situation:
         return (*self.roster, *self.sources)
 
     @functools.cached_property
-    def where_a(self) -> NDArray[np.int32] | None:
-        """The holder of each chunk of A, or None."""
-        return None if self.raw_a is None else np.frombuffer(self.raw_a, np.int32)
-
-    @functools.cached_property
-    def where_b(self) -> NDArray[np.int32] | None:
-        """The holder of each chunk of B, or None."""
-        return None if self.raw_b is None else np.frombuffer(self.raw_b, np.int32)
+    def where(self) -> Where:
+        """The holders of the chunks of A, B and earlier sums, where they are known."""
+        raw = {"a": self.raw_a, "b": self.raw_b, "partial": self.raw_sums}
+        return {name: np.frombuffer(found, np.int32) for name, found in raw.items() if found is not None}

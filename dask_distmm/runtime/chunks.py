@@ -7,15 +7,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dask_distmm.engines.base import ChunkKey
-from dask_distmm.errors import EngineError, ProtocolError
+from dask_distmm.engines.base import ChunkKey, ResultKey
+from dask_distmm.errors import EngineError
 from dask_distmm.numeric.types import carried, typed
-from dask_distmm.planning import ENGINES, Plan
+from dask_distmm.planning import ENGINES, Placement
 
-__all__ = ["array_kind", "check_boxes", "check_chunks", "numbered", "order_of", "other_orders", "ready_event"]
+__all__ = ["array_kind", "check_chunks", "numbered", "order_of", "other_orders", "ready_event"]
 
 
 def array_kind(array: Any) -> str:
@@ -51,19 +48,19 @@ def order_of(chunk: Any) -> str:
     return "C" if strides[0] >= strides[1] else "F"
 
 
-def other_orders(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[str, str]:
-    """Return the memory orders of most chunks of A and B here, where they matter and are not as planned."""
+def other_orders(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[str, str]:
+    """Return the memory orders of most chunks of operands here, where they matter and are not as planned."""
     problem = plan.problem
     found = {}
-    for operand, planned, conjugated in zip("ab", (plan.order_a, plan.order_b), problem.conjugated, strict=True):
+    for operand, planned in plan.orders.items():
         here = collections.Counter(order_of(chunk) for (name, _), chunk in chunks.items() if name == operand)
         order = here.most_common(1)[0][0] if here else planned
-        if order != planned and (ENGINES[plan.engine].minds_order or conjugated):
+        if order != planned and (ENGINES[plan.engine].minds_order or problem.is_conjugated(operand)):
             found[operand] = order
     return found
 
 
-def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, Any]:
+def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, Any]:
     """Return the chunks; refuse those of another shape or type than the graph says.
 
     Raises
@@ -89,37 +86,10 @@ def check_chunks(plan: Plan, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, A
     return checked
 
 
-def numbered(plan: Plan, result: Mapping[Any, Any]) -> dict[Any, Any]:
+def numbered(plan: Placement, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
     """Return a run's chunks under the numbers that they have for the user."""
-    if plan.problem.part is None:
-        return dict(result)
-    every = plan.problem.every_chunk("d").tolist()
-    return {(key[0], every[key[1]]) if isinstance(key, tuple) else every[key]: chunk for key, chunk in result.items()}
-
-
-def check_boxes(plan: Plan, kind: str, boxes: NDArray[np.int64]) -> None:
-    """Refuse a peer's request for a part outside of a chunk or of D.
-
-    Raises
-    ------
-    ProtocolError
-        It asks for that, or for nothing.
-    """
-    if kind not in ("input", "partial", "final", "enter") or not len(boxes):
-        raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
-    if kind == "enter":
-        if not 0 < boxes[0, 0] < len(plan.ranks):
-            raise ProtocolError(f"rank {boxes[0, 0]} of {len(plan.ranks)} wants to enter")
-        return
     problem = plan.problem
-    for operand, index, r0, r1, c0, c1 in boxes.tolist():
-        shape = (problem.m, problem.n)
-        if kind == "input":
-            if not 0 <= operand < len(problem.operands):
-                raise ProtocolError(f"there is no operand {operand}")
-            sizes = problem.chunks_of(problem.operands[operand])
-            if not 0 <= index < len(sizes[0]) * len(sizes[1]):
-                raise ProtocolError(f"there is no chunk {index} of operand {operand}")
-            shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
-        if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
-            raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
+    if problem.part is None:
+        return dict(result)
+    numbers = {output.name: problem.numbers(output.name).tolist() for output in problem.outputs}
+    return {(name, numbers[name][number]): chunk for (name, number), chunk in result.items()}

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.config import dask_costs, read_options, setting
 from dask_distmm.errors import EngineError, ProtocolError
+from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.dask_tasks import around, by_tasks
@@ -73,16 +74,15 @@ class Snapshot:
             Take the chunks in the order in which a run would (`reorder`).
         """
         a, b, *_ = self.placed or (None, None)
-        where_a, where_b = _turned(problem, "a", a), _turned(problem, "b", b)
-        if reordered and where_a is not None and where_b is not None:
-            where = {"a": where_a, "b": where_b}
+        found = {"a": _turned(problem, "a", a), "b": _turned(problem, "b", b)}
+        where = {name: table for name, table in found.items() if table is not None}
+        if reordered and len(where) == 2:
             problem, before = reorder(problem, by_holder(problem, where))
-            where_a, where_b = (where[name][before[name]] for name in "ab")
+            where = {name: where[name][before[name]] for name in where}
         made = plan(
             problem,
             self.workers,
-            where_a=where_a,
-            where_b=where_b,
+            where,
             sources=self.sources,
             engine=self.engines,
             groups=self.groups,
@@ -161,7 +161,10 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
         _install(client)
         answer = client.sync(ask, client.scheduler, question)
     if answer is None:
-        raise EngineError(f"the scheduler does not know {question.operation}: is dask_distmm installed there?")
+        raise EngineError(
+            f"the scheduler does not know {question.operation}; install dask_distmm there, in the version of this "
+            f"client: {install_command(elsewhere=True)}"
+        )
     if answer.status != "OK":
         raise ProtocolError(answer.message)
     return Snapshot(
@@ -179,7 +182,10 @@ def _install(client: Client) -> None:
     try:
         client.register_plugin(DistMMSchedulerPlugin())
     except ModuleNotFoundError as error:
-        raise EngineError(f"the scheduler can't import dask_distmm ({error}): install it there") from error
+        raise EngineError(
+            f"the scheduler can't import dask_distmm ({error}); install it there, and start it again: "
+            f"{install_command(elsewhere=True)}"
+        ) from error
     _installed.add(client)
 
 

@@ -1,8 +1,9 @@
 """All uses of internals of distributed: how a run begins and ends without tasks that workers run.
 
 The scheduler's side parks a task, puts tasks into memory, and fails a task; the worker's side keeps and frees values.
-`find_missing` says on the scheduler which of the internals used here this version of distributed lacks; where it lacks
-any, dask_distmm refuses to multiply, and products under `enable` go to Dask's own functions.
+`find_missing` and `find_unset` say on the scheduler which of the internals used here this version of distributed lacks;
+where it lacks any, dask_distmm refuses to multiply, and products under `enable` go to Dask's own functions. So versions
+that are newer than those tested may be installed.
 
 A parked task is in Dask's state ``no-worker``: all its inputs are in memory, and no worker may run it. Dask itself
 moves it back to ``waiting`` when an input is lost, and parks it again when that input has been computed again.
@@ -10,6 +11,7 @@ moves it back to ``waiting`` when an input is lost, and parks it again when that
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +25,7 @@ from distributed.metrics import monotonic, time
 from distributed.worker_state_machine import FreeKeysEvent
 
 from dask_distmm.engines.base import log
-from dask_distmm.runtime.keys import barrier_name
+from dask_distmm.runtime.keys import barrier_name, gate_barrier, previous_wave
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
@@ -31,16 +33,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion",
+    "copy_to",
     "fail",
     "find_missing",
+    "find_unset",
     "free",
     "free_restricted",
     "keep",
     "let_go",
+    "lose",
     "order_apart",
     "order_graphs",
     "park",
     "refresh",
+    "restrict",
 ]
 
 # An address that no worker has.
@@ -53,11 +59,24 @@ _CALLED = {
         "_transition": ("key", "finish", "stimulus_id"),
         "transitions": ("recommendations", "stimulus_id"),
         "send_all": ("client_msgs", "worker_msgs"),
+        "remove_replica": ("ts", "ws"),
         "valid_workers": ("ts",),
         "worker_send": ("worker", "msg"),
+        "request_acquire_replicas": ("addr", "keys", "stimulus_id"),
     },
     "worker": {"update_data": ("data", "stimulus_id"), "handle_stimulus": ("stims",)},
 }
+# The attributes that are read or set: of tasks, of workers as the scheduler sees them, of the scheduler.
+_TASK = (
+    *("key", "state", "priority", "run_spec", "type", "dependencies", "dependents", "waiting_on", "waiters", "who_has"),
+    *("who_wants", "worker_restrictions", "host_restrictions", "resource_restrictions", "loose_restrictions"),
+    *("exception_blame", "set_nbytes"),
+)
+_WORKER = ("address", "nthreads", "memory_limit", "memory", "status", "executing", "processing", "has_what")
+_SCHEDULER = (
+    *("tasks", "workers", "clients", "plugins", "extensions", "handlers", "stream_handlers", "unrunnable", "rpc"),
+    *("no_workers_timeout", "transition_counter", "task_prefixes", "_ongoing_background_tasks", "security"),
+)
 
 
 def find_missing(scheduler: type[Scheduler], worker: type[Worker]) -> list[str]:
@@ -70,7 +89,23 @@ def find_missing(scheduler: type[Scheduler], worker: type[Worker]) -> list[str]:
             missing += [f"{kind.__name__}.{method}({x})" for x in parameters if x not in has]
     table = getattr(scheduler, "_TRANSITIONS_TABLE", {})
     wanted = [("waiting", "no-worker"), ("no-worker", "released"), ("no-worker", "erred"), ("released", "erred")]
-    return missing + [f"the scheduler's transition {pair}" for pair in wanted if pair not in table]
+    missing += [f"the scheduler's transition {pair}" for pair in wanted if pair not in table]
+    fields = {field.name for field in dataclasses.fields(FreeKeysEvent)}
+    return missing + [f"FreeKeysEvent.{name}" for name in ("keys", "stimulus_id") if name not in fields]
+
+
+def find_unset(scheduler: Any, task: type, worker: type) -> list[str]:
+    """Return the attributes that tasks, workers or a scheduler lack, in words; empty if they have all.
+
+    Parameters
+    ----------
+    scheduler
+        A scheduler that has started: it has attributes that its class has not.
+    task, worker
+        The classes of its tasks and workers.
+    """
+    looked_at = ((task, "TaskState", _TASK), (worker, "WorkerState", _WORKER), (scheduler, "Scheduler", _SCHEDULER))
+    return [f"{name}.{each}" for found, name, names in looked_at for each in names if not hasattr(found, each)]
 
 
 def park(ts: TaskState) -> None:
@@ -145,6 +180,7 @@ class Completion:
             "processing",
             "memory",
             worker=ws.address,
+            status="OK",
             nbytes=nbytes,
             type=kind[0],
             typename=typename,
@@ -187,6 +223,9 @@ def order_graphs(scheduler: Scheduler, on: bool) -> None:
 def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **options: Any) -> dict[Any, Any]:
     """Return the order of a graph's tasks; the tasks before and those after a barrier are ordered apart.
 
+    Gates come first, so that they are not behind the tasks of a worker when they open. Tasks that wait for one come
+    when the next wave's barrier does.
+
     Parameters
     ----------
     order
@@ -200,6 +239,8 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
         if barriers
         else {}
     )
+    gates = {key: barrier for key in dsk if (barrier := gate_barrier(key)) in barriers}
+    behind |= gates
     if len(behind) < 2 or options:
         return order(dsk, **options)
     found = order({key: DataNode(key, None) if key in behind else task for key, task in dsk.items()})
@@ -208,12 +249,15 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
     while todo:
         key = todo.pop()
         needed = [behind[key]] if key in behind else [dep for dep in dsk[key].dependencies if dep in found]
+        if later := key in barriers and (before := previous_wave(key)) in barriers:
+            needed.append(before)
         unknown = [dep for dep in needed if dep not in levels]
         if unknown:
             todo += [key, *unknown]
         else:
-            levels[key] = max((levels[dep] for dep in needed), default=0) + (key in behind)
-    return {key: number for number, key in enumerate(sorted(found, key=lambda key: (levels[key], found[key])))}
+            levels[key] = max((levels[dep] for dep in needed), default=0) + (key in behind or later)
+    ranked = sorted(found, key=lambda key: (key not in gates, levels[key], found[key]))
+    return {key: number for number, key in enumerate(ranked)}
 
 
 def fail(scheduler: Scheduler, ts: TaskState, error: BaseException, stimulus_id: str) -> None:
@@ -236,12 +280,38 @@ def free(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id: s
         scheduler.worker_send(address, {"op": "free-keys", "keys": list(keys), "stimulus_id": stimulus_id})
 
 
+def lose(scheduler: Scheduler, keys: Iterable[Any], stimulus_id: str) -> None:
+    """Drop results everywhere, as if the workers that have them were gone: Dask makes them again if it needs them."""
+    recommendations: dict[Any, Any] = {}
+    for key in keys:
+        ts = scheduler.tasks.get(key)
+        if ts is None or ts.state != "memory":
+            continue
+        for ws in list(ts.who_has or ()):
+            scheduler.remove_replica(ts, ws)
+            free(scheduler, ws.address, [key], stimulus_id)
+        recommendations[key] = "released"
+    scheduler.transitions(recommendations, stimulus_id)
+
+
 def free_restricted(scheduler: Scheduler, tasks: Iterable[TaskState], stimulus_id: str) -> None:
     """Let tasks run anywhere."""
     found = list(tasks)
     scheduler.set_restrictions({ts.key: None for ts in found})
     waiting = {ts.key: "processing" for ts in found if ts.state == "no-worker"}
     scheduler.transitions(waiting, stimulus_id=stimulus_id)
+
+
+def restrict(scheduler: Scheduler, ts: TaskState, addresses: Iterable[str]) -> None:
+    """Let a task run on some workers only."""
+    ts.worker_restrictions = set(addresses)
+    if ts.state == "no-worker":
+        scheduler.transitions({ts.key: "processing"}, stimulus_id=f"distmm-restrict-{ts.key}")
+
+
+def copy_to(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id: str) -> None:
+    """Have a worker fetch values that others have, which it keeps beside them."""
+    scheduler.request_acquire_replicas(address, list(keys), stimulus_id=stimulus_id)
 
 
 # On a worker, on its event loop

@@ -8,6 +8,10 @@ For a result array called ``matmul-3f...`` there are
 
 Where only a part of D is wanted the barrier has the name of that part, ``distmm-barrier-matmul-3f...-part-9b...``.
 
+A product in waves has a run for each, called ``matmul-3f...-wave-00012``; sums over k that it leaves for the next one
+are chunks of ``matmul-3f...-sum-00012``. ``distmm-gate-matmul-3f...-wave-00012`` holds back what is loaded for the wave
+after the next one.
+
 ``("distmm-tile-7a...", i, j)`` is a chunk that was laid out by hand on a certain worker.
 
 A product of a group that is multiplied by plain tasks is called ``distmm-group-c-00012-3f...``: a letter for how long
@@ -17,6 +21,7 @@ a task takes (Dask keeps average times by names without their numbers), and its 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from dask._task_spec import Task, TaskRef
@@ -25,17 +30,21 @@ __all__ = [
     "GROUP_PREFIX",
     "barrier_key",
     "barrier_name",
+    "gate_barrier",
+    "gate_key",
     "group_name",
     "is_tile",
     "operand_keys",
     "output_name",
     "parse_group_key",
     "part_name",
+    "previous_wave",
     "tile_name",
 ]
 
 GROUP_PREFIX = "distmm-group-"
-_BARRIER, _TILE = "distmm-barrier-", "distmm-tile-"
+_BARRIER, _TILE, _GATE = "distmm-barrier-", "distmm-tile-", "distmm-gate-"
+_WAVE = re.compile(r"(.*-wave-)(\d{5,})(.*)")
 
 
 def output_name(name: str, output: str) -> str:
@@ -56,6 +65,24 @@ def barrier_key(name: str) -> str:
 def barrier_name(key: Any) -> str | None:
     """Return the name of the multiply whose barrier has this key, or None for other keys."""
     return key[len(_BARRIER) :] if isinstance(key, str) and key.startswith(_BARRIER) else None
+
+
+def gate_key(name: str) -> str:
+    """Return the key of the gate that opens when the run called `name` is over."""
+    return _GATE + name
+
+
+def gate_barrier(key: Any) -> str | None:
+    """Return the key of the barrier for whose run a gate waits, or None for keys of other tasks."""
+    return barrier_key(key[len(_GATE) :]) if isinstance(key, str) and key.startswith(_GATE) else None
+
+
+def previous_wave(key: str) -> str | None:
+    """Return the barrier of the wave before the one that has this barrier; None for a first one, and for others."""
+    found = _WAVE.fullmatch(key)
+    if found is None or not (number := int(found[2])):
+        return None
+    return f"{found[1]}{number - 1:05d}{found[3]}"
 
 
 def tile_name(token: str) -> str:

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import REPLICA, ChunkKey, is_of_d
+from dask_distmm.engines.base import REPLICA, ChunkKey, ResultKey, is_of_d
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning import EVERYWHERE, Plan, Problem, Worker
+from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
+from dask_distmm.planning.placement import Where
 from dask_distmm.runtime.keys import barrier_key, barrier_name
 from dask_distmm.runtime.messages import DropReplicas, RosterReply
 from dask_distmm.runtime.transfers import DaskComm, address_of
@@ -71,7 +72,7 @@ class ReplicaStore:
         found, chunks = self._kept.get(name, (0, None))
         return chunks if found == run_id else None
 
-    def operands(self, plan: Plan, me: int) -> tuple[dict[ChunkKey, Any], list[str]]:
+    def operands(self, plan: Placement, me: int) -> tuple[dict[ChunkKey, Any], list[str]]:
         """Return the chunks of A and B that a plan takes from replicas, and the results that are not here. Any thread.
 
         Parameters
@@ -79,8 +80,11 @@ class ReplicaStore:
         plan, me
             Of the run, and which participant this is.
         """
-        problem, missing = plan.problem, []
         chunks: dict[ChunkKey, Any] = {}
+        missing: list[str] = []
+        if not any(plan.replica_runs) or not isinstance(plan, Plan):
+            return chunks, missing
+        problem = plan.problem
         for operand, name, run_id, turned in zip("ab", problem.arrays, plan.replica_runs, problem.turned, strict=True):
             if not run_id or me not in plan.ranks:
                 continue
@@ -94,14 +98,14 @@ class ReplicaStore:
                 chunks[operand, i * ncols + j if turned else index] = chunk.T if turned else chunk
         return chunks, missing
 
-    def expect(self, run_id: int, plan: Plan) -> None:
+    def expect(self, run_id: int, plan: Placement) -> None:
         """Let others ask for what this worker will own, if there are to be replicas. Any thread."""
         if plan.replicas:
             self._own[run_id] = Future()
 
     async def share(
-        self, run_id: int, plan: Plan, made: Mapping[Any, Any], timings: dict[str, float]
-    ) -> tuple[dict[Any, Any], int]:
+        self, run_id: int, plan: Placement, made: Mapping[ResultKey, Any], timings: dict[str, float]
+    ) -> tuple[dict[ResultKey, Any], int]:
         """Give and get chunks of D, and keep all of them, if there are to be replicas.
 
         Parameters
@@ -117,11 +121,11 @@ class ReplicaStore:
         -------
         The chunks that the job has returned but for replicas, and how many bytes have arrived from others.
         """
-        own = {key: chunk for key, chunk in made.items() if not isinstance(key, tuple) or key[0] != REPLICA}
+        own = {key: chunk for key, chunk in made.items() if key[0] != REPLICA}
         me = [worker.address for worker in plan.participants].index(address_of(self._worker))
         if run_id in self._own:
-            self._own[run_id].set_result(own)
-        if me >= plan.replicas:
+            self._own[run_id].set_result({number: chunk for (name, number), chunk in own.items() if not name})
+        if me >= plan.replicas or not isinstance(plan, Plan):
             return own, 0
         started = time.perf_counter()
         chunks, received = await self.gather(plan, run_id, me, made)
@@ -138,7 +142,9 @@ class ReplicaStore:
         own = await asyncio.shield(asyncio.wrap_future(self._own[run_id]))
         return [own[index] for index in indices]
 
-    async def gather(self, plan: Plan, run_id: int, me: int, made: Mapping[Any, Any]) -> tuple[dict[int, Any], int]:
+    async def gather(
+        self, plan: Plan, run_id: int, me: int, made: Mapping[ResultKey, Any]
+    ) -> tuple[dict[int, Any], int]:
         """Return all chunks of D by number, and how many bytes have arrived from others.
 
         Parameters
@@ -150,7 +156,7 @@ class ReplicaStore:
         """
         addresses = [worker.address for worker in plan.participants]
         comm = DaskComm(self._worker, run_id, addresses, plan.problem.options.transfer_timeout)
-        found = {key[1] if isinstance(key, tuple) else key: chunk for key, chunk in made.items() if is_of_d(key)}
+        found = {key[1]: chunk for key, chunk in made.items() if is_of_d(key)}
         window = asyncio.Semaphore(_IN_FLIGHT)
 
         async def ask(peer: int, indices: list[int]) -> None:
@@ -217,7 +223,7 @@ class Replicas:
         """Return of how many results there are replicas."""
         return len(self._held)
 
-    def add(self, name: str, run_id: int, made: Plan) -> None:
+    def add(self, name: str, run_id: int, made: Placement) -> None:
         """Note that a run has left replicas, if it has; those of an earlier run of the same multiply are dropped."""
         if not made.replicas:
             return
@@ -227,9 +233,9 @@ class Replicas:
         self._tell_dropped(name, before[0], before[1] - holders)
 
     def where(
-        self, problem: Problem, workers: Sequence[Worker], held: Sequence[NDArray[np.int32]]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], tuple[int, int]]:
-        """Return where A's and B's chunks are, and the numbers of the runs that have left replicas; 0 for none.
+        self, problem: Problem, workers: Sequence[Worker], held: Where
+    ) -> tuple[dict[str, NDArray[np.int32]], tuple[int, int]]:
+        """Return where the operands' chunks are, and the numbers of the runs that have left replicas; 0 for none.
 
         Parameters
         ----------
@@ -238,14 +244,12 @@ class Replicas:
         workers
             Those that can be ranks: a replica is of use if all have it.
         held
-            Who holds the chunks of A and of B.
+            Who holds the chunks of each operand.
         """
         a, b = (self._run(name, [worker.address for worker in workers]) for name in problem.arrays)
-        return (
-            np.full_like(held[0], EVERYWHERE) if a else held[0],
-            np.full_like(held[1], EVERYWHERE) if b else held[1],
-            (a, b),
-        )
+        runs = {"a": a, "b": b}
+        where = {name: np.full_like(table, EVERYWHERE) if runs.get(name) else table for name, table in held.items()}
+        return where, (a, b)
 
     def mark(self, names: Sequence[str], answer: RosterReply) -> RosterReply:
         """Return an answer to a client in which arrays that all workers have as replicas lie everywhere."""

@@ -20,7 +20,7 @@ from dask_distmm.errors import DistMMError, ProtocolError, as_plain, rebuild
 
 __all__ = ["Call", "Message", "Reply", "Status", "answering", "ask", "from_wire", "listening", "post", "to_wire"]
 
-Status = Literal["OK", "missing", "no replicas", "orders", "refused", "failed", "lost", "gone"]
+Status = Literal["OK", "missing", "no replicas", "orders", "refused", "failed", "matrix", "lost", "gone"]
 
 A = TypeVar("A", bound="Reply")
 D = TypeVar("D")

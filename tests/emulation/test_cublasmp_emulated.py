@@ -147,7 +147,7 @@ def test_results_on_all_ranks(make, method, host, dtype):
     for replicated in (False, True):
         made = conformance(ranks, method, 3, dtype, replicated=replicated, own_out_chunks=True, seed=5)
         received.append(sum(job.received_bytes for job in ranks.jobs))
-        again = plan(made.problem, made.participants, made.where_a, made.where_b, engine="cublasmp")
+        again = plan(made.problem, made.participants, made.where, engine="cublasmp")
         assert all(job.held_bytes <= again.projected_bytes[f"w{job.me}"] for job in ranks.jobs)
         ranks.jobs.clear()
     others = 0 if method in ("local", "allreduce") else 2
@@ -270,7 +270,7 @@ def test_what_is_made_is_kept_and_freed(make):
 def test_what_is_held_is_counted(make, method, dtype, size):
     ranks, _ = make()
     made = conformance(ranks, method, 2, dtype, shape=(size, size, size), most_chunks=1)
-    again = plan(made.problem, made.participants, made.where_a, made.where_b, engine="cublasmp")
+    again = plan(made.problem, made.participants, made.where, engine="cublasmp")
     for job in ranks.jobs:
         assert 0 < job.held_bytes <= again.projected_bytes[f"w{job.me}"]
 

@@ -63,12 +63,10 @@ def run_narrow(ranks, method, nranks, pair, to, *, shape=(67, 59, 71), orders="C
             chunks[name, index] = part.view(np.uint8) if kinds[name] in FP8 and not ranks.host else part
     roster = [Worker(f"w{i}") for i in range(nranks)]
     others = [Worker(f"s{i}") for i in range(sources)]
-    more = [where[extra.name] for extra in extras]
-    about = {"sources": others, "orders": tuple(orders), "where_extras": more}
-    made = plan(problem, roster, where["a"], where["b"], engine=ranks.name, **about)
+    made = plan(problem, roster, where, engine=ranks.name, sources=others, orders=tuple(orders))
     result = run_jobs(ranks, type(made).from_wire(made.to_wire()), chunks)
     nrows, ncols = problem.chunk_counts("d")
-    d = np.block([[np.asarray(result[i * ncols + j]) for j in range(ncols)] for i in range(nrows)])
+    d = np.block([[np.asarray(result["", i * ncols + j]) for j in range(ncols)] for i in range(nrows)])
     amax = max(float(result["result_amax", index][0, 0]) for index in range(nrows * ncols))
     if to in FP8 and not ranks.host:
         assert d.dtype == np.uint8
@@ -134,10 +132,10 @@ def test_bytes_to_int32_are_exact(make, method):
         where[name] = rng.integers(0, 3, grid.nparts).astype(np.int32)
         for index in range(grid.nparts):
             chunks[name, index] = np.ascontiguousarray(x[grid.slices(*grid.coords(index))])
-    made = plan(problem, [Worker(f"w{i}") for i in range(3)], where["a"], where["b"], engine=ranks.name)
+    made = plan(problem, [Worker(f"w{i}") for i in range(3)], where, engine=ranks.name)
     result = run_jobs(ranks, made, chunks)
     nrows, ncols = problem.chunk_counts("d")
-    d = np.block([[np.asarray(result[i * ncols + j]) for j in range(ncols)] for i in range(nrows)])
+    d = np.block([[np.asarray(result["", i * ncols + j]) for j in range(ncols)] for i in range(nrows)])
     assert d.dtype == np.int32
     np.testing.assert_array_equal(d, a.astype(np.int32) @ b.astype(np.int32))
 
@@ -151,7 +149,7 @@ def test_compute_types_reach_the_library(make, monkeypatch, nranks):
 
     def run(compute):
         problem = make_problem(((20,),) * 2, ((20,),) * 2, "float32", method="allgather", compute=compute, array="cupy")
-        made = plan(problem, [Worker(f"w{i}") for i in range(nranks)], zero, zero, engine=ranks.name)
+        made = plan(problem, [Worker(f"w{i}") for i in range(nranks)], {"a": zero, "b": zero}, engine=ranks.name)
         run_jobs(ranks, made, {("a", 0): a, ("b", 0): b})
         return world.computed[-1]
 

@@ -285,7 +285,7 @@ def test_what_is_held_is_as_projected(make_peers, tight, method):
     ranks, _ = make_peers()
     with tight(2**16):
         made = conformance(ranks, method, 2, shape=(64, 64, 64), most_chunks=3)
-        again = plan(made.problem, made.participants, made.where_a, made.where_b, engine="peer")
+        again = plan(made.problem, made.participants, made.where, engine="peer")
     for job in [job for job in ranks.jobs if job.rank is not None]:
         assert 0 < job.held_bytes <= again.projected_bytes[f"w{job.me}"] + 4096  # rows are padded
 
@@ -319,12 +319,12 @@ def test_what_a_panel_has_of_several_is_pulled_from_all_of_them_at_the_same_time
     columns = (n,), (n // count,) * count
     problem = make_problem(columns, columns, "float64", method="allgather", array="cupy")
     where = np.arange(count, dtype=np.int32)
-    made = plan(problem, [Worker(f"w{i}") for i in range(count)], where, where, engine="peer")
+    made = plan(problem, [Worker(f"w{i}") for i in range(count)], {"a": where, "b": where}, engine="peer")
     rng = np.random.default_rng()
     a, b = rng.standard_normal((2, n, n))
     chunks = {(op, i): x for op, v in (("a", a), ("b", b)) for i, x in enumerate(np.hsplit(v, count))}
     found = run_jobs(ranks, made, chunks)
-    assert_product(a, b, np.hstack([found[i] for i in range(count)]))
+    assert_product(a, b, np.hstack([found["", i] for i in range(count)]))
     pulling = [{stream.ptr for stream in engine.pulls(count - 1)} for engine in ranks.engines.values()]
     assert [len(streams) for streams in pulling] == [count - 1] * count
     assert all(streams <= used for streams in pulling)
@@ -472,13 +472,13 @@ def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkey
     sizes = ((20,) * 4,) * 2
     problem = make_problem(sizes, sizes, method="allgather")
     where = np.tile(np.arange(4) % 2, 4).astype(np.int32)
-    made = plan(problem, [Worker(f"w{i}") for i in range(2)], where, where, engine="peer")
+    made = plan(problem, [Worker(f"w{i}") for i in range(2)], {"a": where, "b": where}, engine="peer")
     rng = np.random.default_rng()
     a, b = rng.standard_normal((2, 80, 80))
     parts = {(i, j): (slice(20 * i, 20 * i + 20), slice(20 * j, 20 * j + 20)) for i in range(4) for j in range(4)}
     chunks = {(op, 4 * i + j): x[at].copy() for op, x in (("a", a), ("b", b)) for (i, j), at in parts.items()}
     found = run_jobs(ranks, made, chunks)
-    assert_product(a, b, np.block([[found[4 * i + j] for j in range(4)] for i in range(4)]))
+    assert_product(a, b, np.block([[found["", 4 * i + j] for j in range(4)] for i in range(4)]))
     for job in ranks.jobs[-2:]:
         pulled, products, between = set(), 0, 0
         for what in launched[id(job._multiplication.loads)]:
@@ -528,7 +528,7 @@ def test_a_rank_that_is_gone_is_missed_where_it_was_needed(make_peers, monkeypat
     chunks = {("a", 0): a[:30], ("a", 1): a[30:], ("b", 0): b[:, :15], ("b", 1): b[:, 15:]}
     # Nothing of a rank's is mapped before its part of D is needed.
     workers, elsewhere = [Worker(f"w{i}") for i in range(3)], np.full(2, 3, np.int32)
-    made = plan(problem, workers, elsewhere, elsewhere, sources=[Worker("s")], engine="peer")
+    made = plan(problem, workers, dict.fromkeys("ab", elsewhere), sources=[Worker("s")], engine="peer")
     chunks = {key: np.ascontiguousarray(chunk) for key, chunk in chunks.items()}
     found = run_jobs(ranks, made, chunks)
     assert made.owners.tolist() == [0, 1, 2]
@@ -536,12 +536,12 @@ def test_a_rank_that_is_gone_is_missed_where_it_was_needed(make_peers, monkeypat
     missing = {job.rank: job.missing for job in ranks.jobs[-4:] if job.missing}
     assert missing == ({} if when == "after" else {0: [0], 2: [2]})
     there = {0, 2} if when == "after" else set()
-    assert set(found) == there | {("relu_aux", i) for i in there}
+    assert set(found) == {(name, i) for name in ("", "relu_aux") for i in there}
     for index in there:
         r0, r1, _, _ = made.chunk_rect(index)
         x = a[r0:r1].astype(float) @ b.astype(float)
-        assert_product(a[r0:r1], b, np.where(found["relu_aux", index], found[index], x).astype(a.dtype))
-        assert (np.asarray(found[index] > 0) == found["relu_aux", index]).all()
+        assert_product(a[r0:r1], b, np.where(found["relu_aux", index], found["", index], x).astype(a.dtype))
+        assert (np.asarray(found["", index] > 0) == found["relu_aux", index]).all()
 
 
 def test_a_rank_that_never_finishes_its_sums_is_named(make_peers, monkeypatch):

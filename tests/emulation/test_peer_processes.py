@@ -163,5 +163,5 @@ def test_who_dies_costs_its_own_part(client):
     for count, done in ((4, 108), (3, 96), (2, 72)):
         (first, part), (why,) = killed_while_running(client, min)
         assert (first, part) == (whole, whole / count)
-        assert f"{done} of 144 chunks of D are done" in why
+        assert f"{done} of 144 chunks are done" in why
     works(client)

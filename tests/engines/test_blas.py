@@ -82,13 +82,13 @@ def test_a_matrix_by_itself_turned_around(monkeypatch, dtype, layout, conjugated
 
 def test_a_matrix_by_itself_takes_half_the_operations(monkeypatch):
     called = []
-    routine = blas._routine
+    routine = blas.routine
 
     def counted(char, name="gemm"):
         found = routine(char, name)
         return lambda *arguments: (called.append((name, arguments)), found(*arguments))
 
-    monkeypatch.setattr(blas, "_routine", counted)
+    monkeypatch.setattr(blas, "routine", counted)
     monkeypatch.setattr(blas, "_TILE", 64)
     x = np.random.default_rng().standard_normal((256, 100))
     gemm(x, x.T, np.zeros((256, 256)))

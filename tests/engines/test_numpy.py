@@ -95,7 +95,7 @@ def test_conjugates(conjugated, orders):
 def test_operands_that_are_everywhere(method, operands):
     for pack_below in (0, 384):
         made = conformance(ENGINE, method, 4, everywhere=operands, sources=1, pack_below=pack_below)
-        wheres = {"a": made.where_a, "b": made.where_b}
+        wheres = made.where
         assert all((wheres[operand] == EVERYWHERE).all() == (operand in operands) for operand in "ab")
 
 
@@ -104,7 +104,7 @@ def setup(nranks=3, size=60, **changes):
     sizes = (size // 3,) * 3
     problem = make_problem((sizes, sizes), (sizes, sizes), **changes)
     where = rng.integers(0, nranks, 9).astype(np.int32)
-    made = plan(problem, [Worker(f"w{i}") for i in range(nranks)], where_a=where, where_b=where)
+    made = plan(problem, [Worker(f"w{i}") for i in range(nranks)], where={"a": where, "b": where})
     chunks = {(op, i): rng.standard_normal((size // 3, size // 3)) for op in "ab" for i in range(9)}
     return made, chunks
 
@@ -135,7 +135,7 @@ def test_aborted_while_waiting():
     made, chunks = setup(2, method="allgather")
     jobs = []
     comm = LocalComm(jobs, hook=lambda peer, kind: threading.Event().wait(1) and None)
-    mine = {key: chunk for key, chunk in chunks.items() if made.where_a[key[1]] == made.ranks[0]}
+    mine = {key: chunk for key, chunk in chunks.items() if made.where["a"][key[1]] == made.ranks[0]}
     job = ENGINE.job(made, made.ranks[0], mine, comm, lambda share: None)
     other = ENGINE.job(made, made.ranks[1], {}, comm, lambda share: None)
     jobs.extend([job, other] if made.ranks[0] == 0 else [other, job])
@@ -166,7 +166,7 @@ def test_requests_grow_with_workers_and_panels_not_with_chunks(method):
         sizes = (240 // pieces,) * pieces
         problem = make_problem((sizes, sizes), (sizes, sizes), method=method)
         where = (np.arange(pieces**2) % 3).astype(np.int32)
-        made = plan(problem, [Worker(f"w{i}") for i in range(3)], where_a=where, where_b=where)
+        made = plan(problem, [Worker(f"w{i}") for i in range(3)], where={"a": where, "b": where})
         rng = np.random.default_rng()
         chunks = {(op, i): rng.standard_normal((240 // pieces,) * 2) for op in "ab" for i in range(pieces**2)}
         seen: list[LocalComm] = []

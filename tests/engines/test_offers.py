@@ -23,8 +23,8 @@ HERE = 10**6
 @pytest.fixture
 def made():
     problem = make_problem(((4, 4), (6,)), ((6,), (8,)), "float32", method="allgather", array="cupy")
-    where = np.array([0, 1], np.int32), np.array([1], np.int32)
-    return plan(problem, [Worker("w0"), Worker("w1")], *where, engine="peer")
+    where = {"a": np.array([0, 1], np.int32), "b": np.array([1], np.int32)}
+    return plan(problem, [Worker("w0"), Worker("w1")], where, engine="peer")
 
 
 def offer(made):

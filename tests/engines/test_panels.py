@@ -22,7 +22,7 @@ def test_every_needed_element_is_in_one_piece(seed, method, nworkers):
     b = (random_chunks(rng, k, 5), random_chunks(rng, n, 5))
     problem = make_problem(a, b, method=method, options=options)
     where = [rng.integers(0, nworkers, len(c[0]) * len(c[1])).astype(np.int32) for c in (a, b)]
-    made = plan(problem, [Worker(f"w{i}") for i in range(nworkers)], where_a=where[0], where_b=where[1])
+    made = plan(problem, [Worker(f"w{i}") for i in range(nworkers)], where={"a": where[0], "b": where[1]})
     starts = [[np.cumsum([0, *sizes]) for sizes in chunks] for chunks in (a, b)]
     for rank, me in enumerate(made.ranks):
         r0, r1, c0, c1 = made.region(rank)

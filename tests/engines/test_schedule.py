@@ -56,7 +56,7 @@ def made(seed, method, nranks, kind, size, sources=0, together=False, scheme="")
     roster = [Worker(f"{scheme}w{i}") for i in range(nranks)]
     others = [Worker(f"{scheme}s{i}") for i in range(sources)]
     where = [x.astype(np.int32) for x in where]
-    return plan(problem, roster, where[0], where[1], sources=others, engine="peer")
+    return plan(problem, roster, {"a": where[0], "b": where[1]}, sources=others, engine="peer")
 
 
 def lies_as_planned(found, me):
@@ -171,7 +171,7 @@ def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():
     sizes = ((n // 4,) * 4, (n,)), ((n,), (n // 4,) * 4)
     problem = make_problem(*sizes, "float32", method="allgather", array="cupy")
     where = np.arange(4, dtype=np.int32)
-    found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
+    found = plan(problem, [Worker(f"w{i}") for i in range(4)], {"a": where, "b": where}, engine="peer")
     held = 0 if found.grid[1] == 1 else 1
     order = []
     for rank, block_schedule in enumerate(block_schedules(found)):
@@ -191,7 +191,7 @@ def test_panels_that_are_here_meet_what_is_held_as_it_lands():
     sizes = ((n // chunks,) * chunks,) * 2
     problem = make_problem(sizes, sizes, "float32", method="summa", array="cupy")
     where = np.tile(np.array([2, 0, 2, 0, 1, 3, 2, 0, 1, 3, 1, 3, 2, 0, 1, 3], np.int32), chunks)
-    found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
+    found = plan(problem, [Worker(f"w{i}") for i in range(4)], {"a": where, "b": where}, engine="peer")
     assert found.grid == (2, 2, 1)
 
     def is_here(load, rank):
@@ -218,7 +218,7 @@ def test_pieces_of_what_is_held_that_are_here_come_first():
     sizes = ((n // chunks,) * chunks,) * 2
     problem = make_problem(sizes, sizes, "float32", method="allgather", array="cupy")
     where = np.tile(np.array([2, 0, 1, 3, 2, 0, 1, 3], np.int32), chunks)
-    found = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine="peer")
+    found = plan(problem, [Worker(f"w{i}") for i in range(4)], {"a": where, "b": where}, engine="peer")
     seen = 0
     for rank, block_schedule in enumerate(block_schedules(found)):
         first, *others = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank])).steps
@@ -245,7 +245,7 @@ def test_pieces_fill_a_gpu(monkeypatch, n, nranks, chunks, method, dtype):
     sizes = ((n // chunks,) * chunks,) * 2
     problem = make_problem(sizes, sizes, dtype, method=method, array="cupy")
     where = np.tile(np.arange(chunks, dtype=np.int32) % nranks, chunks)
-    found = plan(problem, [Worker(f"w{i}") for i in range(nranks)], where, where, engine="peer")
+    found = plan(problem, [Worker(f"w{i}") for i in range(nranks)], {"a": where, "b": where}, engine="peer")
     full = extents.full_side(problem)
     assert full == (2048 if dtype == "bfloat16" else 1024)
     for rank, block_schedule in enumerate(block_schedules(found)):
@@ -272,7 +272,7 @@ def test_large_matrices_are_cut_where_gemms_are_quick(monkeypatch, size, parts, 
     with dask.config.set({"distmm.peer.buffer-bytes": room}):
         problem = make_problem((sizes, (size,)), ((size,), sizes), dtype, method="allgather", array="cupy")
     where = np.arange(parts, dtype=np.int32)
-    found = plan(problem, [Worker(f"w{i}") for i in range(parts)], where, where, engine="peer")
+    found = plan(problem, [Worker(f"w{i}") for i in range(parts)], {"a": where, "b": where}, engine="peer")
     for rank, block_schedule in enumerate(block_schedules(found)):
         schedule = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank]))
         r0, r1, c0, c1 = found.region(rank)

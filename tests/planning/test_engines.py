@@ -13,7 +13,7 @@ from distributed import Client, LocalCluster
 from dask_distmm import EngineError, PlanError, explain, matmul
 from dask_distmm.planning import ENGINES, Abilities
 from dask_distmm.planning.engines import engine_alone, engines
-from dask_distmm.planning.plan import EVERYWHERE
+from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 used = []
@@ -39,7 +39,7 @@ class ToyJob:
             return {}
         used.append(self.plan.problem.name)
         d = self._whole("a") @ self._whole("b")
-        return {number: d[r0:r1, c0:c1].copy() for number, (r0, r1, c0, c1) in self._places("d")}
+        return {("", number): d[r0:r1, c0:c1].copy() for number, (r0, r1, c0, c1) in self._places("d")}
 
     def _places(self, operand):
         rows, cols = (np.cumsum((0, *sizes)).tolist() for sizes in self.plan.problem.chunks_of(operand))

@@ -63,7 +63,7 @@ def test_a_plan_says_that_matrices_are_padded():
     where, roster = np.arange(4, dtype=np.int32) % 2, [Worker("w0"), Worker("w1")]
     told = {}
     for n in (4096, 4099):
-        made = plan(problem(4096, n, 4096, parts=2), roster, where, where, engine="peer")
+        made = plan(problem(4096, n, 4096, parts=2), roster, {"a": where, "b": where}, engine="peer")
         told[n] = plan_text(made)
         # Buffers for both operands: what lies there is not used as it lies.
         assert n == 4096 or all(one.stationary_bytes and one.panel_bytes for one in block_schedules(made))

@@ -84,7 +84,7 @@ def test_where_chunks_lie_is_coloured() -> None:
 
 def test_what_every_worker_has_is_striped() -> None:
     plan = plan_of((60, 60, 60), (60, 60, 60), 3, method="allgather")
-    placed = dataclasses.replace(plan, where_a=np.full(1, -1, np.int32), where_b=np.zeros(1, np.int32))
+    placed = dataclasses.replace(plan, where={"a": np.full(1, -1, np.int32), "b": np.zeros(1, np.int32)})
     picture = parsed(placed._repr_html_()).findall(f".//{SVG}svg[@role='img']")[0]
     labels = [text.text for text in picture.iter(f"{SVG}text")]
     assert "0, 1, 2" in labels

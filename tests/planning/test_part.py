@@ -64,7 +64,7 @@ def test_the_part_is_made_of_whole_chunks_and_has_what_is_missing(case):
             hit = {sum(e < at[divmod(i, ncols)[axis]] for e in common) for i in missing}
             assert hit == segments
         return
-    every = part.every_chunk("d").tolist()
+    every = part.numbers("").tolist()
     assert missing <= set(every)
     assert len(set(every)) == len(every) < len(problem.out_chunks[0]) * ncols
     found = {name: part.part.of(name) for name in (*problem.operands, "d")}
@@ -76,7 +76,7 @@ def test_the_part_is_made_of_whole_chunks_and_has_what_is_missing(case):
     assert elements(problem.extras[1].chunks[1], found["bias"][1]) == of_cols
     assert (part.m, part.n, part.k) == (len(of_rows), len(of_cols), problem.k)
     for name in (*problem.operands, "d"):
-        for index, number in enumerate(part.every_chunk(name).tolist()):
+        for index, number in enumerate(part.numbers(name).tolist()):
             at = part.place_of(name, index)
             assert np.ravel_multi_index(at, problem.chunk_counts(name)) == number
             i, j = divmod(index, part.chunk_counts(name)[1])

@@ -36,14 +36,13 @@ def problems(draw):
 @given(problems(), st.integers(1, 9), st.integers(0, 2), st.booleans(), st.data())
 def test_every_plan_is_whole(problem, nworkers, nsources, known, data):
     """The box is covered once, no rank is empty, every chunk has an owner and every part a holder."""
-    where = [None, None]
+    where = {}
     if known:
         rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-        where = [
-            rng.integers(0, nworkers + nsources, int(np.prod(problem.chunk_counts(op)))).astype(np.int32) for op in "ab"
-        ]
+        counts = {op: int(np.prod(problem.chunk_counts(op))) for op in "ab"}
+        where = {op: rng.integers(0, nworkers + nsources, count).astype(np.int32) for op, count in counts.items()}
     sources = [Worker(f"source-{i}") for i in range(nsources)]
-    made = plan(problem, roster(nworkers), where_a=where[0], where_b=where[1], sources=sources)
+    made = plan(problem, roster(nworkers), where=where, sources=sources)
     nranks = len(made.ranks)
     assert 1 <= nranks <= nworkers
     assert len(set(made.ranks)) == nranks
@@ -77,7 +76,7 @@ def test_every_plan_is_whole(problem, nworkers, nsources, known, data):
         for field in ("problem", "engine", "method", "participants", "ranks", "rows", "cols", "depth", "packing"):
             assert getattr(again, field) == getattr(made, field)
         np.testing.assert_array_equal(again.owners, made.owners)
-        np.testing.assert_array_equal(again.where_a, made.where_a)
+        np.testing.assert_array_equal(again.where["a"], made.where["a"])
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -102,7 +101,7 @@ def test_the_cost_model_knows_the_shapes():
     # A Gram matrix whose slabs lie one on each worker: sums are far less to move than slabs.
     where = np.arange(8, dtype=np.int32)
     gram = make_problem(((512,), (100_000,) * 8), ((100_000,) * 8, (512,)))
-    made = plan(gram, big, where_a=where, where_b=where)
+    made = plan(gram, big, where={"a": where, "b": where})
     assert made.grid == (1, 1, 8)
     assert made.ranks == tuple(range(8))
     assert plan(square(32_768, 4096), roster(16)).method == "summa"
@@ -113,7 +112,7 @@ def test_ranks_go_where_the_bytes_are():
     # Rows of A lie on workers 3, 2, 1, 0, in this order; B on all of them alike.
     where_a = np.repeat([3, 2, 1, 0], 4).astype(np.int32)
     where_b = np.tile([3, 2, 1, 0], 4).astype(np.int32)
-    made = plan(problem, roster(4), where_a=where_a, where_b=where_b)
+    made = plan(problem, roster(4), where={"a": where_a, "b": where_b})
     assert made.ranks == (3, 2, 1, 0)
     blind = plan(problem, roster(4))
     assert made.bytes_moved < blind.bytes_moved
@@ -126,8 +125,8 @@ def test_a_collective_library_fetches_over_dask_what_others_have():
     gpus = [Worker(f"tcp://10.0.0.1:{port}", host="one", device=str(port)) for port in range(2)]
     problem = square(2048, 1024, dtype="bfloat16")
     there, spread = np.zeros(4, np.int32), np.arange(4, dtype=np.int32) % 2
-    assert plan(problem, gpus, there, there, engine="cublasmp").method == "local"
-    made = plan(problem, gpus, spread, spread, engine="cublasmp")
+    assert plan(problem, gpus, {"a": there, "b": there}, engine="cublasmp").method == "local"
+    made = plan(problem, gpus, {"a": spread, "b": spread}, engine="cublasmp")
     assert len(made.ranks) == 2
     local = next(one for one in made.alternatives if one.method == "local")
     # Half of both matrices.
@@ -147,7 +146,9 @@ def test_the_transpose_of_a_product_takes_the_peer_engine_as_long(seed):
     where_a, where_b = (rng.integers(0, len(gpus), (len(x[0]), len(x[1]))).astype(np.int32) for x in (a, b))
 
     def seconds(problem, *where):
-        made = plan(problem, gpus, *(np.ascontiguousarray(x).ravel() for x in where), engine="peer")
+        made = plan(
+            problem, gpus, {n: np.ascontiguousarray(x).ravel() for n, x in zip("ab", where, strict=True)}, engine="peer"
+        )
         return {one.grid: one.seconds for one in made.alternatives}
 
     options = {"dtype": "float32", "method": "allgather", "array": "cupy"}
@@ -215,8 +216,8 @@ def mangled(wire, path, value):
         (("ranks",), [0, 9]),
         (("owners",), b"\x00"),
         (("owners",), np.full(4, 7, np.int32).tobytes()),
-        (("where_a",), np.full(4, -1, np.int32).tobytes()),
-        (("where_b",), None),
+        (("where", "a"), np.full(4, -1, np.int32).tobytes()),
+        (("where", "b"), None),
         (("replica_runs",), [0, 7]),
         (("replica_runs",), [0]),
         (("replicas",), 3),
@@ -233,12 +234,9 @@ def mangled(wire, path, value):
 )
 def test_malformed_plans_are_refused(path, value):
     where = np.zeros(4, np.int32)
-    wire = plan(square(100, 50, method="allgather"), roster(2), where_a=where, where_b=where).to_wire()
+    wire = plan(square(100, 50, method="allgather"), roster(2), where={"a": where, "b": where}).to_wire()
     Plan.from_wire(wire)
-    if value is None and path == ("where_b",):
-        wire = {key: x for key, x in wire.items() if key != "where_b"}
-    else:
-        wire = mangled(wire, path, value)
+    wire = mangled(wire, path, value)
     with pytest.raises((ProtocolError, PlanError)):
         Plan.from_wire(wire)
 
@@ -246,6 +244,6 @@ def test_malformed_plans_are_refused(path, value):
 def test_hundred_thousand_chunks_stay_small_on_the_wire():
     problem = square(31_600, 100)
     where = np.zeros(316 * 316, np.int32)
-    wire = plan(problem, roster(8), where_a=where, where_b=where).to_wire()
-    assert sum(len(value) for value in wire.values() if isinstance(value, bytes)) == 3 * 4 * 316 * 316
+    wire = plan(problem, roster(8), where={"a": where, "b": where}).to_wire()
+    assert sum(len(value) for value in (wire["owners"], *wire["where"].values())) == 3 * 4 * 316 * 316
     assert read_options().prefetch_panels >= 1

@@ -66,8 +66,15 @@ def test_every_other_chunk_of_a_tall_matrix():
     made, before = reorder(problem, orders)
     roster = [Worker("x"), Worker("y")]
     options = {"engine": "numpy"}
-    moved = plan(dataclasses.replace(problem, method="allgather"), roster, where["a"], where["b"], **options)
-    stay = plan(dataclasses.replace(made, method="allgather"), roster, where["a"][before["a"]], where["b"], **options)
+    moved = plan(
+        dataclasses.replace(problem, method="allgather"), roster, {name: where[name] for name in "ab"}, **options
+    )
+    stay = plan(
+        dataclasses.replace(made, method="allgather"),
+        roster,
+        {"a": where["a"][before["a"]], "b": where["b"]},
+        **options,
+    )
     assert stay.bytes_moved == 8 * 4 * 8 < moved.bytes_moved
     assert [stay.workers[rank] for rank in stay.owners] == ["x"] * 3 + ["y"] * 3
 
@@ -80,8 +87,7 @@ def test_a_gram_product_moves_nothing_but_sums():
     stay = plan(
         dataclasses.replace(made, method="allreduce"),
         [Worker("x"), Worker("y")],
-        where["a"][before["a"]],
-        where["b"][before["b"]],
+        {name: where[name][before[name]] for name in "ab"},
     )
     assert stay.bytes_moved == 8 * 8 * 8
 

@@ -35,7 +35,7 @@ def made_plan(rng, method, nranks, shape, orders, **options):
     counts = [int(np.prod(problem.chunk_counts(op))) for op in "ab"]
     where = [rng.integers(0, nranks, count).astype(np.int32) for count in counts]
     roster = [Worker(f"w{i}", 1, 0, "host") for i in range(nranks)]
-    made = plan(problem, roster, where[0], where[1], engine="cublasmp", orders=orders)
+    made = plan(problem, roster, {"a": where[0], "b": where[1]}, engine="cublasmp", orders=orders)
     return Plan.from_wire(made.to_wire())
 
 
@@ -148,10 +148,10 @@ def test_few_bytes_move_when_ranks_match_workers():
     n, order = 4096, np.array([2, 0, 3, 1], np.int32)
     problem = make_problem(((n // 4,) * 4, (n,)), ((n,), (n // 4,) * 4), method="allgather")
     roster = [Worker(f"w{i}", 1, 0, "host") for i in range(4)]
-    made = plan(problem, roster, order, order, engine="cublasmp")
+    made = plan(problem, roster, {"a": order, "b": order}, engine="cublasmp")
     assert made.ranks == tuple(order.tolist())
     gathered = 3 * n * n * 8
     assert made.bytes_moved - gathered <= n * n * 8  # D's own chunks are columns of slabs: nothing else
-    again = plan(problem, roster, order, order, engine="cublasmp", groups=[("w0", "w1", "w2", "w3")])
+    again = plan(problem, roster, {"a": order, "b": order}, engine="cublasmp", groups=[("w0", "w1", "w2", "w3")])
     # Moving 64 MiB at 300 GB/s is quicker than making a communicator.
     assert again.ranks == (0, 1, 2, 3)

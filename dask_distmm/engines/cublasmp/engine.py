@@ -17,6 +17,7 @@ from dask_distmm.engines.cublasmp.library import check_versions
 from dask_distmm.engines.cublasmp.state import CublasMpState
 from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
+from dask_distmm.installing import install_command
 from dask_distmm.planning import Plan
 
 __all__ = ["ENGINE", "CublasMpEngine"]
@@ -34,7 +35,7 @@ class CublasMpEngine(CublasMpState):
             return check_versions()
         except (ImportError, RuntimeError) as error:
             raise EngineError(
-                f"cuBLASMp or NCCL can't be loaded ({error}): install dask_distmm[cu12] or dask_distmm[cu13]"
+                f"cuBLASMp or NCCL can't be loaded ({error}): {install_command('cu13')} (cu12 for CUDA 12)"
             ) from error
 
     def memory(self) -> int:

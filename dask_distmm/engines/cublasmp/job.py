@@ -127,7 +127,7 @@ class CublasMpJob:
         self._extras = [InputExchange(one, self.me, self.plan.ranks) for one in found]
         self._replication: Replication | None = None
         if self.plan.replicas and len(self.plan.ranks) > 1 and not all_reduced(self.plan):
-            made = self._finishing.made if isinstance(self._finishing, Finishing) else self._result.chunks
+            made = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.chunks
             own = {index: made[index] for index in self.plan.owned(self.rank).tolist()}
             self._replication = Replication(self.plan, self.me, own, self._tiles.d.order)
         self._gather = Exchange(*(operand.shuffle for operand in self._operands.values()))
@@ -202,14 +202,14 @@ class CublasMpJob:
         self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
         if self._result.deliver is not None:
             self._result.deliver.run(stream, comm)
-        outputs: dict[Any, Any] = dict(self._result.chunks)
+        owned = plan.owned(self.rank).tolist()
+        outputs = named(self._result.chunks, owned)
         if isinstance(self._finishing, Finishing):
-            outputs = self._finishing.apply(outputs, stream)
+            outputs = self._finishing.apply(self._result.chunks, stream)
         marks.append(mark(stream))
         if self._replication is not None:
             self._replication.exchange.run(stream, comm)
-            outputs |= self._replication.chunks
-        outputs = named(outputs, plan.owned(self.rank).tolist())
+            outputs |= named(self._replication.chunks, owned)
         marks.append(mark(stream))
         self._wait(marks[-1])
         parts = ("redistribute", "multiply", "deliver", "replicate")

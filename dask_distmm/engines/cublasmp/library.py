@@ -19,6 +19,7 @@ from nvmath.bindings import cublasMp
 from dask_distmm.comms.nccl import NcclComm, nccl_version
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS, PLAIN, Kinds, Memory, Native, factors
 from dask_distmm.errors import EngineError
+from dask_distmm.installing import install_command
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.numeric.types import FP8
 from dask_distmm.planning.cublasmp.tiles import Stored, Tiles
@@ -46,7 +47,7 @@ def check_versions() -> dict[str, str]:
     if mp < _LEAST_CUBLASMP or nccl < _LEAST_NCCL:
         raise EngineError(
             f"cuBLASMp {mp} and NCCL {found} were found; needed are cuBLASMp 0.10 (1000) and NCCL {least} or newer: "
-            f'python -m pip install --upgrade "dask_distmm[cu{major}]"'
+            f"{install_command(f'cu{major}')}"
         )
     return {
         "cublasmp": str(mp),

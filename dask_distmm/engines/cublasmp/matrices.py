@@ -19,7 +19,7 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.cublasmp.costs import tile_chunk
 from dask_distmm.planning.cublasmp.epilogs import all_reduced
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles
-from dask_distmm.planning.plan import EVERYWHERE
+from dask_distmm.planning.placement import EVERYWHERE
 
 __all__ = ["OperandTile", "ResultTile", "cut_bias", "make_operand", "make_result"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import REPLICA
+from dask_distmm.engines.base import REPLICA, ResultKey
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange
 from dask_distmm.engines.cublasmp.shuffle import Route
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
@@ -20,9 +20,9 @@ from dask_distmm.planning.replicas import ALONE_BYTES
 __all__ = ["Replication", "named"]
 
 
-def named(outputs: Mapping[Any, Any], owned: Collection[int]) -> dict[Any, Any]:
-    """Return the outputs of a rank as `Job.execute` has them: chunks that it does not own are replicas."""
-    return {key if isinstance(key, tuple) or key in owned else (REPLICA, key): array for key, array in outputs.items()}
+def named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey, Any]:
+    """Return chunks of D as `Job.execute` has them: those that this rank does not own are replicas."""
+    return {("" if number in owned else REPLICA, number): array for number, array in chunks.items()}
 
 
 class Replication:

@@ -10,7 +10,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import ChunkKey, log
+from dask_distmm.engines.base import ChunkKey, ResultKey, log
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.numeric.conversions import decode, stored
 from dask_distmm.numeric.epilogs import Formula, elementwise, part_shape, reductions, scalars, scaled
@@ -180,30 +180,30 @@ class Finishing:
     Attributes
     ----------
     made
-        The outputs, filled by `apply`: chunks of D by number, others by name and number.
+        The outputs, filled by `apply`: chunks by the name of the output, empty for D, and number.
     """
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
         problem = plan.problem
         self._formula, self._to = problem.formula, problem.dtype
         self.inputs: list[_ByChunk] = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
-        self.made: dict[Any, Any] = {}
+        self.made: dict[ResultKey, Any] = {}
         for index in plan.owned(rank).tolist():
             r0, r1, c0, c1 = plan.chunk_rect(index)
             shape = (r1 - r0, c1 - c0)
-            self.made[index] = cp.empty(shape, carried(self._to, "cupy"), order=order)
+            self.made["", index] = cp.empty(shape, carried(self._to, "cupy"), order=order)
             for name in self._formula.per_element:
                 dtype = self._formula.dtype_of(name, problem.result_type)
                 self.made[name, index] = cp.zeros(part_shape(self._formula.keeps(name), shape), dtype)
 
-    def apply(self, sums: Mapping[int, Any], stream: cp.cuda.Stream) -> dict[Any, Any]:
+    def apply(self, sums: Mapping[int, Any], stream: cp.cuda.Stream) -> dict[ResultKey, Any]:
         """Put the formula on the stream; return the outputs."""
         with stream:
             for index, acc in sums.items():
                 if not acc.size:
                     continue
                 inputs = {one.name: one.values(index) for one in self.inputs}
-                d = self.made[index]
+                d = self.made["", index]
                 # The scale of D, and what FP8 and integers need, come after the kernel.
                 last = d.dtype.kind in "iu" or self._formula.scale_d != 1 or "scale_d" in self._formula.scales
                 target = cp.empty(acc.shape, acc.dtype) if last else d
@@ -216,6 +216,11 @@ class Finishing:
                 for name, values in found.items():
                     self.made[name, index][...] = values
         return self.made
+
+    @property
+    def d(self) -> dict[int, Any]:
+        """The chunks of D by number."""
+        return {number: chunk for (name, number), chunk in self.made.items() if not name}
 
     @property
     def arrays(self) -> list[Any]:

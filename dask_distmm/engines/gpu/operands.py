@@ -15,7 +15,7 @@ from dask_distmm.numeric.conversions import decode
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Problem
 
-__all__ = ["DeviceChunks", "in_type", "ld", "mark", "usable"]
+__all__ = ["DeviceChunks", "in_type", "ld", "mark", "record", "usable"]
 
 
 class DeviceChunks:
@@ -95,5 +95,12 @@ def ld(x: Any, order: str) -> int:
 def mark(stream: cp.cuda.Stream) -> cp.cuda.Event:
     """Return an event that is recorded now."""
     event = cp.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def record(stream: cp.cuda.Stream) -> cp.cuda.Event:
+    """Return an event that is done when all that is on the stream now is."""
+    event = cp.cuda.Event(disable_timing=True)
     event.record(stream)
     return event

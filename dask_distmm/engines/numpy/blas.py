@@ -1,12 +1,11 @@
 """``gemm(a, b, c)``: c += a @ b, in place, on matrices as they lie in memory.
 
 NumPy's ``matmul`` can't add to its output; a sum over panels of k would read and write every result once
-more for each panel. BLAS can. SciPy documents how to reach its BLAS from outside:
-``scipy.linalg.cython_blas.__pyx_capi__`` holds each routine's address in a capsule whose name is the
-routine's C signature. A call through ctypes releases the GIL, so Dask's event loop goes on meanwhile.
+more for each panel. BLAS can, and `routines` reaches it.
 
 Where B is A's own memory turned around, as in ``X.T @ X``, half of the operations are left out: the tiles on the
-diagonal of the product are `syrk` or `herk`, and each of the others is added to its mirror image, too.
+diagonal of the product are `syrk` or `herk`, and each of the others is added to its mirror image, too. A sum of such
+products needs that once: `add_lower` adds to the lower triangle, and `mirror` completes the sum.
 
 A row-major matrix is the column-major one of its transpose, so ``C += A B`` in rows is ``C' += B' A'`` in
 columns, and every matrix whose rows or columns are contiguous is used without a copy.
@@ -17,23 +16,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import scipy.linalg.cython_blas
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
-__all__ = ["blas_threads", "gemm"]
+from dask_distmm.engines.numpy.routines import column_major, leading, routine
 
-_PREFIX = {"f": "s", "d": "d", "F": "c", "D": "z"}
+__all__ = ["add_lower", "blas_threads", "gemm", "is_symmetric", "mirror"]
+
 # Rows of a tile of a symmetric product, which is held besides: 8 MiB in float64.
 _TILE = 1024
 # Products of fewer rows, or a shorter k, are not worth the mirroring.
 _SYMMETRIC = 64
+# Tiles of a matrix and its transpose that a core's cache has room for.
+_MIRRORED = 256
 
 
 def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], conjugated: tuple[bool, bool] = (False, False)) -> None:
@@ -48,32 +48,32 @@ def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], conjugated: tuple[bo
         Whether the conjugates of `a` and `b` are meant. BLAS conjugates what it also transposes: without a copy if the
         memory order of the operand is the other one than that of `c`.
     """
-    routine = _routine(c.dtype.char)
+    call = routine(c.dtype.char, "gemm")
     if 0 in (*a.shape, *b.shape):
         return
-    if routine is None or a.dtype != c.dtype or b.dtype != c.dtype or max(*a.shape, *b.shape) >= 2**31:
+    if call is None or a.dtype != c.dtype or b.dtype != c.dtype or max(*a.shape, *b.shape) >= 2**31:
         a, b = (np.conjugate(x) if conj else x for x, conj in zip((a, b), conjugated, strict=True))
         np.add(c, np.matmul(a, b), out=c)
         return
-    if _symmetric(a, b, conjugated):
+    if is_symmetric(a, b, conjugated):
         _add_symmetric(a, conjugated, c)
         return
-    if not _column_major(c):
+    if not column_major(c):
         a, b, c, conjugated = b.T, a.T, c.T, conjugated[::-1]
-        if not _column_major(c):
+        if not column_major(c):
             raise ValueError(f"c has strides {c.T.strides}: neither its rows nor its columns are contiguous")
     a, transa = _operand(a, conjugated[0])
     b, transb = _operand(b, conjugated[1])
     m, n, k = (ctypes.c_int(size) for size in (*c.shape, a.shape[1]))
-    lda, ldb = _leading(a if transa == b"N" else a.T), _leading(b if transb == b"N" else b.T)
+    lda, ldb = leading(a if transa == b"N" else a.T), leading(b if transb == b"N" else b.T)
     one, ref = np.ones(1, c.dtype), ctypes.byref
-    routine(
+    call(
         transa, transb, ref(m), ref(n), ref(k), one.ctypes.data, a.ctypes.data, ref(lda),
-        b.ctypes.data, ref(ldb), one.ctypes.data, c.ctypes.data, ref(_leading(c)),
+        b.ctypes.data, ref(ldb), one.ctypes.data, c.ctypes.data, ref(leading(c)),
     )  # fmt: skip
 
 
-def _symmetric(a: NDArray[Any], b: NDArray[Any], conjugated: tuple[bool, bool]) -> bool:
+def is_symmetric(a: NDArray[Any], b: NDArray[Any], conjugated: tuple[bool, bool]) -> bool:
     """Whether ``a @ b`` is symmetric, or Hermitian where complex, because both are the same numbers in memory."""
     return (
         min(a.shape) >= _SYMMETRIC
@@ -81,7 +81,7 @@ def _symmetric(a: NDArray[Any], b: NDArray[Any], conjugated: tuple[bool, bool]) 
         and a.shape == b.shape[::-1]
         and a.strides == b.strides[::-1]
         and (a.dtype.kind == "f" or conjugated[0] != conjugated[1])
-        and (_column_major(a) or _column_major(a.T))
+        and (column_major(a) or column_major(a.T))
     )
 
 
@@ -101,18 +101,51 @@ def _add_symmetric(x: NDArray[Any], conjugated: tuple[bool, bool], c: NDArray[An
             c[c0 : c0 + _TILE, r0 : r0 + _TILE] += tile.T.conj()
 
 
+def add_lower(x: NDArray[Any], c: NDArray[Any]) -> bool:
+    """Add ``x @ x.T`` to the lower triangle of `c`, and return True; False, without having done anything, if it can't.
+
+    Parameters
+    ----------
+    x, c
+        Real matrices (n, k) and (n, n) of one type.
+    """
+    call = routine(c.dtype.char, "syrk")
+    columns, lower = column_major(x), column_major(c)
+    fits = x.dtype == c.dtype and c.dtype.kind == "f" and max(x.shape) < 2**31
+    if call is None or not fits or not (columns or column_major(x.T)) or not (lower or column_major(c.T)):
+        return False
+    n, k = (ctypes.c_int(size) for size in x.shape)
+    one, ref = np.ones(1, c.dtype), ctypes.byref
+    # In rows the lower triangle is the upper one of the transpose.
+    call(
+        b"L" if lower else b"U", b"N" if columns else b"T", ref(n), ref(k), one.ctypes.data, x.ctypes.data,
+        ref(leading(x if columns else x.T)), one.ctypes.data, c.ctypes.data, ref(leading(c if lower else c.T)),
+    )  # fmt: skip
+    return True
+
+
+def mirror(c: NDArray[Any]) -> None:
+    """Copy the lower triangle of a square matrix over its upper one."""
+    for r0 in range(0, len(c), _MIRRORED):
+        rows = slice(r0, r0 + _MIRRORED)
+        for c0 in range(0, r0, _MIRRORED):
+            c[c0 : c0 + _MIRRORED, rows] = c[rows, c0 : c0 + _MIRRORED].T
+        tile = c[rows, rows]
+        tile[...] = np.tril(tile) + np.tril(tile, -1).T
+
+
 def _triangle(x: NDArray[Any], conjugated: tuple[bool, bool], out: NDArray[Any]) -> NDArray[Any]:
     """Return T with ``T + T^H`` the product of `x` with itself, a triangle; `out` is zero and column-major."""
-    columns = _column_major(x)
-    routine = _routine(out.dtype.char, "herk" if out.dtype.kind == "c" else "syrk")
-    assert routine is not None
+    columns = column_major(x)
+    call = routine(out.dtype.char, "herk" if out.dtype.kind == "c" else "syrk")
+    assert call is not None
     trans = b"N" if columns else b"C" if out.dtype.kind == "c" else b"T"
     n, k = (ctypes.c_int(size) for size in x.shape)
     one, ref = np.ones(1, out.real.dtype), ctypes.byref
-    lda = _leading(x if columns else x.T)
-    routine(
+    lda = leading(x if columns else x.T)
+    call(
         b"L", trans, ref(n), ref(k), one.ctypes.data, x.ctypes.data, ref(lda), one.ctypes.data, out.ctypes.data,
-        ref(_leading(out)),
+        ref(leading(out)),
     )  # fmt: skip
     # Once in T, and once in its mirror image.
     out.reshape(-1, order="F")[:: len(out) + 1] *= 0.5
@@ -120,28 +153,15 @@ def _triangle(x: NDArray[Any], conjugated: tuple[bool, bool], out: NDArray[Any])
     return out if columns == conjugated[1] or out.dtype.kind == "f" else out.conj()
 
 
-def _column_major(x: NDArray[Any]) -> bool:
-    """Whether the columns of `x` are contiguous and do not overlap."""
-    rows, cols = x.shape
-    step, lead = x.strides
-    size = x.itemsize
-    return (rows <= 1 or step == size) and (cols <= 1 or (lead % size == 0 and lead >= rows * size))
-
-
 def _operand(x: NDArray[Any], conjugated: bool) -> tuple[NDArray[Any], bytes]:
     """Return `x`, copied only if it must be, and how BLAS has to read it."""
-    if conjugated and _column_major(x.T):
+    if conjugated and column_major(x.T):
         return x, b"C"
     if conjugated:
         x = np.conjugate(x)
-    if _column_major(x):
+    if column_major(x):
         return x, b"N"
-    return (x if _column_major(x.T) else np.ascontiguousarray(x)), b"T"
-
-
-def _leading(x: NDArray[Any]) -> ctypes.c_int:
-    """Return the leading dimension of a column-major matrix."""
-    return ctypes.c_int(max(1, x.shape[0], x.strides[1] // x.itemsize if x.shape[1] > 1 else 0))
+    return (x if column_major(x.T) else np.ascontiguousarray(x)), b"T"
 
 
 _threads_lock = threading.Lock()
@@ -170,26 +190,3 @@ def blas_threads(number: int) -> Iterator[None]:
             limits = _threads_users.pop()
             if not _threads_users:
                 limits.restore_original_limits()
-
-
-@functools.cache
-def _routine(char: str, name: str = "gemm") -> Callable[..., None] | None:
-    """Return SciPy's BLAS routine for a type, or None if there is none with 32-bit integer arguments."""
-    if char not in _PREFIX:
-        return None
-    capsules: Mapping[str, Any] = scipy.linalg.cython_blas.__pyx_capi__
-    capsule = capsules[f"{_PREFIX[char]}{name}"]
-    api = ctypes.pythonapi
-    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
-    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    signature = api.PyCapsule_GetName(capsule)
-    if not re.match(rb"void \(char \*, char \*, int \*, int \*, ", signature):
-        return None
-    text, integer, data = ctypes.c_char_p, ctypes.POINTER(ctypes.c_int), ctypes.c_void_p
-    kinds: list[Any] = (
-        [text, text, integer, integer, integer, data, data, integer, data, integer, data, data, integer]
-        if name == "gemm"
-        else [text, text, integer, integer, data, data, integer, data, data, integer]
-    )
-    return ctypes.CFUNCTYPE(None, *kinds)(api.PyCapsule_GetPointer(capsule, signature))

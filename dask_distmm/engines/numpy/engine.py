@@ -16,33 +16,45 @@ parts of chunks that other ranks computed come last.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import importlib.metadata
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey
 from dask_distmm.engines.numpy.answer import Answer
 from dask_distmm.engines.numpy.blas import blas_threads
+from dask_distmm.engines.numpy.factor import NumpyFactorJob
 from dask_distmm.engines.numpy.inputs import Inputs
 from dask_distmm.engines.numpy.sums import Block, Sums, pack, placed_block
-from dask_distmm.engines.panels import ChunkBlock, Panel, panels
+from dask_distmm.engines.panels import ChunkBlock, Panel, panels, twins
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.conversions import stored
 from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Plan
+from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.sums import goes_on
 
 __all__ = ["ENGINE", "NumpyEngine", "NumpyJob"]
 
 # Boxes smaller than this on average travel in one vector.
 _FLAT_BYTES = 2**20
+
+
+class _Asked(NamedTuple):
+    """Pieces that were asked for, those of A that are transposes of some of these, and the answer."""
+
+    pieces: list[ChunkBlock]
+    same: list[tuple[ChunkBlock, int]]
+    answer: Answer
 
 
 class NumpyJob:
@@ -62,8 +74,11 @@ class NumpyJob:
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
         self.offer: Any = None
-        self.result: dict[Any, NDArray[Any]] = {}
+        self.result: dict[ResultKey, NDArray[Any]] = {}
+        self.consumed: list[ChunkKey] = []
         self._sums: Sums
+        # Chunks of D that an earlier run has begun: sums go on in them.
+        self._begun: dict[int, NDArray[Any]] = {}
         self._available: dict[str, Future[None]] = {kind: Future() for kind in ("input", "partial", "final")}
         self._available["input"].set_result(None)
         self._error: BaseException | None = None
@@ -76,15 +91,23 @@ class NumpyJob:
     # The work
 
     def prepare(self) -> None:
-        """Allocate the memory that this rank sums into, zeroed."""
-        if self.rank is not None:
-            self._sums = Sums(self.plan, self.rank)
-            self.result |= self._sums.chunks
+        """Allocate the memory that this rank sums into, zeroed; where earlier sums are here it goes on in these."""
+        if self.rank is None:
+            return
+        if goes_on(self.plan.problem):
+            for index in self.plan.owned(self.rank).tolist():
+                chunk = self.chunks.get(("partial", index))
+                # One that came from another process may be read-only.
+                if chunk is not None and chunk.flags.writeable:
+                    self._begun[index] = chunk
+        self.consumed = [("partial", index) for index in self._begun]
+        self._sums = Sums(self.plan, self.rank, self._begun)
+        self.result |= {("", index): chunk for index, chunk in self._sums.chunks.items()}
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Do nothing: there are none."""
 
-    def execute(self) -> dict[Any, NDArray[Any]]:
+    def execute(self) -> dict[ResultKey, NDArray[Any]]:
         """Multiply, add up partial sums, gather the chunks that this rank owns, apply the formula."""
         if self.rank is None:
             return {}
@@ -106,16 +129,21 @@ class NumpyJob:
         assert self.rank is not None
         todo = collections.deque(panels(self.plan, self.rank, self.me))
         total = max(1, len(todo))
-        in_flight: collections.deque[tuple[Panel, list[tuple[list[ChunkBlock], Answer]]]] = collections.deque()
+        in_flight: collections.deque[tuple[Panel, list[_Asked]]] = collections.deque()
         while todo or in_flight:
             while todo and len(in_flight) <= self.plan.problem.options.prefetch_panels:
                 panel = todo.popleft()
-                in_flight.append((panel, [(p, self._ask(peer, p)) for peer, p in panel.remote.items()]))
+                asked = []
+                for peer, needed in panel.remote.items():
+                    pieces, same = twins(self.plan, needed)
+                    asked.append(_Asked(pieces, same, self._ask(peer, pieces)))
+                in_flight.append((panel, asked))
             panel, asked = in_flight.popleft()
             self._multiply_panel(panel, asked)
             self.progress(1 - (len(todo) + len(in_flight)) / total)
+        self._sums.complete()
 
-    def _multiply_panel(self, panel: Panel, asked: list[tuple[list[ChunkBlock], Answer]]) -> None:
+    def _multiply_panel(self, panel: Panel, asked: list[_Asked]) -> None:
         packing = self.plan.packing
         operands: tuple[list[Block], list[Block]] = ([], [])
         for piece in panel.local:
@@ -125,9 +153,12 @@ class NumpyJob:
             # Chunks that are here need no waiting.
             self._sums.add(*operands, (0, 0), self._check)
             before = (len(operands[0]), len(operands[1]))
-        for pieces, answer in asked:
-            for piece, data in zip(pieces, answer.wait(self._check), strict=True):
+        for one in asked:
+            arrived = one.answer.wait(self._check)
+            for piece, data in zip(one.pieces, arrived, strict=True):
                 operands[piece.operand].append(placed_block(piece, data))
+            for piece, at in one.same:
+                operands[piece.operand].append(placed_block(piece, arrived[at].T))
         a, b = operands
         problem = self.plan.problem
         if packing.a:
@@ -161,10 +192,11 @@ class NumpyJob:
         remote: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
         for index in plan.owned(self.rank).tolist():
             top, bottom, left, right = plan.chunk_rect(index)
-            if index not in self.result:
+            if ("", index) not in self.result:
                 # The formula is applied in the type that is summed in.
                 dtype = plan.problem.result_type if plan.problem.formula.trivial else self.compute_type
-                self.result[index] = np.empty((bottom - top, right - left), dtype)
+                made = self._begun.get(index)
+                self.result["", index] = np.empty((bottom - top, right - left), dtype) if made is None else made
             for rank, rect in plan.final_holders(index):
                 if rank != self.rank:
                     remote[rank].append((index, rect))
@@ -176,37 +208,46 @@ class NumpyJob:
         ]
         for cells, answer in asked:
             for (index, rect), data in zip(cells, answer.wait(self._check), strict=True):
-                self._store(index, rect, data)
+                # Where k is cut the sums of others have what was begun here.
+                self._store(index, rect, data, onto=index in self._begun and plan.grid[2] == 1)
 
     def _finish(self) -> None:
         """Apply the formula to this rank's chunks of D, one by one; what it reads is asked for one ahead."""
         assert self.rank is not None
         problem, owned = self.plan.problem, self.plan.owned(self.rank).tolist()
-        chunks = [index for index in owned if self.result[index].size]
+        rest = dataclasses.replace(problem.formula, partial=False)
+        # Sums that were begun are complete now, and may be all there is to do.
+        done = set(self._begun) if rest.trivial else set()
+        chunks = [index for index in owned if self.result["", index].size and index not in done]
         inputs = Inputs(self.plan, self.me, self.chunks, self._ask, self._check)
-        asked = inputs.ask(chunks[0]) if chunks else []
+
+        def ask(index: int) -> list[Any]:
+            return inputs.ask(index, ("partial",) if index in self._begun else ())
+
+        asked = ask(chunks[0]) if chunks else []
         for at, index in enumerate(chunks, start=1):
-            ahead = inputs.ask(chunks[at]) if at < len(chunks) else []
+            ahead = ask(chunks[at]) if at < len(chunks) else []
+            formula = rest if index in self._begun else problem.formula
             with np.errstate(all="ignore"):
-                acc = self.result[index]
+                acc = self.result["", index]
                 out = acc if acc.dtype == problem.result_type else np.empty(acc.shape, problem.result_type)
                 store = functools.partial(_round_rows_into, out)
-                aux = finish_by_rows(problem.formula, acc, inputs.wait(asked), store)
-                self.result[index] = out
+                aux = finish_by_rows(formula, acc, inputs.wait(asked), store)
+                self.result["", index] = out
                 for name, values in aux.items():
                     dtype = problem.formula.dtype_of(name, problem.result_type)
                     self.result[name, index] = values.astype(dtype, copy=False)
             asked = ahead
-        for index in set(owned) - set(chunks):
-            self.result[index] = self.result[index].astype(problem.result_type)
+        for index in set(owned) - set(chunks) - done:
+            self.result["", index] = self.result["", index].astype(problem.result_type)
             for name in problem.formula.per_element:
-                shape = part_shape(problem.formula.keeps(name), self.result[index].shape)
+                shape = part_shape(problem.formula.keeps(name), self.result["", index].shape)
                 self.result[name, index] = np.zeros(shape, problem.formula.dtype_of(name, problem.result_type))
 
-    def _store(self, index: int, rect: Rect, data: NDArray[Any]) -> None:
+    def _store(self, index: int, rect: Rect, data: NDArray[Any], *, onto: bool = False) -> None:
         top, _, left, _ = self.plan.chunk_rect(index)
-        target = self.result[index][rect[0] - top : rect[1] - top, rect[2] - left : rect[3] - left]
-        _round_into(target, data)
+        target = self.result["", index][rect[0] - top : rect[1] - top, rect[2] - left : rect[3] - left]
+        _round_into(target, target + data if onto else data)
 
     def _chunk(self, piece: ChunkBlock) -> NDArray[Any]:
         chunk = self.chunks["ab"[piece.operand], piece.chunk]
@@ -292,13 +333,13 @@ class NumpyEngine:
 
     def job(
         self,
-        plan: Plan,
+        plan: Plan | FactorPlacement,
         me: int,
         chunks: Mapping[ChunkKey, NDArray[Any]],
         comm: Comm,
         progress: Callable[[float], None] = lambda share: None,
         ready: Sequence[Any] = (),
-    ) -> NumpyJob:
+    ) -> NumpyJob | NumpyFactorJob:
         """Return participant `me`'s side of a run."""
         for (operand, number), chunk in chunks.items():
             if not isinstance(chunk, np.ndarray) or chunk.ndim != 2:
@@ -306,6 +347,8 @@ class NumpyEngine:
                     f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the numpy engine needs "
                     "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray)"
                 )
+        if isinstance(plan, FactorPlacement):
+            return NumpyFactorJob(plan, me, chunks, comm, progress)
         return NumpyJob(plan, me, chunks, comm, progress)
 
 

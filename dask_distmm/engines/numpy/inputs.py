@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,11 +53,13 @@ class Inputs:
     ) -> None:
         self._plan, self._me, self._chunks, self._ask, self._check = plan, me, chunks, ask, check
 
-    def ask(self, index: int) -> list[_Asked]:
-        """Ask for the parts that chunk number `index` of D needs, without waiting."""
+    def ask(self, index: int, without: Collection[str] = ()) -> list[_Asked]:
+        """Ask for the parts that chunk number `index` of D needs, but of some inputs, without waiting."""
         problem, found = self._plan.problem, []
         r0, r1, c0, c1 = self._plan.chunk_rect(index)
         for number, name in enumerate(problem.operands[2:], start=2):
+            if name in without:
+                continue
             sizes, where = problem.chunks_of(name), self._plan.where[name]
             assert where is not None
             # An axis of length 1 is broadcast.

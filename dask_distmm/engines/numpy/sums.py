@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.numpy.blas import gemm
+from dask_distmm.engines.numpy.blas import add_lower, gemm, is_symmetric, mirror
 from dask_distmm.engines.panels import ChunkBlock, split_at_chunks
 from dask_distmm.numeric.conversions import round_tf32
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.sums import is_gram
 
 __all__ = ["Block", "Sums", "pack", "placed_block"]
 
@@ -47,7 +48,7 @@ def pack(blocks: list[Block], problem: Problem, *, conjugated: bool) -> Block:
 
 
 class Sums:
-    """One rank's sums, zero at first.
+    """One rank's sums, zero at first but for chunks that an earlier run has begun.
 
     Parameters
     ----------
@@ -55,6 +56,8 @@ class Sums:
         The plan.
     rank
         The rank.
+    begun
+        Sums over other parts of k: chunks of D that stay with this rank, by number. The sums go on in them.
 
     Attributes
     ----------
@@ -62,10 +65,13 @@ class Sums:
         Those chunks of D, by number, that are summed up in place and stay with this rank.
     """
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, begun: Mapping[int, NDArray[Any]]) -> None:
         self.plan = plan
         self.chunks: dict[Any, NDArray[Any]] = {}
         self._block_of: dict[int, Block] = {}
+        # Blocks, by number, of which only the lower triangle has been added to, and those that may not be symmetric.
+        self._lower: set[int] = set()
+        self._full: set[int] = set()
         problem, region = plan.problem, plan.region(rank)
         # BLAS conjugates, without a copy, the operand that lies in the other order than D.
         orders = zip(problem.conjugated, (plan.order_a, plan.order_b), strict=True)
@@ -73,11 +79,18 @@ class Sums:
         if plan.packing.d:
             r0, r1, c0, c1 = region
             self.blocks = [Block(*region, np.zeros((r1 - r0, c1 - c0), problem.compute_type, order))]
+            for index, cell in split_at_chunks(plan, region) if begun else ():
+                if index in begun:
+                    top, _, left, _ = plan.chunk_rect(index)
+                    self.view(cell)[...] = begun[index][cell[0] - top : cell[1] - top, cell[2] - left : cell[3] - left]
+            self._full = set() if is_gram(problem) or not begun else {0}
             return
         mine = set(plan.owned(rank).tolist())
         for index in mine:
             r0, r1, c0, c1 = plan.chunk_rect(index)
-            self.chunks[index] = np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
+            self.chunks[index] = (
+                begun[index] if index in begun else np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
+            )
         for index, (r0, r1, c0, c1) in split_at_chunks(plan, region):
             if index in mine:
                 top, _, left, _ = plan.chunk_rect(index)
@@ -86,6 +99,8 @@ class Sums:
                 data = np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
             self._block_of[index] = Block(r0, r1, c0, c1, data)
         self.blocks = list(self._block_of.values())
+        if begun and not is_gram(problem):
+            self._full = {number for number, index in enumerate(self._block_of) if index in begun}
 
     def add(self, a: list[Block], b: list[Block], before: tuple[int, int], check: Callable[[], None]) -> None:
         """Add the products of all pairs of blocks, but of the first ``before[0]`` of A and ``before[1]`` of B.
@@ -109,17 +124,36 @@ class Sums:
                     continue
                 rows = left.data[:, k0 - left.c0 : k1 - left.c0]
                 cols = right.data[k0 - right.r0 : k1 - right.r0, :]
-                for block in self.blocks:
+                for number, block in enumerate(self.blocks):
                     r0, r1 = max(block.r0, left.r0), min(block.r1, left.r1)
                     c0, c1 = max(block.c0, right.c0), min(block.c1, right.c1)
                     if r0 < r1 and c0 < c1:
                         check()
-                        gemm(
-                            rows[r0 - left.r0 : r1 - left.r0],
-                            cols[:, c0 - right.c0 : c1 - right.c0],
-                            block.data[r0 - block.r0 : r1 - block.r0, c0 - block.c0 : c1 - block.c0],
-                            conjugated,
-                        )
+                        cell = r0 - block.r0, r1 - block.r0, c0 - block.c0, c1 - block.c0
+                        factors = rows[r0 - left.r0 : r1 - left.r0], cols[:, c0 - right.c0 : c1 - right.c0]
+                        self._add(number, cell, factors, conjugated)
+
+    def _add(
+        self, number: int, cell: Rect, factors: tuple[NDArray[Any], NDArray[Any]], conjugated: tuple[bool, bool]
+    ) -> None:
+        """Add a product to a part of a block; of a symmetric one of all of it the lower triangle, if that will do."""
+        data = self.blocks[number].data
+        target = data[cell[0] : cell[1], cell[2] : cell[3]]
+        whole = number not in self._full and target.shape == data.shape
+        if whole and is_symmetric(*factors, conjugated) and add_lower(factors[0], target):
+            self._lower.add(number)
+            return
+        if number in self._lower:
+            mirror(data)
+            self._lower.discard(number)
+        self._full.add(number)
+        gemm(*factors, target, conjugated)
+
+    def complete(self) -> None:
+        """Make the sums complete where only triangles have been added to."""
+        for number in self._lower:
+            mirror(self.blocks[number].data)
+        self._lower.clear()
 
     def cells(self, rect: Rect) -> Iterator[Rect]:
         """Cut a part of D so that each piece lies in one block."""

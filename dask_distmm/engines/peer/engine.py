@@ -17,10 +17,12 @@ import numpy as np
 
 from dask_distmm.engines.base import ChunkKey, Comm
 from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
+from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.job import PeerJob
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Plan
+from dask_distmm.planning.factor.placement import FactorPlacement
 
 __all__ = ["ENGINE", "PeerEngine"]
 
@@ -57,15 +59,17 @@ class PeerEngine(PeerState):
 
     def job(
         self,
-        plan: Plan,
+        plan: Plan | FactorPlacement,
         me: int,
         chunks: Mapping[ChunkKey, Any],
         comm: Comm,
         progress: Callable[[float], None] = lambda share: None,
         ready: Sequence[Any] = (),
-    ) -> PeerJob:
+    ) -> PeerJob | PeerFactorJob:
         """Return participant `me`'s side of a run."""
         check_arrays(self.name, chunks)
+        if isinstance(plan, FactorPlacement):
+            return PeerFactorJob(plan, me, chunks, comm, progress, ready, self)
         return PeerJob(plan, me, chunks, comm, progress, ready, self)
 
     def release(self, group: int) -> None:

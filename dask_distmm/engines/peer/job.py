@@ -24,7 +24,7 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
 from dask_distmm.engines.gpu.host import to_host
@@ -193,7 +193,7 @@ class PeerJob:
 
     # The work
 
-    def execute(self) -> dict[Any, Any]:
+    def execute(self) -> dict[ResultKey, Any]:
         """Multiply; return this rank's chunks of D and of auxiliary outputs."""
         if self._multiplication is None:
             return {}
@@ -208,7 +208,7 @@ class PeerJob:
             self._ended.wait(marks[-1])
             if self.plan.problem.array == "numpy":
                 outputs = {
-                    key: typed(to_host(chunk, self._stream), "" if isinstance(key, tuple) else self.plan.problem.dtype)
+                    key: typed(to_host(chunk, self._stream), "" if key[0] else self.plan.problem.dtype)
                     for key, chunk in outputs.items()
                 }
         finally:

@@ -13,10 +13,10 @@ from typing import Any
 import cupy as cp
 
 from dask_distmm.engines.gpu.finishing import NativeBias
+from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.ahead import Ahead, Captured, Work, at_hand, capture, shorten
 from dask_distmm.engines.peer.loads import Loads
 from dask_distmm.engines.peer.products import Gemms
-from dask_distmm.engines.peer.pulls import record
 from dask_distmm.engines.peer.result import Result
 from dask_distmm.engines.peer.schedule import Product, ScheduleStep
 from dask_distmm.engines.peer.sources import Sources

@@ -21,7 +21,7 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.peer.access import reaches
 from dask_distmm.planning.peer.block_schedule import blocks
 
-__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers"]
+__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers", "Told", "read_told"]
 
 # The number that blocks of D have in place of an operand's number.
 BLOCKS = -1
@@ -208,7 +208,7 @@ class Expected:
             one = None
             if wire is not None and self._read[index]:
                 try:
-                    one = _told(wire)
+                    one = read_told(wire)
                     tables.append(np.frombuffer(wire["places"], np.int64).reshape(-1, 2 + _TOLD))
                 except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
                     raise self._malformed(index, f"{type(error).__name__}: {error}") from error
@@ -290,7 +290,8 @@ def _shapes(rows: NDArray[np.int64], cols: NDArray[np.int64], size: int) -> NDAr
     return np.stack([rows, cols, np.full(len(rows), size, np.int64)], 1)
 
 
-def _told(wire: Mapping[str, Any]) -> Told:
+def read_told(wire: Mapping[str, Any]) -> Told:
+    """Return an offer as plain types tell it. ValueError, KeyError or TypeError where it is malformed."""
     process = wire["process"]
     if not isinstance(process, bytes) or len(process) != _PROCESS_BYTES:
         raise ValueError(f"process is not {_PROCESS_BYTES} bytes")

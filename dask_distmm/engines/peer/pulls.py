@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.gpu.kernels import Launch, copy_rectangles
+from dask_distmm.engines.gpu.operands import record
 from dask_distmm.layout.rectangles import (
     DST,
     DST_OUTER,
@@ -24,7 +25,7 @@ from dask_distmm.layout.rectangles import (
     tabulate,
 )
 
-__all__ = ["CopyBatch", "Rectangle", "make_copies", "pull_table", "record", "span_of", "table_of"]
+__all__ = ["CopyBatch", "Rectangle", "make_copies", "pull_table", "span_of", "table_of"]
 
 # A copy engine rests 4 to 5 microseconds between copies, and each takes as long of the host: many of these sizes and
 # below go into one kernel, which pulls 325 GB/s where copy engines pull 360 in large ones (H200). It takes
@@ -110,13 +111,6 @@ def _copy(lane: list[list[int]], stream: cp.cuda.Stream) -> None:
     for one in lane:
         copy = runtime.memcpyAsync if len(one) == _WHOLE else runtime.memcpy2DAsync
         copy(*one, runtime.memcpyDefault, stream.ptr)
-
-
-def record(stream: cp.cuda.Stream) -> cp.cuda.Event:
-    """Return an event that is done when all that is on the stream now is."""
-    event = cp.cuda.Event(disable_timing=True)
-    event.record(stream)
-    return event
 
 
 def make_copies(

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import cupy as cp
 import numpy as np
 
+from dask_distmm.engines.base import ResultKey
 from dask_distmm.engines.gpu.finishing import Finishing
-from dask_distmm.engines.peer.pulls import CopyBatch, Rectangle, make_copies, record, span_of, table_of
+from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.peer.pulls import CopyBatch, Rectangle, make_copies, span_of, table_of
 from dask_distmm.engines.peer.schedule import merged
 from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.peer.state import PeerState
@@ -181,7 +183,7 @@ class Result:
                 found.append(_Sum(number, buffer, copies, part))
         return found
 
-    def deliver(self) -> dict[Any, Any]:
+    def deliver(self) -> dict[ResultKey, Any]:
         """Put together this rank's chunks of D, finish or round them; return these and auxiliary outputs."""
         plan, stream, sources, size = self.plan, self._stream, self._sources, self.sums.itemsize
         if self._finishing is not None:
@@ -196,16 +198,14 @@ class Result:
             sources.copy(found, size, self._pulls)
             stream.wait_event(record(self._pulls))
         self.missing = sorted(missing)
-        outputs: dict[Any, Any] = dict(self._chunks)
+        outputs: dict[ResultKey, Any] = {("", index): chunk for index, chunk in self._chunks.items()}
         if self._finishing is not None:
-            outputs = self._finishing.apply(outputs, stream)
+            outputs = self._finishing.apply(self._chunks, stream)
         for index, rounded in self._rounded.items():
             with stream:
-                rounded[...] = outputs[index]
-            outputs[index] = rounded
-        for key in [key for key in outputs if (key[1] if isinstance(key, tuple) else key) in missing]:
-            del outputs[key]
-        return outputs
+                rounded[...] = self._chunks[index]
+            outputs["", index] = rounded
+        return {key: chunk for key, chunk in outputs.items() if key[1] not in missing}
 
     def _find_own(self) -> list[Rectangle]:
         """Return the copies from own blocks to own chunks; note the parts of own chunks that are in others' blocks."""

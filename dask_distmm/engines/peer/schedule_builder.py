@@ -25,7 +25,8 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.gemm_sizes import full_side, pieces_that_fill, unit
 from dask_distmm.planning.peer.block_schedule import PANELS, BlockSchedule, extent_multiple
-from dask_distmm.planning.plan import EVERYWHERE, Rect
+from dask_distmm.planning.placement import EVERYWHERE
+from dask_distmm.planning.plan import Rect
 
 __all__ = ["make_schedule"]
 
@@ -240,8 +241,7 @@ class _ScheduleBuilder:
         own = (segment.start, segment.stop)
         rect = (*own, *depth) if operand == 0 else (*depth, *own)
         chunks = (self.plan.problem.a_chunks, self.plan.problem.b_chunks)[operand]
-        where = (self.plan.where_a, self.plan.where_b)[operand]
-        assert where is not None
+        where = self.plan.where["ab"[operand]]
         found: dict[int, int] = collections.defaultdict(int)
         for piece in chunk_blocks_of(chunks, operand, rect):
             holder = int(where[piece.chunk])

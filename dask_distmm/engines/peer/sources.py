@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import ChunkKey, Comm, wait_checked
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import Memory
-from dask_distmm.engines.gpu.operands import in_type
+from dask_distmm.engines.gpu.operands import in_type, record
 from dask_distmm.engines.panels import ChunkBlock
 from dask_distmm.engines.peer.offers import BLOCKS
-from dask_distmm.engines.peer.pulls import CopyBatch, Rectangle, make_copies, pull_table, record, span_of, table_of
+from dask_distmm.engines.peer.pulls import CopyBatch, Rectangle, make_copies, pull_table, span_of, table_of
 from dask_distmm.layout.rectangles import Span, Table
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import EVERYWHERE, Plan

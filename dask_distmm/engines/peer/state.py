@@ -28,6 +28,7 @@ class PeerState:
         self.mappings = Mappings()
         self._streams: list[cp.cuda.Stream] = []
         self._pulling: list[cp.cuda.Stream] = []
+        self._solver: Any = None
         # The target of reads that only wake a link.
         self._read: Any = None
 
@@ -57,6 +58,15 @@ class PeerState:
         wanted = min(max(1, others), _MOST_PULLING)
         self._pulling += [cp.cuda.Stream(non_blocking=True) for _ in range(wanted - len(self._pulling))]
         return self._pulling[:wanted]
+
+    def solver(self) -> Any:
+        """Return the kernels of factorizations (`SolverKernels`), on the stream of GEMMs."""
+        if self._solver is None:
+            # cuSOLVER is loaded by those who use it.
+            from dask_distmm.engines.gpu.lapack import SolverKernels
+
+            self._solver = SolverKernels(self.stream)
+        return self._solver
 
     def wake(self, pointer: int, size: int) -> None:
         """Read a little of mapped memory: after an idle moment the first pull takes up to 0.2 ms more (H200)."""

@@ -21,13 +21,15 @@ from scipy.optimize import linear_sum_assignment
 
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cublasmp.epilogs import own_kernel, returned_type
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles, slab_step
 from dask_distmm.planning.cuts import Bounds, by_rows, largest_overlap, padded, uniform_cut
 from dask_distmm.planning.gemm_sizes import slowdown
 from dask_distmm.planning.memory import chunk_bytes, spread
-from dask_distmm.planning.plan import Estimate, Packing, Plan, everywhere
-from dask_distmm.planning.problem import Chunks, Problem
+from dask_distmm.planning.placement import Estimate, everywhere
+from dask_distmm.planning.plan import Packing, Plan
+from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.situation import Situation, Way
 
 __all__ = ["consider", "has_method", "tile_chunk", "workspace_bytes"]
@@ -73,16 +75,15 @@ def consider(problem: Problem, situation: Situation, engine: str, way: Way) -> P
         cols=cols,
         depth=depth,
         owners=_owners(problem, method, d_cuts or (rows, cols), nranks),
-        where_a=situation.where_a,
-        where_b=situation.where_b,
+        where=situation.where,
         packing=Packing(),
         order_a=situation.orders[0],
         order_b=situation.orders[1],
         d_cuts=d_cuts,
     )
     tiles = make_tiles(made)
-    held_a = _held(problem.a_chunks, situation.where_a, tiles.a, len(participants)) * problem.itemsize("a")
-    held_b = _held(problem.b_chunks, situation.where_b, tiles.b, len(participants)) * problem.itemsize("b")
+    held_a = _held(problem.a_chunks, situation.where.get("a"), tiles.a, len(participants)) * problem.itemsize("a")
+    held_b = _held(problem.b_chunks, situation.where.get("b"), tiles.b, len(participants)) * problem.itemsize("b")
     ranks = _ranks(made, (held_a + held_b)[: len(situation.roster)], situation.groups)
     made = dataclasses.replace(made, ranks=ranks)
     moved = _Moved(made, tiles, held_a, held_b)
@@ -133,7 +134,7 @@ class _Moved:
         self.operands = []
         # Of what each rank receives, the bytes from workers that are no ranks.
         self.outside: _Elements = np.zeros(len(ranks))
-        for held, where in ((held_a, made.where_a), (held_b, made.where_b)):
+        for held, where in ((held_a, made.where.get("a")), (held_b, made.where.get("b"))):
             sent, received = np.zeros(len(made.participants)), np.zeros(len(made.participants))
             self.operands.append((sent, received))
             if everywhere(where):

@@ -23,7 +23,7 @@ from dask_distmm.config import Machine
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.display import Shown
+from dask_distmm.planning.display import Explanation
 from dask_distmm.planning.plan import Plan
 
 __all__ = [
@@ -176,6 +176,8 @@ class BatchEstimate:
         Collective runs.
     task_bytes
         What the largest task holds.
+    bytes_moved
+        Bytes that travel between workers, all together.
     """
 
     way: str
@@ -186,6 +188,7 @@ class BatchEstimate:
     tasks: int
     runs: int = 0
     task_bytes: int = 0
+    bytes_moved: int = 0
 
 
 def efficiency(m: int, n: int, k: int) -> float:
@@ -293,9 +296,8 @@ def item_plan(
     moved = 0 if kept and batch.a_whole and batch.b_whole else batch.chunk_count + count
     tasks = count + moved
     seconds = compute + transfer + tasks * overhead
-    return chunks, BatchEstimate(
-        "items", seconds, compute, transfer, tasks * overhead, tasks, 0, found * batch.held_bytes
-    )
+    held, moved_bytes = found * batch.held_bytes, round(received * pool.workers)
+    return chunks, BatchEstimate("items", seconds, compute, transfer, tasks * overhead, tasks, 0, held, moved_bytes)
 
 
 def _largest(chunks: tuple[Sizes, ...]) -> int:
@@ -303,7 +305,7 @@ def _largest(chunks: tuple[Sizes, ...]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class BatchPlan(Shown):
+class BatchPlan(Explanation):
     """How a batch is computed. `explain` returns it for operands of more than two dimensions.
 
     Parameters
@@ -337,6 +339,21 @@ class BatchPlan(Shown):
     def estimate(self) -> BatchEstimate | None:
         """The cost model's view of the way that is taken."""
         return self.items if self.way == "items" else self.collective
+
+    @property
+    def method(self) -> str:
+        """The way that is taken."""
+        return self.way
+
+    @property
+    def seconds(self) -> float | None:
+        """Estimated seconds of the way that is taken; None where nothing was estimated."""
+        return self.estimate.seconds if self.estimate else None
+
+    @property
+    def bytes_moved(self) -> int | None:
+        """Estimated bytes that travel between workers; None where nothing was estimated."""
+        return self.estimate.bytes_moved if self.estimate else None
 
 
 def choose(

@@ -5,4 +5,11 @@ from dask_distmm.planning.engines import Abilities
 
 __all__ = ["NUMPY"]
 
-NUMPY = Abilities("numpy", "dask_distmm.engines.numpy.engine", takes_on_cpus, packs=True)
+NUMPY = Abilities(
+    "numpy",
+    "dask_distmm.engines.numpy.engine",
+    takes_on_cpus,
+    frozenset(["product", "factorization"]),
+    in_place=True,
+    packs=True,
+)

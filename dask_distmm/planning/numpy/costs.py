@@ -14,9 +14,14 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.memory import chunk_bytes, panel_width, spread
-from dask_distmm.planning.plan import Estimate, Plan
+from dask_distmm.planning.placement import Estimate
+from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.sums import goes_on, is_gram
 
 __all__ = ["estimate", "project"]
+
+# The share of the operations that is left of a symmetric product.
+_HALF = 0.55
 
 
 def estimate(
@@ -42,6 +47,10 @@ def estimate(
 
     flops = problem.flops * (height / problem.m) * (width / problem.n) * (k / problem.k)
     packed = (made.packing.a * height * k + made.packing.b * k * width + made.packing.d * height * width) * itemsize
+    half = is_gram(problem) and p == q == 1 and not (made.packing.a or made.packing.b)
+    if half:
+        # A triangle of D is multiplied, and what is A's and B's arrives once.
+        flops, needed, home = _HALF * flops, needed / 2, home / 2
     compute = flops / (machine.rate(problem.compute_type.name) * threads) + packed / machine.memory_bandwidth
 
     finals = [made.final_rects(rank) for rank in range(nranks)]
@@ -76,7 +85,8 @@ def project(plan: Plan) -> dict[str, int]:
         lying += spread(plan, operand, chunk_bytes(problem, operand))
 
     # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
-    lying += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) / npart
+    inputs = [extra.name for extra in problem.extras if extra.name != "partial"]
+    lying += sum(float(chunk_bytes(problem, name).sum()) for name in inputs) / npart
 
     total = lying.copy()
     compute = problem.compute_type.itemsize
@@ -84,11 +94,15 @@ def project(plan: Plan) -> dict[str, int]:
     owned = np.bincount(plan.owners, chunk_of, len(plan.ranks))
     if problem.formula.saved:
         owned *= 2
+    begun = np.zeros(len(plan.ranks))
+    if problem.formula.partial and not goes_on(problem):
+        # Else the earlier sums become the chunks of D.
+        begun = np.bincount(plan.owners, chunk_bytes(problem, "partial"), len(plan.ranks))
     kept = _elements_kept(plan)
     for rank, index in enumerate(plan.ranks):
         r0, r1, c0, c1 = plan.region(rank)
         k0, k1 = plan.k_range(rank)
-        total[index] += (r1 - r0) * (c1 - c0) * compute
+        total[index] += (r1 - r0) * (c1 - c0) * compute + begun[rank]
         if plan.grid[2] > 1:
             # Another rank's partial sum of the part that is added up here, and the finished chunks.
             total[index] += sum((f[1] - f[0]) * (f[3] - f[2]) for f in plan.final_rects(rank)) * compute

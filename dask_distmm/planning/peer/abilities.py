@@ -34,6 +34,8 @@ PEER = Abilities(
     "peer",
     "dask_distmm.engines.peer.engine",
     takes_on_gpus,
+    frozenset(["product", "factorization"]),
+    (128, 512),
     on_gpus=True,
     keeps=True,
     minds_order=True,

@@ -26,7 +26,8 @@ from dask_distmm.planning.cuts import Bounds, overlaps, padded
 from dask_distmm.planning.gemm_sizes import slowdown, unit
 from dask_distmm.planning.library_epilogs import library_epilog
 from dask_distmm.planning.peer.reads import others_chunks
-from dask_distmm.planning.plan import EVERYWHERE, Plan, Rect
+from dask_distmm.planning.placement import EVERYWHERE
+from dask_distmm.planning.plan import Plan, Rect
 from dask_distmm.planning.problem import Problem
 
 __all__ = [
@@ -183,7 +184,7 @@ def _slabs_by_rows(plan: Plan) -> bool:
 
 def _lies(plan: Plan, operand: int, participant: int, part: Rect) -> bool:
     """Whether one participant has a part of an operand, in chunks that span the part along k."""
-    problem, where = plan.problem, (plan.where_a, plan.where_b)[operand]
+    problem, where = plan.problem, plan.where.get("ab"[operand])
     if where is None or (problem.conjugated[operand] and (plan.order_a, plan.order_b)[operand] == "C"):
         # The library conjugates only operands that it transposes; other ones are copied first.
         return False

@@ -33,7 +33,8 @@ from dask_distmm.planning.peer.block_schedule import (
     sums_in,
 )
 from dask_distmm.planning.peer.reads import peer_reads
-from dask_distmm.planning.plan import Estimate, Plan, Rect
+from dask_distmm.planning.placement import Estimate
+from dask_distmm.planning.plan import Plan, Rect
 
 __all__ = ["estimate", "project"]
 
@@ -60,7 +61,7 @@ def project(plan: Plan) -> dict[str, int]:
         sizes = converted if operand == "b" and problem.shared else sizes + converted
         total += spread(plan, operand, sizes)
     copied = np.array([worker.address.startswith("ucx") for worker in plan.participants])
-    if copied.any() and plan.where_a is not None and plan.where_b is not None:
+    if copied.any() and {"a", "b"} <= plan.where.keys():
         # Chunks that others read are copied into memory that UCX does not map: see the engine's `memory`.
         for (name, read), given in zip(peer_reads(plan, "ab").items(), multiplied_sizes(problem), strict=True):
             total += copied * (read @ chunk_bytes(problem, name)) / problem.itemsize(name) * given

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.planning.memory import chunk_bytes
-from dask_distmm.planning.plan import EVERYWHERE, Plan
+from dask_distmm.planning.placement import EVERYWHERE
+from dask_distmm.planning.plan import Plan
 
 __all__ = ["independent", "others_chunks", "peer_reads"]
 
@@ -60,7 +61,7 @@ def others_chunks(plan: Plan, rank: int) -> tuple[float, float]:
     """
 
     def count(name: str) -> float:
-        reads, where, me = _reads(plan, rank, name).ravel(), plan.where[name], plan.ranks[rank]
+        reads, where, me = _reads(plan, rank, name).ravel(), plan.where.get(name), plan.ranks[rank]
         if where is None:
             return float(reads.sum()) * (1 - 1 / len(plan.participants))
         return float((reads & (where != me) & (where != EVERYWHERE)).sum())

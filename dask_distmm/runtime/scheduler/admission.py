@@ -15,7 +15,7 @@ from dask.utils import format_bytes
 from distributed.metrics import time
 
 from dask_distmm.errors import DistMMError, ProjectedMemoryError
-from dask_distmm.planning import Problem, plan
+from dask_distmm.planning import Computation, plan_computation
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.scheduler.roster import Roster
 
@@ -43,13 +43,13 @@ class Admission:
     """
 
     def __init__(
-        self, scheduler: Scheduler, roster: Roster, waiting: Callable[[], Iterable[tuple[TaskState, Problem]]]
+        self, scheduler: Scheduler, roster: Roster, waiting: Callable[[], Iterable[tuple[TaskState, Computation]]]
     ) -> None:
         self._scheduler, self._roster, self._waiting = scheduler, roster, waiting
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, ts: TaskState, problem: Problem) -> None:
+    def begin(self, ts: TaskState, problem: Computation) -> None:
         """Look after a barrier, which has been made a moment ago."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.ensure_future(self._watch_all())
@@ -57,13 +57,13 @@ class Admission:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _admit(self, ts: TaskState, problem: Problem) -> None:
+    async def _admit(self, ts: TaskState, problem: Computation) -> None:
         """Fail a barrier whose multiply would exceed memory, before much of its inputs is loaded."""
         if ts.state != "waiting":
             return  # all is in memory: the run's own plan counts it where it lies
         try:
             engines, workers = await self._roster.choose(problem.demand)
-            await asyncio.to_thread(plan, problem, workers, engine=engines, quickly=True)
+            await asyncio.to_thread(plan_computation, problem, workers, engine=engines)
         except ProjectedMemoryError as error:
             if ts.state == "waiting":
                 direct.fail(self._scheduler, ts, error, f"distmm-memory-{ts.key}")

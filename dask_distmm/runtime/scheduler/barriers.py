@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning import Problem, restrict
+from dask_distmm.planning import Computation, Problem, problem_from_wire, restrict
 from dask_distmm.runtime.keys import operand_keys, output_name
 
 if TYPE_CHECKING:
@@ -33,11 +33,18 @@ class Barrier:
     def __init__(self, ts: TaskState) -> None:
         self.ts, self.key = ts, ts.key
         wire, keys = operand_keys(ts.run_spec)
-        self.problem = Problem.from_wire(wire)
+        self.problem: Computation = problem_from_wire(wire)
         self.keys = dict(zip(self.problem.inputs, keys, strict=True))
         part = self.problem.part
-        rows, self.ncols = self.problem.chunk_counts("d") if part is None else (0, part.ncols)
-        self._numbers = range(rows * self.ncols) if part is None else frozenset(part.every("d").tolist())
+        # For each output by the name of its array: its name, its columns of chunks, and which chunks it has.
+        self._outputs = {
+            output_name(self.problem.result_name, output.name): (
+                output.name,
+                self.problem.columns(output.name),
+                range(output.count) if part is None else frozenset(part.every("d").tolist()),
+            )
+            for output in self.problem.outputs
+        }
         self.losses = self.moves = 0
         self.task: asyncio.Task[None] | None = None
 
@@ -61,35 +68,40 @@ class Barrier:
         ProtocolError
             A task waits for the barrier that is no chunk of its multiply.
         """
-        name = self.problem.result_name
-        names = {output_name(name, output): output for output in ("", *self.problem.formula.per_element)}
         found: dict[Any, tuple[str, int]] = {}
         for at, ts in enumerate(list(self.ts.waiters or ())):
             if at and at % _SLICE == 0:
                 await asyncio.sleep(0)
             match ts.key:
-                case (str(array), int(i), int(j)) if array in names and i * self.ncols + j in self._numbers:
-                    found[ts.key] = names[array], i * self.ncols + j
+                case (str(array), int(i), int(j)) if array in self._outputs:
+                    output, ncols, numbers = self._outputs[array]
+                    found[ts.key] = output, i * ncols + j
+                    known = i * ncols + j in numbers
                 case _:
-                    raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is no chunk of its result")
+                    known = False
+            if not known:
+                raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is no chunk of its result")
         return found
 
-    def part(self, wanted: Mapping[Any, tuple[str, int]]) -> tuple[Problem, dict[str, list[Any]]]:
-        """Return the multiply that makes the wanted chunks, and the keys of its operands' chunks."""
+    def part(self, wanted: Mapping[Any, tuple[str, int]]) -> tuple[Computation, dict[str, list[Any]]]:
+        """Return the computation that makes the wanted chunks, and the keys of its operands' chunks."""
         problem, keys = self.problem, self.keys
         numbers = {number for _, number in wanted.values()}
-        part = restrict(problem, numbers) if len(numbers) < len(problem.every_chunk("d")) else None
+        # Only a product can be made in part.
+        part = None
+        if isinstance(problem, Problem) and len(numbers) < len(problem.numbers("")):
+            part = restrict(problem, numbers)
         if part is None:
             return problem, dict(keys)
-        every = {name: keys["a" if name == "b" and problem.same else name] for name in part.operands}
-        return part, {name: [every[name][number] for number in part.every_chunk(name).tolist()] for name in every}
+        every = {name: keys[problem.source_of(name)] for name in part.operands}
+        return part, {name: [every[name][number] for number in part.numbers(name).tolist()] for name in every}
 
 
-def unwanted(problem: Problem, wanted: Mapping[Any, tuple[str, int]]) -> list[tuple[str, bytes]]:
+def unwanted(problem: Computation, wanted: Mapping[Any, tuple[str, int]]) -> list[tuple[str, bytes]]:
     """Return the numbers, as int64, of chunks that a run makes and nobody waits for, for each output that has some."""
-    every = problem.every_chunk("d")
     found = []
-    for output in ("", *problem.formula.per_element):
+    for output in (output.name for output in problem.outputs):
+        every = problem.numbers(output)
         asked = np.array([number for name, number in wanted.values() if name == output], np.int64)
         if len(asked) < len(every):
             found.append((output, np.setdiff1d(every, asked).tobytes()))

@@ -40,7 +40,7 @@ async def complete(
     began
         When participants began (seconds since the epoch).
     """
-    stimulus, ncols = f"distmm-done-{run_id}", barrier.ncols
+    stimulus, problem = f"distmm-done-{run_id}", barrier.problem
     completion = direct.Completion(scheduler, stimulus)
     left = set(frozen.wanted)
     ended, count = time(), 0
@@ -49,7 +49,8 @@ async def complete(
         total = sum(len(numbers) // 8 for _, numbers, _ in answer.placed)
         started, share = began, (ended - began) / max(1, total)
         for output, raw_numbers, raw_sizes in answer.placed:
-            name = output_name(barrier.problem.result_name, output)
+            name = output_name(problem.result_name, output)
+            ncols = problem.columns(output)
             numbers, sizes = np.frombuffer(raw_numbers, np.int64), np.frombuffer(raw_sizes, np.int64)
             for number, nbytes in zip(numbers.tolist(), sizes.tolist(), strict=True):
                 key = (name, *divmod(number, ncols))

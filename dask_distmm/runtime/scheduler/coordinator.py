@@ -99,7 +99,12 @@ class Coordinator:
                 frozen = await self._freezer.freeze(run, barrier)
                 await self.queue.turn(run)
                 offers = await self._vote(run, barrier, frozen)
-                await self._start(run, barrier, frozen, offers)
+                try:
+                    await self._start(run, barrier, frozen, offers)
+                except BaseException:
+                    # Sums that have grown in place, in part, are neither the old ones nor the new ones.
+                    direct.lose(self.scheduler, frozen.consumed, f"distmm-consumed-{run.run_id}")
+                    raise
                 barrier.losses = barrier.moves = 0
             except Released:
                 await self._end(run, "its task was released")
@@ -171,8 +176,8 @@ class Coordinator:
             self.tell(list(answers), Finish(run.run_id))
         if missing:
             if not run.gone:
-                raise Lost(f"{missing} chunks of D are gone with the workers that had them")
-            done = f"{len(made.owners) - missing} of {len(made.owners)} chunks of D are done"
+                raise Lost(f"{missing} chunks are gone with the workers that had them")
+            done = f"{len(frozen.wanted) - missing} of {len(frozen.wanted)} chunks are done"
             raise Lost(f"{', '.join(sorted(run.gone))} left the cluster; {done}")
         self.replicas.add(run.name, run.run_id, made)
         summary = summarize(answers)

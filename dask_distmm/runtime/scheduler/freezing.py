@@ -13,8 +13,10 @@ from distributed.metrics import time
 from numpy.typing import NDArray
 
 from dask_distmm.errors import NoWorkersError
-from dask_distmm.planning import ENGINES, Plan, Problem, Worker, plan
+from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem, Worker, plan, plan_computation
 from dask_distmm.planning.chunk_order import by_holder, reorder
+from dask_distmm.planning.placement import Where
+from dask_distmm.planning.sums import goes_on
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Run
 from dask_distmm.runtime.scheduler.barriers import Barrier
@@ -53,10 +55,18 @@ class FrozenPlan:
         The tasks that wait for the run, as `Barrier.wanted` returns them.
     """
 
-    plan: Plan
+    plan: Placement
     keys: dict[str, dict[str, list[Any]]]
     states: dict[str, WorkerState]
     wanted: dict[Any, tuple[str, int]]
+
+    @property
+    def consumed(self) -> list[Any]:
+        """Keys of the chunks that are of no use once the run has begun."""
+        problem = self.plan.problem
+        if not (isinstance(problem, Problem) and goes_on(problem) and ENGINES[self.plan.engine].in_place):
+            return []
+        return [key for keys in self.keys.values() for key in keys.get("partial", ())]
 
 
 class Freezer:
@@ -97,31 +107,15 @@ class Freezer:
         problem, keys = barrier.part(wanted)
         engines, workers = await self._workers(run, problem, wanted)
         sources, found = await self._holders.find(workers, list(keys.values()))
-        tables = dict(zip(keys, found, strict=True))
-        tables.setdefault("b", tables["a"])
-        where_a, where_b, replica_runs = self._replicas.where(problem, workers, [tables["a"], tables["b"]])
-        if not any(replica_runs) and (orders := by_holder(problem, tables)):
-            keys.setdefault("b", keys["a"])
-            problem, before = reorder(problem, orders)
-            keys = {name: [keys[name][number] for number in before[name].tolist()] for name in keys}
-            tables = {name: tables[name][before[name]] for name in tables}
-            where_a, where_b = tables["a"], tables["b"]
-        made = await asyncio.to_thread(
-            plan,
-            problem,
-            workers,
-            where_a=where_a,
-            where_b=where_b,
-            where_extras=[tables[extra.name] for extra in problem.extras],
-            sources=sources,
-            engine=engines,
-            orders=(self._order(barrier, "a"), self._order(barrier, "b")),
-            groups=self._groups.orders(engines),
-            replica_runs=replica_runs,
-            quickly=True,
-        )
+        given = dict(zip(keys, found, strict=True))
+        held: Where = {name: given[problem.source_of(name)] for name in problem.operands}
+        made: Placement
+        if isinstance(problem, Problem):
+            made, keys, held = await self._plan_product(barrier, problem, (engines, workers, sources), keys, held)
+        else:
+            made = await asyncio.to_thread(plan_computation, problem, workers, held, engine=engines, sources=sources)
         # Workers that neither multiply nor hold a chunk have no part in it.
-        needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *tables.values()]))
+        needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *held.values()]))
         addresses = [made.participants[index].address for index in needed.tolist()]
         run.participants = frozenset(addresses)
         if gone := run.participants - self._scheduler.workers.keys():
@@ -130,11 +124,56 @@ class Freezer:
         sharing = made.workers if ENGINES[made.engine].collective else tuple(run.participants)
         if ENGINES[made.engine].keeps and len(sharing) > 1:
             made = dataclasses.replace(made, group=self._groups.use(made.engine, sharing).number)
-        run.independent = ENGINES[made.engine].independent(made)
+        run.independent = isinstance(made, Plan) and ENGINES[made.engine].independent(made)
         states = {address: self._scheduler.workers[address] for address in addresses}
         return FrozenPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted)
 
-    async def _workers(self, run: Run, problem: Problem, wanted: Iterable[Any]) -> tuple[tuple[str, ...], list[Worker]]:
+    async def _plan_product(
+        self,
+        barrier: Barrier,
+        problem: Problem,
+        roster: tuple[Sequence[str], Sequence[Worker], Sequence[Worker]],
+        keys: dict[str, list[Any]],
+        held: Where,
+    ) -> tuple[Plan, dict[str, list[Any]], Where]:
+        """Return the plan of a product, and the keys and holders of its operands' chunks in the plan's order.
+
+        Parameters
+        ----------
+        barrier, problem
+            The barrier, and the part of its product that is wanted.
+        roster
+            Engines, the workers that can be ranks, and others that hold chunks.
+        keys, held
+            The keys of the inputs' chunks, and the holders of the operands' chunks.
+        """
+        engines, workers, sources = roster
+        where, replica_runs = self._replicas.where(problem, workers, held)
+        if not any(replica_runs) and (orders := by_holder(problem, where)):
+            keys = {name: keys[problem.source_of(name)] for name in problem.operands}
+            problem, before = reorder(problem, orders)
+            keys = {name: [keys[name][number] for number in before[name].tolist()] for name in keys}
+            where = {name: where[name][before[name]] for name in where}
+            held = where
+        expected = {name: "F" if problem.is_turned(name) else "C" for name in "ab"}
+        order_a, order_b = (self._orders.get(_array_of(barrier, name), expected[name]) for name in "ab")
+        made = await asyncio.to_thread(
+            plan,
+            problem,
+            workers,
+            where,
+            sources=sources,
+            engine=engines,
+            orders=(order_a, order_b),
+            groups=self._groups.orders(engines),
+            replica_runs=replica_runs,
+            quickly=True,
+        )
+        return made, keys, held
+
+    async def _workers(
+        self, run: Run, problem: Computation, wanted: Iterable[Any]
+    ) -> tuple[tuple[str, ...], list[Worker]]:
         """Return who multiplies (`Roster.choose`), when there is anybody: all may be paused, or started again."""
         limit = problem.options.load_timeout
         deadline = time() + limit
@@ -162,22 +201,19 @@ class Freezer:
                 found = here if found is None else found & here
         return None if found is None else frozenset(found)
 
-    def _order(self, barrier: Barrier, operand: str) -> str:
-        """Return the memory order that the chunks of A or B are taken to have."""
-        expected = "F" if barrier.problem.turned["ab".index(operand)] else "C"
-        return self._orders.get(_array_of(barrier, operand), expected)
-
 
 def _array_of(barrier: Barrier, operand: str) -> str:
     """Return the name of the array of A or B; where it has none that lasts, one for this multiply alone."""
-    return barrier.problem.arrays["ab".index(operand)] or f"{barrier.key}{operand}"
+    problem = barrier.problem
+    name = problem.arrays["ab".index(operand)] if isinstance(problem, Problem) else ""
+    return name or f"{barrier.key}{operand}"
 
 
-def _by_address(made: Plan, keys: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[Any]]]:
+def _by_address(made: Placement, keys: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[Any]]]:
     """Return for each participant that has chunks to hand out their keys, by operand."""
     found: dict[str, dict[str, list[Any]]] = {}
     for operand, where in made.where.items():
-        if where is None or operand not in keys or (where < 0).any():
+        if operand not in keys or (where < 0).any():
             continue
         order: NDArray[np.int64] = np.argsort(where, kind="stable")
         bounds = np.searchsorted(where[order], np.arange(len(made.participants) + 1))

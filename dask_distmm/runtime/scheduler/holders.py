@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from distributed.metrics import time
 from numpy.typing import NDArray
 
+from dask_distmm.errors import EngineError
+from dask_distmm.installing import install_command
 from dask_distmm.planning import Worker
+from dask_distmm.runtime import direct
 from dask_distmm.runtime.run import Replan
 from dask_distmm.runtime.scheduler.roster import Roster
 
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Holders"]
 
+# How long chunks may take from workers without this package to others, and how often that is looked at (seconds).
+_BRING_SECONDS = 60.0
+_LOOK = 0.01
 # So many chunks are looked up before others get the event loop again.
 _SLICE = 5000
 
@@ -62,6 +69,8 @@ class Holders:
             A chunk is not in memory.
         """
         number = {worker.address: index for index, worker in enumerate(workers)}
+        if self._roster.bare:
+            await self._bring(list(number), [key for operand in keys for key in operand])
         others: dict[str, int] = {}
         tables: list[NDArray[np.int32]] = []
         for operand in keys:
@@ -83,6 +92,34 @@ class Holders:
         if gone := [address for address in others if address not in self._scheduler.workers]:
             raise Replan(f"{gone[0]} left the cluster with chunks")
         return [self._roster.worker(self._scheduler.workers[address], "") for address in others], tables
+
+    async def _bring(self, ranks: Sequence[str], keys: Iterable[Any]) -> None:
+        """Have Dask copy chunks to the ranks that only workers without this package have: those can't send them.
+
+        Raises
+        ------
+        EngineError
+            They did not arrive in time.
+        """
+        bare, tasks = self._roster.bare, self._scheduler.tasks
+
+        def stranded(key: Any) -> bool:
+            holders = {ws.address for ws in ts.who_has or ()} if (ts := tasks.get(key)) is not None else set()
+            return bool(holders) and holders <= bare.keys()
+
+        waiting = [key for key in dict.fromkeys(keys) if stranded(key)]
+        for index, address in enumerate(ranks):
+            if share := waiting[index :: len(ranks)]:
+                direct.copy_to(self._scheduler, address, share, f"distmm-bring-{time()}")
+        deadline = time() + _BRING_SECONDS
+        while waiting := [key for key in waiting if stranded(key)]:
+            if time() >= deadline:
+                raise EngineError(
+                    f"workers that lack dask_distmm have {len(waiting)} chunks of this product, which others did not "
+                    f"get within {_BRING_SECONDS:g} s; install it on {', '.join(sorted(bare))} and start them "
+                    f"again, by {install_command(elsewhere=True)}"
+                )
+            await asyncio.sleep(_LOOK)
 
     def known(
         self, workers: Sequence[Worker], names: Sequence[str], counts: Sequence[Sequence[int]]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import distributed
 from distributed import Scheduler, SchedulerPlugin, Worker
 from distributed.metrics import time
-from distributed.protocol.pickle import dumps
+from distributed.scheduler import TaskState, WorkerState
 
+from dask_distmm._version import TESTED_DASK
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, MissingEngineError, ProtocolError
-from dask_distmm.planning import Demand, Problem
+from dask_distmm.planning import Computation, Demand
 from dask_distmm.runtime import direct, messages
 from dask_distmm.runtime.history import History
 from dask_distmm.runtime.keys import barrier_name, is_tile
@@ -21,16 +23,15 @@ from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler import attachments
 from dask_distmm.runtime.scheduler.admission import Admission
+from dask_distmm.runtime.scheduler.bare import BareWorkers
 from dask_distmm.runtime.scheduler.barriers import Barrier
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
+from dask_distmm.runtime.scheduler.gates import Gates
 from dask_distmm.runtime.scheduler.holders import Holders
 from dask_distmm.runtime.scheduler.progress import answer_progress
 from dask_distmm.runtime.scheduler.records import Records
 from dask_distmm.runtime.wire import answering, listening
-from dask_distmm.runtime.worker.plugin import DistMMWorkerPlugin
-
-if TYPE_CHECKING:
-    from distributed.scheduler import TaskState, WorkerState
+from dask_distmm.runtime.worker.plugin import MISSING, for_any_worker
 
 __all__ = ["DistMMSchedulerPlugin"]
 
@@ -59,11 +60,14 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return
         self.scheduler = scheduler
         self.unsupported = direct.find_missing(Scheduler, Worker)
+        self.unsupported += direct.find_unset(scheduler, TaskState, WorkerState)
         direct.order_graphs(scheduler, True)
         self.coordinator = Coordinator(scheduler, self._event)
         self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
         self.holders = Holders(scheduler, self.roster)
+        self.gates = Gates(scheduler)
+        self.bare = BareWorkers(scheduler, self.roster.bare)
         self.admission = Admission(scheduler, self.roster, self._waiting)
         scheduler.handlers |= {
             **answering(messages.RosterQuestion, self.answer_roster),
@@ -79,7 +83,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             attach(scheduler, self)
         # Graphs that came before this plugin: their barriers can't have begun, or have asked for it.
         self.update_graph(scheduler, tasks=list(scheduler.tasks))
-        await scheduler.register_worker_plugin(None, dumps(DistMMWorkerPlugin()), name=NAME, idempotent=True)
+        await scheduler.register_worker_plugin(None, for_any_worker(), name=NAME, idempotent=True)
 
     async def close(self) -> None:
         """Leave the process as it was."""
@@ -95,8 +99,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Return the engines and workers that would multiply, and where chunks are."""
         if self.unsupported:
             raise MissingEngineError(
-                f"this version of distributed is not supported: it lacks {', '.join(self.unsupported)}. Install "
-                "one that docs/versions.md names"
+                f"distributed {distributed.__version__} on the scheduler is not supported: it lacks "
+                f"{', '.join(self.unsupported)}. Install one that works, on all machines: python -m pip install "
+                f'"dask=={TESTED_DASK[-1]}" "distributed=={TESTED_DASK[-1]}"'
             )
         try:
             engines, workers = await self.roster.choose(Demand.from_wire(question.demand))
@@ -140,8 +145,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def update_graph(self, scheduler: Scheduler, *, tasks: Iterable[Any], **kwargs: Any) -> None:
         """Let no worker run barriers; called before new tasks make their first transitions."""
+        tasks = list(tasks)
+        self.bare.look(tasks)
         if self.unsupported:
             return
+        self.gates.close(tasks)
         for key in tasks:
             if barrier_name(key) is None or (ts := scheduler.tasks.get(key)) is None or ts.run_spec is None:
                 continue
@@ -166,7 +174,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         else:
             self.admission.begin(ts, barrier.problem)
 
-    def _waiting(self) -> Iterable[tuple[TaskState, Problem]]:
+    def _waiting(self) -> Iterable[tuple[TaskState, Computation]]:
         return (
             (barrier.ts, barrier.problem) for barrier in list(self.barriers.values()) if barrier.ts.state == "waiting"
         )
@@ -174,6 +182,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Begin runs of barriers that are parked, and end those of barriers that nobody waits for any more."""
         self.replicas.transition(key, finish)
+        self.gates.transition(key, finish)
         if (barrier := self.barriers.get(key)) is None:
             return
         if finish == "no-worker":
@@ -206,10 +215,12 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Forget the description of an earlier worker of that address."""
         self.roster.forget(worker)
+        self.bare.change(worker)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """End runs that need a worker that is gone; forget its chunks, replicas and groups."""
         self.roster.forget(worker)
+        self.bare.change(worker)
         tiles = (ts for ts in scheduler.tasks.values() if ts.worker_restrictions == {worker} and is_tile(ts.key))
         direct.free_restricted(scheduler, tiles, f"distmm-unpin-{worker}")
         self.replicas.lose(worker)
@@ -218,6 +229,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self.coordinator.tell(left, messages.Abandon(group.number, group.engine))
         for run in self.queue.values():
             self.coordinator.lose(run, worker)
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Hear of workers that lack this package."""
+        if topic == MISSING:
+            self.bare.note(str(msg["worker"]), str(msg["reason"]))
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Free the memory that engines keep between runs, if no client comes back soon."""
@@ -240,6 +256,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for run in self.queue.values():
             run.fail({"client": "its task was released"}, released=True)
         self.barriers.clear()
+        self.gates.clear()
         self.replicas.clear()
         self.roster.clear()
         self.groups.clear()

@@ -85,4 +85,7 @@ class RunQueue(dict[int, Run]):
 
     def changed_soon(self) -> None:
         """Have everybody who waits look again, from where nothing may be awaited."""
-        self._scheduler._ongoing_background_tasks.call_soon(self.changed)
+        tasks = self._scheduler._ongoing_background_tasks
+        # A scheduler that closes has cancelled everybody who waits, and takes no more tasks.
+        if not tasks.closed:
+            tasks.call_soon(self.changed)

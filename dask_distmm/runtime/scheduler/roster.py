@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError, ProtocolError
+from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Demand, Worker
 from dask_distmm.runtime.messages import Describe, Description
 from dask_distmm.runtime.wire import ask
@@ -37,6 +38,8 @@ class Roster:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._described: dict[str, Description] = {}
+        # Workers that have said that they lack this package, and why.
+        self.bare: dict[str, str] = {}
 
     def __contains__(self, address: str) -> bool:
         """Whether a worker is known to have dask_distmm: others may not understand its messages."""
@@ -88,7 +91,9 @@ class Roster:
             running = {address: ws for address, ws in running.items() if address in allowed}
         await self.describe([address for address in running if address not in self._described])
         offered = [name for name in ENGINES if engine in (name, "auto")]
-        fitting = [name for name in offered if ENGINES[name].takes(array, dtypes)]
+        fitting = [
+            name for name in offered if ENGINES[name].takes(array, dtypes) and demand.kind in ENGINES[name].computes
+        ]
         able: dict[str, list[WorkerState]] = {}
         for name in fitting:
             found = [ws for address, ws in running.items() if self._has_engine(address, name)]
@@ -105,9 +110,11 @@ class Roster:
                 raise EngineError(alone)
             if not running:
                 raise NoWorkersError("the cluster has no running worker: start some, or wait until they are there")
-            raise MissingEngineError(self._why_none(fitting, array, dtypes, list(running)))
+            raise MissingEngineError(self._why_none(fitting, demand, list(running)))
         if isinstance(wanted, int) and wanted > len(able[chosen]):
-            raise PlanError(f"workers={wanted}, but the cluster has {len(able[chosen])}")
+            raise PlanError(
+                f"workers={wanted}, but the cluster has {len(able[chosen])}; ask for no more, or wait until there are"
+            )
         on_gpus = ENGINES[chosen].on_gpus
         engines = tuple(name for name in fit if able[name] == able[chosen] and ENGINES[name].on_gpus == on_gpus)
         for name in engines:
@@ -157,7 +164,7 @@ class Roster:
                 listed = "; ".join(f"{version} on {address}" for version, address in versions.items())
                 raise EngineError(
                     f"workers have different versions of {what}: {listed}. Install the same on all: "
-                    'python -m pip install --upgrade "dask_distmm[cu13]" (cu12 for CUDA 12, no brackets for CPUs)'
+                    f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12, no brackets for CPUs)"
                 )
 
     def _check_encryption(self, engine: str, addresses: Sequence[str]) -> None:
@@ -170,19 +177,24 @@ class Roster:
                 "allow it where the network is trusted: config distmm.allow-plaintext-nccl: true"
             )
 
-    def _why_none(self, fitting: Sequence[str], array: str, dtypes: Sequence[str], addresses: Sequence[str]) -> str:
-        """Say why no worker can multiply."""
+    def _why_none(self, fitting: Sequence[str], demand: Demand, addresses: Sequence[str]) -> str:
+        """Say why no worker can do it."""
         if not fitting:
-            return f"no engine multiplies {array} arrays of {' and '.join(dict.fromkeys(dtypes))} in this way"
+            types = " and ".join(dict.fromkeys(demand.dtypes))
+            does = "multiplies" if demand.kind == "product" else "factorizes"
+            return f"no engine {does} {demand.array} arrays of {types} in this way"
         for address in addresses:
             engines = self._described.get(address, _UNKNOWN).engines
             for engine in fitting:
                 if engine in engines:
                     return (
                         f"no worker has engine {engine!r}; {address} says: {engines[engine].get('error')}. For GPUs: "
-                        'python -m pip install "dask_distmm[cu13]" (cu12 for CUDA 12) on workers with a GPU each'
+                        f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12) on workers with a GPU each"
                     )
-        return f"none of {len(addresses)} workers has dask_distmm: install it there"
+        return (
+            f"none of {len(addresses)} workers has dask_distmm; install it there, and start them again: "
+            f"{install_command(elsewhere=True)}"
+        )
 
     async def describe(self, addresses: Sequence[str]) -> None:
         """Ask workers to describe themselves; one that does not, or not in time, is left out."""

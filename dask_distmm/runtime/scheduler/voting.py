@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.metrics import time
 
-from dask_distmm.errors import EngineError, RunFailedError
+from dask_distmm.errors import EngineError, MatrixError, RunFailedError
+from dask_distmm.installing import install_command
 from dask_distmm.runtime.messages import Vote
 from dask_distmm.runtime.run import Lost, Released, Replan, Run
 from dask_distmm.runtime.wire import Reply
@@ -55,6 +56,8 @@ async def ask_all(
 
     Raises
     ------
+    MatrixError
+        The matrix is singular, or not positive definite.
     RunFailedError
         A participant failed or refused, or did not answer in time.
     Lost, Released
@@ -117,13 +120,18 @@ def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
     if run.gone and (answer is None or answer.status != "OK"):
         raise Lost(f"{address} can't go on without {', '.join(sorted(run.gone))}")
     if answer is None:
-        raise EngineError(f"worker {address} does not know dask_distmm: install it there")
+        raise EngineError(
+            f"worker {address} has chunks of this product and lacks dask_distmm; install it there and start it again "
+            f"by {install_command(elsewhere=True)}, or take it out of the cluster: client.retire_workers([{address!r}])"
+        )
     if answer.status == "OK":
         return answer
     if isinstance(answer, Vote):
         _judge_vote(address, answer)
     if answer.status == "lost":
         raise Lost(f"{address}: {answer.message}")
+    if answer.status == "matrix":
+        raise MatrixError(answer.message)
     detail = f"\n{answer.traceback}" if answer.traceback else ""
     raise failed(run, answer.message + detail, {address: answer.message})
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.base import ChunkKey, ConsumingJob, Job, ResultKey
 from dask_distmm.errors import EngineError, ProtocolError
-from dask_distmm.planning import Plan
+from dask_distmm.planning import Placement
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import numbered
 from dask_distmm.runtime.keys import output_name
@@ -41,12 +41,16 @@ class ChunkStore:
         self._worker = worker
         # By run the keys of values that Dask's scheduler has not heard of yet.
         self._placed: dict[int, list[Any]] = {}
+        # By run the keys of chunks in whose memory it makes D.
+        self._claimed: dict[int, list[Any]] = {}
 
     def __len__(self) -> int:
         """Return how many runs have left chunks that Dask's scheduler has not heard of yet."""
         return len(self._placed)
 
-    def read(self, plan: Plan, me: int, keys: Mapping[str, Sequence[Any]]) -> tuple[dict[ChunkKey, Any], list[Any]]:
+    def read(
+        self, plan: Placement, me: int, keys: Mapping[str, Sequence[Any]]
+    ) -> tuple[dict[ChunkKey, Any], list[Any]]:
         """Return the chunks that a participant has, and the keys of those that are not here. Any thread.
 
         Dask reads back chunks that it has spilled to disk, which may take long.
@@ -67,12 +71,11 @@ class ChunkStore:
         chunks: dict[ChunkKey, Any] = {}
         missing = []
         for operand, where in plan.where.items():
-            assert where is not None
             numbers = np.flatnonzero(where == me).tolist()
-            names = keys.get("a" if operand == "b" and problem.same else operand, ())
+            names = keys.get(problem.source_of(operand), ())
             if len(names) != len(numbers):
                 raise ProtocolError(f"{len(names)} keys for {len(numbers)} chunks of {operand.upper()}")
-            turned = operand in "ab" and problem.turned["ab".index(operand)]
+            turned = problem.is_turned(operand)
             for number, key in zip(numbers, names, strict=True):
                 try:
                     chunk = data[key]
@@ -82,11 +85,30 @@ class ChunkStore:
                     chunks[operand, number] = chunk.T if turned else chunk
         return chunks, missing
 
+    def claim(self, run_id: int, plan: Placement, me: int, keys: Mapping[str, Sequence[Any]], job: Job) -> None:
+        """Note the chunks in whose memory a job makes D; parameters as for `read`. Any thread."""
+        if not isinstance(job, ConsumingJob) or not job.consumed:
+            return
+        claimed: list[Any] = []
+        for operand in {name for name, _ in job.consumed}:
+            named = zip(np.flatnonzero(plan.where[operand] == me).tolist(), keys[operand], strict=True)
+            claimed += [key for number, key in named if (operand, number) in job.consumed]
+        self._claimed[run_id] = claimed
+
+    def consume(self, run_id: int) -> None:
+        """Take the claimed chunks out of Dask's data, so that nobody reads them half way. On the event loop.
+
+        The scheduler drops its knowledge of them when the run is over, whether it has succeeded or not.
+        """
+        for key in self._claimed.pop(run_id, ()):
+            if key in self._worker.data:
+                del self._worker.data[key]
+
     async def place(
         self,
         run_id: int,
-        plan: Plan,
-        result: Mapping[Any, Any],
+        plan: Placement,
+        result: Mapping[ResultKey, Any],
         unwanted: Sequence[tuple[str, bytes]],
         live: Callable[[], bool],
     ) -> list[tuple[str, bytes, bytes]]:
@@ -114,17 +136,15 @@ class ChunkStore:
             The run was ended meanwhile.
         """
         name, problem = plan.problem.result_name, plan.problem
-        ncols = problem.part.ncols if problem.part is not None else problem.chunk_counts("d")[1]
         skipped = {output: set(np.frombuffer(raw, np.int64).tolist()) for output, raw in unwanted}
         todo: dict[str, dict[int, Any]] = {}
-        for key, value in numbered(plan, result).items():
-            output, number = key if isinstance(key, tuple) else ("", key)
+        for (output, number), value in numbered(plan, result).items():
             if number not in skipped.get(output, ()):
                 todo.setdefault(output, {})[number] = value
         placed = []
         for output, values in todo.items():
             sizes: list[int] = []
-            array = output_name(name, output)
+            array, ncols = output_name(name, output), problem.columns(output)
             every = list(values)
             for some in (every[at : at + _SLICE] for at in range(0, len(every), _SLICE)):
                 if not live():
@@ -141,9 +161,11 @@ class ChunkStore:
     def hand_over(self, run_id: int) -> None:
         """Leave the chunks of a run that is done to Dask alone."""
         self._placed.pop(run_id, None)
+        self._claimed.pop(run_id, None)
 
     def take_back(self, run_id: int) -> None:
         """Remove the chunks of a run that has failed, but for those that a later run has made again."""
+        self._claimed.pop(run_id, None)
         if keys := self._placed.pop(run_id, ()):
             later = set(itertools.chain(*(found for number, found in self._placed.items() if number > run_id)))
             direct.let_go(self._worker, [key for key in keys if key not in later], run_id)

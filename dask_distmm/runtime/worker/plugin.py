@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import cloudpickle
 from distributed import Worker, WorkerPlugin
 
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.worker.side import WorkerSide
 
-__all__ = ["DistMMWorkerPlugin"]
+__all__ = ["MISSING", "DistMMWorkerPlugin", "for_any_worker"]
+
+# The topic of Dask's events under which a worker says that it lacks this package.
+MISSING = f"{NAME}-missing"
 
 
 class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
@@ -27,3 +31,32 @@ class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
             side = worker.extensions.pop(NAME, None)
             if side is not None:
                 side.close()
+
+
+def for_any_worker() -> bytes:
+    """Return the plugin, pickled so that workers without this package can load it, too.
+
+    Such a worker says so, under the topic `MISSING`. With a plugin that it can't load it would not start.
+    """
+    topic = MISSING
+
+    # Of a local class pickles have all, and not the name of the module that has it.
+    class Installer(WorkerPlugin):  # type: ignore[misc]
+        idempotent = True
+        plugin: WorkerPlugin | None = None
+
+        def setup(self, worker: Worker) -> None:
+            try:
+                from dask_distmm.runtime.worker.plugin import DistMMWorkerPlugin
+            except ImportError as error:
+                worker.log_event(topic, {"worker": worker.address, "reason": str(error)})
+                return
+            self.plugin = DistMMWorkerPlugin()
+            self.plugin.setup(worker)
+
+        def teardown(self, worker: Worker) -> None:
+            if self.plugin is not None:
+                self.plugin.teardown(worker)
+
+    made: bytes = cloudpickle.dumps(Installer())
+    return made

@@ -28,12 +28,12 @@ from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.engines.base import IndependentJob, Job, get_engine, log
+from dask_distmm.engines.base import IndependentJob, Job, ResultKey, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
-from dask_distmm.errors import DistMMError, EngineError, ProtocolError
-from dask_distmm.planning import Plan
+from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError
+from dask_distmm.planning import Placement, plan_from_wire
 from dask_distmm.runtime import messages
-from dask_distmm.runtime.chunks import check_boxes, check_chunks, other_orders, ready_event
+from dask_distmm.runtime.chunks import check_chunks, other_orders, ready_event
 from dask_distmm.runtime.history import History
 from dask_distmm.runtime.messages import NAME, Aborted, Delivery, Done, Vote
 from dask_distmm.runtime.replicas import ReplicaStore
@@ -65,7 +65,7 @@ class WorkerSide:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.runs: dict[int, tuple[Plan, Job]] = {}
+        self.runs: dict[int, tuple[Placement, Job]] = {}
         self.chunks, self.replicas = ChunkStore(worker), ReplicaStore(worker)
         self.newest_run = 0
         self.progress: dict[int, float] = {}
@@ -127,7 +127,7 @@ class WorkerSide:
         return vote
 
     def _prepare(self, request: messages.Prepare) -> Vote:
-        plan, run_id, me = Plan.from_wire(request.plan), request.run_id, request.me
+        plan, run_id, me = plan_from_wire(request.plan), request.run_id, request.me
         if not 0 <= me < len(plan.participants):
             raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
         chunks, unkept = self.replicas.operands(plan, me)
@@ -147,6 +147,7 @@ class WorkerSide:
 
         job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready_event(own.values()))
         job.prepare()
+        self.chunks.claim(run_id, plan, me, request.keys, job)
         self.replicas.expect(run_id, plan)
         self.newest_run = run_id
         self.runs[run_id] = plan, job
@@ -163,10 +164,11 @@ class WorkerSide:
         telling = asyncio.ensure_future(self._tell_progress(run_id, job))
         try:
             started = loop.time()
+            self.chunks.consume(run_id)
             made = await loop.run_in_executor(self.engine_thread, _execute, job, request.offers)
             result, received = await self.replicas.share(run_id, plan, made, job.timings)
             lost = set(job.missing) if isinstance(job, IndependentJob) else set()
-            result = {key: x for key, x in result.items() if (key[1] if isinstance(key, tuple) else key) not in lost}
+            result = {key: x for key, x in result.items() if key[1] not in lost}
             placed = await self.chunks.place(run_id, plan, result, request.unwanted, lambda: run_id in self.runs)
         except BaseException as error:
             self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
@@ -271,7 +273,7 @@ class WorkerSide:
                 own = await self.replicas.serve(run_id, table[:, 1].tolist())
                 return Delivery("OK", data=[to_serialize(x) for x in own])
             plan, job = self.runs[run_id]
-            check_boxes(plan, kind, table)
+            plan.check_boxes(kind, table)
             # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
             data = await asyncio.to_thread(job.serve, kind, table, request.flat)
@@ -295,7 +297,7 @@ class WorkerSide:
         # Stream handlers stay: messages that the scheduler has sent before it knew may still arrive.
 
 
-def _execute(job: Job, offers: Any) -> Mapping[int, Any]:
+def _execute(job: Job, offers: Any) -> Mapping[ResultKey, Any]:
     job.accept(offers)
     return job.execute()
 
@@ -305,5 +307,7 @@ def _failure(kind: type[A], error: BaseException) -> A:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
         return kind("lost", text)
+    if isinstance(error, MatrixError):
+        return kind("matrix", str(error))
     detail = "" if isinstance(error, DistMMError) else "".join(traceback.format_exception(error)[-6:])
     return kind("failed", text, detail)

@@ -1,0 +1,161 @@
+"""A Computation: all that the runtime reads of the thing that is computed, be it a product or a factorization.
+
+It has named operands, whose chunks are there before the run, and named outputs, whose chunks the run makes. Every
+operand and every output is a matrix in chunks; chunks are numbered in C order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.config import Options
+from dask_distmm.planning.demand import Demand
+from dask_distmm.planning.part import Part
+
+__all__ = ["Chunks", "Computation", "Output", "chunk_elements", "chunks_from_wire"]
+
+# Dask's chunk sizes along rows and columns.
+Chunks = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def chunk_elements(chunks: Chunks) -> NDArray[np.int64]:
+    """Return the elements of every chunk of a matrix, in C order."""
+    rows, cols = (np.asarray(sizes, np.int64) for sizes in chunks)
+    return np.multiply.outer(rows, cols).ravel()
+
+
+def chunks_from_wire(wire: Any) -> Chunks:
+    """Return chunk sizes that came over the wire. ValueError or TypeError if they are none."""
+    rows, cols = wire
+    found = (tuple(map(int, rows)), tuple(map(int, cols)))
+    if any(size < 0 for size in (*found[0], *found[1])):
+        raise ValueError(f"negative chunk sizes in {found}")
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """A matrix that a run makes.
+
+    Parameters
+    ----------
+    name
+        Its name beside the computation's own; empty for the output that has the computation's name.
+    chunks
+        Its chunk sizes along both axes.
+    dtype
+        Name of its type.
+    """
+
+    name: str
+    chunks: Chunks
+    dtype: str
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Chunks along rows and columns."""
+        return len(self.chunks[0]), len(self.chunks[1])
+
+    @property
+    def count(self) -> int:
+        """How many chunks it has."""
+        return math.prod(self.counts)
+
+
+class Computation(Protocol):
+    """The interface of `Problem` and `Factorization` to graphs and to the runtime."""
+
+    @property
+    def name(self) -> str:
+        """Name of the main output's array; names the computation everywhere."""
+        ...
+
+    @property
+    def result_name(self) -> str:
+        """Name of the array that the user has, also where this is a part of its computation."""
+        ...
+
+    @property
+    def options(self) -> Options:
+        """The configuration that the run needs."""
+        ...
+
+    @property
+    def demand(self) -> Demand:
+        """The demand that it makes on the workers."""
+        ...
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the arrays that are read, in the order of their numbers."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the operands whose chunks a run is given: one that is the same as another is not among them."""
+        ...
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """The arrays that are made."""
+        ...
+
+    @property
+    def part(self) -> Part | None:
+        """The part of a larger computation that this is."""
+        ...
+
+    @property
+    def engine_alone(self) -> str:
+        """Name of the engine where there is no cluster."""
+        ...
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations."""
+        ...
+
+    def chunks_of(self, operand: str) -> Chunks:
+        """Chunk sizes of an operand."""
+        ...
+
+    def dtype_of(self, operand: str) -> str:
+        """Name of the type of an operand."""
+        ...
+
+    def chunk_counts(self, operand: str) -> tuple[int, int]:
+        """Chunks along rows and columns of an operand."""
+        ...
+
+    def is_turned(self, operand: str) -> bool:
+        """Whether an operand's chunks are the transposes of those that a run is given."""
+        ...
+
+    def is_conjugated(self, operand: str) -> bool:
+        """Whether an operand is the conjugate of the chunks that a run is given."""
+        ...
+
+    def source_of(self, operand: str) -> str:
+        """Name of the input whose chunks are those of an operand: its own, or that of an operand that is the same."""
+        ...
+
+    def place_of(self, operand: str, index: int) -> tuple[int, int]:
+        """Row and column of an operand's chunk in the computation that the user sees."""
+        ...
+
+    def numbers(self, name: str) -> NDArray[np.int64]:
+        """Numbers of all chunks of an operand or an output in the computation that the user sees."""
+        ...
+
+    def columns(self, output: str) -> int:
+        """How many columns of chunks an output has in the computation that the user sees."""
+        ...
+
+    def to_wire(self) -> dict[str, Any]:
+        """As a dict of plain types."""
+        ...

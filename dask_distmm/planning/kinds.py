@@ -1,0 +1,72 @@
+"""The kinds of computations: which class a message means, and who plans it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dask_distmm.errors import ProtocolError
+from dask_distmm.planning.computation import Computation
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.factor.computation import FactorProblem
+from dask_distmm.planning.factor.placement import FactorPlacement, plan_factorization
+from dask_distmm.planning.placement import Placement, Where
+from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.planner import plan
+from dask_distmm.planning.problem import Problem
+
+__all__ = ["plan_computation", "plan_from_wire", "problem_from_wire"]
+
+# By the kind that `to_wire` names: the class of the computation, and that of its plans.
+_KINDS: dict[str, tuple[type[Problem | FactorProblem], type[Plan | FactorPlacement]]] = {
+    Problem.kind: (Problem, Plan),
+    FactorProblem.kind: (FactorProblem, FactorPlacement),
+}
+
+
+def problem_from_wire(wire: Any) -> Computation:
+    """Make a computation from what its `to_wire` gave, checked.
+
+    Raises
+    ------
+    ProtocolError
+        Its kind is unknown, or something is missing, unknown or of the wrong type.
+    """
+    return _classes(wire)[0].from_wire(wire)
+
+
+def plan_from_wire(wire: Any) -> Placement:
+    """Make a plan from what its `to_wire` gave, checked.
+
+    Raises
+    ------
+    ProtocolError
+        Its kind is unknown, or something is missing, unknown or of the wrong type.
+    """
+    try:
+        problem = wire["problem"]
+    except (KeyError, TypeError) as error:
+        raise ProtocolError(f"malformed plan: {error!r}") from error
+    return _classes(problem)[1].from_wire(wire)
+
+
+def _classes(wire: Any) -> tuple[type[Problem | FactorProblem], type[Plan | FactorPlacement]]:
+    kind = wire.get("kind") if isinstance(wire, dict) else None
+    if kind not in _KINDS:
+        raise ProtocolError(f"malformed problem: a computation of kind {kind!r}; known are {', '.join(_KINDS)}")
+    return _KINDS[kind]
+
+
+def plan_computation(
+    problem: Computation,
+    roster: Sequence[Worker],
+    where: Where | None = None,
+    *,
+    engine: Sequence[str],
+    sources: Sequence[Worker] = (),
+) -> Placement:
+    """Choose how a computation of any kind runs, quickly; parameters and errors are those of `planner.plan`."""
+    if isinstance(problem, FactorProblem):
+        return plan_factorization(problem, roster, where, engine=engine[0], sources=sources)
+    assert isinstance(problem, Problem)
+    return plan(problem, roster, where, engine=engine, sources=sources, quickly=True)

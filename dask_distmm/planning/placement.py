@@ -1,0 +1,250 @@
+"""Placement: the part of a plan that the runtime reads. How the work is done on it is the engine's business.
+
+It says who takes part, who of them are ranks, and which participant holds each chunk of the operands. `Plan` adds the
+cuts of a product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.errors import ProtocolError
+from dask_distmm.planning.computation import Computation
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.display import Explanation
+
+__all__ = ["EVERYWHERE", "Estimate", "Placement", "Where", "everywhere", "in_range", "over_limit"]
+
+# For each operand of which it is known, int32: the participant that holds each chunk, in C order.
+Where = Mapping[str, NDArray[np.int32]]
+
+# In place of the participant that holds a chunk: every rank has it.
+EVERYWHERE = -1
+# Estimates are not better than this: a run is taken under `enable` where it is expected in that share of Dask's time.
+_CLEARLY = 0.9
+
+
+def everywhere(where: NDArray[np.int32] | None) -> bool:
+    """Whether every rank has all chunks of an operand."""
+    return where is not None and bool(np.all(where == EVERYWHERE))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """The cost model's estimate of one way to run a problem.
+
+    Parameters
+    ----------
+    method, grid
+        Name of the method and its p x q x s.
+    seconds, compute_seconds, transfer_seconds
+        Estimated time: in all, multiplying, and receiving and adding up.
+    bytes_moved
+        Bytes that travel between workers, all ranks together.
+    peak_bytes
+        The largest projection of a worker's memory.
+    """
+
+    method: str
+    grid: tuple[int, int, int]
+    seconds: float
+    compute_seconds: float
+    transfer_seconds: float
+    bytes_moved: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class Placement(Explanation):
+    """Who takes part in a run, and who holds what.
+
+    Parameters
+    ----------
+    problem
+        The computation.
+    engine
+        Name of the engine.
+    method
+        Name of the method.
+    participants
+        All workers that take part. Those not in `ranks` only hand out chunks.
+    ranks
+        For each rank, its index into `participants`.
+    where
+        For each operand by name, int32, one for each of its chunks: the participant that holds it. `EVERYWHERE` for all
+        chunks of an operand of which every rank has a replica. An operand of which nothing is known yet is missing.
+    replicas
+        So many participants, the first ones, keep all of D after the run.
+    replica_runs
+        For A and B the number of the run that has left their replicas on the ranks; 0 where their chunks are read.
+    group
+        Number under which the ranks keep what they share between runs; 0 for none.
+    projected_bytes
+        Projected peak of this run's memory for each participant's address.
+    estimate, alternatives
+        The cost model's view of this plan, and of all ways it looked at, best first.
+    around, by_tasks
+        Seconds that Dask takes around the run, and the estimate for Dask's own tasks; None where that was not looked
+        at.
+    """
+
+    problem: Computation
+    engine: str
+    method: str
+    participants: tuple[Worker, ...]
+    ranks: tuple[int, ...]
+    where: Where = dataclasses.field(default_factory=dict)
+    replicas: int = 0
+    replica_runs: tuple[int, int] = (0, 0)
+    group: int = 0
+    projected_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    estimate: Estimate | None = None
+    alternatives: tuple[Estimate, ...] = ()
+    around: float = 0.0
+    by_tasks: Estimate | None = None
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """The ranks' p x q x s over rows, columns and the contraction."""
+        raise NotImplementedError
+
+    @property
+    def compute_type(self) -> str:
+        """Name of the type that is computed in."""
+        raise NotImplementedError
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Addresses of the ranks, in their order."""
+        return tuple(self.participants[index].address for index in self.ranks)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Estimated bytes that travel between workers."""
+        return self.estimate.bytes_moved if self.estimate else 0
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the whole computation."""
+        return self.problem.flops
+
+    @property
+    def bound(self) -> float:
+        """Floating-point operations that all ranks could do in a second, by the rates of the cost model."""
+        rate = self.problem.options.machine(self.engine).rate(self.compute_type)
+        return rate * sum(self.participants[index].nthreads for index in self.ranks)
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether the run is expected to be over clearly before Dask's own tasks would be."""
+        return self.by_tasks is None or self.estimate is None or self.seconds <= _CLEARLY * self.by_tasks.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that are expected from ``persist`` to all of the result in memory."""
+        return self.around + (self.estimate.seconds if self.estimate else 0.0)
+
+    @property
+    def orders(self) -> dict[str, str]:
+        """For operands of which the memory order matters, the one that the plan expects most chunks to have."""
+        return {}
+
+    def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
+        """Refuse a peer's request for a part that this plan does not have.
+
+        Parameters
+        ----------
+        kind
+            Which matrix the peer asks for, by its name.
+        boxes
+            One row for each part: operand, number of the chunk, and start and stop of rows and of columns.
+
+        Raises
+        ------
+        ProtocolError
+            It asks for another part, or for nothing.
+        """
+        raise NotImplementedError
+
+    def to_wire(self) -> dict[str, Any]:
+        """As a dict of plain types."""
+        return {
+            "problem": self.problem.to_wire(),
+            "engine": self.engine,
+            "method": self.method,
+            "participants": [worker.to_wire() for worker in self.participants],
+            "ranks": list(self.ranks),
+            "where": {name: where.tobytes() for name, where in self.where.items()},
+            "replicas": self.replicas,
+            "replica_runs": list(self.replica_runs),
+            "group": self.group,
+        }
+
+    @staticmethod
+    def fields_from_wire(wire: Any) -> dict[str, Any]:
+        """Return the arguments of a placement, but for its problem, from what `to_wire` gave."""
+        run_a, run_b = map(int, wire["replica_runs"])
+        return {
+            "engine": str(wire["engine"]),
+            "method": str(wire["method"]),
+            "participants": tuple(map(Worker.from_wire, wire["participants"])),
+            "ranks": tuple(map(int, wire["ranks"])),
+            "where": {str(name): np.frombuffer(raw, np.int32) for name, raw in wire["where"].items()},
+            "replicas": int(wire["replicas"]),
+            "replica_runs": (run_a, run_b),
+            "group": int(wire["group"]),
+        }
+
+    def check(self, nranks: int) -> None:
+        """Check that the parts of a placement fit each other.
+
+        Parameters
+        ----------
+        nranks
+            How many ranks there have to be.
+
+        Raises
+        ------
+        ProtocolError
+            They do not.
+        """
+        npart = len(self.participants)
+        runs = dict(zip("ab", self.replica_runs, strict=True))
+        counts = {name: math.prod(self.problem.chunk_counts(name)) for name in self.problem.operands}
+        checks = {
+            "ranks": len(set(self.ranks)) == nranks == len(self.ranks) and all(0 <= r < npart for r in self.ranks),
+            "replicas": 0 <= self.replicas <= npart,
+            "where": self.where.keys() <= counts.keys()
+            and all(name in self.where for name, run in runs.items() if run)
+            and all(
+                where.size == counts[name] and everywhere(where)
+                if runs.get(name)
+                else in_range(where, counts[name], npart)
+                for name, where in self.where.items()
+            ),
+        }
+        for name, good in checks.items():
+            if not good:
+                raise ProtocolError(f"malformed plan: {name} do not fit {nranks} ranks and {npart} participants")
+
+
+def in_range(values: NDArray[np.int32], size: int, stop: int) -> bool:
+    """Whether there are so many values, all of them from 0 to below `stop`."""
+    return values.size == size and (size == 0 or bool(values.min() >= 0 and values.max() < stop))
+
+
+def over_limit(plan: Placement) -> dict[str, int]:
+    """Return the projected bytes of workers that may not hold so much, with those that their processes hold anyway."""
+    fraction = plan.problem.options.limit_fraction
+    found = {worker: plan.projected_bytes[worker.address] + worker.used for worker in plan.participants}
+    return {
+        worker.address: size
+        for worker, size in found.items()
+        if worker.memory_limit and size > worker.memory_limit * fraction
+    }
