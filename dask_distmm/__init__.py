@@ -4,19 +4,24 @@
 >>> from distributed import Client
 >>> client = Client()                                  # doctest: +SKIP
 >>> dask_distmm.enable()                               # doctest: +SKIP
->>> C = A @ B                                          # doctest: +SKIP
+>>> D = A @ B                                          # doctest: +SKIP
 >>> dask_distmm.explain(A, B)                          # doctest: +SKIP
 
 Importing this starts nothing and imports neither CUDA nor a dashboard.
 """
 
-from dask_distmm._version import __version__
-from dask_distmm.config import register_defaults as _register_defaults
-from dask_distmm.config import setting as _setting
+from dask_distmm.startup import quiet_interrupts as _quiet_interrupts
+
+_quiet_interrupts()
+
+from dask_distmm._version import __version__  # noqa: E402
+from dask_distmm.config import enabled_setting as _enabled_setting  # noqa: E402
+from dask_distmm.config import register_defaults as _register_defaults  # noqa: E402
 
 _register_defaults()
 
 import dask_distmm.show  # noqa: E402, F401
+from dask_distmm import linalg  # noqa: E402
 from dask_distmm.api import explain, matmul  # noqa: E402
 from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled  # noqa: E402
 from dask_distmm.arrays.distribute import distribute  # noqa: E402
@@ -35,9 +40,9 @@ from dask_distmm.errors import (  # noqa: E402
     RunFailedError,
 )
 from dask_distmm.numeric.epilogs import Epilog  # noqa: E402
-from dask_distmm.planning import BatchPlan, GroupPlan, Plan  # noqa: E402
+from dask_distmm.planning import BatchPlan, Explanation, GroupPlan, Plan  # noqa: E402
 from dask_distmm.planning.distribution import BlockCyclic, Slab  # noqa: E402
-from dask_distmm.preload import dask_setup  # noqa: E402
+from dask_distmm.preload import dask_setup  # noqa: E402, F401  (Dask's --preload looks for it here)
 from dask_distmm.runtime.client import free_workspaces  # noqa: E402
 from dask_distmm.runtime.scheduler import attachments as _attachments  # noqa: E402
 
@@ -48,6 +53,7 @@ __all__ = [
     "DistMMError",
     "EngineError",
     "Epilog",
+    "Explanation",
     "GroupPlan",
     "Matmul",
     "NotCollective",
@@ -58,7 +64,6 @@ __all__ = [
     "RunFailedError",
     "Slab",
     "__version__",
-    "dask_setup",
     "dequantize",
     "disable",
     "distribute",
@@ -68,13 +73,26 @@ __all__ = [
     "explain_grouped",
     "free_workspaces",
     "is_enabled",
+    "linalg",
     "matmul",
     "matmul_grouped",
     "progress",
     "quantize",
 ]
 
+
+def __dir__() -> list[str]:
+    """Return the public names, with the modules that have further ones."""
+    return sorted([*__all__, "errors", "typing"])
+
+
 _attachments.append(_attach)
 
-if _setting("enabled") is True:
-    enable()
+try:
+    if _enabled_setting() is True:
+        enable()
+except PlanError as _error:
+    # An import must not fail by it, on a scheduler or worker least of all. Calls do.
+    import warnings as _warnings
+
+    _warnings.warn(str(_error), stacklevel=2)

@@ -2,47 +2,86 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Literal, Unpack, overload
+
+import dask.array as da
 
 from dask_distmm.arrays import batched
 from dask_distmm.arrays.kinds import any_kind
+from dask_distmm.arrays.options import HINTS, takes
 from dask_distmm.arrays.product import NotCollective
-from dask_distmm.arrays.request import parse
-from dask_distmm.planning import BatchPlan, Plan
-from dask_distmm.planning.distribution import Distribution
+from dask_distmm.arrays.request import UnknownChunksError, parse
+from dask_distmm.planning import Explanation
+from dask_distmm.typing import (
+    AllOptions,
+    ArrayLike,
+    AuxEpilog,
+    EpilogFunction,
+    MatmulOptions,
+    PlainEpilog,
+    WithAux,
+)
 
 __all__ = ["explain", "matmul"]
 
 
-@any_kind
+# A type checker takes the first overload whose required options are there and prints the errors of that one alone where
+# no other could be meant: so `epilog` and `result_amax` are required wherever they decide.
+@overload
+def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[MatmulOptions]) -> da.Array: ...
+
+
+@overload
 def matmul(
-    a: Any,
-    b: Any,
-    c: Any = None,
+    a: ArrayLike,
+    b: ArrayLike,
+    c: ArrayLike | None = None,
     *,
-    alpha: complex = 1.0,
-    beta: complex | None = None,
-    op_a: str = "N",
-    op_b: str = "N",
-    epilog: str | Callable[..., Any] | None = None,
-    epilog_inputs: Mapping[str, Any] | None = None,
-    bias_axis: int = -1,
+    epilog: PlainEpilog | EpilogFunction | None,
+    result_amax: Literal[False] = False,
+    **options: Unpack[MatmulOptions],
+) -> da.Array: ...
+
+
+@overload
+def matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    c: ArrayLike | None = None,
+    *,
+    epilog: AuxEpilog,
     result_amax: bool = False,
-    a_type: Any = None,
-    b_type: Any = None,
-    result_type: Any = None,
-    quantization_scales: Mapping[str, Any] | None = None,
-    compute_type: str | None = None,
-    method: str | None = None,
-    engine: str | None = None,
-    out_chunks: Any = None,
-    workers: Sequence[str] | int | None = None,
-    distributions: Sequence[Distribution | None] | None = None,
-    logger: logging.Logger | None = None,
-    batch: str | None = None,
-) -> Any:
+    **options: Unpack[MatmulOptions],
+) -> WithAux: ...
+
+
+@overload
+def matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    c: ArrayLike | None = None,
+    *,
+    epilog: PlainEpilog | EpilogFunction | None = None,
+    result_amax: Literal[True],
+    **options: Unpack[MatmulOptions],
+) -> WithAux: ...
+
+
+@overload
+def matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    c: ArrayLike | None = None,
+    *,
+    epilog: PlainEpilog | EpilogFunction | None = None,
+    result_amax: bool,
+    **options: Unpack[MatmulOptions],
+) -> da.Array | WithAux: ...
+
+
+@any_kind
+@takes(AllOptions, HINTS)
+def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[AllOptions]) -> da.Array | WithAux:
     """Compute ``D = F(alpha * op(A) @ op(B) + beta * C)`` as one collective run on the cluster. Lazy.
 
     Parameters
@@ -50,7 +89,8 @@ def matmul(
     a, b : dask.array.Array or array_like
         op(A) is (m, k) and op(B) (k, n), or either is a batch of matrices, with more axes before these; see `batch`.
         Without anything else asked for 1-D operands are taken as NumPy's matmul does. Types that no engine
-        multiplies (object, sparse, masked), and programs without a cluster go to Dask's own function.
+        multiplies (object, sparse, masked), and programs without a cluster go to Dask's own function, unless the call
+        asks for what only a run can do.
     c : dask.array.Array or array_like, optional
         Broadcasts against D, with its batch axes. Needs `beta`; with ``beta=0`` it is not read.
     alpha, beta : number
@@ -117,7 +157,10 @@ def matmul(
     ------
     PlanError
         Shapes do not match, a scalar was given, chunk sizes are unknown, a name is unknown, an input is missing or
-        does not fit, `workers` are not in the cluster, or no method has the `distributions`. Also a ValueError.
+        does not fit, `workers` are not in the cluster, or no method has the `distributions`. Something was asked for
+        that only a run can do (`method`, `engine`, `workers`, `distributions`, a `compute_type`,
+        ``batch="collective"``, with a cluster also ``epilog="allreduce"``), and there can't be a run. Also a
+        ValueError.
     ProjectedMemoryError
         A worker would have to hold more than it may. Also a MemoryError.
 
@@ -132,68 +175,38 @@ def matmul(
     >>> aux["relu_aux"].dtype
     dtype('bool')
     """
-    request = parse(
-        a, b, c, alpha=alpha, beta=beta, op_a=op_a, op_b=op_b, epilog=epilog, epilog_inputs=epilog_inputs,
-        bias_axis=bias_axis, result_amax=result_amax, a_type=a_type, b_type=b_type, result_type=result_type,
-        quantization_scales=quantization_scales, compute_type=compute_type, method=method, engine=engine,
-        out_chunks=out_chunks, workers=workers, distributions=distributions, logger=logger, batch=batch,
-    )  # fmt: skip
-    return batched.multiply(request)
+    found: da.Array | WithAux = batched.multiply(parse(a, b, c, **options))
+    return found
 
 
 @any_kind
-def explain(
-    a: Any,
-    b: Any,
-    c: Any = None,
-    *,
-    alpha: complex = 1.0,
-    beta: complex | None = None,
-    op_a: str = "N",
-    op_b: str = "N",
-    epilog: str | Callable[..., Any] | None = None,
-    epilog_inputs: Mapping[str, Any] | None = None,
-    bias_axis: int = -1,
-    result_amax: bool = False,
-    a_type: Any = None,
-    b_type: Any = None,
-    result_type: Any = None,
-    quantization_scales: Mapping[str, Any] | None = None,
-    compute_type: str | None = None,
-    method: str | None = None,
-    engine: str | None = None,
-    out_chunks: Any = None,
-    workers: Sequence[str] | int | None = None,
-    distributions: Sequence[Distribution | None] | None = None,
-    batch: str | None = None,
-) -> Plan | BatchPlan | NotCollective:
+@takes(AllOptions, HINTS)
+def explain(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[AllOptions]) -> Explanation:
     """Return the plan for ``matmul(a, b, ...)`` on the cluster as it is now, without computing anything.
 
     Parameters
     ----------
     a, b, c, alpha, beta, op_a, op_b, epilog, epilog_inputs, bias_axis, result_amax
-        As for `matmul`.
     a_type, b_type, result_type, quantization_scales, compute_type
-        As for `matmul`.
-    method, engine, out_chunks, workers, distributions, batch
-        As for `matmul`. Without a cluster ``workers=4`` plans for four imagined ones, with one thread each and
-        no memory limit.
+    method, engine, out_chunks, workers, distributions, batch, logger
+        As for `matmul`; `logger` is told nothing. Without a cluster ``workers=4`` plans for four imagined ones, with
+        one thread each and no memory limit.
 
     Returns
     -------
-    Plan, BatchPlan or NotCollective
+    Plan, WavePlan, BatchPlan or NotCollective
         For matrices: method, grid, block sizes, bytes, memory and time, with all that the method was chosen against.
-        For batches: the way, and the estimates of both. Or the reason why Dask's own function would run.
+        For products that do not fit into memory: the waves. For batches: the way, and the estimates of both. Or the
+        reason why Dask's own function would run, unknown chunk sizes among others (`matmul` refuses those). A plan has
+        in `left` why ``@`` under `enable` would not take it.
 
     Raises
     ------
     PlanError, ProjectedMemoryError
         As `matmul`.
     """
-    request = parse(
-        a, b, c, alpha=alpha, beta=beta, op_a=op_a, op_b=op_b, epilog=epilog, epilog_inputs=epilog_inputs,
-        bias_axis=bias_axis, result_amax=result_amax, a_type=a_type, b_type=b_type, result_type=result_type,
-        quantization_scales=quantization_scales, compute_type=compute_type, method=method, engine=engine,
-        out_chunks=out_chunks, workers=workers, distributions=distributions, batch=batch,
-    )  # fmt: skip
+    try:
+        request = parse(a, b, c, **options)
+    except UnknownChunksError as error:
+        return NotCollective(str(error))
     return batched.explain(request)

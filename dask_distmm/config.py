@@ -16,18 +16,22 @@ import dask.config
 import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, unknown_name
 
 __all__ = [
     "DEFAULTS",
     "DaskCosts",
     "Machine",
     "Options",
+    "WaveSettings",
     "dask_costs",
+    "enabled_setting",
+    "minimum_flops",
     "parsed",
     "read_options",
     "register_defaults",
     "setting",
+    "wave_settings",
 ]
 
 DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dask_distmm").joinpath("distmm.yaml").read_text())
@@ -100,6 +104,20 @@ class Options:
         return found[name] if name in found else found["numpy"]
 
 
+def options_from_wire(wire: Any) -> Options:
+    """Make options from what ``dataclasses.asdict`` gave; KeyError, TypeError or ValueError if it did not."""
+    fields = dict(wire)
+    fields["machines"] = tuple((str(name), _machine_from_wire(found)) for name, found in fields["machines"])
+    return Options(**fields)
+
+
+def _machine_from_wire(wire: Any) -> Machine:
+    fields = dict(wire)
+    for key in ("gflops", "exposed"):
+        fields[key] = tuple((str(name), float(value)) for name, value in fields[key])
+    return Machine(**fields)
+
+
 def read_options() -> Options:
     """Read and check the options from ``dask.config``.
 
@@ -142,6 +160,9 @@ def _read_options(config: str) -> Options:
             exposed=tuple(sorted((str(n), number(f"machine.{engine}.exposed.{n}", 0.0)) for n in exposed)),
         )
 
+    _check_keys(dask.config.get("distmm", {}), DEFAULTS["distmm"], "distmm")
+    # Read elsewhere, checked here: a mistake in the configuration shows at the first product.
+    minimum_flops(), enabled_setting()
     return Options(
         retries=int(number("retries", 0)),
         limit_fraction=number("memory.limit-fraction", 1e-9, 1.0),
@@ -188,6 +209,98 @@ def dask_costs() -> DaskCosts:
         A value can't be read; the message names its key.
     """
     return DaskCosts(*(float(parsed(f"dask.{field.name}", parse_timedelta)) for field in dataclasses.fields(DaskCosts)))
+
+
+def minimum_flops() -> float | None:
+    """Return the least floating-point operations of a product that `@` takes under `enable`; None: as planned.
+
+    Raises
+    ------
+    PlanError
+        The config has something else than a number there.
+    """
+    value = setting("minimum-flops")
+    try:
+        found = None if value is None else float(value)
+    except (TypeError, ValueError):
+        found = -1.0
+    if isinstance(value, bool) or (found is not None and not found >= 0):
+        raise PlanError(
+            f"config distmm.minimum-flops is {value!r}; expected a number of at least 0, as 1e9, or null for the cost "
+            "model's choice"
+        )
+    return found
+
+
+def enabled_setting() -> bool | None:
+    """Return whether products are routed here from the start (true), after `enable` (None), or never (false).
+
+    Raises
+    ------
+    PlanError
+        The config has something else there.
+    """
+    value: bool | None = setting("enabled")
+    if value is not None and not isinstance(value, bool):
+        raise PlanError(f"config distmm.enabled is {value!r}; expected true, false or null (only after enable())")
+    return value
+
+
+# Below these the keys are names of engines, types and methods.
+_FREE = ("gflops", "exposed")
+
+
+def _check_keys(found: Any, known: Mapping[str, Any], path: str) -> None:
+    """Refuse keys that nobody reads: a misspelt one would change nothing, and say nothing."""
+    for key, value in found.items() if isinstance(found, Mapping) else ():
+        name = str(key).replace("_", "-")
+        if key not in known and name not in known:
+            if path == "distmm.machine":
+                continue
+            raise PlanError(unknown_name(f"key of the config {path}:", key, known, "docs/configuration.md"))
+        inner = known.get(key, known.get(name))
+        if isinstance(inner, Mapping) and name not in _FREE:
+            _check_keys(value, inner, f"{path}.{name}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WaveSettings:
+    """The options for products in waves.
+
+    Parameters
+    ----------
+    enabled
+        Whether a product that does not fit into memory is made in waves.
+    managed, process
+        Shares of a worker's memory limit from which Dask spills: of results in memory, and of the process.
+    read_bandwidth
+        Bytes of chunks that one worker loads or makes in a second.
+    """
+
+    enabled: bool
+    managed: float
+    process: float
+    read_bandwidth: float
+
+
+def wave_settings() -> WaveSettings:
+    """Read the options for products in waves; Dask's own thresholds are those of its configuration here.
+
+    Raises
+    ------
+    PlanError
+        A value can't be read; the message names its key.
+    """
+    mode = setting("waves.mode")
+    if mode not in ("auto", "off"):
+        raise PlanError(f"config distmm.waves.mode is {mode!r}; expected 'auto' or 'off'")
+    bandwidth = float(parsed("waves.read-bandwidth", float))
+    if not bandwidth > 0:
+        raise PlanError(f"config distmm.waves.read-bandwidth is {bandwidth!r}; expected a number above 0")
+    most = float(setting("memory.limit-fraction"))
+    # Without spilling a worker may hold what a run may.
+    target, spill = (dask.config.get(f"distributed.worker.memory.{key}", None) or most for key in ("target", "spill"))
+    return WaveSettings(mode == "auto", min(most, float(target)), min(most, float(spill)), bandwidth)
 
 
 def parsed(key: str, parse: Callable[[Any], Any]) -> Any:

@@ -18,7 +18,7 @@ from dask_distmm.arrays.request import Request, make_problem
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.config import dask_costs, parsed, read_options
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
-from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
+from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Explanation, Plan, Problem, Worker
 from dask_distmm.planning.dask_tasks import around
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.many.batches import Pool, Sizes, choose, item_plan
@@ -51,7 +51,7 @@ def multiply(request: Request) -> Any:
     return _outside(request, d, aux)
 
 
-def explain(request: Request) -> Plan | BatchPlan | NotCollective:
+def explain(request: Request) -> Explanation:
     """Return the plan for a product of any number of dimensions, or why there is none."""
     if not request.is_batch:
         return product.explain(request)
@@ -159,6 +159,7 @@ def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> Batc
             tasks,
             runs,
             each.peak_bytes,
+            runs * each.bytes_moved,
         )
     way, reason = choose(request.batch, by_items if fits else None, by_runs, needed)
     if way == "items" and not fits:

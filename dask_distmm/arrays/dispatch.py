@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator
 from numbers import Integral
 from typing import Any
 
-import dask.config
 import numpy as np
 from dask.array.core import Array
 
@@ -34,7 +33,7 @@ from dask_distmm.arrays.fallback import why_leave
 from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.product import product
 from dask_distmm.arrays.request import parse
-from dask_distmm.config import setting
+from dask_distmm.config import enabled_setting, minimum_flops
 from dask_distmm.errors import MissingEngineError
 
 __all__ = ["disable", "enable", "enabled", "is_enabled"]
@@ -49,8 +48,14 @@ def enable() -> None:
     """Route Dask's matrix products here until `disable`. Doing it again changes nothing.
 
     Products of the package dask-array too, if it has been imported; so import it before, or do this again.
+
+    Raises
+    ------
+    PlanError
+        The config ``distmm.enabled`` has another value than true, false or null.
     """
     global _switched_on
+    enabled_setting()
     with _lock:
         _switched_on = True
         _install()
@@ -84,7 +89,7 @@ def enabled() -> Iterator[None]:
 
 def is_enabled() -> bool:
     """Whether Dask's matrix products are routed here now."""
-    return (_switched_on or _contexts > 0) and dask.config.get("distmm.enabled", None) is not False
+    return (_switched_on or _contexts > 0) and enabled_setting() is not False
 
 
 def _install() -> None:
@@ -187,8 +192,7 @@ def _product(a: Any, b: Any) -> Any:
     # Planned arrays have no product that this could be left to.
     if planning():
         return batched.multiply(parse(a, b))
-    minimum = setting("minimum-flops")
-    if why_leave(a, b, None if minimum is None else float(minimum)) is not None:
+    if why_leave(a, b, minimum_flops()) is not None:
         return NotImplemented
     try:
         made = product(a, b) if max(a.ndim, b.ndim) < 3 else batched.multiply(parse(a, b))

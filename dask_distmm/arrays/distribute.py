@@ -34,6 +34,7 @@ from dask_distmm.planning.distribution import BlockCyclic, Distribution, block_g
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client
 from dask_distmm.runtime.keys import tile_name
+from dask_distmm.typing import ArrayLike
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["distribute", "place"]
 
 
-def distribute(a: Any, distribution: Distribution, *, workers: Sequence[str] | int | None = None) -> da.Array:
+def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[str] | int | None = None) -> da.Array:
     """Lay an array out over the cluster's workers, so that later multiplies in that distribution need not move it.
 
     The first worker of the cluster is the first rank, and so on; if ranks of that number have a communicator already,

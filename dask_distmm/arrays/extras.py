@@ -13,7 +13,7 @@ from distributed.protocol.pickle import dumps
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.quantize import with_scales
 from dask_distmm.errors import PlanError
-from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.numeric.epilogs import Epilog, Formula
 from dask_distmm.numeric.types import Types, sum_dtype, supported
 from dask_distmm.runtime.chunks import array_kind
 
@@ -43,7 +43,7 @@ class Asked:
         if self.beta is None and self.c is not None:
             raise PlanError("c was given without beta; give beta=1 to add C")
         if self.c is None and self.beta is not None and self.beta != 0:
-            raise PlanError(f"beta={self.beta!r} needs c")
+            raise PlanError(f"beta={self.beta!r} needs c; give C too, or leave beta out")
         factors = []
         for name, value in (("alpha", self.alpha), ("beta", 0.0 if self.beta is None else self.beta)):
             try:
@@ -96,15 +96,33 @@ def _check_fitting(formula: Formula, inputs: Mapping[str, Any], types: Types) ->
     dtype, name = types.operand, formula.epilog
     floating = dtype.kind in "fc" or dtype.name == "bfloat16" or types.fp8
     if not floating:
-        raise PlanError(f"alpha, C and epilogs need floating-point matrices; A @ B is {dtype}: convert them")
+        raise PlanError(
+            f"alpha, C and epilogs need floating-point matrices; A @ B is {dtype}: convert them, as by "
+            "astype('float64')"
+        )
     if dtype.kind == "c" and (formula.activation or formula.gradient):
         raise PlanError(f"epilog {name!r} is not defined for complex numbers; A @ B is {dtype}")
     if set(inputs) != set(formula.inputs):
-        raise PlanError(f"epilog {name or None!r} needs the inputs {list(formula.inputs)}; found {sorted(inputs)}")
+        raise PlanError(_wrong_inputs(formula, inputs))
     if types.fp8 and formula.operand_sum:
         raise PlanError(f"epilog {name!r} is not there for FP8: sum what dequantize returns")
     if not _TAKEN.isdisjoint(inputs) or not all(str(key).isidentifier() for key in inputs):
         raise PlanError(f"inputs must have names of their own, not a, b or c; found {sorted(map(str, inputs))}")
+
+
+def _wrong_inputs(formula: Formula, inputs: Mapping[str, Any]) -> str:
+    """Say which inputs an epilog needs, and which it was given."""
+    name, found, needed = formula.epilog, sorted(map(str, inputs)), list(formula.inputs)
+    if not name and not formula.function:
+        fitting = [epilog.value for epilog in Epilog if set(Formula(epilog=epilog.value).inputs) == set(inputs)]
+        given = f"epilog_inputs has {', '.join(map(repr, found))}, and no epilog reads it"
+        if not fitting:
+            return f"{given}: give epilog=..., which names its inputs (docs/epilogs.md), or leave epilog_inputs out"
+        known = ", ".join(map(repr, fitting[:3])) + ", ..." * (len(fitting) > 3)
+        return f"{given}: give epilog= too, one of {known}"
+    example = ", ".join(f"{key!r}: ..." for key in needed)
+    advice = f"give epilog_inputs={{{example}}}" if needed else "leave epilog_inputs out"
+    return f"epilog {name!r} needs the inputs {needed}, found {found}; {advice}"
 
 
 def _try(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs: Extras) -> None:

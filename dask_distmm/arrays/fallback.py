@@ -40,9 +40,9 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
     return None
 
 
-def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None) -> str | None:
+def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None, *, cluster: bool = True) -> str | None:
     """Return why ``a @ b`` under `enable` is left to Dask's own function, or None if it is taken."""
-    reason = why_not(a, b, most=max(a.ndim, b.ndim))
+    reason = why_not(a, b, cluster=cluster, most=max(a.ndim, b.ndim))
     if reason is not None:
         return reason
     if any(np.isnan(size) for size in itertools.chain(*a.chunks, *b.chunks)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Unpack, cast
 
 import dask.array as da
 from dask._task_spec import TaskRef
@@ -19,12 +19,13 @@ from dask_distmm.arrays import product
 from dask_distmm.arrays.batched import known_workers, task_options
 from dask_distmm.arrays.extras import epilog_name
 from dask_distmm.arrays.items import multiply_items
+from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.product import why_not_run
 from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.request import Request, check_batch, make_problem, parse
 from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
-from dask_distmm.graph.build import Step
+from dask_distmm.graph.build import RunTask
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Share, Worker
 from dask_distmm.planning.dask_tasks import around
@@ -34,24 +35,22 @@ from dask_distmm.planning.many.groups import long_products, share_out
 from dask_distmm.runtime.client import Snapshot, current_client
 from dask_distmm.runtime.keys import group_name
 from dask_distmm.runtime.scheduler.priorities import GroupOrder
+from dask_distmm.typing import AllOptions, ArrayLike, GroupedOptions
 
 __all__ = ["explain_grouped", "matmul_grouped"]
+
+# Options of `matmul` that groups don't have.
+_HINTS = dict.fromkeys(
+    ["c", "beta", "epilog_inputs", "bias", "out_chunks", "distributions", "result_type", "compute_type", "logger"],
+    "products of a group have none, call matmul for each of them",
+)
+_POSITIONAL = "give the pairs in one list, [(a, b), ...]"
 
 _ordered: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def matmul_grouped(
-    pairs: Sequence[tuple[Any, Any]],
-    *,
-    alpha: complex = 1.0,
-    op_a: str = "N",
-    op_b: str = "N",
-    epilog: str | Callable[..., Any] | None = None,
-    method: str | None = None,
-    engine: str | None = None,
-    workers: Sequence[str] | int | None = None,
-    batch: str | None = None,
-) -> list[da.Array]:
+@takes(GroupedOptions, _HINTS, _POSITIONAL)
+def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpack[GroupedOptions]) -> list[da.Array]:
     """Compute ``D[i] = F(alpha * op(A[i]) @ op(B[i]))`` for products of different shapes. Lazy.
 
     Small products are a plain task each, larger ones some tasks of a slab of rows each, the longest first; products
@@ -93,9 +92,7 @@ def matmul_grouped(
     array([[7., 7.],
            [7., 7.]])
     """
-    requests = _parse(
-        pairs, batch, alpha=alpha, op_a=op_a, op_b=op_b, epilog=epilog, method=method, engine=engine, workers=workers
-    )
+    requests = _parse(pairs, options)
     found = _plan(requests)
     if any(share is not None and not share.collective for share in found.shares):
         _order_by_size()
@@ -105,12 +102,13 @@ def matmul_grouped(
     ]
 
 
-def explain_grouped(pairs: Sequence[tuple[Any, Any]], **options: Any) -> GroupPlan:
+@takes(GroupedOptions, _HINTS, _POSITIONAL)
+def explain_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpack[GroupedOptions]) -> GroupPlan:
     """Return what would become of each product of ``matmul_grouped(pairs, ...)``, without computing anything.
 
     Parameters
     ----------
-    pairs, options
+    pairs, alpha, op_a, op_b, epilog, method, engine, workers, batch
         As for `matmul_grouped`.
 
     Returns
@@ -122,16 +120,21 @@ def explain_grouped(pairs: Sequence[tuple[Any, Any]], **options: Any) -> GroupPl
     PlanError, ProjectedMemoryError
         As `matmul_grouped`.
     """
-    return _plan(_parse(pairs, options.pop("batch", None), **options))
+    return _plan(_parse(pairs, options))
 
 
-def _parse(pairs: Sequence[tuple[Any, Any]], batch: str | None, **options: Any) -> list[Request]:
+def _parse(pairs: Sequence[tuple[Any, Any]], options: GroupedOptions) -> list[Request]:
     """Return the products as requests; refuse one that does not fit."""
-    batch = check_batch(batch, is_batch=True)
+    batch = check_batch(options.get("batch"), is_batch=True)
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str | da.Array):
+        raise PlanError(f"pairs is {type(pairs).__name__}; expected a list of pairs, as [(a, b), ...]")
+    forced = (f"batch={batch!r}",) if batch == "collective" else ()
+    # How a group is made is no option of one product.
+    asked = cast(AllOptions, {**options, "batch": None})
     requests = []
     for number, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise PlanError(f"product {number} is {type(pair).__name__}; expected a pair (A, B)")
+            raise PlanError(f"product {number} is {type(pair).__name__}; expected a list of pairs, as [(a, b), ...]")
         try:
             a, b = as_operands(*pair)
             if (a.ndim, b.ndim) != (2, 2):
@@ -139,7 +142,8 @@ def _parse(pairs: Sequence[tuple[Any, Any]], batch: str | None, **options: Any) 
                     f"found {a.ndim} and {b.ndim} dimensions; expected matrices, for others there is matmul"
                 )
             _check_epilog(options.get("epilog"))
-            requests.append(dataclasses.replace(parse(a, b, **options), batch=batch))
+            request = parse(a, b, **asked)
+            requests.append(dataclasses.replace(request, batch=batch, named=request.named + forced))
         except PlanError as error:
             raise PlanError(f"product {number}: {error}") from error
     return requests
@@ -159,7 +163,7 @@ def _plan(requests: Sequence[Request]) -> GroupPlan:
     if wanted == "items" and needed:
         raise PlanError(f"batch='items' and {needed[0]}: plain tasks run where Dask puts them; leave one of them out")
     shapes = tuple((request.shape[0], request.shape[1], request.a.shape[1]) for request in requests)
-    ours = [i for i, each in enumerate(requests) if not each.empty and why_not_run(each, cluster=True) is None]
+    ours = [i for i, each in enumerate(requests) if not each.empty and _runs(i, each)]
     if not ours:
         return GroupPlan(shapes, (None,) * len(requests), 0, 0.0)
     _, overhead = task_options()
@@ -182,6 +186,14 @@ def _plan(requests: Sequence[Request]) -> GroupPlan:
         _check_memory(member.work, member.pool, share)
         shares[i] = share
     return GroupPlan(shapes, tuple(shares), slots, total)
+
+
+def _runs(number: int, request: Request) -> bool:
+    """Whether a product can run, or be a plain task; refuse one that can't and has to."""
+    try:
+        return why_not_run(request, cluster=True) is None
+    except PlanError as error:
+        raise PlanError(f"product {number}: {error}") from error
 
 
 @dataclasses.dataclass
@@ -282,7 +294,9 @@ def _by_slabs(request: Request, share: Share) -> da.Array:
     name = group_name(token, share.rank, share.seconds)
     settings = {"dtypes": dtypes, "names": (), "formula": request.formula, "several": False}
     layer = {
-        (name, i, 0): Step((name, i, 0), multiply_items, TaskRef((a.name, i, 0)), TaskRef((b.name, 0, 0)), **settings)
+        (name, i, 0): RunTask(
+            (name, i, 0), multiply_items, TaskRef((a.name, i, 0)), TaskRef((b.name, 0, 0)), **settings
+        )
         for i in range(len(share.rows))
     }
     kind = b._meta if "cupy" in type(b._meta).__module__ else a._meta

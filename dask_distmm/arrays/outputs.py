@@ -18,10 +18,12 @@ from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.arrays.views import under
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.graph.build import build_graph, build_output
+from dask_distmm.graph.waves import build_wave_output, build_waves
 from dask_distmm.numeric.conversions import stored
 from dask_distmm.numeric.epilogs import Formula, elementwise, reductions, scaled
 from dask_distmm.numeric.types import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype
 from dask_distmm.planning import Problem
+from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.keys import output_name
 
@@ -33,21 +35,25 @@ def result(
     a: da.Array,
     b: da.Array,
     extras: Sequence[da.Array],
+    scheme: Scheme | None = None,
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return D of a run, and the auxiliary outputs if there are any.
 
-    A and B are those of `make_problem`.
+    A and B are those of `make_problem`. With a scheme it is a sequence of runs.
     """
     prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
     meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
     lying_a, lying_b = map(under, (a, b), problem.arrays, problem.turned)
-    graph = build_graph(problem, lying_a, lying_b, extras)
+    if scheme is None:
+        graph = build_graph(problem, lying_a, lying_b, extras)
+    else:
+        graph = build_waves(problem, scheme, lying_a, lying_b, extras)
     d = Array(graph, problem.name, problem.out_chunks, meta=meta)
-    return d if problem.formula.plain else _outputs(problem, d, a, b)
+    return d if problem.formula.plain else _outputs(problem, d, a, b, scheme)
 
 
 def _outputs(
-    problem: Problem, d: da.Array, a: da.Array, b: da.Array
+    problem: Problem, d: da.Array, a: da.Array, b: da.Array, scheme: Scheme | None
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return D and the auxiliary outputs of a run by name; D alone if there are none."""
     formula = problem.formula
@@ -59,7 +65,8 @@ def _outputs(
             for sizes, kept in zip(problem.out_chunks, formula.keeps(name), strict=True)
         )
         meta = output_meta(d, dtype)
-        array = reducible(Array(build_output(problem, name, d), output_name(problem.name, name), chunks, meta=meta))
+        graph = build_output(problem, name, d) if scheme is None else build_wave_output(problem, scheme, name, d)
+        array = reducible(Array(graph, output_name(problem.name, name), chunks, meta=meta))
         if name == formula.sums:
             array = array.sum(axis=formula.sum_axis, dtype=dtype).astype(problem.result_type)
         found[name] = array.max() if name == "result_amax" else array

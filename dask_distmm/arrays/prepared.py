@@ -14,17 +14,17 @@ The tiles are persisted Dask arrays: Dask holds them, spills them and makes them
 from __future__ import annotations
 
 import dataclasses
-import logging
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Literal, Self, Unpack, cast
 
 import dask.array as da
 
 from dask_distmm.arrays.extras import unfit, why_not_input
 from dask_distmm.arrays.fallback import why_not
+from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.outputs import result
 from dask_distmm.arrays.prepared_operands import Layout, Operands
 from dask_distmm.arrays.quantize import as_operands
@@ -33,8 +33,18 @@ from dask_distmm.arrays.views import under
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import Types
 from dask_distmm.planning import ENGINES, Plan, Problem
-from dask_distmm.planning.distribution import Distribution
 from dask_distmm.runtime.client import current_client, free_workspaces, snapshot
+from dask_distmm.typing import (
+    AllOptions,
+    ArrayLike,
+    AuxEpilog,
+    Engine,
+    EpilogFunction,
+    Method,
+    PlainEpilog,
+    PreparedOptions,
+    WithAux,
+)
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -78,43 +88,20 @@ class Matmul:
     ...     r2 = mm.execute()
     """
 
+    @takes(PreparedOptions)
     def __init__(
-        self,
-        a: Any,
-        b: Any,
-        c: Any = None,
-        *,
-        alpha: complex = 1.0,
-        beta: complex | None = None,
-        op_a: str = "N",
-        op_b: str = "N",
-        method: str | None = None,
-        engine: str | None = None,
-        out_chunks: Any = None,
-        workers: Sequence[str] | int | None = None,
-        distributions: Sequence[Distribution | None] | None = None,
-        logger: logging.Logger | None = None,
-        a_type: Any = None,
-        b_type: Any = None,
-        result_type: Any = None,
-        quantization_scales: Mapping[str, Any] | None = None,
-        compute_type: str | None = None,
+        self, a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[PreparedOptions]
     ) -> None:
-        a, b = as_operands(a, b)
-        arrays = {"a": a, "b": b} | ({} if c is None else {"c": da.asanyarray(c)})
-        self._operands = Operands(arrays, {"a": op_a, "b": op_b})
+        arrays = dict(zip("ab", as_operands(a, b), strict=True)) | ({} if c is None else {"c": da.asanyarray(c)})
+        self._operands = Operands(arrays, {"a": options.pop("op_a", "N"), "b": options.pop("op_b", "N")})
         self._finalizer = weakref.finalize(self, self._operands.release)
-        # Arguments of `parse` beside the arrays.
-        self._asked: dict[str, Any] = {
-            "alpha": alpha, "beta": beta, "method": method, "engine": engine, "out_chunks": out_chunks,
-            "workers": workers, "distributions": distributions, "logger": logger, "a_type": a_type, "b_type": b_type,
-            "result_type": result_type, "quantization_scales": quantization_scales, "compute_type": compute_type,
-        }  # fmt: skip
+        # Arguments of `parse` beside the arrays, to which op() is applied already.
+        self._asked = cast(AllOptions, options)
         request = _parse(self._operands.arrays, {}, self._asked)
         _check_collective(self._operands.arrays, request)
         # The configuration is read once: `plan` may be called under another one.
         self._types, self._log = request.types, request.logger
-        self._asked |= {"method": request.method, "engine": request.engine}
+        self._asked["method"], self._asked["engine"] = cast(Method, request.method), cast(Engine, request.engine)
         self._layout: Layout | None = None
         # Of the next execution; None before `plan`, and while operands are missing.
         self._run: tuple[Problem, Request] | None = None
@@ -123,9 +110,9 @@ class Matmul:
 
     def plan(
         self,
-        epilog: str | Callable[..., Any] | None = None,
-        epilog_inputs: Mapping[str, Any] | None = None,
-        bias_axis: int = -1,
+        epilog: PlainEpilog | AuxEpilog | EpilogFunction | None = None,
+        epilog_inputs: Mapping[str, ArrayLike] | None = None,
+        bias_axis: Literal[-1, 0] = -1,
         result_amax: bool = False,
     ) -> Plan:
         """Choose how to multiply, and lay the operands out for it. May be called again, for another epilog.
@@ -148,7 +135,7 @@ class Matmul:
         client = self._open()
         self._operands.need_all()
         inputs = {name: da.asanyarray(value) for name, value in (epilog_inputs or {}).items()}
-        asked = self._asked | {"epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
+        asked: AllOptions = {**self._asked, "epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
         request = _parse(self._operands.arrays, inputs, asked, self._types)
         problem = make_problem(request)
         known = snapshot(client, problem, [*map(under, (request.a, request.b), problem.arrays, problem.turned)])
@@ -156,14 +143,14 @@ class Matmul:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
         self._layout = Layout(known.plan(problem), known)
         # Later plans start from tiles; the result keeps the chunks that the operands have given it.
-        self._asked = asked | {"out_chunks": problem.out_chunks}
+        self._asked = {**asked, "out_chunks": problem.out_chunks}
         self._operands.replace_inputs(inputs)
         problem = self._lay_out(client, self._layout, dataclasses.replace(request, out_chunks=problem.out_chunks))
         tiled = self._layout.plan_on_tiles(problem)
         self._log.info("Matmul: planned, operands laid out\n%r", tiled)
         return tiled
 
-    def execute(self, *, release_workspace: bool = False) -> da.Array | tuple[da.Array, dict[str, da.Array]]:
+    def execute(self, *, release_workspace: bool = False) -> da.Array | WithAux:
         """Multiply: start a run and return its result, which is on its way.
 
         Each call is a run of its own, also on the same operands.
@@ -201,13 +188,13 @@ class Matmul:
 
     def reset_operands(
         self,
-        a: Any = None,
-        b: Any = None,
-        c: Any = None,
+        a: ArrayLike | None = None,
+        b: ArrayLike | None = None,
+        c: ArrayLike | None = None,
         *,
         alpha: complex | None = None,
         beta: complex | None = None,
-        epilog_inputs: Mapping[str, Any] | None = None,
+        epilog_inputs: Mapping[str, ArrayLike] | None = None,
     ) -> None:
         """Take other values for the next executions. Only the operands that are given are laid out again.
 
@@ -230,7 +217,11 @@ class Matmul:
         given = {name: da.asanyarray(x) for name, x in (("a", a), ("b", b), ("c", c)) if x is not None}
         inputs = {name: da.asanyarray(x) for name, x in (epilog_inputs or {}).items()}
         arrays, new = self._operands.matching(given, inputs)
-        asked = self._asked | {name: x for name, x in (("alpha", alpha), ("beta", beta)) if x is not None}
+        asked: AllOptions = {**self._asked}
+        if alpha is not None:
+            asked["alpha"] = alpha
+        if beta is not None:
+            asked["beta"] = beta
         request = None
         if not self._operands.missing(arrays):
             request = _parse(arrays, {name: arrays[name] for name in self._operands.inputs}, asked, self._types)
@@ -294,10 +285,11 @@ class Matmul:
 
 
 def _parse(
-    arrays: Mapping[str, da.Array], inputs: Mapping[str, da.Array], asked: Mapping[str, Any], types: Types | None = None
+    arrays: Mapping[str, da.Array], inputs: Mapping[str, da.Array], asked: AllOptions, types: Types | None = None
 ) -> Request:
     """Return the request of arrays to which op() is applied already; of these types, if they were settled before."""
-    request = parse(arrays["a"], arrays["b"], arrays.get("c"), epilog_inputs=inputs, **asked)
+    options: AllOptions = {**asked, "epilog_inputs": inputs}
+    request = parse(arrays["a"], arrays["b"], arrays.get("c"), **options)
     if reason := unfit(request.extras):
         raise PlanError(reason)
     return request if types is None else dataclasses.replace(request, types=types)

@@ -63,8 +63,7 @@ class Layout:
         return plan(
             problem,
             [workers[address] for address in addresses],
-            where_a=tiles["a"][1].astype(np.int32),
-            where_b=tiles["b"][1].astype(np.int32),
+            {name: tiles[name][1].astype(np.int32) for name in "ab"},
             engine=self.plan.engine,
             groups=self.known.groups,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from typing import Any, cast
 
 import dask.array as da
@@ -10,22 +10,24 @@ import numpy as np
 from dask.utils import format_time
 
 from dask_distmm.arrays.extras import unfit
-from dask_distmm.arrays.fallback import why_not
+from dask_distmm.arrays.fallback import why_leave, why_not
 from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import result, without_a_run
 from dask_distmm.arrays.request import Request, make_problem, parse, result_chunks
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.arrays.views import under
-from dask_distmm.config import setting
+from dask_distmm.arrays.waves import Decision, decide, waves_now
+from dask_distmm.config import minimum_flops, setting
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
 from dask_distmm.planning import Plan, Problem, Worker
-from dask_distmm.planning.display import Shown
+from dask_distmm.planning.display import Explanation
+from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot, snapshot
 
 __all__ = ["NotCollective", "explain", "multiply", "product", "why_not_run"]
 
 
-class NotCollective(Shown):
+class NotCollective(Explanation):
     """The answer of `dask_distmm.explain` where Dask's own function would run. False in a condition.
 
     Parameters
@@ -33,6 +35,10 @@ class NotCollective(Shown):
     reason
         Why.
     """
+
+    method = "dask"
+    seconds = None
+    bytes_moved = None
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -42,10 +48,26 @@ class NotCollective(Shown):
 
 
 def why_not_run(request: Request, *, cluster: bool) -> str | None:
-    """Return why a product can't run here, or None if it can; `cluster`: whether there has to be one."""
+    """Return why a product can't run here, or None if it can; `cluster`: whether there has to be one.
+
+    Raises
+    ------
+    PlanError
+        It can't, and the call names what only a run can do: Dask's own function would not do as asked.
+    """
     most = max(2, request.a.ndim, request.b.ndim)
-    reason = why_not(request.a, request.b, request.types, cluster=cluster, most=most)
-    return reason or unfit(request.extras)
+    reason = why_not(request.a, request.b, request.types, cluster=cluster, most=most) or unfit(request.extras)
+    if reason is None:
+        return None
+    # Workers that are only imagined are no demand; and where there are none at all, all of D is in one place anyway.
+    met = ("workers=",) * (not cluster) + ("epilog=",) * (current_client() is None)
+    named = [text for text in request.named if not text.startswith(met)]
+    if named:
+        raise PlanError(
+            f"{named[0]} needs a collective run, and there can't be one here: {reason}. Or leave {named[0]} out: then "
+            "Dask's own function multiplies"
+        )
+    return reason
 
 
 def multiply(request: Request) -> Any:
@@ -56,22 +78,27 @@ def multiply(request: Request) -> Any:
     if request.plain:
         if not collective:
             # The very function that Dask would have called.
-            return request.without_dropped(dask_matmul(a, b))
-        if request.dropped and (request.out_chunks is not None or any(request.distributions)):
-            raise PlanError("out_chunks and distributions can be given for 2-D operands only")
+            return request.without_dropped(_in_chunks(request, dask_matmul(a, b)))
         if request.empty:
             chunks = result_chunks(a, b, request.out_chunks)
             dtype = np.result_type(a.dtype, b.dtype)
             return request.without_dropped(da.zeros((a.shape[0], b.shape[1]), chunks=chunks, dtype=dtype))
     if not collective or request.empty:
-        return without_a_run(a, b, request.formula, request.extras, request.types)
+        found = without_a_run(a, b, request.formula, request.extras, request.types)
+        d, *aux = found if isinstance(found, tuple) else (found,)
+        return (_in_chunks(request, d), *aux) if aux else _in_chunks(request, d)
     problem = make_problem(request)
-    _plan_now(problem, request.logger)
-    found = result(problem, a, b, [array for _, array in request.extras])
+    decision = _decide_now(request, problem)
+    found = result(problem, a, b, [array for _, array in request.extras], decision.scheme)
     return request.without_dropped(found) if request.dropped else found
 
 
-def explain(request: Request) -> Plan | NotCollective:
+def _in_chunks(request: Request, d: da.Array) -> da.Array:
+    """Return a matrix in the chunks that were asked for."""
+    return d if request.out_chunks is None else d.rechunk(request.out_chunks, method="tasks")
+
+
+def explain(request: Request) -> Plan | WavePlan | NotCollective:
     """Return the plan for a product of matrices on the cluster as it is now, or why there is none."""
     client = current_client()
     imagined = request.workers if client is None and isinstance(request.workers, int) else None
@@ -89,7 +116,33 @@ def explain(request: Request) -> Plan | NotCollective:
         known = snapshot(client, problem, [*map(under, (request.a, request.b), problem.arrays, problem.turned)])
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
-    return known.plan(problem, reordered=True)
+    try:
+        made = known.plan(problem, reordered=True)
+    except ProjectedMemoryError:
+        if client is None or (waves := waves_now(request, problem, client, None)) is None:
+            raise
+        return waves
+    if client is not None and (waves := waves_now(request, problem, client, made)) is not None:
+        return waves
+    return dataclasses.replace(made, left=_why_left(request, made)) if request.plain and not request.named else made
+
+
+def _why_left(request: Request, made: Plan) -> str:
+    """Return why ``@`` under `enable` leaves a product that could run to Dask's own tasks; empty if it does not."""
+    return why_leave(request.a, request.b, minimum_flops(), cluster=False) or _why_slower(made)
+
+
+def _why_slower(made: Plan) -> str:
+    """Return why Dask's own tasks are expected to be quicker than a run; empty if they are not."""
+    if made.worth_it or made.by_tasks is None:
+        return ""
+    seconds = format_time(made.by_tasks.seconds), format_time(made.seconds)
+    return "its own tasks are expected to take {}, a run {}".format(*seconds)
+
+
+def _streams_alone(problem: Problem, scheme: str) -> bool:
+    """Whether Dask's own tasks use each loaded chunk at one time: then they need little memory, and no waves."""
+    return scheme in ("rows", "cols") or (scheme == "sums" and problem.chunk_counts("d") == (1, 1))
 
 
 def product(a: da.Array, b: da.Array) -> da.Array | str:
@@ -113,28 +166,32 @@ def product(a: da.Array, b: da.Array) -> da.Array | str:
         return cast(da.Array, multiply(request))
     problem = make_problem(request)
     try:
-        made = _plan_now(problem, request.logger)
+        decision = _decide_now(request, problem)
     except ProjectedMemoryError as error:
         if exceeded == "raise":
             raise
         request.logger.warning("left to Dask's own tasks: %s", error)
         return str(error)
-    if made is not None and not made.worth_it:
-        assert made.by_tasks is not None
-        seconds = format_time(made.by_tasks.seconds), format_time(made.expected)
-        return "its own tasks are expected to take {}, a run {}".format(*seconds)
-    return request.without_dropped(cast(da.Array, result(problem, request.a, request.b, [])))
+    if decision.plan is not None and (left := _why_slower(decision.plan)):
+        return left
+    if decision.scheme is not None and minimum_flops() is None and _streams_alone(problem, decision.scheme.name):
+        return "it does not fit into memory, and its own tasks use each chunk once, so that they stream by themselves"
+    return request.without_dropped(cast(da.Array, result(problem, request.a, request.b, [], decision.scheme)))
 
 
-def _plan_now(problem: Problem, logger: logging.Logger) -> Plan | None:
-    """Return the plan as the cluster is now, and log it; None if no scheduler can be asked, or has workers."""
+def _decide_now(request: Request, problem: Problem) -> Decision:
+    """Return how a product is made on the cluster as it is now, and log it; no decision if no scheduler can be asked.
+
+    Raises
+    ------
+    ProjectedMemoryError
+        It does not fit, nor does it in waves.
+    """
     client = current_client()
     try:
         known = recent_snapshot(client, problem) if client is not None else None
     except NoWorkersError:
-        return None  # There may be some when it is computed.
-    if known is None:
-        return None
-    made = known.plan(problem)
-    logger.info("%s, lazy\n%r", problem.name, made)
-    return made
+        return Decision()  # There may be some when it is computed.
+    if client is None or known is None:
+        return Decision()
+    return decide(request, problem, client, known)

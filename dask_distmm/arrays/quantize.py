@@ -17,20 +17,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, overload
 
 import dask.array as da
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 from dask.array.utils import meta_from_array
 
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.conversions import decode, largest, saturated, stored
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8, Types, carried, type_name
 from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.typing import ArrayLike, BlockFormat, Scaled
 
 __all__ = ["BlockScaled", "as_operands", "dequantize", "quantize", "widened", "with_scales"]
 
@@ -69,7 +71,17 @@ class BlockScaled:
         return tuple(self.values.shape)
 
 
-def quantize(a: Any, dtype: Any, *, axis: int = -1, scale: Any = None) -> Any:
+@overload
+def quantize(a: ArrayLike, dtype: BlockFormat, *, axis: int = -1, scale: None = None) -> BlockScaled: ...
+
+
+@overload
+def quantize(
+    a: ArrayLike, dtype: Scaled | np.dtype[Any] | type[Any], *, axis: int = -1, scale: Any = None
+) -> tuple[da.Array, da.Array]: ...
+
+
+def quantize(a: ArrayLike, dtype: Any, *, axis: int = -1, scale: Any = None) -> Any:
     """Return an array in a narrow type, and its scale. Lazy.
 
     Parameters
@@ -110,24 +122,29 @@ def quantize(a: Any, dtype: Any, *, axis: int = -1, scale: Any = None) -> Any:
     >>> round(float(d[0, 0].compute()), 4)
     32.0
     """
-    a = da.asanyarray(a)
-    if a.dtype.kind == "c" or (a.dtype.kind not in "fiub" and a.dtype.name != "bfloat16"):
-        raise PlanError(f"quantize takes real numbers, found {a.dtype}")
+    array: da.Array = da.asanyarray(a)
+    if array.dtype.kind == "c" or (array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16"):
+        raise PlanError(f"quantize takes real numbers, found {array.dtype}")
     if isinstance(dtype, str) and dtype in _BLOCKS:
         if scale is not None:
             raise PlanError(f"scale={scale!r}: {dtype} finds its own")
-        return _in_blocks(a, dtype, axis)
-    name = type_name("dtype", dtype)
+        return _in_blocks(array, dtype, axis)
+    try:
+        name = type_name("dtype", dtype)
+    except PlanError:
+        name = ""
     if name not in FP8:
-        raise PlanError(f"dtype={dtype!r}; known are 'float8_e4m3', 'float8_e5m2', 'mxfp8' and 'nvfp4'")
-    a = a.astype(np.float32)
-    scale = _scale(a, largest(name)) if scale is None else da.asanyarray(scale).astype(np.float32).reshape(())
-    kind = array_kind(a._meta)
-    meta = meta_from_array(a._meta, dtype=carried(name, kind))
-    return da.map_blocks(_quantized, a, scale, name=None, to=name, dtype=meta.dtype, meta=meta), scale
+        raise PlanError(unknown_name("dtype", dtype, ("float8_e4m3", "float8_e5m2", *_BLOCKS)))
+    array = array.astype(np.float32)
+    scale = _scale(array, largest(name)) if scale is None else da.asanyarray(scale).astype(np.float32).reshape(())
+    kind = array_kind(array._meta)
+    meta = meta_from_array(array._meta, dtype=carried(name, kind))
+    return da.map_blocks(_quantized, array, scale, name=None, to=name, dtype=meta.dtype, meta=meta), scale
 
 
-def dequantize(q: Any, scale: Any = 1.0, dtype: Any = "float32", *, q_type: Any = None) -> da.Array:
+def dequantize(
+    q: ArrayLike, scale: Any = 1.0, dtype: npt.DTypeLike = "float32", *, q_type: npt.DTypeLike | None = None
+) -> da.Array:
     """Return the numbers that a quantized array stands for. Lazy.
 
     Parameters
@@ -157,11 +174,11 @@ def dequantize(q: Any, scale: Any = 1.0, dtype: Any = "float32", *, q_type: Any 
             meta=np.empty((0, 0), np.float32),
         )
         return (expanded * q.scale).astype(dtype)
-    q = da.asanyarray(q)
-    name = q.dtype.name if q_type is None else type_name("q_type", q_type)
-    if name not in FP8 or q.dtype not in (FP8[name], np.uint8):
-        raise PlanError(f"the array is {q.dtype}, q_type={q_type!r}; expected FP8, or uint8 with q_type stated")
-    wide, scale = widened(q, name, np.dtype(np.float32)), da.asanyarray(scale).reshape(())
+    array: da.Array = da.asanyarray(q)
+    name = array.dtype.name if q_type is None else type_name("q_type", q_type)
+    if name not in FP8 or array.dtype not in (FP8[name], np.uint8):
+        raise PlanError(f"the array is {array.dtype}, q_type={q_type!r}; expected FP8, or uint8 with q_type stated")
+    wide, scale = widened(array, name, np.dtype(np.float32)), da.asanyarray(scale).reshape(())
     return da.map_blocks(_times, wide, scale, dtype=np.float32, meta=wide._meta).astype(dtype)
 
 
@@ -181,8 +198,15 @@ def as_operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
     Raises
     ------
     PlanError
-        One of them only has block scales, or another format, or blocks along another axis than k.
+        One is a DataFrame; or one of them only has block scales, or another format, or blocks along another axis than
+        k.
     """
+    for name, x in (("first", a), ("second", b)):
+        if hasattr(x, "columns") and hasattr(x, "dtypes"):
+            raise PlanError(
+                f"the {name} operand is a {type(x).__name__}; expected an array: give x.to_numpy(), or of a Dask "
+                "DataFrame x.to_dask_array(lengths=True)"
+            )
     if not isinstance(a, BlockScaled) and not isinstance(b, BlockScaled):
         return as_array(a), as_array(b)
     found = [f"{x.format} in blocks along axis {x.axis}" if isinstance(x, BlockScaled) else "unscaled" for x in (a, b)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import dask.array as da
 import numpy as np
@@ -14,23 +14,27 @@ from dask.array.core import normalize_chunks
 from dask.base import tokenize
 
 from dask_distmm.arrays.extras import Asked, parse_formula
+from dask_distmm.arrays.options import DEFAULTS
 from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.views import apply_op, view_of
 from dask_distmm.config import read_options, setting
 from dask_distmm.engines.base import log
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.epilogs import PLAIN, Formula
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types
 from dask_distmm.planning import ENGINES, METHODS, Chunks, Extra, Problem
 from dask_distmm.planning.distribution import FREE, Distribution, Distributions
 from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.typing import AllOptions
 
 __all__ = [
     "Request",
+    "UnknownChunksError",
     "as_matrices",
     "check_batch",
     "check_distributions",
     "check_names",
+    "check_numbers",
     "check_shapes",
     "check_workers",
     "make_problem",
@@ -40,6 +44,10 @@ __all__ = [
 
 # The ways to multiply a batch.
 _BATCH = ("auto", "items", "collective")
+
+
+class UnknownChunksError(PlanError):
+    """Chunk sizes are unknown, as after selecting rows by a mask."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +67,15 @@ class Request:
     compute_type
         As asked for; None where the configuration decides.
     out_chunks
-        As asked for; None for those that the operands give. Of a batch: for all axes of D but `dropped`, normalized.
+        As asked for, for all axes of D but `dropped`, normalized; None for those that the operands give.
     batch
         How a batch is to be multiplied: ``"auto"``, ``"items"`` or ``"collective"``.
     dropped
         Which of the last two axes of D are there only because an operand was a vector: -2, -1.
     logger
         Is told what is multiplied and how.
+    named
+        The options of the call itself, and not of the configuration, that only collective runs can meet, as text.
     """
 
     a: da.Array
@@ -82,6 +92,7 @@ class Request:
     batch: str = "auto"
     dropped: tuple[int, ...] = ()
     logger: logging.Logger = log
+    named: tuple[str, ...] = ()
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -135,41 +146,12 @@ class Request:
         return d[(..., *(0 if axis in self.dropped else slice(None) for axis in (-2, -1)))]
 
 
-def parse(
-    a: Any,
-    b: Any,
-    c: Any = None,
-    *,
-    alpha: complex = 1.0,
-    beta: complex | None = None,
-    op_a: str = "N",
-    op_b: str = "N",
-    epilog: str | Callable[..., Any] | None = None,
-    epilog_inputs: Mapping[str, Any] | None = None,
-    bias_axis: int = -1,
-    result_amax: bool = False,
-    a_type: Any = None,
-    b_type: Any = None,
-    result_type: Any = None,
-    quantization_scales: Mapping[str, Any] | None = None,
-    compute_type: str | None = None,
-    method: str | None = None,
-    engine: str | None = None,
-    out_chunks: Any = None,
-    workers: Sequence[str] | int | None = None,
-    distributions: Sequence[Distribution | None] | None = None,
-    logger: logging.Logger | None = None,
-    batch: str | None = None,
-) -> Request:
+def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Request:
     """Return the request of a user, checked.
 
     Parameters
     ----------
-    a, b, c, alpha, beta, op_a, op_b, epilog, epilog_inputs, bias_axis, result_amax
-        As for `dask_distmm.matmul`.
-    a_type, b_type, result_type, quantization_scales, compute_type
-        As for `dask_distmm.matmul`.
-    method, engine, out_chunks, workers, distributions, logger, batch
+    a, b, c, options
         As for `dask_distmm.matmul`.
 
     Raises
@@ -177,25 +159,47 @@ def parse(
     PlanError
         Something does not fit; the message says what.
     """
+    asked: AllOptions = {**DEFAULTS, **options}
     a, b = as_operands(a, b)
-    batch = check_batch(batch, is_batch=max(a.ndim, b.ndim) > 2)
-    method, engine = check_names(method, engine)
-    asked = check_distributions(distributions)
-    a, b = apply_op("a", a, op_a), apply_op("b", b, op_b)
+    check_numbers(a, b)
+    batch = check_batch(asked["batch"], is_batch=max(a.ndim, b.ndim) > 2)
+    distributions = check_distributions(asked["distributions"])
+    named = _named(**{name: asked[name] for name in ("method", "engine", "workers", "distributions")})
+    method, engine = check_names(asked["method"], asked["engine"])
+    a, b = apply_op("a", a, asked["op_a"]), apply_op("b", b, asked["op_b"])
     check_shapes(a, b)
-    types = resolve_types(a.dtype, b.dtype, a_type, b_type, result_type, compute_type, setting("compute-type"))
-    form = Asked(c, alpha, beta, epilog, epilog_inputs or {}, bias_axis, result_amax, quantization_scales)
+    wanted = asked["a_type"], asked["b_type"], asked["result_type"], asked["compute_type"]
+    types = resolve_types(a.dtype, b.dtype, *wanted, setting("compute-type"))
+    form = Asked(
+        c, asked["alpha"], asked["beta"], asked["epilog"], asked["epilog_inputs"] or {}, asked["bias_axis"],
+        asked["result_amax"], asked["quantization_scales"],
+    )  # fmt: skip
     formula, extras = parse_formula(a, b, form, types)
     dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
     a, b = as_matrices(a, b)
+    named += _named(compute_type=asked["compute_type"] if types.compute else None)
+    named += _named(batch=batch if batch == "collective" else None, epilog="allreduce" if formula.replicated else None)
+    out_chunks, workers = asked["out_chunks"], check_workers(asked["workers"])
     found = Request(
-        a, b, types, formula, extras, method, engine, check_workers(workers), asked, compute_type, out_chunks, batch,
-        dropped, logger or log,
+        a, b, types, formula, extras, method, engine, workers, distributions, asked["compute_type"], out_chunks, batch,
+        dropped, asked["logger"] or log, named,
     )  # fmt: skip
-    if out_chunks is None or not found.is_batch:
+    if dropped and not found.is_batch and (out_chunks is not None or any(distributions)):
+        raise PlanError(
+            "out_chunks and distributions are for matrices, and an operand has one dimension: leave them out, or give "
+            "the vector as a matrix, v[:, None]"
+        )
+    if out_chunks is None:
         return found
     shape = tuple(size for axis, size in enumerate(found.shape, -len(found.shape)) if axis not in dropped)
     return dataclasses.replace(found, out_chunks=_normalized(out_chunks, shape, types.operand))
+
+
+def _named(**options: Any) -> tuple[str, ...]:
+    """Return the options of a call that are given and leave no choice, as text."""
+    given = {name: value for name, value in options.items() if value is not None and value != "auto"}
+    given = {name: value for name, value in given.items() if name != "distributions" or any(value)}
+    return tuple(f"{name}={value!r}" for name, value in given.items())
 
 
 def as_matrices(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array]:
@@ -233,7 +237,7 @@ def check_batch(batch: str | None, *, is_batch: bool) -> str:
             f"batch={batch!r}: the operands are matrices, there is one product; method='local' multiplies on one worker"
         )
     if batch not in _BATCH:
-        raise PlanError(f"unknown batch {batch!r}; known are {', '.join(map(repr, _BATCH))}")
+        raise PlanError(unknown_name("batch", batch, _BATCH))
     return batch
 
 
@@ -262,13 +266,23 @@ def check_distributions(distributions: Sequence[Distribution | None] | None) -> 
 
 def check_names(method: str | None, engine: str | None) -> tuple[str, str]:
     """Return method and engine, from the configuration where they are None; refuse unknown ones."""
-    method = setting("method") if method is None else method
-    engine = setting("engine") if engine is None else engine
-    if method not in ("auto", *METHODS):
-        raise PlanError(f"unknown method {method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
-    if engine not in ("auto", *ENGINES):
-        raise PlanError(f"unknown engine {engine!r}; known are 'auto', {', '.join(map(repr, ENGINES))}")
-    return method, engine
+    found = []
+    for name, value, known in (("method", method, METHODS), ("engine", engine, ENGINES)):
+        what, chosen = (f"config distmm.{name}", setting(name)) if value is None else (name, value)
+        if chosen not in ("auto", *known):
+            raise PlanError(unknown_name(what, chosen, ("auto", *known)))
+        found.append(chosen)
+    return found[0], found[1]
+
+
+def check_numbers(a: da.Array, b: da.Array) -> None:
+    """Refuse arrays that hold no numbers: nobody multiplies those. Objects may be numbers."""
+    for name, array in (("first", a), ("second", b)):
+        if array.dtype.kind in "MmSUT" or array.dtype.type is np.void:
+            raise PlanError(
+                f"the {name} operand has the type {array.dtype}; expected numbers: convert it, as by "
+                "astype('float64'), or leave out what is none"
+            )
 
 
 def check_shapes(a: da.Array, b: da.Array) -> None:
@@ -277,13 +291,14 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
         if array.ndim == 0:
             raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
         if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
-            raise PlanError(
+            raise UnknownChunksError(
                 f"the {name} operand has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first"
             )
     if a.shape[-1] != (b.shape[-2] if b.ndim > 1 else b.shape[0]):
         raise PlanError(
             f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
-            f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal"
+            f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal; transpose one, as "
+            "by op_a='T' or op_b='T', if that is meant"
         )
     try:
         np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -298,14 +313,21 @@ def result_chunks(a: da.Array, b: da.Array, out_chunks: Any) -> Chunks:
     """Return the chunks of the product of two matrices, as asked for or as the operands have them."""
     if out_chunks is None:
         return a.chunks[0], b.chunks[1]
+    # As normalized by `parse`, or as given.
     rows, cols = _normalized(out_chunks, (a.shape[0], b.shape[1]), a.dtype)
     return rows, cols
 
 
 def _normalized(out_chunks: Any, shape: tuple[int, ...], dtype: np.dtype) -> tuple[tuple[int, ...], ...]:
     """Return `out_chunks` as the chunk sizes along each axis of D."""
+    reason = "they do not add up to it"
     try:
         found: tuple[tuple[int, ...], ...] = normalize_chunks(out_chunks, shape, dtype=dtype)
-    except (ValueError, TypeError) as error:
-        raise PlanError(f"out_chunks={out_chunks!r} does not fit the result's shape {shape}: {error}") from error
-    return found
+        if all(min(sizes) >= 0 and sum(sizes) == n for sizes, n in zip(found, shape, strict=True)):
+            return found
+    except (ValueError, TypeError, ArithmeticError, NotImplementedError) as error:
+        reason = "there is a size of 0" if isinstance(error, ArithmeticError) else str(error)
+    raise PlanError(
+        f"out_chunks={out_chunks!r} does not fit the result's shape {shape} ({reason}); expected sizes of at least 1, "
+        "as 1000, (1000, 500) or ((600, 400), (500, 500))"
+    )

@@ -44,7 +44,7 @@ def apply_op(name: str, array: da.Array, op: str) -> da.Array:
     if op == "N":
         return array
     if array.ndim < 2:
-        raise PlanError(f"op_{name}={op!r}: {name.upper()} has {array.ndim} dimensions, transposed are matrices of 2")
+        raise PlanError(f"op_{name}={op!r}: {name.upper()} has one dimension, matrices have two; leave op_{name} out")
     turned = array.T if array.ndim == 2 else array.swapaxes(-1, -2)
     return turned.conj() if op == "C" and array.dtype.kind == "c" else turned
 

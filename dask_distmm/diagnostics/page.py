@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import bokeh
 from bokeh.layouts import column, row
 from bokeh.models import (
     ColumnDataSource,
@@ -27,8 +28,17 @@ from dask_distmm.runtime.scheduler.records import PHASES, Record
 __all__ = ["distmm_doc"]
 
 _UPDATE_MILLISECONDS = 500
+# What is said where tables stand still; the plots go on.
+_STILL = (
+    f" <b>Bokeh {bokeh.__version__} does not renew tables</b>: reload the page, or install another Bokeh (not 3.9)."
+    if bokeh.__version__.startswith("3.9.")
+    else ""
+)
+# Pixels of the table: a dozen rows; further ones are scrolled to.
+_TABLE = 330
 # Okabe and Ito's colours, which everybody can tell apart; grey for "other".
 _COLOURS = dict(zip(PHASES, ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#BBBBBB"), strict=True))
+_COLOURS[tables.RUNNING] = "#F0E442"
 _OUTCOME = """<span style="color:
 <%= {done: '#007a5a', failed: '#b34a00', restarted: '#b34a00'}[value] || 'inherit' %>"><%= value %></span>"""
 
@@ -60,7 +70,7 @@ class Page:
         self._summary = Div(styles={"font-size": "14px", "margin": "8px"})
         self._chosen = Div(styles={"font-size": "14px", "margin": "8px"})
         self._runs, self._phases, self._memory, self._rates = (
-            ColumnDataSource(data=empty) for empty in (tables.runs([], 0.0), tables.phases(None), *tables.empty())
+            ColumnDataSource(data=empty) for empty in (tables.runs([], 0.0), tables.phases(None, 0.0), *tables.empty())
         )
         self._picked: int | None = None
         self._run_axes: list[Any] = []
@@ -69,9 +79,9 @@ class Page:
             self._summary,
             self._table(),
             self._chosen,
-            row(self._timeline(), self._memory_plot(), sizing_mode="stretch_width"),
-            row(self._bytes_plot(), self._rate_plot(), sizing_mode="stretch_width"),
-            sizing_mode="stretch_width",
+            row(self._timeline(), self._memory_plot(), sizing_mode="stretch_both"),
+            row(self._bytes_plot(), self._rate_plot(), sizing_mode="stretch_both"),
+            sizing_mode="stretch_both",
         )
 
     def _table(self) -> Any:
@@ -86,19 +96,21 @@ class Page:
             ("when", "Began", 70, None),
             ("seconds", "Seconds", 70, NumberFormatter(format="0,0.000", text_align="right", nan_format="")),
             ("moved", "Received", 80, None),
-            ("tflops", "TFLOP/s", 70, NumberFormatter(format="0,0.000", text_align="right", nan_format="")),
+            ("speed", "Speed", 80, None),
             ("of_bound", "Of bound", 70, NumberFormatter(format="0%", text_align="right", nan_format="")),
-            ("reason", "Reason", 250, None),
+            ("reason", "Reason (click for all of it)", 300, None),
         ]
         made = [
             TableColumn(field=f, title=title, width=width, **({"formatter": form} if form else {}))
             for f, title, width, form in columns
         ]
-        return DataTable(source=self._runs, columns=made, index_position=None, height=180, sizing_mode="stretch_width")
+        return DataTable(
+            source=self._runs, columns=made, index_position=None, height=_TABLE, sizing_mode="stretch_width"
+        )
 
     def _timeline(self) -> Any:
-        plot = _figure("Phases of each rank", 250, y_range=[], x_axis_label="seconds since the run began")
-        colours = factor_cmap("phase", [_COLOURS[phase] for phase in PHASES], list(PHASES))
+        plot = _figure("Phases of each rank", 230, y_range=[], x_axis_label="seconds since the run began")
+        colours = factor_cmap("phase", list(_COLOURS.values()), list(_COLOURS))
         sides = {"y": "rank", "left": "left", "right": "right", "height": 0.8}
         plot.hbar(**sides, fill_color=colours, line_color=None, legend_field="phase", source=self._phases)
         plot.x_range.start = 0
@@ -108,7 +120,7 @@ class Page:
         return plot
 
     def _memory_plot(self) -> Any:
-        plot = _figure("Memory of each worker", 250, y_range=[], x_axis_label="MiB")
+        plot = _figure("Memory of each worker", 230, y_range=[], x_axis_label="MiB")
         projected = {"fill_color": None, "line_color": "#222222", "line_width": 2, "legend_label": "run, projected"}
         bars = {"y": "worker", "line_color": None, "source": self._memory}
         plot.hbar(**bars, right="process", height=0.8, color="#BBBBBB", legend_label="process now")
@@ -129,15 +141,16 @@ class Page:
         return plot
 
     def _rate_plot(self) -> Any:
-        plot = self._by_run("TFLOP/s; the line is the bound of the cost model")
-        plot.vbar(x="run", top="tflops", width=0.8, color="#0072B2", source=self._rates)
+        plot = self._by_run("Speed")
+        self._rate_title = plot.title
+        plot.vbar(x="run", top="rate", width=0.8, color="#0072B2", source=self._rates)
         plot.scatter(x="run", y="bound", marker="dash", size=16, line_width=2, color="#D55E00", source=self._rates)
-        tips = [("run", "@run"), ("TFLOP/s", "@tflops{0.000}"), ("bound", "@bound{0.000}"), ("share", "@of_bound{0%}")]
+        tips = [("run", "@run"), ("speed", "@speed"), ("bound", "@most"), ("share", "@of_bound{0%}")]
         plot.add_tools(HoverTool(tooltips=tips))
         return plot
 
     def _by_run(self, title: str) -> Any:
-        plot = _figure(title, 190, x_range=[], x_axis_label="run")
+        plot = _figure(title, 170, x_range=[], x_axis_label="run")
         plot.y_range.start = 0
         self._run_axes.append(plot.x_range)
         return plot
@@ -149,7 +162,7 @@ class Page:
     def update(self) -> None:
         """Show the latest records."""
         records = list(self._plugin.records)
-        self._summary.text = tables.summary(self._plugin.records.totals, records)
+        self._summary.text = tables.summary(self._plugin.records.totals, records) + _STILL
         table = tables.runs(records, time.time())
         if table != self._runs.data:
             picked = [table["run"].index(self._picked)] if self._picked in table["run"] else []
@@ -161,14 +174,17 @@ class Page:
 
     def _show(self, shown: Record | None, records: list[Record]) -> None:
         self._rank_axis.factors = tables.rank_names(shown)
-        self._phases.data = tables.phases(shown)
+        self._phases.data = tables.phases(shown, time.time())
         process = {address: ws.memory.process for address, ws in self._scheduler.workers.items()}
         self._memory.data = tables.memory(shown, process)
         self._worker_axis.factors = list(reversed(self._memory.data["worker"]))
         self._rates.data = tables.rates(records)
+        self._rate_title.text = f"{tables.rates_unit(records)[0]}; the line is the bound of the cost model"
         for axis in self._run_axes:
             axis.factors = self._rates.data["run"]
 
 
-def _figure(title: str, height: int, **kwargs: Any) -> Any:
-    return figure(title=title, height=height, tools="", toolbar_location=None, sizing_mode="stretch_width", **kwargs)
+def _figure(title: str, least: int, **kwargs: Any) -> Any:
+    """Return a plot of at least so many pixels, which takes what the window has."""
+    options = {"tools": "", "toolbar_location": None, "sizing_mode": "stretch_both", "min_height": least}
+    return figure(title=title, **options, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -12,7 +13,22 @@ from dask.utils import format_bytes, format_time
 from dask_distmm.diagnostics.bars import short_name
 from dask_distmm.runtime.scheduler.records import PHASES, Record, Totals
 
-__all__ = ["caption", "empty", "memory", "phases", "rank_names", "rates", "runs", "shown", "summary"]
+__all__ = [
+    "RUNNING",
+    "caption",
+    "empty",
+    "format_rate",
+    "memory",
+    "phases",
+    "rank_names",
+    "rate_unit",
+    "rates",
+    "rates_unit",
+    "runs",
+    "short_reason",
+    "shown",
+    "summary",
+]
 
 Columns = dict[str, list[Any]]
 
@@ -20,6 +36,8 @@ Columns = dict[str, list[Any]]
 _BARS = 20
 _NAN = float("nan")
 _MIB = 2**20
+# The time of a run that goes on: its phases are known when it is done.
+RUNNING = "so far"
 
 
 def empty() -> tuple[Columns, Columns]:
@@ -39,7 +57,7 @@ def runs(records: Sequence[Record], now: float) -> Columns:
     """Return the table of all runs, the newest first."""
     rows = [_row(record, now) for record in reversed(records)]
     fields = ["run", "name", "outcome", "share", "how", "engine", "when", "seconds", "moved"]
-    return {field: [one[field] for one in rows] for field in [*fields, "tflops", "of_bound", "reason"]}
+    return {field: [one[field] for one in rows] for field in [*fields, "speed", "of_bound", "reason"]}
 
 
 def _row(record: Record, now: float) -> dict[str, Any]:
@@ -55,19 +73,36 @@ def _row(record: Record, now: float) -> dict[str, Any]:
         "when": time.strftime("%H:%M:%S", time.localtime(record.started)),
         "seconds": record.seconds if done else now - record.started if record.outcome == "running" else None,
         "moved": format_bytes(record.received_bytes),
-        "tflops": record.rate / 1e12 if done else None,
+        "speed": format_rate(record.rate) if done else "",
         "of_bound": record.share_of_bound if done else None,
-        "reason": record.reason.partition("\n")[0],
+        "reason": short_reason(record.reason),
     }
 
 
+def format_rate(rate: float) -> str:
+    """Return floating-point operations a second as text, in a unit that suits the size."""
+    name, unit = rate_unit(rate)
+    return f"{rate / unit:.3g} {name}"
+
+
+def rate_unit(rate: float) -> tuple[str, float]:
+    """Return the unit in which a rate is written, and its size: of CPUs GFLOP/s, of GPUs TFLOP/s."""
+    return ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
+
+
+def short_reason(reason: str) -> str:
+    """Return why a run ended, in a line that begins with the error: run, phase and workers are in other columns."""
+    line = reason.partition("\n")[0]
+    return re.sub(r"^run \d+ of \S+ failed while \w+( on [^ ]+(, [^ ]+)*)?: ", "", line)
+
+
 def shown(records: Sequence[Record], picked: int | None) -> Record | None:
-    """Return the run whose ranks are shown: the one that was picked, or the newest that is done, or the newest."""
+    """Return the run whose ranks are shown: the one that was picked; or the newest that goes on, or has times."""
     for record in records:
         if record.run_id == picked:
             return record
-    ready = [record for record in records if record.phases]
-    found = ready or list(records)
+    going = [record for record in records if record.outcome == "running" and record.ranks]
+    found = going or [record for record in records if record.phases] or list(records)
     return found[-1] if found else None
 
 
@@ -75,9 +110,15 @@ def caption(record: Record | None, picked: int | None) -> str:
     """Return the line above the pictures of one run, as HTML."""
     if record is None:
         return "No run has begun yet."
-    why = "picked in the table" if record.run_id == picked else "the newest with times; click a row for another"
-    took = f", {format_time(record.seconds)}" if record.outcome == "done" else ""
-    return f"<b>Run {record.run_id}</b> of {escape(record.name)}: {record.outcome}{took} ({why})"
+    newest = "the newest that goes on" if record.outcome == "running" else "the newest with times"
+    why = "picked in the table" if record.run_id == picked else f"{newest}; click a row for another"
+    state = {"done": f", {format_time(record.seconds)}", "running": f", {record.share:.0%} done"}.get(
+        record.outcome, ""
+    )
+    text = f"<b>Run {record.run_id}</b> of {escape(record.name)}: {record.outcome}{state} ({why})"
+    if record.reason:
+        text += f'<div style="white-space: pre-wrap; overflow-wrap: anywhere">{escape(record.reason)}</div>'
+    return text
 
 
 def rank_names(record: Record | None) -> list[str]:
@@ -89,13 +130,16 @@ def _short(address: str) -> str:
     return address.rpartition("://")[2]
 
 
-def phases(record: Record | None) -> Columns:
-    """Return the bars of the time line: one for each phase of each rank that took any time."""
+def phases(record: Record | None, now: float) -> Columns:
+    """Return the bars of the time line: the phases of each rank; of a run that goes on the time so far."""
     found: Columns = {"rank": [], "phase": [], "left": [], "right": [], "seconds": []}
+    going = record is not None and record.outcome == "running"
     for rank, address in enumerate(record.ranks if record else ()):
         left = 0.0
-        for phase in PHASES:
+        for phase in (*PHASES, RUNNING):
             seconds = record.phases.get(address, {}).get(phase, 0.0) if record else 0.0
+            if going and record and phase == RUNNING:
+                seconds = max(0.0, now - record.started)
             if seconds > 0:
                 values = (f"{rank}: {_short(address)}", phase, left, left + seconds, seconds)
                 for column, value in zip(found.values(), values, strict=True):
@@ -116,12 +160,23 @@ def memory(record: Record | None, process: Mapping[str, int]) -> Columns:
 
 
 def rates(records: Sequence[Record]) -> Columns:
-    """Return MiB moved, speed and bound (TFLOP/s) of the last runs that are done."""
-    done = [record for record in records if record.outcome == "done"][-_BARS:]
+    """Return MiB moved, speed and bound (in the unit of `rates_unit`) of the last runs that are done."""
+    done, (_, unit) = _last_done(records), rates_unit(records)
     return {
         "run": [str(record.run_id) for record in done],
         "moved": [record.received_bytes / _MIB for record in done],
-        "tflops": [record.rate / 1e12 for record in done],
-        "bound": [record.bound / 1e12 for record in done],
+        "rate": [record.rate / unit for record in done],
+        "bound": [record.bound / unit for record in done],
+        "speed": [format_rate(record.rate) for record in done],
+        "most": [format_rate(record.bound) for record in done],
         "of_bound": [record.share_of_bound for record in done],
     }
+
+
+def rates_unit(records: Sequence[Record]) -> tuple[str, float]:
+    """Return the unit in which the speeds of the last runs are drawn, and its size."""
+    return rate_unit(max((record.rate for record in _last_done(records)), default=0.0))
+
+
+def _last_done(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.outcome == "done"][-_BARS:]

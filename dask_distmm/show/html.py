@@ -14,7 +14,8 @@ from dask_distmm.planning.cublasmp.tiles import Tile
 from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.many.batches import BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan
-from dask_distmm.planning.plan import Estimate, Plan
+from dask_distmm.planning.placement import Estimate
+from dask_distmm.planning.plan import Plan
 from dask_distmm.show.svg import Bar, Cell, Matrix, bars, coarse, colour, key, product
 from dask_distmm.show.text import WHAT, in_words
 
@@ -29,10 +30,11 @@ _MOST_PRODUCTS = 24
 
 def plan_html(plan: Plan) -> str:
     """Return a plan as notebooks show it."""
-    placed = "as they lie now" if plan.where_a is not None else "not known yet, so taken as spread evenly"
+    placed = "as they lie now" if "a" in plan.where else "not known yet, so taken as spread evenly"
     owners = "; D's where they will be"
     sections = [
         _title(f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}"),
+        f"<div><b>@ is left to Dask's own tasks under enable():</b> {escape(plan.left)}</div>" if plan.left else "",
         f"<div>{escape(_sentence(plan))}</div>",
         _beside(f"Chunks, by the workers that hold them ({placed}{owners})", _chunks(plan)),
         _beside(f"Who multiplies what: {WHAT[plan.method]}", _layout(plan)),
@@ -157,7 +159,8 @@ def _chunks(plan: Plan) -> str:
 
     steps = []
     drawn = []
-    for operand, owners in (("a", holders(plan.where_a)), ("b", holders(plan.where_b)), ("d", plan.owners)):
+    held = {name: holders(plan.where.get(name)) for name in "ab"}
+    for operand, owners in (*held.items(), ("d", plan.owners)):
         sizes = plan.problem.chunks_of(operand)
         ncols = len(sizes[1])
         rows, row_step = coarse(_edges(sizes[0]))
@@ -271,7 +274,7 @@ def _ways(plan: Plan) -> str:
         rows.append(Bar(name, note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=estimate is chosen))
     if (own := plan.by_tasks) is not None:
         parts = [own.compute_seconds, own.transfer_seconds, own.seconds - own.compute_seconds - own.transfer_seconds]
-        note = f"{format_time(own.seconds)}; with what Dask takes around it the run takes {format_time(plan.expected)}"
+        note = f"{format_time(own.seconds)}; with what Dask takes around it the run takes {format_time(plan.seconds)}"
         rows.append(Bar("Dask's own tasks", note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=not plan.worth_it))
     more = f"<div>and {len(ways) - _MOST_WAYS} more, see the text</div>" if len(ways) > _MOST_WAYS else ""
     legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "messages")])

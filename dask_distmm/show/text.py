@@ -10,7 +10,8 @@ from dask_distmm.arrays.product import NotCollective
 from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.many.batches import BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan, Share
-from dask_distmm.planning.plan import Estimate, Plan, everywhere
+from dask_distmm.planning.placement import Estimate, everywhere
+from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 
 __all__ = ["WHAT", "batch_text", "group_text", "in_words", "plan_text", "reason_text"]
@@ -43,6 +44,7 @@ def plan_text(plan: Plan) -> str:
     packed = [name for name, on in zip("ABD", (plan.packing.a, plan.packing.b, plan.packing.d), strict=True) if on]
     lines = [
         f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
+        *([f"  @         left to Dask's own tasks under enable(): {plan.left}"] if plan.left else []),
         f"  A         {problem.m} x {problem.k} {problem.a_dtype}, {chunks('a')}",
         f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
         f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {_computed_in(problem)}",
@@ -86,8 +88,8 @@ def _order(problem: Problem) -> list[str]:
 
 def _placed(plan: Plan) -> str:
     texts = {
-        name: "not known" if where is None else "on all workers" if everywhere(where) else "where they lie"
-        for name, where in (("A", plan.where_a), ("B", plan.where_b))
+        name.upper(): "not known" if where is None else "on all workers" if everywhere(where) else "where they lie"
+        for name, where in ((name, plan.where.get(name)) for name in "ab")
     }
     if texts["A"] == texts["B"]:
         return "spread evenly (not known yet)" if texts["A"] == "not known" else texts["A"]
@@ -146,7 +148,7 @@ def _compared(plan: Plan) -> list[str]:
     taken = "the run" if plan.worth_it else "Dask's own tasks"
     rows, cols, depth = plan.by_tasks.grid
     return [
-        f"  Dask      {format_time(plan.around)} around the run, {format_time(plan.expected)} in all",
+        f"  Dask      {format_time(plan.around)} around the run, {format_time(plan.seconds)} in all",
         f"            as {rows * cols * depth} products of chunks {format_time(plan.by_tasks.seconds)}; "
         f"under enable() @ takes {taken}",
     ]

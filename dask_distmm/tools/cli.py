@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from dask_distmm._version import __version__
+from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.epilogs import Epilog
 from dask_distmm.planning import ENGINES, METHODS
 
@@ -22,6 +23,8 @@ __all__ = ["main"]
 
 # The exit status by which a shell knows a program that Ctrl-C (signal 2) has ended.
 INTERRUPTED = 130
+# The exit status of wrong options; click's own, too.
+WRONG = 2
 
 Function = Callable[..., Any]
 
@@ -40,7 +43,7 @@ def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]
     interrupted
         The message after Ctrl-C.
     failed
-        Exit status after an error.
+        Exit status after an error other than a `PlanError`, which is about the options: after that it is 2.
     """
 
     def decorate(function: Function) -> Function:
@@ -64,7 +67,7 @@ def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]
                 # The first line: some errors go on with pages of details.
                 reason = (str(error).splitlines() or [""])[0]
                 click.echo(f"Error: {type(error).__name__}: {reason} (--debug shows the traceback)", err=True)
-                ctx.exit(failed)
+                ctx.exit(WRONG if isinstance(error, PlanError) else failed)
 
         return run
 
@@ -85,6 +88,39 @@ WORKERS = click.option(
     show_default="one a core, at least 2; on GPUs one each",
     help="Worker processes to start on this machine, where no --scheduler is given.",
 )
+
+
+class EpilogName(click.Choice[str]):
+    """One of many epilogs, which a mistake does not print all."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """Say which of them are similar."""
+        return unknown_name("epilog", value, map(str, self.choices), "docs/epilogs.md")
+
+
+class Sections(click.Command):
+    """A command whose help has its options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, those of each group under its title."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                groups.setdefault(_GROUPS.get(str(param.name), "Options"), []).append(record)
+        for title in ("Product", "Epilog", "How", "Files", "Where", "Options"):
+            if records := groups.get(title):
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+# The group of each option in a command's help; the others are "Options".
+_GROUPS = {
+    **dict.fromkeys(["op_a", "op_b", "alpha", "c", "beta", "dtype"], "Product"),
+    **dict.fromkeys(["epilog", "bias", "aux"], "Epilog"),
+    **dict.fromkeys(["chunks", "engine", "method"], "How"),
+    **dict.fromkeys(["out", "aux_out", "overwrite", "html"], "Files"),
+    **dict.fromkeys(["scheduler", "workers"], "Where"),
+}
 
 
 class Sizes(click.ParamType[Any]):
@@ -115,7 +151,7 @@ OPERANDS = together(
     click.option("--beta", type=float, show_default="1 with --c", help="Factor of C."),
     click.option(
         "--epilog",
-        type=click.Choice([str(epilog.value) for epilog in Epilog]),
+        type=EpilogName([str(epilog.value) for epilog in Epilog]),
         metavar="NAME",
         help="What is done to the product before it is stored: relu, gelu_bias, ... (docs/epilogs.md).",
     ),
@@ -161,7 +197,7 @@ def demo(ctx: click.Context, /, size: int, workers: int | None) -> None:
     job.run(size, workers, click.echo)
 
 
-@main.command()
+@main.command(cls=Sections)
 @OPERANDS
 @click.option("--out", required=True, metavar="FILE", help="Where the result goes.")
 @click.option("--aux-out", metavar="FILE", help="Where the epilog's auxiliary output goes; dropped by default.")
@@ -187,7 +223,7 @@ def matmul(
 
     \b
     Examples:
-      dask distmm matmul A.zarr B.zarr --out C.zarr
+      dask distmm matmul A.zarr B.zarr --out D.zarr
       dask distmm matmul X.npy X.npy --op-a T --dtype float32 --out gram.npy
       dask distmm matmul X.zarr W.npy --epilog relu_bias --bias b.npy --out H.zarr
     """  # noqa: D301 - click reads the backspace
@@ -204,7 +240,7 @@ def matmul(
     )
 
 
-@main.command()
+@main.command(cls=Sections)
 @OPERANDS
 @SCHEDULER
 @click.option(
@@ -223,11 +259,13 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     """
     from dask_distmm.tools.commands import multiply
 
+    if html is not None:
+        multiply.check_page(html)
     asked = multiply.FileProduct(**request)
     plan = multiply.explained(asked, scheduler, workers)
     click.echo(repr(plan))
     if html is not None:
-        html.write_text(multiply.page(plan, f"{asked.a} @ {asked.b}"), encoding="utf-8")
+        multiply.write_page(html, multiply.page(plan, f"{asked.a} @ {asked.b}"))
         click.echo(f"pictures: {html}")
 
 
@@ -268,16 +306,20 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, **options: An
     """Time square products next to Dask's own matmul, and NumPy in one process, in two minutes.
 
     Inputs are fresh random matrices in memory, results are checked. NumPy has its turn only where the
-    cluster is started here, on CPUs. Exit status: 1 if a case failed or was wrong.
+    cluster is started here, on CPUs. After Ctrl-C it prints what it has measured. Exit status: 1 if a case
+    failed or was wrong.
     """
     from dask_distmm.tools.commands import bench as job
 
     if plot is not None:
         job.check_plot(plot)
     found = job.run(**options, progress=functools.partial(click.echo, err=True))
+    interrupted = found.pop("interrupted")
     click.echo(json.dumps(found, indent=1, allow_nan=False) if as_json else job.table(found))
     if plot is not None:
         job.draw(found, plot)
+    if interrupted:
+        raise KeyboardInterrupt
     if job.failures(found):
         ctx.exit(1)
 

@@ -25,6 +25,7 @@ from dask_distmm import enabled, explain
 from dask_distmm._version import __version__
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.errors import DistMMError
+from dask_distmm.installing import library_of
 from dask_distmm.runtime.keys import barrier_key
 from dask_distmm.tools.local import available_memory, chunk_rows, running_cluster, use_gpus
 
@@ -76,6 +77,17 @@ def too_little_memory(size: int, workers: int, available: int) -> str | None:
         f"2 here for the check; and {format_bytes(memory_needed(0, workers))} for the processes); "
         f"{format_bytes(available)} are available; {advice}"
     )
+
+
+def library(name: str) -> Any:
+    """Return a module of the extra "demo".
+
+    Raises
+    ------
+    DistMMError
+        It is not installed.
+    """
+    return library_of("demo", name, "the demo")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -165,8 +177,7 @@ def with_products(pixels: NDArray[Any]) -> NDArray[Any]:
 
 def digits(workers: int) -> da.Array:
     """Return scikit-learn's handwritten digits with products of pixels, standardised. Lazy."""
-    from sklearn.datasets import load_digits
-
+    load_digits = library("sklearn.datasets").load_digits
     pixels = load_digits().data
     count, width = pixels.shape
     features = width + width * (width + 1) // 2
@@ -269,10 +280,12 @@ def run(size: int, workers: int, say: Say) -> None:
     Raises
     ------
     DistMMError
-        A product failed, or is wrong.
+        A library is not installed; a product failed, or is wrong.
     KeyboardInterrupt
         Ctrl-C. The cluster is stopped and its files are removed then, as always.
     """
+    for name in ("sklearn", "zarr"):
+        library(name)  # before a cluster is started
     # The scheduler is in this process, and tells of every worker that is stopped.
     logging.getLogger("dask_distmm").setLevel(logging.ERROR)
     say(f"dask_distmm {__version__} demo: {workers} {'GPU workers' if use_gpus() else 'workers of one thread'}")

@@ -23,7 +23,7 @@ from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster
 from distributed.system import MEMORY_LIMIT
 
-from dask_distmm.errors import DistMMError
+from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.planning import ENGINES
 
 __all__ = [
@@ -221,6 +221,8 @@ def connected(scheduler: str | None, workers: int | None, name: str) -> Iterator
 
     Raises
     ------
+    PlanError
+        That is no address.
     DistMMError
         No scheduler answers there, or it has no workers.
     """
@@ -233,7 +235,9 @@ def connected(scheduler: str | None, workers: int | None, name: str) -> Iterator
     with quiet_failure():
         try:
             client = Client(scheduler, timeout=CONNECT_SECONDS)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
+            raise PlanError(f"--scheduler {scheduler} is no address; expected one as tcp://host:8786") from error
+        except OSError as error:
             reason = str(error).splitlines()[0]
             raise DistMMError(
                 f"no Dask scheduler answers at {scheduler} ({reason}): is it running, is it reachable?"

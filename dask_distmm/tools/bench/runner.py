@@ -50,6 +50,7 @@ def run(
     seed: int,
     progress: Callable[[str], None],
     seconds: float = float("inf"),
+    into: list[Measured] | None = None,
 ) -> list[Measured]:
     """Measure every peer at every size and grid; a case that fails or is wrong ends, the rest goes on.
 
@@ -57,9 +58,10 @@ def run(
     them. Rounds start at different cases, so that no peer always follows the same neighbour's leftovers.
 
     No round is begun that would probably end after `seconds`, and no size of which not even one round would count;
-    the first round of the first size always is.
+    the first round of the first size always is. What is measured is also put `into` a list, as it comes:
+    an interrupt leaves what is there.
     """
-    everything: list[Measured] = []
+    everything = [] if into is None else into
     began, last = time.monotonic(), 0.0
     for number, size in enumerate(sizes):
         if number:

@@ -24,7 +24,7 @@ def measure(
     seconds: float = float("inf"),
     **context: Any,
 ) -> dict[str, Any]:
-    """Measure all peers that run here, and return the document of it.
+    """Measure all peers that run here, and return the document of it, also of what there is after Ctrl-C.
 
     Parameters
     ----------
@@ -40,15 +40,24 @@ def measure(
     for name, reason in reasons.items():
         if reason:
             progress(f"{name} skipped: {reason}")
-    measured = runner.run(
-        [peer for peer in peers if not reasons[peer.name]],
-        sizes,
-        dtype=dtype,
-        repeat=repeat,
-        seed=seed,
-        progress=progress,
-        seconds=seconds,
-    )
+    measured: list[runner.Measured] = []
+    interrupted = False
+    try:
+        runner.run(
+            [peer for peer in peers if not reasons[peer.name]],
+            sizes,
+            dtype=dtype,
+            repeat=repeat,
+            seed=seed,
+            progress=progress,
+            seconds=seconds,
+            into=measured,
+        )
+    except KeyboardInterrupt:
+        measured = [one for one in measured if one.samples]
+        if not measured:
+            raise
+        interrupted = True
     described = [
         {"name": peer.name, "skipped": reasons[peer.name], "details": None if reasons[peer.name] else peer.describe()}
         for peer in peers
@@ -68,5 +77,6 @@ def measure(
             "blas": environment.blas_pools(),
         },
         peers=described,
+        interrupted=interrupted,
         **context,
     )

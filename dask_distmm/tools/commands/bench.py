@@ -9,7 +9,8 @@ from typing import Any
 
 import dask
 
-from dask_distmm.errors import DistMMError
+from dask_distmm.errors import DistMMError, PlanError
+from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand
 from dask_distmm.runtime.client import ask_roster
 from dask_distmm.tools.bench import report, suite
@@ -31,17 +32,19 @@ def check_plot(path: Path) -> None:
     Raises
     ------
     DistMMError
-        There is no matplotlib, or it draws no such files, or the folder is not there.
+        There is no matplotlib; a `PlanError`: it draws no such files, or the folder is not there.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        raise DistMMError(f"--plot needs matplotlib ({error}): python -m pip install matplotlib") from error
+        raise DistMMError(
+            f"--plot needs matplotlib, which can't be imported ({error}): {install_command('plot')}"
+        ) from error
     known = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in known:
-        raise DistMMError(f"--plot {path}: expected a name that ends in one of {', '.join(sorted(known))}")
+        raise PlanError(f"--plot {path}: expected a name that ends in .png, .svg or .pdf")
     if not path.absolute().parent.is_dir():
-        raise DistMMError(f"--plot {path}: there is no folder {path.parent}")
+        raise PlanError(f"--plot {path} can't be written: there is no folder {path.parent}; make it")
 
 
 def run(
@@ -55,7 +58,7 @@ def run(
     seconds: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure; return the document.
+    """Measure; return the document, and under "interrupted" whether Ctrl-C has ended it early.
 
     Parameters
     ----------

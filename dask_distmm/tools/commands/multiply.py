@@ -20,15 +20,24 @@ import numpy as np
 from dask.utils import format_bytes, format_time
 from distributed import Client, as_completed, futures_of, wait
 
-from dask_distmm import BatchPlan, NotCollective, Plan, PlanError, explain, matmul, progress
+from dask_distmm import Explanation, Plan, PlanError, explain, matmul, progress
 from dask_distmm.errors import DistMMError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.tools.commands.places import Place, parse_place
 from dask_distmm.tools.commands.reading import read
-from dask_distmm.tools.commands.writing import check_target, check_type, make_zarr, regular, staged, writer
+from dask_distmm.tools.commands.writing import (
+    check_folder,
+    check_inputs,
+    check_target,
+    check_type,
+    make_zarr,
+    regular,
+    staged,
+    writer,
+)
 from dask_distmm.tools.local import connected, default_workers
 
-__all__ = ["FileProduct", "explained", "page", "run"]
+__all__ = ["FileProduct", "check_page", "explained", "page", "run", "write_page"]
 
 Say = Callable[[str], None]
 
@@ -101,9 +110,15 @@ class FileProduct:
             name = next((name for name in needed if name.endswith("_aux")), None)
             if name is None:
                 raise PlanError(
-                    f"--aux is for the epilogs of a backward pass (drelu, dgelu, ...); found {self.epilog!r}"
+                    f"--aux is for the epilogs of a backward pass (drelu, dgelu, ...); found {self.epilog!r}: take one "
+                    "of them, or leave --aux out"
                 )
             given[name] = get(self.aux, None if name == "relu_aux" else self.dtype)
+        if self.bias is not None and "bias" not in needed:
+            raise PlanError(
+                f"--bias is for epilogs that add one (bias, relu_bias, ...); found {self.epilog!r}: take one of them, "
+                "or leave --bias out"
+            )
         missing = ["--bias" if name == "bias" else "--aux" for name in needed if name not in given]
         if missing:
             raise PlanError(f"epilog {self.epilog!r} needs {missing[0]} FILE")
@@ -142,7 +157,7 @@ def out_chunks(chunks: Sequence[Sequence[int]], wanted: Sequence[int] | None) ->
 # The plan
 
 
-def explained(asked: FileProduct, scheduler: str | None, workers: int | None) -> Plan | BatchPlan | NotCollective:
+def explained(asked: FileProduct, scheduler: str | None, workers: int | None) -> Explanation:
     """Return the plan for a product: on a cluster, or on workers of this machine that are only imagined."""
     if scheduler is None:
         count = workers or default_workers()
@@ -154,7 +169,12 @@ def explained(asked: FileProduct, scheduler: str | None, workers: int | None) ->
         return explain(*arrays, **options)
 
 
-def page(plan: Plan | BatchPlan | NotCollective, title: str) -> str:
+def check_page(path: Path) -> None:
+    """Make sure that a page can be written, before the work for it; see `check_folder`."""
+    check_folder(f"--html {path}", path.absolute().parent)
+
+
+def page(plan: Explanation, title: str) -> str:
     """Return a plan as a page for browsers."""
     from html import escape
 
@@ -164,6 +184,20 @@ def page(plan: Plan | BatchPlan | NotCollective, title: str) -> str:
         f"<title>{escape(title)}</title></head>\n"
         f'<body style="font-family: sans-serif; margin: 2em">\n{body}\n</body></html>\n'
     )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page to a file.
+
+    Raises
+    ------
+    PlanError
+        It can't be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"--html {path} can't be written: {error.strerror}; give another path") from error
 
 
 # The product
@@ -197,14 +231,19 @@ def run(
     Raises
     ------
     DistMMError
-        Something can't be read, multiplied or written. Files that were there before are unchanged then.
+        Something can't be read, multiplied or written; a `PlanError` before anything is computed. Files that were there
+        before are unchanged then.
     """
     targets = [parse_place(out), *([parse_place(aux_out)] if aux_out is not None else [])]
     if aux_out is not None and not asked.kept:
-        raise PlanError(f"--aux-out: epilog {asked.epilog!r} has no auxiliary output")
+        raise PlanError(
+            f"--aux-out is for epilogs with an auxiliary output (relu_aux, ...); found {asked.epilog!r}: take one of "
+            "them, or leave --aux-out out"
+        )
     if len({place.target for place in targets}) < len(targets):
         raise PlanError(f"--out and --aux-out are the same: {out}")
     for place in targets:
+        check_inputs(place, asked.places)
         check_target(place, overwrite)
     if scheduler is None:
         # Before a cluster is started: most mistakes show here.
@@ -242,7 +281,7 @@ def _results(asked: FileProduct, found: Any, count: int) -> list[da.Array]:
     return kept
 
 
-def _speed(plan: Plan | BatchPlan | NotCollective, seconds: float) -> str:
+def _speed(plan: Explanation, seconds: float) -> str:
     flops = plan.flops if isinstance(plan, Plan) else 0
     rate = f", {flops / seconds / 1e9:.1f} GFLOP/s" if flops else ""
     return f"read and multiplied in {format_time(seconds)}{rate}"

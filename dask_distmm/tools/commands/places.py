@@ -6,9 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from dask_distmm.errors import DistMMError
+from dask_distmm.errors import PlanError
+from dask_distmm.installing import library_of
 
-__all__ = ["Place", "datasets", "first_line", "h5py_for", "parse_place"]
+__all__ = ["Place", "datasets", "first_line", "h5py_for", "parse_place", "zarr_for"]
 
 _KINDS = {".zarr": "zarr", ".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5"}
 _HOW = "X.zarr, X.zarr::path/of/array, X.npy or X.h5::dataset"
@@ -59,7 +60,7 @@ def parse_place(text: str) -> Place:
 
     Raises
     ------
-    DistMMError
+    PlanError
         The name does not say which format it is.
     """
     path, _, inner = text.partition("::")
@@ -67,22 +68,44 @@ def parse_place(text: str) -> Place:
     if kind is None and path and Path(path).is_dir():
         kind = "zarr"
     if kind is None or (kind == "npy" and inner):
-        raise DistMMError(f"{text}: expected {_HOW}")
+        raise PlanError(f"{text!r} names no format; expected {_HOW}")
     return Place(path if "://" in path else str(Path(path).absolute()), inner.strip("/"), kind, text)
 
 
 def h5py_for(path: str) -> Any:
     """Return the module h5py, which a file needs."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise DistMMError(f"{path}: HDF5 needs h5py ({error}), here and on the workers: pip install h5py") from error
-    return h5py
+    return _library("h5py", path)
+
+
+def zarr_for(path: str) -> Any:
+    """Return the module zarr, which a store needs."""
+    return _library("zarr", path)
+
+
+def _library(name: str, path: str) -> Any:
+    """Return a module of the extra "files".
+
+    Raises
+    ------
+    DistMMError
+        It is not installed.
+    """
+    return library_of("files", name, path, ", here and on the workers")
 
 
 def datasets(h5py: Any, place: Place) -> list[str]:
-    """Return the names of all datasets in an HDF5 file."""
+    """Return the names of all datasets in an HDF5 file.
+
+    Raises
+    ------
+    PlanError
+        There is no such file, or it is none.
+    """
     names: list[str] = []
+    if not place.file.is_file():
+        raise PlanError(f"{place}: there is no file {place.path}")
+    if not h5py.is_hdf5(place.path):
+        raise PlanError(f"{place}: {place.path} is no HDF5 file, or it is damaged; write it anew")
     with h5py.File(place.path, "r") as file:
         file.visititems(lambda name, node: names.append(name) if isinstance(node, h5py.Dataset) else None)
     return names

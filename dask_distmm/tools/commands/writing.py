@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from dask_distmm.errors import DistMMError
-from dask_distmm.tools.commands.places import Place, datasets, first_line, h5py_for
+from dask_distmm.errors import DistMMError, PlanError
+from dask_distmm.tools.commands.places import Place, datasets, first_line, h5py_for, zarr_for
 from dask_distmm.tools.local import interrupts_deferred
 
-__all__ = ["check_target", "check_type", "make_zarr", "regular", "staged", "writer"]
+__all__ = ["check_folder", "check_inputs", "check_target", "check_type", "make_zarr", "regular", "staged", "writer"]
 
 
 def regular(chunks: Sequence[int]) -> int:
@@ -30,21 +30,49 @@ def check_target(place: Place, overwrite: bool) -> None:
 
     Raises
     ------
-    DistMMError
+    PlanError
         It is not on this machine's file system, is there already, or can't be written.
     """
     if place.remote:
-        raise DistMMError(f"{place}: results go to a path of the file system: a URL can't be renamed when complete")
-    others = _others(place)
+        raise PlanError(
+            f"{place} is a URL, where a result can't be renamed when it is complete; give a path of the file system"
+        )
+    # Before --overwrite is offered, which would not help then.
+    if others := _others(place):
+        raise PlanError(f"{place} can't be written: {others}")
     if place.target.exists() and not overwrite:
-        raise DistMMError(f"{place} exists; --overwrite replaces it")
-    if others:
-        raise DistMMError(f"{place} is not overwritten: {others}")
-    folder = place.file.parent
+        raise PlanError(f"{place} exists; --overwrite replaces it")
+    check_folder(place, place.file.parent)
+
+
+def check_folder(what: object, folder: Path) -> None:
+    """Make sure that files can be made in a folder.
+
+    Raises
+    ------
+    PlanError
+        There is no such folder, or files can't be made in it.
+    """
     if not folder.is_dir():
-        raise DistMMError(f"{place}: there is no folder {folder}")
+        raise PlanError(f"{what} can't be written: there is no folder {folder}; make it, or give another path")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise DistMMError(f"{place}: the folder {folder} can't be written to")
+        raise PlanError(f"{what} can't be written: the folder {folder} is read-only for you; give another path")
+
+
+def check_inputs(place: Place, inputs: Sequence[Place]) -> None:
+    """Make sure that a result takes the place of none of the arrays that it is made from.
+
+    Raises
+    ------
+    PlanError
+        It would.
+    """
+    for given in inputs:
+        if given.remote:
+            continue
+        ours, theirs = place.target, given.target
+        if ours == theirs or ours in theirs.parents or theirs in ours.parents:
+            raise PlanError(f"{place} is the input {given} too, which would be lost; give another file for the result")
 
 
 def check_type(place: Place, dtype: Any) -> None:
@@ -52,36 +80,38 @@ def check_type(place: Place, dtype: Any) -> None:
 
     Raises
     ------
-    DistMMError
+    PlanError
         It has not.
     """
     if np.dtype(dtype).kind not in "biufc":
-        raise DistMMError(f"{place}: the result is of {dtype}, which such files don't have; take another --dtype")
+        raise PlanError(f"{place}: the result is of {dtype}, which such files don't have; take another --dtype")
 
 
 def _others(place: Place) -> str:
     """Return why more than an array would be lost if its place were overwritten; empty if nothing would be."""
     file = place.file
     if place.kind == "zarr" and file.exists():
-        import zarr
-
+        zarr = zarr_for(place.path)
         try:
             store = zarr.open(str(file), mode="r")
             found = zarr.open(str(file), path=place.inner or None, mode="r") if place.target.exists() else None
         except Exception as error:  # whatever a damaged store is read as
-            return f"it is no Zarr store that can be read ({first_line(error)}); remove it first"
+            return f"{file} is there, and is no Zarr store that can be read ({first_line(error)}); remove it first"
         if isinstance(found, zarr.Group):
-            return "it is a group; name one of its arrays, or remove it first"
+            return "a group of arrays is there; name one of its arrays, or remove it first"
         if place.inner and not isinstance(store, zarr.Group):
-            return f"{place.path} is an array and can't hold another one"
+            return f"{place.path} is an array and can't hold another one; give another store"
     elif place.kind == "hdf5":
         h5py = h5py_for(place.path)
         if file.exists():
             names = datasets(h5py, place)
             if len(names) > 1 or (place.inner and names != [place.inner]):
-                return f"it has the datasets {', '.join(names[:5])}, and HDF5 files are replaced as a whole"
+                return (
+                    f"{file} has the datasets {', '.join(names[:5]) or 'none'}, and HDF5 files are replaced as a "
+                    "whole; give another file, or remove this one first"
+                )
     elif file.is_dir():
-        return "it is a folder"
+        return "it is a folder; give a file"
     return ""
 
 
@@ -93,7 +123,7 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
 
     Raises
     ------
-    DistMMError
+    PlanError
         As `check_target`; and if the target has come into being meanwhile.
     """
     check_target(place, overwrite)
@@ -101,7 +131,12 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
     made: list[Path] = []  # so that it is known here even if Ctrl-C comes while it is made
     try:
         with interrupts_deferred():
-            made.append(Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=home)))
+            try:
+                made.append(Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=home)))
+            except OSError as error:
+                raise PlanError(
+                    f"{place} can't be written: no folder can be made in {home} ({error.strerror}); give another path"
+                ) from error
         folder = made[0]
         # As open as the target's folder: workers may be other users.
         folder.chmod(stat.S_IMODE(home.stat().st_mode) | stat.S_IRWXU)
@@ -123,8 +158,7 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
 
 def _make_group(place: Place) -> None:
     """Make the groups that an array in a Zarr store is to be in, as far as they are missing."""
-    import zarr
-
+    zarr = zarr_for(place.path)
     version = zarr.open_group(str(place.file), mode="r").metadata.zarr_format
     parent = str(Path(place.inner).parent)
     zarr.open_group(str(place.file), path="" if parent == "." else parent, mode="a", zarr_format=version)
@@ -132,8 +166,7 @@ def _make_group(place: Place) -> None:
 
 def _consolidate(place: Place) -> None:
     """Bring a Zarr store's consolidated metadata up to date, where it has any."""
-    import zarr
-
+    zarr = zarr_for(place.path)
     if zarr.open_group(str(place.file), mode="r").metadata.consolidated_metadata is not None:
         zarr.consolidate_metadata(str(place.file))
 
@@ -167,8 +200,7 @@ def writer(
 
 def make_zarr(path: Path, place: Place, shape: Sequence[int], chunks: Sequence[int], dtype: Any) -> Any:
     """Return a new Zarr array for the workers to write, at a path of `staged`."""
-    import zarr
-
+    zarr = zarr_for(place.path)
     inside = place.target != place.file
     version = zarr.open_group(str(place.file), mode="r").metadata.zarr_format if inside else 3
     try:

@@ -12,6 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dask.utils import format_bytes
+from packaging.version import Version
+
+from dask_distmm._version import TESTED_DASK
+from dask_distmm.installing import install_command
 
 __all__ = ["HERE", "Finding", "Report", "differing", "judge", "short"]
 
@@ -155,6 +159,7 @@ def judge(report: Report) -> Iterator[Finding]:
     yield from _package(report)
     yield from _engines(report)
     yield from _versions(report)
+    yield from _tested(report)
     yield from _gpus(report)
     yield from _machines(report)
 
@@ -162,11 +167,11 @@ def judge(report: Report) -> Iterator[Finding]:
 def _package(report: Report) -> Iterator[Finding]:
     """Yield findings unless dask_distmm is everywhere, in one version."""
     here = report.client["versions"]["dask_distmm"]
-    install = f'python -m pip install "dask_distmm=={here}"'
+    install = install_command(elsewhere=True)
     missing = [a for a, facts in report.answering.items() if not facts["versions"]["dask_distmm"]]
     if missing:
         yield Finding(
-            "error", "dask_distmm is not installed", f"{install}   # there, then restart them", tuple(missing)
+            "error", "dask_distmm is not installed", f"{install}   # there, then start them again", tuple(missing)
         )
     others = {
         a: v for a, facts in report.answering.items() if (v := facts["versions"]["dask_distmm"]) not in (None, here)
@@ -180,7 +185,7 @@ def _package(report: Report) -> Iterator[Finding]:
     version = report.scheduler["versions"]["dask_distmm"]
     if version is None or version != here:
         found = f"has dask_distmm {version}, this client {here}" if version else "lacks dask_distmm"
-        yield Finding("error", f"the scheduler {found}", f"{install}   # there, then restart it")
+        yield Finding("error", f"the scheduler {found}", f"{install}   # there, then start it again")
     elif isinstance(broken := report.scheduler.get("package"), Mapping):
         yield Finding("error", f"the scheduler can't import dask_distmm: {broken['error']}", f"{install}   # there")
 
@@ -189,13 +194,16 @@ def _engines(report: Report) -> Iterator[Finding]:
     """Yield findings unless the engine that multiplies is on all workers, with the same libraries."""
     for address, facts in report.answering.items():
         if facts["versions"]["dask_distmm"] and "error" in (found := facts["engines"]):
-            yield Finding("error", f"dask_distmm can't be imported: {found['error']}", "", (address,))
+            text = f"dask_distmm can't be imported: {found['error']}"
+            yield Finding(
+                "error", text, f"{install_command(elsewhere=True)}   # there, then start it again", (address,)
+            )
     name = report.engine
     if name is None:
         # Where all lack the package that has been said.
         if any("error" not in facts["engines"] for facts in report.answering.values()):
             why = "; ".join(f"{engine}: {_why_not(report, engine)}" for engine in report.engines)
-            remedy = 'python -m pip install "dask_distmm[cu13]"   # or cu12' if report.wanted == "cublasmp" else ""
+            remedy = f"{install_command('cu13', elsewhere=True)}   # or cu12" if report.wanted == "cublasmp" else ""
             yield Finding("error", f"{report.reason}. {why}", remedy)
         return
     able = report.able(name)
@@ -243,6 +251,18 @@ def _versions(report: Report) -> Iterator[Finding]:
             yield Finding(
                 "warning", f"versions of {name} differ: {listed}", remedy or f"use Python {common} everywhere"
             )
+
+
+def _tested(report: Report) -> Iterator[Finding]:
+    """Yield a note where Dask is newer than the versions that were tested."""
+    newest = max(map(Version, TESTED_DASK))
+    here = str(report.client["versions"].get("distributed") or newest)
+    if Version(here) > newest:
+        yield Finding(
+            "note",
+            f"distributed {here} is newer than those tested, {', '.join(TESTED_DASK)}; where it lacks something "
+            "that is needed, multiplies say so and products under enable() are Dask's own",
+        )
 
 
 def _gpus(report: Report) -> Iterator[Finding]:
@@ -361,7 +381,7 @@ def _why_not(report: Report, engine: str) -> str:
 def _install(facts: Mapping[str, Any]) -> str:
     """Return the command that installs the libraries for GPUs, for the CUDA of the driver."""
     driver = str(facts["gpus"].get("cuda", "13"))
-    return f'python -m pip install --upgrade "dask_distmm[{"cu12" if driver.startswith("12") else "cu13"}]"'
+    return install_command("cu12" if driver.startswith("12") else "cu13", elsewhere=True)
 
 
 def _device(facts: Mapping[str, Any]) -> str | None:

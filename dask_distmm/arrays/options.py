@@ -1,0 +1,110 @@
+"""The defaults of the options, and the signatures of the functions that take them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
+
+from dask_distmm.typing import AllOptions
+
+__all__ = ["DEFAULTS", "HINTS", "takes"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# In the order in which signatures show them.
+DEFAULTS: AllOptions = {
+    "alpha": 1.0,
+    "beta": None,
+    "op_a": "N",
+    "op_b": "N",
+    "epilog": None,
+    "epilog_inputs": None,
+    "bias_axis": -1,
+    "result_amax": False,
+    "a_type": None,
+    "b_type": None,
+    "result_type": None,
+    "quantization_scales": None,
+    "compute_type": None,
+    "method": None,
+    "engine": None,
+    "out_chunks": None,
+    "workers": None,
+    "distributions": None,
+    "logger": None,
+    "batch": None,
+}
+
+
+# Names that similar functions have, and how the same is written here.
+HINTS = {
+    "bias": "give epilog='bias' and epilog_inputs={'bias': ...}",
+    "relu_aux": "give epilog_inputs={'relu_aux': ...}",
+    "gelu_aux": "give epilog_inputs={'gelu_aux': ...}",
+    "scales": "give quantization_scales={'a': ..., 'b': ...}",
+    "transa": "give op_a='T'",
+    "transb": "give op_b='T'",
+    "dtype": "give result_type=..., or convert the operands by astype",
+    "out_dtype": "give result_type=...",
+    "chunks": "give out_chunks=...",
+    "out": "there are no results in place: a result is a new lazy array",
+    "axes": "for contractions over other axes enable() takes da.tensordot and da.einsum",
+}
+
+
+def takes(
+    options: type, hints: Mapping[str, str] | None = None, positional: str = ""
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have a function with ``**options`` show each option in its signature, and refuse a name that is none.
+
+    Parameters
+    ----------
+    options
+        One of the typed dicts of `dask_distmm.typing`.
+    hints
+        For names that users may expect, how the same is written here. For others a similar option is named.
+    positional
+        How the same is written where too many arguments come without a name.
+
+    Raises
+    ------
+    TypeError
+        At a call with another name, or too many arguments; with the hint.
+    """
+    known = options.__annotations__
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        shown = inspect.signature(function)
+        own = [one for one in shown.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        listed = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=_text(known[name]))
+            for name, value in DEFAULTS.items()
+            if name in known
+        ]
+        names = [one.name for one in (*own, *listed)]
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            called = function.__qualname__.removesuffix(".__init__")
+            if positional and len(args) > len(own):
+                raise TypeError(f"{called}() takes {len(own)} argument without a name, found {len(args)}: {positional}")
+            for name in kwargs:
+                if name not in names:
+                    near = "".join(f": did you mean {one!r}?" for one in difflib.get_close_matches(name, names, 1))
+                    hint = f": {hints[name]}" if hints and name in hints else near
+                    raise TypeError(f"{called}() has no option {name!r}{hint}")
+            return function(*args, **kwargs)
+
+        cast(Any, checked).__signature__ = shown.replace(parameters=[*own, *listed])
+        return checked
+
+    return decorate
+
+
+def _text(annotation: Any) -> str:
+    """Return an annotation as it is written."""
+    return str(getattr(annotation, "__forward_arg__", annotation))

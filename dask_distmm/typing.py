@@ -1,0 +1,113 @@
+"""The options of `matmul` and its relatives, for type checkers. Pure: names, and no values.
+
+Each option is declared here once, with its type; `arrays.options` has its default, and the docstring of `matmul` its
+meaning. Functions that take options are annotated ``**options: Unpack[...]``; their signatures list them all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
+
+import numpy.typing as npt
+
+from dask_distmm.numeric.epilog_names import AuxEpilog, PlainEpilog
+from dask_distmm.planning.distribution import Distribution
+
+if TYPE_CHECKING:
+    import dask.array as da
+
+__all__ = [
+    "ArrayLike",
+    "AuxEpilog",
+    "Batch",
+    "BlockFormat",
+    "Chunks",
+    "ComputeType",
+    "Distribution",
+    "Engine",
+    "EpilogFunction",
+    "GroupedOptions",
+    "MatmulOptions",
+    "Method",
+    "Op",
+    "PlainEpilog",
+    "PreparedOptions",
+    "Scaled",
+    "WithAux",
+]
+
+
+class SupportsShape(Protocol):
+    """An array of any package (Dask, NumPy, CuPy, dask-array), or a `BlockScaled`."""
+
+    @property
+    def shape(self) -> Any:
+        """Lengths of the axes."""
+
+
+# An array, or nested lists of numbers. Text is neither; `numpy.typing.ArrayLike` would allow it.
+ArrayLike: TypeAlias = SupportsShape | list[Any] | tuple[Any, ...]
+# D, and the auxiliary outputs by name.
+WithAux: TypeAlias = "tuple[da.Array, dict[str, da.Array]]"
+
+Op: TypeAlias = Literal["N", "T", "C"]
+Method: TypeAlias = Literal["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
+# Those of this package. A type checker does not know engines that a program registers: `typing.cast` helps there.
+Engine: TypeAlias = Literal["auto", "peer", "cublasmp", "numpy"]
+Batch: TypeAlias = Literal["auto", "items", "collective"]
+# The types that `quantize` makes: one scale for a matrix, and one for each block.
+Scaled: TypeAlias = Literal["float8_e4m3", "float8_e5m2"]
+BlockFormat: TypeAlias = Literal["mxfp8", "nvfp4"]
+ComputeType: TypeAlias = Literal["fp32", "tf32", "bf16x9", "fp64", "fp64_emulated"]
+# Chunks in the forms that Dask takes.
+Chunks: TypeAlias = int | str | Sequence[Any] | Mapping[int, Any]
+EpilogFunction: TypeAlias = Callable[..., Any]
+
+
+class SharedOptions(TypedDict, total=False):
+    """Options of all functions that multiply."""
+
+    alpha: complex
+    op_a: Op
+    op_b: Op
+    method: Method | None
+    engine: Engine | None
+    workers: Sequence[str] | int | None
+
+
+class GroupedOptions(SharedOptions, total=False):
+    """Options of `dask_distmm.matmul_grouped` and `explain_grouped`."""
+
+    epilog: PlainEpilog | EpilogFunction | None
+    batch: Batch | None
+
+
+class PreparedOptions(SharedOptions, total=False):
+    """Options of `dask_distmm.Matmul`."""
+
+    beta: complex | None
+    out_chunks: Chunks | None
+    distributions: Sequence[Distribution | None] | None
+    logger: logging.Logger | None
+    a_type: npt.DTypeLike | None
+    b_type: npt.DTypeLike | None
+    result_type: npt.DTypeLike | None
+    quantization_scales: Mapping[str, Any] | None
+    compute_type: ComputeType | None
+
+
+class MatmulOptions(PreparedOptions, total=False):
+    """Options of `dask_distmm.matmul` and `explain` but `epilog` and `result_amax`, which decide what is returned."""
+
+    epilog_inputs: Mapping[str, ArrayLike] | None
+    bias_axis: Literal[-1, 0]
+    batch: Batch | None
+
+
+class AllOptions(MatmulOptions, total=False):
+    """Options of `dask_distmm.matmul` and `explain`."""
+
+    epilog: PlainEpilog | AuxEpilog | EpilogFunction | None
+    result_amax: bool

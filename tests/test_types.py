@@ -1,0 +1,229 @@
+"""What a type checker says of programs that use the package: wrong calls are found, right ones pass.
+
+mypy is there where `.[dev]` is installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+from test_docs import MATRICES, PRINTED, VECTORS, fences
+
+import dask_distmm
+import dask_distmm.typing as names
+from dask_distmm.arrays.options import DEFAULTS, takes
+from dask_distmm.numeric.epilogs import Epilog, Formula
+from dask_distmm.numeric.types import COMPUTE_TYPES
+from dask_distmm.planning import ENGINES, METHODS
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = """
+import logging
+from typing import assert_type
+
+import dask.array as da
+import ml_dtypes
+import numpy as np
+
+from dask_distmm import BlockScaled, Epilog, Matmul, Plan, Slab, distribute, explain, explain_grouped, matmul
+from dask_distmm import matmul_grouped, quantize
+from dask_distmm.typing import Engine, MatmulOptions, Method, WithAux
+
+
+def right(a: da.Array, b: da.Array, amax: bool, options: MatmulOptions) -> None:
+    assert_type(matmul(a, b), da.Array)
+    assert_type(matmul(a, b, method="summa", engine="numpy", op_a="T", workers=2, out_chunks=(5, 5)), da.Array)
+    assert_type(matmul(a, b, a, alpha=2, beta=1j, distributions=[Slab(0), None]), da.Array)
+    assert_type(matmul(a, b, **options), da.Array)
+    assert_type(matmul(a, b, epilog="relu"), da.Array)
+    assert_type(matmul(a, b, epilog=Epilog.RELU, epilog_inputs={}), da.Array)
+    assert_type(matmul(a, b, epilog=np.tanh), da.Array)
+    assert_type(matmul(a, b, epilog="relu_aux"), WithAux)
+    assert_type(matmul(a, b, epilog=Epilog.DRELU_BGRAD, bias_axis=0), WithAux)
+    assert_type(matmul(a, b, result_amax=True), WithAux)
+    assert_type(matmul(a, b, epilog="gelu", result_amax=True), WithAux)
+    assert_type(matmul(a, b, result_amax=amax), da.Array | WithAux)
+    matmul([[1, 2.0]], np.ones((2, 2)), logger=logging.getLogger(), result_type=ml_dtypes.bfloat16)
+    found = explain(a, b, workers=4)
+    assert_type(found.seconds, float | None)
+    assert_type(found.bytes_moved, int | None)
+    assert_type(found.method, str)
+    if isinstance(found, Plan):
+        assert_type(found.grid, tuple[int, int, int])
+    with Matmul(a, b, method="allgather") as mm:
+        assert_type(mm.plan(epilog=Epilog.RELU_BIAS, epilog_inputs={"bias": a[0]}), Plan)
+        assert_type(mm.execute(), da.Array | WithAux)
+        mm.reset_operands(a=b, alpha=2)
+    assert_type(matmul_grouped([(a, b), (b, a)], epilog="tanh", batch="items"), list[da.Array])
+    explain_grouped([(a, b)], workers=["tcp://127.0.0.1:1"])
+    assert_type(quantize(a, "mxfp8"), BlockScaled)
+    assert_type(quantize(a, "float8_e4m3"), tuple[da.Array, da.Array])
+    assert_type(distribute(a, Slab(0)), da.Array)
+
+
+def wrong(a: da.Array, b: da.Array, text: str) -> None:
+    matmul(a, b, method="suma")  # No overload
+    matmul(a, b, method=text)  # No overload
+    matmul(a, b, op_a="t")  # No overload
+    matmul(a, b, engine="cuda")  # No overload
+    matmul(a, b, epilog="rellu")  # No overload
+    matmul(a, b, compute_type="fp16")  # No overload
+    matmul(a, b, metod="summa")  # did you mean "method"
+    matmul(a, "x")  # No overload
+    matmul(a, 2.0)  # No overload
+    matmul(a, b, epilog="relu_aux").compute()  # has no attribute "compute"
+    Epilog.RELLU  # has no attribute "RELLU"
+    explain(a, b, method="suma")  # "method" to "explain" has incompatible type "Literal['suma']"
+    explain(a, "x")  # Argument 2 to "explain" has incompatible type "str"
+    explain(a, b).grid  # "Explanation" has no attribute "grid"
+    Matmul(a, b, op_b="t")  # "op_b" to "Matmul" has incompatible type
+    Matmul(a, b, epilog="relu")  # Unexpected keyword argument "epilog"
+    Matmul(a, b).plan(bias_axis=1)  # "bias_axis" to "plan" of "Matmul" has incompatible type
+    matmul_grouped([(a, b)], epilog="relu_aux")  # "epilog" to "matmul_grouped" has incompatible type
+    explain_grouped([(a, b)], batch="item")  # "batch" to "explain_grouped" has incompatible type
+    quantize(a, "int3")  # No overload
+    distribute(a, 0)  # Argument 2 to "distribute" has incompatible type "int"
+"""
+# Names that pages take for granted, as `test_docs.as_printed` has them.
+PRELUDE = """
+from typing import Any
+import dask
+import dask.array as da
+import numpy as np
+import dask_distmm
+from dask_distmm import matmul, quantize
+from distributed import Client
+client: Any = None
+steps: Any = []
+"""
+
+
+def mypy(folder: Path, *arguments: str | Path) -> dict[tuple[str, int], str]:
+    """Return the errors by file and line."""
+    pytest.importorskip("mypy")
+    # A configuration of its own: the project's treats Dask's types as unknown.
+    (folder / "mypy.ini").write_text("[mypy]\n")
+    command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", f"--cache-dir={folder / 'cache'}"]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        # As an installed package: of those mypy takes the types and reports no errors.
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=170,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    found: dict[tuple[str, int], str] = {}
+    for name, line, message in re.findall(r"^(.+?):(\d+): error: (.*)$", done.stdout, re.MULTILINE):
+        found[name, int(line)] = found.get((name, int(line)), "") + message
+    return found
+
+
+def test_wrong_calls_are_found_and_right_ones_pass(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    found = mypy(tmp_path, "--strict", "program.py")
+    expected = {
+        ("program.py", number): line.rpartition("  # ")[2]
+        for number, line in enumerate(PROGRAM.splitlines(), 1)
+        if "  # " in line
+    }
+    assert len(expected) > 20
+    assert found.keys() == expected.keys(), found
+    assert not [(found[at], message) for at, message in expected.items() if message not in found[at]]
+
+
+def test_snippets_of_the_pages(tmp_path):
+    """Code that pages print passes as it is; lines of doctests without their results."""
+    prelude = PRELUDE + "".join(f"{name} = da.ones((24, 24), chunks=8)\n" for name in MATRICES)
+    prelude += 'qw, sw = quantize(b, "float8_e4m3")\n'
+    files = []
+    for page in PRINTED:
+        text = prelude + "".join(f"{name} = da.ones(24, chunks=8)\n" for name in VECTORS.get(page.name, ()))
+        codes = [code for code, _ in fences(page)]
+        for code in codes:
+            if ">>>" in code:
+                lines = [line[4:] for line in code.splitlines() if line[:4] in (">>> ", "... ")]
+                text += "\n".join([*lines, ""])
+            else:
+                text += code
+        if codes:
+            files.append(f"page_{page.stem.replace('-', '_')}.py")
+            (tmp_path / files[-1]).write_text(text)
+    assert len(files) > 8
+    found = mypy(tmp_path, "--allow-redefinition", "--disable-error-code=var-annotated", *files)
+    assert not {at: ((tmp_path / at[0]).read_text().splitlines()[at[1] - 1], text) for at, text in found.items()}
+
+
+def test_examples(tmp_path):
+    examples = sorted((ROOT / "docs" / "examples").glob("*.py"))
+    assert len(examples) > 3
+    assert not mypy(tmp_path, *examples)
+
+
+@pytest.mark.parametrize(
+    ("alias", "known"),
+    [
+        (names.Method, {"auto", *METHODS}),
+        (names.Engine, {"auto", "numpy", "peer", "cublasmp"}),
+        (names.ComputeType, set(COMPUTE_TYPES)),
+        (names.PlainEpilog | names.AuxEpilog, set(Epilog)),
+    ],
+)
+def test_names_are_those_that_are_taken(alias, known):
+    literals = typing.get_args(alias)
+    assert {value for one in literals for value in (typing.get_args(one) or [one])} == known
+    assert {"numpy", "peer", "cublasmp"} <= set(ENGINES)
+
+
+def test_epilogs_are_told_apart_by_what_they_return():
+    for alias, more in ((names.PlainEpilog, False), (names.AuxEpilog, True)):
+        found = typing.get_args(alias)
+        for name in found:
+            formula = Formula(epilog=str(name))
+            assert bool(formula.per_element or formula.operand_sum) is more, name
+        # As text and as members.
+        assert sorted(name for name in found if isinstance(name, Epilog)) == sorted(
+            name for name in found if not isinstance(name, Epilog)
+        )
+
+
+@pytest.mark.parametrize("function", ["matmul", "explain", "matmul_grouped", "explain_grouped", "Matmul"])
+def test_signatures_list_the_options(function):
+    found = inspect.signature(getattr(dask_distmm, function)).parameters
+    assert not [one for one in found.values() if one.kind is inspect.Parameter.VAR_KEYWORD]
+    assert {"alpha", "op_a", "op_b", "method", "engine", "workers"} <= set(found)
+    options = {name: one for name, one in found.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert {name: one.default for name, one in options.items()} == {name: DEFAULTS[name] for name in options}
+    doc = getattr(dask_distmm, function).__doc__
+    assert not [name for name in found if not re.search(rf"\b{name}\b", doc)]
+
+
+def test_an_unknown_option_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"matmul\(\) has no option 'metod': did you mean 'method'\?"):
+        dask_distmm.matmul([[1.0]], [[1.0]], metod="summa")
+    with pytest.raises(TypeError, match=r"Matmul\(\) has no option 'epilog'$"):
+        dask_distmm.Matmul([[1.0]], [[1.0]], epilog="relu")
+
+
+def test_defaults_are_those_of_all_options():
+    assert set(DEFAULTS) == set(names.AllOptions.__annotations__)
+
+    @takes(names.GroupedOptions)
+    def function(x: int, **options: object) -> object:
+        return options
+
+    assert function(1, epilog="relu") == {"epilog": "relu"}
+    assert str(inspect.signature(function)).startswith("(x: 'int', *, alpha: 'complex' = 1.0, op_a: 'Op' = 'N'")
+
+
+def test_dir_shows_the_public_names():
+    assert set(dir(dask_distmm)) == {*dask_distmm.__all__, "errors", "typing"}
+    assert not [name for name in dir(dask_distmm) if not hasattr(dask_distmm, name)]
+    # The scheduler's and workers' --preload looks for it.
+    assert callable(dask_distmm.dask_setup)
+    assert "dask_setup" not in dir(dask_distmm)
