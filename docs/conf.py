@@ -53,12 +53,13 @@ numpydoc_show_class_members = False
 
 html_theme = "pydata_sphinx_theme"
 html_title = "dask_distmm"
+html_favicon = "static/logo.svg"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = True
 html_sidebars = {"index": [], "changelog": [], "contributing": []}
 html_theme_options: dict[str, Any] = {
-    "logo": {"text": "dask_distmm"},
+    "logo": {"text": "dask_distmm", "image_light": "static/logo.svg", "image_dark": "static/logo.svg"},
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "navbar_align": "left",

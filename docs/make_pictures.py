@@ -246,7 +246,7 @@ def walk() -> Page:
     holder = np.repeat(np.arange(4, dtype=np.int32), 16)
     problem = make_problem(even(8, 384), even(8, 384), method="allgather")
     problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, panel_bytes=1))
-    made, page = plan(problem, FOUR, holder, holder), Page(480)
+    made, page = plan(problem, FOUR, {"a": holder, "b": holder}), Page(480)
     page.title(20, 20, "Order of the panels of k. Colour: the worker that holds the panel's rows of B.")
     walks = [panels(made, rank, made.ranks[rank]) for rank in range(4)]
     for rank, order in enumerate(walks):
@@ -306,7 +306,7 @@ def choice() -> Page:
     where = np.array([2, 2, 0, 0, 3, 3, 1, 1], np.int32).repeat(8)
     where[::7] = np.arange(10) % 4
     problem = make_problem(even(8, 1000), even(8, 1000), method="allgather")
-    made = plan(problem, FOUR, where, np.arange(64, dtype=np.int32) % 4)
+    made = plan(problem, FOUR, {"a": where, "b": np.arange(64, dtype=np.int32) % 4})
     moved = redistribution(ChunkGrid(made.problem.a_chunks), operand_grids(made)[0]).traffic(where, 4).T * 8 / 2**20
     page.title(20, y, "MiB of A that a rank needs (rows) and a worker has (columns); outlined: the match")
     for rank, worker in itertools.product(range(4), repeat=2):

@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 SHOWN = (
-    "batches", "cpu-8192", "epilogs-cpu", "gpu-4-dask", "gpu-4-peer", "gpu-4-peer-32-64", "narrow-gpu-4",
-    "stateful-cpu", "stateful-gpu-4",
+    "batches", "cpu-1024", "cpu-8192", "epilogs-cpu", "gpu-2-direct", "gpu-4-dask", "gpu-4-peer", "gpu-4-peer-32-64",
+    "narrow-gpu-4", "stateful-cpu", "stateful-gpu-4",
 )  # fmt: skip
 
 # Okabe and Ito's colours; ours is blue in every plot, stock Dask orange, a bound grey.
@@ -93,6 +93,37 @@ def cpu() -> Figure:
         ax.text(value + end + 0.3, row, f"{value:.1f}", va="center", size=9)
     ax.invert_yaxis()
     tidy(ax, xlabel="seconds, median of five with fastest and slowest", title="8192 x 8192, float64, two cores")
+    return figure
+
+
+def chunks() -> Figure:
+    """Draw the time of a product by its chunks, on CPUs and on two GPUs: the picture of the first page."""
+    small = {(one["peer"], one["grid"]): 1000 * one["median"] for one in measured(load("cpu-1024")["results"])}
+    large = {
+        (one["peer"], int(one["variant"][0])): one["ms"]
+        for one in measured(load("gpu-2-direct")["results"], case="N=8192", dtype="float32", kind="wall")
+        if "x" in one["variant"]
+    }
+    panels = [
+        ("CPU: two cores, 1024 x 1024, float64", (2, 4, 8, 16), small),
+        ("GPU: two H200 over UCX, 8192 x 8192, float32", (2, 4, 8), large),
+    ]
+    figure = Figure(figsize=(8.5, 3), layout="constrained")
+    for ax, (title, grids, found) in zip(figure.subplots(1, 2), panels, strict=True):
+        for peer, label, color, style in (("dask", "stock Dask", DASK, "s-"), ("distmm", "dask_distmm", OURS, "o-")):
+            times = [found[peer, grid] for grid in grids]
+            ax.plot(times, style, color=color, label=label)
+            for place, value in enumerate(times):
+                above = 7 if peer == "dask" else -14
+                ax.annotate(f"{value:,.0f}", (place, value), (0, above), textcoords="offset points", ha="center")
+        names = [f"{grid} x {grid}" for grid in grids]
+        tidy(ax, title=title, xticks=range(len(grids)), xticklabels=names, xlabel="chunks of A and B")
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:,.0f}")
+        ax.margins(x=0.1, y=0.2)
+        ax.minorticks_off()
+    figure.axes[0].set_ylabel("milliseconds")
+    figure.axes[0].legend(frameon=False, fontsize=9)
     return figure
 
 
@@ -202,6 +233,7 @@ def ratios() -> Figure:
 
 
 PLOTS = {
+    "performance-chunks": chunks,
     "performance-cpu": cpu,
     "performance-gpu-multiply": gpu_multiply,
     "performance-gpu-end-to-end": gpu_end_to_end,
