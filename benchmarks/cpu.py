@@ -101,10 +101,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 1 if a peer failed or was wrong, 0 otherwise."""
+    """Run the command; 1 if a peer failed or was wrong, 130 after Ctrl-C, which writes nothing, 0 otherwise."""
     options = parse(arguments)
     found = measure(options)
     print(report.table(found))
+    if found.pop("interrupted"):
+        return 130
     for peer in found["peers"]:
         if peer["skipped"]:
             print(f"{peer['name']}: skipped, {peer['skipped']}")

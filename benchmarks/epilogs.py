@@ -81,7 +81,7 @@ def normal(shape: tuple[int, ...], chunks: Any, dtype: str, gpu: bool) -> Any:
     return found
 
 
-def product(way: str, epilog: str, a: Any, b: Any, bias: Any) -> Any:
+def product(way: str, epilog: Any, a: Any, b: Any, bias: Any) -> Any:
     """Return the lazy result of one of the three ways."""
     if way == "fused":
         return dask_distmm.matmul(a, b, epilog=epilog, epilog_inputs={"bias": bias})

@@ -33,6 +33,7 @@ from benchmarks.revision import revision
 from dask_distmm import RunFailedError, free_workspaces, matmul
 from dask_distmm.testing import assert_large_product, assert_nothing_left, assert_product, inject, remove_faults
 from dask_distmm.tools.bench import environment
+from dask_distmm.typing import Method
 
 GROWTH = 16 * 2**20
 # Dask's own logs and profiles grow for hours before they reach their bounds; what is looked for is ours.
@@ -52,7 +53,7 @@ _FAULTS = {
 # Extents of the products; on GPUs several ranks are to be worth it, without the latency that they are told of.
 _SMALL, _LARGE = (96, 112, 80), (768, 640, 512)
 _NO_LATENCY = {"distmm.machine.peer.latency": 0, "distmm.machine.cublasmp.latency": 0}
-_METHODS = ("auto", "summa", "allgather", "reducescatter", "allreduce")
+_METHODS: tuple[Method, ...] = ("auto", "summa", "allgather", "reducescatter", "allreduce")
 
 
 def resources() -> dict[str, int]:

@@ -9,7 +9,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def _chromium(folder: Path, size: tuple[int, int]) -> Iterator[str]:
             process.wait()
 
 
-async def _visit(devtools: str, url: str, expression: str) -> tuple[Any, bytes]:
+async def _visit(devtools: str, url: str, expression: str, meanwhile: Callable[[], object]) -> tuple[Any, bytes]:
     from tornado.websocket import websocket_connect
 
     connection = await websocket_connect(devtools, max_message_size=2**26)
@@ -75,6 +75,7 @@ async def _visit(devtools: str, url: str, expression: str) -> tuple[Any, bytes]:
             await asyncio.sleep(0.1)
         # Fonts and the first update after it.
         await asyncio.sleep(1)
+        await asyncio.to_thread(meanwhile)
         value = await evaluate(expression)
         shot = await call("Page.captureScreenshot", session, format="png")
         await call("Target.closeTarget", targetId=target)
@@ -86,7 +87,16 @@ async def _visit(devtools: str, url: str, expression: str) -> tuple[Any, bytes]:
             pass
 
 
-def visit(url: str, expression: str, folder: Path, size: tuple[int, int] = (1300, 1000)) -> tuple[Any, bytes]:
-    """Open a page with Bokeh's documents; return what an expression of JavaScript says there, and a PNG of it."""
+def visit(
+    url: str,
+    expression: str,
+    folder: Path,
+    size: tuple[int, int] = (1300, 1000),
+    meanwhile: Callable[[], object] = lambda: None,
+) -> tuple[Any, bytes]:
+    """Open a page with Bokeh's documents; return what an expression of JavaScript says there, and a PNG of it.
+
+    Both are of the page after `meanwhile`, which is called while it is open.
+    """
     with _chromium(folder, size) as devtools:
-        return asyncio.run(asyncio.wait_for(_visit(devtools, url, expression), 60))
+        return asyncio.run(asyncio.wait_for(_visit(devtools, url, expression, meanwhile), 60))

@@ -169,13 +169,11 @@ def run_case(engine, case, method, nranks, sources, with_c, amax=True):
             chunks[name, index] = np.ascontiguousarray(x[grid.slices(*grid.coords(index))])
     roster = [Worker(f"w{i}") for i in range(nranks)]
     others = [Worker(f"s{i}") for i in range(sources)]
-    more = [where[name] for name in extras]
-    places = where["a"], where["b"]
-    made = plan(problem, roster, *places, sources=others, engine=engine.name, where_extras=more)
+    made = plan(problem, roster, where, sources=others, engine=engine.name)
     result = run_jobs(engine, type(made).from_wire(made.to_wire()), chunks)
     nrows, ncols = problem.chunk_counts("d")
     numbers = [[i * ncols + j for j in range(ncols)] for i in range(nrows)]
-    d = np.block([[np.asarray(result[index]) for index in row] for row in numbers])
+    d = np.block([[np.asarray(result["", index]) for index in row] for row in numbers])
     aux = {}
     for name in formula.per_element:
         parts = [[np.asarray(result[name, index]) for index in row] for row in numbers]

@@ -36,6 +36,10 @@ def test_bad_operands(inproc_client, a, b, message):
     with pytest.raises(PlanError, match=message) as caught:
         matmul(a, b)
     assert isinstance(caught.value, ValueError)
+    if message == "compute_chunk_sizes":
+        # The question is why `@` runs Dask's own function, and that is the answer.
+        assert message in explain(a, b).reason
+        return
     with pytest.raises(PlanError, match=message):
         explain(a, b)
 
@@ -68,7 +72,8 @@ def test_bad_configuration(inproc_client):
 
 def test_projected_memory_at_the_call(client):
     a = da.ones((40_000, 40_000), chunks=4000)
-    with pytest.raises(ProjectedMemoryError, match=r"GiB.*limit-fraction") as caught:
+    no_waves = dask.config.set({"distmm.waves.mode": "off"})
+    with no_waves, pytest.raises(ProjectedMemoryError, match=r"GiB.*limit-fraction") as caught:
         matmul(a, a)
     error = caught.value
     assert isinstance(error, MemoryError)
@@ -145,12 +150,12 @@ def test_made_for_a_cluster_computed_without(inproc_client):
 def test_explain_knows_placement(inproc_client):
     a = da.ones((400, 400), chunks=100)
     lazy = explain(a, a)
-    assert lazy.where_a is None
+    assert "a" not in lazy.where
     persisted = inproc_client.persist(a)
     wait(persisted)
     made = explain(persisted, persisted, method="allgather")
-    assert made.where_a is not None
-    assert len(made.where_a) == 16
+    assert "a" in made.where
+    assert len(made.where["a"]) == 16
     text = repr(made)
     for word in ("allgather", "method", "grid", "flops", "memory", "time", "against"):
         assert word in text or (word == "against" and len(made.alternatives) == 1)

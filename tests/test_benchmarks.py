@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.tools.bench import report, runner
+from dask_distmm.tools.bench import report, runner, suite
 from dask_distmm.tools.bench.protocol import Case, Sample, scaled_error, uniform_matrix
 from dask_distmm.tools.bench.runner import Measured, run
 
@@ -91,6 +91,29 @@ def test_a_benchmark_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -
     now[0] = 0.0
     found = run([peer], [100, 200], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=0.0)
     assert [(one.case.size, len(one.samples)) for one in found] == [(100, 1)]
+
+
+def test_what_is_measured_outlives_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(Scripted):
+        def measure(self, case: Case, seed: int, *, warmup: bool) -> Sample:
+            if case.size == 200:
+                raise KeyboardInterrupt
+            return super().measure(case, seed, warmup=warmup)
+
+    def measured(sizes: list[int]) -> dict[str, Any]:
+        peers = [Scripted("base", 1.0, (None,)), Stopped("stopped", 1.0, (None,))]
+        return suite.measure(peers, sizes, ["base"], dtype="float64", repeat=2, seed=1, progress=lambda line: None)
+
+    found = measured([100, 200])
+    assert found["interrupted"]
+    assert [(one["peer"], one["size"], len(one["seconds"])) for one in found["results"]] == [
+        ("base", 100, 2),
+        ("stopped", 100, 2),
+    ]
+    assert "N=100" in report.table(found) or "100" in report.table(found)
+    assert not measured([100])["interrupted"]
+    with pytest.raises(KeyboardInterrupt):
+        measured([200])
 
 
 @pytest.mark.parametrize("error", [float("nan"), 1.5, RuntimeError("broken")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from dask_distmm import __version__
+from dask_distmm import PlanError, __version__, startup
 from dask_distmm.errors import RunFailedError
 from dask_distmm.tools import demo, local
 from dask_distmm.tools.cli import main
@@ -160,6 +161,61 @@ def test_ctrl_c_is_130_where_it_falls_into_text_that_is_executed(tmp_path: Path)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130
     assert done.stderr.startswith("Interrupted: ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "original", "ours"),
+    [
+        (["-m"], ["python", "-m", "dask_distmm", "demo"], True),
+        (["-m"], ["python", "-m", "pytest"], False),
+        (["/bin/dask", "distmm", "demo"], ["python", "/bin/dask", "distmm", "demo"], True),
+        (["/bin/dask", "worker"], ["python", "/bin/dask", "worker"], False),
+        (["program.py", "distmm"], ["python", "program.py", "distmm"], False),
+        ([], [], False),
+    ],
+)
+def test_which_programs_are_commands_of_ours(argv: list[str], original: list[str], ours: bool) -> None:
+    assert startup.is_command(argv, original) == ours
+
+
+def test_ctrl_c_while_libraries_are_loaded(tmp_path: Path) -> None:
+    """Loading NumPy is where it comes, before any command has begun."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-m", "dask_distmm", "--version"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(startup.__file__).parents[1]}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr == "Interrupted: nothing was started.\n"
+    assert done.returncode != 0
+
+
+def test_wrong_options_are_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*arguments: Any) -> None:
+        raise PlanError("there is no such thing")
+
+    monkeypatch.setattr(demo, "run", run)
+    assert invoke("demo", "--size", "8").exit_code == 2
+
+
+def test_a_misspelt_epilog_names_the_similar_ones() -> None:
+    said = invoke("explain", "a", "b", "--epilog", "rellu").stderr
+    assert "did you mean 'relu'" in said
+    assert len(said.splitlines()[-1]) < 200
+
+
+def test_options_are_in_groups() -> None:
+    lines = invoke("matmul", "--help").output.splitlines()
+    titles = [line for line in lines if re.fullmatch(r"[A-Z][a-z]+:", line)]
+    assert titles == ["Product:", "Epilog:", "How:", "Files:", "Where:", "Options:"]
+    # Each option of the command is in one of them, once.
+    named = [line.split()[0] for line in lines if line.startswith("  --")]
+    params = [param.opts[0] for param in main.commands["matmul"].params if isinstance(param, click.Option)]
+    assert sorted(named) == sorted(params)
 
 
 def test_size_and_workers_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from dask_distmm import DistMMError
 from dask_distmm.tools import demo
 
 COMMAND = [sys.executable, "-W", "error", "-m", "dask_distmm", "demo"]
@@ -29,6 +30,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def left_over(tmp_path: Path) -> list[Path]:
     return sorted(tmp_path.glob("dask-distmm-demo-*"))
+
+
+@pytest.mark.parametrize("name", ["sklearn", "zarr"])
+def test_a_missing_library_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(DistMMError, match=rf"the demo needs {name}.* extra 'demo', by .*\[demo\]"):
+        demo.run(8, 2, pytest.fail)
 
 
 @pytest.mark.slow

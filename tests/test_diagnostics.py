@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import threading
+import time
 import urllib.request
 
 import dask.array as da
@@ -25,7 +26,7 @@ from dask_distmm.runtime.messages import Progress, ProgressLine
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase
 from dask_distmm.runtime.wire import from_wire
-from dask_distmm.testing import assert_product
+from dask_distmm.testing import assert_product, inject, remove_faults
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}
 START |= {"ranks": ("tcp://a", "tcp://b"), "projected_bytes": {"tcp://a": 2**20, "tcp://b": 2**21}}
@@ -92,10 +93,20 @@ def test_the_columns_of_the_page():
     assert table["seconds"] == [11.0, None, 2.0]
     assert table["of_bound"] == [None, None, 0.25]
     assert table["reason"] == ["", "no <memory>", ""]
+    assert table["speed"] == ["", "", "2 GFLOP/s"]
+    # The run that goes on is the one to look at, with the time so far.
+    going = tables.shown(list(records), None)
+    assert going.run_id == 3
+    bars = tables.phases(going, 111.0)
+    assert (set(bars["phase"]), bars["right"]) == ({tables.RUNNING}, [11.0, 11.0])
+    assert "running, 50% done (the newest that goes on" in tables.caption(going, None)
+    note(records, 3, ENDS["released"])
     record = tables.shown(list(records), None)
     assert record.run_id == 1
     assert tables.shown(list(records), 3).run_id == 3
-    bars = tables.phases(record)
+    # Of a run that failed all of the reason.
+    assert "no &lt;memory&gt;\nat all" in tables.caption(tables.shown(list(records), 2), 2)
+    bars = tables.phases(record, 111.0)
     assert bars["phase"] == ["multiply", "deliver", "other", "multiply"]
     assert set(bars["rank"]) == set(tables.rank_names(record)) == {"0: a", "1: b"}
     assert (bars["left"], bars["right"]) == ([0.0, 0.75, 0.875, 0.0], [0.75, 0.875, 1.0, 2.0])
@@ -105,9 +116,28 @@ def test_the_columns_of_the_page():
     assert math.isnan(memory["held"][1])
     assert math.isnan(memory["process"][0])
     assert tables.rates(list(records))["run"] == ["1"]
-    assert "1 running, 1 done, 0 restarted, 1 failed" in tables.summary(records.totals, list(records))
+    assert "0 running, 1 done, 0 restarted, 1 failed" in tables.summary(records.totals, list(records))
     assert tables.shown([], None) is None
-    assert not tables.phases(None)["rank"]
+    assert not tables.phases(None, 0.0)["rank"]
+
+
+def test_reasons_begin_with_the_error():
+    long = "run 5 of matmul-4be2 failed while voting on tcp://127.0.0.1:1, tcp://127.0.0.1:2: EngineError: a chunk"
+    assert tables.short_reason(long + "\nmore") == "EngineError: a chunk"
+    assert tables.short_reason("run 5 of m failed while running: no answer") == "no answer"
+    assert tables.short_reason("a worker is gone") == "a worker is gone"
+
+
+def test_rates_have_a_unit_that_suits():
+    found = [tables.format_rate(rate) for rate in (1.96e9, 165e9, 51.6e12)]
+    assert found == ["1.96 GFLOP/s", "165 GFLOP/s", "51.6 TFLOP/s"]
+    records = Records()
+    assert tables.rates_unit(list(records)) == ("GFLOP/s", 1e9)
+    note(records, 1, START | {"flops": 4e9, "bound": 8e9}, DONE)
+    assert tables.rates(list(records))["rate"] == [2.0]
+    note(records, 2, START | {"flops": 1e14, "bound": 1e14}, DONE)
+    assert tables.rates_unit(list(records)) == ("TFLOP/s", 1e12)
+    assert tables.rates(list(records))["rate"] == [0.002, 50.0]
 
 
 def test_what_a_participant_may_report():
@@ -250,15 +280,25 @@ def test_metrics(process_cluster, client):
     assert after["dask_distmm_restarts_total"] >= 0
 
 
-# What Bokeh's documents hold in the browser, where the page is drawn.
-COLUMNS = """JSON.stringify(Bokeh.documents[0].roots()[0].children[1].source.data.outcome)"""
+# The table as it is drawn: the texts of its cells. Columns that Bokeh holds say nothing of what is seen.
+CELLS = """(() => {
+    const found = [];
+    const walk = node => {
+        if (node.shadowRoot) walk(node.shadowRoot);
+        if (node.classList && node.classList.contains('slick-row'))
+            found.push([...node.querySelectorAll('.slick-cell')].map(cell => cell.innerText).join('|'));
+        for (const child of node.children || []) walk(child);
+    };
+    walk(document.documentElement);
+    return found.join('\\n');
+})()"""
 
 
 def test_the_page_in_a_browser(process_cluster, client, tmp_path):
-    pytest.importorskip("bokeh")
+    bokeh = pytest.importorskip("bokeh")
     from browser import CHROMIUM, visit
 
-    x = da.random.random((300, 300), chunks=100)
+    x = client.persist(da.random.random((300, 300), chunks=100))
     wait(matmul(x, x, method="summa").persist())
     # What fails while the page is made is answered with 500, which raises.
     for path in ("/distmm", "/status"):
@@ -266,8 +306,22 @@ def test_the_page_in_a_browser(process_cluster, client, tmp_path):
     if CHROMIUM is None:
         pytest.skip("there is no Chromium to draw the page")
     url = f"http://127.0.0.1:{process_cluster.scheduler.http_server.port}/distmm"
-    outcomes, png = visit(url, COLUMNS, tmp_path)
-    assert '"done"' in outcomes
+    held = []
+
+    def a_run_that_takes_a_while():
+        """It is drawn while it goes on; the same row must say later that it is done."""
+        client.run(inject, "execute", "sleep", seconds=3.0)
+        try:
+            held.append(matmul(x, x + 1, method="summa").persist())
+            wait(held)
+        finally:
+            client.run(remove_faults)
+        time.sleep(2)
+
+    drawn, png = visit(url, CELLS, tmp_path, meanwhile=a_run_that_takes_a_while)
+    if not bokeh.__version__.startswith("3.9."):
+        assert drawn.splitlines()[0].split("|")[2] == "done"
+    assert "GFLOP/s" in drawn
     assert png.startswith(b"\x89PNG")
 
 

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from dask._task_spec import convert_legacy_graph
 from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker, wait
-from distributed.scheduler import validate_state
+from distributed.scheduler import TaskState, WorkerState, validate_state
 from run_events import events
 
 from dask_distmm import EngineError, explain, matmul
+from dask_distmm._version import TESTED_DASK
 from dask_distmm.arrays.request import make_problem, parse
 from dask_distmm.graph.build import build_graph
 from dask_distmm.runtime import client as cluster
@@ -28,14 +29,38 @@ from dask_distmm.testing import assert_nothing_left, assert_product
 
 
 def test_this_version_of_distributed_has_been_tested():
-    """A new version needs a look at `runtime.direct`, and then an entry here and new bounds in pyproject.toml."""
-    assert distributed.__version__ in ("2026.7.1", "2026.8.0")
-    bounds = re.search(r'^  "distributed(>.*)",$', (Path(__file__).parents[1] / "pyproject.toml").read_text(), re.M)
-    assert bounds[1] == ">=2026.7.1,<2026.9"
+    """A new version needs a look at `runtime.direct`, and then an entry in `_version` and on the page of versions."""
+    assert distributed.__version__ in TESTED_DASK
+    root = Path(__file__).parents[1]
+    bounds = re.findall(r'^  "(?:dask\[array\]|distributed)(>.*)",$', (root / "pyproject.toml").read_text(), re.M)
+    # No upper one: a newer version that lacks something is refused at run time, and Dask's own functions go on.
+    assert bounds == [f">={TESTED_DASK[0]}"] * 2
+    page = (root / "docs" / "versions.md").read_text()
+    assert all(version in page for version in TESTED_DASK)
 
 
 def test_it_has_all_that_is_used():
     assert direct.find_missing(Scheduler, Worker) == []
+
+
+def test_tasks_workers_and_scheduler_have_all_that_is_used(validated):
+    def look(dask_scheduler):
+        return direct.find_unset(dask_scheduler, TaskState, WorkerState)
+
+    assert validated.run_on_scheduler(look) == []
+    unset = direct.find_unset(object(), TaskState, int)
+    assert "Scheduler.unrunnable" in unset
+    assert "WorkerState.has_what" in unset
+    assert not [name for name in unset if name.startswith("TaskState")]
+
+
+def test_every_attribute_that_is_used_is_looked_for():
+    """What the runtime reads of tasks and workers under their usual names is in the lists."""
+    folder = Path(direct.__file__).parent
+    text = "\n".join(path.read_text() for path in folder.rglob("*.py"))
+    for name, names in (("ts", direct._TASK), ("ws", direct._WORKER)):
+        used = set(re.findall(rf"\b{name}\.([a-z_]+)", text))
+        assert used - set(names) == set()
 
 
 def test_what_is_missing_is_named():
@@ -225,7 +250,7 @@ def test_other_plugins_hear_of_the_chunks(validated):
         for key in (key for row in d.__dask_keys__() for key in row):
             mine = [found for found in heard if found[0] == key]
             assert [found[1:3] for found in mine[-2:]] == [("waiting", "processing"), ("processing", "memory")]
-            assert {"worker", "nbytes", "type", "typename", "startstops"} <= mine[-1][3]
+            assert {"worker", "status", "nbytes", "type", "typename", "startstops"} <= mine[-1][3]
         assert (
             validated.run_on_scheduler(lambda dask_scheduler: dask_scheduler.task_groups[d.name].states["memory"]) == 6
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -16,12 +17,19 @@ import pytest
 from click.testing import CliRunner
 from distributed import Client
 
-from dask_distmm import __version__
+from dask_distmm import __version__, installing
 from dask_distmm.planning import ENGINES
 from dask_distmm.tools import doctor
 from dask_distmm.tools.cli import main
 from dask_distmm.tools.doctor import facts
 from dask_distmm.tools.doctor.findings import HERE, Report, differing
+
+
+@pytest.fixture(autouse=True)
+def _from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that install are those of a package that came from an index."""
+    monkeypatch.setattr(installing, "_origin", lambda: None)
+
 
 VERSIONS = dict.fromkeys(facts.DISTRIBUTIONS, "1.2.3") | {"python": "3.12.1", "dask_distmm": "0.1.0"}
 LIBRARIES = {"cublasmp": "1000", "nccl": "2.30.7", "nvmath": "1.0.0"}
@@ -215,6 +223,13 @@ def test_clusters_that_can_not_multiply() -> None:
     asked = Report(cpu_cluster().workers, {"versions": VERSIONS}, None, "tcp://x", "cublasmp", tuple(ENGINES))
     assert (asked.status, asked.engine) == (2, None)
     assert "dask_distmm[cu13]" in doctor.text(asked)
+
+
+def test_a_newer_dask_is_a_note() -> None:
+    report = cpu_cluster()
+    newer = report.client | {"versions": report.client["versions"] | {"distributed": "2999.1.0"}}
+    found = [one for one in dataclasses.replace(report, client=newer).findings if "newer than those tested" in one.text]
+    assert [one.level for one in found] == ["note"]
 
 
 def test_differing_counts_the_most_common_first() -> None:

@@ -110,7 +110,7 @@ def test_long_ones_of_a_group_are_runs(client):
             r"product 1: shapes .* don't match",
         ),
         ([(np.ones((1, 2, 3)), np.ones((3, 2)))], {}, "product 0: found 3 and 2 dimensions"),
-        ([np.ones((2, 2))], {}, r"product 0 is ndarray; expected a pair"),
+        ([np.ones((2, 2))], {}, r"product 0 is ndarray; expected a list of pairs"),
         ([(np.ones((2, 3)), np.ones((3, 2)))], {"epilog": "relu_bias"}, "use matmul for each"),
         ([(np.ones((2, 3)), np.ones((3, 2)))], {"epilog": "swish"}, "unknown epilog"),
         ([(np.ones((2, 3)), np.ones((3, 2)))], {"batch": "some"}, "unknown batch"),

@@ -85,7 +85,14 @@ def huge():
     return (da.zeros((30_000, 20_000), chunks=5_000) for _ in "ab")
 
 
-def test_what_does_not_fit_is_refused_before_it_is_loaded(client):
+@pytest.fixture
+def no_waves():
+    """Products that do not fit are refused, or left to Dask."""
+    with dask.config.set({"distmm.waves.mode": "off"}):
+        yield
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(client, no_waves):
     """Also where the graph was made without a look at this cluster."""
     x, _ = huge()
     before = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.transition_counter)
@@ -104,7 +111,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(client):
     assert after - before < 40 * len(dict(graph))
 
 
-def test_under_enable_it_is_dasks(client, caplog):
+def test_under_enable_it_is_dasks(client, caplog, no_waves):
     x, _ = huge()
     with dask_distmm.enabled(), caplog.at_level(logging.WARNING, "dask_distmm"):
         d = x.T @ x

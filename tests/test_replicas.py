@@ -85,15 +85,15 @@ def test_what_replicas_add_to_a_plan(method, engine, nranks, seed):
 def test_an_operand_that_is_everywhere_moves_nothing(method, engine, operands):
     problem = make_problem(((8, 8), (8, 8)), ((8, 8), (8, 8)), method=method)
     roster = [Worker(f"w{i}") for i in range(3)]
-    places = [np.full(4, EVERYWHERE if name in operands else 0, np.int32) for name in "ab"]
-    made = plan(problem, roster, *places, engine=engine, replica_runs=tuple(int(name in operands) for name in "ab"))
+    places = {name: np.full(4, EVERYWHERE if name in operands else 0, np.int32) for name in "ab"}
+    made = plan(problem, roster, places, engine=engine, replica_runs=tuple(int(name in operands) for name in "ab"))
     again = Plan.from_wire(made.to_wire())
     assert again.replica_runs == made.replica_runs
-    for name, where in (("a", again.where_a), ("b", again.where_b)):
+    for name, where in again.where.items():
         assert bool(np.all(where == EVERYWHERE)) == (name in operands)
     assert ("on all workers" in repr(made)) == bool(operands)
     if engine == "numpy" and operands == "ab" and made.grid[2] == 1:
-        staged = plan(problem, roster, *(np.zeros(4, np.int32),) * 2, engine=engine)
+        staged = plan(problem, roster, dict.fromkeys("ab", np.zeros(4, np.int32)), engine=engine)
         assert made.bytes_moved <= staged.bytes_moved
     # All of it counts as held, on all ranks.
     least = 16 * 16 * 8 * len(operands)
@@ -121,8 +121,8 @@ def test_a_vote_finds_out_what_is_missing():
         problem = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m", arrays=("x", "y"))
         side.worker.data["y", 0, 0] = np.ones((5, 6))
         keys = {"b": [("y", 0, 0)]}
-        where = np.full(2, EVERYWHERE, np.int32), np.zeros(1, np.int32)
-        wire = plan(problem, [Worker("inproc://1")], *where, replica_runs=(7, 0)).to_wire()
+        where = {"a": np.full(2, EVERYWHERE, np.int32), "b": np.zeros(1, np.int32)}
+        wire = plan(problem, [Worker("inproc://1")], where, replica_runs=(7, 0)).to_wire()
         chunks = {0: np.ones((4, 5)), 1: np.ones((3, 5))}
         for run_id in (None, 6):
             if run_id is not None:
@@ -150,7 +150,7 @@ def test_requests_for_replicas():
         problem = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m", formula=formula)
         keys = {"a": [("x", 0, 0), ("x", 1, 0)], "b": [("y", 0, 0)]}
         side.worker.data |= {("x", 0, 0): np.ones((4, 5)), ("x", 1, 0): np.ones((3, 5)), ("y", 0, 0): np.ones((5, 6))}
-        wire = plan(problem, [Worker("inproc://1")], np.zeros(2, np.int32), np.zeros(1, np.int32)).to_wire()
+        wire = plan(problem, [Worker("inproc://1")], {"a": np.zeros(2, np.int32), "b": np.zeros(1, np.int32)}).to_wire()
         box = np.array([[0, 1, 0, 0, 0, 0]], np.int64)
 
         def fetch(run_id, index=1):

@@ -108,8 +108,10 @@ def test_of_several_engines_the_quickest_is_planned(n, dtype):
     where = np.arange(4, dtype=np.int32)
     workers = [Worker(f"w{i}", memory_limit=2**37) for i in range(4)]
     problem = make_problem(*sizes, dtype, array="cupy")
-    alone = {e: plan(problem, workers, where, where, engine=e).estimate.seconds for e in ("peer", "cublasmp")}
-    made = plan(problem, workers, where, where, engine=("peer", "cublasmp"))
+    alone = {
+        e: plan(problem, workers, {"a": where, "b": where}, engine=e).estimate.seconds for e in ("peer", "cublasmp")
+    }
+    made = plan(problem, workers, {"a": where, "b": where}, engine=("peer", "cublasmp"))
     assert made.engine == min(alone, key=alone.get)
     if n >= 8192:
         assert made.engine == "peer"
@@ -121,7 +123,7 @@ def test_what_one_engine_can_not_do_the_other_does():
     sizes = ((64, 64), (128,)), ((128,), (64, 64))
     where = np.zeros(2, np.int32)
     problem = make_problem(*sizes, "float8_e4m3fn", method="summa", array="cupy")
-    made = plan(problem, [Worker(f"w{i}") for i in range(4)], where, where, engine=("peer", "cublasmp"))
+    made = plan(problem, [Worker(f"w{i}") for i in range(4)], {"a": where, "b": where}, engine=("peer", "cublasmp"))
     assert (made.engine, made.method) == ("peer", "summa")
     with pytest.raises(PlanError, match="no method 'summa' for FP8"):
-        plan(problem, [Worker("w0"), Worker("w1")], where, where, engine=("cublasmp",))
+        plan(problem, [Worker("w0"), Worker("w1")], {"a": where, "b": where}, engine=("cublasmp",))

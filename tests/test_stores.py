@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.errors import DistMMError
+from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.tools.commands import places, reading, writing
 
 
@@ -96,13 +97,13 @@ def test_what_can_not_be_read_is_said_in_a_line(tmp_path: Path) -> None:
     np.save(tmp_path / "objects.npy", np.array([{}, 1], object))
     (tmp_path / "broken.npy").write_bytes(b"nonsense")
     for name, reason in (
-        ("none.zarr", "there is no such store"),
-        ("none.npy", "can't be read"),
+        ("none.zarr", "there is no store"),
+        ("none.npy", "there is no file"),
         ("g.zarr", "is a group; name one of its arrays: .*g.zarr::x/a$"),
         ("g.zarr::x", "is a group; name one of its arrays: .*g.zarr::x/a$"),
-        ("g.zarr::y", "can't be read"),
-        ("objects.npy", "can't be read"),
-        ("broken.npy", "can't be read"),
+        ("g.zarr::y", "there is no such array; name one: .*g.zarr::x/a$"),
+        ("objects.npy", "it holds Python objects"),
+        ("broken.npy", "it is no .npy file"),
     ):
         with pytest.raises(DistMMError, match=reason) as error:
             reading.read(place(tmp_path / name), 1)
@@ -182,17 +183,50 @@ def test_what_others_would_lose_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "folder.npy").mkdir()
     before = left(tmp_path)
     for name, reason in (
-        ("g.zarr", "it is a group"),
+        ("g.zarr", "a group of arrays is there"),
         ("x.zarr::inside", "is an array and can't hold another one"),
         ("folder.zarr", "no Zarr store that can be read"),
         ("folder.npy", "it is a folder"),
         ("none/x.npy", "there is no folder"),
-        ("s3://bucket/x.zarr", "a URL can't be renamed"),
+        ("s3://bucket/x.zarr", "is a URL, where"),
     ):
         target = place(name if "://" in name else tmp_path / name)
         with pytest.raises(DistMMError, match=reason), writing.staged(target, True):
             pass
     assert left(tmp_path) == before
+
+
+def test_a_result_takes_the_place_of_no_input(tmp_path: Path) -> None:
+    given = [place(tmp_path / name) for name in ("x.npy", "g.zarr::a", "f.h5::data")] + [place("s3://bucket/y.zarr")]
+    zarr.open_group(str(tmp_path / "g.zarr"), mode="w").create_array("a", shape=(2, 2), chunks=(2, 2), dtype="f8")
+    for name in ("x.npy", "g.zarr", "g.zarr::a", "g.zarr::a/b", "f.h5"):
+        with pytest.raises(PlanError, match="which would be lost"):
+            writing.check_inputs(place(tmp_path / name), given)
+    for name in ("y.npy", "g.zarr::b", "y.zarr"):
+        writing.check_inputs(place(tmp_path / name), given)
+
+
+def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+    make(tmp_path / "x.zarr", np.random.default_rng().random((20, 20)))
+    chunk = tmp_path / "x.zarr" / "c" / "1" / "2"
+    chunk.write_bytes(chunk.read_bytes()[:20])
+    x = reading.read(place(tmp_path / "x.zarr"), 1)
+    with pytest.raises(DistMMError, match="the chunk c/1/2 can't be read"):
+        x.compute(scheduler="sync")
+    np.save(tmp_path / "y.npy", np.ones((9, 9)))
+    y = reading.read(place(tmp_path / "y.npy"), 1)
+    (tmp_path / "y.npy").unlink()
+    with pytest.raises(DistMMError, match="there is no file"):
+        y.compute(scheduler="sync")
+
+
+def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "x.zarr", np.ones((4, 4)))
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    for name in ("x.zarr", "x.h5"):
+        with pytest.raises(DistMMError, match=r"extra 'files', here and on the workers, by .*\[files\]"):
+            reading.read(place(tmp_path / name), 1)
 
 
 def test_hdf5_files_with_several_arrays_are_not_overwritten(tmp_path: Path) -> None:

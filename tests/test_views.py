@@ -74,7 +74,7 @@ def test_explain_finds_the_chunks_under_a_transpose(client):
     wait([a, b])
     assert "4 x 4 chunks, read transposed and conjugated\n" in repr(explain(a, b, op_a="C"))
     made = explain(a.T, b)
-    found = np.array([made.participants[index].address for index in made.where_a]).reshape(4, 4)
+    found = np.array([made.participants[index].address for index in made.where["a"]]).reshape(4, 4)
     holders = {str(key): addresses for key, addresses in client.who_has(a).items()}
     for i in range(4):
         for j in range(4):

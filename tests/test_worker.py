@@ -36,7 +36,7 @@ def state(side):
 def small_plan() -> Plan:
     problem = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m")
     zeros = np.zeros(2, np.int32)
-    return plan(problem, [Worker("inproc://1")], where_a=zeros, where_b=zeros[:1])
+    return plan(problem, [Worker("inproc://1")], where={"a": zeros, "b": zeros[:1]})
 
 
 KEYS = {"a": [("x", 0, 0), ("x", 1, 0)], "b": [("y", 0, 0)]}

@@ -214,9 +214,12 @@ def placed(gpus: int, chunks: int) -> NDArray[np.int32]:
 def plan_of(case: cases.Case, gpus: int) -> Plan:
     """Return the plan of a case of an engine, whose chunks are where the benchmark has them."""
     cuts, slabs = cases.chunks(case, gpus), case.variant == cases.SLABS
-    where_a, where_b = (np.arange(gpus, dtype=np.int32) if slabs else placed(gpus, len(cut[1])) for cut in cuts)
+    where = {
+        name: np.arange(gpus, dtype=np.int32) if slabs else placed(gpus, len(cut[1]))
+        for name, cut in zip("ab", cuts, strict=True)
+    }
     problem = make_problem(*cuts, case.dtype, method=case.method, array="cupy")
-    return plan(problem, [Worker(f"gpu{number}") for number in range(gpus)], where_a, where_b, engine=case.peer)
+    return plan(problem, [Worker(f"gpu{number}") for number in range(gpus)], where, engine=case.peer)
 
 
 def make_plan(gpus: int, n: int, chunks: int, dtype: str, method: str = "auto") -> Plan:
