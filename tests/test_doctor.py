@@ -22,7 +22,8 @@ from dask_distmm.planning import ENGINES
 from dask_distmm.tools import doctor
 from dask_distmm.tools.cli import main
 from dask_distmm.tools.doctor import facts
-from dask_distmm.tools.doctor.findings import HERE, Report, differing
+from dask_distmm.tools.doctor.differences import differing
+from dask_distmm.tools.doctor.findings import HERE, Report
 
 
 @pytest.fixture(autouse=True)

@@ -37,6 +37,8 @@ class Abilities:
         The least and the most columns of a block of a factorization.
     on_gpus
         Whether it works in the memory of GPUs.
+    reads_peers
+        Whether its ranks read the memory of each other's GPUs.
     collective
         Whether its ranks call a library together, with a communicator in which they have an order.
     keeps
@@ -83,6 +85,7 @@ class Abilities:
     computes: frozenset[str] = frozenset(["product"])
     widths: tuple[int, int] = (32, 256)
     on_gpus: bool = False
+    reads_peers: bool = False
     collective: bool = False
     keeps: bool = False
     encrypted: bool = True

@@ -46,7 +46,8 @@ CONNECT_SECONDS = 10
 
 def use_gpus() -> bool:
     """Whether a cluster here is one of GPUs: there are some, Dask can use them, and so can an engine of ours."""
-    return "cublasmp" in ENGINES and importlib.util.find_spec("dask_cuda") is not None and gpu_count() > 0
+    on_gpus = any(engine.on_gpus for engine in ENGINES.values())
+    return on_gpus and importlib.util.find_spec("dask_cuda") is not None and gpu_count() > 0
 
 
 def gpu_count() -> int:

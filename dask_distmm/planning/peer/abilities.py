@@ -37,6 +37,7 @@ PEER = Abilities(
     frozenset(["product", "factorization"]),
     (128, 512),
     on_gpus=True,
+    reads_peers=True,
     keeps=True,
     minds_order=True,
     library="cuBLASLt",

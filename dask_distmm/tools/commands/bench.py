@@ -12,6 +12,7 @@ import dask
 from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand
+from dask_distmm.planning.engines import ENGINES
 from dask_distmm.runtime.client import ask_roster
 from dask_distmm.tools.bench import report, suite
 from dask_distmm.tools.bench.cluster import Session
@@ -86,7 +87,7 @@ def run(
     ):
         roster = ask_roster(client, Demand("auto", "numpy", (dtype, dtype, dtype)))
         assert roster is not None, "the client is synchronous"
-        gpus = roster.engines[0] != "numpy"
+        gpus = ENGINES[roster.engines[0]].on_gpus
         sizes = sorted(sizes or (GPU_SIZES if gpus else CPU_SIZES))
         session = Session(client, array="cupy" if gpus else "numpy", here=scheduler is None)
         peers: list[Peer] = [DaskMatmul(session, grids), Distmm(session, grids)]

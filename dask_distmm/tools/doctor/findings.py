@@ -16,8 +16,10 @@ from packaging.version import Version
 
 from dask_distmm._version import TESTED_DASK
 from dask_distmm.installing import install_command
+from dask_distmm.planning.engines import ENGINES
+from dask_distmm.tools.doctor.differences import differing, short
 
-__all__ = ["HERE", "Finding", "Report", "differing", "judge", "short"]
+__all__ = ["HERE", "Finding", "Report", "judge"]
 
 # The name of the only "worker" where no cluster was asked.
 HERE = "this machine"
@@ -83,7 +85,7 @@ class Report:
     def able(self, engine: str) -> list[str]:
         """Return the addresses of the workers that have an engine, and can use it together."""
         found = [address for address, facts in self.answering.items() if "error" not in _engine(facts, engine)]
-        return [] if engine == "peer" and _apart([self.answering[address] for address in found]) else found
+        return [] if _has(engine, "reads_peers") and _apart([self.answering[address] for address in found]) else found
 
     @property
     def engine(self) -> str | None:
@@ -132,20 +134,6 @@ class Report:
             "scheduler": self.scheduler and dict(self.scheduler),
             "workers": {address: dict(facts) for address, facts in self.workers.items()},
         }
-
-
-def short(addresses: Sequence[str], most: int = 3) -> str:
-    """Return some addresses as text, and how many more there are."""
-    more = len(addresses) - most
-    return ", ".join(addresses[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def differing(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the workers that have each value, by value as text; the most common first."""
-    found: dict[str, list[str]] = collections.defaultdict(list)
-    for who, value in values.items():
-        found["none" if value is None else str(value)].append(who)
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
 
 
 def judge(report: Report) -> Iterator[Finding]:
@@ -203,7 +191,7 @@ def _engines(report: Report) -> Iterator[Finding]:
         # Where all lack the package that has been said.
         if any("error" not in facts["engines"] for facts in report.answering.values()):
             why = "; ".join(f"{engine}: {_why_not(report, engine)}" for engine in report.engines)
-            remedy = f"{install_command('cu13', elsewhere=True)}   # or cu12" if report.wanted == "cublasmp" else ""
+            remedy = f"{install_command('cu13', elsewhere=True)}   # or cu12" if _has(report.wanted, "on_gpus") else ""
             yield Finding("error", f"{report.reason}. {why}", remedy)
         return
     able = report.able(name)
@@ -218,7 +206,7 @@ def _engines(report: Report) -> Iterator[Finding]:
             "warning",
             f"only {len(able)} of {len(report.answering)} workers have engine {name!r}, the others don't multiply: "
             f"{_engine(report.answering[without[0]], name).get('error', 'it is missing')}",
-            _install(report.answering[without[0]]) if name != "numpy" else "",
+            _install(report.answering[without[0]]) if _has(name, "on_gpus") else "",
             tuple(without),
         )
     libraries = {a: ", ".join(f"{k} {v}" for k, v in sorted(_engine(report.answering[a], name).items())) for a in able}
@@ -269,6 +257,7 @@ def _gpus(report: Report) -> Iterator[Finding]:
     """Yield findings unless GPUs are used, each by one worker, and reach each other."""
     owners: dict[str, list[str]] = collections.defaultdict(list)
     seen: set[tuple[str, str]] = set()
+    for_gpus = [name for name in report.engines if _has(name, "on_gpus")]
     for address, facts in report.answering.items():
         gpus, host = facts["gpus"], str(facts["host"])
         if "error" in gpus:
@@ -279,10 +268,11 @@ def _gpus(report: Report) -> Iterator[Finding]:
             continue
         if not gpus["devices"]:
             continue
-        if all("error" in _engine(facts, name) for name in ("peer", "cublasmp")) and report.engine in (None, "numpy"):
+        refused = [found for name in for_gpus if (found := _engine(facts, name).get("error"))]
+        if not _has(report.engine, "on_gpus") and len(refused) == len(for_gpus):
             if (host, "unused") not in seen:
                 seen.add((host, "unused"))
-                text = f"{host} has GPUs that are not used: {_engine(facts, 'cublasmp').get('error')}"
+                text = f"{host} has GPUs that are not used: {refused[-1]}"
                 yield Finding("warning", text, _install(facts), (address,))
             continue
         driver, built = int(str(gpus["cuda"]).partition(".")[0]), facts["cuda_major"]
@@ -322,8 +312,9 @@ def _pool(address: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _machines(report: Report) -> Iterator[Finding]:
     """Yield findings unless threads and memory of the workers fit their machines."""
+    on_cpus = report.engine is not None and not _has(report.engine, "on_gpus")
     for address, facts in report.answering.items():
-        if isinstance(facts["blas"], list) and not facts["blas"] and report.engine == "numpy":
+        if isinstance(facts["blas"], list) and not facts["blas"] and on_cpus:
             text = "no BLAS that threadpoolctl knows: the engine can't set its threads, NumPy may be slow"
             yield Finding("warning", text, "python -m pip install --force-reinstall numpy", (address,))
     if not report.address:
@@ -334,7 +325,7 @@ def _machines(report: Report) -> Iterator[Finding]:
     for host, addresses in hosts.items():
         workers = [report.answering[address] for address in addresses]
         threads, cores = _sum(worker["threads"] for worker in workers), max(worker["cores"] for worker in workers)
-        if report.engine == "numpy" and threads > cores:
+        if on_cpus and threads > cores:
             text = f"{host}: {threads} threads of {len(workers)} workers on {cores} cores; BLAS gets slower by that"
             fewer = max(1, cores // len(workers))
             remedy = f"dask worker {report.address} --nworkers {min(len(workers), cores)} --nthreads {fewer}"
@@ -345,7 +336,7 @@ def _machines(report: Report) -> Iterator[Finding]:
             text = f"{host}: the workers' memory limits add up to {format_bytes(_sum(limits))} of {format_bytes(there)}"
             remedy = f"dask worker {report.address} --nworkers {len(workers)} --memory-limit auto"
             yield Finding("warning", text, remedy, tuple(addresses))
-        if report.engine == "numpy" and not all(limits):
+        if on_cpus and not all(limits):
             unlimited = tuple(a for a in addresses if not report.answering[a]["memory_limit"])
             text = "no memory limit: a multiply that needs too much is not refused before it starts"
             yield Finding("note", text, f"dask worker {report.address} --memory-limit auto", unlimited)
@@ -362,8 +353,13 @@ def _engine(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
+def _has(engine: str | None, ability: str) -> bool:
+    """Return whether an engine that this process knows has an ability; no other engine has any."""
+    return bool(getattr(ENGINES.get(engine or ""), ability, False))
+
+
 def _apart(workers: Sequence[Mapping[str, Any]]) -> str:
-    """Say why workers with the engine peer can't read each other's memory; empty if they can."""
+    """Say why the GPUs of workers can't read each other's memory; empty if they can."""
     hosts = {str(facts["host"]) for facts in workers}
     if len(hosts) > 1:
         return f"its GPUs are on {len(hosts)} hosts"

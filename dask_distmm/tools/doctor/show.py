@@ -8,7 +8,8 @@ from typing import Any
 
 from dask.utils import format_bytes
 
-from dask_distmm.tools.doctor.findings import HERE, Finding, Report, differing, short
+from dask_distmm.tools.doctor.differences import differing, short
+from dask_distmm.tools.doctor.findings import HERE, Finding, Report
 
 __all__ = ["text"]
 
