@@ -2,8 +2,8 @@
 
 Memory is a file for each allocation of the device (an *arena*, out of which arrays are cut as a memory pool does). A
 handle is the file's name; who opens it gets a mapping of its own, at another address, so that an address of the
-exporter is of no use. Freed memory is poisoned. Processes are real ones, or threads that say which process they stand
-for.
+exporter is of no use. Freed memory is poisoned, and used again once no array is left in its arena. Processes are real
+ones, or threads that say which process they stand for.
 
 Operations on a stream are queued, and done at some later time in any order that streams and events allow: a wait that
 is missing shows as a wrong result.
@@ -37,7 +37,7 @@ class Arena:
         with open(os.path.join(folder, self.name), "wb") as file:
             file.truncate(size)
         self.mapping, self.address = open_mapping(folder, self.name)
-        self.used, self.freed = 0, False
+        self.used, self.blocks, self.freed = 0, 0, False
 
 
 def open_mapping(folder, name):
@@ -50,15 +50,20 @@ def open_mapping(folder, name):
 class Block:
     """The memory of one array; poisoned when no array is left. A block that is all of an arena frees it then."""
 
-    def __init__(self, arena, address, size, alone=False):
+    def __init__(self, lock, arena, address, size, alone=False):
         self.arena = arena
         self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (size,), "typestr": "|u1"}
-        weakref.finalize(self, _poison, arena, address, size, alone)
+        weakref.finalize(self, _free, lock, arena, address, size, alone)
 
 
-def _poison(arena, address, size, alone):
+def _free(lock, arena, address, size, alone):
     ctypes.memset(address, 0xFF, size)
-    arena.freed = alone
+    with lock:
+        arena.blocks -= 1
+        if alone:
+            arena.freed = True
+        elif not arena.blocks:
+            arena.used = 0
 
 
 class Memory:
@@ -100,10 +105,11 @@ class Memory:
                 )
                 self.arenas.append(arena)
             else:
-                arena = fitting[-1]
+                arena = fitting[0]
             address = arena.address + arena.used
             arena.used = min(arena.size, arena.used + -(-size // _ALIGNED) * _ALIGNED)
-        return Block(arena, address, size, alone)
+            arena.blocks += 1
+        return Block(self.lock, arena, address, size, alone)
 
     def array(self, kind, shape, dtype, order="C", block=None):
         """Return a poisoned array of this process' memory."""
