@@ -92,6 +92,7 @@ class Options:
     panel_bytes: int
     prefetch_panels: int
     pack_below: int
+    cross_memory: bool
     max_groups: int
     keep_workspace_bytes: int
     allow_plaintext_nccl: bool
@@ -174,6 +175,7 @@ def _read_options(config: str) -> Options:
         panel_bytes=int(parsed("numpy.panel-bytes", parse_bytes)),
         prefetch_panels=int(number("numpy.prefetch-panels", 1)),
         pack_below=int(number("numpy.pack-below", 0)),
+        cross_memory=truth("numpy.cross-memory"),
         max_groups=int(number("cublasmp.max-groups", 1)),
         keep_workspace_bytes=int(parsed("cublasmp.keep-workspace", parse_bytes)),
         allow_plaintext_nccl=truth("allow-plaintext-nccl"),

@@ -40,11 +40,11 @@ class Comm(Protocol):
             coordinates of D. ``"enter"``: none; the first box holds the number of the rank that asks to enter a
             collective (see `gate`).
         flat
-            All boxes in one vector, one after the other in C order, for the sake of many small ones.
+            All boxes may come in one vector, one after the other in C order, for the sake of many small ones.
 
         Returns
         -------
         Future
-            Of the matrices, or of one vector. Fails if the peer is gone or the run is over.
+            Of the matrices, or of a list of one vector. Fails if the peer is gone or the run is over.
         """
         ...

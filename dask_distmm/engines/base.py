@@ -27,7 +27,9 @@ __all__ = [
     "Engine",
     "IndependentJob",
     "Job",
+    "LendingJob",
     "ResultKey",
+    "contiguous",
     "get_engine",
     "is_of_d",
     "log",
@@ -90,7 +92,7 @@ class Job(Protocol):
         ...
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
-        """Return what a peer has asked for with `Comm.fetch`. May copy; called off the event loop."""
+        """Return what a peer has asked for with `Comm.fetch`, in any memory order. May copy; off the event loop."""
         ...
 
     def abort(self, error: BaseException) -> None:
@@ -126,6 +128,20 @@ class ConsumingJob(Job, Protocol):
     """
 
     consumed: Sequence[ChunkKey]
+
+
+@runtime_checkable
+class LendingJob(Job, Protocol):
+    """A job whose peers may read what `serve` returns in this process' memory.
+
+    Attributes
+    ----------
+    lends
+        True: matrices that it serves without `flat` are parts of memory that it keeps as it is until the end of the
+        run.
+    """
+
+    lends: bool
 
 
 class Engine(Protocol):
@@ -170,6 +186,11 @@ class Engine(Protocol):
     def abandon(self, group: int) -> None:
         """Forget what the ranks of a group kept, since one of them is gone."""
         ...
+
+
+def contiguous(arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays without gaps in their memory, each in its own order: by that BLAS may be able to conjugate it."""
+    return [x if x.flags.c_contiguous or x.flags.f_contiguous else x.copy(order="K") for x in arrays]
 
 
 def get_engine(name: str) -> Engine:

@@ -21,36 +21,6 @@ from typing import Annotated, Any
 
 from dask_distmm.runtime.wire import Call, Message, Reply
 
-__all__ = [
-    "NAME",
-    "Abandon",
-    "Abort",
-    "Aborted",
-    "Delivery",
-    "Describe",
-    "Description",
-    "Done",
-    "DropReplicas",
-    "End",
-    "Fetch",
-    "Finish",
-    "Free",
-    "Freed",
-    "Gone",
-    "Prepare",
-    "Progress",
-    "ProgressLine",
-    "ProgressQuestion",
-    "ProgressReply",
-    "Release",
-    "RosterQuestion",
-    "RosterReply",
-    "Start",
-    "Support",
-    "Supported",
-    "Vote",
-]
-
 # The name of the plugins, of a worker's extension, and of the topic under which the scheduler logs events.
 NAME = "distmm"
 
@@ -383,17 +353,19 @@ class Progress(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Delivery(Reply):
-    """Parts of a participant's matrices, or the status ``"gone"``: the run is not live there."""
+    """Parts of a participant's matrices, or a loan of them (`cross_memory`); ``"gone"``: the run is not live there."""
 
     data: Sequence[Any] = ()
+    loan: Sequence[Any] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Fetch(Call[Delivery]):
-    """A participant asks another for parts of its matrices; see `Comm.fetch`. Boxes travel as int64."""
+    """A participant (its `cross_memory.place`) asks another for parts of its matrices; see `Comm.fetch`."""
 
     operation, answer = "distmm_fetch", Delivery
     run_id: int
     kind: str
     boxes: bytes
     flat: bool
+    place: str = ""

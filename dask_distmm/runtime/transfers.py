@@ -1,4 +1,7 @@
-"""Matrices over Dask's own comms, and so by the protocol and with the encryption that the cluster uses."""
+"""Matrices over Dask's own comms, and so by the protocol and with the encryption that the cluster uses.
+
+Between workers of one host large matrices do not travel at all: they are read out of the other worker's memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from dask_distmm.comms import cross_memory
 from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import log
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.runtime.messages import Fetch
 from dask_distmm.runtime.wire import ask
@@ -38,10 +43,15 @@ class DaskComm:
         Of all participants, in their order.
     timeout
         Seconds within which a peer must deliver chunks of operands, which it has had from the start.
+    cross_memory
+        Whether to read the memory of peers of this host.
     """
 
-    def __init__(self, worker: Worker, run_id: int, addresses: Sequence[str], timeout: float) -> None:
+    def __init__(
+        self, worker: Worker, run_id: int, addresses: Sequence[str], timeout: float, *, cross_memory: bool = False
+    ) -> None:
         self._worker, self._run_id, self._addresses, self._timeout = worker, run_id, addresses, timeout
+        self._cross_memory = cross_memory
         self.received_bytes = 0
 
     def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
@@ -54,7 +64,8 @@ class DaskComm:
             raise ConnectionError(f"worker {address_of(self._worker)} is closing") from None
 
     async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
-        call = ask(self._worker.rpc(address), Fetch(self._run_id, kind, boxes.tobytes(), flat))
+        place = cross_memory.place() if self._cross_memory else ""
+        call = ask(self._worker.rpc(address), Fetch(self._run_id, kind, boxes.tobytes(), flat, place))
         try:
             # Sums are there when the peer has multiplied, which may take any time; chunks are there now.
             answer = await asyncio.wait_for(call, self._timeout if kind == "input" else None)
@@ -70,6 +81,13 @@ class DaskComm:
             reason = None if answer is None else answer.message
             raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {reason}")
         data: Sequence[NDArray[Any]] = answer.data
+        if answer.loan:
+            try:
+                data = await asyncio.to_thread(cross_memory.borrow, answer.loan)
+            except OSError as error:
+                log.info("worker %s sends what can't be read in its memory: %s", address, error)
+                self._cross_memory = False
+                return await self._request(address, kind, boxes, flat)
         if kind != "enter":
             self.received_bytes += sum(x.nbytes for x in data)
         return data

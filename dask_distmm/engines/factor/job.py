@@ -261,13 +261,11 @@ class FactorJob:
         """Return boxes of the chunks that are here, a panel, or boxes of this rank's part of an output."""
         self._check()
         if kind == "panel":
-            found = list(self.exchange.published(boxes).result())
-        elif kind == "input":
+            return list(self.exchange.published(boxes).result())
+        if kind == "input":
             operands = self.plan.problem.operands
-            found = [self.chunks[operands[m], i][r0:r1, c0:c1] for m, i, r0, r1, c0, c1 in boxes.tolist()]
-        else:
-            found = self._boxes(boxes)
-        return [x if x.flags.c_contiguous or x.flags.f_contiguous else x.copy(order="F") for x in found]
+            return [self.chunks[operands[m], i][r0:r1, c0:c1] for m, i, r0, r1, c0, c1 in boxes.tolist()]
+        return self._boxes(boxes)
 
     def _boxes(self, boxes: Boxes) -> list[Any]:
         outputs = self.plan.problem.outputs

@@ -24,7 +24,7 @@ class Answer:
     def wait(self, check: Callable[[], None]) -> list[NDArray[Any]]:
         """Return them once they are here; `check` raises if the run has been aborted."""
         arrived = list(wait_checked(self._future, check))
-        if self._flat:
+        if self._flat and len(arrived) == 1 < len(self._shapes):
             ends = np.cumsum([rows * cols for rows, cols in self._shapes])
             arrived = [x.reshape(shape) for x, shape in zip(np.split(arrived[0], ends[:-1]), self._shapes, strict=True)]
         found = [x.shape for x in arrived]

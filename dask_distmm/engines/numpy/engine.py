@@ -73,6 +73,7 @@ class NumpyJob:
         self.compute_type = plan.problem.compute_type
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
+        self.lends = True
         self.offer: Any = None
         self.result: dict[ResultKey, NDArray[Any]] = {}
         self.consumed: list[ChunkKey] = []
@@ -291,8 +292,7 @@ class NumpyJob:
                 vector[at : at + x.size].reshape(x.shape)[...] = x
                 at += x.size
             return [vector]
-        # In the memory order that they have here: by that BLAS may be able to conjugate them.
-        return [x if x.flags.c_contiguous or x.flags.f_contiguous else x.copy(order="K") for x in found]
+        return found
 
     # The end
 

@@ -28,6 +28,7 @@ class NumpyFactorJob(FactorJob):
         progress: Callable[[float], None],
     ) -> None:
         super().__init__(plan, me, chunks, comm, progress, LapackKernels())
+        self.lends = True
 
     def execute(self) -> dict[ResultKey, Any]:
         """Do this rank's part with as many threads as its worker has."""

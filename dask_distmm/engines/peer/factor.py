@@ -21,7 +21,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey, contiguous
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import FactorJob, put
 from dask_distmm.engines.factor.outputs import TRIANGLES, is_zero, needs_copy, part_of, triangle_of
@@ -253,6 +253,7 @@ class PeerFactorJob(FactorJob):
         if kind == "panel" and isinstance(self.exchange, PulledPanels):
             self.exchange.made[self.exchange.key_of(boxes)].synchronize()
             return [x.get() for x in found]
+        found = contiguous(found)
         cp.cuda.Stream.null.synchronize()
         return found
 

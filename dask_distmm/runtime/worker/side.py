@@ -27,8 +27,9 @@ from dask.utils import typename
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps
 
+from dask_distmm.comms import cross_memory
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.engines.base import IndependentJob, Job, ResultKey, get_engine, log
+from dask_distmm.engines.base import IndependentJob, Job, LendingJob, ResultKey, contiguous, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError
 from dask_distmm.planning import Placement, plan_from_wire
@@ -140,7 +141,8 @@ class WorkerSide:
             return Vote("orders", orders=orders)
         chunks = check_chunks(plan, chunks | own)
         addresses = [worker.address for worker in plan.participants]
-        comm = DaskComm(self.worker, run_id, addresses, plan.problem.options.transfer_timeout)
+        options = plan.problem.options
+        comm = DaskComm(self.worker, run_id, addresses, options.transfer_timeout, cross_memory=options.cross_memory)
 
         def progress(share: float) -> None:
             self.progress[run_id] = share
@@ -276,8 +278,12 @@ class WorkerSide:
             plan.check_boxes(kind, table)
             # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
+            if request.place and isinstance(job, LendingJob):
+                lent = await asyncio.to_thread(job.serve, kind, table, False)
+                if loan := cross_memory.lend(lent, request.place):
+                    return Delivery("OK", loan=loan)
             data = await asyncio.to_thread(job.serve, kind, table, request.flat)
-            return Delivery("OK", data=[to_serialize(x) for x in data])
+            return Delivery("OK", data=[to_serialize(x) for x in await asyncio.to_thread(contiguous, data)])
         except (ProtocolError, TypeError, ValueError, KeyError) as error:
             return Delivery("refused", repr(error))
         except Exception as error:

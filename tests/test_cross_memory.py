@@ -1,0 +1,186 @@
+"""Reads of another process' memory: arrays of any memory order, and all that can go wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import multiprocessing
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client
+
+from dask_distmm import matmul
+from dask_distmm.comms import cross_memory
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.testing import assert_product
+
+
+def _arrays(seed: int) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    whole = rng.random((3000, 700))
+    return [
+        whole,
+        whole.T,
+        whole[:, 100:400],
+        whole[5:2900, 13:600].T,
+        whole[::2, :300],
+        whole[100:101, :],
+        rng.random(50_000),
+        rng.random((300, 200)).astype(np.complex64),
+        rng.random((300, 200)).astype(dtype_from_name("bfloat16")),
+        np.empty((0, 7)),
+    ]
+
+
+def _lender(pipe: Any) -> None:
+    arrays = _arrays(7)
+    while (borrower := pipe.recv()) is not None:
+        pipe.send(cross_memory.lend(arrays, borrower))
+
+
+@pytest.fixture(scope="module")
+def lender() -> Iterator[Any]:
+    """Another process, which lends `_arrays(7)`: it takes a place and answers with a loan."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_lender, args=(there,), daemon=True)
+    process.start()
+    yield here
+    here.send(None)
+    process.join(30)
+
+
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cross_memory.place():
+        pytest.skip("processes can't read each other's memory here")
+    monkeypatch.setattr(cross_memory, "_refused", False)
+
+
+def _ask(lender: Any, borrower: str) -> Any:
+    lender.send(borrower)
+    return lender.recv()
+
+
+def test_arrays_arrive_as_they_are(lender):
+    borrowed = cross_memory.borrow(_ask(lender, cross_memory.place()))
+    for found, expected in zip(borrowed, _arrays(7), strict=True):
+        assert found.dtype == expected.dtype
+        assert found.tobytes() == expected.tobytes()
+        assert found.size == 0 or (found.strides[0] >= found.strides[-1]) == (
+            expected.strides[0] >= expected.strides[-1] or expected.shape[0] == 1
+        )
+
+
+def test_more_than_one_call_reads(lender, monkeypatch):
+    """The system may stop anywhere: the rest is read from there."""
+    libc = cross_memory._libc()
+
+    class Short:
+        """Reads at most 100,000 bytes in a call."""
+
+        @staticmethod
+        def process_vm_readv(process, local, one, remote, count, flags):
+            size = ctypes.c_uint64.from_address(local.value + 8)
+            size.value = min(size.value, 100_000)
+            return libc.process_vm_readv(process, local, one, remote, count, flags)
+
+    loan = _ask(lender, cross_memory.place())
+    monkeypatch.setattr(cross_memory, "_libc", lambda: Short)
+    for found, expected in zip(cross_memory.borrow(loan), _arrays(7), strict=True):
+        assert found.tobytes() == expected.tobytes()
+
+
+def test_nothing_is_lent_to_others(lender):
+    home, _, number = cross_memory.place().rpartition(" ")
+    assert _ask(lender, "") is None
+    assert _ask(lender, f"elsewhere {number}") is None
+    arrays = [np.ones((500, 500))]
+    assert cross_memory.lend(arrays, cross_memory.place()) is None, "this process has them"
+    other = f"{home} {int(number) + 1}"
+    assert cross_memory.lend(arrays, other) is not None
+    assert cross_memory.lend([np.ones((5, 5))], other) is None, "an answer has place for them"
+    assert cross_memory.lend([np.ones((5000, 500))[:, :3]], other) is None, "three elements at a time"
+    assert cross_memory.lend([np.ones((5000, 500))[:, ::2]], other) is None, "every second element"
+    assert cross_memory.lend([np.ones((50, 50, 50))], other) is None
+
+
+def test_a_process_that_ended_is_an_error_of_that_process_alone(lender):
+    context = multiprocessing.get_context("spawn")
+    gone = context.Process(target=os.getpid)
+    gone.start()
+    gone.join()
+    _, *loan = _ask(lender, cross_memory.place())
+    with pytest.raises(ProcessLookupError, match="can't be read"):
+        cross_memory.borrow((gone.pid, *loan))
+    assert cross_memory.place()
+
+
+def test_another_process_of_the_same_number_is_refused(lender):
+    process, address, proof, described = _ask(lender, cross_memory.place())
+    with pytest.raises(PermissionError, match="not the one that lends"):
+        cross_memory.borrow((process, address, proof[::-1], described))
+    assert cross_memory.place() == "", "there is something wrong with this host"
+
+
+def test_the_system_forbids_it(lender, monkeypatch):
+    loan = _ask(lender, cross_memory.place())
+
+    class Forbidden:
+        @staticmethod
+        def process_vm_readv(*args):
+            ctypes.set_errno(errno.EPERM)
+            return -1
+
+    monkeypatch.setattr(cross_memory, "_libc", lambda: Forbidden)
+    with pytest.raises(PermissionError, match="can't be read"):
+        cross_memory.borrow(loan)
+    assert cross_memory.place() == ""
+
+
+# Workers
+
+
+def _count(dask_worker: Any) -> None:
+    """Count what this worker borrows."""
+    cross_memory.original, cross_memory.counted = cross_memory.borrow, []
+
+    def counting(loan: Any) -> Any:
+        found = cross_memory.original(loan)
+        cross_memory.counted += [x.nbytes for x in found]
+        return found
+
+    cross_memory.borrow = counting
+
+
+def _counted(dask_worker: Any) -> int:
+    return sum(cross_memory.counted)
+
+
+def _uncount(dask_worker: Any) -> None:
+    cross_memory.borrow = cross_memory.original
+
+
+@pytest.fixture
+def counting(client: Client) -> Iterator[Client]:
+    """Worker processes that count what they borrow."""
+    client.run(_count)
+    yield client
+    client.run(_uncount)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_workers_of_one_host_read_each_other(counting, allowed):
+    rng = np.random.default_rng()
+    x, y = rng.random((600, 500)), rng.random((500, 700))
+    with dask.config.set({"distmm.numpy.cross-memory": allowed}):
+        a, b = (counting.persist(da.from_array(one, chunks=(250, 300))) for one in (x, y))
+        d = matmul(a, b, method="allgather").compute()
+    assert_product(x, y, d)
+    assert (sum(counting.run(_counted).values()) > 0) == allowed
