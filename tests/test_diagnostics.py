@@ -22,8 +22,10 @@ from dask_distmm import PlanError, matmul
 from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import ProgressBar, as_html, as_lines, bar_of
 from dask_distmm.errors import ProtocolError
-from dask_distmm.runtime.messages import Progress, ProgressLine
+from dask_distmm.runtime.messages import Progress
+from dask_distmm.runtime.questions import ProgressLine
 from dask_distmm.runtime.run import Run
+from dask_distmm.runtime.scheduler.progress import progress_of
 from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase
 from dask_distmm.runtime.wire import from_wire
 from dask_distmm.testing import assert_product, inject, remove_faults
@@ -149,6 +151,30 @@ def test_what_a_participant_may_report():
     for address, received in [("a", 5), ("b", 7), ("a", 3), ("stranger", 50)]:
         run.report(address, 0.1, 0.0, received)
     assert run.received == {"a": 5, "b": 7}
+    assert run.received_bytes == 12
+
+
+def test_bytes_arrive_while_the_share_stands_still():
+    """As during a gather: what `progress` answers follows each report, not each hundredth of the work."""
+    run = Run(1, "m", "k", frozenset("ab"), phase="running", expected_bytes=30)
+    for received in (10, 20):
+        run.report("a", 0.0, 0.0, received)
+        line = progress_of(None, [run], Records(), "m")
+        assert (line.phase, line.share, line.received_bytes, line.expected_bytes) == ("multiplying", 0.0, received, 30)
+
+
+@pytest.mark.parametrize(
+    ("received", "expected", "note"),
+    [
+        (2**29, 2**30, "512.00 MiB of 1.00 GiB received"),
+        (0, 2**30, "0 B of 1.00 GiB received"),
+        (2**30, 0, "1.00 GiB received"),
+        (2**30, 2**29, "1.00 GiB received"),
+        (0, 0, ""),
+    ],
+)
+def test_bytes_beside_a_bar(received, expected, note):
+    assert bar_of(ProgressLine("m-0", "multiplying", 0.5, 3, received, expected)).note == note
 
 
 FOUND = [

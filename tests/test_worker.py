@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import dask.array as da
@@ -245,3 +246,32 @@ def test_a_worker_that_ends_asks_nobody():
     comm = DaskComm(worker, 1, ["inproc://2"], 1.0)
     with pytest.raises(ConnectionError, match="worker inproc://1 is closing"):
         comm.fetch(0, "input", np.zeros((1, 6), np.int64), flat=False)
+
+
+def test_reports_say_something_new(monkeypatch):
+    """A worker whose share and bytes stand still sends no message."""
+    sent = []
+    monkeypatch.setattr("dask_distmm.runtime.worker.side._TELL", 0.001)
+    loop = Loop()
+    loop.batched_send = sent.append
+    side = WorkerSide(loop)
+    arrived = itertools.chain([0, 0, 5, 5, 5, 9], itertools.repeat(9))
+
+    class Job:
+        asked = 0
+
+        @property
+        def received_bytes(self):
+            self.asked += 1
+            return next(arrived)
+
+    async def work() -> None:
+        job = Job()
+        telling = asyncio.ensure_future(side._tell_progress(1, job))
+        while job.asked < 20:
+            await asyncio.sleep(0.001)
+        telling.cancel()
+
+    asyncio.run(work())
+    side.close()
+    assert [message["received_bytes"] for message in sent] == [5, 9]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from dask.utils import format_bytes
 
 from dask_distmm.errors import PlanError, ProtocolError
-from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion
+from dask_distmm.runtime.questions import ProgressLine, ProgressQuestion
 from dask_distmm.runtime.wire import ask
 
 if TYPE_CHECKING:
@@ -151,7 +151,10 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
 
 def bar_of(line: ProgressLine) -> ProgressBar:
     """Return the bar of a multiply, with the bytes that have travelled."""
-    note = format_bytes(line.received_bytes) + " received" if line.received_bytes else ""
+    note = f"{format_bytes(line.received_bytes)} received" if line.received_bytes else ""
+    # A plan counts the bytes of A, B and D; those of an epilog's inputs come on top.
+    if line.phase == "multiplying" and 0 < line.expected_bytes >= line.received_bytes:
+        note = f"{format_bytes(line.received_bytes)} of {format_bytes(line.expected_bytes)} received"
     return ProgressBar(line.name, line.phase, line.share, note, line.run)
 
 

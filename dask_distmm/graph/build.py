@@ -44,7 +44,8 @@ from dask_distmm.planning import (
 )
 from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import barrier_key, output_name, part_name
-from dask_distmm.runtime.messages import NAME, Supported
+from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.questions import Supported
 from dask_distmm.runtime.wire import ask
 
 __all__ = ["ProductLayer", "RunTask", "TasksLayer", "barrier", "build_graph", "build_output", "chunk"]

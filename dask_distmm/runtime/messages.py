@@ -1,15 +1,13 @@
-"""The protocol between client, scheduler and workers: every message, its operation, its fields and their types.
+"""The protocol between scheduler and workers: every message, its operation, its fields and their types.
 
 ::
 
-    client     RosterQuestion, ProgressQuestion, Free                    -> scheduler
-    task       Supported                                                 -> scheduler
     scheduler  Describe, Prepare, Start, Abort, Release                  -> worker
                Finish, End, Gone, Abandon, DropReplicas  (no answer)     -> worker
     worker     Progress                                  (no answer)     -> scheduler
                Fetch                                                     -> worker
 
-`dask_distmm.runtime.wire` sends and checks them.
+`dask_distmm.runtime.wire` sends and checks them. `dask_distmm.runtime.questions` has those of clients and tasks.
 """
 
 from __future__ import annotations
@@ -21,6 +19,27 @@ from typing import Annotated, Any
 
 from dask_distmm.runtime.wire import Call, Message, Reply
 
+__all__ = [
+    "NAME",
+    "Abandon",
+    "Abort",
+    "Aborted",
+    "Delivery",
+    "Describe",
+    "Description",
+    "Done",
+    "DropReplicas",
+    "End",
+    "Fetch",
+    "Finish",
+    "Gone",
+    "Prepare",
+    "Progress",
+    "Release",
+    "Start",
+    "Vote",
+]
+
 # The name of the plugins, of a worker's extension, and of the topic under which the scheduler logs events.
 NAME = "distmm"
 
@@ -28,121 +47,6 @@ NAME = "distmm"
 Count = Annotated[int, (0, math.inf)]
 Seconds = Annotated[int | float, (0, math.inf)]
 Share = Annotated[float, (0, 1)]
-
-
-# Between client and scheduler
-
-
-@dataclasses.dataclass(frozen=True)
-class RosterReply(Reply):
-    """Who would multiply, and where chunks are.
-
-    Parameters
-    ----------
-    engines
-        Names of the engines that could multiply.
-    workers, sources
-        The workers that would multiply, and others that hold chunks, as `Worker.to_wire` gives them.
-    placed
-        For each array that was asked for the index into ``[*workers, *sources]`` of each chunk's holder, as int32;
-        None where not all chunks are in memory.
-    groups
-        Addresses of ranks that have a communicator already.
-    """
-
-    engines: Sequence[str] = ()
-    workers: Sequence[Any] = ()
-    sources: Sequence[Any] = ()
-    placed: Sequence[bytes | None] = ()
-    groups: Sequence[Sequence[str]] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class RosterQuestion(Call[RosterReply]):
-    """A client asks who would multiply for a demand (`Demand.to_wire`), and where the chunks of some arrays are.
-
-    `counts` says how many chunks each of the arrays `names` has along its two axes.
-    """
-
-    operation, answer = "distmm_roster", RosterReply
-    demand: Sequence[Any]
-    names: Sequence[str] = ()
-    counts: Sequence[Sequence[int]] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgressLine:
-    """How far one multiply is.
-
-    Parameters
-    ----------
-    name, run
-        Name of the multiply, and number of its run; 0 before there is one.
-    phase, share
-        ``"reading"``, ``"waiting"``, ``"voting"``, ``"multiplying"``, ``"ending"``, ``"done"`` or ``"failed"``, and the
-        share of that phase's work which is done.
-    received_bytes
-        Bytes of matrices that have travelled between workers.
-    """
-
-    name: str
-    phase: str
-    share: float
-    run: int = 0
-    received_bytes: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgressReply(Reply):
-    """How far multiplies are.
-
-    Parameters
-    ----------
-    known, found
-        Whether the scheduler has all the tasks that were asked for (a graph may still be on its way), and for each
-        multiply the fields of its `ProgressLine`, in their order.
-    """
-
-    known: bool = False
-    found: Sequence[Sequence[Any]] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgressQuestion(Call[ProgressReply]):
-    """A client asks how far the multiplies `names` are, or where that is None those that the tasks `keys` need."""
-
-    operation, answer = "distmm_progress", ProgressReply
-    names: Sequence[str] | None = None
-    keys: Sequence[Any] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Freed(Reply):
-    """So many groups were freed."""
-
-    groups: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Free(Call[Freed]):
-    """A client has all groups freed, each within a time of `grace` (seconds)."""
-
-    operation, answer = "distmm_free", Freed
-    grace: Seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Support(Reply):
-    """Whether the scheduler's version of distributed has all that runs need."""
-
-    supported: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Supported(Call[Support]):
-    """A barrier that runs as a task asks whether the scheduler can take it."""
-
-    operation, answer = "distmm_supported", Support
 
 
 # From the scheduler to a worker, with an answer

@@ -31,7 +31,8 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
 from dask_distmm.planning.placement import Where
 from dask_distmm.runtime.keys import barrier_key, barrier_name
-from dask_distmm.runtime.messages import DropReplicas, RosterReply
+from dask_distmm.runtime.messages import DropReplicas
+from dask_distmm.runtime.questions import RosterReply
 from dask_distmm.runtime.transfers import DaskComm, address_of
 from dask_distmm.runtime.wire import Message
 

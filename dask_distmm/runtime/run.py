@@ -95,8 +95,10 @@ class Run:
     # The share of its work that each participant has said is done, and when the last of them had got any further.
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
     moved: float = math.inf
-    # Bytes of matrices that each participant has said have arrived.
+    # Bytes of matrices that each participant has said have arrived, and how many the plan expects in all; 0 where a
+    # library moves some of them on its own, which nobody counts.
     received: dict[str, int] = dataclasses.field(default_factory=dict)
+    expected_bytes: int = 0
     # Whether the others finish their parts when some are gone, and which are.
     independent: bool = False
     gone: set[str] = dataclasses.field(default_factory=set)
@@ -151,6 +153,11 @@ class Run:
         if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):
             self.shares[address] = share
             self.moved = now
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have arrived, as far as is known."""
+        return sum(self.received.values())
 
     @property
     def share(self) -> float:

@@ -27,6 +27,7 @@ from distributed.metrics import time
 
 from dask_distmm.engines.base import log
 from dask_distmm.errors import RunFailedError
+from dask_distmm.planning import ENGINES
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.messages import Abort, Done, End, Finish, Gone, Prepare, Start, Vote
 from dask_distmm.runtime.replicas import Replicas
@@ -158,6 +159,7 @@ class Coordinator:
     async def _start(self, run: Run, barrier: Barrier, frozen: FrozenPlan, offers: Sequence[Any]) -> None:
         made = frozen.plan
         run.begin_running(time())
+        run.expected_bytes = 0 if ENGINES[made.engine].collective else made.bytes_moved
         began = time()
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         how = {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}

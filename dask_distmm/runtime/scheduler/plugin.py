@@ -16,7 +16,7 @@ from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, MissingEngineError, ProtocolError
 from dask_distmm.planning import Computation, Demand
-from dask_distmm.runtime import direct, messages
+from dask_distmm.runtime import direct, messages, questions
 from dask_distmm.runtime.history import History
 from dask_distmm.runtime.keys import barrier_name, is_tile
 from dask_distmm.runtime.messages import NAME
@@ -70,10 +70,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.bare = BareWorkers(scheduler, self.roster.bare)
         self.admission = Admission(scheduler, self.roster, self._waiting)
         scheduler.handlers |= {
-            **answering(messages.RosterQuestion, self.answer_roster),
-            **answering(messages.Supported, self.answer_supported),
-            **answering(messages.Free, self.free),
-            **answering(messages.ProgressQuestion, self.answer_progress),
+            **answering(questions.RosterQuestion, self.answer_roster),
+            **answering(questions.Supported, self.answer_supported),
+            **answering(questions.Free, self.free),
+            **answering(questions.ProgressQuestion, self.answer_progress),
         }
         scheduler.stream_handlers |= listening(messages.Progress, self.hear_progress)
         # So that `Client.dump_cluster_state()` finds it.
@@ -91,11 +91,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # Handlers
 
-    async def answer_supported(self, request: messages.Supported) -> messages.Support:
+    async def answer_supported(self, request: questions.Supported) -> questions.Support:
         """Return whether this version of distributed has all that runs need."""
-        return messages.Support("OK", supported=not self.unsupported)
+        return questions.Support("OK", supported=not self.unsupported)
 
-    async def answer_roster(self, question: messages.RosterQuestion) -> messages.RosterReply:
+    async def answer_roster(self, question: questions.RosterQuestion) -> questions.RosterReply:
         """Return the engines and workers that would multiply, and where chunks are."""
         if self.unsupported:
             raise MissingEngineError(
@@ -106,7 +106,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         try:
             engines, workers = await self.roster.choose(Demand.from_wire(question.demand))
             sources, placed = self.holders.known(workers, question.names, question.counts)
-            answer = messages.RosterReply(
+            answer = questions.RosterReply(
                 "OK",
                 engines=list(engines),
                 workers=[worker.to_wire() for worker in workers],
@@ -114,22 +114,22 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 placed=placed,
                 groups=self.groups.orders(engines),
             )
-            marked: messages.RosterReply = self.replicas.mark(question.names, answer)
+            marked: questions.RosterReply = self.replicas.mark(question.names, answer)
             return marked
         except DistMMError:
             raise
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             raise ProtocolError(f"malformed question: {error!r}") from error
 
-    async def answer_progress(self, question: messages.ProgressQuestion) -> messages.ProgressReply:
+    async def answer_progress(self, question: questions.ProgressQuestion) -> questions.ProgressReply:
         """Return how far multiplies are."""
         return answer_progress(self.scheduler, self.queue.values(), self.records, question)
 
-    async def free(self, request: messages.Free) -> messages.Freed:
+    async def free(self, request: questions.Free) -> questions.Freed:
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
         groups = self.groups.surplus(0)
         await asyncio.gather(*self.coordinator.releases.begin(groups, request.grace))
-        return messages.Freed("OK", groups=len(groups))
+        return questions.Freed("OK", groups=len(groups))
 
     def hear_progress(self, message: messages.Progress) -> None:
         """Note how far a participant is."""
@@ -139,7 +139,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         before = run.share
         run.report(message.worker, message.share, time(), message.received_bytes)
         if int(100 * run.share) > int(100 * before):
-            self._event("progress", run, share=run.share, received_bytes=sum(run.received.values()))
+            self._event("progress", run, share=run.share, received_bytes=run.received_bytes)
 
     # Barriers
 

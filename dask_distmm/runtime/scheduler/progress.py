@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.keys import barrier_key, barrier_name
-from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion, ProgressReply
+from dask_distmm.runtime.questions import ProgressLine, ProgressQuestion, ProgressReply
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.records import Records
 
@@ -73,8 +73,8 @@ def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, nam
     record = records.of(name)
     if own:
         run = max(own, key=lambda run: run.run_id)
-        moved = record.received_bytes if record is not None and record.run_id == run.run_id else 0
-        return ProgressLine(name, _PHASES.get(run.phase, "ending"), run.share, run.run_id, moved)
+        phase = _PHASES.get(run.phase, "ending")
+        return ProgressLine(name, phase, run.share, run.run_id, run.received_bytes, run.expected_bytes)
     if record is not None and record.outcome == "failed":
         return ProgressLine(name, "failed", record.share, record.run_id, record.received_bytes)
     barrier = scheduler.tasks.get(barrier_key(name))

@@ -201,10 +201,13 @@ class WorkerSide:
 
     async def _tell_progress(self, run_id: int, job: Job) -> None:
         """Tell the scheduler from time to time how far this worker is."""
+        told = (0.0, 0)
         while True:
             await asyncio.sleep(_TELL)
-            share, received = float(self.progress.get(run_id, 0.0)), int(job.received_bytes)
-            self.worker.batched_send(post(messages.Progress(run_id, share, received)))
+            now = float(self.progress.get(run_id, 0.0)), int(job.received_bytes)
+            if now != told:
+                self.worker.batched_send(post(messages.Progress(run_id, *now)))
+                told = now
 
     async def release(self, request: messages.Release) -> Reply:
         """Free the memory that a group keeps between runs; the scheduler asks all ranks at the same time."""
