@@ -29,6 +29,7 @@ from dask_distmm.arrays.grouped import explain_grouped, matmul_grouped  # noqa: 
 from dask_distmm.arrays.prepared import Matmul  # noqa: E402
 from dask_distmm.arrays.product import NotCollective  # noqa: E402
 from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize  # noqa: E402
+from dask_distmm.arrays.replicate import free_replicas, replicate  # noqa: E402
 from dask_distmm.diagnostics.attach import attach as _attach  # noqa: E402
 from dask_distmm.diagnostics.bars import progress  # noqa: E402
 from dask_distmm.errors import (  # noqa: E402
@@ -71,6 +72,7 @@ __all__ = [
     "enabled",
     "explain",
     "explain_grouped",
+    "free_replicas",
     "free_workspaces",
     "is_enabled",
     "linalg",
@@ -78,6 +80,7 @@ __all__ = [
     "matmul_grouped",
     "progress",
     "quantize",
+    "replicate",
 ]
 
 

@@ -145,6 +145,9 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
         ``"items"``, whole items in plain tasks; ``"collective"``, collective runs; ``"auto"``, the default, the
         quicker by the cost model, see `explain`. `method`, `engine`, `workers`, `distributions` and `compute_type`
         need collective runs.
+    gathered : {"a", "b"}, optional
+        The operand that all workers keep whole after the run, besides its chunks: nothing of it has to move for later
+        multiplies, as long as any of its chunks is on the cluster. See `replicate`. For matrices, not of FP8.
 
     Returns
     -------
@@ -159,8 +162,8 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
         Shapes do not match, a scalar was given, chunk sizes are unknown, a name is unknown, an input is missing or
         does not fit, `workers` are not in the cluster, or no method has the `distributions`. Something was asked for
         that only a run can do (`method`, `engine`, `workers`, `distributions`, a `compute_type`,
-        ``batch="collective"``, with a cluster also ``epilog="allreduce"``), and there can't be a run. Also a
-        ValueError.
+        ``batch="collective"``, with a cluster also ``epilog="allreduce"`` and `gathered`), and there can't be a run.
+        Also a ValueError.
     ProjectedMemoryError
         A worker would have to hold more than it may. Also a MemoryError.
 
@@ -188,7 +191,7 @@ def explain(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: U
     ----------
     a, b, c, alpha, beta, op_a, op_b, epilog, epilog_inputs, bias_axis, result_amax
     a_type, b_type, result_type, quantization_scales, compute_type
-    method, engine, out_chunks, workers, distributions, batch, logger
+    method, engine, out_chunks, workers, distributions, batch, gathered, logger
         As for `matmul`; `logger` is told nothing. Without a cluster ``workers=4`` plans for four imagined ones, with
         one thread each and no memory limit.
 

@@ -104,6 +104,7 @@ class MatmulOptions(PreparedOptions, total=False):
     epilog_inputs: Mapping[str, ArrayLike] | None
     bias_axis: Literal[-1, 0]
     batch: Batch | None
+    gathered: Literal["a", "b"] | None
 
 
 class AllOptions(MatmulOptions, total=False):

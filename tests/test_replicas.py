@@ -1,4 +1,4 @@
-"""``epilog="allreduce"``: all of D on every worker, for operands of later multiplies."""
+"""``epilog="allreduce"`` and `gathered`: all of D or of an operand on every worker, for later multiplies."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from stand_ins import Loop, ask
 
 import dask_distmm
 from dask_distmm import Matmul, PlanError, ProjectedMemoryError, matmul
+from dask_distmm.engines.base import GATHERED
+from dask_distmm.engines.numpy.engine import ENGINE
 from dask_distmm.errors import RunFailedError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
 from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
 from dask_distmm.runtime.worker.side import WorkerSide
-from dask_distmm.testing import assert_nothing_left, assert_product, inject, make_problem, random_chunks
+from dask_distmm.testing import assert_nothing_left, assert_product, inject, make_problem, random_chunks, run_jobs
 
 rng = np.random.default_rng()
 
@@ -100,6 +102,97 @@ def test_an_operand_that_is_everywhere_moves_nothing(method, engine, operands):
     assert all(made.projected_bytes[address] >= least for address in made.workers)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(METHODS), st.sampled_from(["numpy", "cublasmp"]), st.integers(1, 5), st.sampled_from("ab"),
+    st.booleans(), st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_what_a_gathered_operand_adds_to_a_plan(method, engine, nranks, operand, placed, seed):
+    """No more than each worker lacks, and on CPUs less than that by what the multiply fetches anyway."""
+    seeded = np.random.default_rng(seed)
+    m, n, k = (int(x) for x in seeded.integers(5, 40, 3))
+    sizes = (random_chunks(seeded, m, 4), random_chunks(seeded, k, 4)), (random_chunks(seeded, k, 4), (n,))
+    roster = [Worker(f"w{i}") for i in range(nranks)]
+    counts = dict(zip("ab", (len(rows) * len(cols) for rows, cols in sizes), strict=True))
+    where = {name: seeded.integers(0, nranks, count).astype(np.int32) for name, count in counts.items() if placed}
+    grid = plan(make_problem(*sizes, method=method), roster, where, engine=engine).grid
+    before, after = (
+        plan(make_problem(*sizes, method=method, grid=grid, gathered=gathered), roster, where, engine=engine)
+        for gathered in ("", operand)
+    )
+    assert (before.kept, after.kept) == ((), (operand,))
+    again = Plan.from_wire(after.to_wire())
+    assert (again.replicas, again.kept) == (nranks, (operand,))
+    size = (m * k if operand == "a" else k * n) * 8
+    added = sum(after.projected_bytes.values()) - sum(before.projected_bytes.values())
+    moved = after.bytes_moved - before.bytes_moved
+    if placed:
+        assert added == (nranks - 1) * size
+    assert 0 <= moved <= (nranks - 1) * size
+    if engine == "numpy" and before.method == "allgather" and (operand == "a") == (before.grid[0] == 1):
+        assert moved <= nranks  # rounded
+    if engine == "cublasmp" and placed:
+        assert moved == added
+    assert f"{operand.upper()} on all {nranks} workers, for later multiplies" in repr(after)
+    # An operand that is everywhere stays there.
+    everywhere = {operand: np.full(counts[operand], EVERYWHERE, np.int32)}
+    runs = (int(operand == "a"), int(operand == "b"))
+    kept = plan(make_problem(*sizes, gathered=operand), roster, everywhere, engine=engine, replica_runs=runs)
+    assert (kept.kept, kept.replicas) == ((), 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(METHODS), st.integers(1, 4), st.sampled_from("ab"), st.booleans(), st.integers(0, 2**32 - 1))
+def test_ranks_return_what_they_have_gathered(method, nranks, operand, same, seed):
+    """Each chunk whole and right (`run_jobs` compares them), and all of them where all of the operand was needed."""
+    seeded = np.random.default_rng(seed)
+    m, n, k = (int(x) for x in seeded.integers(1, 30, 3))
+    inner = random_chunks(seeded, k, 3)
+    a_chunks, b_chunks = (random_chunks(seeded, m, 3), inner), (inner, random_chunks(seeded, n, 3))
+    fields = {"method": method, "gathered": operand}
+    if same:  # X.T @ X: what is of A and of B travels once
+        a_chunks, fields = (b_chunks[1], inner), fields | {"arrays": ("x", "x"), "turned": (True, False)}
+    problem = make_problem(a_chunks, b_chunks, **fields)
+    b = seeded.standard_normal((k, n))
+    a = b.T if same else seeded.standard_normal((m, k))
+    chunks = {}
+    for name, matrix, (rows, cols) in (("a", a, a_chunks), ("b", b, b_chunks)):
+        parts = [
+            part for row in np.split(matrix, np.cumsum(rows)[:-1]) for part in np.split(row, np.cumsum(cols)[:-1], 1)
+        ]
+        chunks |= {(name, number): part for number, part in enumerate(parts)}
+    of_a, of_b = (seeded.integers(0, nranks, sum(key[0] == name for key in chunks)).astype(np.int32) for name in "ab")
+    if same:
+        of_a = of_b.reshape(len(inner), -1).T.ravel().copy()
+    made = plan(problem, [Worker(f"w{i}") for i in range(nranks)], {"a": of_a, "b": of_b})
+    brought = []
+
+    class Watched(type(ENGINE)):
+        def job(self, plan, me, *args):
+            job = super().job(plan, me, *args)
+            execute = job.execute
+
+            def watched():
+                result = execute()
+                brought.append((me, {number for name, number in result if name == GATHERED}))
+                return result
+
+            job.execute = watched
+            return job
+
+    found = run_jobs(Watched(), made, chunks)
+    product = np.zeros((a.shape[0], n))
+    for (_, number), chunk in found.items():
+        r0, r1, c0, c1 = made.chunk_rect(number)
+        product[r0:r1, c0:c1] = chunk
+    assert_product(a, b, product)
+    for me, numbers in brought:
+        lacking = set(np.flatnonzero(made.where[operand] != me).tolist())
+        assert numbers <= lacking
+        if made.method == "allgather" and (operand == "a") == (made.grid[0] == 1):
+            assert numbers == lacking
+
+
 def test_more_than_a_worker_may_hold():
     """Without replicas there is room for it, with them there is not."""
     sizes = ((100,) * 4, (50,)), ((50,), (100,) * 4)
@@ -110,6 +203,8 @@ def test_more_than_a_worker_may_hold():
     with pytest.raises(ProjectedMemoryError, match="all of D is to be on each worker") as caught:
         plan(make_problem(*sizes, formula=Formula(epilog="allreduce")), roster)
     assert min(caught.value.projected.values()) >= 400 * 400 * 8
+    with pytest.raises(ProjectedMemoryError, match="all of A is to be on each worker"):
+        plan(make_problem(*sizes, gathered="a"), [Worker(f"w{i}", memory_limit=limit // 3) for i in range(4)])
 
 
 # The worker
@@ -123,7 +218,7 @@ def test_a_vote_finds_out_what_is_missing():
         keys = {"b": [("y", 0, 0)]}
         where = {"a": np.full(2, EVERYWHERE, np.int32), "b": np.zeros(1, np.int32)}
         wire = plan(problem, [Worker("inproc://1")], where, replica_runs=(7, 0)).to_wire()
-        chunks = {0: np.ones((4, 5)), 1: np.ones((3, 5))}
+        chunks = {(0, 0): np.ones((4, 5)), (1, 0): np.ones((3, 5))}
         for run_id in (None, 6):
             if run_id is not None:
                 side.replicas._kept["x"] = run_id, chunks  # of another run
@@ -213,6 +308,98 @@ def test_later_multiplies_move_nothing_of_it(client, method):
     until(lambda: kept(client) == {0})
 
 
+@pytest.mark.parametrize("method", ["allgather", "local", "summa", "reducescatter"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gathered_operand_moves_once(client, method, turned):
+    """Whatever way the first multiply went; as the operand or its transpose; dropped with the array."""
+    a, b = (client.persist(fresh(*shape)) for shape in ((90, 70), (90, 50) if turned else (70, 50)))
+    wait([a, b])
+    first = matmul(a, b, op_a="T" if turned else "N", gathered="a", method=method).persist()
+    left = a.compute().T if turned else a.compute()
+    assert_product(left, b.compute(), first.compute())
+    until(lambda: kept(client) == {1})
+    moved = runs(client)[-1]["received_bytes"]
+    # Each worker gets what it lacks, and nothing twice; what else travels is of B and D.
+    assert moved <= 2 * a.nbytes + 2 * b.nbytes + 2 * first.nbytes
+    ops = ("T", "N") if turned else ("N", "T")
+    for options, x in (({"op_a": ops[0]}, left), ({"op_a": ops[1]}, left.T)):
+        y = client.persist(fresh(x.shape[1], 40, chunks=(x.shape[1], 40)))
+        wait(y)
+        assert "A on all workers" in repr(dask_distmm.explain(a, y, **options))
+        again = matmul(a, y, method="local", **options).persist()
+        assert_product(x, y.compute(), again.compute())
+        assert runs(client)[-1]["received_bytes"] <= y.nbytes
+    del first, again
+    assert kept(client) == {1}
+    del a
+    until(lambda: kept(client) == {0})
+
+
+def test_by_hand(client):
+    x = np.ones((60, 50))
+    a = dask_distmm.replicate(da.from_array(x, chunks=20))
+    assert kept(client) == {1}
+    b = client.persist(fresh(50, 3, chunks=(50, 3)))
+    for c in (a, a.T.T):
+        assert "A on all workers" in repr(dask_distmm.explain(c, b))
+    received = runs(client)[-1]["received_bytes"]
+    assert received <= 2 * a.nbytes + 2 * b.nbytes
+    dask_distmm.replicate(a)
+    assert_product(x, b.compute(), matmul(a, b).compute())
+    assert dask_distmm.free_replicas(b) == 0
+    assert dask_distmm.free_replicas(a.T) == 1
+    until(lambda: kept(client) == {0})
+    assert "on all workers" not in repr(dask_distmm.explain(a, b))
+    assert_product(x, b.compute(), matmul(a, b, alpha=1).compute())
+    dask_distmm.replicate(a)
+    assert dask_distmm.free_replicas() == 1
+    assert dask_distmm.free_replicas() == 0
+
+
+def test_a_gathered_operand_and_the_result(client):
+    a = client.persist(fresh(60, 60))
+    wait(a)
+    text = repr(dask_distmm.explain(a, a, gathered="b", epilog="allreduce"))
+    assert "D on all 3 workers" in text
+    assert "B on all 3 workers" in text
+    d = matmul(a, a, gathered="b", epilog="allreduce").persist()
+    wait(d)
+    until(lambda: kept(client) == {2})
+    assert "inputs    on all workers" in repr(dask_distmm.explain(a, d))
+    assert_product(a.compute(), a.compute(), d.compute())
+
+
+def test_nothing_lasts_of_an_operand_that_is_loaded_for_one_multiply(client):
+    a, b = fresh(60, 60), fresh(60, 40)
+    assert_product(a.compute(), b.compute(), matmul(a, b, gathered="a").compute())
+    until(lambda: kept(client) == {0})
+
+
+def test_what_can_not_be_gathered(client):
+    a = fresh(40, 40)
+    stack = fresh(3, 20, 20, chunks=(1, 10, 10))
+    e4m3 = {"quantization_scales": {"a": 1.0, "b": 1.0, "d": 1.0}, "a_type": "float8_e4m3", "b_type": "float8_e4m3"}
+    for x, y, options in (
+        (stack, stack, {"gathered": "a"}),
+        (a, a[0], {"gathered": "b"}),
+        (a, a, {"gathered": "c"}),
+        (a.astype("uint8"), a.astype("uint8"), {"gathered": "a", **e4m3}),
+        (a.astype(object), a, {"gathered": "a"}),
+    ):
+        with pytest.raises(PlanError, match="gathered"):
+            matmul(x, y, **options)
+    with pytest.raises(PlanError, match="matrices"):
+        dask_distmm.replicate(stack)
+
+
+def test_without_a_cluster():
+    a = fresh(40, 40)
+    np.testing.assert_allclose(matmul(a, a, gathered="a").compute(), a.compute() @ a.compute())
+    for call in (lambda: dask_distmm.replicate(a), dask_distmm.free_replicas):
+        with pytest.raises(dask_distmm.EngineError, match="no cluster|needs a cluster"):
+            call()
+
+
 def test_both_operands_are_there(client):
     a = fresh(90, 90)
     d = matmul(a, a, epilog="allreduce").persist()
@@ -294,13 +481,14 @@ def test_integers_vectors_and_batches(client):
             call()
 
 
-def test_an_error_while_chunks_travel_ends_the_run(client):
+@pytest.mark.parametrize("options", [{"epilog": "allreduce"}, {"gathered": "a"}])
+def test_an_error_while_chunks_travel_ends_the_run(client, options):
     a = fresh(60, 60)
     matmul(a, a).compute()
     victim = next(iter(client.nthreads()))
     client.run(inject, "replicate", "error", workers=[victim])
     with pytest.raises(RunFailedError, match="injected at replicate"):
-        matmul(a, a, epilog="allreduce").compute()
+        matmul(a, a, **options).compute()
     until(lambda: kept(client) == {0})
 
 

@@ -37,6 +37,7 @@ DEFAULTS: AllOptions = {
     "distributions": None,
     "logger": None,
     "batch": None,
+    "gathered": None,
 }
 
 

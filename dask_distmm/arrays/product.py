@@ -60,7 +60,7 @@ def why_not_run(request: Request, *, cluster: bool) -> str | None:
     if reason is None:
         return None
     # Workers that are only imagined are no demand; and where there are none at all, all of D is in one place anyway.
-    met = ("workers=",) * (not cluster) + ("epilog=",) * (current_client() is None)
+    met = ("workers=",) * (not cluster) + ("epilog=", "gathered=") * (current_client() is None)
     named = [text for text in request.named if not text.startswith(met)]
     if named:
         raise PlanError(

@@ -76,6 +76,8 @@ class Request:
         Is told what is multiplied and how.
     named
         The options of the call itself, and not of the configuration, that only collective runs can meet, as text.
+    gathered
+        The operand that all workers are to keep, ``"a"`` or ``"b"``; empty for none.
     """
 
     a: da.Array
@@ -93,6 +95,7 @@ class Request:
     dropped: tuple[int, ...] = ()
     logger: logging.Logger = log
     named: tuple[str, ...] = ()
+    gathered: str = ""
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -175,14 +178,16 @@ def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Reque
         asked["result_amax"], asked["quantization_scales"],
     )  # fmt: skip
     formula, extras = parse_formula(a, b, form, types)
+    gathered = check_gathered(asked["gathered"], (a, b), types)
     dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
     a, b = as_matrices(a, b)
     named += _named(compute_type=asked["compute_type"] if types.compute else None)
     named += _named(batch=batch if batch == "collective" else None, epilog="allreduce" if formula.replicated else None)
+    named += _named(gathered=asked["gathered"])
     out_chunks, workers = asked["out_chunks"], check_workers(asked["workers"])
     found = Request(
         a, b, types, formula, extras, method, engine, workers, distributions, asked["compute_type"], out_chunks, batch,
-        dropped, asked["logger"] or log, named,
+        dropped, asked["logger"] or log, named, gathered,
     )  # fmt: skip
     if dropped and not found.is_batch and (out_chunks is not None or any(distributions)):
         raise PlanError(
@@ -218,7 +223,8 @@ def make_problem(request: Request) -> Problem:
     turned, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
     names = (a.name, b.name, *(array.name for _, array in request.extras))
     # Plain values, all of them: their text says all, and is made in a tenth of the time in which they are walked.
-    token = tokenize(repr((names, fields, types, options, formula, request.distributions, turned, conjugated)))
+    more = request.distributions, turned, conjugated, request.gathered
+    token = tokenize(repr((names, fields, types, options, formula, *more)))
     same = a.name == b.name and types.a == types.b
     return Problem(
         *(f"matmul-{token}", *fields, same, options, request.kind, found, formula, types.compute),
@@ -226,6 +232,7 @@ def make_problem(request: Request) -> Problem:
         arrays=(views[0].array.name, views[1].array.name),
         turned=turned,
         conjugated=conjugated,
+        gathered=request.gathered,
     )
 
 
@@ -239,6 +246,18 @@ def check_batch(batch: str | None, *, is_batch: bool) -> str:
     if batch not in _BATCH:
         raise PlanError(unknown_name("batch", batch, _BATCH))
     return batch
+
+
+def check_gathered(gathered: str | None, operands: tuple[da.Array, da.Array], types: Types) -> str:
+    """Return `gathered` as a Problem has it; refuse it where no later multiply could use what is kept."""
+    if gathered is None:
+        return ""
+    if gathered not in ("a", "b"):
+        raise PlanError(unknown_name("gathered", gathered, ("a", "b")))
+    if any(x.ndim != 2 for x in operands) or types.fp8:
+        found = "FP8" if types.fp8 else f"{operands[0].ndim} and {operands[1].ndim} dimensions"
+        raise PlanError(f"gathered={gathered!r} is for products of matrices, of other types than FP8; found {found}")
+    return gathered
 
 
 def check_workers(workers: Sequence[str] | int | None) -> tuple[str, ...] | int | None:

@@ -34,7 +34,8 @@ class Comm(Protocol):
             Number of the participant.
         kind
             ``"input"``: of the chunks that are there; ``"partial"``: of its sum over its part of k; ``"final"``: of D.
-            ``"replica"``: whole chunks of D, by their numbers in the second column (`dask_distmm.runtime.replicas`).
+            ``"replica"``: whole chunks of D, A or B (0, 1, 2 in the first column), by their numbers in the second one
+            (`dask_distmm.runtime.replicas`).
         boxes
             Which parts; for ``"partial"`` and ``"final"`` the first two columns are 0 and the rest is in
             coordinates of D. ``"enter"``: none; the first box holds the number of the rank that asks to enter a

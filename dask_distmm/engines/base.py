@@ -19,6 +19,7 @@ from dask_distmm.errors import EngineError
 from dask_distmm.planning.engines import engines
 
 __all__ = [
+    "GATHERED",
     "REPLICA",
     "Boxes",
     "ChunkKey",
@@ -39,9 +40,10 @@ __all__ = [
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 
 # `Job.execute` returns chunks of outputs by the output's name (empty for the main one, as D) and the chunk's number.
-# ``(REPLICA, number)`` is a chunk of D that another rank owns.
+# ``(REPLICA, number)`` is a chunk of D that another rank owns, ``(GATHERED, number)`` one of `Problem.gathered` that
+# another participant has.
 ResultKey = tuple[str, int]
-REPLICA = "replica"
+REPLICA, GATHERED = "replica", "gathered"
 
 log = logging.getLogger("dask_distmm")
 
@@ -82,8 +84,8 @@ class Job(Protocol):
     def execute(self) -> Mapping[ResultKey, NDArray[Any]]:
         """Do the work; return the chunks that this rank owns, by output and number. Blocks.
 
-        Where `Plan.replicas` are wanted it may return those that others own too, under ``(REPLICA, number)``; what it
-        does not is fetched from them over Dask's comms.
+        Of the matrices `Plan.kept` it may return chunks that others have too, under ``(REPLICA, number)`` for D and
+        ``(GATHERED, number)`` for an operand; what it does not is fetched from them over Dask's comms.
         """
         ...
 

@@ -3,8 +3,8 @@
 `problem` says what is multiplied, `demand` by whom, `plan` how. `grids` and `cuts` are the ways to cut a product,
 `assignment` and `distribution` the layouts that were asked for, `memory` the bytes that each way holds, `planner` the
 choice. `engines` has the abilities of each engine; folders of their names have their costs. `restriction` cuts a part
-out of a problem, `chunk_order` takes chunks in the order of their holders, `replicas` keeps all of D everywhere,
-`many` plans many products at once.
+out of a problem, `chunk_order` takes chunks in the order of their holders, `needs` has the bytes of A and B that each
+rank needs, `replicas` keeps all of D or of an operand everywhere, `many` plans many products at once.
 """
 
 from dask_distmm.planning.computation import Chunks, Computation, Output

@@ -34,7 +34,7 @@ _AXES = {"a": "mk", "b": "kn"}
 
 def free_axes(problem: Problem) -> str:
     """Return the axes, of m, n and k, whose chunks can be taken in another order."""
-    if any(problem.distributions) or problem.grid is not None or problem.formula.replicated:
+    if any(problem.distributions) or problem.grid is not None or problem.replicated:
         return ""
     out = problem.out_chunks
     extras = [extra.chunks for extra in problem.extras]

@@ -51,6 +51,8 @@ class Abilities:
         Whether it adds a product to earlier sums where these lie, so that they are of no use once a run has begun.
     packs
         Whether it copies small chunks into panels before it multiplies (`memory.packing`).
+    keeps_gathered
+        Whether its ranks return the chunks of `Problem.gathered` that they fetch in order to multiply.
     library
         The library that does epilogs, for texts.
     unfit
@@ -92,6 +94,7 @@ class Abilities:
     minds_order: bool = False
     in_place: bool = False
     packs: bool = False
+    keeps_gathered: bool = False
     library: str = ""
     unfit: Callable[[Sequence[Any]], str] = lambda workers: ""
     has_method: Callable[[Any, str], bool] = lambda problem, method: True

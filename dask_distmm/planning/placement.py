@@ -80,7 +80,7 @@ class Placement(Explanation):
         For each operand by name, int32, one for each of its chunks: the participant that holds it. `EVERYWHERE` for all
         chunks of an operand of which every rank has a replica. An operand of which nothing is known yet is missing.
     replicas
-        So many participants, the first ones, keep all of D after the run.
+        So many participants, the first ones, keep all of the matrices `kept` after the run.
     replica_runs
         For A and B the number of the run that has left their replicas on the ranks; 0 where their chunks are read.
     group
@@ -118,6 +118,11 @@ class Placement(Explanation):
     def compute_type(self) -> str:
         """Name of the type that is computed in."""
         raise NotImplementedError
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The matrices, of ``"a"``, ``"b"`` and ``"d"``, of which participants keep replicas after the run."""
+        return ()
 
     @property
     def workers(self) -> tuple[str, ...]:

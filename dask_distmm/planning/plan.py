@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning.cuts import Bounds, overlaps, reduce_cuts
-from dask_distmm.planning.placement import Placement, in_range
+from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 
 __all__ = ["Packing", "Plan", "Rect"]
@@ -85,6 +85,13 @@ class Plan(Placement):
     def compute_type(self) -> str:
         """Name of the type that is multiplied and summed in."""
         return self.problem.compute_type.name
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """D, or the gathered operand, where every worker is to have all of it and does not yet."""
+        problem, gathered = self.problem, self.problem.gathered
+        new = gathered and not everywhere(self.where.get(gathered))
+        return ("d",) * problem.formula.replicated + (gathered,) * bool(new)
 
     @property
     def orders(self) -> dict[str, str]:

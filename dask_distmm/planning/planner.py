@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,13 @@ from scipy.optimize import linear_sum_assignment
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.assignment import asked_ways
-from dask_distmm.planning.chunk_order import free_axes, holder_cuts
+from dask_distmm.planning.chunk_order import holder_cuts
 from dask_distmm.planning.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import ENGINES, engines
 from dask_distmm.planning.grids import candidates
-from dask_distmm.planning.memory import chunk_bytes, operand_grids, packing
+from dask_distmm.planning.memory import chunk_bytes, packing
+from dask_distmm.planning.needs import needed_and_held
 from dask_distmm.planning.numpy import costs
 from dask_distmm.planning.placement import Where, everywhere, over_limit
 from dask_distmm.planning.plan import Packing, Plan
@@ -174,7 +175,7 @@ def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[W
             f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "
             f"on {len(roster)} workers; use method='auto'"
         )
-    if problem.formula.replicated:
+    if problem.replicated:
         found = [with_replicas(one, len(roster)) for one in found]
     found.sort(key=lambda p: (p.estimate.seconds, p.estimate.peak_bytes) if p.estimate else (0.0, 0))
     alternatives = tuple(p.estimate for p in found if p.estimate)
@@ -202,7 +203,9 @@ def check_memory(plan: Plan) -> None:
     if not over:
         return
     limit = {w.address: int(w.memory_limit * plan.problem.options.limit_fraction) for w in plan.participants}
-    more = ", since all of D is to be on each worker (epilog 'allreduce')" if plan.replicas else ""
+    asked = {"d": "epilog 'allreduce'", "a": "gathered='a'", "b": "gathered='b'"}
+    kept = [f"{name.upper()} is to be on each worker ({asked[name]})" for name in plan.kept]
+    more = f", since all of {' and all of '.join(kept)}" if kept else ""
     used = {w.address: w.used for w in plan.participants}
     worst = max(over, key=lambda address: over[address] / limit[address])
     beside = f", {_gib(used[worst])} of it what its process holds anyway" if used[worst] else ""
@@ -250,7 +253,7 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
         order_a=situation.orders[0],
         order_b=situation.orders[1],
     )
-    needed, held = _needed_and_held(made, len(situation.roster))
+    needed, held = needed_and_held(made, len(situation.roster))
     _, chosen = linear_sum_assignment(-held - _begun(made, len(situation.roster)))
     made = dataclasses.replace(made, ranks=tuple(chosen.tolist()))
     at_home = held[np.arange(len(needed)), chosen]
@@ -270,33 +273,6 @@ def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], s: int) 
     return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
 
 
-def _needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the input bytes that each rank needs, and how many of them each worker of the roster has."""
-    problem, (p, q, s) = made.problem, made.grid
-    npart = len(made.participants)
-    rows, cols, depth = (np.diff(cut).astype(float) for cut in (made.rows, made.cols, made.depth))
-    total = []
-    for operand, where, parts, needed in (
-        ("a", made.where.get("a"), operand_grids(made)[0], np.outer(rows, depth)),
-        ("b", made.where.get("b"), operand_grids(made)[1], np.outer(depth, cols)),
-    ):
-        chunks, itemsize = problem.chunks_of(operand), problem.itemsize(operand)
-        held: NDArray[Any]
-        if where is None and needed.size > 1 and _lies_in_slabs(problem, operand, needed.shape):
-            held = np.zeros((npart, needed.size))
-            np.fill_diagonal(held, needed.ravel())
-            held = held.reshape(npart, *needed.shape)
-        elif where is None or everywhere(where):
-            held = np.broadcast_to(needed / (npart if where is None else 1), (npart, *needed.shape))
-        else:
-            held = redistribution(ChunkGrid(chunks), parts).traffic(where, npart).reshape(npart, *needed.shape)
-        total.append((needed * itemsize, held * float(itemsize)))
-    (need_a, held_a), (need_b, held_b) = total
-    need = need_a[:, None, :] + need_b.T[None, :, :]
-    home = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
-    return need.reshape(p * q * s), home.reshape(npart, p * q * s).T[:, :nroster]
-
-
 def _begun(made: Plan, nroster: int) -> NDArray[np.float64]:
     """Return for each rank and worker of the roster how much it would cost to have earlier sums of the rank's there."""
     costs_of = np.zeros((len(made.ranks), len(made.participants)))
@@ -304,13 +280,6 @@ def _begun(made: Plan, nroster: int) -> NDArray[np.float64]:
         np.add.at(costs_of, (made.owners, made.where["partial"]), chunk_bytes(made.problem, "partial"))
     # They would not only move: they could not grow in place.
     return _BEGUN * costs_of[:, :nroster]
-
-
-def _lies_in_slabs(problem: Problem, operand: str, parts: tuple[int, ...]) -> bool:
-    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `chunk_order`."""
-    axis, counts = int(parts[1] > 1), problem.chunk_counts(operand)
-    slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
-    return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(problem)
 
 
 def _delivered(made: Plan) -> NDArray[np.float64]:

@@ -102,6 +102,8 @@ class Problem:
         The part of a larger multiply that this is, or None.
     stationary
         Whether other runs go on with D, or it goes on with others': chunks must lie where those of all such runs do.
+    gathered
+        The operand, ``"a"`` or ``"b"``, that every worker is to keep whole after the run; empty for none.
     """
 
     kind: ClassVar[str] = "product"
@@ -129,6 +131,7 @@ class Problem:
     conjugated: tuple[bool, bool] = (False, False)
     part: Part | None = None
     stationary: bool = False
+    gathered: str = ""
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -247,6 +250,11 @@ class Problem:
         return self.same or bool(self.arrays[0] and self.arrays[0] == self.arrays[1])
 
     @property
+    def replicated(self) -> bool:
+        """Whether every worker is to keep all of D, or of an operand."""
+        return bool(self.formula.replicated or self.gathered)
+
+    @property
     def anonymous(self) -> tuple[str, str]:
         """Names of A's and B's arrays that say no more than whether they are the same."""
         return ("x", "x") if self.shared else ("", "")
@@ -299,19 +307,24 @@ class Problem:
             Something is missing, unknown or of the wrong type.
         """
         try:
-            fields, part = _fields(wire), wire["part"]
-            problem = cls(**fields)
-            problem.compute_type, problem.result_type  # noqa: B018 - the types must exist
-            if part is not None:
-                counts = {name: problem.chunk_counts(name) for name in (*problem.operands, "d")}
-                problem = dataclasses.replace(problem, part=Part.from_wire(part, counts))
+            return _checked(cls(**_fields(wire)), wire["part"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"malformed problem: {error!r}") from error
-        if problem.compute not in ("", *COMPUTE_TYPES):
-            raise ProtocolError(f"malformed problem: compute {problem.compute!r}")
-        if not isinstance(problem.name, str) or problem.array not in ("numpy", "cupy"):
-            raise ProtocolError(f"malformed problem: name {problem.name!r}, array {problem.array!r}")
+
+
+def _checked(problem: Problem, part: Any) -> Problem:
+    """Return a problem as the part of a larger one that it is, if it is one; raise for values that no problem has."""
+    problem.compute_type, problem.result_type  # noqa: B018 - the types must exist
+    known = {"compute": ("", *COMPUTE_TYPES), "array": ("numpy", "cupy"), "gathered": ("", "a", "b")}
+    for field, values in known.items():
+        if (found := getattr(problem, field)) not in values:
+            raise ValueError(f"{field} {found!r}")
+    if not isinstance(problem.name, str):
+        raise TypeError(f"name {problem.name!r}")
+    if part is None:
         return problem
+    counts = {name: problem.chunk_counts(name) for name in (*problem.operands, "d")}
+    return dataclasses.replace(problem, part=Part.from_wire(part, counts))
 
 
 def _fields(wire: Any) -> dict[str, Any]:

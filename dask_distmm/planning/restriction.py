@@ -30,9 +30,10 @@ def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
     Returns
     -------
     Problem or None
-        None if that is all of D, or D can't be made in parts: it is laid out by hand, or kept everywhere.
+        None if that is all of D, or D can't be made in parts: it is laid out by hand, or D or an operand is kept
+        everywhere.
     """
-    if problem.part is not None or any(problem.distributions) or problem.grid or problem.formula.replicated:
+    if problem.part is not None or any(problem.distributions) or problem.grid or problem.replicated:
         return None
     extras = [extra.chunks for extra in problem.extras]
     sizes = ([problem.out_chunks[0], problem.a_chunks[0]], [problem.out_chunks[1], problem.b_chunks[1]])

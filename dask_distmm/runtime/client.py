@@ -214,4 +214,4 @@ def free_workspaces(client: Client | None = None) -> int:
         raise EngineError("there is no cluster whose workspaces could be freed; give a distributed.Client")
     answer = client.sync(ask, client.scheduler, Free(read_options().grace_timeout))
     # A scheduler that does not know the request has run nothing.
-    return answer.groups if answer is not None else 0
+    return answer.count if answer is not None else 0

@@ -2,7 +2,7 @@
 
 ::
 
-    client     RosterQuestion, ProgressQuestion, Free                    -> scheduler
+    client     RosterQuestion, ProgressQuestion, Free, FreeReplicas      -> scheduler
     task       Supported                                                 -> scheduler
 
 `dask_distmm.runtime.wire` sends and checks them.
@@ -19,6 +19,7 @@ from dask_distmm.runtime.wire import Call, Reply
 
 __all__ = [
     "Free",
+    "FreeReplicas",
     "Freed",
     "ProgressLine",
     "ProgressQuestion",
@@ -117,9 +118,9 @@ class ProgressQuestion(Call[ProgressReply]):
 
 @dataclasses.dataclass(frozen=True)
 class Freed(Reply):
-    """So many groups were freed."""
+    """So many groups, or replicas of so many arrays, were freed."""
 
-    groups: int = 0
+    count: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,14 @@ class Free(Call[Freed]):
 
     operation, answer = "distmm_free", Freed
     grace: Seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeReplicas(Call[Freed]):
+    """A client has the replicas of the arrays `names` freed, of all arrays where that is None."""
+
+    operation, answer = "distmm_free_replicas", Freed
+    names: Sequence[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

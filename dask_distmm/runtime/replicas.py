@@ -1,16 +1,17 @@
-r"""Results that are on all workers, besides the chunks that Dask has: for operands of later multiplies.
+r"""Matrices that are on all workers, besides the chunks that Dask has: for operands of later multiplies.
 
-A run whose epilog is ``allreduce`` ends with each worker fetching the chunks of D that it lacks from those who own
-them. They are kept here and not as Dask's own copies, which its memory manager would reduce to one. So Dask knows
-nothing of them, and nothing rests on them: a later run uses them if every worker has them, and else D's chunks.
+A run that keeps D (epilog ``allreduce``) or an operand (``gathered``) ends with each worker fetching the chunks that it
+still lacks from those who have them. They are kept here and not as Dask's own copies, which its memory manager would
+reduce to one. So Dask knows nothing of them, and nothing rests on them: a later run uses them if every worker has them,
+and else the chunks that Dask has.
 
 ::
 
     worker      ReplicaStore    share()  serve()  operands()    kept by name and run
     scheduler   Replicas        add()    where()  drop()        which workers have which run's, and for how long
 
-They are dropped when nobody wants D any more: none of its chunks is in memory or on its way, and no multiply that is
-still to run has it as operand.
+They are dropped when nobody wants the array any more: none of its chunks is in memory or on its way, and no multiply
+that is still to run has it as operand.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import REPLICA, ChunkKey, ResultKey, is_of_d
+from dask_distmm.engines.base import GATHERED, REPLICA, Boxes, ChunkKey, ResultKey
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
+from dask_distmm.planning.memory import chunk_bytes
 from dask_distmm.planning.placement import Where
-from dask_distmm.runtime.keys import barrier_key, barrier_name
+from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.messages import DropReplicas
-from dask_distmm.runtime.questions import RosterReply
+from dask_distmm.runtime.questions import Freed, FreeReplicas, RosterReply
 from dask_distmm.runtime.transfers import DaskComm, address_of
 from dask_distmm.runtime.wire import Message
 
@@ -45,9 +47,25 @@ __all__ = ["ReplicaStore", "Replicas"]
 # Chunks of up to so many bytes together travel in one message (one chunk at least), and so many messages at once.
 _MESSAGE_BYTES = 2**26
 _IN_FLIGHT = 2
-# So long after a task has ended (seconds) the scheduler looks which results are still wanted, once for all tasks.
+# So long after a task has ended (seconds) the scheduler looks which arrays are still wanted, once for all tasks.
 _SWEEP_SECONDS = 0.05
 _OVER = ("released", "forgotten", "erred")
+
+
+# Chunks by row and column in their array.
+Kept = Mapping[tuple[int, int], Any]
+
+# Numbers of the matrices in requests.
+_MATRICES = {"d": 0, "a": 1, "b": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sharing:
+    """A run's chunks here that others may ask for, from when `ready` is done; and the comm to ask others by."""
+
+    comm: DaskComm
+    chunks: dict[tuple[str, int], Any]
+    ready: Future[None] = dataclasses.field(default_factory=Future)
 
 
 class ReplicaStore:
@@ -61,15 +79,15 @@ class ReplicaStore:
 
     def __init__(self, worker: DaskWorker) -> None:
         self._worker = worker
-        self._kept: dict[str, tuple[int, Mapping[int, Any]]] = {}
-        self._own: dict[int, Future[Mapping[Any, Any]]] = {}
+        self._kept: dict[str, tuple[int, Kept]] = {}
+        self._sharing: dict[int, _Sharing] = {}
 
     def __len__(self) -> int:
-        """Return how many results are kept or being made."""
-        return len(self._kept) + len(self._own)
+        """Return how many matrices are kept or being made."""
+        return len(self._kept) + len(self._sharing)
 
-    def find(self, name: str, run_id: int) -> Mapping[int, Any] | None:
-        """Return all chunks that a run has left of a result, or None if they are not here. Any thread."""
+    def find(self, name: str, run_id: int) -> Kept | None:
+        """Return all chunks that a run has left of an array, or None if they are not here. Any thread."""
         found, chunks = self._kept.get(name, (0, None))
         return chunks if found == run_id else None
 
@@ -85,29 +103,36 @@ class ReplicaStore:
         missing: list[str] = []
         if not any(plan.replica_runs) or not isinstance(plan, Plan):
             return chunks, missing
-        problem = plan.problem
-        for operand, name, run_id, turned in zip("ab", problem.arrays, plan.replica_runs, problem.turned, strict=True):
+        for operand, name, run_id in zip("ab", plan.problem.arrays, plan.replica_runs, strict=True):
             if not run_id or me not in plan.ranks:
                 continue
             kept = self.find(name, run_id)
             if kept is None:
                 missing.append(name)
                 continue
-            nrows, ncols = problem.chunk_counts(operand)
-            for index, chunk in kept.items():
-                j, i = divmod(index, nrows)
-                chunks[operand, i * ncols + j if turned else index] = chunk.T if turned else chunk
+            _, count = plan.problem.chunk_counts(operand)
+            chunks |= {(operand, i * count + j): chunk for (i, j), chunk in _seen(plan.problem, operand, kept).items()}
         return chunks, missing
 
-    def expect(self, run_id: int, plan: Placement) -> None:
-        """Let others ask for what this worker will own, if there are to be replicas. Any thread."""
+    def expect(self, run_id: int, plan: Placement, chunks: Mapping[ChunkKey, Any], comm: DaskComm) -> None:
+        """Let others ask for what this worker has, if there are to be replicas. Any thread.
+
+        Parameters
+        ----------
+        run_id, plan
+            Of the run.
+        chunks
+            Those of A and B that are here.
+        comm
+            That of the run.
+        """
         if plan.replicas:
-            self._own[run_id] = Future()
+            self._sharing[run_id] = _Sharing(comm, {key: x for key, x in chunks.items() if key[0] in plan.kept})
 
     async def share(
         self, run_id: int, plan: Placement, made: Mapping[ResultKey, Any], timings: dict[str, float]
-    ) -> tuple[dict[ResultKey, Any], int]:
-        """Give and get chunks of D, and keep all of them, if there are to be replicas.
+    ) -> dict[ResultKey, Any]:
+        """Give and get chunks of the matrices that are to be on all workers, and keep them, if there are any.
 
         Parameters
         ----------
@@ -120,64 +145,67 @@ class ReplicaStore:
 
         Returns
         -------
-        The chunks that the job has returned but for replicas, and how many bytes have arrived from others.
+        The chunks that the job has returned but for replicas.
         """
-        own = {key: chunk for key, chunk in made.items() if key[0] != REPLICA}
+        own = {key: chunk for key, chunk in made.items() if key[0] not in (REPLICA, GATHERED)}
+        if (sharing := self._sharing.get(run_id)) is None or not isinstance(plan, Plan):
+            return own
+        sharing.chunks.update({("d", number): chunk for (name, number), chunk in own.items() if not name})
+        sharing.ready.set_result(None)
         me = [worker.address for worker in plan.participants].index(address_of(self._worker))
-        if run_id in self._own:
-            self._own[run_id].set_result({number: chunk for (name, number), chunk in own.items() if not name})
-        if me >= plan.replicas or not isinstance(plan, Plan):
-            return own, 0
+        if me >= plan.replicas:
+            return own
         started = time.perf_counter()
-        chunks, received = await self.gather(plan, run_id, me, made)
-        if run_id in self._own:  # not ended meanwhile
-            self._kept[plan.problem.name] = run_id, chunks
+        for matrix in plan.kept:
+            brought = REPLICA if matrix == "d" else GATHERED
+            found = {number: chunk for (name, number), chunk in sharing.chunks.items() if name == matrix}
+            found |= {number: chunk for (name, number), chunk in made.items() if name == brought}
+            await self.gather(plan, sharing.comm, me, matrix, found)
+            if run_id in self._sharing:  # not ended meanwhile
+                self._kept[_array_of(plan.problem, matrix)] = run_id, _stored(plan.problem, matrix, found)
         timings["replicate"] = timings.get("replicate", 0.0) + time.perf_counter() - started
-        return own, received
+        return own
 
-    async def serve(self, run_id: int, indices: Sequence[int]) -> list[Any]:
+    async def serve(self, run_id: int, boxes: Boxes) -> list[Any]:
         """Return some of this worker's own chunks, once it has them."""
-        if run_id not in self._own:
+        if (sharing := self._sharing.get(run_id)) is None:
             raise ProtocolError(f"run {run_id!r} makes no replicas here")
         # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
-        own = await asyncio.shield(asyncio.wrap_future(self._own[run_id]))
-        return [own[index] for index in indices]
+        await asyncio.shield(asyncio.wrap_future(sharing.ready))
+        names = {number: name for name, number in _MATRICES.items()}
+        return [sharing.chunks[names[matrix], index] for matrix, index in boxes[:, :2].tolist()]
 
-    async def gather(
-        self, plan: Plan, run_id: int, me: int, made: Mapping[ResultKey, Any]
-    ) -> tuple[dict[int, Any], int]:
-        """Return all chunks of D by number, and how many bytes have arrived from others.
+    async def gather(self, plan: Plan, comm: DaskComm, me: int, matrix: str, found: dict[int, Any]) -> None:
+        """Add all chunks of a matrix that are not here.
 
         Parameters
         ----------
-        plan, run_id, me
-            Of the run, and which participant this is.
-        made
-            The chunks that its job has returned.
+        plan, comm, me
+            Of the run.
+        matrix
+            ``"a"``, ``"b"`` or ``"d"``.
+        found
+            The chunks that are here, by number; the others are added.
         """
-        addresses = [worker.address for worker in plan.participants]
-        comm = DaskComm(self._worker, run_id, addresses, plan.problem.options.transfer_timeout)
-        found = {key[1]: chunk for key, chunk in made.items() if is_of_d(key)}
         window = asyncio.Semaphore(_IN_FLIGHT)
 
         async def ask(peer: int, indices: list[int]) -> None:
             boxes = np.zeros((len(indices), 6), np.int64)
-            boxes[:, 1] = indices
+            boxes[:, 0], boxes[:, 1] = _MATRICES[matrix], indices
             async with window:
                 arrived = await asyncio.wrap_future(comm.fetch(peer, "replica", boxes, False))
             found.update(zip(indices, arrived, strict=True))
 
-        await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, found)))
-        return found, comm.received_bytes
+        await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, matrix, found)))
 
     def end(self, run_id: int, error: BaseException | None = None) -> None:
         """Hand out nothing more of a run, which is done, or has failed with an error."""
-        own = self._own.pop(run_id, None)
-        if own is not None and not own.done():
-            own.set_exception(error or ProtocolError(f"run {run_id} is over"))
+        sharing = self._sharing.pop(run_id, None)
+        if sharing is not None and not sharing.ready.done():
+            sharing.ready.set_exception(error or ProtocolError(f"run {run_id} is over"))
 
     def drop(self, name: str | None = None, run_id: int | None = None) -> None:
-        """Let go of the replicas of a result, of those that a run has left, or of both at once; of all if neither."""
+        """Let go of the replicas of an array, of those that a run has left, or of both at once; of all if neither."""
         self._kept = {
             held: (run, chunks)
             for held, (run, chunks) in self._kept.items()
@@ -185,23 +213,49 @@ class ReplicaStore:
         }
 
 
-def _messages(plan: Plan, me: int, chunks: Mapping[int, Any]) -> list[tuple[int, list[int]]]:
+def _messages(plan: Plan, me: int, matrix: str, here: Mapping[int, Any]) -> list[tuple[int, list[int]]]:
     """Return whom to ask for which chunks, message by message; not all participants begin with the same one."""
-    count, ranks = len(plan.ranks), np.asarray(plan.ranks)
+    holders = np.asarray(plan.ranks)[plan.owners] if matrix == "d" else plan.where[matrix]
+    sizes, count = chunk_bytes(plan.problem, matrix), len(plan.participants)
     found: list[tuple[int, list[int]]] = []
-    for turn in range(count):
-        rank = (me + turn) % count
+    for peer in ((me + turn) % count for turn in range(count)):
         size = 0
-        for index in plan.owned(rank).tolist():
-            if index in chunks:
+        for index in np.flatnonzero(holders == peer).tolist():
+            if index in here:
                 continue
-            r0, r1, c0, c1 = plan.chunk_rect(index)
-            size += (r1 - r0) * (c1 - c0) * plan.problem.itemsize("d")
-            if not found or found[-1][0] != ranks[rank] or size > _MESSAGE_BYTES:
-                found.append((int(ranks[rank]), []))
+            size += int(sizes[index])
+            if not found or found[-1][0] != peer or size > _MESSAGE_BYTES:
+                found.append((peer, []))
                 size = 0
             found[-1][1].append(index)
     return found
+
+
+def _array_of(problem: Problem, matrix: str) -> str:
+    """Return the name of the array whose chunks are those of a matrix, or of its transpose."""
+    return problem.name if matrix == "d" else problem.arrays["ab".index(matrix)]
+
+
+def _stored(problem: Problem, matrix: str, chunks: Mapping[int, Any]) -> Kept:
+    """Return a matrix' chunks by row and column of its array, of which the matrix may be the transpose."""
+    _, count = problem.chunk_counts(matrix)
+    turned = problem.is_turned(matrix)
+    places = ((*divmod(number, count), chunk) for number, chunk in chunks.items())
+    return {(j, i) if turned else (i, j): chunk.T if turned else chunk for i, j, chunk in places}
+
+
+def _seen(problem: Problem, operand: str, kept: Kept) -> Kept:
+    """Return an array's chunks by row and column of the operand, which may be its transpose."""
+    return {(j, i): chunk.T for (i, j), chunk in kept.items()} if problem.is_turned(operand) else kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Left:
+    """What a run has left: who holds it, and the keys of the chunks that Dask has."""
+
+    run_id: int
+    holders: set[str]
+    keys: list[tuple[str, int, int]]
 
 
 class Replicas:
@@ -217,21 +271,27 @@ class Replicas:
 
     def __init__(self, scheduler: Scheduler, tell: Callable[[Sequence[str], Message], None]) -> None:
         self._scheduler, self._tell = scheduler, tell
-        self._held: dict[str, tuple[int, set[str]]] = {}
+        self._held: dict[str, _Left] = {}
         self._due = False
 
     def __len__(self) -> int:
-        """Return of how many results there are replicas."""
+        """Return of how many arrays there are replicas."""
         return len(self._held)
 
-    def add(self, name: str, run_id: int, made: Placement) -> None:
-        """Note that a run has left replicas, if it has; those of an earlier run of the same multiply are dropped."""
-        if not made.replicas:
+    def add(self, run_id: int, made: Placement) -> None:
+        """Note that a run has left replicas, if it has; those that an earlier run has left of an array are dropped."""
+        if not isinstance(made, Plan):
             return
         holders = {worker.address for worker in made.participants[: made.replicas]}
-        before = self._held.get(name, (0, set()))
-        self._held[name] = run_id, holders
-        self._tell_dropped(name, before[0], before[1] - holders)
+        for matrix in made.kept:
+            name = _array_of(made.problem, matrix)
+            rows, cols = made.problem.chunk_counts(matrix)[:: -1 if made.problem.is_turned(matrix) else 1]
+            before = self._held.get(name)
+            self._held[name] = _Left(run_id, holders, [(name, i, j) for i in range(rows) for j in range(cols)])
+            if before is not None:
+                self._tell(sorted(before.holders - holders), DropReplicas(name, before.run_id))
+            # The array may have been released while the run was ending.
+            self._sweep_soon()
 
     def where(
         self, problem: Problem, workers: Sequence[Worker], held: Where
@@ -262,45 +322,51 @@ class Replicas:
         return dataclasses.replace(answer, placed=placed)
 
     def _run(self, name: str, addresses: Sequence[str]) -> int:
-        run_id, holders = self._held.get(name, (0, set()))
-        return run_id if holders.issuperset(addresses) else 0
+        left = self._held.get(name)
+        return left.run_id if left is not None and left.holders.issuperset(addresses) else 0
 
     def drop(self, *names: str) -> None:
-        """Have the replicas of some results dropped."""
+        """Have the replicas of some arrays dropped."""
         for name in names:
-            run_id, holders = self._held.pop(name, (0, set()))
-            self._tell_dropped(name, run_id, holders)
+            if (left := self._held.pop(name, None)) is not None:
+                self._tell(sorted(left.holders), DropReplicas(name, left.run_id))
 
-    def _tell_dropped(self, name: str, run_id: int, holders: set[str]) -> None:
-        self._tell(sorted(holders), DropReplicas(name, run_id))
+    async def free(self, request: FreeReplicas) -> Freed:
+        """Drop the replicas of the arrays that a client names, or of all; return of how many there were any."""
+        names = [name for name in self._held if request.names is None or name in request.names]
+        self.drop(*names)
+        return Freed("OK", count=len(names))
 
     def lose(self, address: str) -> None:
         """Forget the replicas of a worker that is gone."""
-        for _, holders in self._held.values():
-            holders.discard(address)
+        for left in self._held.values():
+            left.holders.discard(address)
 
     def clear(self) -> None:
         """Forget all: the workers are new."""
         self._held.clear()
 
     def transition(self, key: Any, finish: str) -> None:
-        """Look soon which results are still wanted, if a task has ended that may matter."""
-        if not self._held or self._due or finish not in _OVER:
+        """Look soon which arrays are still wanted, if a task has ended that may matter."""
+        if not self._held or finish not in _OVER:
             return
         if barrier_name(key) is not None or (isinstance(key, tuple) and key[0] in self._held):
+            self._sweep_soon()
+
+    def _sweep_soon(self) -> None:
+        if not self._due:
             self._due = True
             asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
 
     def _sweep(self) -> None:
         self._due = False
-        self.drop(*[name for name in self._held if not self._wanted(name)])
+        self.drop(*[name for name, left in self._held.items() if not self._wanted(left)])
 
-    def _wanted(self, name: str) -> bool:
-        """Whether a chunk of a result is there or on its way, or a multiply still to run has it as operand."""
-        barrier = self._scheduler.tasks.get(barrier_key(name))
-        for ts in barrier.dependents if barrier is not None else ():
-            if ts.key[0] != name:
-                continue  # of an auxiliary output
+    def _wanted(self, left: _Left) -> bool:
+        """Whether a chunk of an array is there or on its way, or a multiply still to run has it as operand."""
+        for ts in (self._scheduler.tasks.get(key) for key in left.keys):
+            if ts is None:
+                continue
             if ts.state not in _OVER or any(d.state not in _OVER and barrier_name(d.key) for d in ts.dependents):
                 return True
         return False

@@ -49,7 +49,7 @@ def plan_text(plan: Plan) -> str:
         f"  B         {problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}",
         f"  D         {problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {_computed_in(problem)}",
         *_formula(plan),
-        *([f"  also      D on all {plan.replicas} workers, for later multiplies"] if plan.replicas else []),
+        *(f"  also      {name.upper()} on all {plan.replicas} workers, for later multiplies" for name in plan.kept),
         *_asked(problem),
         f"  method    {WHAT[plan.method]}",
         f"  grid      {_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}",

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import REPLICA, Boxes, ChunkKey, Engine, Job, ResultKey
+from dask_distmm.engines.base import GATHERED, REPLICA, Boxes, ChunkKey, Engine, Job, ResultKey
 from dask_distmm.planning import EVERYWHERE, Placement
 
 __all__ = ["LocalComm", "run_jobs"]
@@ -61,7 +62,7 @@ def run_jobs(
 ) -> dict[ResultKey, NDArray[Any]]:
     """Run a plan with one thread a participant; return the chunks of its outputs by name and number, D's name is "".
 
-    Replicas that ranks bring are compared with the chunks of the owners.
+    Replicas that ranks bring are compared with the chunks of the owners, gathered chunks with those that were given.
     """
     jobs: list[Job] = []
     comm = LocalComm(jobs)
@@ -90,6 +91,9 @@ def run_jobs(
                 part = dict(future.result())
                 copies = [key for key in part if key[0] == REPLICA]
                 replicas += [(key[1], part.pop(key)) for key in copies]
+                for number in [number for name, number in part if name == GATHERED]:
+                    gathered = part.pop((GATHERED, number))
+                    np.testing.assert_array_equal(gathered, chunks[made.kept[-1], number], strict=True)
                 own = [key for key in part if not key[0]]
                 assert not copies or len(own) + len(copies) == made.problem.outputs[0].count, "a rank lacks chunks"
                 assert not set(part) & set(result), "two ranks own one chunk"

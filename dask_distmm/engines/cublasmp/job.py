@@ -126,7 +126,7 @@ class CublasMpJob:
         found = self._finishing.inputs if self._finishing is not None else ()
         self._extras = [InputExchange(one, self.me, self.plan.ranks) for one in found]
         self._replication: Replication | None = None
-        if self.plan.replicas and len(self.plan.ranks) > 1 and not all_reduced(self.plan):
+        if "d" in self.plan.kept and len(self.plan.ranks) > 1 and not all_reduced(self.plan):
             made = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.chunks
             own = {index: made[index] for index in self.plan.owned(self.rank).tolist()}
             self._replication = Replication(self.plan, self.me, own, self._tiles.d.order)

@@ -114,7 +114,7 @@ def make_result(plan: Plan, me: int, tiles: Tiles, dtype: np.dtype) -> ResultTil
         The type in which the library returns D.
     """
     rank, tile, sizes = plan.ranks.index(me), tiles.d, plan.problem.out_chunks
-    keeps_all = bool(plan.replicas) and all_reduced(plan)
+    keeps_all = "d" in plan.kept and all_reduced(plan)
     if tiles.replicated:
         copies = redistribution(ChunkGrid(((plan.problem.m,), (plan.problem.n,))), ChunkGrid(sizes))
         # All of D is here: this rank keeps its own chunks, or all chunks.

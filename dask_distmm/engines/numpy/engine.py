@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey
+from dask_distmm.engines.gathered import GatheredChunks
 from dask_distmm.engines.numpy.answer import Answer
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.factor import NumpyFactorJob
@@ -78,6 +79,7 @@ class NumpyJob:
         self.result: dict[ResultKey, NDArray[Any]] = {}
         self.consumed: list[ChunkKey] = []
         self._sums: Sums
+        self._gathered = GatheredChunks(plan)
         # Chunks of D that an earlier run has begun: sums go on in them.
         self._begun: dict[int, NDArray[Any]] = {}
         self._available: dict[str, Future[None]] = {kind: Future() for kind in ("input", "partial", "final")}
@@ -124,7 +126,7 @@ class NumpyJob:
         if not self.plan.problem.formula.trivial:
             self._finish()
         self.timings["deliver"] = time.perf_counter() - started - self.timings["multiply"]
-        return self.result
+        return self.result | self._gathered.complete()
 
     def _multiply(self) -> None:
         assert self.rank is not None
@@ -156,10 +158,10 @@ class NumpyJob:
             before = (len(operands[0]), len(operands[1]))
         for one in asked:
             arrived = one.answer.wait(self._check)
-            for piece, data in zip(one.pieces, arrived, strict=True):
+            turned = [(piece, arrived[at].T) for piece, at in one.same]
+            for piece, data in [*zip(one.pieces, arrived, strict=True), *turned]:
                 operands[piece.operand].append(placed_block(piece, data))
-            for piece, at in one.same:
-                operands[piece.operand].append(placed_block(piece, arrived[at].T))
+                self._gathered.add(piece, data)
         a, b = operands
         problem = self.plan.problem
         if packing.a:

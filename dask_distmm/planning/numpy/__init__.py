@@ -12,4 +12,5 @@ NUMPY = Abilities(
     frozenset(["product", "factorization"]),
     in_place=True,
     packs=True,
+    keeps_gathered=True,
 )

@@ -114,8 +114,8 @@ def choose(
 def _why_whole(problem: Problem, lazy: tuple[bool, bool]) -> str:
     if not any(lazy):
         return "all chunks of A and B are in memory already"
-    if problem.part is not None or any(problem.distributions) or problem.grid or problem.formula.replicated:
-        return "its layout is asked for, or all of D is to be on every worker"
+    if problem.part is not None or any(problem.distributions) or problem.grid or problem.replicated:
+        return "its layout is asked for, or all of D or of an operand is to be on every worker"
     if any(0 in sizes for sizes in (*problem.a_chunks, *problem.b_chunks, *problem.out_chunks)):
         return "it has empty chunks"
     return ""

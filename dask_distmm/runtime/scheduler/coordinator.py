@@ -181,7 +181,7 @@ class Coordinator:
                 raise Lost(f"{missing} chunks are gone with the workers that had them")
             done = f"{len(frozen.wanted) - missing} of {len(frozen.wanted)} chunks are done"
             raise Lost(f"{', '.join(sorted(run.gone))} left the cluster; {done}")
-        self.replicas.add(run.name, run.run_id, made)
+        self.replicas.add(run.run_id, made)
         summary = summarize(answers)
         log.info("run %d of %s done in %s", run.run_id, run.name, summary)
         self._event("done", run, **dataclasses.asdict(summary), projected_bytes=made.projected_bytes)

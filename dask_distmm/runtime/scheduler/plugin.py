@@ -73,6 +73,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             **answering(questions.RosterQuestion, self.answer_roster),
             **answering(questions.Supported, self.answer_supported),
             **answering(questions.Free, self.free),
+            **answering(questions.FreeReplicas, self.replicas.free),
             **answering(questions.ProgressQuestion, self.answer_progress),
         }
         scheduler.stream_handlers |= listening(messages.Progress, self.hear_progress)
@@ -129,7 +130,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
         groups = self.groups.surplus(0)
         await asyncio.gather(*self.coordinator.releases.begin(groups, request.grace))
-        return questions.Freed("OK", groups=len(groups))
+        return questions.Freed("OK", count=len(groups))
 
     def hear_progress(self, message: messages.Progress) -> None:
         """Note how far a participant is."""

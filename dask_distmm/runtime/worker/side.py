@@ -150,7 +150,7 @@ class WorkerSide:
         job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready_event(own.values()))
         job.prepare()
         self.chunks.claim(run_id, plan, me, request.keys, job)
-        self.replicas.expect(run_id, plan)
+        self.replicas.expect(run_id, plan, chunks, comm)
         self.newest_run = run_id
         self.runs[run_id] = plan, job
         return Vote("OK", offer=job.offer)
@@ -168,7 +168,7 @@ class WorkerSide:
             started = loop.time()
             self.chunks.consume(run_id)
             made = await loop.run_in_executor(self.engine_thread, _execute, job, request.offers)
-            result, received = await self.replicas.share(run_id, plan, made, job.timings)
+            result = await self.replicas.share(run_id, plan, made, job.timings)
             lost = set(job.missing) if isinstance(job, IndependentJob) else set()
             result = {key: x for key, x in result.items() if key[1] not in lost}
             placed = await self.chunks.place(run_id, plan, result, request.unwanted, lambda: run_id in self.runs)
@@ -187,7 +187,7 @@ class WorkerSide:
             timings=timings,
             held_bytes=int(job.held_bytes),
             kept_bytes=int(job.kept_bytes),
-            received_bytes=int(job.received_bytes + received),
+            received_bytes=int(job.received_bytes),
             placed=placed,
             type=[dumps(kind), typename(kind)],
         )
@@ -275,7 +275,7 @@ class WorkerSide:
             if run_id not in self.runs:
                 return Delivery("gone", f"run {run_id} is not live here")
             if kind == "replica":
-                own = await self.replicas.serve(run_id, table[:, 1].tolist())
+                own = await self.replicas.serve(run_id, table)
                 return Delivery("OK", data=[to_serialize(x) for x in own])
             plan, job = self.runs[run_id]
             plan.check_boxes(kind, table)
