@@ -1,4 +1,4 @@
-"""``enable``, ``disable``, ``enabled``: route Dask's own ``@``, matmul, dot and tensordot here.
+"""``enable``, ``disable``, ``enabled``: route Dask's own ``@``, matmul, dot, tensordot and linear algebra here.
 
 Dask has no hook for this. All its ways to multiply end in three functions, each reachable under several names:
 
@@ -10,9 +10,11 @@ Dask has no hook for this. All its ways to multiply end in three functions, each
 ``da.einsum``, ``np.einsum``, xarray      ``dask.array.einsum``
 ========================================  ==================================
 
-While enabled, these names hold functions of ours, which pass all other calls on unchanged. Functions of ``np.linalg``
-that Dask lacks, and for which it would compute its arrays at once, are in `dask_distmm.arrays.numpy_functions`. Arrays
-of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`.
+While enabled, these names hold functions of ours, which pass all other calls on unchanged; so do those of the functions
+of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which NumPy's of the same names end. Functions of
+``np.linalg`` that Dask lacks, and for which it would compute its arrays at once, are in
+`dask_distmm.arrays.numpy_functions`. Arrays of other kinds, which have names of their own, are in
+`dask_distmm.arrays.kinds`.
 """
 
 from __future__ import annotations
@@ -21,16 +23,18 @@ import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
+import dask.array
 import numpy as np
 from dask.array.core import Array
 
 from dask_distmm.arrays import batched, numpy_functions
 from dask_distmm.arrays.fallback import why_leave
 from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
+from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.product import product
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import enabled_setting, minimum_flops
@@ -96,13 +100,18 @@ def _install() -> None:
     ways: dict[str, Callable[..., Any]] = {"matmul": _matmul, "tensordot": _tensordot, "einsum": _einsum}
     ways |= {"__matmul__": _matmul, "__rmatmul__": _reflected_matmul}
     for owner in owners():
-        for name, ours in ways.items():
-            if (owner, name) in _replaced or (isinstance(owner, type) != name.startswith("__")):
-                continue
-            if (before := getattr(owner, name, None)) is not None:
-                _replaced[owner, name] = before
-                setattr(owner, name, _passing_on(ours, before))
+        _replace(owner, {name: ours for name, ours in ways.items() if isinstance(owner, type) == name.startswith("__")})
+    if not planning():
+        _replace(dask.array.linalg, routed.DASKS)
     numpy_functions.install(is_enabled)
+
+
+def _replace(owner: Any, ways: Mapping[str, Callable[..., Any]]) -> None:
+    """Put functions of ours in place of those that a module or a class has under these names."""
+    for name, ours in ways.items():
+        if (owner, name) not in _replaced and (before := getattr(owner, name, None)) is not None:
+            _replaced[owner, name] = before
+            setattr(owner, name, _passing_on(ours, before))
 
 
 def _uninstall_if_unused() -> None:

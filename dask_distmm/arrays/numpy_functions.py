@@ -1,4 +1,4 @@
-"""Functions of ``np.linalg`` that are nothing but matrix products, on Dask arrays, lazily.
+"""Functions of ``np.linalg`` that are matrix products, or factorizations that Dask lacks, on Dask arrays, lazily.
 
 Dask lacks them: NumPy asks ``Array.__array_function__``, which computes the arrays, gathers them in this process and
 multiplies them here. While `dask_distmm.enable` is in force these functions take their place.
@@ -15,6 +15,8 @@ import dask.array
 import dask.array.routines
 import numpy as np
 from dask.array.core import _HANDLED_FUNCTIONS
+
+from dask_distmm.arrays.linalg import routed
 
 __all__ = ["cheapest_order", "install", "uninstall"]
 
@@ -100,6 +102,7 @@ _OURS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.linalg.matmul: _matmul,
     np.linalg.tensordot: _tensordot,
     np.inner: _inner,
+    **routed.NUMPYS,
 }
 
 

@@ -17,6 +17,7 @@ from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.chunk_order import by_holder, reorder
+from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.dask_tasks import around, by_tasks
 from dask_distmm.runtime.questions import Free, RosterQuestion
 from dask_distmm.runtime.wire import ask
@@ -120,7 +121,7 @@ def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Sn
     return ask_roster(client, problem.demand, arrays)
 
 
-def recent_snapshot(client: Client, problem: Problem) -> Snapshot | None:
+def recent_snapshot(client: Client, problem: Computation) -> Snapshot | None:
     """Return who would multiply, as the scheduler has said within the last 10 seconds; as `ask_roster`."""
     said, demand = _said.setdefault(client, {}), problem.demand
     when, found = said.get(demand, (-_FRESH, None))

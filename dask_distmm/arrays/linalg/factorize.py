@@ -124,8 +124,9 @@ def factorize(
         Shapes, types or options do not fit.
     """
     dtype = _common(operands)
-    arrays = {name: array if array.dtype == dtype else array.astype(dtype) for name, array in operands.items()}
-    shapes = [array.shape for array in arrays.values()]
+    # Ranks convert types as they gather, but a type's name does not tell the order of its bytes.
+    arrays = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
+    shapes = [array.shape for array in arrays]
     task = Factorization(kind, shapes[0], dtype.name, shapes[1] if len(shapes) > 1 else None, **options)
     types = {one.name: one.dtype for one in task.outputs}
     outputs = tuple(Output(name, chunks, types[name]) for name, chunks in wanted.items())
@@ -135,15 +136,15 @@ def factorize(
     method = how.get("method", "auto")
     if method not in ("auto", "local", "columns"):
         raise PlanError(f"unknown method {method!r}; known are 'auto', 'local', 'columns'")
-    kinds = {array_kind(array._meta) for array in arrays.values()}
+    kinds = {array_kind(array._meta) for array in arrays}
     array = "cupy" if "cupy" in kinds else "numpy"
-    chunks = tuple(array.chunks for array in arrays.values())
-    names = [array.name for array in arrays.values()]
+    chunks, dtypes = tuple(array.chunks for array in arrays), tuple(array.dtype.name for array in arrays)
+    names = [array.name for array in arrays]
     people, settings = check_workers(how.get("workers")), read_options()
-    token = tokenize(repr((names, task, chunks, outputs, engine, people, settings, array, method)))
-    problem = FactorProblem(f"{kind}-{token}", task, chunks, outputs, engine, people, settings, array, method)
-    graph = build_factor_graph(problem, list(arrays.values()))
-    prototype = next(x._meta for x in arrays.values() if array_kind(x._meta) == array)
+    token = tokenize(repr((names, task, chunks, dtypes, outputs, engine, people, settings, array, method)))
+    problem = FactorProblem(f"{kind}-{token}", task, chunks, dtypes, outputs, engine, people, settings, array, method)
+    graph = build_factor_graph(problem, arrays)
+    prototype = next(x._meta for x in arrays if array_kind(x._meta) == array)
     return {
         one.name: Array(
             graph,

@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 
 from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, factorize, matrix, row_chunks
+from dask_distmm.arrays.linalg.factorize import RunOptions, factorize, inner_chunks, matrix, row_chunks
 from dask_distmm.arrays.linalg.factors import cholesky
 from dask_distmm.planning.computation import Chunks
 
@@ -18,6 +18,7 @@ __all__ = [
     "det",
     "inv",
     "lstsq",
+    "lstsq_with_values",
     "lu_solve",
     "pinv",
     "slogdet",
@@ -267,18 +268,35 @@ def lstsq(a: Any, b: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any, int, Non
     MatrixError
         When it is computed: the matrix is not of full rank.
     """
+    found: tuple[Any, Any, int, None] = _least_squares(a, b, how)[0]
+    return found
+
+
+def lstsq_with_values(a: Any, b: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any, int, Any]:
+    """Return what `lstsq` does, with the singular values of `a` in place of None."""
+    found, r = _least_squares(a, b, how, "r")
+    return *found[:3], da.map_blocks(_singular_values, r.rechunk(-1), drop_axis=1, meta=r._meta.real.ravel())
+
+
+def _singular_values(r: Any) -> Any:
+    return np.linalg.svd(r, compute_uv=False)
+
+
+def _least_squares(a: Any, b: Any, how: RunOptions, *more: str) -> tuple[Any, ...]:
+    """Return what `lstsq` does, and behind it more outputs of its run."""
     a, b = matrix("a", a), da.asanyarray(b)
     columns = matrix("b", b, vector=True)
     m, n = a.shape
     wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1])}
+    wanted |= dict.fromkeys(more, (inner_chunks(a),) * 2)
     if m > n:
         wanted["residuals"] = (1,), columns.chunks[1]
     found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
-    x = found["x"]
+    x, others = found["x"], [found[name] for name in more]
     residuals = found["residuals"][0] if m > n else da.zeros((0,), x.real.dtype)
     if b.ndim == 1:
-        return x[:, 0], (residuals[0] if m > n else residuals), min(m, n), None
-    return x, residuals, min(m, n), None
+        x, residuals = x[:, 0], residuals[0] if m > n else residuals
+    return (x, residuals, min(m, n), None), *others
 
 
 @any_kind

@@ -58,7 +58,10 @@ def part_of(execution: Execution, name: str, out: Any = None) -> Any:
     if needs_copy(output, execution.plan.problem.kind):
         return block_columns(execution, name, out)
     rows, cols = layout.local_shape(execution.rank)
-    return execution.held(output.matrix or 0)[:rows, :cols]
+    # A solution may have more rows than the right-hand sides.
+    first = execution.columns.first(output.matrix or 0)
+    begin = execution.columns.local(execution.rank, first, execution.columns.count).start
+    return execution.array[:rows, begin : begin + cols]
 
 
 def is_zero(form: str, copy: Copy) -> bool:

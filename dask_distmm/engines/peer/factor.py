@@ -82,7 +82,7 @@ class PeerFactorJob(FactorJob):
             cp.cuda.Stream.null.wait_event(event)
         problem, exporter = self.plan.problem, self._state.exporter
         exporter.begin(self._address, problem.options.keep_workspace_bytes)
-        self.chunks = {key: cp.asarray(chunk) for key, chunk in self.chunks.items()}
+        self.chunks = {key: cp.asarray(chunk, problem.dtype) for key, chunk in self.chunks.items()}
         offer = Offer(exporter.process)
         if len(self.plan.participants) > 1:
             for (name, index), chunk in self.chunks.items():

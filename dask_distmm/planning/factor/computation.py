@@ -31,8 +31,8 @@ class FactorProblem:
         Names the computation everywhere; the arrays of its outputs are called after it.
     task
         What is computed.
-    chunks
-        For each input of the task Dask's chunk sizes along both axes.
+    chunks, dtypes
+        For each input of the task Dask's chunk sizes along both axes, and the name of its type: ranks convert it.
     wanted
         The outputs to be made, with their names in the task. A vector is a row, a number a matrix of one element.
     engine
@@ -53,6 +53,7 @@ class FactorProblem:
     name: str
     task: Factorization
     chunks: tuple[Chunks, ...]
+    dtypes: tuple[str, ...]
     wanted: tuple[Output, ...]
     engine: str
     workers: tuple[str, ...] | int | None
@@ -95,7 +96,7 @@ class FactorProblem:
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of all matrices."""
+        """Type that is computed in."""
         return dtype_from_name(self.task.dtype)
 
     @property
@@ -121,7 +122,7 @@ class FactorProblem:
 
     def dtype_of(self, operand: str) -> str:
         """Name of the type of an operand."""
-        return self.task.dtype
+        return self.dtypes[self.operands.index(operand)]
 
     def chunk_counts(self, operand: str) -> tuple[int, int]:
         """Chunks along rows and columns of an operand."""
@@ -186,6 +187,7 @@ class FactorProblem:
                 name=str(wire["name"]),
                 task=Factorization(**task),
                 chunks=tuple(map(chunks_from_wire, wire["chunks"])),
+                dtypes=tuple(dtype_from_name(name).name for name in wire["dtypes"]),
                 wanted=wanted,
                 engine=str(wire["engine"]),
                 workers=tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers,

@@ -31,10 +31,10 @@ from dask_distmm.planning.factor.phases import factored
 from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan
 from dask_distmm.planning.placement import Estimate, Placement, Where, in_range, over_limit
 
-__all__ = ["PARTS", "FactorPlacement", "held_chunks", "plan_factorization"]
+__all__ = ["PARTS", "SHARES", "FactorPlacement", "held_chunks", "plan_factorization"]
 
 # A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192.
-_SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8}
+SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8}
 # In a request for a panel, the part of it by its number.
 PARTS = ("lower", "upper", "pivots")
 
@@ -248,7 +248,7 @@ def _consider(
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
     machine = problem.options.machine(engine)
     threads = sum(participants[index].nthreads for index in made.ranks)
-    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * _SHARES[factored(problem.task)])
+    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * SHARES[factored(problem.task)])
     transfer = moved / count / machine.bandwidth + (panels * machine.latency if count > 1 else 0.0)
     made.projected_bytes.update(_projected(made))
     estimate = Estimate(

@@ -236,6 +236,7 @@ class Factorization:
             return (TaskOutput("det", (), dtype, None, "det"),)
         if self.kind == "slogdet":
             return TaskOutput("sign", (), dtype, None, "sign"), TaskOutput("logdet", (), real, None, "logdet")
-        if self.kind == "lstsq" and not self.underdetermined:
-            return x, TaskOutput("residuals", (1, nrhs), real, 1, "residuals")
+        if self.kind == "lstsq":
+            found = (x, TaskOutput("r", (k, k), dtype, 0, "upper"))
+            return found if self.underdetermined else (*found, TaskOutput("residuals", (1, nrhs), real, 1, "residuals"))
         return (x,)

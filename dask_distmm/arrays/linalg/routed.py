@@ -1,0 +1,189 @@
+"""Functions of ``dask.array.linalg`` and ``np.linalg`` under `dask_distmm.enable`; NotImplemented where Dask's stay.
+
+Each means the same as Dask's: results have its types and chunks. A function comes here
+
+- where Dask has none, or refuses the chunks;
+- where Dask is wrong: it looks for pivots of LU inside of each diagonal block alone, so that results have large
+  errors, or matrices pass for singular;
+- otherwise where a run is expected to be quicker than Dask's tasks.
+
+What Dask does without an error never ends in one here: least squares, which may be of any rank, stay Dask's wherever
+it has them, and so does ``np.linalg.pinv``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+from dask.array.core import Array
+
+from dask_distmm.arrays.linalg import factors, solutions
+from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.config import dask_costs, minimum_flops, setting
+from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
+from dask_distmm.planning.factor.computation import FactorProblem
+from dask_distmm.planning.factor.dask_tasks import around, by_tasks
+from dask_distmm.planning.kinds import plan_computation
+from dask_distmm.runtime.client import current_client, recent_snapshot
+
+__all__ = ["DASKS", "NUMPYS"]
+
+# How Dask's own function is: "good"; "poor": it may be wrong, or NumPy's is called on whole matrices in this process;
+# "none": it raises.
+Dasks = Literal["good", "poor", "none"]
+
+
+def _cholesky(a: Any, lower: bool = False, *, upper: bool | None = None) -> Any:
+    # `upper` is NumPy's; without it ``np.linalg.cholesky`` is Dask's function, which returns U.
+    dasks: Dasks = "good" if upper is None and _blocks(a) else "none"
+    return _take(lambda: factors.cholesky(a, lower if upper is None else not upper), a, dasks=dasks)
+
+
+def _lu(a: Any) -> Any:
+    return _take(lambda: factors.lu(a), a, dasks=_by_lu(_blocks(a)))
+
+
+def _qr(a: Any, mode: str = "reduced") -> Any:
+    plain = mode == "reduced" and isinstance(a, Array) and a.ndim == 2
+    if plain and len(a.chunks[1]) == 1 and (len(a.chunks[0]) == 1 or a.shape[0] < a.shape[1]):
+        return NotImplemented
+    if plain and len(a.chunks[0]) == 1 and a.chunks[0][0] <= a.chunks[1][0]:
+        # Q is that of the first chunk: no run is as quick.
+        return NotImplemented
+    dasks: Dasks = "good" if plain and len(a.chunks[1]) == 1 else "none"
+    return _take(lambda: factors.qr(a, mode), a, dasks=dasks)  # type: ignore[arg-type]
+
+
+def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
+    if sym_pos is not None:
+        return NotImplemented
+    blocks = _blocks(a) if _alike(a, b) else 0
+    dasks = _by_lu(blocks)
+    if assume_a != "gen":
+        dasks = "good" if assume_a == "pos" and blocks else "none"
+    return _take(lambda: solutions.solve(a, b, assume_a), a, b, dasks=dasks)  # type: ignore[arg-type]
+
+
+def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
+    dasks: Dasks = "good" if _alike(a, b) else "none"
+    return _take(lambda: solutions.solve_triangular(a, b, lower), a, b, dasks=dasks)
+
+
+def _inv(a: Any) -> Any:
+    # Dask solves with an identity of float64.
+    return _take(lambda: solutions.inv(a).astype(np.result_type(a.dtype, np.float64)), a, dasks=_by_lu(_blocks(a)))
+
+
+def _lstsq(a: Any, b: Any, rcond: None = None) -> Any:
+    if rcond is not None or not isinstance(a, Array) or a.ndim != 2:
+        return NotImplemented
+    if len(a.chunks[1]) == 1 and a.shape[0] >= a.shape[1]:
+        return NotImplemented
+
+    def make() -> Any:
+        x, residuals, rank, values = solutions.lstsq_with_values(a, b)
+        return x, da.atleast_1d(residuals), da.asarray(rank), values
+
+    return _take(make, a, b, dasks="none")
+
+
+def _det(a: Any) -> Any:
+    return _take(lambda: solutions.det(a), a, dasks="poor")
+
+
+def _slogdet(a: Any) -> Any:
+    found = _take(lambda: solutions.slogdet(a), a, dasks="poor")
+    return found if found is NotImplemented else _SlogdetResult(*found)
+
+
+_SlogdetResult: Any = type(np.linalg.slogdet(np.ones((1, 1))))
+
+DASKS: Mapping[str, Callable[..., Any]] = {
+    "cholesky": _cholesky,
+    "inv": _inv,
+    "lstsq": _lstsq,
+    "lu": _lu,
+    "qr": _qr,
+    "solve": _solve,
+    "solve_triangular": _solve_triangular,
+}
+# NumPy's others of the same names end in Dask's.
+NUMPYS: Mapping[Callable[..., Any], Callable[..., Any]] = {np.linalg.det: _det, np.linalg.slogdet: _slogdet}
+
+
+def _blocks(a: Any) -> int:
+    """Return how many rows of chunks a matrix has whose chunks are squares of one size, as Dask needs it; else 0."""
+    if not isinstance(a, Array) or a.ndim != 2 or len({*a.chunks[0], *a.chunks[1]}) != 1:
+        return 0
+    return len(a.chunks[0])
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether Dask takes the chunks of a right-hand side."""
+    return isinstance(a, Array) and isinstance(b, Array) and a.ndim == 2 and b.ndim > 0 and a.chunks[1] == b.chunks[0]
+
+
+def _by_lu(blocks: int) -> Dasks:
+    """Return how Dask's functions by LU are, of so many rows of square chunks."""
+    return "good" if blocks == 1 else "poor" if blocks else "none"
+
+
+def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks) -> Any:
+    """Return what `make` returns, or NotImplemented where Dask's own function is to be called.
+
+    Parameters
+    ----------
+    make
+        Makes arrays of one run.
+    operands
+        The operands.
+    dasks
+        How Dask's own function is for this.
+
+    Raises
+    ------
+    ProjectedMemoryError
+        It does not fit, and nothing else would compute it; or the config ``distmm.memory.exceeded`` says to raise.
+    """
+    if not isinstance(operands[0], Array) or operands[0].dtype.char == "e":
+        return NotImplemented
+    try:
+        made = make()
+    except PlanError:
+        return NotImplemented  # Dask's own function has the error to raise.
+    problem = problem_of(made[0] if isinstance(made, tuple) else made)
+    assert problem is not None
+    try:
+        return NotImplemented if _left(problem, dasks) else made
+    except MissingEngineError:
+        return NotImplemented
+    except ProjectedMemoryError:
+        if dasks != "none" and setting("memory.exceeded") != "raise":
+            return NotImplemented
+        raise
+
+
+def _left(problem: FactorProblem, dasks: Dasks) -> bool:
+    """Whether a factorization is left to Dask's own function.
+
+    Raises
+    ------
+    MissingEngineError, ProjectedMemoryError
+        There can be no run.
+    """
+    client, least = current_client(), minimum_flops()
+    if dasks == "good" and (client is None or problem.flops < (least or 1)):
+        return True
+    known = recent_snapshot(client, problem) if client is not None else None
+    if known is None:
+        return False
+    made = plan_computation(problem, known.workers, engine=known.engines)
+    if dasks != "good" or least is not None:
+        return False
+    costs, machine = dask_costs(), problem.options.machine(made.engine)
+    own = by_tasks(problem, known.workers, machine, costs)
+    return not dataclasses.replace(made, around=around(problem, costs), by_tasks=own).worth_it

@@ -1,0 +1,75 @@
+"""The seconds that Dask takes around a factorization's run, and those of its own tasks for the same. Pure.
+
+::
+
+    around a run    run + chunk * chunks of operands and outputs
+    Dask's tasks    start + task * tasks  +  compute + transfer
+    tasks           of b x b blocks: (b-2)(b-1)b/6 products of blocks of a Cholesky factorization, b(b-1)/2 of a
+                    triangular one for each column of blocks of the right-hand sides; a few for each block besides
+    compute         at the same share of a product's rate as a run, on all threads that have work
+    transfer        each worker gets the blocks that it lacks, and of every partial product its share; of a triangular
+                    system only parts of the right-hand sides
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dask_distmm.config import DaskCosts, Machine
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.factor.computation import FactorProblem
+from dask_distmm.planning.factor.phases import factored
+from dask_distmm.planning.factor.placement import SHARES
+from dask_distmm.planning.placement import Estimate
+
+__all__ = ["around", "by_tasks"]
+
+
+def around(problem: FactorProblem, costs: DaskCosts) -> float:
+    """Return the seconds that Dask takes around a run."""
+    given = sum(len(rows) * len(cols) for rows, cols in problem.chunks)
+    return costs.run + costs.chunk * (given + sum(output.count for output in problem.outputs))
+
+
+def by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
+    """Return what Dask's own tasks would take; the formulas are at the top of this module.
+
+    Parameters
+    ----------
+    problem
+        A Cholesky factorization, a solution by one, a triangular system, or the QR factorization of a matrix of one
+        column of chunks: what `dask.array.linalg` does well.
+    workers
+        Those of the cluster.
+    machine
+        Constants of the engine that would compute it on the same workers.
+    costs
+        What Dask takes beside the work.
+    """
+    blocks, (rows, cols) = len(problem.chunks[0][0]), problem.task.a_shape
+    name, right, columns = factored(problem.task), 0, 0
+    if problem.task.b_shape is not None:
+        right, columns = len(problem.chunks[1][1]), problem.task.b_shape[1]
+    if name == "qr":
+        # Q and R of each chunk; R of all of these R; its Q in parts, and their products with the first Q.
+        products, others, elements = blocks, 4 * blocks, cols * cols
+    else:
+        triangles = right * (2 if name else 1)
+        products = triangles * blocks * (blocks - 1) // 2
+        if name:
+            products += (blocks - 2) * (blocks - 1) * blocks // 6 + blocks * (blocks - 1) // 2
+        others = (2 * blocks * blocks if name else 0) + triangles * blocks
+        elements = rows // blocks * (cols // blocks if name else -(-columns // right))
+    threads = sum(worker.nthreads for worker in workers)
+    compute = problem.flops / (machine.rate(problem.task.dtype) * min(threads, blocks) * SHARES[name])
+    moved = (1 - 1 / len(workers)) * (products * elements + rows * cols * (name == "cholesky")) * problem.dtype.itemsize
+    transfer = moved / len(workers) / (machine.dask_bandwidth or machine.bandwidth)
+    return Estimate(
+        method="dask",
+        grid=(blocks, blocks, blocks),
+        seconds=costs.start + (products + others) * costs.task + compute + transfer,
+        compute_seconds=compute,
+        transfer_seconds=transfer,
+        bytes_moved=int(moved),
+        peak_bytes=0,
+    )

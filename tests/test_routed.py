@@ -1,0 +1,212 @@
+"""Functions of ``dask.array.linalg`` and ``np.linalg`` under ``enable()``: the same meaning, and what Dask can't do."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_events import events
+
+import dask_distmm
+from dask_distmm.config import DaskCosts, read_options
+from dask_distmm.planning import Worker
+from dask_distmm.planning.factor.computation import FactorProblem
+from dask_distmm.planning.factor.dask_tasks import around, by_tasks
+from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.testing import assert_cholesky, assert_least_squares, assert_lu, assert_qr, assert_solution
+
+COSTS = DaskCosts(0.01, 0.00015, 0.01, 0.0005)
+
+
+def cut(x, *chunks):
+    return da.from_array(x, chunks=chunks)
+
+
+def random(*shape):
+    return np.random.default_rng().standard_normal(shape)
+
+
+def positive(n):
+    x = random(n, n)
+    return x @ x.T + n * np.eye(n)
+
+
+@pytest.fixture
+def routed(inproc_client):
+    """Enabled; returns a function that computes, and says how many runs that took."""
+
+    def compute(*arrays):
+        before = len(events(inproc_client, "done"))
+        found = dask.compute(*arrays)
+        return len(events(inproc_client, "done")) - before, *found
+
+    with dask_distmm.enabled():
+        yield compute
+
+
+def test_pivots_come_from_the_whole_column(routed):
+    """Stock Dask says that this matrix is singular."""
+    a = np.roll(np.eye(20), 10, axis=0) + random(20, 20) * 1e-9
+    runs, p, low, up = routed(*da.linalg.lu(cut(a, 10, 10)))
+    assert runs == 1
+    assert_lu(a, low, up, p.argmax(axis=0))
+    b = random(20)
+    for function in (da.linalg.solve, np.linalg.solve):
+        runs, x = routed(function(cut(a, 10, 10), cut(b, 10)))
+        assert runs == 1
+        assert_solution(a, x[:, None], b[:, None])
+    runs, x = routed(np.linalg.inv(cut(a, 10, 10)))
+    assert runs == 1
+    np.testing.assert_allclose(x, np.linalg.inv(a), atol=1e-12)
+
+
+def test_chunks_that_dask_refuses(routed):
+    a, s, b = random(40, 30), positive(30), random(40)
+    runs, q, r = routed(*da.linalg.qr(cut(a, 15, 20)))
+    assert runs == 1
+    assert_qr(a, q, r)
+    assert_cholesky(s, routed(da.linalg.cholesky(cut(s, 7, 30), lower=True))[1], lower=True)
+    runs, x, residuals, rank, values = routed(*da.linalg.lstsq(cut(a, 15, 20), cut(b, 15)))
+    assert runs == 1
+    assert_least_squares(a, x[:, None], b[:, None])
+    expected = np.linalg.lstsq(a, b)
+    np.testing.assert_allclose(residuals, expected[1])
+    assert residuals.shape == (1,)
+    assert rank == 30
+    np.testing.assert_allclose(values, expected[3])
+    x, residuals, rank, values = dask.compute(*da.linalg.lstsq(cut(a.T, 15, 20), cut(b[:30], 30)))
+    expected = np.linalg.lstsq(a.T, b[:30])
+    np.testing.assert_allclose(x, expected[0])
+    np.testing.assert_allclose(values, expected[3])
+    assert (residuals.shape, rank) == ((0,), 30)
+    assert_solution(
+        np.tril(s), routed(da.linalg.solve_triangular(cut(s, 7, 30), cut(b[:30], 5), True))[1][:, None], b[:30, None]
+    )
+
+
+def test_options_of_numpy(routed):
+    a, s = random(30, 20), positive(20)
+    assert_cholesky(s, routed(np.linalg.cholesky(cut(s, 10, 10), upper=False))[1], lower=True)
+    assert_cholesky(s, routed(np.linalg.cholesky(cut(s, 10, 10), upper=True))[1], lower=False)
+    np.testing.assert_allclose(abs(routed(np.linalg.qr(cut(a, 10, 10), mode="r"))[1]), abs(np.linalg.qr(a, mode="r")))
+    x = routed(np.linalg.lstsq(cut(a, 10, 10), cut(a[:, 0], 10), rcond=None)[0])[1]
+    np.testing.assert_allclose(x, np.eye(20)[0], atol=1e-12)
+
+
+def test_determinants_are_lazy(routed):
+    a = random(20, 20)
+    sign, logarithm = np.linalg.slogdet(cut(a, 10, 7))
+    determinant = np.linalg.det(cut(a, 10, 7))
+    assert all(isinstance(x, da.Array) for x in (sign, logarithm, determinant))
+    np.testing.assert_allclose(routed(sign, logarithm)[1:], np.linalg.slogdet(a))
+    np.testing.assert_allclose(routed(determinant)[1], np.linalg.det(a))
+    assert isinstance(np.linalg.slogdet(cut(a, 10, 7)), type(np.linalg.slogdet(a)))
+    # Of stacks, and the pseudo-inverse, which may be of a deficient matrix: as without us.
+    assert np.linalg.det(da.ones((3, 2, 2))).shape == (3,)
+    with pytest.warns(FutureWarning, match="not implemented by Dask"):
+        assert isinstance(np.linalg.pinv(cut(a * 0, 10, 10)), np.ndarray)
+
+
+def test_work_that_dask_does_as_well_is_left(routed):
+    s, a = positive(20), random(40, 5)
+    low = da.linalg.cholesky(cut(s, 20, 20), lower=True)
+    x = da.linalg.solve_triangular(low, cut(s, 20, 10), lower=True)
+    assert routed(low, x, *da.linalg.lu(cut(s, 20, 20)), *da.linalg.qr(cut(a, 40, 5)))[0] == 0
+    assert routed(da.linalg.lstsq(cut(a * 0 + 1, 10, 5), cut(a[:, 0], 10))[2])[1] == 1
+    with dask.config.set({"distmm.minimum-flops": 0}):
+        assert routed(da.linalg.cholesky(cut(s, 20, 20)))[0] == 1
+        assert routed(*da.linalg.qr(cut(a, 10, 5)))[0] == 1
+        with dask.config.set({"distmm.minimum-flops": 1e9}):
+            assert routed(da.linalg.cholesky(cut(s, 10, 10)))[0] == 0
+    # Large blocks in few tasks, and small ones in many.
+    large, small = da.ones((40_000, 40_000), chunks=10_000), da.ones((4_000, 4_000), chunks=200)
+    assert da.linalg.solve_triangular(large, large[0]).name.startswith("solve-triangular-")
+    assert da.linalg.cholesky(small).name.endswith("-u")
+
+
+def test_too_little_memory_is_no_error_where_dask_may_do_it(client):
+    a = da.ones((100_000, 100_000), chunks=20_000)
+    with dask_distmm.enabled():
+        assert da.linalg.solve_triangular(a, a[0]).name.startswith("solve-triangular-")
+        with pytest.raises(dask_distmm.ProjectedMemoryError):
+            da.linalg.lu(a[:70_000, :70_000])
+        assert da.linalg.lu(a)[0].name.startswith("lu-p-")
+        with (
+            dask.config.set({"distmm.memory.exceeded": "raise"}),
+            pytest.raises(dask_distmm.ProjectedMemoryError, match="may hold"),
+        ):
+            da.linalg.solve_triangular(a, a[0])
+
+
+def test_results_are_as_dask_makes_them(inproc_client):
+    s, b = positive(20).astype("float32"), random(20).astype("float32")
+    calls = (
+        lambda: da.linalg.lu(cut(s, 10, 10)),
+        lambda: (da.linalg.inv(cut(s, 10, 10)),),
+        lambda: (da.linalg.solve(cut(s, 10, 10), cut(b, 10)),),
+        lambda: (da.linalg.solve(cut(s, 10, 10), cut(s, 10, 5), assume_a="pos"),),
+        lambda: (da.linalg.solve_triangular(cut(s, 10, 10), cut(b, 10), lower=True),),
+        lambda: (da.linalg.cholesky(cut(s, 10, 10)),),
+        lambda: da.linalg.qr(cut(random(40, 5), (11, 9, 20), 5)),
+        lambda: da.linalg.qr(cut(random(40, 5), 4, 5)),
+    )
+    for call in calls:
+        expected = call()
+        with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
+            found = call()
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.name != theirs.name
+            assert (mine.shape, mine.chunks, mine.dtype) == (theirs.shape, theirs.chunks, theirs.dtype)
+        for mine, theirs in zip(dask.compute(*found), dask.compute(*expected), strict=True):
+            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: da.linalg.lu(da.ones((3, 3, 3), chunks=2)),
+        lambda: da.linalg.solve(da.ones((4, 4), chunks=2), da.ones(3, chunks=2)),
+        lambda: da.linalg.solve(da.ones((4, 4), chunks=2), da.ones(4, chunks=2), assume_a="nonsense"),
+        lambda: da.linalg.cholesky(da.ones(4, chunks=2)),
+        lambda: da.linalg.qr(da.ones((4, 4, 4), chunks=2)),
+        lambda: np.linalg.qr(da.ones((4, 4), chunks=2), mode="nonsense"),
+    ],
+)
+def test_mistakes_are_dasks_own(routed, call):
+    with pytest.raises(Exception) as ours:  # noqa: PT011 - the type is what is compared
+        call()
+    with dask.config.set({"distmm.enabled": False}), pytest.raises(Exception) as daskss:  # noqa: PT011
+        call()
+    assert type(ours.value) is type(daskss.value)
+
+
+def test_without_a_cluster_what_dask_does_right_is_dasks():
+    s = positive(20)
+    with dask_distmm.enabled(), dask.config.set({"scheduler": "sync", "distmm.minimum-flops": 0}):
+        assert "cholesky-" in da.linalg.cholesky(cut(s, 10, 10)).name
+        a = np.roll(np.eye(20), 10, axis=0)
+        np.testing.assert_allclose(da.linalg.inv(cut(a, 10, 10)).compute(), a.T)
+        x = da.linalg.solve(cut(s, 10, 7), cut(s[0], 3)).compute()
+        np.testing.assert_allclose(x, np.eye(20)[0], atol=1e-14)
+
+
+@given(st.sampled_from(["cholesky", "solve", "solve_triangular", "qr"]), st.integers(1, 30), st.integers(1, 64))
+def test_costs_grow_with_the_work(kind, blocks, workers):
+    def problem(blocks, size):
+        rows, cols = (size,) * blocks, (size,) if kind == "qr" else (size,) * blocks
+        b = None if kind in ("cholesky", "qr") else (size * blocks, 1)
+        options = {"assume_a": "pos"} if kind == "solve" else {}
+        task = Factorization(kind, (sum(rows), sum(cols)), "float64", b, **options)
+        chunks = ((rows, cols),) if b is None else ((rows, cols), (rows, (1,)))
+        dtypes = ("float64",) * len(chunks)
+        return FactorProblem("x", task, chunks, dtypes, (), "auto", None, read_options())
+
+    machine = read_options().machine("numpy")
+    roster = [Worker(str(i)) for i in range(workers)]
+    seconds = by_tasks(problem(blocks, 100), roster, machine, COSTS).seconds
+    assert COSTS.start < seconds < by_tasks(problem(blocks, 200), roster, machine, COSTS).seconds
+    assert seconds < by_tasks(problem(blocks + 1, 100), roster, machine, COSTS).seconds
+    assert COSTS.run < around(problem(blocks, 100), COSTS) < around(problem(blocks + 1, 100), COSTS)
