@@ -76,7 +76,7 @@ def lend(arrays: Sequence[Any], borrower: str) -> Loan | None:
     Parameters
     ----------
     arrays
-        NumPy arrays of up to two dimensions. They must stay as they are until the borrower has read them.
+        Arrays, which must stay as they are until the borrower has read them. NumPy's of up to two dimensions are lent.
     borrower
         The borrower's `place`.
     """
@@ -100,7 +100,7 @@ def _admit() -> None:
 
 def _describe(array: NDArray[Any]) -> tuple[int, list[int], str, str, int] | None:
     """Return one array of a loan; None if its memory is in stretches that are too short."""
-    if array.ndim > 2:
+    if not isinstance(array, np.ndarray) or array.ndim > 2:
         return None
     for order, view in (("C", array), ("F", array.T)):
         if view.flags.c_contiguous:

@@ -274,10 +274,11 @@ class WorkerSide:
             table = np.frombuffer(request.boxes, np.int64).reshape(-1, 6)
             if run_id not in self.runs:
                 return Delivery("gone", f"run {run_id} is not live here")
+            plan, job = self.runs[run_id]
             if kind == "replica":
                 own = await self.replicas.serve(run_id, table)
-                return Delivery("OK", data=[to_serialize(x) for x in own])
-            plan, job = self.runs[run_id]
+                loan = cross_memory.lend(own, request.place)
+                return Delivery("OK", loan=loan) if loan else Delivery("OK", data=[to_serialize(x) for x in own])
             plan.check_boxes(kind, table)
             # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
