@@ -1,4 +1,4 @@
-"""Linear algebra on Dask arrays, beyond the product: one collective run each, for any chunks.
+"""Linear algebra on Dask arrays, beyond the product, for any chunks: one collective run each.
 
 Functions take and return lazy arrays, as `dask.array.linalg` does, and mean the same as those of ``scipy.linalg`` and
 ``numpy.linalg`` of the same name. Matrices may be of any chunks, also uneven ones, in float32, float64, complex64 or
@@ -8,7 +8,8 @@ engine, workers
     As `dask_distmm.matmul` takes them: the engine's name, and addresses of workers or their number.
 method
     ``"local"``: one worker has the whole matrix; ``"columns"``: block columns are dealt out to all workers; ``"auto"``:
-    the cost model chooses.
+    the cost model chooses. `qr` and `lstsq` also know ``"rows"``: each chunk of rows is factorized where it lies, in
+    plain tasks; ``"auto"`` takes that for tall matrices if neither `engine` nor `workers` is given.
 
 Without a cluster the same graphs run in this process.
 """

@@ -22,19 +22,19 @@ from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.keys import barrier_name, output_name
 
-__all__ = ["RunOptions", "factorize", "inner_chunks", "matrix", "problem_of", "row_chunks"]
+__all__ = ["RunOptions", "common_type", "factorize", "inner_chunks", "matrix", "problem_of", "row_chunks"]
 
 
 class RunOptions(TypedDict, total=False):
     """The options of a run: `engine` and `workers` as `dask_distmm.matmul` takes them.
 
     `method` is ``"auto"``, ``"local"`` (one worker has the whole matrix) or ``"columns"`` (all workers have block
-    columns).
+    columns); of qr and lstsq also ``"rows"``, which is no run (`dask_distmm.arrays.linalg.tall`).
     """
 
     engine: str | None
     workers: Sequence[str] | int | None
-    method: Literal["auto", "local", "columns"]
+    method: Literal["auto", "local", "columns", "rows"]
 
 
 _TYPES = {"e": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
@@ -84,7 +84,7 @@ def row_chunks(size: int) -> Chunks:
     return (1,), (size,)
 
 
-def _common(arrays: Mapping[str, Array]) -> np.dtype:
+def common_type(arrays: Mapping[str, Array]) -> np.dtype:
     """Return the type in which all is computed: float64 for integers, float32 for float16."""
     found = np.result_type(*(array.dtype for array in arrays.values()))
     if found.kind in "biu":
@@ -123,7 +123,7 @@ def factorize(
     PlanError
         Shapes, types or options do not fit.
     """
-    dtype = _common(operands)
+    dtype = common_type(operands)
     # Ranks convert types as they gather, but a type's name does not tell the order of its bytes.
     arrays = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
     shapes = [array.shape for array in arrays]

@@ -9,7 +9,8 @@ import numpy as np
 from dask.array.core import Array
 
 from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, factorize, inner_chunks, matrix, row_chunks
+from dask_distmm.arrays.linalg.factorize import RunOptions, common_type, factorize, inner_chunks, matrix, row_chunks
+from dask_distmm.arrays.linalg.tall import goes_by_rows, qr_of_rows
 from dask_distmm.planning.computation import Chunks
 
 __all__ = ["cholesky", "lu", "lu_factor", "qr"]
@@ -112,6 +113,9 @@ def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unp
     mode : str
         ``"reduced"``: Q is (m, min(m, n)). ``"complete"``: Q is (m, m). ``"r"``: only R is returned.
 
+        With ``method="rows"``, and by itself for a matrix with many more rows than columns, each chunk of rows is
+        factorized where it lies, in plain tasks.
+
     Returns
     -------
     q, r : array
@@ -119,6 +123,10 @@ def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unp
     """
     a = matrix("a", a)
     inner, (rows, cols) = inner_chunks(a), a.chunks
+    if mode != "complete" and goes_by_rows(a, how):
+        q, r = qr_of_rows(a, common_type({"a": a}))
+        q, r = q.rechunk({1: inner}), r.rechunk((inner, cols))
+        return r if mode == "r" else (q, r)
     if mode == "r":
         return factorize("qr", {"a": a}, {"r": (inner, cols)}, mode=mode, how=how)["r"]
     middle = rows if mode == "complete" else inner

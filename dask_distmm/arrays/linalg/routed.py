@@ -23,6 +23,7 @@ from dask.array.core import Array
 
 from dask_distmm.arrays.linalg import factors, solutions
 from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.arrays.linalg.tall import goes_by_rows
 from dask_distmm.config import dask_costs, minimum_flops, setting
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.factor.computation import FactorProblem
@@ -55,7 +56,10 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
         # Q is that of the first chunk: no run is as quick.
         return NotImplemented
     dasks: Dasks = "good" if plain and len(a.chunks[1]) == 1 else "none"
-    return _take(lambda: factors.qr(a, mode), a, dasks=dasks)  # type: ignore[arg-type]
+    rows = mode != "complete" and _by_rows(a)
+    if rows and dasks == "good" and not isinstance(a._meta, np.ndarray):
+        return NotImplemented
+    return _take(lambda: factors.qr(a, mode), a, dasks=dasks, run=not rows)  # type: ignore[arg-type]
 
 
 def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
@@ -88,7 +92,7 @@ def _lstsq(a: Any, b: Any, rcond: None = None) -> Any:
         x, residuals, rank, values = solutions.lstsq_with_values(a, b)
         return x, da.atleast_1d(residuals), da.asarray(rank), values
 
-    return _take(make, a, b, dasks="none")
+    return _take(make, a, b, dasks="none", run=not _by_rows(a))
 
 
 def _det(a: Any) -> Any:
@@ -127,12 +131,17 @@ def _alike(a: Any, b: Any) -> bool:
     return isinstance(a, Array) and isinstance(b, Array) and a.ndim == 2 and b.ndim > 0 and a.chunks[1] == b.chunks[0]
 
 
+def _by_rows(a: Any) -> bool:
+    """Whether a matrix is factorized by its chunks of rows: on CPUs they take a quarter of the time of Dask's."""
+    return isinstance(a, Array) and a.ndim == 2 and goes_by_rows(a, {})
+
+
 def _by_lu(blocks: int) -> Dasks:
     """Return how Dask's functions by LU are, of so many rows of square chunks."""
     return "good" if blocks == 1 else "poor" if blocks else "none"
 
 
-def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks) -> Any:
+def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = True) -> Any:
     """Return what `make` returns, or NotImplemented where Dask's own function is to be called.
 
     Parameters
@@ -143,6 +152,8 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks) -> Any:
         The operands.
     dasks
         How Dask's own function is for this.
+    run
+        Whether `make` makes a run, and no plain tasks.
 
     Raises
     ------
@@ -155,6 +166,8 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks) -> Any:
         made = make()
     except PlanError:
         return NotImplemented  # Dask's own function has the error to raise.
+    if not run:
+        return made
     problem = problem_of(made[0] if isinstance(made, tuple) else made)
     assert problem is not None
     try:

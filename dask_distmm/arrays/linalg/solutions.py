@@ -8,8 +8,9 @@ import dask.array as da
 import numpy as np
 
 from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, factorize, inner_chunks, matrix, row_chunks
+from dask_distmm.arrays.linalg.factorize import RunOptions, common_type, factorize, inner_chunks, matrix, row_chunks
 from dask_distmm.arrays.linalg.factors import cholesky
+from dask_distmm.arrays.linalg.tall import goes_by_rows, solve_rows
 from dask_distmm.planning.computation import Chunks
 
 __all__ = [
@@ -287,11 +288,15 @@ def _least_squares(a: Any, b: Any, how: RunOptions, *more: str) -> tuple[Any, ..
     a, b = matrix("a", a), da.asanyarray(b)
     columns = matrix("b", b, vector=True)
     m, n = a.shape
-    wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1])}
-    wanted |= dict.fromkeys(more, (inner_chunks(a),) * 2)
-    if m > n:
-        wanted["residuals"] = (1,), columns.chunks[1]
-    found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
+    if len(columns) == m and goes_by_rows(a, how):
+        x, norms, r = solve_rows(a, columns, common_type({"a": a, "b": columns}))
+        found = {"x": x.rechunk({0: a.chunks[1]}), "residuals": norms[None], "r": r}
+    else:
+        wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1])}
+        wanted |= dict.fromkeys(more, (inner_chunks(a),) * 2)
+        if m > n:
+            wanted["residuals"] = (1,), columns.chunks[1]
+        found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
     x, others = found["x"], [found[name] for name in more]
     residuals = found["residuals"][0] if m > n else da.zeros((0,), x.real.dtype)
     if b.ndim == 1:

@@ -1,0 +1,134 @@
+"""QR and least squares of tall matrices by their chunks of rows, by LAPACK's gates."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_distmm import PlanError, linalg
+from dask_distmm.engines.factor.tall import tall_qr
+from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.errors import MatrixError
+from dask_distmm.testing import assert_least_squares, assert_qr
+
+K = LapackKernels()
+DTYPES = ["float32", "float64", "complex64", "complex128"]
+
+
+def noise(rng, shape, dtype):
+    found = rng.standard_normal(shape)
+    return (found + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else found).astype(dtype)
+
+
+def matrix(rng, shape, dtype, condition):
+    wide = "complex128" if np.dtype(dtype).kind == "c" else "float64"
+    u, v = (np.linalg.qr(noise(rng, (size, shape[1]), wide))[0] for size in shape)
+    return ((u * np.geomspace(1, 1 / condition, shape[1])) @ v.conj().T).astype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    with dask.config.set(scheduler="sync"):
+        yield
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("condition", [1, 1e2, 1e4, 1e6, 1e8, 1e12, 1e30])
+@pytest.mark.parametrize("order", "CF")
+def test_one_chunk(dtype, condition, order):
+    rng = np.random.default_rng()
+    for shape in ((300, 20), (20, 20), (5, 1)):
+        a = np.array(matrix(rng, shape, dtype, condition), order=order)
+        before = a.copy()
+        assert_qr(a, *tall_qr(K, a))
+        np.testing.assert_array_equal(a, before)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-100, 1e100, 1e200])
+def test_squares_that_overflow(scale):
+    a = np.random.default_rng().standard_normal((100, 10)) * scale
+    a[:, 3] *= 1e-90
+    assert_qr(a, *tall_qr(K, a))
+
+
+def test_the_quick_way_is_taken_where_it_is_safe(monkeypatch):
+    def refused(a):
+        raise AssertionError("Householder")
+
+    monkeypatch.setattr(np.linalg, "qr", refused)
+    rng = np.random.default_rng()
+    tall_qr(K, rng.standard_normal((200, 10)))
+    for wrong in (np.ones((200, 10)), np.full((200, 10), np.nan), rng.standard_normal((5, 10))):
+        with pytest.raises(AssertionError, match="Householder"):
+            tall_qr(K, wrong)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=20),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1, 1e5, 1e30]),
+    st.integers(0, 2**32),
+)
+def test_any_chunks(rows, cols, dtype, condition, seed):
+    rng = np.random.default_rng(seed)
+    rows = [*rows, max(0, sum(cols) - sum(rows))]
+    a = matrix(rng, (sum(rows), sum(cols)), dtype, condition)
+    x = da.from_array(a, chunks=(tuple(rows), tuple(cols)))
+    q, r = linalg.qr(x, method="rows")
+    assert (q.chunks, r.chunks[1]) == (x.chunks, x.chunks[1])
+    assert_qr(a, *dask.compute(q, r))
+    assert_qr(a, dask.compute(q)[0], linalg.qr(x, "r", method="rows").compute())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("condition", [1, 1e2])
+def test_least_squares(dtype, condition):
+    rng = np.random.default_rng()
+    a, b = matrix(rng, (300, 12), dtype, condition), noise(rng, (300, 5), dtype)
+    x, residuals, rank, _ = linalg.lstsq(da.from_array(a, chunks=(60, 5)), da.from_array(b, chunks=(70, 2)))
+    assert not any("lstsq" in name for name in x.dask.layers)
+    assert (rank, x.dtype) == (12, a.dtype)
+    assert_least_squares(a, x.compute(), b)
+    expected = np.linalg.norm(b - a @ x.compute(), axis=0) ** 2
+    np.testing.assert_allclose(residuals.compute(), expected, rtol=1e-4)
+    x, residuals, *_ = linalg.lstsq(da.from_array(a, chunks=(60, 5)), da.from_array(b[:, 0], chunks=70))
+    assert (x.shape, residuals.shape) == ((12,), ())
+
+
+def test_a_matrix_of_lower_rank_is_an_error():
+    a = np.random.default_rng().standard_normal((300, 12))
+    a[:, 7] = a[:, :7] @ np.arange(7)
+    with pytest.raises(MatrixError, match="column 7 depends on those before it"):
+        linalg.lstsq(da.from_array(a, chunks=(60, 5)), da.from_array(a[:, :2], chunks=60))[0].compute()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_is_no_result(value):
+    a = np.random.default_rng().standard_normal((300, 12))
+    a[150, 3] = value
+    with np.errstate(all="ignore"):
+        q, r = dask.compute(*linalg.qr(da.from_array(a, chunks=(60, 5))))
+    assert not np.isfinite(q).all()
+    assert not np.isfinite(r).all()
+
+
+def test_which_matrices_are_tall():
+    def rows(m, n, chunks, **how):
+        r = linalg.qr(da.ones((m, n), chunks=chunks), "r", **how)
+        return any(name.startswith("qr-rows-") for name in r.dask.layers)
+
+    assert rows(1000, 100, 500)
+    assert not rows(1000, 100, 100)
+    assert not rows(300, 100, 300)
+    assert not rows(1000, 100, 500, method="columns")
+    assert not rows(1000, 100, 500, engine="numpy")
+    with pytest.raises(PlanError, match="at least as many rows"):
+        linalg.qr(da.ones((10, 20)), method="rows")
+    with pytest.raises(PlanError, match="has no engine="):
+        linalg.qr(da.ones((20, 10)), method="rows", engine="numpy")
