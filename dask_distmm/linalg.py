@@ -22,6 +22,7 @@ from dask.array.core import Array
 
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
+from dask_distmm.arrays.linalg.products import gram, symm, trmm
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
     cho_solve,
@@ -47,6 +48,7 @@ __all__ = [
     "cholesky",
     "det",
     "explain",
+    "gram",
     "inv",
     "lstsq",
     "lu",
@@ -57,6 +59,8 @@ __all__ = [
     "slogdet",
     "solve",
     "solve_triangular",
+    "symm",
+    "trmm",
 ]
 
 

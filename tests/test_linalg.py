@@ -167,6 +167,7 @@ def test_mistakes():
         (lambda: linalg.solve(a, a), "square"),
         (lambda: linalg.solve(a[:, :30][:30], lazy(random(31))), "expected 30"),
         (lambda: linalg.lu(a[0]), "1 dimensions"),
+        (lambda: linalg.symm(a, a), "40 x 30; expected a square"),
         (lambda: linalg.lu(a[a[:, 0] > 0]), "unknown chunk sizes"),
         (lambda: linalg.lu(a, engine="cuda"), "unknown engine"),
         (lambda: linalg.lu(a, method="summa"), "unknown method"),
@@ -196,6 +197,43 @@ def test_a_lost_worker_costs_a_run_and_no_result(fault_client):
     up = linalg.lu(x, method="columns")[2].persist()
     fault_client.restart_workers([next(iter(fault_client.scheduler_info(n_workers=-1)["workers"]))])
     np.testing.assert_allclose(up.compute(), scipy.linalg.lu(a)[2], atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gram_is_exactly_hermitian(inproc_client, dtype):
+    x = random((50, 30), dtype)
+    found, turned = dask.compute(linalg.gram(lazy(x)), linalg.gram(lazy(x).conj().T))
+    near = {"rtol": 0, "atol": 200 * np.finfo(dtype).eps}
+    np.testing.assert_allclose(found, x.conj().T @ x, **near)
+    np.testing.assert_allclose(turned, x @ x.conj().T, **near)
+    for one in (found, turned):
+        np.testing.assert_array_equal(one, one.conj().T)
+        assert one.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lower", [True, False])
+def test_products_with_a_triangle(dtype, lower):
+    a, b, c = (random(shape, dtype) for shape in ((30, 30), (30, 7), (7, 30)))
+    near = {"rtol": 0, "atol": 200 * np.finfo(dtype).eps}
+    with dask.config.set(scheduler="sync"):
+        half, rest = (np.tril, np.triu) if lower else (np.triu, np.tril)
+        offset = -1 if lower else 1
+        given = half(a) + rest(np.full_like(a, np.nan), -offset)
+        symmetric = half(a) + half(a, offset).T
+        hermitian = half(a, offset) + half(a, offset).conj().T + np.diag(np.diagonal(a).real)
+        for whole, how in ((symmetric, False), (hermitian, True)):
+            left = linalg.symm(lazy(given), lazy(b), lower, hermitian=how)
+            right = linalg.symm(lazy(given), lazy(c), lower, True, how)
+            np.testing.assert_allclose(left.compute(), whole @ b, **near)
+            np.testing.assert_allclose(right.compute(), c @ whole, **near)
+        for unit in (True, False):
+            triangle = half(a, offset) + (np.eye(30) if unit else np.diag(np.diagonal(a)))
+            for trans, op in (("N", triangle), ("T", triangle.T), ("C", triangle.conj().T)):
+                left = linalg.trmm(lazy(given), lazy(b), lower, trans, unit)
+                right = linalg.trmm(lazy(given), lazy(c), lower, trans, unit, True)
+                np.testing.assert_allclose(left.compute(), op @ b, **near)
+                np.testing.assert_allclose(right.compute(), c @ op, **near)
 
 
 def test_chains_are_lazy(client):
