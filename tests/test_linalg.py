@@ -167,6 +167,7 @@ def test_mistakes():
         (lambda: linalg.solve(a, a), "square"),
         (lambda: linalg.solve(a[:, :30][:30], lazy(random(31))), "expected 30"),
         (lambda: linalg.lu(a[0]), "1 dimensions"),
+        (lambda: linalg.solve(a, a, "circulant"), "'positive definite', 'upper tri"),
         (lambda: linalg.symm(a, a), "40 x 30; expected a square"),
         (lambda: linalg.lu(a[a[:, 0] > 0]), "unknown chunk sizes"),
         (lambda: linalg.lu(a, engine="cuda"), "unknown engine"),
@@ -234,6 +235,33 @@ def test_products_with_a_triangle(dtype, lower):
                 right = linalg.trmm(lazy(given), lazy(c), lower, trans, unit, True)
                 np.testing.assert_allclose(left.compute(), op @ b, **near)
                 np.testing.assert_allclose(right.compute(), c @ op, **near)
+
+
+STRUCTURES = {
+    "general": lambda a: a,
+    "diagonal": lambda a: np.diag(np.diagonal(a)),
+    "tridiagonal": lambda a: np.triu(np.tril(a, 1), -1),
+    "banded": lambda a: np.triu(np.tril(a, 3), -2),
+    "symmetric": lambda a: a + a.T,
+    "hermitian": lambda a: a + a.conj().T,
+    "positive definite": lambda a: a @ a.conj().T + np.eye(len(a)),
+    "upper triangular": lambda a: np.triu(a) + 10 * np.eye(len(a)),
+    "lower triangular": lambda a: np.tril(a) + 10 * np.eye(len(a)),
+}
+SHORT = {"sym": "symmetric", "her": "hermitian", "pos": "positive definite", "gen": "general"}
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, *SHORT])
+def test_structures_as_scipy_has_them(structure):
+    a, b = random((20, 20), "complex128"), random((20, 3), "complex128")
+    made, half = STRUCTURES[SHORT.get(structure, structure)](a), ("symmetric", "hermitian", "positive definite")
+    for lower in (True, False):
+        given = made
+        if SHORT.get(structure, structure) in half:
+            given = np.tril(made) if lower else np.triu(made)
+        for transposed in (True, False):
+            x = linalg.solve(lazy(given), lazy(b), structure, lower, transposed)
+            assert_solution(made.T if transposed else made, x.compute(scheduler="sync"), b)
 
 
 def test_chains_are_lazy(client):

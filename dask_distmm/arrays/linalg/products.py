@@ -15,7 +15,7 @@ from dask_distmm.arrays.request import parse
 from dask_distmm.errors import PlanError
 from dask_distmm.typing import Engine, Method
 
-__all__ = ["ProductOptions", "gram", "symm", "trmm"]
+__all__ = ["ProductOptions", "gram", "mirrored", "symm", "trmm"]
 
 
 class ProductOptions(TypedDict, total=False):
@@ -43,7 +43,7 @@ def gram(x: Any, **how: Unpack[ProductOptions]) -> Any:
         In the chunks of the columns of `x`. Its diagonal is real.
     """
     x = matrix("x", x)
-    return _mirrored(batched.multiply(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
+    return mirrored(batched.multiply(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
 
 
 @any_kind
@@ -75,7 +75,7 @@ def symm(
     PlanError
         `a` is not square, or the shapes do not fit each other.
     """
-    whole = _mirrored(_square(a), lower=lower, hermitian=hermitian)
+    whole = mirrored(_square(a), lower=lower, hermitian=hermitian)
     return batched.multiply(parse(b, whole, **how) if right else parse(whole, b, **how))
 
 
@@ -118,7 +118,7 @@ def _square(a: Any) -> Array:
     return a
 
 
-def _mirrored(a: Array, *, lower: bool, hermitian: bool) -> Array:
+def mirrored(a: Array, *, lower: bool, hermitian: bool) -> Array:
     """Return a matrix with one triangle mirrored over the other one."""
     a = a.rechunk({1: a.chunks[0]})
     return a.map_blocks(_mirror, a.T, lower, hermitian, dtype=a.dtype, meta=a._meta)

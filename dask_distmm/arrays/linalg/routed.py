@@ -69,7 +69,7 @@ def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
     dasks = _by_lu(blocks)
     if assume_a != "gen":
         dasks = "good" if assume_a == "pos" and blocks else "none"
-    return _take(lambda: solutions.solve(a, b, assume_a), a, b, dasks=dasks)  # type: ignore[arg-type]
+    return _take(lambda: solutions.solve(a, b, assume_a), a, b, dasks=dasks)
 
 
 def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:

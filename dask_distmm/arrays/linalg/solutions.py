@@ -10,7 +10,9 @@ import numpy as np
 from dask_distmm.arrays.kinds import any_kind
 from dask_distmm.arrays.linalg.factorize import RunOptions, common_type, factorize, inner_chunks, matrix, row_chunks
 from dask_distmm.arrays.linalg.factors import cholesky
+from dask_distmm.arrays.linalg.products import mirrored
 from dask_distmm.arrays.linalg.tall import goes_by_rows, solve_rows
+from dask_distmm.errors import PlanError
 from dask_distmm.planning.computation import Chunks
 
 __all__ = [
@@ -26,6 +28,17 @@ __all__ = [
     "solve",
     "solve_triangular",
 ]
+
+
+# SciPy's names, and the way to solve.
+_STRUCTURES = {
+    **dict.fromkeys(("gen", "general", "diagonal", "tridiagonal", "banded"), "gen"),
+    **dict.fromkeys(("sym", "symmetric"), "sym"),
+    **dict.fromkeys(("her", "hermitian"), "her"),
+    **dict.fromkeys(("pos", "positive definite"), "pos"),
+    "upper triangular": "upper",
+    "lower triangular": "lower",
+}
 
 
 def cho_factor(a: Any, lower: bool = False, **how: Unpack[RunOptions]) -> tuple[Any, bool]:
@@ -99,12 +112,12 @@ def _pick(x: Any, rows: Any) -> Any:
 def solve(
     a: Any,
     b: Any,
-    assume_a: Literal["gen", "pos"] = "gen",
+    assume_a: str = "gen",
     lower: bool = False,
     transposed: bool = False,
     **how: Unpack[RunOptions],
 ) -> Any:
-    """Solve ``a @ x = b``: by LU with partial pivoting, or by Cholesky.
+    """Solve ``a @ x = b``: by LU with partial pivoting, by Cholesky, or by substitution.
 
     Parameters
     ----------
@@ -113,9 +126,12 @@ def solve(
     b : array, (n,) or (n, k)
         Right-hand sides.
     assume_a : str
-        ``"gen"``: any matrix. ``"pos"``: Hermitian and positive definite, of which one triangle is read.
+        The structure of `a`, by SciPy's names. ``"pos"`` or ``"positive definite"`` is solved by Cholesky, ``"upper
+        triangular"`` and ``"lower triangular"`` by substitution. Of ``"sym"`` or ``"symmetric"``, and ``"her"`` or
+        ``"hermitian"``, one triangle is read and mirrored, and the matrix is solved by LU as all others are:
+        ``"gen"`` or ``"general"``, ``"banded"``, ``"tridiagonal"``, ``"diagonal"``.
     lower : bool
-        With ``"pos"``: which triangle.
+        Which triangle is read of a positive definite, symmetric or Hermitian matrix.
     transposed : bool
         Solve ``a.T @ x = b``.
 
@@ -127,15 +143,22 @@ def solve(
     Raises
     ------
     PlanError
-        The shapes do not fit each other.
+        The shapes do not fit each other, or there is no such structure.
     MatrixError
         When it is computed: the matrix is singular, or not positive definite.
     """
+    structure = _STRUCTURES.get(assume_a)
+    if structure is None:
+        raise PlanError(f"assume_a={assume_a!r}; expected one of {', '.join(map(repr, _STRUCTURES))}")
+    if structure in ("upper", "lower"):
+        return solve_triangular(a, b, structure == "lower", "T" if transposed else "N", **how)
     a, b = matrix("a", a), da.asanyarray(b)
+    if structure in ("sym", "her") and a.shape[0] == a.shape[1]:
+        a = mirrored(a, lower=lower, hermitian=structure == "her")
     columns = matrix("b", b, vector=True)
     # A symmetric matrix and its transpose are one; a Hermitian one's transpose is its conjugate.
-    options: dict[str, Any] = {"assume_a": assume_a, "op": "T" if transposed else "N"}
-    if assume_a == "pos":
+    options: dict[str, Any] = {"assume_a": "pos" if structure == "pos" else "gen", "op": "T" if transposed else "N"}
+    if structure == "pos":
         options["lower"] = lower
     chunks = a.chunks[0 if transposed else 1], columns.chunks[1]
     x = factorize("solve", {"a": a, "b": columns}, {"x": chunks}, how=how, **options)["x"]
