@@ -1,4 +1,4 @@
-"""Draw the pictures of ``how-it-works.md`` from the package's own objects: plans, panels, layouts, graphs.
+"""Draw the pictures of the algorithm from the package's own objects: plans, programs, panels, layouts, graphs.
 
 ``python docs/make_pictures.py`` writes ``docs/pictures/*.svg``; ``--png FOLDER`` writes PNGs there instead, to
 look at. The same sources give the same bytes. All coordinates are pixels of a page 800 wide, y going down.
@@ -26,6 +26,7 @@ from dask_distmm.engines.panels import panels, split_at_chunks
 from dask_distmm.graph.build import build_graph
 from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, ProcessGrid, redistribution
 from dask_distmm.planning import Plan, Worker, plan
+from dask_distmm.planning.factor import Apply, Factor, Factorization, FactorPlan, Get, Publish, Step, factor_plan
 from dask_distmm.planning.memory import operand_grids
 from dask_distmm.testing import make_problem
 
@@ -383,6 +384,60 @@ def blocks() -> Page:
     return page
 
 
+def seconds(program: FactorPlan, rank: int, step: Step) -> float:
+    """Return how long a step of a factorization takes, in some unit; panels have a fifth of a product's rate."""
+    columns, each = program.columns, program.width**2
+    if isinstance(step, Factor):
+        return 5 * each * (columns.rows - columns.place(step.panel).start)
+    if isinstance(step, Apply):
+        blocks = len(columns.owned(rank, step.first, step.stop))
+        return 2 * each * blocks * (columns.rows - columns.place(step.key.panel).start)
+    return 0
+
+
+def timeline(program: FactorPlan) -> list[tuple[int, Step, float, float]]:
+    """Return rank, step, begin and end of all work, if each rank takes its steps as soon as it can."""
+    programs = [list(program.steps(rank)) for rank in range(program.ranks)]
+    clocks, published = [0.0] * program.ranks, dict[Any, float]()
+    found: list[tuple[int, Step, float, float]] = []
+    while any(programs):
+        for rank, steps in enumerate(programs):
+            while steps and not (isinstance(steps[0], Get) and steps[0].key not in published):
+                step, begin = steps.pop(0), clocks[rank]
+                if isinstance(step, Get):
+                    clocks[rank] = max(begin, published[step.key])
+                elif isinstance(step, Publish):
+                    published[step.key] = begin
+                elif isinstance(step, Factor | Apply):
+                    clocks[rank] = begin + seconds(program, rank, step)
+                    found.append((rank, step, begin, clocks[rank]))
+    return found
+
+
+def lookahead() -> Page:
+    """Draw when each rank takes the steps of an LU factorization."""
+    program = factor_plan(Factorization("lu", (120, 120), "float64"), 3, 10)
+    work, page, top, height = timeline(program), Page(310), 92, 46
+    last, columns = max(end for *_, end in work), program.columns
+    page.title(20, 28, "The steps of an LU factorization of 12 block columns on 3 ranks")
+    page.text(20, 52, "F3: panel 3 is factorized. 3: it is applied. Thick frames: steps that the next panel waits for.")
+    page.text(20, 68, "Colour: the rank that has the panel. White: the rank waits.")
+    for rank in range(program.ranks):
+        page.disc(34, top + 62 * rank + height / 2, rank)
+    for rank, step, begin, end in work:
+        x, y, width = 60 + 720 * begin / last, top + 62 * rank, 720 * (end - begin) / last
+        panel = step.panel if isinstance(step, Factor) else step.key.panel if isinstance(step, Apply) else 0
+        owner, ahead = columns.owner(panel), isinstance(step, Factor) or (isinstance(step, Apply) and step.ahead)
+        page.box(x, y, width, height, RANKS[owner] if isinstance(step, Factor) else tint(owner), 1.6 if ahead else 0.5)
+        letter = "F" if isinstance(step, Factor) else ""
+        if width > 11:
+            color = on(owner) if letter else INK
+            page.text(x + width / 2, y + height / 2, f"{letter}{panel}", 8, "center", color=color)
+    page.arrow((60, 280), (780, 280))
+    page.text(780, 294, "time", 9, "right")
+    return page
+
+
 def main() -> None:
     """Draw all pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -391,7 +446,7 @@ def main() -> None:
     folder, suffix = (png, "png") if png else (Path(__file__).parent / "pictures", "svg")
     folder.mkdir(parents=True, exist_ok=True)
     mpl.rcParams.update({"svg.hashsalt": "dask_distmm", "svg.fonttype": "none"})
-    for draw in (why, box, methods, cuts, walk, choice, run, blocks):
+    for draw in (why, box, methods, cuts, walk, choice, run, blocks, lookahead):
         path = folder / f"{draw.__name__}.{suffix}"
         draw().figure.savefig(path, dpi=100, metadata=None if png else {"Date": None, "Creator": None})
 
