@@ -30,6 +30,7 @@ from dask_distmm.arrays.prepared import Matmul  # noqa: E402
 from dask_distmm.arrays.product import NotCollective  # noqa: E402
 from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize  # noqa: E402
 from dask_distmm.arrays.replicate import free_replicas, replicate  # noqa: E402
+from dask_distmm.arrays.tensors import to_torch  # noqa: E402
 from dask_distmm.diagnostics.attach import attach as _attach  # noqa: E402
 from dask_distmm.diagnostics.bars import progress  # noqa: E402
 from dask_distmm.errors import (  # noqa: E402
@@ -81,6 +82,7 @@ __all__ = [
     "progress",
     "quantize",
     "replicate",
+    "to_torch",
 ]
 
 

@@ -1,8 +1,11 @@
 """Arrays of other kinds than ``dask.array.core.Array``, in which everything here is written.
 
-There are two, both made of expressions that are optimized before they become task graphs: those of Dask itself under
+Two are made of expressions that are optimized before they become task graphs: those of Dask itself under
 ``array.query-planning: true``, and those of the package dask-array. `plain` makes the graph of such an array, as its
 own ``persist`` would; `like` wraps what was made of it in an array of its kind again. Tasks keep their keys.
+
+A third kind are Dask's own arrays whose chunks are tensors of PyTorch: a task a chunk, which copies nothing, turns a
+tensor into a NumPy or CuPy array, and a chunk of the result into a tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dask.array.core import Array
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
+from dask_distmm.arrays.tensors import is_tensor, shared, tensor_meta, tensor_of
 from dask_distmm.errors import PlanError
 
 __all__ = [
@@ -45,7 +49,9 @@ def planning() -> bool:
 
 
 def kind_of(x: Any) -> str:
-    """Return ``"planned"`` for arrays of Dask's query planning, ``"dask-array"`` for that package's, else ``""``."""
+    """Return ``"planned"`` (query planning), ``"dask-array"`` (that package), ``"torch"`` (of tensors) or ``""``."""
+    if isinstance(x, Array):
+        return "torch" if is_tensor(x._meta) else ""
     if planning() and isinstance(x, dask.array.Array):
         return "planned"
     # Never imported here: importing it changes Dask's configuration.
@@ -69,9 +75,13 @@ def check_planned(reason: str | None) -> str | None:
 
 
 def plain(x: Any) -> Any:
-    """Return an array of another kind as a ``dask.array.core.Array``; anything else as it is."""
-    if not kind_of(x):
-        return x
+    """Return an array of another kind as a ``dask.array.core.Array``, a tensor as `shared` does; others as they are."""
+    kind = kind_of(x)
+    if kind == "torch":
+        meta = shared(x._meta)
+        return x.map_blocks(shared, dtype=meta.dtype, meta=meta)
+    if not kind:
+        return shared(x)
     found = x.optimize()
     (name, *_) = next(iter(flatten(found.__dask_keys__())))
     return Array(HighLevelGraph.from_collections(name, dict(found.__dask_graph__())), name, found.chunks, meta=x._meta)
@@ -91,6 +101,9 @@ def like(kind: str, x: Any) -> Any:
     """Return a ``dask.array.core.Array`` as one of that kind; anything else as it is."""
     if not kind or not isinstance(x, Array):
         return x
+    if kind == "torch":
+        meta = tensor_meta(x._meta)
+        return x.map_blocks(tensor_of, dtype=meta.dtype, meta=meta)
     if kind == "planned":
         from dask_distmm.arrays.expressions import from_array
 
@@ -146,6 +159,8 @@ def any_kind(function: Callable[P, T]) -> Callable[P, T]:
             return plain(x)
 
         args, kwargs = _each(lowered, args), _each(lowered, kwargs)
+        if "torch" in found:
+            found.discard("plain")
         if len(found) > 1:
             raise PlanError(
                 f"the operands are arrays of different kinds ({', '.join(sorted(found))}): make all of them with "

@@ -1,4 +1,4 @@
-"""Types of ml_dtypes between processes: Dask's serializers name some of them so that the other end can't read them."""
+"""Narrow types between processes: Dask's serializers name some so that nobody can read them, or refuse them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["let_types_travel"]
 
 
 def let_types_travel() -> None:
-    """Let this process send NumPy arrays of float8_e5m2 and CuPy arrays of bfloat16. May be repeated.
+    """Let this process send NumPy arrays of float8_e5m2, CuPy arrays of bfloat16, and tensors of both. May be repeated.
 
     Only how these are sent is changed, in ways that Dask's own deserializers read, wherever they are.
     """
@@ -27,6 +27,8 @@ def let_types_travel() -> None:
     if "cupy" in sys.modules:
         with contextlib.suppress(ImportError):  # without RMM or Numba Dask sends no CuPy arrays at all
             _let_bfloat16_travel()
+    if "torch" in sys.modules:
+        _let_narrow_tensors_travel()
 
 
 @functools.cache
@@ -54,6 +56,23 @@ def _let_bfloat16_travel() -> None:
     importlib.import_module("distributed.protocol.cupy")
     for registry in (dask_serialize, cuda_serialize):
         registry.register(array_type)(_named(registry.dispatch(array_type)))
+
+
+@functools.cache
+def _let_narrow_tensors_travel() -> None:
+    """Dask sends tensors as NumPy arrays, which PyTorch does not make of its narrow types; these are pickled."""
+    torch = importlib.import_module("torch")
+    # It replaces what is registered when it is imported first.
+    importlib.import_module("distributed.protocol.torch")
+    serialize = dask_serialize.dispatch(torch.Tensor)
+    narrow = {getattr(torch, name) for name in ("bfloat16", *FP8)}
+
+    def serialize_tensor(x: Any) -> tuple[dict[str, Any], list[Any]]:
+        if x.dtype in narrow:
+            raise NotImplementedError(f"{x.dtype} is left to pickle")
+        return serialize(x)  # type: ignore[no-any-return]
+
+    dask_serialize.register(torch.Tensor)(serialize_tensor)
 
 
 def _named(serialize: Any) -> Any:
