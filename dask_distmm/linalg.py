@@ -22,6 +22,7 @@ from dask.array.core import Array
 
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
+from dask_distmm.arrays.linalg.norms import cond, matrix_rank, norm
 from dask_distmm.arrays.linalg.products import gram, symm, trmm
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
@@ -35,6 +36,7 @@ from dask_distmm.arrays.linalg.solutions import (
     solve,
     solve_triangular,
 )
+from dask_distmm.arrays.linalg.spectral import eigh, eigvalsh, svd, svdvals
 from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.factor.placement import FactorPlacement
@@ -46,7 +48,10 @@ __all__ = [
     "cho_factor",
     "cho_solve",
     "cholesky",
+    "cond",
     "det",
+    "eigh",
+    "eigvalsh",
     "explain",
     "gram",
     "inv",
@@ -54,11 +59,15 @@ __all__ = [
     "lu",
     "lu_factor",
     "lu_solve",
+    "matrix_rank",
+    "norm",
     "pinv",
     "qr",
     "slogdet",
     "solve",
     "solve_triangular",
+    "svd",
+    "svdvals",
     "symm",
     "trmm",
 ]

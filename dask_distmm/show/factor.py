@@ -32,7 +32,7 @@ def factor_text(plan: FactorPlacement) -> str:
         *matrices,
         f"  makes     {outputs}",
         f"  method    {_WHAT[plan.method]}",
-        f"  blocks    {work.columns.count} of up to {plan.width} columns",
+        *([] if problem.task.spectral else [f"  blocks    {work.columns.count} of up to {plan.width} columns"]),
         f"  work      {problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers",
     ]
     if plan.projected_bytes:

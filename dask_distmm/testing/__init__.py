@@ -10,12 +10,14 @@ from dask_distmm.testing.factoring import LocalExchange, run_factorization
 from dask_distmm.testing.faults import FAULT_POINTS, inject, remove_faults
 from dask_distmm.testing.gates import (
     assert_cholesky,
+    assert_eigh,
     assert_inverse,
     assert_least_squares,
     assert_lu,
     assert_pseudoinverse,
     assert_qr,
     assert_solution,
+    assert_svd,
 )
 from dask_distmm.testing.network import LocalComm, run_jobs
 from dask_distmm.testing.problems import make_problem, random_chunks, random_matrix
@@ -27,6 +29,7 @@ __all__ = [
     "LocalExchange",
     "RandomProblem",
     "assert_cholesky",
+    "assert_eigh",
     "assert_inverse",
     "assert_large_product",
     "assert_least_squares",
@@ -36,6 +39,7 @@ __all__ = [
     "assert_pseudoinverse",
     "assert_qr",
     "assert_solution",
+    "assert_svd",
     "check_programs",
     "conformance",
     "inject",

@@ -149,7 +149,8 @@ def _collect(plan: FactorPlan, ranks: Sequence[Execution], name: str) -> NDArray
         held = [whole(ranks[rank], output) for rank in plan.holders]
         for other in held[1:]:
             np.testing.assert_array_equal(other, held[0], f"{name} differs between ranks")
-        return held[0]
+        found: NDArray[Any] = held[0]
+        return found
     found = np.empty(layout.shape, output.dtype)
     for rank in ranks:
         found[:, _columns(layout, rank.rank)] = block_columns(rank, name)

@@ -1,4 +1,4 @@
-"""LAPACK's gates for factorizations and solutions: backward errors and orthogonality in units of rounding.
+"""LAPACK's gates for decompositions and solutions: backward errors and orthogonality in units of rounding.
 
 Each function takes what went in and what came out, and raises AssertionError if a residual is above `GATE`, as in
 LAPACK's own test programs: norms are 1-norms, n is the larger extent of the matrix, eps belongs to the type of the
@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 __all__ = [
     "GATE",
     "assert_cholesky",
+    "assert_eigh",
     "assert_inverse",
     "assert_least_squares",
     "assert_lu",
     "assert_pseudoinverse",
     "assert_qr",
     "assert_solution",
+    "assert_svd",
 ]
 
 GATE = 30.0
@@ -209,3 +211,79 @@ def assert_pseudoinverse(a: NDArray[Any], x: NDArray[Any]) -> None:
     _gate("||X A X - X||", right @ inverse - inverse, cond * _norm(inverse), n, a.dtype)
     _gate("||A X - (A X)^H||", left - left.conj().T, cond, n, a.dtype)
     _gate("||X A - (X A)^H||", right - right.conj().T, cond, n, a.dtype)
+
+
+def assert_eigh(
+    a: NDArray[Any], w: NDArray[Any], v: NDArray[Any], b: NDArray[Any] | None = None, first: int = 0
+) -> None:
+    """Check eigenvalues and eigenvectors of a Hermitian matrix: residuals, order, values, and the factors of vectors.
+
+    Parameters
+    ----------
+    a
+        The matrix, all of it.
+    w, v
+        Eigenvalues in ascending order and eigenvectors as columns, all or a range of them.
+    b
+        Of ``a @ v = b @ v * w``: the positive definite matrix; None for the identity.
+    first
+        Index of the first eigenvalue.
+
+    Raises
+    ------
+    AssertionError
+        They are not.
+    """
+    _typed(a.dtype, v=v)
+    _typed(a.real.dtype, w=w)
+    assert (np.diff(w) >= 0).all(), "eigenvalues are not in ascending order"
+    n, (full, vectors, values) = len(a), _wide(a, v, w)
+    other = np.eye(n) if b is None else _wide(b)[0]
+    size = 1.0 if b is None else _norm(vectors)
+    error = full @ vectors - other @ vectors * values
+    _gate("||A V - B V W|| / (n ||A|| ||V|| eps)", error, _norm(full) * size, n, a.dtype)
+    identity, scale = np.eye(len(w)), 1.0 if b is None else _norm(other) * size**2
+    _gate("||I - V^H B V|| / (n ||B|| ||V||^2 eps)", identity - vectors.conj().T @ other @ vectors, scale, n, a.dtype)
+    if b is None:
+        expected = np.linalg.eigvalsh(full)[first : first + len(w)]
+        _gate("||w - w of LAPACK|| / (n ||A|| eps)", (values - expected)[None], _norm(full), n, a.dtype)
+    _assert_factors(vectors)
+
+
+def assert_svd(a: NDArray[Any], u: NDArray[Any], s: NDArray[Any], vh: NDArray[Any]) -> None:
+    """Check a singular value decomposition: residuals, order, values, and the factors of vectors.
+
+    Parameters
+    ----------
+    a
+        The matrix, m x n.
+    u, s, vh
+        Left singular vectors as columns, singular values in descending order, right singular vectors as rows.
+
+    Raises
+    ------
+    AssertionError
+        They are not.
+    """
+    _typed(a.dtype, u=u, vh=vh)
+    _typed(a.real.dtype, s=s)
+    assert (np.diff(s, append=0) <= 0).all(), "singular values are not in descending order"
+    (full, left, values, right), (m, n), k = _wide(a, u, s, vh), a.shape, len(s)
+    _gate("||A - U S V^H|| / (n ||A|| eps)", full - left[:, :k] * values @ right[:k], _norm(full), max(m, n), a.dtype)
+    for name, one in (("U^H U", left), ("V^H V", right.conj().T)):
+        identity = np.eye(one.shape[1])
+        _gate(f"||I - {name}|| / (n eps)", identity - one.conj().T @ one, 1.0, max(m, n), a.dtype)
+    if k:
+        expected = np.linalg.svd(full, compute_uv=False)
+        _gate("||s - s of LAPACK|| / (n ||A|| eps)", (values - expected)[None], _norm(full), max(m, n), a.dtype)
+    _assert_factors(right.conj().T if m >= n else left)
+
+
+def _assert_factors(vectors: NDArray[Any]) -> None:
+    """Check that the first one of the largest components of each column is real and positive."""
+    if vectors.size:
+        size = abs(vectors)
+        # Components of nearly the same size may have changed places by rounding.
+        near = size >= size.max(axis=0) * (1 - 1e-3)
+        good = (vectors.real > 0) & (abs(vectors.imag) <= 1e-3 * size)
+        assert (near & good).any(axis=0).all(), "the largest component of a vector is not real and positive"

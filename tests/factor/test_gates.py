@@ -8,12 +8,14 @@ import scipy.linalg
 
 from dask_distmm.testing import (
     assert_cholesky,
+    assert_eigh,
     assert_inverse,
     assert_least_squares,
     assert_lu,
     assert_pseudoinverse,
     assert_qr,
     assert_solution,
+    assert_svd,
 )
 
 RNG = np.random.default_rng(0)
@@ -27,6 +29,18 @@ TALL_B = RNG.standard_normal((40, 2))
 ROWS, LOWER, UPPER = scipy.linalg.lu(A, p_indices=True)
 P = np.argsort(ROWS)
 
+
+def positive_rows(x):
+    """Return rows of which the largest component is positive, and the signs."""
+    signs = np.sign(x[np.arange(len(x)), abs(x).argmax(axis=1)])
+    return x * signs[:, None], signs
+
+
+W, V = np.linalg.eigh(S)
+V = positive_rows(V.T)[0].T
+U, SV, VH = np.linalg.svd(TALL, full_matrices=False)
+VH, SIGNS = positive_rows(VH)
+
 GOOD = [
     (assert_cholesky, (S, L)),
     (assert_lu, (A, LOWER, UPPER, P)),
@@ -36,6 +50,8 @@ GOOD = [
     (assert_least_squares, (TALL, np.linalg.lstsq(TALL, TALL_B)[0], TALL_B)),
     (assert_least_squares, (TALL.T, np.linalg.lstsq(TALL.T, B[:20])[0], B[:20])),
     (assert_pseudoinverse, (TALL, np.linalg.pinv(TALL))),
+    (assert_eigh, (S, W, V)),
+    (assert_svd, (TALL, U * SIGNS, SV, VH)),
 ]
 
 
@@ -51,7 +67,7 @@ def test_a_wrong_element_is_found(gate, matrices, number, value):
         wrong = np.roll(matrices[number], 1)
     else:
         wrong = matrices[number].copy()
-        wrong[2, 1] += value
+        wrong[(2, 1)[: wrong.ndim]] += value
     with pytest.raises(AssertionError):
         gate(*matrices[:number], wrong, *matrices[number + 1 :])
 

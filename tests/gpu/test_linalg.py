@@ -8,7 +8,7 @@ import pytest
 from test_epilogs import computed, finished, on_gpus
 
 from dask_distmm import linalg
-from dask_distmm.testing import assert_nothing_left
+from dask_distmm.testing import assert_eigh, assert_nothing_left, assert_svd
 
 pytestmark = pytest.mark.engines("peer")
 COUNTS = range(1, 5)
@@ -143,3 +143,18 @@ def test_numpy_chunks(clusters, nworkers):
         low = client.compute(linalg.cholesky(dask.array.from_array(s, chunks=77), lower=True), sync=True)
     assert isinstance(low, np.ndarray)
     assert residual(low @ low.T, s, norm(s), 300) < GATE
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eigenvalues_and_singular_values(clusters, nworkers, dtype):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    a, tall = random(rng, (300, 300), dtype), random(rng, (500, 120), dtype)
+    b, h = positive(rng, 300, dtype), a + a.conj().T
+    assert_eigh(h, *(computed(client, x) for x in client.persist(linalg.eigh(on_gpus(h)))))
+    w, v = (computed(client, x) for x in client.persist(linalg.eigh(on_gpus(h), subset_by_index=(10, 19))))
+    assert_eigh(h, w, v, first=10)
+    assert_eigh(h, *(computed(client, x) for x in client.persist(linalg.eigh(on_gpus(h), on_gpus(b)))), b)
+    for x, method in ((a, "local"), (tall, "local"), (tall, "columns"), (tall.conj().T.copy(), "columns")):
+        assert_svd(x, *(computed(client, one) for one in client.persist(linalg.svd(on_gpus(x), method=method))))
+    assert_nothing_left(client)

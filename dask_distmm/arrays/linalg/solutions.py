@@ -11,6 +11,7 @@ from dask_distmm.arrays.kinds import any_kind
 from dask_distmm.arrays.linalg.factorize import RunOptions, common_type, factorize, inner_chunks, matrix, row_chunks
 from dask_distmm.arrays.linalg.factors import cholesky
 from dask_distmm.arrays.linalg.products import mirrored
+from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
 from dask_distmm.arrays.linalg.tall import goes_by_rows, solve_rows
 from dask_distmm.errors import PlanError
 from dask_distmm.planning.computation import Chunks
@@ -264,10 +265,10 @@ def det(a: Any, **how: Unpack[RunOptions]) -> Any:
 
 
 @any_kind
-def lstsq(a: Any, b: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any, int, None]:
-    """Return the least-squares solution of ``a @ x = b`` for a matrix of full rank, by QR.
+def lstsq(a: Any, b: Any, rtol: float | None = None, **how: Unpack[RunOptions]) -> tuple[Any, Any, Any, Any]:
+    """Return the least-squares solution of ``a @ x = b``: for a matrix of full rank by QR, for any by singular values.
 
-    With fewer equations than unknowns it is the solution of least norm.
+    Where there are many such solutions it is the one of least norm.
 
     Parameters
     ----------
@@ -275,6 +276,9 @@ def lstsq(a: Any, b: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any, int, Non
         The matrix.
     b : array, (m,) or (m, k)
         Right-hand sides.
+    rtol : float, optional
+        Singular values up to `rtol` times the largest one count as zero. Without `rtol` the matrix has to be of full
+        rank.
 
     Returns
     -------
@@ -282,16 +286,19 @@ def lstsq(a: Any, b: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any, int, Non
         The solution.
     residuals : array, (k,), () or (0,)
         The squared 2-norms of ``b - a @ x``; empty where m <= n.
-    rank : int
-        min(m, n).
-    s : None
-        In place of the singular values, as of SciPy's ``lapack_driver="gelsy"``.
+    rank : int, or array, ()
+        min(m, n); with `rtol` the number of singular values above it, lazy. (NumPy has no residuals where that is less
+        than n; here they are always computed.)
+    s : None, or array, (min(m, n),)
+        The singular values, with `rtol`.
 
     Raises
     ------
     MatrixError
-        When it is computed: the matrix is not of full rank.
+        When it is computed: the matrix is not of full rank, and there is no `rtol`.
     """
+    if rtol is not None:
+        return least_squares_of_any_rank(a, b, rtol, how)
     found: tuple[Any, Any, int, None] = _least_squares(a, b, how)[0]
     return found
 
@@ -328,13 +335,18 @@ def _least_squares(a: Any, b: Any, how: RunOptions, *more: str) -> tuple[Any, ..
 
 
 @any_kind
-def pinv(a: Any, **how: Unpack[RunOptions]) -> Any:
-    """Return the pseudo-inverse of a matrix of full rank, by QR.
+def pinv(a: Any, rtol: float | None = None, hermitian: bool = False, **how: Unpack[RunOptions]) -> Any:
+    """Return the pseudo-inverse of a matrix: of one of full rank by QR, of any by singular values.
 
     Parameters
     ----------
     a : array, (m, n)
         The matrix.
+    rtol : float, optional
+        Singular values up to `rtol` times the largest one count as zero. Without `rtol` the matrix has to be of full
+        rank, unless it is `hermitian`; there ``n * eps`` is taken.
+    hermitian : bool
+        Whether `a` is Hermitian: then its eigenvalues take the place of singular values.
 
     Returns
     -------
@@ -343,7 +355,9 @@ def pinv(a: Any, **how: Unpack[RunOptions]) -> Any:
     Raises
     ------
     MatrixError
-        When it is computed: the matrix is not of full rank.
+        When it is computed: the matrix is not of full rank, and there is no `rtol`.
     """
     a = matrix("a", a)
+    if rtol is not None or hermitian:
+        return pseudoinverse(a, rtol, hermitian, how)
     return factorize("pinv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]

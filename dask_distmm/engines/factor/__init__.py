@@ -1,7 +1,8 @@
 """Runs the programs of factorizations; for all engines.
 
 `kernels` is the arithmetic that an engine brings, `exchange` the way of panels between ranks, `operations` how a panel
-is made and applied, `execution` one rank's run, `outputs` the results that it holds in the end.
+is made and applied, `spectral` has the eigenvalues and singular values of a whole matrix, `execution` one rank's run,
+`outputs` the results that it holds in the end.
 """
 
 from dask_distmm.engines.factor.exchange import Exchange

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from dask_distmm.engines.factor.exchange import Exchange
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.operations import apply, factor, update_lower
+from dask_distmm.engines.factor.spectral import decompose
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import Apply, Ask, Check, Drop, Factor, FactorPlan, Get, Key, Publish, Step
+from dask_distmm.planning.factor import Apply, Ask, Check, Decompose, Drop, Factor, FactorPlan, Get, Key, Publish, Step
 
 __all__ = ["Execution"]
 
@@ -50,6 +51,8 @@ class Execution:
         For `outputs`: the order of the rows below each panel after the swaps of later panels.
     pivots
         Of LU: for each panel that is here its pivots, counted from its first row, and its diagonal.
+    decomposed
+        Of a spectral decomposition: its outputs by name.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Execution:
         shape = self.columns.rows, self.columns.local_cols(rank)
         self.array = kernels.empty(shape, np.dtype(plan.problem.dtype)) if array is None else array
         self.pivots: dict[int, tuple[Any, Any]] = {}
+        self.decomposed: dict[str, Any] = {}
         self.rows_later: dict[int, NDArray[np.int64]] = {}
         self._extras: dict[int, tuple[Any, ...]] = {}
         self._asked: dict[Key, Future[Sequence[Any]]] = {}
@@ -152,6 +156,9 @@ class Execution:
                         self._apply(step)
                 else:
                     self._apply(step)
+            case Decompose():
+                matrices = [self.held(number) for number in range(len(self.columns.matrices))]
+                self.decomposed = decompose(self.kernels, self.plan.problem, *matrices)
             case Drop(key):
                 del self._here[key]
                 self.exchange.drop(key)
@@ -223,7 +230,8 @@ class Execution:
             if (size <= least).any():
                 at = start + int(np.argmax(size <= least))
                 raise MatrixError(
-                    f"column {at} depends on those before it: the matrix is not of full rank; use the SVD"
+                    f"column {at} depends on those before it: the matrix is not of full rank; give rtol, for singular "
+                    "values"
                     if rank
                     else f"the matrix is singular: diagonal element {at} of its triangular factor is exactly zero"
                 )

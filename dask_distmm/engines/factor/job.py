@@ -202,11 +202,14 @@ class FactorJob:
         assert self.rank is not None
         if not (owned := self.plan.owned(output.name, self.rank)):
             return {}
-        array = whole(self._execution, self.plan.work.output(output.name)).reshape(1, -1)
-        starts = np.concatenate([[0], np.cumsum(output.chunks[1])])
+        array = whole(self._execution, self.plan.work.output(output.name)).reshape(tuple(map(sum, output.chunks)))
+        rows, cols = (np.cumsum([0, *sizes]) for sizes in output.chunks)
+        places = {index: divmod(index, len(output.chunks[1])) for index in owned}
         return {
-            (output.name, index): self.kernels.xp.array(array[:, starts[index] : starts[index + 1]], output.dtype)
-            for index in owned
+            (output.name, index): self.kernels.xp.array(
+                array[rows[i] : rows[i + 1], cols[j] : cols[j + 1]], output.dtype
+            )
+            for index, (i, j) in places.items()
         }
 
     def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:

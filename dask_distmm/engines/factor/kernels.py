@@ -41,10 +41,6 @@ class Kernels(Protocol):
         """Return a column-major matrix whose elements may be anything."""
         ...
 
-    def numbers(self, count: int) -> Any:
-        """Return one column of the numbers from 0 on, in float64."""
-        ...
-
     def gemm(self, a: Any, b: Any, c: Any, op_a: str = "N", op_b: str = "N", *, alpha: float, beta: float) -> None:
         """Compute ``c = alpha op(a) op(b) + beta c``. With `beta` 0 it does not matter what `c` holds."""
         ...
@@ -90,6 +86,25 @@ class Kernels(Protocol):
         -------
         matrix
             T, upper triangular with zeros below, as many rows as `a` has columns: ``Q = I - V T V^H``.
+        """
+        ...
+
+    def eigh(self, a: Any, subset: tuple[int, int] | None, *, vectors: bool) -> tuple[Any, Any]:
+        """Return the eigenvalues of a Hermitian matrix in ascending order, and the eigenvectors as columns.
+
+        Parameters
+        ----------
+        a
+            The matrix, both triangles; it may be overwritten.
+        subset
+            The first and the last index of those that are returned; None for all.
+        vectors
+            Whether eigenvectors are computed; else None takes their place.
+
+        Raises
+        ------
+        numpy.linalg.LinAlgError
+            The iteration has not converged.
         """
         ...
 

@@ -158,8 +158,8 @@ def _rows_later(execution: Execution) -> dict[int, NDArray[np.int64]]:
     return execution.rows_later
 
 
-def whole(execution: Execution, output: TaskOutput) -> NDArray[Any]:
-    """Return a result that has no block columns: pivots, a permutation, a determinant.
+def whole(execution: Execution, output: TaskOutput) -> Any:
+    """Return a result that has no block columns: pivots, a permutation, a determinant, a spectral decomposition.
 
     The rank is one of `FactorPlan.holders`.
 
@@ -168,15 +168,18 @@ def whole(execution: Execution, output: TaskOutput) -> NDArray[Any]:
     array
         ``"pivots"``: int32, row ``i`` has been swapped with row ``pivots[i]``, in that order. ``"permutation"``: p of
         int64 with ``a[p] = l @ u``. ``"sign"``, ``"logdet"`` and ``"det"``: 0-dimensional, as NumPy has them.
+        ``"spectral"``: as `dask_distmm.engines.factor.spectral` has it, on the device.
     """
+    if output.form == "spectral":
+        return execution.decomposed[output.name]
     pivots = _pivots(execution)
     if output.form == "pivots":
         return pivots
     if output.form == "permutation":
-        # LAPACK swaps rows of numbers; these are exact.
-        rows = execution.kernels.numbers(output.shape[0])
-        execution.kernels.laswp(rows, pivots)
-        return np.asarray(execution.kernels.host(rows)[:, 0], np.int64)
+        rows = list(range(output.shape[0]))
+        for row, other in enumerate(pivots.tolist()):
+            rows[row], rows[other] = rows[other], rows[row]
+        return np.array(rows, np.int64)
     panels = execution.pivots
     diagonal = np.concatenate(
         [execution.kernels.host(panels[panel][1]) for panel in sorted(panels)] or [np.ones(0, output.dtype)]

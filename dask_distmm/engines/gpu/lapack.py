@@ -81,10 +81,6 @@ class SolverKernels:
         """Return a column-major matrix whose elements may be anything."""
         return cp.empty(shape, dtype, order="F")
 
-    def numbers(self, count: int) -> Any:
-        """Return one column of the numbers from 0 on."""
-        return cp.arange(count, dtype=np.float64)[:, None]
-
     def gemm(self, a: Any, b: Any, c: Any, op_a: str = "N", op_b: str = "N", *, alpha: float, beta: float) -> None:
         """Compute ``c = alpha op(a) op(b) + beta c``."""
         depth = a.shape[1 if op_a == "N" else 0]
@@ -157,6 +153,14 @@ class SolverKernels:
         device, host = self._buffers((device_bytes, 0))
         cusolverDn.xlarft(solver, parameters, *given, *_memory(device), *_memory(host))
         return t
+
+    def eigh(self, a: Any, subset: tuple[int, int] | None, *, vectors: bool) -> tuple[Any, Any]:
+        """Return eigenvalues and eigenvectors of a Hermitian matrix; cuSOLVER computes all of them."""
+        first, last = subset or (0, len(a) - 1)
+        if not vectors:
+            return cp.linalg.eigvalsh(a)[first : last + 1], None
+        w, v = cp.linalg.eigh(a)
+        return w[first : last + 1], v[:, first : last + 1]
 
     def laswp(self, a: Any, pivots: Any) -> None:
         """Swap rows of `a` as `getrf` has done."""

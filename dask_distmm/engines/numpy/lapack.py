@@ -46,10 +46,6 @@ class LapackKernels:
             distance += line
         return np.empty((distance, cols), dtype, order="F")[:rows]
 
-    def numbers(self, count: int) -> NDArray[np.float64]:
-        """Return one column of the numbers from 0 on."""
-        return np.arange(count, dtype=np.float64)[:, None]
-
     def gemm(
         self,
         a: NDArray[Any],
@@ -127,6 +123,22 @@ class LapackKernels:
             t = np.asfortranarray(np.triu(t))
         return t
 
+    def eigh(
+        self, a: NDArray[Any], subset: tuple[int, int] | None, *, vectors: bool
+    ) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Return eigenvalues and eigenvectors of a Hermitian matrix.
+
+        By NumPy, which calls syevd or heevd without the GIL; SciPy's calls hold it, and a worker that is silent for so
+        long is taken for lost.
+        """
+        first, last = subset or (0, len(a) - 1)
+        if not vectors:
+            return np.linalg.eigvalsh(a)[first : last + 1], None
+        if last - first + 1 == len(a):
+            w, v = np.linalg.eigh(a)
+            return w, v
+        return _some_eigenpairs(a, first, last)
+
     def laswp(self, a: NDArray[Any], pivots: NDArray[np.int32]) -> None:
         """Swap rows of `a` as `getrf` has done."""
         if a.size and len(pivots):
@@ -151,6 +163,32 @@ class LapackKernels:
     def host(self, a: NDArray[Any]) -> NDArray[Any]:
         """Return the array itself."""
         return a
+
+
+def _some_eigenpairs(a: NDArray[Any], first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return a range of the eigenvalues and the eigenvectors: by syevr or heevr, which spares the others' vectors."""
+    n, count, real, is_complex = len(a), last - first + 1, a.real.dtype, a.dtype.kind == "c"
+    values, vectors = np.empty(n, real), np.empty((n, count), a.dtype, order="F")
+    info, found, zero = ctypes.c_int(0), ctypes.c_int(0), np.zeros(1, real)
+    support = np.zeros(2 * count, np.int32)
+    # The routine is asked for the sizes of its workspaces first, then called with them.
+    sizes = {"work": -1, "rwork": -1, "iwork": -1}
+    for _ in range(2):
+        spaces = {
+            "work": np.zeros(max(1, sizes["work"]), a.dtype),
+            "rwork": np.zeros(max(1, sizes["rwork"]), real),
+            "iwork": np.zeros(max(1, sizes["iwork"]), np.int32),
+        }
+        used = [name for name in spaces if name != "rwork" or is_complex]
+        workspaces = (argument for name in used for argument in (spaces[name], sizes[name]))
+        _call(
+            a, "heevr" if is_complex else "syevr", b"V", b"I", b"L", n, a, leading(a), zero, zero, first + 1, last + 1,
+            zero, found, values, vectors, leading(vectors), support, *workspaces, info,
+        )  # fmt: skip
+        sizes = {name: int(space[0].real) for name, space in spaces.items()}
+    if info.value or found.value != count:
+        raise np.linalg.LinAlgError(f"eigenvalues {first} to {last} did not converge")
+    return values[:count], vectors
 
 
 def _given(a: NDArray[Any]) -> NDArray[Any]:

@@ -9,7 +9,19 @@ from dask_distmm.planning.factor.columns import Columns, Matrix, Place
 from dask_distmm.planning.factor.phases import Phase
 from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan
 from dask_distmm.planning.factor.problem import KINDS, Factorization, TaskOutput
-from dask_distmm.planning.factor.steps import Apply, Ask, Check, Drop, Factor, Get, Key, Operation, Publish, Step
+from dask_distmm.planning.factor.steps import (
+    Apply,
+    Ask,
+    Check,
+    Decompose,
+    Drop,
+    Factor,
+    Get,
+    Key,
+    Operation,
+    Publish,
+    Step,
+)
 
 __all__ = [
     "KINDS",
@@ -17,6 +29,7 @@ __all__ = [
     "Ask",
     "Check",
     "Columns",
+    "Decompose",
     "Drop",
     "Factor",
     "FactorPlan",

@@ -62,6 +62,8 @@ class FactorProblem:
     method: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.task.spectral and self.method == "columns":
+            raise PlanError(f"{self.task.kind} is computed by one worker: expected method 'auto' or 'local'")
         shapes = [self.task.a_shape, *([self.task.b_shape] if self.task.b_shape is not None else [])]
         for name, shape, chunks in zip(self.task.inputs, shapes, self.chunks, strict=True):
             if tuple(map(sum, chunks)) != shape:
@@ -178,6 +180,9 @@ class FactorProblem:
             if task["b_shape"] is not None:
                 m, n = map(int, task["b_shape"])
                 task["b_shape"] = m, n
+            if task["subset"] is not None:
+                first, last = map(int, task["subset"])
+                task["subset"] = first, last
             wanted = tuple(
                 Output(str(one["name"]), chunks_from_wire(one["chunks"]), dtype_from_name(one["dtype"]).name)
                 for one in wire["wanted"]

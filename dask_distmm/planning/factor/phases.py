@@ -44,13 +44,15 @@ def factored(problem: Factorization) -> str:
     """Return which factorization A goes through: ``"cholesky"``, ``"lu"``, ``"qr"``, or ``""`` for none."""
     if problem.kind in ("qr", "lstsq", "pinv"):
         return "qr"
-    if problem.kind == "solve_triangular":
+    if problem.kind == "solve_triangular" or problem.spectral:
         return ""
     return "cholesky" if problem.hermitian else "lu"
 
 
 def phases(problem: Factorization, columns: Columns) -> tuple[Phase, ...]:
-    """Return the phases of a problem."""
+    """Return the phases of a problem; a decomposition on one rank has none."""
+    if problem.spectral:
+        return ()
     name, last, count = factored(problem), columns.first(1), columns.count
     panels = tuple(range(-(-min(columns.matrices[0].shape) // columns.matrices[0].width)))
     second = len(columns.matrices) > 1

@@ -33,8 +33,9 @@ from dask_distmm.planning.placement import Estimate, Placement, Where, in_range,
 
 __all__ = ["PARTS", "SHARES", "FactorPlacement", "held_chunks", "plan_factorization"]
 
-# A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192.
-SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8}
+# A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
+# spectral decomposition: one thread, N = 2048.
+SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45}
 # In a request for a panel, the part of it by its number.
 PARTS = ("lower", "upper", "pivots")
 
@@ -194,12 +195,8 @@ def plan_factorization(
     if not roster:
         raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
     participants, where = (*roster, *sources), where or {}
-    width = block_width(problem.task, len(roster), ENGINES[engine].widths)
-    blocks = factor_plan(problem.task, len(roster), width).columns.matrices[0].count
-    most = max(1, min(len(roster), blocks))
-    counts = {1, *(2**i for i in range(1, most.bit_length())), most}
-    counts = {"local": {1}, "columns": {most}}.get(problem.method, counts)
-    found = [_consider(problem, participants, where, engine, count) for count in sorted(counts)]
+    counts = sorted(_rank_counts(problem, len(roster), engine))
+    found = [_consider(problem, participants, where, engine, count) for count in counts]
     found.sort(key=lambda one: one.estimate.seconds if one.estimate else 0.0)
     alternatives = tuple(one.estimate for one in found if one.estimate)
     for one in found:
@@ -215,6 +212,17 @@ def plan_factorization(
         leanest.projected_bytes,
         limits,
     )
+
+
+def _rank_counts(problem: FactorProblem, workers: int, engine: str) -> set[int]:
+    """Return the numbers of ranks that are considered."""
+    if problem.task.spectral:
+        return {1}
+    width = block_width(problem.task, workers, ENGINES[engine].widths)
+    blocks = factor_plan(problem.task, workers, width).columns.matrices[0].count
+    most = max(1, min(workers, blocks))
+    every = {1, *(2**i for i in range(1, most.bit_length())), most}
+    return {"local": {1}, "columns": {most}}.get(problem.method, every)
 
 
 def _consider(
@@ -248,7 +256,8 @@ def _consider(
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
     machine = problem.options.machine(engine)
     threads = sum(participants[index].nthreads for index in made.ranks)
-    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * SHARES[factored(problem.task)])
+    share = SHARES[problem.task.kind if problem.task.spectral else factored(problem.task)]
+    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * share)
     transfer = moved / count / machine.bandwidth + (panels * machine.latency if count > 1 else 0.0)
     made.projected_bytes.update(_projected(made))
     estimate = Estimate(
@@ -290,7 +299,8 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
     """Return the bytes that each participant holds at most.
 
     Its chunks of the operands; a rank also its block columns, two panels that are under way, and at the end its part
-    of every output and its chunks of that.
+    of every output and its chunks of that. A spectral decomposition has a workspace, and its vectors, before they are
+    cut into chunks.
     """
     problem, size, npart = made.problem, made.problem.dtype.itemsize, len(made.participants)
     total = np.zeros(npart)
@@ -303,7 +313,7 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
     work = made.work
     for rank, index in enumerate(made.ranks):
         array = work.columns.rows * work.columns.local_cols(rank)
-        panels = 2 * work.columns.rows * made.width
+        panels = _spectral_workspace(problem) if problem.task.spectral else 2 * work.columns.rows * made.width
         results = 0
         for output in problem.outputs:
             layout = work.output_layout(output.name)
@@ -314,3 +324,12 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
                 results += math.prod(layout.local_shape(rank))
         total[index] += (array + panels + results) * size
     return {worker.address: int(total[index]) for index, worker in enumerate(made.participants)}
+
+
+def _spectral_workspace(problem: FactorProblem) -> int:
+    """Return the elements that LAPACK's driver holds: syevd's 2 n^2, gesdd's 4 k^2, NumPy's copy, and all results."""
+    (m, n), task = problem.task.a_shape, problem.task
+    results = sum(math.prod(one.shape) for one in task.outputs)
+    if task.kind == "eigh":
+        return (3 * n * n if task.vectors else n * n) + results
+    return m * n + (4 * min(m, n) ** 2 if task.vectors else 0) + 2 * results

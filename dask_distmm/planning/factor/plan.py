@@ -11,7 +11,7 @@ from dask_distmm.planning.factor.columns import Columns, Matrix
 from dask_distmm.planning.factor.lookahead import steps_of
 from dask_distmm.planning.factor.phases import Phase, factored, phases
 from dask_distmm.planning.factor.problem import Factorization, TaskOutput
-from dask_distmm.planning.factor.steps import Step
+from dask_distmm.planning.factor.steps import Decompose, Step
 
 __all__ = ["FactorPlan", "block_width", "factor_plan"]
 
@@ -47,6 +47,8 @@ def factor_plan(problem: Factorization, ranks: int, width: int = 0) -> FactorPla
     PlanError
         A number is out of range.
     """
+    if problem.spectral and ranks != 1:
+        raise PlanError(f"{problem.kind} on {ranks} ranks: expected one")
     if ranks < 1 or width < 0:
         raise PlanError(f"{ranks} ranks, blocks of {width} columns: expected at least one rank and a width above 0")
     return FactorPlan(problem, ranks, width or block_width(problem, ranks))
@@ -96,12 +98,16 @@ class FactorPlan:
 
     @property
     def holders(self) -> range:
-        """The ranks that have all pivots in the end, and so the results that have no block columns."""
+        """The ranks that have the results without block columns: those with all pivots in the end, or the only one."""
+        if self.problem.spectral:
+            return range(1)
         return range({"lu": self.ranks, "slogdet": 1, "det": 1}.get(self.problem.kind, 0))
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 - plans are few, and small
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the program of a rank."""
+        if self.problem.spectral:
+            return (Decompose(),)
         kind, checked = self.problem.kind, ""
         if kind in ("lstsq", "pinv"):
             checked = "rank"

@@ -23,14 +23,19 @@ KINDS: dict[str, frozenset[str]] = {
     "slogdet": frozenset(),
     "lstsq": frozenset(),
     "pinv": frozenset(),
+    "eigh": frozenset(["lower", "subset", "vectors"]),
+    "svd": frozenset(["mode", "vectors"]),
 }
-_SQUARE = frozenset(["cholesky", "solve", "solve_triangular", "inv", "det", "slogdet"])
+_SQUARE = frozenset(["cholesky", "solve", "solve_triangular", "inv", "det", "slogdet", "eigh"])
 _WITH_B = frozenset(["solve", "solve_triangular", "lstsq"])
+_SPECTRAL = frozenset(["eigh", "svd"])
 _DTYPES = ("float32", "float64", "complex64", "complex128")
 _CHOICES = {"op": ("N", "T", "C"), "mode": ("reduced", "complete", "r"), "assume_a": ("gen", "pos")}
 
 # How an output is taken out of what a rank holds. Triangles have zeros, or ones, in place of the other elements.
-Form = Literal["full", "lower", "unit lower", "upper", "residuals", "pivots", "permutation", "sign", "logdet", "det"]
+Form = Literal[
+    "full", "lower", "unit lower", "upper", "residuals", "pivots", "permutation", "sign", "logdet", "det", "spectral"
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class TaskOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factorization:
-    """A factorization of a matrix A, or the solution of a system with A.
+    """A factorization or a decomposition of a matrix A, or the solution of a system with A.
 
     Parameters
     ----------
@@ -87,10 +92,11 @@ class Factorization:
     dtype
         Name of the type of A, B and all results: float32, float64, complex64 or complex128.
     b_shape
-        Rows and columns of B, which solve, solve_triangular and lstsq have; a vector is one column.
+        Rows and columns of B, which solve, solve_triangular and lstsq have; a vector is one column. eigh may have the
+        B of ``A v = w B v``.
     lower
         cholesky, solve and inv with ``assume_a="pos"``: the lower triangle of A is read, and L is computed; otherwise
-        the upper one, and U. solve_triangular: A is lower triangular.
+        the upper one, and U. solve_triangular: A is lower triangular. eigh: the lower triangles of A and B are read.
     op
         solve, solve_triangular: ``op(A) X = B`` is solved, with A itself (``"N"``), its transpose (``"T"``) or its
         conjugate transpose (``"C"``).
@@ -99,9 +105,14 @@ class Factorization:
     right
         solve_triangular: ``X op(A) = B`` is solved.
     mode
-        qr: ``"reduced"``, ``"complete"`` or ``"r"``, as `numpy.linalg.qr` has them.
+        qr: ``"reduced"``, ``"complete"`` or ``"r"``, as `numpy.linalg.qr` has them. svd: one of the first two.
     assume_a
         solve, inv: ``"gen"``: A is any matrix; ``"pos"``: it is Hermitian and positive definite.
+    vectors
+        eigh, svd: whether vectors are computed, and not values alone.
+    subset
+        eigh: the first and the last index of the eigenvalues that are computed, counted from the least one; None for
+        all.
 
     Raises
     ------
@@ -119,6 +130,8 @@ class Factorization:
     right: bool = False
     mode: str = "reduced"
     assume_a: str = "gen"
+    vectors: bool = True
+    subset: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -137,18 +150,27 @@ class Factorization:
         m, n = self.a_shape
         if self.kind in _SQUARE and m != n:
             raise PlanError(f"{self.kind} needs a square matrix, A is {m} x {n}")
-        if (self.b_shape is None) == (self.kind in _WITH_B):
+        if self.kind != "eigh" and (self.b_shape is None) == (self.kind in _WITH_B):
             raise PlanError(f"{self.kind} {'needs' if self.b_shape is None else 'has no'} right-hand sides B")
         if self.b_shape is not None:
             axis = 1 if self.right else 0
             if self.b_shape[axis] != m:
                 found, side = self.b_shape[axis], ("rows", "columns")[axis]
                 raise PlanError(f"A is {m} x {n}, B has {found} {side}: expected {m}")
+            if self.kind == "eigh" and self.b_shape != (m, m):
+                raise PlanError(f"A is {m} x {m}, B is {self.b_shape[0]} x {self.b_shape[1]}: expected {m} x {m}")
+        if self.subset is not None and not 0 <= self.subset[0] <= self.subset[1] < m:
+            raise PlanError(f"subset {self.subset}: expected (first, last) with 0 <= first <= last < {m}")
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the matrices that are read: ``"a"``, and ``"b"`` where there are right-hand sides."""
         return ("a",) if self.b_shape is None else ("a", "b")
+
+    @property
+    def spectral(self) -> bool:
+        """Whether it is a decomposition that one rank makes by one call of LAPACK (or cuSOLVER)."""
+        return self.kind in _SPECTRAL
 
     @property
     def underdetermined(self) -> bool:
@@ -170,7 +192,11 @@ class Factorization:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations: as LAPACK Working Note 41 counts them; four times as many for complex types."""
+        """Floating-point operations: as LAPACK Working Note 41 counts them; four times as many for complex types.
+
+        Those of spectral decompositions depend on the values; these are Golub and Van Loan's (Matrix Computations, 4th
+        ed., 8.3 and 8.6).
+        """
         rows, cols = (float(x) for x in self.a_shape)
         m, n = max(rows, cols), min(rows, cols)
         nrhs = float((self.b_order or 0) if self.b_shape is None else self.b_shape[0 if self.right else 1])
@@ -185,6 +211,8 @@ class Factorization:
             "solve_triangular": n * n * nrhs,
         }
         counts["pinv"] = counts["lstsq"]
+        counts["eigh"] = (9.0 if self.vectors else 4 / 3) * n**3 + (0.0 if self.b_shape is None else 10 / 3 * n**3)
+        counts["svd"] = 6 * m * n * n + 20 * n**3 if self.vectors else 4 * m * n * n - 4 / 3 * n**3
         counts["solve"] = counts["inv"] = (n**3 / 3 if self.hermitian else lu) + 2 * n * n * nrhs
         return counts[self.kind] * (4 if self.dtype.startswith("complex") else 1)
 
@@ -236,7 +264,24 @@ class Factorization:
             return (TaskOutput("det", (), dtype, None, "det"),)
         if self.kind == "slogdet":
             return TaskOutput("sign", (), dtype, None, "sign"), TaskOutput("logdet", (), real, None, "logdet")
+        if self.spectral:
+            return self._spectral_outputs(k, real)
         if self.kind == "lstsq":
             found = (x, TaskOutput("r", (k, k), dtype, 0, "upper"))
             return found if self.underdetermined else (*found, TaskOutput("residuals", (1, nrhs), real, 1, "residuals"))
         return (x,)
+
+    def _spectral_outputs(self, k: int, real: str) -> tuple[TaskOutput, ...]:
+        """Return values, and vectors: `k` is the smaller extent of A, `real` the type of the values."""
+        m, n = self.a_shape
+        if self.kind == "eigh":
+            count = n if self.subset is None else self.subset[1] - self.subset[0] + 1
+            shapes = {"w": (count,), "v": (n, count)}
+        else:
+            left, right = (m, n) if self.mode == "complete" else (k, k)
+            shapes = {"s": (k,), "u": (m, left), "vh": (right, n)}
+        return tuple(
+            TaskOutput(name, shape, real if len(shape) == 1 else self.dtype, None, "spectral")
+            for name, shape in shapes.items()
+            if self.vectors or len(shape) == 1
+        )

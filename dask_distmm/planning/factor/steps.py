@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["Apply", "Ask", "Check", "Drop", "Factor", "Get", "Key", "Operation", "Part", "Publish", "Step"]
+__all__ = [
+    "Apply",
+    "Ask",
+    "Check",
+    "Decompose",
+    "Drop",
+    "Factor",
+    "Get",
+    "Key",
+    "Operation",
+    "Part",
+    "Publish",
+    "Step",
+]
 
 # The part of a panel that others need. "lower": its rows from the diagonal on, with the pivots (LU) or T (QR);
 # "upper": its rows up to and with the diagonal block; "pivots": pivots and diagonal alone.
@@ -97,4 +110,8 @@ class Drop(NamedTuple):
     key: Key
 
 
-Step = Factor | Check | Publish | Ask | Get | Apply | Drop
+class Decompose(NamedTuple):
+    """Compute eigenvalues or singular values, and vectors, of the whole matrix, which one rank has."""
+
+
+Step = Decompose | Factor | Check | Publish | Ask | Get | Apply | Drop

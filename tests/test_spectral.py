@@ -1,0 +1,211 @@
+"""Eigenvalues and singular values of Dask arrays: by LAPACK's gates, and beside LAPACK's values."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import scipy.linalg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from run_events import events
+
+from dask_distmm import PlanError, linalg
+from dask_distmm.testing import assert_eigh, assert_nothing_left, assert_pseudoinverse, assert_svd, random_chunks
+
+DTYPES = ["float32", "float64", "complex64", "complex128"]
+SPECTRA = ["random", "clustered", "graded", "deficient", "zero", "tiny", "huge"]
+
+
+def random(shape, dtype="float64"):
+    rng = np.random.default_rng()
+    x = rng.standard_normal(shape)
+    return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
+
+
+def spectrum(what, n, dtype):
+    """Return values of all sizes that occur, in no order."""
+    rng, real = np.random.default_rng(), np.finfo(dtype)
+    values = {
+        "random": rng.uniform(-1, 1, n),
+        "clustered": np.sign(rng.uniform(-1, 1, n)) * (1 + real.eps * rng.integers(0, 4, n)),
+        "graded": np.geomspace(1, float(real.eps) ** 2, n),
+        "deficient": np.where(np.arange(n) % 3, rng.uniform(-1, 1, n), 0),
+        "zero": np.zeros(n),
+        "tiny": rng.uniform(-1, 1, n) * float(real.tiny) ** 0.8,
+        "huge": rng.uniform(-1, 1, n) * float(real.max) ** 0.8,
+    }
+    return values[what]
+
+
+def orthonormal(n, dtype):
+    return np.linalg.qr(random((n, n), "complex128" if np.dtype(dtype).kind == "c" else "float64"))[0]
+
+
+def hermitian(what, n, dtype):
+    v = orthonormal(n, dtype)
+    x = (v * spectrum(what, n, dtype)) @ v.conj().T
+    return ((x + x.conj().T) / 2).astype(dtype)
+
+
+def general(what, shape, dtype):
+    (m, n), k = shape, min(shape)
+    u, v = orthonormal(m, dtype)[:, :k], orthonormal(n, dtype)[:, :k]
+    return ((u * spectrum(what, k, dtype)) @ v.conj().T).astype(dtype)
+
+
+def positive(n, dtype="float64"):
+    x = random((n, n), dtype)
+    return (x @ x.conj().T + n * np.eye(n)).astype(dtype)
+
+
+def lazy(x):
+    rng = np.random.default_rng()
+    return da.from_array(x, chunks=tuple(random_chunks(rng, size, 4) for size in x.shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", SPECTRA)
+def test_eigenvalues_of_all_spectra(dtype, what):
+    a = hermitian(what, 61, dtype)
+    for lower in (True, False):
+        # The other triangle is not read.
+        given = np.tril(a) + np.triu(a * np.nan, 1) if lower else np.triu(a) + np.tril(a * np.nan, -1)
+        assert_eigh(a, *dask.compute(*linalg.eigh(lazy(given), lower=lower)))
+    first, last = np.sort(np.random.default_rng().integers(0, 61, 2)).tolist()
+    w, v = dask.compute(*linalg.eigh(lazy(a), subset_by_index=(first, last)))
+    assert len(w) == last - first + 1
+    assert_eigh(a, w, v, first=first)
+    values = linalg.eigvalsh(lazy(a), subset_by_index=(first, last)).compute()
+    np.testing.assert_allclose(values, w, rtol=0, atol=61 * 30 * np.finfo(dtype).eps * abs(a).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", SPECTRA)
+@pytest.mark.parametrize("shape", [(40, 40), (90, 33), (33, 90)], ids=str)
+def test_singular_values_of_all_spectra(dtype, what, shape):
+    a = general(what, shape, dtype)
+    for options in ({"method": "local"}, {"method": "columns"}, {"full_matrices": True}):
+        u, s, vh = dask.compute(*linalg.svd(lazy(a), **options))
+        assert_svd(a, u, s, vh)
+        rest = {"method": options.get("method", "auto")}
+        alone = linalg.svdvals(lazy(a), **rest).compute()
+        np.testing.assert_allclose(alone, s, rtol=0, atol=90 * 30 * np.finfo(dtype).eps * s[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_workers(client, dtype):
+    n = int(np.random.default_rng().integers(60, 120))
+    a, b, tall = hermitian("random", n, dtype), positive(n, dtype), random((3 * n, n), dtype)
+    assert_eigh(a, *dask.compute(*linalg.eigh(lazy(a))))
+    for lower in (True, False):
+        w, v = dask.compute(*linalg.eigh(lazy(a), lazy(b), lower=lower))
+        assert_eigh(a, w, v, b)
+        np.testing.assert_allclose(w, scipy.linalg.eigvalsh(a, b), atol=30 * n * np.finfo(dtype).eps)
+    for x, method in ((tall, "columns"), (tall.conj().T.copy(), "columns"), (a, "local")):
+        assert_svd(x, *dask.compute(*linalg.svd(lazy(x), method=method)))
+    assert_nothing_left(client)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 12), st.integers(0, 12), st.booleans(), st.sampled_from(["auto", "columns"]))
+def test_small_and_empty_matrices(m, n, full, method):
+    a = random((m, n))
+    u, s, vh = dask.compute(*linalg.svd(lazy(a), full, method="auto" if full else method))
+    assert u.shape == (m, m if full else min(m, n))
+    assert vh.shape == (n if full else min(m, n), n)
+    assert_svd(a, u, s, vh)
+    assert linalg.matrix_rank(lazy(a)).compute() == min(m, n)
+    square = hermitian("random", m, "float64")
+    assert_eigh(square, *dask.compute(*linalg.eigh(lazy(square))))
+
+
+def test_how_many_runs(client):
+    a = random((150, 50))
+    for call, runs in (
+        (lambda: linalg.svd(lazy(a)), 1),
+        (lambda: linalg.svd(lazy(a), method="columns"), 3),
+        (lambda: linalg.svdvals(lazy(a), method="columns"), 2),
+        (lambda: linalg.eigh(lazy(a[:50] + a[:50].T), lazy(positive(50))), 1),
+    ):
+        before = len(events(client, "done"))
+        dask.compute(call())
+        assert len(events(client, "done")) == before + runs
+
+
+def test_signs_do_not_depend_on_chunks_or_method():
+    a = random((70, 30), "complex128")
+    first = dask.compute(*linalg.svd(lazy(a)))
+    for method in ("local", "columns"):
+        for mine, other in zip(first, dask.compute(*linalg.svd(lazy(a), method=method)), strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_as_numpy_has_them(dtype):
+    a, h = general("deficient", (60, 30), dtype), hermitian("deficient", 30, dtype)
+    eps = float(np.finfo(dtype).eps)
+    rtol, close = 1e3 * eps, {"rtol": 1e4 * eps, "atol": 1e4 * eps}
+    square = positive(30, dtype)
+    for order in ("fro", "nuc", 2, -2, 1, np.inf, None):
+        np.testing.assert_allclose(linalg.norm(lazy(square), order), np.linalg.norm(square, order), **close)
+    np.testing.assert_allclose(linalg.norm(lazy(a[0])).compute(), np.linalg.norm(a[0]), **close)
+    for p in (None, 2, -2, 1, "fro"):
+        np.testing.assert_allclose(linalg.cond(lazy(square), p), np.linalg.cond(square, p), **close)
+    assert linalg.cond(lazy(a * 0)).compute() == np.inf
+    assert linalg.matrix_rank(lazy(a), rtol=rtol).compute() == np.linalg.matrix_rank(a, rtol=rtol) == 20
+    assert linalg.matrix_rank(lazy(h), hermitian=True, tol=rtol).compute() == 20
+    assert linalg.matrix_rank(lazy(square)).compute() == 30
+    x = linalg.pinv(lazy(a), rtol=rtol).compute()
+    assert_pseudoinverse(a, x)
+    assert_pseudoinverse(h, linalg.pinv(lazy(h), rtol=rtol, hermitian=True).compute())
+    b = random((60, 4), dtype)
+    solution, residuals, rank, s = dask.compute(*linalg.lstsq(lazy(a), lazy(b), rtol=rtol))
+    np.testing.assert_allclose(solution, x @ b, rtol=0, atol=1e4 * eps * abs(x).max())
+    np.testing.assert_allclose(residuals, (abs(b - a @ solution) ** 2).sum(axis=0), rtol=1e3 * eps)
+    assert (rank, s.shape) == (20, (30,))
+
+
+def test_matrices_that_have_none(client):
+    a = random((50, 50))
+    a[3, 2] = np.inf
+    for call in (linalg.eigh, linalg.svd):
+        with pytest.raises(np.linalg.LinAlgError, match="NaN or infinite"):
+            call(lazy(a))[1].compute()
+    good = a[10:40, 10:40]
+    with pytest.raises(np.linalg.LinAlgError, match="leading minor of order 1 of B"):
+        linalg.eigvalsh(lazy(good), lazy(-positive(30))).compute()
+    with pytest.raises(np.linalg.LinAlgError, match="give rtol"):
+        linalg.pinv(lazy(good * 0)).compute()
+    assert_nothing_left(client)
+
+
+def test_mistakes():
+    a = lazy(random((40, 30)))
+    square = a[:30]
+    for call, message in (
+        (lambda: linalg.eigh(a), "square"),
+        (lambda: linalg.eigh(square, a), "expected 30"),
+        (lambda: linalg.eigh(square, subset_by_index=(3, 30)), "last < 30"),
+        (lambda: linalg.eigh(square, subset_by_index=(3, 2)), "first <= last"),
+        (lambda: linalg.eigh(square, method="columns"), "one worker"),
+        (lambda: linalg.svd(a, full_matrices=True, method="columns"), "one worker"),
+        (lambda: linalg.svd(a[0]), "1 dimensions"),
+        (lambda: linalg.svd(a.astype("datetime64[s]")), "expected float32"),
+        (lambda: linalg.norm(a[:0], 2), "empty"),
+        (lambda: linalg.cond(a[:0]), "empty"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            call()
+    with pytest.raises(TypeError, match="unknown option"):
+        linalg.svd(a, method="auto", driver="gesvd")
+
+
+def test_explained(client):
+    made = linalg.explain(linalg.svd(lazy(random((90, 60))))[0])
+    assert len(made.ranks) == 1
+    assert "svd on 1 of 3 workers" in repr(made)
+    assert "one worker has the whole matrix" in repr(made)
+    # Chunks, LAPACK's copies and its workspace.
+    assert made.estimate.peak_bytes > 8 * (4 * 90 * 60 + 4 * 60 * 60)
