@@ -36,7 +36,7 @@ from dask_distmm.arrays.linalg.solutions import (
     solve,
     solve_triangular,
 )
-from dask_distmm.arrays.linalg.spectral import eigh, eigvalsh, svd, svdvals
+from dask_distmm.arrays.linalg.spectral import eigh, eigvalsh, polar, svd, svdvals
 from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.factor.placement import FactorPlacement
@@ -62,6 +62,7 @@ __all__ = [
     "matrix_rank",
     "norm",
     "pinv",
+    "polar",
     "qr",
     "slogdet",
     "solve",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import dask
 import dask.array as da
 import numpy as np
@@ -12,7 +14,15 @@ from hypothesis import strategies as st
 from run_events import events
 
 from dask_distmm import PlanError, linalg
-from dask_distmm.testing import assert_eigh, assert_nothing_left, assert_pseudoinverse, assert_svd, random_chunks
+from dask_distmm.arrays.linalg.qdwh import weights
+from dask_distmm.testing import (
+    assert_eigh,
+    assert_nothing_left,
+    assert_polar,
+    assert_pseudoinverse,
+    assert_svd,
+    random_chunks,
+)
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 SPECTRA = ["random", "clustered", "graded", "deficient", "zero", "tiny", "huge"]
@@ -86,12 +96,45 @@ def test_eigenvalues_of_all_spectra(dtype, what):
 @pytest.mark.parametrize("shape", [(40, 40), (90, 33), (33, 90)], ids=str)
 def test_singular_values_of_all_spectra(dtype, what, shape):
     a = general(what, shape, dtype)
-    for options in ({"method": "local"}, {"method": "columns"}, {"full_matrices": True}):
+    for options in ({}, {"full_matrices": True}):
         u, s, vh = dask.compute(*linalg.svd(lazy(a), **options))
         assert_svd(a, u, s, vh)
-        rest = {"method": options.get("method", "auto")}
-        alone = linalg.svdvals(lazy(a), **rest).compute()
-        np.testing.assert_allclose(alone, s, rtol=0, atol=90 * 30 * np.finfo(dtype).eps * s[0])
+    np.testing.assert_allclose(linalg.svdvals(lazy(a)), s, rtol=0, atol=90 * 30 * np.finfo(dtype).eps * s[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", SPECTRA)
+def test_polar_decompositions_and_singular_values_by_them(dtype, what):
+    shape = [(40, 40), (60, 33), (33, 60)][np.random.default_rng().integers(3)]
+    a = general(what, shape, dtype)
+    assert_polar(a, *dask.compute(*linalg.polar(lazy(a), method="columns")))
+    u, s, vh = dask.compute(*linalg.svd(lazy(a), method="columns"))
+    assert_svd(a, u, s, vh)
+    values = linalg.svdvals(lazy(a), method="columns").compute()
+    np.testing.assert_allclose(values, s, rtol=0, atol=60 * 30 * np.finfo(dtype).eps * s[0])
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (60, 33), (33, 60)], ids=str)
+@pytest.mark.parametrize("method", ["local", "columns"])
+def test_polar_as_scipy_has_it(shape, method):
+    a = random(shape, "complex128")
+    for side in ("right", "left"):
+        u, p = dask.compute(*linalg.polar(lazy(a), side, method=method))
+        expected = scipy.linalg.polar(a, side)
+        np.testing.assert_allclose(u, expected[0], atol=1e-10)
+        np.testing.assert_allclose(p, expected[1], atol=1e-10)
+    assert_polar(a, *dask.compute(*linalg.polar(lazy(a), method=method)))
+
+
+@given(st.floats(1e-40, 1), st.sampled_from([1e-7, 2e-16]))
+def test_weights_take_all_singular_values_to_one(least, eps):
+    steps = weights(least, eps)
+    assert len(steps) <= 7
+    s = np.geomspace(least, 1, 1000)
+    for a, b, c in steps:
+        assert c <= 1.1 * a**2
+        s = s * (a + b * s**2) / (1 + c * s**2)
+    np.testing.assert_allclose(s, 1, rtol=0, atol=20 * eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,7 +146,7 @@ def test_on_workers(client, dtype):
         w, v = dask.compute(*linalg.eigh(lazy(a), lazy(b), lower=lower))
         assert_eigh(a, w, v, b)
         np.testing.assert_allclose(w, scipy.linalg.eigvalsh(a, b), atol=30 * n * np.finfo(dtype).eps)
-    for x, method in ((tall, "columns"), (tall.conj().T.copy(), "columns"), (a, "local")):
+    for x, method in ((tall, "columns"), (a, "local")):
         assert_svd(x, *dask.compute(*linalg.svd(lazy(x), method=method)))
     assert_nothing_left(client)
 
@@ -125,8 +168,8 @@ def test_how_many_runs(client):
     a = random((150, 50))
     for call, runs in (
         (lambda: linalg.svd(lazy(a)), 1),
-        (lambda: linalg.svd(lazy(a), method="columns"), 3),
-        (lambda: linalg.svdvals(lazy(a), method="columns"), 2),
+        # QR, QDWH (three steps by QR, three by Cholesky), its product, eigenvalues, two products.
+        (lambda: linalg.svd(lazy(a), method="columns"), 1 + 6 * 2 + 1 + 1 + 2),
         (lambda: linalg.eigh(lazy(a[:50] + a[:50].T), lazy(positive(50))), 1),
     ):
         before = len(events(client, "done"))
@@ -170,7 +213,7 @@ def test_as_numpy_has_them(dtype):
 def test_matrices_that_have_none(client):
     a = random((50, 50))
     a[3, 2] = np.inf
-    for call in (linalg.eigh, linalg.svd):
+    for call in (linalg.eigh, linalg.svd, functools.partial(linalg.svd, method="columns")):
         with pytest.raises(np.linalg.LinAlgError, match="NaN or infinite"):
             call(lazy(a))[1].compute()
     good = a[10:40, 10:40]
@@ -192,6 +235,7 @@ def test_mistakes():
         (lambda: linalg.eigh(square, method="columns"), "one worker"),
         (lambda: linalg.svd(a, full_matrices=True, method="columns"), "one worker"),
         (lambda: linalg.svd(a[0]), "1 dimensions"),
+        (lambda: linalg.polar(a, "up"), "side="),
         (lambda: linalg.svd(a.astype("datetime64[s]")), "expected float32"),
         (lambda: linalg.norm(a[:0], 2), "empty"),
         (lambda: linalg.cond(a[:0]), "empty"),

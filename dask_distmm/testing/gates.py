@@ -19,6 +19,7 @@ __all__ = [
     "assert_inverse",
     "assert_least_squares",
     "assert_lu",
+    "assert_polar",
     "assert_pseudoinverse",
     "assert_qr",
     "assert_solution",
@@ -277,6 +278,31 @@ def assert_svd(a: NDArray[Any], u: NDArray[Any], s: NDArray[Any], vh: NDArray[An
         expected = np.linalg.svd(full, compute_uv=False)
         _gate("||s - s of LAPACK|| / (n ||A|| eps)", (values - expected)[None], _norm(full), max(m, n), a.dtype)
     _assert_factors(right.conj().T if m >= n else left)
+
+
+def assert_polar(a: NDArray[Any], u: NDArray[Any], p: NDArray[Any]) -> None:
+    """Check that ``a`` is U P, that the shorter vectors of U are orthonormal, and that P is positive semidefinite.
+
+    Parameters
+    ----------
+    a, u
+        The matrix, and its unitary factor, m x n.
+    p
+        The Hermitian factor, n x n.
+
+    Raises
+    ------
+    AssertionError
+        It is not.
+    """
+    _typed(a.dtype, u=u, p=p)
+    (full, unitary, hermitian), n = _wide(a, u, p), max(a.shape)
+    short = unitary if a.shape[0] >= a.shape[1] else unitary.conj().T
+    _gate("||A - U P|| / (n ||A|| eps)", full - unitary @ hermitian, _norm(full), n, a.dtype)
+    _gate("||I - U^H U|| / (n eps)", np.eye(short.shape[1]) - short.conj().T @ short, 1.0, n, a.dtype)
+    _gate("||P - P^H|| / (n ||A|| eps)", hermitian - hermitian.conj().T, _norm(full), n, a.dtype)
+    negative = np.minimum(np.linalg.eigvalsh(hermitian), 0)
+    _gate("negative eigenvalues of P / (n ||A|| eps)", negative[None], _norm(full), n, a.dtype)
 
 
 def _assert_factors(vectors: NDArray[Any]) -> None:

@@ -12,6 +12,7 @@ from dask_distmm.testing import (
     assert_inverse,
     assert_least_squares,
     assert_lu,
+    assert_polar,
     assert_pseudoinverse,
     assert_qr,
     assert_solution,
@@ -52,6 +53,7 @@ GOOD = [
     (assert_pseudoinverse, (TALL, np.linalg.pinv(TALL))),
     (assert_eigh, (S, W, V)),
     (assert_svd, (TALL, U * SIGNS, SV, VH)),
+    (assert_polar, (A, *scipy.linalg.polar(A))),
 ]
 
 

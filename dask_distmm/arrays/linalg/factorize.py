@@ -12,7 +12,8 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.request import check_names, check_workers
+from dask_distmm.arrays.product import multiply
+from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError
 from dask_distmm.graph.factor import build_factor_graph
@@ -20,9 +21,10 @@ from dask_distmm.planning.computation import Chunks, Output
 from dask_distmm.planning.factor import Factorization
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.client import current_client
 from dask_distmm.runtime.keys import barrier_name, output_name
 
-__all__ = ["RunOptions", "common_type", "factorize", "inner_chunks", "matrix", "problem_of", "row_chunks"]
+__all__ = ["RunOptions", "common_type", "factorize", "inner_chunks", "matrix", "problem_of", "row_chunks", "times"]
 
 
 class RunOptions(TypedDict, total=False):
@@ -155,6 +157,13 @@ def factorize(
         )
         for one in outputs
     }
+
+
+def times(a: Array, b: Array, how: RunOptions) -> Array:
+    """Return ``a @ b`` as a collective run on the workers of `how`; without a cluster as Dask's own tasks."""
+    named: Any = {name: value for name, value in how.items() if name != "method"}
+    found: Array = multiply(parse(a, b, **(named if current_client() is not None else {})))
+    return found
 
 
 def problem_of(x: Array) -> FactorProblem | None:

@@ -1,0 +1,110 @@
+"""The unitary factor of a polar decomposition, on all workers: QDWH, out of products, QR and Cholesky factorizations.
+
+The iteration takes all singular values of a matrix to one and leaves its singular vectors as they are: Y. Nakatsukasa,
+Z. Bai, F. Gygi, Optimizing Halley's iteration for computing the matrix polar decomposition, SIAM J. Matrix Anal. Appl.
+31 (2010). A step with weights a, b, c is
+
+    X (a + b X^H X) (1 + c X^H X)^-1  =  b/c X + (a - b/c) X (1 + c X^H X)^-1
+
+where the inverse comes from the QR factorization of X above an identity while c is large, and from a Cholesky
+factorization when it is not. The weights depend on a lower bound of the singular values alone. So the graph of all
+steps is made at once, for a bound that holds for all matrices: noise is added to the matrix, no larger than its
+rounding, which lifts singular values from zero.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import dask.array as da
+import numpy as np
+from dask.array.core import Array
+
+from dask_distmm.arrays.linalg.factorize import RunOptions, factorize, times
+from dask_distmm.arrays.linalg.factors import qr
+from dask_distmm.errors import MatrixError
+
+__all__ = ["Weights", "unitary_factor", "weights"]
+
+# Up to this weight c the Cholesky factorization is as accurate as the QR factorization (Nakatsukasa and others, 2010).
+_CHOLESKY = 100
+# The least singular value of a random matrix is this many times smaller than expected once in 10^9 matrices.
+_RARE = 1e-9
+
+
+class Weights(NamedTuple):
+    """The weights of a step."""
+
+    a: float
+    b: float
+    c: float
+
+
+def weights(least: float, eps: float) -> list[Weights]:
+    """Return the weights of all steps that take singular values between `least` and 1 to 1, up to a rounding `eps`."""
+    found = []
+    while abs(1 - least) > eps:
+        square = least**2
+        root = math.sqrt(1 + (d := (4 * (1 - square) / square**2) ** (1 / 3)))
+        a = root + math.sqrt(8 - 4 * d + 8 * (2 - square) / (square * root)) / 2
+        b = (a - 1) ** 2 / 4
+        found.append(Weights(a, b, a + b - 1))
+        least = min(1.0, least * (a + b * square) / (1 + found[-1].c * square))
+    return found
+
+
+def unitary_factor(a: Array, how: RunOptions) -> Array:
+    """Return the unitary factor of a matrix by QDWH, in the chunks of the matrix."""
+    if not a.size:
+        return a
+    if a.shape[0] < a.shape[1]:
+        return unitary_factor(a.conj().T, how).conj().T
+    n, eps = a.shape[1], float(np.finfo(a.dtype).eps)
+    x = _scaled(a, eps / (2 * math.sqrt(n)))
+    for step in weights(_RARE * eps / (2 * n), eps):
+        x = step.b / step.c * x + (step.a - step.b / step.c) * _inverse_applied(x, step.c, how)
+    return x
+
+
+def _scaled(a: Array, noise: float) -> Array:
+    """Return a matrix, scaled to singular values of at most 1, with noise of a standard deviation."""
+    a = a / abs(a).max().map_blocks(_divisor)
+    # The 2-norm is at most the root of the product of these two.
+    bound = da.sqrt(da.linalg.norm(a, 1) * da.linalg.norm(a, np.inf))
+    a = a / bound.map_blocks(_divisor)
+    return a.map_blocks(_with_noise, noise, dtype=a.dtype, meta=a._meta)
+
+
+def _divisor(size: Any) -> Any:
+    """Return the size of a matrix to divide by."""
+    if not np.isfinite(size):
+        raise MatrixError("the matrix has elements that are NaN or infinite: replace or remove them first")
+    return size if size > 0 else size + 1
+
+
+def _with_noise(block: Any, noise: float, block_info: Any = None) -> Any:
+    rng = np.random.default_rng(block_info[0]["chunk-location"])
+    return block + np.asarray(noise * rng.standard_normal(block.shape), block.dtype, like=block)
+
+
+def _inverse_applied(x: Array, c: float, how: RunOptions) -> Array:
+    """Return ``x @ inv(1 + c x^H x)``."""
+    (m, n), cols = x.shape, x.chunks[1]
+    if c <= _CHOLESKY:
+        operands = {"a": _plus_identity(c * times(x.conj().T, x, how)), "b": x.conj().T}
+        wanted = {"x": (cols, x.chunks[0])}
+        return factorize("solve", operands, wanted, how=how, assume_a="pos")["x"].conj().T
+    identity = _plus_identity(da.zeros_like(x, shape=(n, n), chunks=(cols, cols)))
+    q, _ = qr(da.concatenate([math.sqrt(c) * x, identity]), **how)
+    return times(q[:m], q[m:].conj().T, how) / math.sqrt(c)
+
+
+def _plus_identity(x: Array) -> Array:
+    return x.map_blocks(_plus_ones, dtype=x.dtype, meta=x._meta)
+
+
+def _plus_ones(block: Any, block_info: Any = None) -> Any:
+    first, other = (start for start, _ in block_info[0]["array-location"])
+    rows, cols = block.shape
+    return block + np.eye(rows, cols, first - other, dtype=block.dtype, like=block)
