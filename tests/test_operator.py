@@ -89,6 +89,22 @@ def test_what_is_not_ours_goes_on_unchanged(inproc_client, take_all):
         assert unknown.compute().shape[1] == 20
 
 
+def test_chunks_of_a_narrower_type_than_the_array_says(inproc_client, take_all):
+    """As zeros of Dask's own Cholesky factors of integers are; a type that holds more is still refused."""
+    x = np.random.default_rng().integers(0, 9, (60, 60))
+    factor = da.linalg.cholesky(da.from_array(x @ x.T + 60 * np.eye(60, dtype=int), chunks=20))
+    assert factor.dtype == np.float64
+    assert factor.blocks[1, 0].compute().dtype.kind == "i"
+    with dask_distmm.enabled():
+        product = factor @ factor
+    assert ours(product)
+    u = factor.compute()
+    assert_product(u, u, product.compute())
+    wrong = da.ones((20, 20), chunks=10).map_blocks(lambda block: block, dtype=np.float32, meta=np.empty((0, 0), "f4"))
+    with pytest.raises(dask_distmm.RunFailedError, match="is .* float64; the array says .* float32"):
+        dask_distmm.matmul(wrong, wrong).compute()
+
+
 def test_too_little_work_is_dasks(inproc_client):
     _, _, x, y = operands()
     with dask_distmm.enabled():

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from dask_distmm.engines.base import ChunkKey, ResultKey
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.types import carried, typed
@@ -61,12 +63,14 @@ def other_orders(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[str, s
 
 
 def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, Any]:
-    """Return the chunks; refuse those of another shape or type than the graph says.
+    """Return the chunks, in the types that the graph says.
+
+    Some arrays have chunks of a narrower type, as Dask's Cholesky factors of integers, whose zeros are integers.
 
     Raises
     ------
     EngineError
-        One differs.
+        One has another shape, or a type that the graph's does not hold.
     """
     problem = plan.problem
     checked = {}
@@ -74,8 +78,11 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
         sizes, dtype = problem.chunks_of(operand), problem.dtype_of(operand)
         i, j = divmod(index, len(sizes[1]))
         shape = (sizes[0][i], sizes[1][j])
-        chunk = typed(chunk, dtype)  # noqa: PLW2901
-        if getattr(chunk, "shape", None) != shape or chunk.dtype != carried(dtype, array_kind(chunk)):
+        chunk, expected = typed(chunk, dtype), carried(dtype, array_kind(chunk))  # noqa: PLW2901
+        fits = getattr(chunk, "shape", None) == shape
+        if fits and chunk.dtype != expected and np.can_cast(chunk.dtype, expected):
+            chunk = chunk.astype(expected)  # noqa: PLW2901
+        if not fits or chunk.dtype != expected:
             found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
             where = problem.place_of(operand, index)
             raise EngineError(
