@@ -1,12 +1,13 @@
 """Factorizations beside SciPy or cuSOLVER on one device, and beside stock Dask: medians of one run.
 
-    python -m benchmarks.linalg [--size 4096 8192] [--kinds cholesky lu solve qr] [--repeat 3] [--out FILE]
+    python -m benchmarks.linalg [--size 4096 8192] [--kinds cholesky lu solve qr tall gram] [--repeat 3] [--out FILE]
     python -m benchmarks.linalg --gpu --size 16384 32768 --dtype float64
 
 CPUs: two worker processes of one thread; SciPy has two threads in a process of its own; stock Dask has the better one
 of 4 x 4 and 8 x 8 chunks (qr: one column of chunks, of a matrix of which all columns are one chunk). GPUs: one worker a
-GPU; cuSOLVER has one GPU, and is called through CuPy, as gemm is. ``run`` is the time of the run itself, ``wall`` that
-from ``persist()`` to all results in memory.
+GPU; cuSOLVER has one GPU, and is called through CuPy, as gemm is. ``tall`` is the QR factorization of a matrix of 16 n
+rows and n / 16 columns, Q and R. ``gram`` is X^H X, beside the product of two matrices (``product``). ``run`` is the
+time of the run itself, ``wall`` that from ``persist()`` to all results in memory.
 """
 
 from __future__ import annotations
@@ -27,25 +28,31 @@ import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster, wait
 
+import dask_distmm
 from benchmarks.revision import revision
 from dask_distmm import linalg
 from dask_distmm.tools.bench import environment
 
-KINDS = ("cholesky", "lu", "solve", "qr")
+KINDS = ("cholesky", "lu", "solve", "qr", "tall", "gram")
 
 
 def flops(kind: str, n: int) -> float:
-    """Return the operations of a factorization of an n x n matrix; of qr those of R alone."""
-    return {"cholesky": 1 / 3, "lu": 2 / 3, "solve": 2 / 3, "qr": 4 / 3}[kind] * n**3
+    """Return the operations for n x n elements; of qr those of R alone, of tall those of Householder's Q and R."""
+    return {"cholesky": 1 / 3, "lu": 2 / 3, "solve": 2 / 3, "qr": 4 / 3, "tall": 1 / 4, "gram": 1}[kind] * n**3
 
 
-def block(n: int, dtype: str, kind: str, block_info: Any = None, seed: int = 0) -> Any:
+def shape_of(kind: str, n: int) -> tuple[int, int]:
+    """Return rows and columns of the matrix."""
+    return (16 * n, n // 16) if kind == "tall" else (n, n)
+
+
+def block(large: int, dtype: str, kind: str, block_info: Any = None, seed: int = 0) -> Any:
     """Return a chunk of a random matrix; one that is to be positive definite has a large diagonal."""
     where, shape = block_info[None]["array-location"], block_info[None]["chunk-shape"]
     xp = _module(kind)
     found = xp.random.default_rng([seed, where[0][0], where[1][0]]).standard_normal(shape).astype(dtype)
     rows, cols = xp.arange(*where[0]), xp.arange(*where[1])
-    return found + (rows[:, None] == cols) * xp.asarray(2 * n, dtype)
+    return found + (rows[:, None] == cols) * xp.asarray(large, dtype)
 
 
 def _module(kind: str) -> Any:
@@ -56,11 +63,11 @@ def _module(kind: str) -> Any:
     return cupy
 
 
-def matrix(n: int, chunks: Any, dtype: str, kind: str, seed: int) -> da.Array:
+def matrix(shape: tuple[int, int], chunks: Any, dtype: str, kind: str, seed: int) -> da.Array:
     """Return a persisted random matrix."""
     meta = _module(kind).empty((0, 0), dtype)
-    sizes = da.core.normalize_chunks(chunks, (n, n))
-    made = da.map_blocks(block, n, dtype, kind, chunks=sizes, dtype=dtype, meta=meta, seed=seed).persist()
+    sizes = da.core.normalize_chunks(chunks, shape)
+    made = da.map_blocks(block, 2 * shape[0], dtype, kind, chunks=sizes, dtype=dtype, meta=meta, seed=seed).persist()
     wait(made)
     return made
 
@@ -70,12 +77,16 @@ OURS: dict[str, Callable[[da.Array], Any]] = {
     "lu": lambda a: linalg.lu(a, p_indices=True)[1:],
     "solve": lambda a: linalg.solve(a, a[:, 0]),
     "qr": lambda a: linalg.qr(a, mode="r"),
+    "tall": linalg.qr,
+    "gram": linalg.gram,
 }
 DASKS: dict[str, Callable[[da.Array], Any]] = {
     "cholesky": lambda a: da.linalg.cholesky(a, lower=True),
     "lu": lambda a: da.linalg.lu(a)[1:],
     "solve": lambda a: da.linalg.solve(a, a[:, 0]),
     "qr": lambda a: da.linalg.qr(a)[1],
+    "tall": da.linalg.qr,
+    "gram": lambda a: a.T @ a,
 }
 
 
@@ -106,7 +117,7 @@ def scipy_seconds(n: int, dtype: str, kind: str, repeat: int) -> float:
     import scipy.linalg
     import threadpoolctl
 
-    a = np.random.default_rng().standard_normal((n, n)).astype(dtype)
+    a = np.random.default_rng().standard_normal(shape_of(kind, n)).astype(dtype)
     if kind == "cholesky":
         a += 2 * n * np.eye(n, dtype=dtype)
     calls: dict[str, Callable[[Any], Any]] = {
@@ -114,6 +125,8 @@ def scipy_seconds(n: int, dtype: str, kind: str, repeat: int) -> float:
         "lu": lambda a: scipy.linalg.lu(a, p_indices=True),
         "solve": lambda a: scipy.linalg.solve(a, a[:, 0]),
         "qr": lambda a: scipy.linalg.qr(a, mode="r"),
+        "tall": lambda a: scipy.linalg.qr(a, mode="economic"),
+        "gram": lambda a: a.T @ a,
     }
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
         return _median(calls[kind], a, repeat, lambda: None)
@@ -124,7 +137,7 @@ def cusolver_seconds(n: int, dtype: str, kind: str, repeat: int) -> float:
     import cupy as cp
     import cupyx.scipy.linalg
 
-    a = cp.random.default_rng(0).standard_normal((n, n)).astype(dtype)
+    a = cp.random.default_rng(0).standard_normal(shape_of(kind, n)).astype(dtype)
     if kind == "cholesky":
         a += 2 * n * cp.eye(n, dtype=dtype)
     calls: dict[str, Callable[[Any], Any]] = {
@@ -132,6 +145,8 @@ def cusolver_seconds(n: int, dtype: str, kind: str, repeat: int) -> float:
         "lu": cupyx.scipy.linalg.lu_factor,
         "solve": lambda a: cp.linalg.solve(a, a[:, 0]),
         "qr": lambda a: cp.linalg.qr(a, mode="r"),
+        "tall": cp.linalg.qr,
+        "gram": lambda a: a.T @ a,
         "gemm": lambda a: a @ a,
     }
     found = _median(calls[kind], a, repeat, cp.cuda.Device().synchronize)
@@ -155,19 +170,23 @@ def _median(call: Callable[[Any], Any], a: Any, repeat: int, synchronize: Callab
 def measure(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the medians of one factorization."""
     count, array = len(client.scheduler_info(n_workers=-1)["workers"]), "cupy" if options.gpu else "numpy"
-    chunks = -(-n // count), -(-n // count)
+    rows, cols = shape_of(kind, n)
+    chunks = -(-rows // count), cols if kind == "tall" else -(-cols // count)
     walls, times = [], []
     for turn in range(options.repeat + 1):
-        a = matrix(n, chunks, options.dtype, array, turn)
+        a = matrix((rows, cols), chunks, options.dtype, array, turn)
         before = runs(client)
         seconds = taken(OURS[kind], a)
         if turn:
             walls.append(seconds)
-            times.append(run_seconds(client, before))
+            # Tall matrices are factorized by plain tasks.
+            times.append(seconds if kind == "tall" else run_seconds(client, before))
         del a
         time.sleep(0.2)
     found = {"size": n, "kind": kind, "dtype": options.dtype, "wall": statistics.median(walls)}
     found |= {"run": statistics.median(times), "gflops": flops(kind, n) / statistics.median(times) / 1e9}
+    if kind == "gram":
+        found["product"] = product_seconds(client, n, chunks, options)
     if options.gpu:
         for name in (kind, "gemm"):
             future = client.submit(cusolver_seconds, n, options.dtype, name, 2, pure=False)
@@ -181,12 +200,27 @@ def measure(client: Client, n: int, kind: str, options: argparse.Namespace) -> d
     return found
 
 
+def product_seconds(client: Client, n: int, chunks: tuple[int, int], options: argparse.Namespace) -> float:
+    """Return the median time of the run of a product that is as large as the Gram matrix, of two matrices."""
+    times = []
+    for turn in range(options.repeat + 1):
+        a, b = (matrix((n, n), chunks, options.dtype, "cupy" if options.gpu else "numpy", turn + at) for at in (0, 1))
+        before = runs(client)
+        wait((dask_distmm.matmul(a, b, op_a="T")).persist())
+        if turn:
+            times.append(run_seconds(client, before))
+        del a, b
+        time.sleep(0.2)
+    return statistics.median(times)
+
+
 def dask_seconds(n: int, kind: str, cut: int, options: argparse.Namespace) -> float:
     """Return stock Dask's median time from ``cut x cut`` chunks."""
-    chunks = (n // cut, n if kind == "qr" else n // cut)
+    shape = shape_of(kind, n)
+    chunks = shape[0] // cut, shape[1] if kind in ("qr", "tall") else shape[1] // cut
     found = []
     for turn in range(options.repeat + 1):
-        a = matrix(n, chunks, options.dtype, "numpy", turn)
+        a = matrix(shape, chunks, options.dtype, "numpy", turn)
         seconds = taken(DASKS[kind], a)
         if turn:
             found.append(seconds)
