@@ -158,3 +158,36 @@ def test_eigenvalues_and_singular_values(clusters, nworkers, dtype):
     for x, method in ((a, "local"), (tall, "local"), (tall, "columns"), (tall.conj().T.copy(), "columns")):
         assert_svd(x, *(computed(client, one) for one in client.persist(linalg.svd(on_gpus(x), method=method))))
     assert_nothing_left(client)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "int64"])
+@pytest.mark.parametrize("condition", [1, 1e30])
+def test_tall_matrices(clusters, nworkers, dtype, condition):
+    client, _ = clusters(nworkers)
+    a = (random(np.random.default_rng(), (2000, 60), "complex64" if dtype[0] == "c" else "float32") * 100).astype(dtype)
+    if condition > 1:
+        a[:, 7] = a[:, 3]
+    q, r = (computed(client, x) for x in client.persist(linalg.qr(on_gpus(a), method="rows")))
+    wide = a.astype(q.dtype)
+    assert residual(q @ r, wide, norm(wide), len(a)) < GATE
+    assert residual(q.conj().T @ q, np.eye(60, dtype=q.dtype), 1, len(a)) < GATE
+    assert not np.tril(r, -1).any()
+    if condition == 1:
+        x = computed(client, linalg.lstsq(on_gpus(a), on_gpus(a[:, :5].copy()), method="rows")[0])
+        np.testing.assert_allclose(x, np.eye(60, 5), atol=1e4 * np.finfo(q.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_with_a_triangle(clusters, nworkers, dtype):
+    client, _ = clusters(nworkers)
+    x = random(np.random.default_rng(), (300, 90), dtype)
+    found = computed(client, linalg.gram(on_gpus(x)))
+    np.testing.assert_array_equal(found, found.conj().T)
+    near = {"rtol": 0, "atol": 300 * np.finfo(dtype).eps * abs(x).max() ** 2}
+    np.testing.assert_allclose(found, x.conj().T @ x, **near)
+    a, b = x[:90].copy(), x[90:180].copy()
+    found = computed(client, linalg.symm(on_gpus(a), on_gpus(b)))
+    np.testing.assert_allclose(found, (np.triu(a) + np.triu(a, 1).T) @ b, **near)
+    ones = np.triu(a, 1) + np.eye(90, dtype=dtype)
+    found = computed(client, linalg.trmm(on_gpus(a), on_gpus(b), trans="C", unit_diagonal=True))
+    np.testing.assert_allclose(found, ones.conj().T @ b, **near)

@@ -37,8 +37,8 @@ def by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: Machine
     Parameters
     ----------
     problem
-        A Cholesky factorization, a solution by one, a triangular system, or the QR factorization of a matrix of one
-        column of chunks: what `dask.array.linalg` does well.
+        A Cholesky factorization, a solution by one, a triangular system, the QR factorization of a matrix of one
+        column of chunks, or anything of a matrix of one chunk: what `dask.array.linalg` does well.
     workers
         Those of the cluster.
     machine
