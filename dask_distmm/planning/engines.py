@@ -35,6 +35,8 @@ class Abilities:
         The kinds of computations that it runs: ``"product"``, ``"factorization"``.
     widths
         The least and the most columns of a block of a factorization.
+    carries
+        Whether ranks of a factorization can hand on a right-hand side (`planning.factor.phases`).
     on_gpus
         Whether it works in the memory of GPUs.
     reads_peers
@@ -86,6 +88,7 @@ class Abilities:
     takes: Callable[[str, Sequence[str]], bool]
     computes: frozenset[str] = frozenset(["product"])
     widths: tuple[int, int] = (32, 256)
+    carries: bool = False
     on_gpus: bool = False
     reads_peers: bool = False
     collective: bool = False

@@ -22,6 +22,7 @@ def check_programs(plan: FactorPlan) -> int:
     - a panel is factorized when all panels before it have been applied to it, and never changes afterwards;
     - all that a rank applies is here and complete; nothing is asked for twice, or left behind;
     - a rank holds at most two panels of others at a time;
+    - a right-hand side that is carried is changed by the rank alone that has it, and comes home;
     - the next panel is published before its owner updates other blocks.
 
     Returns
@@ -48,7 +49,9 @@ class _Ranks:
         self.plan, self.columns = plan, plan.columns
         self.todo = [collections.deque(plan.steps(rank)) for rank in range(plan.ranks)]
         self.published: set[tuple[int, Key]] = set()
-        self.asked: list[set[Key]] = [set() for _ in self.todo]
+        # The rank that each key was asked of.
+        self.asked: list[dict[Key, int]] = [{} for _ in self.todo]
+        self.holder = self.columns.owner(self.columns.first(1))
         self.here: list[set[Key]] = [set() for _ in self.todo]
         self.made: set[int] = set()
         # For each block column, the panels that it has got in each phase.
@@ -77,7 +80,7 @@ class _Ranks:
         if not isinstance(step, Get):
             return True
         assert step.key in self.asked[rank], f"rank {rank} waits for {step.key}, for which it has not asked"
-        return (self.columns.owner(step.key.panel), step.key) in self.published
+        return (self.asked[rank][step.key], step.key) in self.published
 
     def take(self, rank: int, step: Step) -> None:
         """Check a step and do it."""
@@ -90,20 +93,27 @@ class _Ranks:
             case Check(panel, _):
                 self.check_own(rank, panel)
                 assert panel in self.made
+            case Publish(key) if key.part == "carried":
+                assert rank == self.holder, f"rank {rank} hands on {key}, which rank {self.holder} has"
+                self.published.add((rank, key))
             case Publish(key):
                 self.check_own(rank, key.panel)
                 assert key.panel in self.made, f"{key} is published before it is made"
                 assert (rank, key) not in self.published, f"{key} is published twice"
                 self.published.add((rank, key))
             case Ask(key, owner):
-                assert owner == self.columns.owner(key.panel) != rank, f"rank {rank} asks {owner} for {key}"
-                assert key not in self.asked[rank] | self.here[rank], f"rank {rank} asks twice for {key}"
-                self.asked[rank].add(key)
-                self.travelled += 1
-                whole = [one for one in self.asked[rank] | self.here[rank] if one.part != "pivots"]
+                carried = key.part == "carried"
+                right = self.columns.owner(key.panel) == (rank if carried else owner)
+                assert right, f"rank {rank} asks {owner} for {key}"
+                assert owner != rank, f"rank {rank} asks itself for {key}"
+                assert key not in self.asked[rank].keys() | self.here[rank], f"rank {rank} asks twice for {key}"
+                self.asked[rank][key] = owner
+                self.travelled += not carried
+                whole = [one for one in self.asked[rank].keys() | self.here[rank] if one.part in ("lower", "upper")]
                 assert len(whole) <= _HELD, f"rank {rank} holds {whole}"
             case Get(key):
-                self.asked[rank].remove(key)
+                if self.asked[rank].pop(key) == self.holder and key.part == "carried":
+                    self.holder = rank
                 self.here[rank].add(key)
             case Drop(key):
                 self.here[rank].remove(key)
@@ -121,6 +131,9 @@ class _Ranks:
         number = self.phase_of(step)
         assert self.plan.phases[number].part == key.part
         blocks = self.columns.owned(rank, step.first, step.stop)
+        if self.plan.phases[number].carried:
+            assert rank == self.holder, f"rank {rank} applies {key} to what rank {self.holder} has"
+            blocks = range(step.first, step.stop)
         assert blocks, f"rank {rank} applies {key} to nothing"
         for block in blocks:
             assert block not in self.made, f"panel {block} is changed after it was made"
@@ -140,9 +153,11 @@ class _Ranks:
                     expected[block].append((number, panel))
         for block in range(self.columns.count):
             assert self.got[block] == expected[block], f"block {block} got {self.got[block]}, not {expected[block]}"
+        home = self.columns.owner(self.columns.first(1))
+        assert self.holder == home, f"rank {self.holder} keeps the right-hand side of rank {home}"
         for rank, (asked, here) in enumerate(zip(self.asked, self.here, strict=True)):
             assert not asked, f"rank {rank} asked for {asked} and never got it"
-            left = {key for key in here if key.part != "pivots"}
+            left = {key for key in here if key.part in ("lower", "upper")}
             assert not left, f"rank {rank} keeps {left}"
             if rank in self.plan.holders:
                 needed = {p for p in self.plan.phases[0].panels if self.columns.owner(p) != rank}

@@ -56,10 +56,20 @@ def problem(way: dict, m: int, n: int, nrhs: int) -> Factorization:
     st.integers(0, 12),
     st.integers(1, 8),
     st.integers(1, 12),
+    st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
-def test_programs_are_right(way, m, n, nrhs, ranks, width):
-    check_programs(factor_plan(problem(way, m, n, nrhs), ranks, width))
+def test_programs_are_right(way, m, n, nrhs, ranks, width, carries):
+    check_programs(factor_plan(problem(way, m, n, nrhs), ranks, width, carries=carries))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("way", [way for way in WAYS if way["kind"] in ("solve", "solve_triangular", "lstsq")], ids=str)
+def test_one_right_hand_side_travels_in_place_of_panels(way, ranks):
+    pulled = check_programs(factor_plan(problem(way, 60, 60, 1), ranks, 3))
+    carried = factor_plan(problem(way, 60, 60, 1), ranks, 3, carries=True)
+    assert carried.phases[-1].carried
+    assert check_programs(carried) == (0 if way["kind"] == "solve_triangular" else pulled - 20 + 20 // ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8])

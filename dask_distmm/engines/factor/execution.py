@@ -74,6 +74,7 @@ class Execution:
         self.decomposed: dict[str, Any] = {}
         self.rows_later: dict[int, NDArray[np.int64]] = {}
         self._extras: dict[int, tuple[Any, ...]] = {}
+        self._carried: Any = None
         self._asked: dict[Key, Future[Sequence[Any]]] = {}
         self._here: dict[Key, Sequence[Any]] = {}
         # Looks at what was computed: they wait for it, so that where calls are asynchronous they come last.
@@ -148,6 +149,8 @@ class Execution:
                 arrays = self.exchange.get(self._asked.pop(key), self._check)
                 if key.part == "pivots":
                     self.pivots[key.panel] = tuple(arrays)
+                elif key.part == "carried":
+                    self._right_hand_side()[...] = arrays[0]
                 else:
                     self._here[key] = arrays
             case Apply():
@@ -189,10 +192,22 @@ class Execution:
         """Return the arrays of a part of a panel of this rank; panels are not copied."""
         if key.part == "pivots":
             return self.pivots[key.panel]
+        if key.part == "carried":
+            # It changes once it is back.
+            return (self._right_hand_side().copy(order="F"),)
         rows = self.panel(key.panel)
         if key.part == "upper":
             return (rows[: self.columns.place(key.panel).stop],)
         return (rows[self.columns.place(key.panel).start :], *self._extras.get(key.panel, ()))
+
+    def _right_hand_side(self) -> Any:
+        """Return the right-hand side that is carried: its place on its own rank, and on others one for as long."""
+        first = self.columns.first(1)
+        if self.columns.owner(first) == self.rank:
+            return self.array[:, self.columns.local(self.rank, first, first + 1)]
+        if self._carried is None:
+            self._carried = self.kernels.empty((self.columns.rows, 1), self.array.dtype)
+        return self._carried
 
     def _apply(self, step: Apply) -> None:
         operation, key, first, stop, ahead = step
@@ -208,6 +223,8 @@ class Execution:
             update_lower(self.kernels, place, panel, self.array[:, self.columns.local(self.rank, first, end)], blocks)
             first = end
         columns = self.array[:, self.columns.local(self.rank, first, stop)]
+        if operation.name == "substitute" and not columns.shape[1]:
+            columns = self._right_hand_side()
         if columns.shape[1]:
             apply(self.kernels, operation, place, panel, columns)
 

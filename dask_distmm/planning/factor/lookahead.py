@@ -64,6 +64,9 @@ class _Builder:
         return self.columns.owner(block) == self.rank
 
     def phase(self, phase: Phase) -> Iterator[Step]:
+        if phase.carried:
+            yield from self.carry(phase)
+            return
         todo = list(zip(phase.panels, phase.targets, strict=True))
         if todo:
             yield from self.begin(phase, *todo[0])
@@ -84,6 +87,21 @@ class _Builder:
             if remote:
                 yield Drop(key)
 
+    def carry(self, phase: Phase) -> Iterator[Step]:
+        """Apply the rank's own panels to the right-hand side when it comes, and hand it on."""
+        home = self.columns.first(1)
+        holder = self.columns.owner(home)
+        for panel in (*phase.panels, home):
+            key, owner = Key("carried", panel), self.columns.owner(panel)
+            if owner != holder and self.rank == holder:
+                yield Publish(key)
+            elif owner != holder and self.rank == owner:
+                yield Ask(key, holder)
+                yield Get(key)
+            if panel != home and self.rank == owner:
+                yield Apply(phase.operation, Key(phase.part, panel), home, home + 1)
+            holder = owner
+
     def begin(self, phase: Phase, panel: int, targets: tuple[int, int]) -> Iterator[Step]:
         """Make a panel, or ask for it."""
         if not self.mine(panel):
@@ -97,7 +115,7 @@ class _Builder:
         """Check and publish a panel of this rank that does not change any more."""
         if self.check:
             yield Check(panel, self.check == "rank")
-        parts = {phase.part for phase in self.phases}
+        parts = {phase.part for phase in self.phases if not phase.carried}
         for part in ("lower", "upper"):
             if part in parts and self.columns.ranks > 1:
                 yield Publish(Key(part, panel))

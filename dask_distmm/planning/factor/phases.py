@@ -8,7 +8,7 @@ from dask_distmm.planning.factor.columns import Columns
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.factor.steps import Operation, Part
 
-__all__ = ["Phase", "factored", "phases"]
+__all__ = ["Phase", "carrying", "factored", "phases"]
 
 _FACTORS = ("cholesky", "lu", "qr")
 
@@ -27,12 +27,16 @@ class Phase:
         Numbers of the panels in their order.
     targets
         For each panel, the first and the last + 1 of the block columns that it is applied to.
+    carried
+        Whether the one block column that panels are applied to goes from owner to owner of these, and home again.
+        Otherwise its rank gets all panels, which is far more than one right-hand side.
     """
 
     operation: Operation
     part: Part
     panels: tuple[int, ...]
     targets: tuple[tuple[int, int], ...]
+    carried: bool = False
 
     @property
     def factors(self) -> bool:
@@ -76,6 +80,14 @@ def phases(problem: Factorization, columns: Columns) -> tuple[Phase, ...]:
         reflected = tuple((last + panel, count) for panel in panels) if problem.kind == "qr" else others
         found.append(Phase(Operation("reflect"), "lower", panels[::-1], reflected[::-1]))
     return tuple(found)
+
+
+def carrying(found: tuple[Phase, ...], columns: Columns) -> tuple[Phase, ...]:
+    """Return the phases, with a single right-hand side carried in substitutions."""
+    first = columns.first(1)
+    if columns.ranks == 1 or columns.count != first + 1 or columns.blocks[first].stop > 1:
+        return found
+    return tuple(dataclasses.replace(one, carried=one.operation.name == "substitute") for one in found)
 
 
 def _substitution(

@@ -37,7 +37,7 @@ __all__ = ["PARTS", "SHARES", "FactorPlacement", "held_chunks", "plan_factorizat
 # spectral decomposition: one thread, N = 2048.
 SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45}
 # In a request for a panel, the part of it by its number.
-PARTS = ("lower", "upper", "pivots")
+PARTS = ("lower", "upper", "pivots", "carried")
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -59,7 +59,7 @@ class FactorPlacement(Placement):
     @functools.cached_property
     def work(self) -> FactorPlan:
         """The layout of the matrices on the ranks, and each rank's steps."""
-        return factor_plan(self.problem.task, len(self.ranks), self.width)
+        return factor_plan(self.problem.task, len(self.ranks), self.width, carries=ENGINES[self.engine].carries)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -229,7 +229,8 @@ def _consider(
     problem: FactorProblem, participants: Sequence[Worker], where: Where, engine: str, count: int
 ) -> FactorPlacement:
     """Return the plan on so many ranks, with its estimate and its memory."""
-    work = factor_plan(problem.task, count, block_width(problem.task, count, ENGINES[engine].widths))
+    width = block_width(problem.task, count, ENGINES[engine].widths)
+    work = factor_plan(problem.task, count, width, carries=ENGINES[engine].carries)
     made = FactorPlacement(
         problem=problem,
         engine=engine,
@@ -237,7 +238,7 @@ def _consider(
         participants=tuple(participants),
         ranks=tuple(range(count)),
         where=where,
-        width=work.width,
+        width=width,
         owners={},
     )
     held = np.zeros((count, len(participants)))
@@ -251,7 +252,7 @@ def _consider(
     given = sum(math.prod(map(sum, chunks)) for chunks in problem.chunks)
     home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
     panels = work.columns.matrices[0].count
-    streamed = (count - 1) * given / 2 * len(work.phases)
+    streamed = (count - 1) * given / 2 * sum(not phase.carried for phase in work.phases)
     results = sum(math.prod(map(sum, one.chunks)) for one in problem.outputs)
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
     machine = problem.options.machine(engine)

@@ -9,7 +9,7 @@ from dask_distmm.errors import PlanError
 from dask_distmm.layout import BlockCyclicLayout
 from dask_distmm.planning.factor.columns import Columns, Matrix
 from dask_distmm.planning.factor.lookahead import steps_of
-from dask_distmm.planning.factor.phases import Phase, factored, phases
+from dask_distmm.planning.factor.phases import Phase, carrying, factored, phases
 from dask_distmm.planning.factor.problem import Factorization, TaskOutput
 from dask_distmm.planning.factor.steps import Decompose, Step
 
@@ -39,8 +39,13 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
     return max(least, min(most, -(-even // least) * least))
 
 
-def factor_plan(problem: Factorization, ranks: int, width: int = 0) -> FactorPlan:
+def factor_plan(problem: Factorization, ranks: int, width: int = 0, *, carries: bool = False) -> FactorPlan:
     """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`.
+
+    Parameters
+    ----------
+    problem, ranks, width, carries
+        As `FactorPlan` has them.
 
     Raises
     ------
@@ -51,7 +56,7 @@ def factor_plan(problem: Factorization, ranks: int, width: int = 0) -> FactorPla
         raise PlanError(f"{problem.kind} on {ranks} ranks: expected one")
     if ranks < 1 or width < 0:
         raise PlanError(f"{ranks} ranks, blocks of {width} columns: expected at least one rank and a width above 0")
-    return FactorPlan(problem, ranks, width or block_width(problem, ranks))
+    return FactorPlan(problem, ranks, width or block_width(problem, ranks), carries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +71,14 @@ class FactorPlan:
         Number of ranks.
     width
         Columns of a block of A.
+    carries
+        Whether a single right-hand side may go from rank to rank in a substitution (`Phase.carried`).
     """
 
     problem: Factorization
     ranks: int
     width: int
+    carries: bool = False
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -94,7 +102,8 @@ class FactorPlan:
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         """Which panels are applied to which block columns, in which order."""
-        return phases(self.problem, self.columns)
+        found = phases(self.problem, self.columns)
+        return carrying(found, self.columns) if self.carries else found
 
     @property
     def holders(self) -> range:

@@ -20,8 +20,9 @@ __all__ = [
 ]
 
 # The part of a panel that others need. "lower": its rows from the diagonal on, with the pivots (LU) or T (QR);
-# "upper": its rows up to and with the diagonal block; "pivots": pivots and diagonal alone.
-Part = Literal["lower", "upper", "pivots"]
+# "upper": its rows up to and with the diagonal block; "pivots": pivots and diagonal alone. "carried" is no part: the
+# right-hand side on its way to the owner of the panel, or to its own rank under its own number.
+Part = Literal["lower", "upper", "pivots", "carried"]
 
 
 class Key(NamedTuple):

@@ -10,6 +10,7 @@ NUMPY = Abilities(
     "dask_distmm.engines.numpy.engine",
     takes_on_cpus,
     frozenset(["product", "factorization"]),
+    carries=True,
     in_place=True,
     packs=True,
     keeps_gathered=True,
