@@ -164,6 +164,19 @@ def test_results_are_as_dask_makes_them(inproc_client):
             assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
 
 
+def test_chunks_that_dask_leaves_in_the_wrong_type(routed):
+    a = np.diag([4, 9, 16, 25]) + 1
+    with dask.config.set({"distmm.enabled": False}):
+        low = da.linalg.cholesky(cut(a, 2, 2), lower=True)
+    assert low.blocks[0, 1].compute().dtype == int
+    with dask.config.set({"distmm.minimum-flops": 0}):
+        x = da.linalg.solve_triangular(low, cut(np.ones(4), 2), lower=True)
+        runs, x, product = routed(x, low @ low.T)
+    assert runs > 1
+    np.testing.assert_allclose(product, a)
+    np.testing.assert_allclose(x, np.linalg.solve(np.linalg.cholesky(a), np.ones(4)))
+
+
 @pytest.mark.parametrize(
     "call",
     [
