@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is no requirement; .ci/run 
 
 import dask  # noqa: E402
 import dask.array as da  # noqa: E402
-from distributed import wait  # noqa: E402
+from distributed import Client, LocalCluster, wait  # noqa: E402
 from run_events import events  # noqa: E402
 
 import dask_distmm  # noqa: E402
@@ -215,3 +215,37 @@ def test_a_layer_learns(client, example):
     t = torch.from_numpy(x @ rng.standard_normal((5, 2)) + 1)
     losses, _ = example["fit"](da.from_array(x, chunks=(50, 5)), t, steps=15)
     assert losses[-1] < 0.1 * losses[0]
+
+
+def test_shards_are_those_of_a_dtensor(tmp_path):
+    """In a `torch.distributed` program on the workers; the rank of a worker is the number of its slab of D.
+
+    On a cluster of its own: PyTorch leaves files and a listener behind in the processes.
+    """
+    x = rng.standard_normal((40, 30))
+
+    def rank(name, store):
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        (((row, _), local),) = to_torch(name).items()
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=row, world_size=2)
+        try:
+            whole = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
+            return tuple(whole.shape), whole.full_tensor().numpy().copy()
+        finally:
+            dist.destroy_process_group()
+
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        a = client.persist(da.from_array(x, chunks=(20, 30)))
+        d = matmul(a, x.T, out_chunks=(20, 40), distributions=[None, None, dask_distmm.Slab(0)]).persist()
+        wait(d)
+        names = d.name, str(tmp_path / "store")
+        futures = [client.submit(rank, *names, workers=[w], pure=False) for w in client.nthreads()]
+        for shape, value in client.gather(futures):
+            assert shape == (40, 40)
+            assert_product(x, x.T, value)
