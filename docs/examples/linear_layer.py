@@ -47,7 +47,7 @@ def as_operand(x):
     return da.from_array(x.detach().numpy(), chunks=(max(1, -(-x.shape[0] // 4)), x.shape[1]))
 
 
-def fit(x: da.Array, t: torch.Tensor, steps: int = 60, rate: float = 0.3) -> tuple[list[float], torch.Tensor]:
+def fit(x: da.Array, t: torch.Tensor, steps: int = 15, rate: float = 1.0) -> tuple[list[float], torch.Tensor]:
     """Return the loss of each step of a gradient descent, and the weights."""
     weight = torch.zeros(t.shape[1], x.shape[1], dtype=t.dtype, requires_grad=True)
     bias = torch.zeros(t.shape[1], dtype=t.dtype, requires_grad=True)
