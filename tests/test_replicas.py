@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import dask
 import dask.array as da
@@ -25,6 +26,7 @@ from dask_distmm.errors import RunFailedError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
 from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
+from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.worker.side import WorkerSide
 from dask_distmm.testing import assert_nothing_left, assert_product, inject, make_problem, random_chunks, run_jobs
 
@@ -205,6 +207,38 @@ def test_more_than_a_worker_may_hold():
     assert min(caught.value.projected.values()) >= 400 * 400 * 8
     with pytest.raises(ProjectedMemoryError, match="all of A is to be on each worker"):
         plan(make_problem(*sizes, gathered="a"), [Worker(f"w{i}", memory_limit=limit // 3) for i in range(4)])
+
+
+# The scheduler
+
+
+def test_another_array_of_the_same_name():
+    """A name that a user gives may come again with other numbers, before anybody has looked what is still wanted."""
+
+    def task(key):
+        return SimpleNamespace(key=key, state="memory", dependents=())
+
+    async def work() -> None:
+        keys = [("x", 0, 0), ("x", 1, 0)]
+        scheduler = SimpleNamespace(tasks={key: task(key) for key in keys})
+        told = []
+        replicas = Replicas(scheduler, lambda addresses, message: told.append((addresses, message.name)))
+        problem = make_problem(((4, 3), (5,)), ((5,), (6,)), arrays=("x", "y"), gathered="a")
+        roster = [Worker("w0"), Worker("w1")]
+        places = {"a": np.zeros(2, np.int32), "b": np.zeros(1, np.int32)}
+        replicas.add(7, plan(problem, roster, places))
+        assert replicas.where(problem, roster, places)[1] == (7, 0)
+        assert replicas.where(problem, [*roster, Worker("w2")], places)[1] == (0, 0)
+        scheduler.tasks = {key: task(key) for key in keys}
+        where, runs = replicas.where(problem, roster, places)
+        assert runs == (0, 0)
+        np.testing.assert_array_equal(where["a"], places["a"])
+        replicas.transition(("x", 0, 0), "released")
+        await asyncio.sleep(0.2)
+        assert told == [(["w0", "w1"], "x")]
+        assert not len(replicas)
+
+    asyncio.run(work())
 
 
 # The worker

@@ -41,6 +41,7 @@ from dask_distmm.runtime.wire import Message
 if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed import Worker as DaskWorker
+    from distributed.scheduler import TaskState
 
 __all__ = ["ReplicaStore", "Replicas"]
 
@@ -251,11 +252,14 @@ def _seen(problem: Problem, operand: str, kept: Kept) -> Kept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Left:
-    """What a run has left: who holds it, and the keys of the chunks that Dask has."""
+    """What a run has left: who holds it, and the tasks of the chunks that Dask has.
+
+    These say which array it is: another array may later have the name that a user gave to this one.
+    """
 
     run_id: int
     holders: set[str]
-    keys: list[tuple[str, int, int]]
+    tasks: list[TaskState]
 
 
 class Replicas:
@@ -287,7 +291,8 @@ class Replicas:
             name = _array_of(made.problem, matrix)
             rows, cols = made.problem.chunk_counts(matrix)[:: -1 if made.problem.is_turned(matrix) else 1]
             before = self._held.get(name)
-            self._held[name] = _Left(run_id, holders, [(name, i, j) for i in range(rows) for j in range(cols)])
+            tasks = [self._scheduler.tasks.get((name, i, j)) for i in range(rows) for j in range(cols)]
+            self._held[name] = _Left(run_id, holders, [ts for ts in tasks if ts is not None])
             if before is not None:
                 self._tell(sorted(before.holders - holders), DropReplicas(name, before.run_id))
             # The array may have been released while the run was ending.
@@ -323,7 +328,7 @@ class Replicas:
 
     def _run(self, name: str, addresses: Sequence[str]) -> int:
         left = self._held.get(name)
-        return left.run_id if left is not None and left.holders.issuperset(addresses) else 0
+        return left.run_id if left and left.holders.issuperset(addresses) and self._wanted(left) else 0
 
     def drop(self, *names: str) -> None:
         """Have the replicas of some arrays dropped."""
@@ -364,9 +369,9 @@ class Replicas:
 
     def _wanted(self, left: _Left) -> bool:
         """Whether a chunk of an array is there or on its way, or a multiply still to run has it as operand."""
-        for ts in (self._scheduler.tasks.get(key) for key in left.keys):
-            if ts is None:
-                continue
+        for ts in left.tasks:
+            if self._scheduler.tasks.get(ts.key) is not ts:
+                continue  # forgotten
             if ts.state not in _OVER or any(d.state not in _OVER and barrier_name(d.key) for d in ts.dependents):
                 return True
         return False
