@@ -49,13 +49,14 @@ def shape_of(kind: str, n: int) -> tuple[int, int]:
 def block(large: int, dtype: str, kind: str, block_info: Any = None, seed: int = 0) -> Any:
     """Return a chunk of a random matrix; one that is to be positive definite has a large diagonal."""
     where, shape = block_info[None]["array-location"], block_info[None]["chunk-shape"]
-    xp = _module(kind)
+    xp = module(kind)
     found = xp.random.default_rng([seed, where[0][0], where[1][0]]).standard_normal(shape).astype(dtype)
     rows, cols = xp.arange(*where[0]), xp.arange(*where[1])
     return found + (rows[:, None] == cols) * xp.asarray(large, dtype)
 
 
-def _module(kind: str) -> Any:
+def module(kind: str) -> Any:
+    """Return NumPy or CuPy, by name."""
     if kind == "numpy":
         return np
     import cupy
@@ -65,7 +66,7 @@ def _module(kind: str) -> Any:
 
 def matrix(shape: tuple[int, int], chunks: Any, dtype: str, kind: str, seed: int) -> da.Array:
     """Return a persisted random matrix."""
-    meta = _module(kind).empty((0, 0), dtype)
+    meta = module(kind).empty((0, 0), dtype)
     sizes = da.core.normalize_chunks(chunks, shape)
     made = da.map_blocks(block, 2 * shape[0], dtype, kind, chunks=sizes, dtype=dtype, meta=meta, seed=seed).persist()
     wait(made)

@@ -24,6 +24,7 @@ from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
 from dask_distmm.arrays.linalg.norms import cond, matrix_rank, norm
 from dask_distmm.arrays.linalg.products import gram, symm, trmm
+from dask_distmm.arrays.linalg.randomized import svd_compressed
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
     cho_solve,
@@ -68,6 +69,7 @@ __all__ = [
     "solve",
     "solve_triangular",
     "svd",
+    "svd_compressed",
     "svdvals",
     "symm",
     "trmm",

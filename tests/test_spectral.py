@@ -96,7 +96,7 @@ def test_eigenvalues_of_all_spectra(dtype, what):
 @pytest.mark.parametrize("shape", [(40, 40), (90, 33), (33, 90)], ids=str)
 def test_singular_values_of_all_spectra(dtype, what, shape):
     a = general(what, shape, dtype)
-    for options in ({}, {"full_matrices": True}):
+    for options in ({}, {"method": "rows"}, {"full_matrices": True}):
         u, s, vh = dask.compute(*linalg.svd(lazy(a), **options))
         assert_svd(a, u, s, vh)
     np.testing.assert_allclose(linalg.svdvals(lazy(a)), s, rtol=0, atol=90 * 30 * np.finfo(dtype).eps * s[0])
@@ -238,6 +238,7 @@ def test_mistakes():
         (lambda: linalg.polar(a, "up"), "side="),
         (lambda: linalg.svd(a.astype("datetime64[s]")), "expected float32"),
         (lambda: linalg.norm(a[:0], 2), "empty"),
+        (lambda: linalg.svd_compressed(a, 31), "from 1 to 30"),
         (lambda: linalg.cond(a[:0]), "empty"),
     ):
         with pytest.raises(PlanError, match=message):
@@ -253,3 +254,28 @@ def test_explained(client):
     assert "one worker has the whole matrix" in repr(made)
     # Chunks, LAPACK's copies and its workspace.
     assert made.estimate.peak_bytes > 8 * (4 * 90 * 60 + 4 * 60 * 60)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+@pytest.mark.parametrize("shape", [(90, 40), (40, 90)], ids=str)
+def test_leading_singular_values(dtype, shape):
+    k, eps = 5, float(np.finfo(dtype).eps)
+    u, v = orthonormal(shape[0], dtype)[:, :40], orthonormal(shape[1], dtype)[:, :40]
+    values = np.geomspace(1, 1e-6, 40)
+    a = ((u * values) @ v.conj().T).astype(dtype)
+    u, s, vh = dask.compute(*linalg.svd_compressed(lazy(a), k, n_power_iter=2))
+    np.testing.assert_allclose(s, values[:k], rtol=1e3 * eps + 1e-9)
+    # Orthonormal, and as near as a matrix of this rank can be.
+    for one in (u, vh.conj().T):
+        np.testing.assert_allclose(one.conj().T @ one, np.eye(k), rtol=0, atol=1e3 * eps)
+    assert np.linalg.norm(a - u * s @ vh, 2) < 1.01 * values[k]
+
+
+def test_leading_singular_values_in_few_runs(client):
+    a = da.from_array(random((300, 30)), chunks=(100, 30))
+    before = len(events(client, "done"))
+    first = dask.compute(*linalg.svd_compressed(a, 4))
+    # A product with random vectors, one with what QR by chunks of rows makes of it, its SVD, and a product for u.
+    assert len(events(client, "done")) == before + 4
+    for mine, other in zip(first, dask.compute(*linalg.svd_compressed(a, 4)), strict=True):
+        np.testing.assert_array_equal(mine, other)

@@ -25,7 +25,7 @@ from dask_distmm.arrays.linalg.factorize import RunOptions, factorize, times
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.errors import MatrixError
 
-__all__ = ["Weights", "unitary_factor", "weights"]
+__all__ = ["Weights", "unitary_factor", "weights", "with_noise"]
 
 # Up to this weight c the Cholesky factorization is as accurate as the QR factorization (Nakatsukasa and others, 2010).
 _CHOLESKY = 100
@@ -73,7 +73,7 @@ def _scaled(a: Array, noise: float) -> Array:
     # The 2-norm is at most the root of the product of these two.
     bound = da.sqrt(da.linalg.norm(a, 1) * da.linalg.norm(a, np.inf))
     a = a / bound.map_blocks(_divisor)
-    return a.map_blocks(_with_noise, noise, dtype=a.dtype, meta=a._meta)
+    return with_noise(a, noise)
 
 
 def _divisor(size: Any) -> Any:
@@ -83,9 +83,14 @@ def _divisor(size: Any) -> Any:
     return size if size > 0 else size + 1
 
 
-def _with_noise(block: Any, noise: float, block_info: Any = None) -> Any:
-    rng = np.random.default_rng(block_info[0]["chunk-location"])
-    return block + np.asarray(noise * rng.standard_normal(block.shape), block.dtype, like=block)
+def with_noise(a: Array, deviation: float, seed: int = 0) -> Array:
+    """Return a matrix with random numbers of a standard deviation added, the same ones for the same seed and chunks."""
+    return a.map_blocks(_with_noise, deviation, seed, dtype=a.dtype, meta=a._meta)
+
+
+def _with_noise(block: Any, deviation: float, seed: int, block_info: Any = None) -> Any:
+    rng = np.random.default_rng([seed, *block_info[0]["chunk-location"]])
+    return block + np.asarray(deviation * rng.standard_normal(block.shape), block.dtype, like=block)
 
 
 def _inverse_applied(x: Array, c: float, how: RunOptions) -> Array:

@@ -100,8 +100,8 @@ def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True, **how: Unp
 
     ``method="local"``: one worker decomposes the matrix, by LAPACK's ``gesdd``, in one run. ``"columns"``: a matrix
     that is much longer than wide, or the other way round, is reduced to a square one by a QR factorization; its polar
-    decomposition is computed; one worker has the eigenvalues of its Hermitian factor. ``"auto"``: each of these steps
-    where it is expected to save time.
+    decomposition is computed; one worker has the eigenvalues of its Hermitian factor. ``"rows"``: a QR factorization by
+    chunks of rows first. ``"auto"``: each of these steps where it is expected to save time.
 
     Parameters
     ----------
@@ -140,11 +140,13 @@ def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True, **how: Unp
         found = svd(a.conj().T, compute_uv=compute_uv, **how)
         return (found[2].conj().T, found[1], found[0].conj().T) if compute_uv else found
     shared = method == "columns"
-    tall = m >= _TALL * n and (m * n >= _LARGE or shared)
+    tall = method == "rows" or (m >= _TALL * n and (m * n >= _LARGE or shared))
     if tall and not compute_uv:
         a = qr(a, "r", **how)
     elif tall:
         q, a = qr(a, **how)
+    if method == "rows":
+        del how["method"]
     by_polar = shared or _quicker_by_polar(a)
     found = _by_polar(a, compute_uv, how) if by_polar else _decomposed(a, False, compute_uv, how)
     return (times(q, found[0], how), *found[1:]) if tall and compute_uv else found

@@ -1,0 +1,73 @@
+"""The leading singular values of a Dask matrix, by random projection."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import dask.array as da
+
+from dask_distmm.arrays.kinds import any_kind
+from dask_distmm.arrays.linalg.factorize import RunOptions, matrix, times
+from dask_distmm.arrays.linalg.factors import qr
+from dask_distmm.arrays.linalg.qdwh import with_noise
+from dask_distmm.arrays.linalg.spectral import svd
+from dask_distmm.errors import PlanError
+
+__all__ = ["svd_compressed"]
+
+
+@any_kind
+def svd_compressed(
+    a: Any, k: int, n_power_iter: int = 0, n_oversamples: int = 10, seed: int = 0, **how: Unpack[RunOptions]
+) -> tuple[Any, Any, Any]:
+    """Return about the `k` largest singular values of a matrix, and their vectors.
+
+    The products of the matrix and random vectors are made orthonormal; the matrix is projected on these and
+    decomposed: N. Halko, P. G. Martinsson, J. A. Tropp, SIAM Review 53 (2011), algorithms 4.4 and 5.1. The matrix is
+    read ``2 + 2 n_power_iter`` times, each time by one collective product; persist it where it fits into memory.
+
+    Parameters
+    ----------
+    a : array, (m, n)
+        The matrix, of any shape and any chunks.
+    k : int
+        How many singular values.
+    n_power_iter : int
+        Iterations that make the result more accurate where singular values decrease slowly.
+    n_oversamples : int
+        So many more random vectors than `k` are taken.
+    seed : int
+        Of the random vectors: the same seed and the same chunks give the same result.
+
+    Returns
+    -------
+    u : array, (m, k)
+        Orthonormal columns.
+    s : array, (k,), real
+        In descending order; each at most as large as the true one, but for rounding.
+    vh : array, (k, n)
+        Orthonormal rows. The first one of the largest components of each is real and positive.
+
+    Raises
+    ------
+    PlanError
+        `k` is not within 1 and the smaller extent, or another number is negative.
+    MatrixError
+        When it is computed: an element is NaN or infinite.
+    """
+    a = matrix("a", a)
+    if not 1 <= k <= min(a.shape) or min(n_power_iter, n_oversamples, seed) < 0:
+        raise PlanError(
+            f"k={k}, n_power_iter={n_power_iter}, n_oversamples={n_oversamples}, seed={seed}: expected k from 1 to "
+            f"{min(a.shape)}, and the others not below 0"
+        )
+    m, n = a.shape
+    count, adjoint = min(k + n_oversamples, m, n), a.conj().T
+    vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
+    q, _ = qr(times(a, vectors, how), **how)
+    for _ in range(n_power_iter):
+        back, _ = qr(times(adjoint, q, how), **how)
+        q, _ = qr(times(a, back, how), **how)
+    # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
+    right, s, left = svd(times(adjoint, q, how), **how)
+    return times(q, left[:k].conj().T, how), s[:k], right[:, :k].conj().T
