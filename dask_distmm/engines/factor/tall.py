@@ -56,7 +56,8 @@ def _orthogonalize(kernels: Kernels, q: Any, *, near: bool = False) -> Any:
     gram = kernels.empty((n, n), q.dtype)
     gram[...] = 0
     kernels.herk(turned, gram)
-    gram *= -1
+    # To multiply a complex infinity by -1 is an invalid operation, to turn its sign is none.
+    kernels.xp.negative(gram, out=gram)
     if near and not _near_identity(kernels.host(kernels.triangle(gram, lower=True, unit=False))):
         return None
     if int(kernels.host(kernels.potrf(gram))[0]):
