@@ -196,7 +196,7 @@ def plan_factorization(
         raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
     participants, where = (*roster, *sources), where or {}
     counts = sorted(_rank_counts(problem, len(roster), engine))
-    found = [_consider(problem, participants, where, engine, count) for count in counts]
+    found = [_consider(problem, roster, sources, where, engine, count) for count in counts]
     found.sort(key=lambda one: one.estimate.seconds if one.estimate else 0.0)
     alternatives = tuple(one.estimate for one in found if one.estimate)
     for one in found:
@@ -226,16 +226,22 @@ def _rank_counts(problem: FactorProblem, workers: int, engine: str) -> set[int]:
 
 
 def _consider(
-    problem: FactorProblem, participants: Sequence[Worker], where: Where, engine: str, count: int
+    problem: FactorProblem,
+    roster: Sequence[Worker],
+    sources: Sequence[Worker],
+    where: Where,
+    engine: str,
+    count: int,
 ) -> FactorPlacement:
-    """Return the plan on so many ranks, with its estimate and its memory."""
+    """Return the plan on so many ranks of `roster`, with its estimate and its memory."""
+    participants = (*roster, *sources)
     width = block_width(problem.task, count, ENGINES[engine].widths)
     work = factor_plan(problem.task, count, width, carries=ENGINES[engine].carries)
     made = FactorPlacement(
         problem=problem,
         engine=engine,
         method="columns" if count > 1 else "local",
-        participants=tuple(participants),
+        participants=participants,
         ranks=tuple(range(count)),
         where=where,
         width=width,
@@ -245,8 +251,9 @@ def _consider(
     for name, table in where.items():
         held += made.gathered(name).traffic(_in_held_order(made, name, table), len(participants)).T
     if count == 1 and held.any():
-        # One rank alone is where most is.
-        made = dataclasses.replace(made, ranks=(int(held[0].argmax()),))
+        # One rank alone is where most threads are, and of these where most of the operands is.
+        best = max(range(len(roster)), key=lambda index: (roster[index].nthreads, held[0, index]))
+        made = dataclasses.replace(made, ranks=(best,))
     made = dataclasses.replace(made, owners=_owners(made))
     size = problem.dtype.itemsize
     given = sum(math.prod(map(sum, chunks)) for chunks in problem.chunks)
