@@ -22,9 +22,9 @@ from dask.array.core import Array
 
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
+from dask_distmm.arrays.linalg.leading import pca, svd_compressed
 from dask_distmm.arrays.linalg.norms import cond, matrix_rank, norm
 from dask_distmm.arrays.linalg.products import gram, symm, trmm
-from dask_distmm.arrays.linalg.randomized import svd_compressed
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
     cho_solve,
@@ -62,6 +62,7 @@ __all__ = [
     "lu_solve",
     "matrix_rank",
     "norm",
+    "pca",
     "pinv",
     "polar",
     "qr",

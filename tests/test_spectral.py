@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from run_events import events
 
 from dask_distmm import PlanError, linalg
+from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.qdwh import weights
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.factor.placement import plan_factorization
 from dask_distmm.testing import (
     assert_eigh,
     assert_nothing_left,
@@ -239,12 +242,23 @@ def test_mistakes():
         (lambda: linalg.svd(a.astype("datetime64[s]")), "expected float32"),
         (lambda: linalg.norm(a[:0], 2), "empty"),
         (lambda: linalg.svd_compressed(a, 31), "from 1 to 30"),
+        (lambda: linalg.pca(a, 31), "from 1 to 30"),
+        (lambda: linalg.pca(a[:1]), "2 rows"),
         (lambda: linalg.cond(a[:0]), "empty"),
     ):
         with pytest.raises(PlanError, match=message):
             call()
     with pytest.raises(TypeError, match="unknown option"):
         linalg.svd(a, method="auto", driver="gesvd")
+
+
+def test_where_one_worker_does_it():
+    problem = problem_of(linalg.eigvalsh(da.zeros((40, 40), chunks=20)))
+    roster, sources = [Worker("a"), Worker("b", nthreads=2), Worker("c", nthreads=2)], [Worker("d", nthreads=4)]
+    for holders, rank in ([0, 0, 0, 0], 1), ([2, 1, 2, 2], 2), ([3, 3, 3, 2], 2), ([3, 3, 3, 3], 1):
+        where = {"a": np.array(holders, np.int32)}
+        made = plan_factorization(problem, roster, where, engine="numpy", sources=sources)
+        assert made.ranks == (rank,)
 
 
 def test_explained(client):
@@ -279,3 +293,15 @@ def test_leading_singular_values_in_few_runs(client):
     assert len(events(client, "done")) == before + 4
     for mine, other in zip(first, dask.compute(*linalg.svd_compressed(a, 4)), strict=True):
         np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.parametrize("shape", [(200, 20), (20, 30)], ids=str)
+def test_principal_components(shape):
+    k, a = 7, random(shape) + 3
+    components, variances, mean = dask.compute(*linalg.pca(lazy(a), k))
+    centred = a - a.mean(axis=0)
+    np.testing.assert_allclose(mean, a.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(variances, np.linalg.svd(centred, compute_uv=False)[:k] ** 2 / (len(a) - 1), rtol=1e-10)
+    # What is left of the data in the directions of the components has their variances, and is not correlated.
+    np.testing.assert_allclose(np.cov(centred @ components.T, rowvar=False), np.diag(variances), atol=1e-10)
+    np.testing.assert_allclose(components @ components.T, np.eye(k), atol=1e-12)

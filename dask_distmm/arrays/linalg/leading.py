@@ -1,4 +1,4 @@
-"""The leading singular values of a Dask matrix, by random projection."""
+"""The leading singular values of a Dask matrix, by random projection; and principal components."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import svd
 from dask_distmm.errors import PlanError
 
-__all__ = ["svd_compressed"]
+__all__ = ["pca", "svd_compressed"]
 
 
 @any_kind
@@ -71,3 +71,43 @@ def svd_compressed(
     # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
     right, s, left = svd(times(adjoint, q, how), **how)
     return times(q, left[:k].conj().T, how), s[:k], right[:, :k].conj().T
+
+
+@any_kind
+def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> tuple[Any, Any, Any]:
+    """Return the principal components of the rows of a matrix: right singular vectors of its centred columns.
+
+    A tall matrix goes through its QR factorization (see `qr`): each chunk of rows through its Gram matrix where its
+    condition allows that, and else through reflections.
+
+    Parameters
+    ----------
+    a : array, (m, n)
+        m samples of n features; m is at least 2.
+    n_components : int, optional
+        How many; min(m, n) by default.
+
+    Returns
+    -------
+    components : array, (k, n)
+        Orthonormal rows. Where m >= n the largest element of each is positive, as in scikit-learn's ``PCA``.
+    variances : array, (k,), real
+        In descending order, of m - 1 degrees of freedom.
+    mean : array, (n,)
+        What is to be subtracted from each row before it is multiplied by the components.
+
+    Raises
+    ------
+    PlanError
+        `n_components` is not within 1 and min(m, n), or there are fewer than 2 rows.
+    MatrixError
+        When it is computed: an element is NaN or infinite.
+    """
+    a = matrix("a", a)
+    most = min(a.shape)
+    k = most if n_components is None else n_components
+    if len(a) < 2 or not 1 <= k <= most:
+        raise PlanError(f"n_components={k} of {a.shape}: expected at least 2 rows, and n_components from 1 to {most}")
+    mean = a.mean(axis=0)
+    _, s, vh = svd(a - mean, **how)
+    return vh[:k], s[:k] ** 2 / (len(a) - 1), mean

@@ -69,10 +69,11 @@ def unitary_factor(a: Array, how: RunOptions) -> Array:
 
 def _scaled(a: Array, noise: float) -> Array:
     """Return a matrix, scaled to singular values of at most 1, with noise of a standard deviation."""
-    a = a / abs(a).max().map_blocks(_divisor)
+    largest = abs(a).max()
+    a = a / largest.map_blocks(_divisor, dtype=largest.dtype, meta=largest._meta)
     # The 2-norm is at most the root of the product of these two.
     bound = da.sqrt(da.linalg.norm(a, 1) * da.linalg.norm(a, np.inf))
-    a = a / bound.map_blocks(_divisor)
+    a = a / bound.map_blocks(_divisor, dtype=bound.dtype, meta=bound._meta)
     return with_noise(a, noise)
 
 

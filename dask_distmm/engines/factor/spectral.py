@@ -92,7 +92,7 @@ def _complete(kernels: Kernels, a: Any, *, lower: bool) -> None:
 
 
 def _check_finite(kernels: Kernels, name: str, a: Any) -> None:
-    if not kernels.host(kernels.xp.isfinite(a)).all():
+    if not kernels.host(kernels.xp.isfinite(a).all()):
         raise MatrixError(f"{name} has elements that are NaN or infinite: replace or remove them first")
 
 
