@@ -11,6 +11,9 @@ import dask.array as da
 import numpy as np
 import pytest
 import zarr
+from dask.array.optimization import optimize
+from dask.core import flatten
+from dask.utils import key_split
 from distributed import Client, LocalCluster, wait
 
 import dask_distmm
@@ -18,23 +21,24 @@ from dask_distmm import ProjectedMemoryError, matmul
 from dask_distmm.arrays.outputs import result
 from dask_distmm.arrays.request import make_problem, parse
 from dask_distmm.config import dask_costs
+from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import Budget, choose
 from dask_distmm.runtime.keys import gate_barrier
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 
-def in_waves(a, b, name="sums", lazy=(True, True), **options):
+def in_waves(a, b, name="sums", lazy=(True, True), by_ranks=False, **options):
     """A product in waves of a certain scheme, as workers would make it that have so little memory that it is taken."""
     request = parse(a, b, **options)
     problem = make_problem(request)
     for exponent in range(28, 60):
         workers = [Worker(f"w{number}", 1, int(2 ** (exponent / 2))) for number in range(2)]
         try:
-            scheme = choose(problem, workers, lazy, Budget(0.6, 0.7, 1e6), dask_costs())
+            scheme = choose(problem, workers, lazy, Budget(0.6, 0.7, 1e6), dask_costs(), by_ranks=(by_ranks, by_ranks))
         except ProjectedMemoryError:
             continue
-        if scheme.name == name and len(scheme.waves) > 2:
+        if scheme.name == name and len(scheme.waves) > 2 and scheme.by_ranks == by_ranks:
             return result(problem, request.a, request.b, [x for _, x in request.extras], scheme)
     raise AssertionError(f"never in {name}")
 
@@ -50,12 +54,14 @@ def lazy(x, chunks):
     return da.from_array(x, chunks=chunks).map_blocks(np.copy, dtype=x.dtype)
 
 
+SHAPES = {"sums": (60, 4000, 50), "rows": (4000, 60, 50), "cols": (50, 60, 4000), "blocks": (240, 240, 240)}
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "complex128", "int32", "int8", "float16"])
-@pytest.mark.parametrize("name", ["sums", "rows", "cols", "blocks"])
+@pytest.mark.parametrize("name", sorted(SHAPES))
 def test_every_scheme(inproc_client, name, dtype):
     rng = np.random.default_rng(5)
-    shapes = {"sums": (60, 4000, 50), "rows": (4000, 60, 50), "cols": (50, 60, 4000), "blocks": (480, 480, 480)}
-    m, k, n = shapes[name]
+    m, k, n = SHAPES[name]
     a, b = (rng.integers(-9, 9, shape).astype(dtype) for shape in ((m, k), (k, n)))
     if dtype == "complex128":
         b = b * 1j
@@ -63,6 +69,49 @@ def test_every_scheme(inproc_client, name, dtype):
     got = in_waves(lazy(a, cut), lazy(b, cut), name).compute()
     assert got.dtype == np.result_type(a, b)
     assert_product(a, b, got)
+
+
+def stored(x, chunks, folder):
+    """An array in a store, whose chunks ranks can read by themselves."""
+    at = zarr.create_array(str(folder / f"{len(list(folder.iterdir()))}.zarr"), data=x, chunks=chunks)
+    return da.from_zarr(at)
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_every_scheme_by_ranks(inproc_client, tmp_path, name, dtype):
+    """Ranks read chunks themselves: no task does, and what comes out is the same."""
+    rng = np.random.default_rng(5)
+    m, k, n = SHAPES[name]
+    a, b = ((rng.standard_normal(shape) + 1j * rng.standard_normal(shape)) for shape in ((m, k), (k, n)))
+    a, b = ((x if dtype == "complex64" else x.real).astype(dtype) for x in (a, b))
+    cut = 60 if name == "blocks" else 300
+    streamed = [stored(x, tuple(min(cut, size) for size in x.shape), tmp_path) for x in (a, b)]
+    assert all(map(can_be_made, streamed))
+    d = in_waves(*streamed, name, by_ranks=True)
+    keys = {key_split(key) for key in dict(optimize(d.dask, list(flatten(d.__dask_keys__()))))}
+    # A resident operand is loaded by Dask.
+    assert len([key for key in keys if key.startswith("from-zarr")]) == (name in ("rows", "cols"))
+    assert_product(a, b, d.compute())
+
+
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_gram_by_ranks(inproc_client, tmp_path, kind):
+    """Each chunk is read once and used on both sides; D has several chunks; a part of D is a product of its own."""
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((2000, 90)) + (1j * rng.standard_normal((2000, 90)) if kind == "complex" else 0)
+    lazy_x = stored(x, (300, 45), tmp_path)
+    d = in_waves(lazy_x.T.conj(), lazy_x, by_ranks=True)
+    assert_product(x.T.conj(), x, d.compute())
+    assert_product(x.T.conj()[:45], x, d[:45].compute())
+
+
+def test_operands_of_one_source_by_ranks(inproc_client):
+    """A and B are made of the same chunks, and differ."""
+    x = da.random.default_rng(6).random((2000, 60), chunks=(300, 60))
+    expected = x.compute()
+    d = in_waves((x + 1).T, x * 2, by_ranks=True)
+    assert_product(expected.T + 1, expected * 2, d.compute())
 
 
 def test_gram_of_centered_columns(inproc_client):
@@ -76,15 +125,18 @@ def test_gram_of_centered_columns(inproc_client):
     assert_product(expected.T, expected, d.compute())
 
 
-def test_formula_and_outputs(inproc_client):
+@pytest.mark.parametrize("by_ranks", [False, True])
+def test_formula_and_outputs(inproc_client, tmp_path, by_ranks):
     """alpha, beta, C, bias and activation are applied once, at the end; auxiliary outputs come too."""
     rng = np.random.default_rng(7)
     for (m, k, n), name in (((60, 6000, 50), "sums"), ((6000, 60, 50), "rows")):
         a, b, c = rng.standard_normal((m, k)), rng.standard_normal((k, n)), rng.standard_normal((m, n))
         bias = rng.standard_normal(n)
+        operands = [stored(x, (min(300, len(x)), min(300, x.shape[1])), tmp_path) for x in (a, b)]
+        operands = operands if by_ranks else [lazy(a, 300), lazy(b, 300)]
         d, aux = in_waves(
-            lazy(a, 300), lazy(b, 300), name, c=lazy(c, 300), alpha=0.5, beta=2.0, epilog="relu_aux_bias",
-            epilog_inputs={"bias": bias},
+            *operands, name, by_ranks=by_ranks, c=lazy(c, 300), alpha=0.5, beta=2.0,
+            epilog="relu_aux_bias", epilog_inputs={"bias": bias},
         )  # fmt: skip
         x = 0.5 * a @ b + 2 * c + bias
         got, mask = dask.compute(d, aux["relu_aux"])
@@ -106,10 +158,12 @@ def test_persisted_operands_and_parts(inproc_client):
     assert_product(a @ b, b.T, again.compute())
 
 
-def test_without_a_cluster():
+@pytest.mark.parametrize("by_ranks", [False, True])
+def test_without_a_cluster(tmp_path, by_ranks):
     rng = np.random.default_rng(9)
     a, b = rng.standard_normal((60, 6000)), rng.standard_normal((6000, 50))
-    d = in_waves(lazy(a, 300), lazy(b, 300))
+    operands = [stored(a, (60, 300), tmp_path), stored(b, (300, 50), tmp_path)]
+    d = in_waves(*(operands if by_ranks else [lazy(a, 300), lazy(b, 300)]), by_ranks=by_ranks)
     for scheduler in ("sync", "threads"):
         assert_product(a, b, d.compute(scheduler=scheduler))
 

@@ -9,6 +9,7 @@ from dask_distmm.arrays.request import Request
 from dask_distmm.arrays.views import under
 from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.waves import Budget, Scheme, WavePlan, choose
 from dask_distmm.runtime.client import Snapshot, snapshot
@@ -88,7 +89,10 @@ def _scheme(request: Request, problem: Problem, client: Client, budget: Budget) 
         return None
     lazy_a, lazy_b = (where is None for where in known.placed)
     try:
-        return choose(problem, known.workers, (lazy_a, lazy_b), budget, dask_costs(), engine=known.engines)
+        can_a = lazy_a and can_be_made(arrays[0])
+        can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1])
+        lazy, can = (lazy_a, lazy_b), (can_a, can_b)
+        return choose(problem, known.workers, lazy, budget, dask_costs(), engine=known.engines, by_ranks=can)
     except (PlanError, ProjectedMemoryError) as error:
         request.logger.info("%s", error)
         return None

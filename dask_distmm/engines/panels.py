@@ -14,7 +14,7 @@ from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.sums import is_gram
 
-__all__ = ["ChunkBlock", "Panel", "chunk_blocks_of", "coalesce", "panels", "split_at_chunks", "twins"]
+__all__ = ["ChunkBlock", "Panel", "chunk_blocks_of", "coalesce", "pairs", "panels", "split_at_chunks", "twins"]
 
 
 class ChunkBlock(NamedTuple):
@@ -45,17 +45,9 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     Every element of ``A[rows, depth]`` and ``B[depth, cols]`` is in exactly one piece. Panels that need
     nothing from others come first; the rest begins at another place on each rank.
     """
-    _, q, s = plan.grid
-    i, j, depth = plan.coords(rank)
     k0, k1 = plan.k_range(rank)
-    problem = plan.problem
-    grids = operand_grids(plan)
-    pieces: list[ChunkBlock] = []
-    for operand, chunks, part in ((0, problem.a_chunks, i * s + depth), (1, problem.b_chunks, depth * q + j)):
-        for c in redistribution(ChunkGrid(chunks), grids[operand]).for_dst(part):
-            pieces.append(ChunkBlock(operand, c.src, c.src_row, c.src_col, c.nrows, c.ncols, c.row, c.col))
-
-    width = panel_width(problem, plan.region(rank), k1 - k0)
+    pieces = _pieces(plan, rank)
+    width = panel_width(plan.problem, plan.region(rank), k1 - k0)
     edges = {k0, k1}
     for piece in pieces:
         edges.add(piece.col if piece.operand == 0 else piece.row)
@@ -72,6 +64,45 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     turn = rank * len(made) // len(plan.ranks)
     order = sorted(range(len(made)), key=lambda x: (bool(made[x].remote), (x - turn) % len(made)))
     return [made[x] for x in order]
+
+
+def _pieces(plan: Plan, rank: int) -> list[ChunkBlock]:
+    """Return the parts of chunks that a rank multiplies, first those of A."""
+    _, q, s = plan.grid
+    i, j, depth = plan.coords(rank)
+    grids, problem = operand_grids(plan), plan.problem
+    return [
+        ChunkBlock(operand, c.src, c.src_row, c.src_col, c.nrows, c.ncols, c.row, c.col)
+        for operand, chunks, part in ((0, problem.a_chunks, i * s + depth), (1, problem.b_chunks, depth * q + j))
+        for c in redistribution(ChunkGrid(chunks), grids[operand]).for_dst(part)
+    ]
+
+
+def pairs(plan: Plan, rank: int) -> list[tuple[ChunkBlock, list[ChunkBlock]]]:
+    """Return the parts of chunks that a rank multiplies where it makes chunks itself, so ordered that few are held.
+
+    Each part of the operand whose chunks it makes, of A where it makes both, comes with those of the other one along
+    the same k, and all follow k.
+    """
+    outer = 0 if plan.problem.by_ranks[0] else 1
+    own, other = ([piece for piece in _pieces(plan, rank) if piece.operand == number] for number in (outer, 1 - outer))
+    own.sort(key=_along)
+    other.sort(key=_along)
+    return [
+        (piece, [one for one in other if _depth(one)[0] < _depth(piece)[1] and _depth(piece)[0] < _depth(one)[1]])
+        for piece in own
+    ]
+
+
+def _along(piece: ChunkBlock) -> tuple[int, int]:
+    """Return where a part of a chunk begins, first along k."""
+    return (piece.col, piece.row) if piece.operand == 0 else (piece.row, piece.col)
+
+
+def _depth(piece: ChunkBlock) -> tuple[int, int]:
+    """Return the range of k of a part of a chunk."""
+    start, size = (piece.col, piece.cols) if piece.operand == 0 else (piece.row, piece.rows)
+    return start, start + size
 
 
 def twins(plan: Plan, pieces: Sequence[ChunkBlock]) -> tuple[list[ChunkBlock], list[tuple[ChunkBlock, int]]]:

@@ -46,6 +46,7 @@ from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import barrier_key, output_name, part_name
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.questions import Supported
+from dask_distmm.runtime.sources import Sources
 from dask_distmm.runtime.wire import ask
 
 __all__ = ["ProductLayer", "RunTask", "TasksLayer", "barrier", "build_graph", "build_output", "chunk"]
@@ -287,7 +288,7 @@ class Alone:
         self.chunks = chunks
 
 
-def barrier(wire: dict[str, Any], *inputs: Sequence[Any]) -> Alone:
+def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | Sources, gate: None = None) -> Alone:
     """Multiply in this process, where there is no cluster.
 
     On a worker it has the plugin installed on the scheduler, which takes this task then: a scheduler that was started
@@ -298,7 +299,9 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any]) -> Alone:
     wire
         The problem.
     inputs
-        For each operand (B not where it is A) its chunks.
+        For each operand (B not where it is A) its chunks, or the tasks that make them.
+    gate
+        For nothing but to wait for it.
 
     Raises
     ------
@@ -328,13 +331,18 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any]) -> Alone:
     raise Reschedule
 
 
-def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any]]) -> Alone:
+def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | Sources]) -> Alone:
     if (workers := problem.demand.workers) not in (None, 1):
         raise PlanError(
             f"workers={workers!r} was asked for, and this is computed without a cluster; compute it with a "
             "distributed.Client, or leave workers out"
         )
-    found = dict(zip(problem.inputs, inputs, strict=True))
+    found = {
+        name: [task() for task in given.tasks] if isinstance(given, Sources) else given
+        for name, given in zip(problem.inputs, inputs, strict=True)
+    }
+    if isinstance(problem, Problem):
+        problem = dataclasses.replace(problem, by_ranks=(False, False))
     operands = {
         name: [x.T if problem.is_turned(name) else x for x in found[problem.source_of(name)]]
         for name in problem.operands

@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 
-__all__ = ["Streams", "after", "opened", "stream"]
+__all__ = ["Streams", "after", "opened", "self_contained", "stream"]
 
 Key = Any
+# Arrays of more bytes are not sent about with tasks.
+_SMALL = 2**16
 _Waves = dict[int, tuple[int, int]]  # by visit: the first and the last wave that need a task
 
 
@@ -40,6 +42,44 @@ class Streams:
 
     tasks: dict[Key, GraphNode]
     names: list[dict[Key, Key]]
+
+
+def self_contained(upstream: Mapping[Key, GraphNode], keys: Iterable[Key]) -> dict[Key, Task] | None:
+    """Return the tasks that make chunks, if each needs the result of no other task and is small; else None.
+
+    Parameters
+    ----------
+    upstream
+        The tasks that make the chunks, fused.
+    keys
+        The keys of the chunks.
+    """
+    found: dict[Key, Task] = {}
+    for key in keys:
+        task = upstream.get(key)
+        while isinstance(task, Alias):
+            task = upstream.get(task.target)
+        if not isinstance(task, Task):
+            return None
+        # Such as an open store.
+        needed = [upstream.get(dependency) for dependency in task.dependencies]
+        if not all(isinstance(one, DataNode) for one in needed) or any(map(_has_data, (task, *needed))):
+            return None
+        found[key] = Task.fuse(*needed, task, key=task.key) if needed else task
+    return found
+
+
+def _has_data(node: Any) -> bool:
+    """Whether a task brings an array along, which then travels with it."""
+    if isinstance(node, DataNode):
+        return _has_data(node.value)
+    if isinstance(node, Task):
+        return any(map(_has_data, (*node.args, *node.kwargs.values())))
+    if isinstance(node, Mapping):
+        return any(map(_has_data, node.values()))
+    if isinstance(node, list | tuple):
+        return any(map(_has_data, node))
+    return isinstance(node, np.ndarray) and node.nbytes > _SMALL
 
 
 def stream(

@@ -20,15 +20,17 @@ from typing import Any
 from dask._task_spec import GraphNode, List, Task, TaskRef, convert_legacy_graph
 from dask.array.optimization import optimize
 from dask.base import tokenize
+from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 
 from dask_distmm.graph.build import RunTask, TasksLayer, barrier, chunk
-from dask_distmm.graph.streams import opened, stream
+from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
 from dask_distmm.planning.waves import Scheme, wave_problem
 from dask_distmm.runtime.keys import barrier_key, gate_key, output_name
+from dask_distmm.runtime.sources import Sources
 
-__all__ = ["WavesLayer", "build_wave_output", "build_waves"]
+__all__ = ["WavesLayer", "build_wave_output", "build_waves", "can_be_made"]
 
 
 class WavesLayer(TasksLayer):
@@ -73,6 +75,52 @@ class WavesLayer(TasksLayer):
         return found if self.only is None else _needed(found, self.only)
 
     def _all_tasks(self) -> dict[Any, GraphNode]:
+        return self._tasks_by_ranks() if self.scheme.by_ranks else self._tasks_behind_gates()
+
+    def _tasks_by_ranks(self) -> dict[Any, GraphNode]:
+        """Return the tasks where ranks make the chunks that are streamed."""
+        tasks: dict[str, Mapping[Any, Task]] = {}
+        for name in filter(self._is_streamed, "ab"):
+            # Each operand by itself, as `can_be_made` has looked at it: what both are made of is made for each.
+            streamed = {key for number in range(len(self.problems)) for key in self._inputs(number, name)}
+            array = self.arrays[name][0]
+            tasks.setdefault(array, _tasks_of(self.upstream, list(streamed)) or {})
+        found: dict[Any, GraphNode] = {}
+        for number in range(len(self.problems)):
+            inputs = [
+                Sources([tasks[self.arrays[operand][0]][key] for key in self._inputs(number, operand)])
+                if self._is_streamed(operand)
+                else List(*map(TaskRef, self._inputs(number, operand)))
+                for operand in self.problems[number].inputs
+            ]
+            found |= self._run_of(number, inputs, behind=True)
+        return found
+
+    def _run_of(self, number: int, inputs: Sequence[Any], *, behind: bool) -> dict[Any, GraphNode]:
+        """Return the tasks of one wave but for those that make its inputs.
+
+        Parameters
+        ----------
+        number
+            Of the wave.
+        inputs
+            The arguments of its barrier.
+        behind
+            Whether the barrier itself waits for the gate of the wave before the last one.
+        """
+        problem, gates = self.problems[number], [gate_key(problem.name) for problem in self.problems]
+        before, ncols = barrier_key(problem.name), self.whole.chunk_counts("d")[1]
+        waits = {"gate": TaskRef(gates[number - 2])} if behind and number >= 2 else {}
+        found: dict[Any, GraphNode] = {before: RunTask(before, barrier, problem.to_wire(), *inputs, **waits)}
+        if number + 2 < len(gates):
+            found[gates[number]] = RunTask(gates[number], opened)
+        for index, at in enumerate(problem.numbers("").tolist()):
+            key = (problem.result_name, *divmod(at, ncols))
+            found[key] = RunTask(key, chunk, "", index, TaskRef(before))
+        return found
+
+    def _tasks_behind_gates(self) -> dict[Any, GraphNode]:
+        """Return the tasks where Dask makes the chunks that are streamed, each behind a gate."""
         waves = self.scheme.waves
         streamed = [
             {key for name in "ab" if self._is_streamed(name) for key in self._inputs(number, name)}
@@ -87,20 +135,13 @@ class WavesLayer(TasksLayer):
             upstream, streamed, visits, gates, tokenize(self.whole.name)[:8], lambda task: isinstance(task, RunTask)
         )
         found: dict[Any, GraphNode] = dict(streams.tasks)
-        for number, (problem, gate) in enumerate(zip(self.problems, gates, strict=True)):
+        for number, problem in enumerate(self.problems):
             inputs = []
             for operand in problem.inputs:
                 keys = self._inputs(number, operand)
                 names = streams.names[number] if self._is_streamed(operand) else {}
                 inputs.append(List(*(TaskRef(names.get(key, key)) for key in keys)))
-            before = barrier_key(problem.name)
-            found[before] = RunTask(before, barrier, problem.to_wire(), *inputs)
-            if number + 2 < len(waves):
-                found[gate] = RunTask(gate, opened)
-            ncols = self.whole.chunk_counts("d")[1]
-            for index, at in enumerate(problem.numbers("").tolist()):
-                key = (problem.result_name, *divmod(at, ncols))
-                found[key] = RunTask(key, chunk, "", index, TaskRef(before))
+            found |= self._run_of(number, inputs, behind=False)
         return found | self._missing(found, upstream)
 
     def _missing(self, found: Mapping[Any, GraphNode], upstream: Mapping[Any, GraphNode]) -> dict[Any, GraphNode]:
@@ -158,6 +199,16 @@ def _needed(tasks: Mapping[Any, GraphNode], keys: Collection[Any]) -> dict[Any, 
     return found
 
 
+def can_be_made(array: Any) -> bool:
+    """Whether ranks can make the chunks of a lazy Dask array: each of them by one task that needs no other."""
+    keys = list(flatten(array.__dask_keys__()))
+    return _tasks_of(array.dask, keys) is not None
+
+
+def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | None:
+    return self_contained(convert_legacy_graph(dict(optimize(graph, keys))), keys)
+
+
 def build_waves(problem: Problem, scheme: Scheme, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:
     """Return the graph of D under the array name ``problem.name``.
 
@@ -173,7 +224,10 @@ def build_waves(problem: Problem, scheme: Scheme, a: Any, b: Any, extras: Sequen
     arrays = {name: (array.name, turned.get(name, False)) for name, array in operands.items()}
     upstream = HighLevelGraph.merge(*(array.dask for array in operands.values()))
     layer = WavesLayer(problem, scheme, arrays, upstream)
-    return HighLevelGraph.from_collections(problem.name, layer, dependencies=list(operands.values()))
+    made = {name for name, streamed in zip("ab", scheme.streamed, strict=True) if streamed and scheme.by_ranks}
+    # Culling keeps the layers before one that needs no key of theirs.
+    needed = [array for name, array in operands.items() if name not in made]
+    return HighLevelGraph.from_collections(problem.name, layer, dependencies=needed)
 
 
 def build_wave_output(problem: Problem, scheme: Scheme, output: str, d: Any) -> HighLevelGraph:

@@ -51,6 +51,8 @@ class Abilities:
         Whether it matters which memory order the chunks have.
     in_place
         Whether it adds a product to earlier sums where these lie, so that they are of no use once a run has begun.
+    makes
+        Whether its ranks can make chunks of A and B themselves, when they need them.
     packs
         Whether it copies small chunks into panels before it multiplies (`memory.packing`).
     keeps_gathered
@@ -96,6 +98,7 @@ class Abilities:
     encrypted: bool = True
     minds_order: bool = False
     in_place: bool = False
+    makes: bool = False
     packs: bool = False
     keeps_gathered: bool = False
     library: str = ""

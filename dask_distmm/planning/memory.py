@@ -19,7 +19,7 @@ from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Packing, Plan, Rect
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["chunk_bytes", "operand_grids", "packing", "panel_width", "spread"]
+__all__ = ["chunk_bytes", "is_by_ranks", "made_ahead", "operand_grids", "packing", "panel_width", "spread"]
 
 # A panel of k narrower than this keeps BLAS from its speed.
 _LEAST_WIDTH = 384
@@ -71,6 +71,8 @@ def chunk_bytes(problem: Problem, operand: str) -> NDArray[np.int64]:
 def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return how many bytes of A or B each participant has, from the bytes of its chunks."""
     where, npart = plan.where.get(operand), len(plan.participants)
+    if is_by_ranks(plan.problem, operand):
+        return _in_the_making(plan, operand, sizes)
     if where is None:
         # As evenly as whole chunks can be shared out.
         return np.full(npart, sizes.sum() / len(sizes) * -(-len(sizes) // npart))
@@ -79,3 +81,24 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
         held[list(plan.ranks)] = sizes.sum()
         return held
     return np.bincount(where, sizes, npart).astype(np.float64)
+
+
+def _in_the_making(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return how many bytes each rank holds of an operand whose chunks it makes: some ahead, and those in use."""
+    problem, held = plan.problem, np.zeros(len(plan.participants))
+    rows, cols = problem.chunk_counts(operand)
+    # Both operands' chunks at one place of k are in use together.
+    in_use = (rows if operand == "a" else cols) if all(problem.by_ranks) else 1
+    for index in plan.ranks:
+        held[index] = min(len(sizes), in_use + made_ahead(plan.participants[index].nthreads)) * sizes.max()
+    return held
+
+
+def is_by_ranks(problem: Problem, operand: str) -> bool:
+    """Whether ranks make an operand's chunks themselves when they need them."""
+    return operand in ("a", "b") and problem.by_ranks["ab".index(operand)]
+
+
+def made_ahead(threads: int) -> int:
+    """Return how many chunks a rank of so many threads makes before it needs them."""
+    return threads + 1

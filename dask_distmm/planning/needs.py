@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.chunk_order import free_axes
-from dask_distmm.planning.memory import operand_grids
+from dask_distmm.planning.memory import is_by_ranks, operand_grids
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
@@ -45,7 +45,10 @@ def _of_operand(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArray[
     needed = np.outer(rows, depth) if operand == "a" else np.outer(depth, cols)
     where, parts = made.where.get(operand), operand_grids(made)["ab".index(operand)]
     held: NDArray[Any]
-    if where is None and needed.size > 1 and _lies_in_slabs(problem, operand, needed.shape):
+    if is_by_ranks(problem, operand):
+        # They come from their source as others come from other workers.
+        held = np.zeros((npart, *needed.shape))
+    elif where is None and needed.size > 1 and _lies_in_slabs(problem, operand, needed.shape):
         held = np.zeros((npart, needed.size))
         np.fill_diagonal(held, needed.ravel())
         held = held.reshape(npart, *needed.shape)

@@ -84,10 +84,8 @@ class Problem:
         What the run needs of the client's configuration.
     array
         What the chunks of D are: ``"numpy"`` or ``"cupy"``.
-    extras
-        Further arrays that the formula reads.
-    formula
-        The formula but for the product.
+    extras, formula
+        Further arrays that the formula reads, and the formula but for the product.
     compute
         How it is multiplied, one of `COMPUTE_TYPES`; empty for as usual.
     distributions
@@ -104,6 +102,8 @@ class Problem:
         Whether other runs go on with D, or it goes on with others': chunks must lie where those of all such runs do.
     gathered
         The operand, ``"a"`` or ``"b"``, that every worker is to keep whole after the run; empty for none.
+    by_ranks
+        Whether ranks make the chunks of A and of B themselves when they need them; none is in memory before.
     """
 
     kind: ClassVar[str] = "product"
@@ -132,6 +132,7 @@ class Problem:
     part: Part | None = None
     stationary: bool = False
     gathered: str = ""
+    by_ranks: tuple[bool, bool] = (False, False)
 
     def __post_init__(self) -> None:
         if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
@@ -351,7 +352,7 @@ def _fields(wire: Any) -> dict[str, Any]:
         fields["grid"] = (p, q, s)
     array_a, array_b = map(str, fields["arrays"])
     fields["arrays"] = array_a, array_b
-    for key in ("turned", "conjugated"):
+    for key in ("turned", "conjugated", "by_ranks"):
         of_a, of_b = map(bool, fields[key])
         fields[key] = of_a, of_b
     fields["stationary"] = bool(fields["stationary"])

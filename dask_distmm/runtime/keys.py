@@ -26,6 +26,8 @@ from typing import Any
 
 from dask._task_spec import Task, TaskRef
 
+from dask_distmm.runtime.sources import Sources
+
 __all__ = [
     "GROUP_PREFIX",
     "barrier_key",
@@ -109,9 +111,10 @@ def parse_group_key(key: Any) -> int | None:
 
 
 def operand_keys(barrier: Task) -> tuple[Any, list[list[Any]]]:
-    """Return the problem of a barrier, as plain types, and for each of its inputs the keys of the chunks.
+    """Return the problem of a barrier, as plain types, and for each of its inputs the chunks' keys, or their tasks.
 
     The optimizer may have renamed what the barrier depends on, but not reordered it.
     """
     wire, *inputs = barrier.args
-    return wire, [[ref.key if isinstance(ref, TaskRef) else ref for ref in found.args] for found in inputs]
+    lists = [found.tasks if isinstance(found, Sources) else found.args for found in inputs]
+    return wire, [[ref.key if isinstance(ref, TaskRef) else ref for ref in found] for found in lists]

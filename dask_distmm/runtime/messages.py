@@ -103,11 +103,11 @@ class Prepare(Call[Vote]):
     Parameters
     ----------
     run_id, me, plan
-        Number of the run, which participant of the plan this worker is, and the plan as `Plan.to_wire` gives it.
+        Number of the run, which participant this worker is, and the plan as `Plan.to_wire` gives it.
     keys
         For each operand of which this worker has chunks their keys, in the order of the chunks' numbers.
-    check_orders
-        Whether to refuse a plan for other memory orders than those of the chunks.
+    check_orders, sources
+        Whether to refuse a plan for other memory orders than the chunks', and tasks that make chunks here, pickled.
     """
 
     operation, answer = "distmm_prepare", Vote
@@ -116,6 +116,7 @@ class Prepare(Call[Vote]):
     plan: Mapping[str, Any]
     keys: Mapping[str, Sequence[Any]]
     check_orders: bool = False
+    sources: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,10 @@ from dask_distmm.engines.numpy.answer import Answer
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.factor import NumpyFactorJob
 from dask_distmm.engines.numpy.inputs import Inputs
-from dask_distmm.engines.numpy.sums import Block, Sums, pack, placed_block
+from dask_distmm.engines.numpy.streaming import Streamed
+from dask_distmm.engines.numpy.sums import Block, Sums, pack, part_of, placed_block
 from dask_distmm.engines.panels import ChunkBlock, Panel, panels, twins
+from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.conversions import stored
 from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
@@ -116,7 +118,11 @@ class NumpyJob:
             return {}
         started = time.perf_counter()
         with blas_threads(self.plan.participants[self.me].nthreads):
-            self._multiply()
+            if any(self.plan.problem.by_ranks):
+                streamed = Streamed(self.plan, self.me, self.chunks, self._ask, self._check)
+                self.timings["load"] = streamed.multiply(self._sums, self.progress)
+            else:
+                self._multiply()
         self.timings["multiply"] = time.perf_counter() - started
         _open(self._available["partial"])
         if self.plan.grid[2] > 1:
@@ -150,7 +156,8 @@ class NumpyJob:
         packing = self.plan.packing
         operands: tuple[list[Block], list[Block]] = ([], [])
         for piece in panel.local:
-            operands[piece.operand].append(placed_block(piece, self._chunk(piece)))
+            chunk = self.chunks["ab"[piece.operand], piece.chunk]
+            operands[piece.operand].append(placed_block(piece, part_of(chunk, piece)))
         before = (0, 0)
         if asked and not (packing.a or packing.b):
             # Chunks that are here need no waiting.
@@ -252,10 +259,6 @@ class NumpyJob:
         target = self.result["", index][rect[0] - top : rect[1] - top, rect[2] - left : rect[3] - left]
         _round_into(target, target + data if onto else data)
 
-    def _chunk(self, piece: ChunkBlock) -> NDArray[Any]:
-        chunk = self.chunks["ab"[piece.operand], piece.chunk]
-        return chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols]
-
     # Matrices between participants
 
     def _ask(self, peer: int, pieces: list[ChunkBlock]) -> Answer:
@@ -344,7 +347,8 @@ class NumpyEngine:
     ) -> NumpyJob | NumpyFactorJob:
         """Return participant `me`'s side of a run."""
         for (operand, number), chunk in chunks.items():
-            if not isinstance(chunk, np.ndarray) or chunk.ndim != 2:
+            made = not isinstance(chunk, SourceChunk)  # else looked at later
+            if made and (not isinstance(chunk, np.ndarray) or chunk.ndim != 2):
                 raise EngineError(
                     f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the numpy engine needs "
                     "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray)"

@@ -15,7 +15,7 @@ from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.sums import is_gram
 
-__all__ = ["Block", "Sums", "pack", "placed_block"]
+__all__ = ["Block", "Sums", "pack", "part_of", "placed_block"]
 
 
 class Block(NamedTuple):
@@ -31,6 +31,11 @@ class Block(NamedTuple):
 def placed_block(piece: ChunkBlock, data: NDArray[Any]) -> Block:
     """Return the numbers of a part of a chunk with their place in the panel."""
     return Block(piece.row, piece.row + piece.rows, piece.col, piece.col + piece.cols, data)
+
+
+def part_of(chunk: NDArray[Any], piece: ChunkBlock) -> NDArray[Any]:
+    """Return the numbers of a part of a chunk."""
+    return chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols]
 
 
 def pack(blocks: list[Block], problem: Problem, *, conjugated: bool) -> Block:

@@ -12,6 +12,7 @@ NUMPY = Abilities(
     frozenset(["product", "factorization"]),
     carries=True,
     in_place=True,
+    makes=True,
     packs=True,
     keeps_gathered=True,
 )

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.planning.memory import chunk_bytes, panel_width, spread
+from dask_distmm.planning.memory import chunk_bytes, is_by_ranks, panel_width, spread
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.sums import goes_on, is_gram
@@ -112,6 +112,14 @@ def project(plan: Plan) -> dict[str, int]:
         else:
             # Chunks are summed into in place; parts of them that others compute come on top.
             total[index] += max(0.0, owned[rank] - kept[rank] * problem.itemsize("d"))
+        if any(problem.by_ranks):
+            # All that it needs of the other operand is there from the start.
+            total[index] += sum(
+                extent * (k1 - k0) * problem.itemsize(name)
+                for name, extent in (("a", r1 - r0), ("b", c1 - c0))
+                if not is_by_ranks(problem, name)
+            )
+            continue
         width = panel_width(problem, (r0, r1, c0, c1), k1 - k0)
         panel = width * ((r1 - r0) + (c1 - c0)) * compute
         if plan.packing.a:

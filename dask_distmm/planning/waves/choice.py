@@ -14,6 +14,7 @@ from dask_distmm.config import DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.dask_tasks import around
 from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.engines import engines
 from dask_distmm.planning.memory import chunk_bytes
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan
@@ -24,8 +25,10 @@ __all__ = ["Budget", "choose"]
 
 # With fewer waves too much time would go by before the first one can be multiplied, and after the last was loaded.
 _FEWEST = 8
-# More of them than this and the time around each run is what counts.
+# More of them than this and the time around each run is what counts (seconds of a wave).
 _SHORTEST = 0.1
+# Where ranks make chunks themselves memory does not limit a wave: so long ones are lost with a worker (seconds).
+_LONGEST = 4.0
 # A panel in flight takes this share of the budget at most.
 _PANEL_SHARE = 16
 # D is cut into so many blocks along an axis.
@@ -64,6 +67,7 @@ def choose(
     costs: DaskCosts,
     *,
     engine: str | Sequence[str] = "numpy",
+    by_ranks: tuple[bool, bool] = (False, False),
 ) -> Scheme:
     """Return the quickest scheme that fits into the memory of the workers.
 
@@ -81,6 +85,8 @@ def choose(
         What Dask takes around a run.
     engine
         As for `plan`.
+    by_ranks
+        For A and B whether ranks can make its chunks.
 
     Raises
     ------
@@ -93,9 +99,9 @@ def choose(
         raise PlanError(f"{problem.name} can't be made in waves: {reason}")
     found: list[Scheme] = []
     methods = METHODS if problem.method == "auto" else (problem.method,)
-    for sketch in _sketches(problem, lazy):
-        if sketch.name == "blocks" and found and found[-1].name == "blocks":
-            break  # those that follow read more
+    for sketch in _sketches(problem, lazy, by_ranks if _make(engine) else (False, False)):
+        if sketch.name == "blocks" and any(one.name == "blocks" and one.by_ranks == sketch.by_ranks for one in found):
+            continue  # it reads more
         fitting = _Fitting(problem, workers, budget, costs, engine, lazy, sketch)
         schemes = [fitting.scheme(method) for method in methods] if fitting.may_fit() else []
         found += [scheme for scheme in schemes if scheme is not None]
@@ -131,6 +137,7 @@ class _Sketch:
     k: int
     axis: str
     streamed: tuple[bool, bool]
+    by_ranks: bool = False
 
 
 def _edges(problem: Problem, axis: str) -> tuple[int, ...]:
@@ -151,7 +158,20 @@ def _grouped(edges: Sequence[int], groups: int) -> tuple[int, ...]:
     return tuple(edges[round(i * count / groups)] for i in range(groups + 1))
 
 
-def _sketches(problem: Problem, lazy: tuple[bool, bool]) -> Iterator[_Sketch]:
+def _make(engine: str | Sequence[str]) -> bool:
+    """Whether the engines that may multiply can make chunks themselves."""
+    return all(one.makes for one in engines([engine] if isinstance(engine, str) else engine))
+
+
+def _sketches(problem: Problem, lazy: tuple[bool, bool], by_ranks: tuple[bool, bool]) -> Iterator[_Sketch]:
+    """Yield the schemes to look at, those first in which ranks make the chunks that are streamed."""
+    for sketch in _schemes(problem, lazy):
+        if all(can for can, streamed in zip(by_ranks, sketch.streamed, strict=True) if streamed):
+            yield dataclasses.replace(sketch, by_ranks=True)
+        yield sketch
+
+
+def _schemes(problem: Problem, lazy: tuple[bool, bool]) -> Iterator[_Sketch]:
     """Yield the schemes to look at; those of blocks by the bytes that they read."""
     m, n = (0, problem.m), (0, problem.n)
     yield _Sketch("sums", m, n, problem.k, "k", lazy)
@@ -203,6 +223,9 @@ class _Fitting:
             low, high = (low, middle) if self._try(middle, method) is not None else (middle + 1, high)
         found = self._try(low, method)
         assert found is not None
+        if self.sketch.by_ranks:
+            fine = min(segments, max(low, _FEWEST // 2, math.ceil(found.seconds / _LONGEST)))
+            return self._try(fine, method) or found
         better = self._try(min(segments, max(_FEWEST, low)), method)
         if better is not None and better.run_seconds / len(better.waves) > _SHORTEST:
             return better
@@ -213,7 +236,8 @@ class _Fitting:
         waves = tuple(_waves(self.sketch, _grouped(_edges(self.problem, self.sketch.axis), count)))
         panel = int(min(self.problem.options.panel_bytes, self._room / _PANEL_SHARE))
         room = int(self._room) if math.isfinite(self._room) else 0
-        scheme = Scheme(self.sketch.name, waves, self.sketch.streamed, method, panel, 0, 0.0, 0.0, 0, room)
+        how = self.sketch.name, waves, self.sketch.streamed, self.sketch.by_ranks
+        scheme = Scheme(*how, method, panel, 0, 0.0, 0.0, 0, room)
         largest = max(range(len(waves)), key=lambda w: (_volume(waves[w]), not waves[w].first))
         beside = self._beside(scheme, largest)
         # The run has what is left.
@@ -227,6 +251,8 @@ class _Fitting:
             plans = [self._plan(scheme, number, left) for number in dict.fromkeys((largest, len(waves) - 1))]
         except (ProjectedMemoryError, PlanError):
             return None
+        if scheme.by_ranks and any(one.packing.a or one.packing.b for one in plans):
+            return None  # BLAS is slow on chunks one by one that are so small
         return self._estimated(scheme, plans, beside)
 
     def _plan(self, scheme: Scheme, number: int, workers: Sequence[Worker]) -> Plan:
@@ -243,6 +269,8 @@ class _Fitting:
             if operand == "b" and sub.shared:
                 break
             mine = chunk_bytes(sub, operand)
+            if streamed and scheme.by_ranks:
+                continue  # the plan's own
             if streamed:
                 loaded, largest = loaded + len(mine), max(largest, float(mine.max()))
             elif not lazy:
@@ -267,19 +295,20 @@ class _Fitting:
             if not lazy or (operand == "b" and problem.shared and scheme.name == "sums"):
                 continue
             if streamed:
-                read += sum(math.prod(stop - start for start, stop in box) for box in shares[operand]) * float(
-                    problem.itemsize(operand)
-                )
+                elements = sum(math.prod(stop - start for start, stop in box) for box in shares[operand])
+                # Ranks that need the same chunk make it each for itself.
+                times = plans[0].grid["ba".index(operand)] if scheme.by_ranks else 1
+                read += float(elements) * problem.itemsize(operand) * times
             else:
                 read += float(chunk_bytes(problem, operand).sum())
-        one = plans[0].problem
-        run = plans[0].estimate.seconds if plans[0].estimate else 0.0
+        one, estimate = plans[0].problem, plans[0].estimate
+        run = 0.0 if estimate is None else estimate.compute_seconds if scheme.by_ranks else estimate.seconds
         run *= sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
         around_all = len(scheme.waves) * around(one, self.costs)
         return dataclasses.replace(
             scheme,
             read_bytes=int(read),
-            read_seconds=read / (count * self.budget.read_bandwidth),
+            read_seconds=read / ((len(plans[0].ranks) if scheme.by_ranks else count) * self.budget.read_bandwidth),
             run_seconds=run + around_all,
             peak_bytes=int(beside + max(max(made.projected_bytes.values()) for made in plans)),
         )

@@ -51,6 +51,8 @@ class Scheme:
         In the order in which they run.
     streamed
         For A and B whether chunks are loaded for a wave and dropped after it; others stay in memory.
+    by_ranks
+        Whether ranks make the chunks that are streamed when they need them; else Dask loads those of the next wave.
     method
         Of each run.
     panel_bytes
@@ -64,6 +66,7 @@ class Scheme:
     name: str
     waves: tuple[Wave, ...]
     streamed: tuple[bool, bool]
+    by_ranks: bool
     method: str
     panel_bytes: int
     read_bytes: int
@@ -76,7 +79,8 @@ class Scheme:
     def seconds(self) -> float:
         """Estimated seconds in all: loads are hidden behind runs or runs behind loads, but for the first and last."""
         least, most = sorted((self.read_seconds, self.run_seconds))
-        return most + least / len(self.waves)
+        # Ranks multiply each chunk as soon as it is there.
+        return most if self.by_ranks else most + least / len(self.waves)
 
     @property
     def binding(self) -> str:
@@ -180,4 +184,5 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int) -> Problem:
         arrays=(f"{problem.name}-stream",) * 2 if shared else ("", ""),
         part=Part(tuple(numbers), whole),
         stationary=not (wave.first and wave.last),
+        by_ranks=scheme.streamed if scheme.by_ranks else (False, False),
     )

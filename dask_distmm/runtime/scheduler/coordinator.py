@@ -148,7 +148,8 @@ class Coordinator:
 
         def prepare(address: str) -> Awaitable[Vote | None]:
             keys = frozen.keys.get(address, {})
-            request = Prepare(run.run_id, number[address], wire, keys, check_orders=not barrier.moves)
+            sources = frozen.sources.get(address, b"")
+            request = Prepare(run.run_id, number[address], wire, keys, not barrier.moves, sources)
             return ask(self.scheduler.rpc(address), request)
 
         limit = made.problem.options.vote_timeout

@@ -24,6 +24,7 @@ from dask_distmm.runtime.scheduler.groups import RankGroups
 from dask_distmm.runtime.scheduler.holders import Holders
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.scheduler.voting import raise_if_ended
+from dask_distmm.runtime.sources import by_ranks, pack
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -53,12 +54,15 @@ class FrozenPlan:
         The scheduler's state of each participant.
     wanted
         The tasks that wait for the run, as `Barrier.wanted` returns them.
+    sources
+        For each rank by address the tasks by which it makes chunks itself, packed.
     """
 
     plan: Placement
     keys: dict[str, dict[str, list[Any]]]
     states: dict[str, WorkerState]
     wanted: dict[Any, tuple[str, int]]
+    sources: dict[str, bytes]
 
     @property
     def consumed(self) -> list[Any]:
@@ -106,9 +110,13 @@ class Freezer:
         wanted = await barrier.wanted()
         problem, keys = barrier.part(wanted)
         engines, workers = await self._workers(run, problem, wanted)
-        sources, found = await self._holders.find(workers, list(keys.values()))
-        given = dict(zip(keys, found, strict=True))
-        held: Where = {name: given[problem.source_of(name)] for name in problem.operands}
+        made_there = by_ranks(problem)
+        read = [name for name in keys if name not in made_there]
+        sources, found = await self._holders.find(workers, [keys[name] for name in read])
+        given = dict(zip(read, found, strict=True))
+        held: Where = {
+            name: given[problem.source_of(name)] for name in problem.operands if problem.source_of(name) in given
+        }
         made: Placement
         if isinstance(problem, Problem):
             made, keys, held = await self._plan_product(barrier, problem, (engines, workers, sources), keys, held)
@@ -126,7 +134,9 @@ class Freezer:
             made = dataclasses.replace(made, group=self._groups.use(made.engine, sharing).number)
         run.independent = isinstance(made, Plan) and ENGINES[made.engine].independent(made)
         states = {address: self._scheduler.workers[address] for address in addresses}
-        return FrozenPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted)
+        tasks = {name: keys[problem.source_of(name)] for name in made_there}
+        packed = await asyncio.to_thread(pack, made, tasks) if isinstance(made, Plan) and tasks else {}
+        return FrozenPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted, packed)
 
     async def _plan_product(
         self,

@@ -1,0 +1,88 @@
+"""Chunks that a rank makes itself, from their source, when it needs them: some ahead, each once, none kept."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from dask_distmm.engines.base import wait_checked
+
+__all__ = ["Loads", "Source", "SourceChunk"]
+
+
+class Source:
+    """The source of a chunk: a call that reads or makes it.
+
+    Parameters
+    ----------
+    make
+        Returns the chunk as the array has it.
+    """
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+
+class SourceChunk:
+    """A chunk of an operand that is still to be made; it stands in the place of an array.
+
+    Parameters
+    ----------
+    source
+        Its source; that of A's chunk and of B's where both are the same, as in ``X.T @ X``.
+    view
+        Returns the operand's chunk, transposed and checked, from what the source has made.
+    """
+
+    __slots__ = ("source", "view")
+
+    def __init__(self, source: Source, view: Callable[[Any], Any]) -> None:
+        self.source, self.view = source, view
+
+
+class Loads:
+    """Makes chunks in threads, in the order in which they are used.
+
+    Parameters
+    ----------
+    uses
+        The chunks in the order of their uses; one that is used often is there often.
+    threads, ahead
+        So many are made at a time, and so many at most wait for their first use.
+    """
+
+    def __init__(self, uses: Sequence[SourceChunk], threads: int, ahead: int) -> None:
+        self._uses = collections.Counter(chunk.source for chunk in uses)
+        self._todo = collections.deque(dict.fromkeys(chunk.source for chunk in uses))
+        self._made: dict[Source, Future[Any]] = {}
+        # Those that wait for their first use.
+        self._new: set[Source] = set()
+        self._ahead = ahead
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="distmm-load")
+        self._begin()
+
+    def take(self, chunk: SourceChunk, check: Callable[[], None]) -> Any:
+        """Return a chunk once it is made; `check` raises if the run has been ended meanwhile."""
+        found = wait_checked(self._made[chunk.source], check)
+        if chunk.source in self._new:
+            self._new.discard(chunk.source)
+            self._begin()
+        self._uses[chunk.source] -= 1
+        if not self._uses[chunk.source]:
+            del self._made[chunk.source]
+        return chunk.view(found)
+
+    def close(self) -> None:
+        """Drop all chunks, and make no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._made.clear()
+
+    def _begin(self) -> None:
+        while self._todo and len(self._new) < self._ahead:
+            source = self._todo.popleft()
+            self._new.add(source)
+            self._made[source] = self._threads.submit(source.make)

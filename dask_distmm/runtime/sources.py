@@ -1,0 +1,97 @@
+"""The tasks by which ranks make chunks themselves: in a barrier, on their way to the ranks, and there."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from distributed.protocol.pickle import dumps, loads
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.sources import Source, SourceChunk
+from dask_distmm.errors import EngineError
+from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning.cuts import overlaps
+from dask_distmm.planning.memory import is_by_ranks
+from dask_distmm.runtime.chunks import check_chunks
+
+__all__ = ["Sources", "by_ranks", "pack", "unpack"]
+
+
+class Sources:
+    """The tasks that make an operand's chunks, in the place of the chunks among a barrier's inputs.
+
+    Parameters
+    ----------
+    tasks
+        By the numbers of the chunks. They need no other tasks.
+    """
+
+    def __init__(self, tasks: Sequence[Any]) -> None:
+        self.tasks = list(tasks)
+
+
+def pack(plan: Plan, tasks: Mapping[str, Sequence[Any]]) -> dict[str, bytes]:
+    """Return for each rank's address the tasks of those chunks that it needs, pickled.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    tasks
+        For each operand whose chunks ranks make the tasks by the numbers of the chunks.
+    """
+    found = {}
+    for rank, address in enumerate(plan.workers):
+        parts = {name: _needed(plan, rank, name).tolist() for name in tasks}
+        # Together, so that a task of both operands stays one.
+        found[address] = dumps({name: (parts[name], [tasks[name][number] for number in parts[name]]) for name in tasks})
+    return found
+
+
+def _needed(plan: Plan, rank: int, operand: str) -> NDArray[np.int64]:
+    """Return the numbers of an operand's chunks of which a rank needs any part."""
+    r0, r1, c0, c1 = plan.region(rank)
+    along = plan.k_range(rank)
+    ranges = ((r0, r1), along) if operand == "a" else (along, (c0, c1))
+    rows, cols = (
+        np.array(
+            [number for number, _, _ in overlaps(tuple(itertools.accumulate(sizes, initial=0)), *wanted)], np.int64
+        )
+        for sizes, wanted in zip(plan.problem.chunks_of(operand), ranges, strict=True)
+    )
+    return np.add.outer(rows * plan.problem.chunk_counts(operand)[1], cols).ravel()
+
+
+def unpack(plan: Plan, packed: bytes) -> dict[ChunkKey, SourceChunk]:
+    """Return the chunks that a rank makes itself from what `pack` gave."""
+    made: dict[int, Source] = {}
+    chunks: dict[ChunkKey, SourceChunk] = {}
+    for operand, (numbers, tasks) in (loads(packed) if packed else {}).items():
+        for number, task in zip(numbers, tasks, strict=True):
+            where = plan.problem.place_of(operand, number)
+            make = functools.partial(_make, task, f"chunk {where} of {operand.upper()}")
+            source = made.setdefault(id(task), Source(make))
+            chunks[operand, number] = SourceChunk(source, functools.partial(_view, plan, operand, number))
+    return chunks
+
+
+def _make(task: Any, name: str) -> Any:
+    try:
+        return task()
+    except Exception as error:
+        raise EngineError(f"{name} can't be made: {type(error).__name__}: {error}") from error
+
+
+def _view(plan: Plan, operand: str, number: int, made: Any) -> Any:
+    chunk = made.T if plan.problem.is_turned(operand) else made
+    return check_chunks(plan, {(operand, number): chunk})[operand, number]
+
+
+def by_ranks(problem: Any) -> list[str]:
+    """Return the operands of a computation whose chunks ranks make."""
+    return [name for name in "ab" if isinstance(problem, Problem) and is_by_ranks(problem, name)]
