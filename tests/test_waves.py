@@ -14,7 +14,7 @@ import zarr
 from dask.array.optimization import optimize
 from dask.core import flatten
 from dask.utils import key_split
-from distributed import Client, LocalCluster, wait
+from distributed import Client, LocalCluster, SchedulerPlugin, get_worker, wait
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul
@@ -107,8 +107,14 @@ def test_gram_by_ranks(inproc_client, tmp_path, kind):
 
 
 def test_operands_of_one_source_by_ranks(inproc_client):
-    """A and B are made of the same chunks, and differ."""
+    """A and B are made of the same chunks, and differ; who makes a chunk finds its worker, as a task does."""
+
+    def found(part):
+        assert get_worker().address
+        return part
+
     x = da.random.default_rng(6).random((2000, 60), chunks=(300, 60))
+    assert_product(x.T.compute(), x.compute(), in_waves(x.T, x.map_blocks(found, dtype=float), by_ranks=True).compute())
     expected = x.compute()
     d = in_waves((x + 1).T, x * 2, by_ranks=True)
     assert_product(expected.T + 1, expected * 2, d.compute())
@@ -172,27 +178,33 @@ def count_gates(dask_scheduler):
     return len(dask_scheduler.extensions["distmm"].gates)
 
 
-def test_a_load_that_fails(inproc_client):
+@pytest.mark.parametrize("by_ranks", [False, True])
+def test_a_load_that_fails(inproc_client, by_ranks):
     """The source's own error comes out; nothing is left parked."""
 
     def read(x, block_info=None):
         if block_info[0]["chunk-location"][0] == 13:
-            raise OSError("chunk 13 is torn")
+            raise OSError("it is torn")
         return x.copy()
 
     x = da.ones((6000, 60), chunks=(300, 60)).map_blocks(read, dtype=float)
-    d = in_waves(x.T, x)
-    with pytest.raises(OSError, match="chunk 13 is torn"):
+    d = in_waves(x.T, x, by_ranks=by_ranks)
+    with pytest.raises(OSError, match="it is torn") as found:
         d.compute()
+    if by_ranks:
+        # B is made of the same chunk.
+        assert found.value.__notes__ == ["chunk (0, 13) of A can't be made: OSError: it is torn"]
+    assert_nothing_left(inproc_client)
 
 
-def test_cancel_frees_everything(inproc_client):
+@pytest.mark.parametrize("by_ranks", [False, True])
+def test_cancel_frees_everything(inproc_client, by_ranks):
     def slow(x):
         time.sleep(0.05)
         return x.copy()
 
     x = da.ones((30_000, 60), chunks=(300, 60)).map_blocks(slow, dtype=float)
-    d = in_waves(x.T, x)
+    d = in_waves(x.T, x, by_ranks=by_ranks)
     future = inproc_client.compute(d.persist())
     time.sleep(1)
     future.release()
@@ -204,11 +216,41 @@ def test_cancel_frees_everything(inproc_client):
     assert inproc_client.run_on_scheduler(count_gates) == 0
 
 
+@pytest.mark.parametrize("by_ranks", [False, True])
+def test_chunks_of_d_that_leave_slowly(inproc_client, tmp_path, by_ranks):
+    """A wave is not begun before the chunks of D of the wave before the last one have left memory."""
+    a, b = np.ones((6000, 60)), np.ones((60, 50))
+    d = in_waves(stored(a, (300, 60), tmp_path), stored(b, (60, 50), tmp_path), "rows", by_ranks=by_ranks)
+    name = d.name
+
+    def slow(part):
+        time.sleep(0.05)
+        return part[:1, :1]
+
+    def watch(dask_scheduler):
+        class Watch(SchedulerPlugin):
+            most = 0
+
+            def transition(self, key, start, finish, *args, **kwargs):
+                if isinstance(key, tuple) and key[0] == name and finish == "memory":
+                    found = sum(ts.state == "memory" for k, ts in dask_scheduler.tasks.items() if k[0] == name)
+                    self.most = max(self.most, found)
+
+        dask_scheduler.add_plugin(Watch(), name="watch")
+
+    inproc_client.run_on_scheduler(watch)
+    chunks = len(d.chunks[0])
+    assert d.map_blocks(slow, chunks=((1,) * chunks, (1,))).sum().compute() == 60 * chunks
+    most = inproc_client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins.pop("watch").most)
+    assert 0 < most <= chunks // 2
+
+
 def process_id(dask_worker):
     return os.getpid()
 
 
-def test_a_worker_dies_between_waves(fault_client):
+@pytest.mark.parametrize("by_ranks", [False, True])
+def test_a_worker_dies(fault_client, by_ranks):
     """What it had is made again, and sums that had grown in place are not added twice."""
     x = da.random.default_rng(11).integers(-4, 4, (20_000, 120), chunks=(500, 120)).astype(float)
     expected = x.compute(scheduler="threads")
@@ -218,7 +260,7 @@ def test_a_worker_dies_between_waves(fault_client):
         return part.copy()
 
     lazy_x = x.map_blocks(slow, dtype=float)
-    d = in_waves(lazy_x.T, lazy_x)
+    d = in_waves(lazy_x.T, lazy_x, by_ranks=by_ranks)
     future = fault_client.compute(d)
     time.sleep(1.0)
     assert not future.done()

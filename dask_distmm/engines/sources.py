@@ -9,7 +9,20 @@ from typing import Any
 
 from dask_distmm.engines.base import wait_checked
 
-__all__ = ["Loads", "Source", "SourceChunk"]
+__all__ = ["Loads", "Source", "SourceChunk", "Sources"]
+
+
+class Sources:
+    """The tasks that make an operand's chunks, in the place of the chunks among a barrier's inputs.
+
+    Parameters
+    ----------
+    tasks
+        By the numbers of the chunks. They need no other tasks.
+    """
+
+    def __init__(self, tasks: Sequence[Any]) -> None:
+        self.tasks = list(tasks)
 
 
 class Source:

@@ -31,6 +31,7 @@ from distributed import Reschedule, get_worker
 from distributed.utils import sync
 
 from dask_distmm.engines import get_engine
+from dask_distmm.engines.sources import Sources
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.planning import (
     Computation,
@@ -46,7 +47,6 @@ from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import barrier_key, output_name, part_name
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.questions import Supported
-from dask_distmm.runtime.sources import Sources
 from dask_distmm.runtime.wire import ask
 
 __all__ = ["ProductLayer", "RunTask", "TasksLayer", "barrier", "build_graph", "build_output", "chunk"]

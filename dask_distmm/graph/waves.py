@@ -23,12 +23,12 @@ from dask.base import tokenize
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 
+from dask_distmm.engines.sources import Sources
 from dask_distmm.graph.build import RunTask, TasksLayer, barrier, chunk
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
 from dask_distmm.planning.waves import Scheme, wave_problem
 from dask_distmm.runtime.keys import barrier_key, gate_key, output_name
-from dask_distmm.runtime.sources import Sources
 
 __all__ = ["WavesLayer", "build_wave_output", "build_waves", "can_be_made"]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dask.order
+import distributed.worker
 from dask._task_spec import DataNode
 from dask.sizeof import sizeof
 from distributed.core import error_message
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion",
+    "act_as_task",
     "copy_to",
     "fail",
     "find_missing",
@@ -332,6 +334,12 @@ def keep(worker: Worker, values: Mapping[Any, Any], stimulus_id: str) -> dict[An
         if key not in worker.data:
             raise MemoryError(f"worker {worker.address} could not keep {key!r} in memory or on disk")
     return {key: sizeof(value) for key, value in values.items()}
+
+
+def act_as_task(worker: Worker) -> None:
+    """Let `distributed.get_worker` find the worker in this thread, as in a task."""
+    if (current := getattr(distributed.worker, "_worker_cvar", None)) is not None:
+        current.set(worker)
 
 
 def let_go(worker: Worker, keys: Iterable[Any], run_id: int) -> None:

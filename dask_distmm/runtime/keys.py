@@ -26,7 +26,7 @@ from typing import Any
 
 from dask._task_spec import Task, TaskRef
 
-from dask_distmm.runtime.sources import Sources
+from dask_distmm.engines.sources import Sources
 
 __all__ = [
     "GROUP_PREFIX",

@@ -1,11 +1,11 @@
-"""The tasks by which ranks make chunks themselves: in a barrier, on their way to the ranks, and there."""
+"""The tasks by which ranks make chunks themselves, on their way to the ranks and there."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from distributed.protocol.pickle import dumps, loads
@@ -17,22 +17,17 @@ from dask_distmm.errors import EngineError
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.cuts import overlaps
 from dask_distmm.planning.memory import is_by_ranks
+from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import check_chunks
 
-__all__ = ["Sources", "by_ranks", "pack", "unpack"]
+if TYPE_CHECKING:
+    from distributed import Worker
+
+__all__ = ["SourceError", "by_ranks", "pack", "unpack"]
 
 
-class Sources:
-    """The tasks that make an operand's chunks, in the place of the chunks among a barrier's inputs.
-
-    Parameters
-    ----------
-    tasks
-        By the numbers of the chunks. They need no other tasks.
-    """
-
-    def __init__(self, tasks: Sequence[Any]) -> None:
-        self.tasks = list(tasks)
+class SourceError(EngineError):
+    """A chunk can't be made; the cause is what its task has raised."""
 
 
 def pack(plan: Plan, tasks: Mapping[str, Sequence[Any]]) -> dict[str, bytes]:
@@ -67,24 +62,25 @@ def _needed(plan: Plan, rank: int, operand: str) -> NDArray[np.int64]:
     return np.add.outer(rows * plan.problem.chunk_counts(operand)[1], cols).ravel()
 
 
-def unpack(plan: Plan, packed: bytes) -> dict[ChunkKey, SourceChunk]:
-    """Return the chunks that a rank makes itself from what `pack` gave."""
+def unpack(plan: Plan, packed: bytes, worker: Worker) -> dict[ChunkKey, SourceChunk]:
+    """Return the chunks that a rank on a worker makes itself, from what `pack` gave."""
     made: dict[int, Source] = {}
     chunks: dict[ChunkKey, SourceChunk] = {}
     for operand, (numbers, tasks) in (loads(packed) if packed else {}).items():
         for number, task in zip(numbers, tasks, strict=True):
             where = plan.problem.place_of(operand, number)
-            make = functools.partial(_make, task, f"chunk {where} of {operand.upper()}")
+            make = functools.partial(_make, task, worker, f"chunk {where} of {operand.upper()}")
             source = made.setdefault(id(task), Source(make))
             chunks[operand, number] = SourceChunk(source, functools.partial(_view, plan, operand, number))
     return chunks
 
 
-def _make(task: Any, name: str) -> Any:
+def _make(task: Any, worker: Worker, name: str) -> Any:
+    direct.act_as_task(worker)
     try:
         return task()
     except Exception as error:
-        raise EngineError(f"{name} can't be made: {type(error).__name__}: {error}") from error
+        raise SourceError(f"{name} can't be made: {type(error).__name__}: {error}") from error
 
 
 def _view(plan: Plan, operand: str, number: int, made: Any) -> Any:

@@ -20,7 +20,7 @@ from dask_distmm.errors import DistMMError, ProtocolError, as_plain, rebuild
 
 __all__ = ["Call", "Message", "Reply", "Status", "answering", "ask", "from_wire", "listening", "post", "to_wire"]
 
-Status = Literal["OK", "missing", "no replicas", "orders", "refused", "failed", "matrix", "lost", "gone"]
+Status = Literal["OK", "missing", "no replicas", "orders", "refused", "failed", "matrix", "source", "lost", "gone"]
 
 A = TypeVar("A", bound="Reply")
 D = TypeVar("D")
@@ -44,11 +44,14 @@ class Reply:
         error. ``"lost"``: a connection to another worker broke. Subclasses say what further statuses mean.
     message, traceback
         Why the status is not ``"OK"``.
+    error
+        Of the status ``"source"``, a chunk can't be made: what the user's code has raised, pickled.
     """
 
     status: Status
     message: str = ""
     traceback: str = ""
+    error: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.metrics import time
+from distributed.protocol.pickle import loads
 
 from dask_distmm.errors import EngineError, MatrixError, RunFailedError
 from dask_distmm.installing import install_command
@@ -132,8 +133,22 @@ def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
         raise Lost(f"{address}: {answer.message}")
     if answer.status == "matrix":
         raise MatrixError(answer.message)
+    if answer.status == "source":
+        raise _source_error(answer)
     detail = f"\n{answer.traceback}" if answer.traceback else ""
     raise failed(run, answer.message + detail, {address: answer.message})
+
+
+def _source_error(answer: Reply) -> BaseException:
+    """Return the error of a chunk that can't be made, as a task of Dask would have raised it, with the chunk's name."""
+    try:
+        error = loads(answer.error)
+    except Exception:  # its class may be unknown here
+        return EngineError(answer.message)
+    if not isinstance(error, Exception):
+        return EngineError(answer.message)
+    error.add_note(answer.message)
+    return error
 
 
 def _judge_vote(address: str, vote: Vote) -> None:

@@ -39,7 +39,7 @@ from dask_distmm.runtime.history import History
 from dask_distmm.runtime.messages import NAME, Aborted, Delivery, Done, Vote
 from dask_distmm.runtime.replicas import ReplicaStore
 from dask_distmm.runtime.run import summarize
-from dask_distmm.runtime.sources import unpack
+from dask_distmm.runtime.sources import SourceError, unpack
 from dask_distmm.runtime.transfers import DaskComm, address_of
 from dask_distmm.runtime.wire import Reply, answering, listening, post
 from dask_distmm.runtime.worker.chunk_store import ChunkStore
@@ -142,7 +142,7 @@ class WorkerSide:
             return Vote("orders", orders=orders)
         chunks = check_chunks(plan, chunks | own)
         if isinstance(plan, Plan):
-            chunks |= unpack(plan, request.sources)
+            chunks |= unpack(plan, request.sources, self.worker)
         addresses = [worker.address for worker in plan.participants]
         options = plan.problem.options
         comm = DaskComm(self.worker, run_id, addresses, options.transfer_timeout, cross_memory=options.cross_memory)
@@ -318,6 +318,8 @@ def _execute(job: Job, offers: Any) -> Mapping[ResultKey, Any]:
 def _failure(kind: type[A], error: BaseException) -> A:
     """Return an error as an answer; a connection that broke means a worker that is gone."""
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, SourceError):
+        return kind("source", str(error), error=dumps(error.__cause__))
     if isinstance(error, OSError):
         return kind("lost", text)
     if isinstance(error, MatrixError):
