@@ -142,6 +142,22 @@ def test_rates_have_a_unit_that_suits():
     assert tables.rates(list(records))["rate"] == [0.002, 50.0]
 
 
+def test_waves_are_one_product():
+    records = Records()
+    for number in range(4):
+        records.expect(f"x-wave-{number:05d}")
+    waves = records.waves["x"]
+    assert (waves.count, waves.next, waves.told(0.0, 5.0)) == (4, 0, "0 of 4 waves, 0 B loaded")
+    for number in range(2):
+        start = {"run": number, "name": f"x-wave-{number:05d}"}
+        records.note(10.0 + 5 * number, {**START, **start})
+        records.note(15.0 + 5 * number, {**DONE, **start, "loaded_bytes": 2**30, "made_bytes": 2**20})
+    assert waves.next == 2
+    assert waves.told(0.5, 30.0) == "2 of 4 waves, 2.00 GiB loaded, 2.00 MiB of D made, 12.00 s left"
+    records.expect("x-wave-00001")  # the same product again
+    assert waves.next == 1
+
+
 def test_what_a_participant_may_report():
     from_wire(Progress, {"run_id": 1, "share": 0.5, "received_bytes": 7})
     for share, received in [(1, 7), (math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
@@ -214,6 +215,19 @@ def test_cancel_frees_everything(inproc_client, by_ranks):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert inproc_client.run_on_scheduler(count_gates) == 0
+
+
+def test_progress(inproc_client):
+    """One line for the product, and no more for each wave."""
+    x = da.random.default_rng(6).random((6000, 60), chunks=(300, 60))
+    d = in_waves(x.T, x, by_ranks=True).persist()
+    text = io.StringIO()
+    dask_distmm.progress(d, file=text)
+    lines = [line for line in text.getvalue().splitlines() if line.startswith("matmul-")]
+    assert len({line.split()[0] for line in lines}) == 1
+    assert "done" in lines[-1]
+    count = sum(key.startswith("distmm-gate") for key in map(str, in_waves(x.T, x, by_ranks=True).dask)) + 2
+    assert f"100%  {count} of {count} waves, 2.75 MiB loaded, 28.12 kiB of D made" in lines[-1]
 
 
 @pytest.mark.parametrize("by_ranks", [False, True])

@@ -150,11 +150,12 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
 
 
 def bar_of(line: ProgressLine) -> ProgressBar:
-    """Return the bar of a multiply, with the bytes that have travelled."""
+    """Return the bar of a multiply, with the bytes that have travelled, or how far its waves are."""
     note = f"{format_bytes(line.received_bytes)} received" if line.received_bytes else ""
     # A plan counts the bytes of A, B and D; those of an epilog's inputs come on top.
     if line.phase == "multiplying" and 0 < line.expected_bytes >= line.received_bytes:
         note = f"{format_bytes(line.received_bytes)} of {format_bytes(line.expected_bytes)} received"
+    note = line.note or note
     return ProgressBar(line.name, line.phase, line.share, note, line.run)
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "gate_barrier",
     "gate_key",
     "group_name",
+    "is_sum",
     "is_tile",
     "operand_keys",
     "output_name",
@@ -42,10 +43,13 @@ __all__ = [
     "part_name",
     "previous_wave",
     "tile_name",
+    "wave_name",
+    "wave_of",
 ]
 
 GROUP_PREFIX = "distmm-group-"
 _BARRIER, _TILE, _GATE = "distmm-barrier-", "distmm-tile-", "distmm-gate-"
+_SUM = re.compile(r".*-sum-\d{5,}")
 _WAVE = re.compile(r"(.*-wave-)(\d{5,})(.*)")
 
 
@@ -85,6 +89,22 @@ def previous_wave(key: str) -> str | None:
     if found is None or not (number := int(found[2])):
         return None
     return f"{found[1]}{number - 1:05d}{found[3]}"
+
+
+def wave_name(name: str, number: int) -> str:
+    """Return the name of a wave of the product called `name`."""
+    return f"{name}-wave-{number:05d}"
+
+
+def wave_of(name: str) -> tuple[str, int] | None:
+    """Return the name of the product of which a run is a wave, and the wave's number; None if it is no wave."""
+    found = _WAVE.fullmatch(name)
+    return (found[1].removesuffix("-wave-"), int(found[2])) if found is not None else None
+
+
+def is_sum(name: str) -> bool:
+    """Whether an array is the sums that a wave leaves for the next one."""
+    return _SUM.fullmatch(name) is not None
 
 
 def tile_name(token: str) -> str:

@@ -102,10 +102,9 @@ class Prepare(Call[Vote]):
 
     Parameters
     ----------
-    run_id, me, plan
-        Number of the run, which participant this worker is, and the plan as `Plan.to_wire` gives it.
-    keys
-        For each operand of which this worker has chunks their keys, in the order of the chunks' numbers.
+    run_id, me, plan, keys
+        Number of the run, which participant this worker is, the plan as `Plan.to_wire` gives it, and for each
+        operand of which this worker has chunks their keys, in the order of the chunks' numbers.
     check_orders, sources
         Whether to refuse a plan for other memory orders than the chunks', and tasks that make chunks here, pickled.
     """

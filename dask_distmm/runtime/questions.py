@@ -82,6 +82,8 @@ class ProgressLine:
     received_bytes, expected_bytes
         Bytes of matrices that have travelled between workers, and how many will have when the run is done; 0 where that
         is not known.
+    note
+        Of a product in waves how far these are, in words.
     """
 
     name: str
@@ -90,6 +92,7 @@ class ProgressLine:
     run: int = 0
     received_bytes: int = 0
     expected_bytes: int = 0
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError
-from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning import Placement, Plan, Problem
 from dask_distmm.planning.cuts import overlaps
 from dask_distmm.planning.memory import is_by_ranks
 from dask_distmm.runtime import direct
@@ -62,7 +62,7 @@ def _needed(plan: Plan, rank: int, operand: str) -> NDArray[np.int64]:
     return np.add.outer(rows * plan.problem.chunk_counts(operand)[1], cols).ravel()
 
 
-def unpack(plan: Plan, packed: bytes, worker: Worker) -> dict[ChunkKey, SourceChunk]:
+def unpack(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKey, SourceChunk]:
     """Return the chunks that a rank on a worker makes itself, from what `pack` gave."""
     made: dict[int, Source] = {}
     chunks: dict[ChunkKey, SourceChunk] = {}
@@ -83,7 +83,7 @@ def _make(task: Any, worker: Worker, name: str) -> Any:
         raise SourceError(f"{name} can't be made: {type(error).__name__}: {error}") from error
 
 
-def _view(plan: Plan, operand: str, number: int, made: Any) -> Any:
+def _view(plan: Placement, operand: str, number: int, made: Any) -> Any:
     chunk = made.T if plan.problem.is_turned(operand) else made
     return check_chunks(plan, {(operand, number): chunk})[operand, number]
 

@@ -118,11 +118,7 @@ class NumpyJob:
             return {}
         started = time.perf_counter()
         with blas_threads(self.plan.participants[self.me].nthreads):
-            if any(self.plan.problem.by_ranks):
-                streamed = Streamed(self.plan, self.me, self.chunks, self._ask, self._check)
-                self.timings["load"] = streamed.multiply(self._sums, self.progress)
-            else:
-                self._multiply()
+            self._multiply()
         self.timings["multiply"] = time.perf_counter() - started
         _open(self._available["partial"])
         if self.plan.grid[2] > 1:
@@ -136,6 +132,10 @@ class NumpyJob:
 
     def _multiply(self) -> None:
         assert self.rank is not None
+        if any(self.plan.problem.by_ranks):
+            streamed = Streamed(self.plan, self.me, self.chunks, self._ask, self._check)
+            self.timings["load"] = streamed.multiply(self._sums, self.progress)
+            return
         todo = collections.deque(panels(self.plan, self.rank, self.me))
         total = max(1, len(todo))
         in_flight: collections.deque[tuple[Panel, list[_Asked]]] = collections.deque()
@@ -156,8 +156,7 @@ class NumpyJob:
         packing = self.plan.packing
         operands: tuple[list[Block], list[Block]] = ([], [])
         for piece in panel.local:
-            chunk = self.chunks["ab"[piece.operand], piece.chunk]
-            operands[piece.operand].append(placed_block(piece, part_of(chunk, piece)))
+            operands[piece.operand].append(placed_block(piece, part_of(self.chunks, piece)))
         before = (0, 0)
         if asked and not (packing.a or packing.b):
             # Chunks that are here need no waiting.

@@ -74,7 +74,7 @@ class Streamed:
         started = time.perf_counter()
         data = loads.take(chunk, self._check)
         self._waited += time.perf_counter() - started
-        return self._packed(piece, part_of(data, piece))
+        return self._packed(piece, data[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols])
 
     def _source(self, piece: ChunkBlock) -> SourceChunk | None:
         found = self._chunks.get(("ab"[piece.operand], piece.chunk))
@@ -85,11 +85,10 @@ class Streamed:
         found: dict[ChunkBlock, NDArray[Any]] = {}
         remote: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
         for piece in pieces:
-            chunk = self._chunks.get(("ab"[piece.operand], piece.chunk))
-            if chunk is None:
+            if ("ab"[piece.operand], piece.chunk) not in self._chunks:
                 remote[int(self._plan.where["ab"[piece.operand]][piece.chunk])].append(piece)
-            elif not isinstance(chunk, SourceChunk):
-                found[piece] = part_of(chunk, piece)
+            elif self._source(piece) is None:
+                found[piece] = part_of(self._chunks, piece)
         for asked, answer in [(asked, self._ask(peer, asked)) for peer, asked in remote.items()]:
             found |= zip(asked, answer.wait(self._check), strict=True)
         return {piece: self._packed(piece, data) for piece, data in found.items()}

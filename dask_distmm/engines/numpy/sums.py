@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.numpy.blas import add_lower, gemm, is_symmetric, mirror
 from dask_distmm.engines.panels import ChunkBlock, split_at_chunks
 from dask_distmm.numeric.conversions import round_tf32
@@ -33,9 +34,9 @@ def placed_block(piece: ChunkBlock, data: NDArray[Any]) -> Block:
     return Block(piece.row, piece.row + piece.rows, piece.col, piece.col + piece.cols, data)
 
 
-def part_of(chunk: NDArray[Any], piece: ChunkBlock) -> NDArray[Any]:
-    """Return the numbers of a part of a chunk."""
-    return chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols]
+def part_of(chunks: Mapping[ChunkKey, NDArray[Any]], piece: ChunkBlock) -> NDArray[Any]:
+    """Return the numbers of a part of one of some chunks."""
+    return chunks["ab"[piece.operand], piece.chunk][piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols]
 
 
 def pack(blocks: list[Block], problem: Problem, *, conjugated: bool) -> Block:

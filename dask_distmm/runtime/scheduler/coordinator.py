@@ -27,8 +27,10 @@ from distributed.metrics import time
 
 from dask_distmm.engines.base import log
 from dask_distmm.errors import RunFailedError
-from dask_distmm.planning import ENGINES
+from dask_distmm.planning import ENGINES, Computation, Problem
+from dask_distmm.planning.memory import is_by_ranks
 from dask_distmm.runtime import direct
+from dask_distmm.runtime.keys import is_sum
 from dask_distmm.runtime.messages import Abort, Done, End, Finish, Gone, Prepare, Start, Vote
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Released, Replan, Run, summarize
@@ -185,7 +187,8 @@ class Coordinator:
         self.replicas.add(run.run_id, made)
         summary = summarize(answers)
         log.info("run %d of %s done in %s", run.run_id, run.name, summary)
-        self._event("done", run, **dataclasses.asdict(summary), projected_bytes=made.projected_bytes)
+        figures = {**dataclasses.asdict(summary), **_amounts(made.problem)}
+        self._event("done", run, **figures, projected_bytes=made.projected_bytes)
         options = made.problem.options
         self.releases.begin(
             self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout
@@ -229,3 +232,15 @@ class Coordinator:
         for address in addresses:
             if address in self.roster and address in self.scheduler.workers:
                 self.scheduler.worker_send(address, wire)
+
+
+def _amounts(problem: Computation) -> dict[str, int]:
+    """Return the bytes of A and B that a run is given, or makes, and those of finished chunks of D that it makes."""
+    if not isinstance(problem, Problem):
+        return {"loaded_bytes": 0, "made_bytes": 0}
+    sizes = {"a": problem.m * problem.k, "b": 0 if problem.shared else problem.k * problem.n}
+    # The other one stays in memory where ranks make one.
+    streamed = [name for name in sizes if is_by_ranks(problem, name)] or list(sizes)
+    loaded = sum(sizes[name] * problem.itemsize(name) for name in streamed)
+    finished = 0 if is_sum(problem.result_name) else problem.m * problem.n * problem.itemsize("d")
+    return {"loaded_bytes": loaded, "made_bytes": finished}

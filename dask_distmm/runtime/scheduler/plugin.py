@@ -18,7 +18,7 @@ from dask_distmm.errors import DistMMError, MissingEngineError, ProtocolError
 from dask_distmm.planning import Computation, Demand
 from dask_distmm.runtime import direct, messages, questions
 from dask_distmm.runtime.history import History
-from dask_distmm.runtime.keys import barrier_name, is_tile
+from dask_distmm.runtime.keys import barrier_name, is_tile, wave_of
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler import attachments
@@ -159,6 +159,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 continue
             try:
                 barrier = self.barriers[key] = Barrier(ts)
+                self.records.expect(barrier.problem.name)
                 asyncio.get_running_loop().call_soon(self._admit, barrier)
             except DistMMError as error:
                 asyncio.get_running_loop().call_soon(direct.fail, scheduler, ts, error, f"distmm-refused-{key}")
@@ -276,4 +277,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             log.info("run %d of %s: %s, %s", run.run_id, run.name, action, reason)
         event = {"action": action, "run": run.run_id, "name": run.name, **details}
         self.records.note(time(), event)
+        if action == "done" and (wave := wave_of(run.name)) is not None and wave[0] in self.records.waves:
+            log.info("%s: %s", wave[0], self.records.waves[wave[0]].told(0.0, time()))
         self.scheduler.log_event(NAME, event)

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from distributed.metrics import time
+
 from dask_distmm.errors import ProtocolError
-from dask_distmm.runtime.keys import barrier_key, barrier_name
+from dask_distmm.runtime.keys import barrier_key, barrier_name, wave_name, wave_of
 from dask_distmm.runtime.questions import ProgressLine, ProgressQuestion, ProgressReply
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.records import Records
@@ -52,7 +54,10 @@ def answer_progress(
 
 
 def find_names(scheduler: Scheduler, keys: Iterable[Any]) -> list[str]:
-    """Return the names of the multiplies that these tasks need, first those that others wait for."""
+    """Return the names of the multiplies that these tasks need, first those that others wait for.
+
+    Of the waves of a product it is the product's.
+    """
     seen: set[Any] = set()
     found: list[str] = []
     todo = [ts for key in keys if (ts := scheduler.tasks.get(key)) is not None]
@@ -62,13 +67,19 @@ def find_names(scheduler: Scheduler, keys: Iterable[Any]) -> list[str]:
             continue
         seen.add(ts)
         if (name := barrier_name(ts.key)) is not None:
-            found.append(name)
+            wave = wave_of(name)
+            found.append(name if wave is None else wave[0])
         todo.extend(ts.dependencies)
-    return found[::-1]
+    return list(dict.fromkeys(found[::-1]))
 
 
 def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, name: str) -> ProgressLine:
-    """Return the phase of one multiply, and the share of that phase's work which is done."""
+    """Return the phase of one multiply, and the share of that phase's work which is done.
+
+    Of a product in waves it is the phase of the next wave, and the share of all work.
+    """
+    if name in records.waves:
+        return _progress_of_waves(scheduler, runs, records, name)
     own = [run for run in runs if run.name == name]
     record = records.of(name)
     if own:
@@ -84,3 +95,14 @@ def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, nam
     if record is None:
         return ProgressLine(name, "done", 1.0)
     return ProgressLine(name, "done", 1.0, record.run_id, record.received_bytes)
+
+
+def _progress_of_waves(scheduler: Scheduler, runs: Iterable[Run], records: Records, name: str) -> ProgressLine:
+    """Return how far a product in waves is."""
+    waves = records.waves[name]
+    if len(waves.done) == waves.count:
+        return ProgressLine(name, "done", 1.0, note=waves.told(0.0, time()))
+    now = progress_of(scheduler, runs, records, wave_name(name, waves.next))
+    share = now.share if now.phase == "multiplying" else 0.0
+    whole = (len(waves.done) + share) / waves.count
+    return ProgressLine(name, now.phase, whole, now.run, now.received_bytes, note=waves.told(share, time()))

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-__all__ = ["PHASES", "Outcome", "Record", "Records", "Totals", "by_phase"]
+from dask.utils import format_bytes, format_time
+
+from dask_distmm.runtime.keys import wave_of
+
+__all__ = ["PHASES", "Outcome", "Record", "Records", "Totals", "Waves", "by_phase"]
 
 Outcome = Literal["running", "done", "restarted", "failed", "released"]
 
@@ -96,6 +101,42 @@ class Totals:
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 
+@dataclasses.dataclass(slots=True)
+class Waves:
+    """The waves of one product.
+
+    Parameters
+    ----------
+    count
+        How many there are.
+    since
+        When the first one began (seconds since the epoch); nan before.
+    done
+        Numbers of those that are done.
+    loaded_bytes, made_bytes
+        Bytes of operands that were loaded for these, and of finished chunks of D that they have made.
+    """
+
+    count: int = 0
+    since: float = float("nan")
+    done: set[int] = dataclasses.field(default_factory=set)
+    loaded_bytes: int = 0
+    made_bytes: int = 0
+
+    @property
+    def next(self) -> int:
+        """Number of the first wave that is not done."""
+        return next(number for number in itertools.count() if number not in self.done)
+
+    def told(self, share: float, now: float) -> str:
+        """Return how far the product is, in words; `share` of the next wave is done, `now` is since the epoch."""
+        done = len(self.done) + share
+        left = (now - self.since) * (self.count - done) / done if done else float("nan")
+        words = [f"{len(self.done)} of {self.count} waves", f"{format_bytes(self.loaded_bytes)} loaded"]
+        words += [f"{format_bytes(self.made_bytes)} of D made"] if self.made_bytes else []
+        return ", ".join(words + ([f"{format_time(left)} left"] if left > 0 else []))
+
+
 class Records:
     """The last runs, oldest first, and the sums over all.
 
@@ -109,6 +150,8 @@ class Records:
         self._most = most
         self._runs: collections.OrderedDict[int, Record] = collections.OrderedDict()
         self.totals = Totals()
+        # The last products in waves, by name.
+        self.waves: collections.OrderedDict[str, Waves] = collections.OrderedDict()
 
     def note(self, now: float, event: Mapping[str, Any]) -> None:
         """Add an event, as it is logged under the topic "distmm"; `now` is in seconds since the epoch."""
@@ -117,6 +160,8 @@ class Records:
             record = self._runs[event["run"]] = Record(event["run"], event["name"], now)
             while len(self._runs) > self._most:
                 self._runs.popitem(last=False)
+        if event["action"] in ("start", "done"):
+            self._note_wave(now, event)
         match event["action"]:
             case "start":
                 record.started = now
@@ -137,6 +182,27 @@ class Records:
                 self._end(record, "failed", event["reason"])
             case "released":
                 self._end(record, "released")
+
+    def expect(self, name: str) -> None:
+        """Count a run that is to come, if it is a wave of a product."""
+        if (found := wave_of(name)) is not None:
+            waves = self.waves.setdefault(found[0], Waves())
+            waves.count = max(waves.count, found[1] + 1)
+            waves.done.discard(found[1])  # of an earlier graph
+            while len(self.waves) > self._most:
+                self.waves.popitem(last=False)
+
+    def _note_wave(self, now: float, event: Mapping[str, Any]) -> None:
+        """Note that a wave of a product has begun or is done."""
+        product, number = wave_of(event["name"]) or ("", 0)
+        if (waves := self.waves.get(product)) is None:
+            return
+        if event["action"] == "start" and not waves.done:
+            waves.since, waves.loaded_bytes, waves.made_bytes = now, 0, 0
+        if event["action"] == "done" and number not in waves.done:
+            waves.done.add(number)
+            waves.loaded_bytes += event["loaded_bytes"]
+            waves.made_bytes += event["made_bytes"]
 
     def _end(self, record: Record, outcome: Outcome, reason: str = "") -> None:
         record.outcome, record.reason = outcome, reason

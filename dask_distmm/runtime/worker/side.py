@@ -32,7 +32,7 @@ from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.engines.base import IndependentJob, Job, LendingJob, ResultKey, contiguous, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError
-from dask_distmm.planning import Placement, Plan, plan_from_wire
+from dask_distmm.planning import Placement, plan_from_wire
 from dask_distmm.runtime import messages
 from dask_distmm.runtime.chunks import check_chunks, other_orders, ready_event
 from dask_distmm.runtime.history import History
@@ -140,9 +140,7 @@ class WorkerSide:
             return Vote("no replicas", names=unkept)
         if request.check_orders and (orders := other_orders(plan, own)):
             return Vote("orders", orders=orders)
-        chunks = check_chunks(plan, chunks | own)
-        if isinstance(plan, Plan):
-            chunks |= unpack(plan, request.sources, self.worker)
+        chunks = check_chunks(plan, chunks | own) | unpack(plan, request.sources, self.worker)
         addresses = [worker.address for worker in plan.participants]
         options = plan.problem.options
         comm = DaskComm(self.worker, run_id, addresses, options.transfer_timeout, cross_memory=options.cross_memory)
