@@ -100,7 +100,7 @@ def square(client: Client, n: int, kind: str, options: argparse.Namespace) -> di
     """Return the medians of one decomposition of square matrices."""
     count, walls = len(client.scheduler_info(n_workers=-1)["workers"]), []
     for turn in range(options.repeat + 1):
-        a = matrix(n, -(-n // count), options.dtype, "cupy" if options.gpu else "numpy", turn)
+        a = matrix((n, n), -(-n // count), options.dtype, "cupy" if options.gpu else "numpy", turn)
         seconds = taken(lambda a: OURS[kind](a, method=options.method), a)
         walls += [seconds] * bool(turn)
         del a

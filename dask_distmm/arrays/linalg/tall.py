@@ -51,7 +51,7 @@ def goes_by_rows(a: Array, how: RunOptions) -> bool:
     m, n = a.shape
     asked, run = how.get("method", "auto"), how.keys() - {"method"}
     if asked != "rows":
-        return asked == "auto" and not run and m >= _ALL * n and m >= _EACH * n * len(a.chunks[0])
+        return asked == "auto" and not run and 0 < _ALL * n <= m and m >= _EACH * n * len(a.chunks[0])
     if run:
         raise PlanError(f"method='rows' is no run, and has no {min(run)}=: leave it out, or say method='columns'")
     if m < n:
@@ -69,8 +69,10 @@ def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
     dtype
         Type that is computed in.
     """
-    a = a.rechunk({1: -1})
-    sizes, n = a.chunks[0], a.shape[1]
+    n = a.shape[1]
+    # Without columns there is nothing to stack.
+    a = a.rechunk({1: -1} if n else -1)
+    sizes = a.chunks[0]
     token = tokenize("qr-rows", a.name, dtype)
     pairs, q, r = f"qr-rows-{token}", f"qr-rows-q-{token}", f"qr-rows-r-{token}"
     meta = meta_from_array(a._meta if dtype.kind == "c" else a._meta.real, 2, dtype=dtype)
