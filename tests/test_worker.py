@@ -76,6 +76,27 @@ def test_one_run_by_hand():
     asyncio.run(work())
 
 
+def test_a_worker_that_closes_says_so():
+    """It answers for as long as anybody asks: one that did not would be taken for a worker without this package."""
+
+    async def work() -> None:
+        side = WorkerSide(Loop())
+        with_chunks(side)
+        assert (await prepared(side)).status == "OK"
+        run = asyncio.ensure_future(ask(side, Start(1)))
+        await asyncio.sleep(0)
+        side.close()
+        assert (await run).status in ("lost", "OK")
+        assert (await ask(side, Start(1))).status == "lost"
+        vote = await prepared(side, 2)
+        assert (vote.status, vote.message) == ("lost", "it is closing")
+        box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
+        assert (await ask(side, Fetch(1, "input", box, flat=False))).status == "gone"
+        assert (await ask(side, Abort(1, "over"))).status == "OK"
+
+    asyncio.run(work())
+
+
 def test_what_a_failed_run_has_placed_goes():
     async def work() -> None:
         side = WorkerSide(Loop())

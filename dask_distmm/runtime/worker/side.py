@@ -72,6 +72,7 @@ class WorkerSide:
         self.newest_run = 0
         self.progress: dict[int, float] = {}
         self.history = History()
+        self._closed = False
         # Numbers of runs that are over. Messages that come late for them, as this process stood still, are refused.
         self._over: collections.deque[int] = collections.deque(maxlen=1000)
         # One thread, so that two collectives can never cross.
@@ -122,7 +123,7 @@ class WorkerSide:
         except ProtocolError as error:
             vote = Vote("refused", str(error))
         except BaseException as error:
-            vote = _failure(Vote, error)
+            vote = _failure(Vote, error, self._closed)
         if run_id in self._over:  # ended meanwhile
             self._drop(run_id, "it was ended before it began")
         self.history.note(run_id, f"voted {vote.status}")
@@ -160,7 +161,7 @@ class WorkerSide:
         """Let the engine do this worker's part, and give its chunks of D to Dask; answer when that is done."""
         run_id = request.run_id
         if run_id not in self.runs:
-            return Done("refused", f"run {run_id} was not prepared here, or is over")
+            return Done("lost" if self._closed else "refused", f"run {run_id} was not prepared here, or is over")
         plan, job = self.runs[run_id]
         loop = asyncio.get_running_loop()
         self.history.note(run_id, "began")
@@ -175,7 +176,7 @@ class WorkerSide:
             placed = await self.chunks.place(run_id, plan, result, request.unwanted, lambda: run_id in self.runs)
         except BaseException as error:
             self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
-            return _failure(Done, error)
+            return _failure(Done, error, self._closed)
         finally:
             telling.cancel()
             self.progress.pop(run_id, None)
@@ -217,7 +218,8 @@ class WorkerSide:
             with Watchdog(request.grace, f"freeing group {request.group} of engine {request.engine}"):
                 get_engine(request.engine).release(request.group)
 
-        await asyncio.get_running_loop().run_in_executor(self.engine_thread, free)
+        if not self._closed:
+            await asyncio.get_running_loop().run_in_executor(self.engine_thread, free)
         return Reply("OK")
 
     def abandon(self, message: messages.Abandon) -> None:
@@ -292,20 +294,19 @@ class WorkerSide:
         except (ProtocolError, TypeError, ValueError, KeyError) as error:
             return Delivery("refused", repr(error))
         except Exception as error:
-            return _failure(Delivery, error)
+            return _failure(Delivery, error, self._closed)
 
     def close(self) -> None:
         """End all runs and the engine thread."""
         for run_id in list(self.runs):
             self._drop(run_id, "the worker is closing")
         self.replicas.drop()
+        self._closed = True
         self.engine_thread.shutdown(wait=False, cancel_futures=True)
-        for op, handler in self.handlers.items():
-            if self.worker.handlers.get(op) == handler:
-                del self.worker.handlers[op]
         if self._dask_dump:
             self.worker.handlers["dump_state"] = self._dask_dump
-        # Stream handlers stay: messages that the scheduler has sent before it knew may still arrive.
+        # All other handlers stay: messages that the scheduler has sent before it knew may still arrive, and a worker that
+        # does not know them would be taken for one without this package.
 
 
 def _execute(job: Job, offers: Any) -> Mapping[ResultKey, Any]:
@@ -313,13 +314,13 @@ def _execute(job: Job, offers: Any) -> Mapping[ResultKey, Any]:
     return job.execute()
 
 
-def _failure(kind: type[A], error: BaseException) -> A:
-    """Return an error as an answer; a connection that broke means a worker that is gone."""
+def _failure(kind: type[A], error: BaseException, closed: bool) -> A:
+    """Return an error as an answer; a connection that broke means a worker that is gone, as is one that has closed."""
     text = f"{type(error).__name__}: {error}"
+    if closed or isinstance(error, OSError):
+        return kind("lost", "it is closing" if closed else text)
     if isinstance(error, SourceError):
         return kind("source", str(error), error=dumps(error.__cause__))
-    if isinstance(error, OSError):
-        return kind("lost", text)
     if isinstance(error, MatrixError):
         return kind("matrix", str(error))
     detail = "" if isinstance(error, DistMMError) else "".join(traceback.format_exception(error)[-6:])
