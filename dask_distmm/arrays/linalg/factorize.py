@@ -24,7 +24,17 @@ from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 from dask_distmm.runtime.keys import barrier_name, output_name
 
-__all__ = ["RunOptions", "common_type", "factorize", "inner_chunks", "matrix", "problem_of", "row_chunks", "times"]
+__all__ = [
+    "RunOptions",
+    "adjoint",
+    "common_type",
+    "factorize",
+    "inner_chunks",
+    "matrix",
+    "problem_of",
+    "row_chunks",
+    "times",
+]
 
 
 class RunOptions(TypedDict, total=False):
@@ -157,6 +167,12 @@ def factorize(
         )
         for one in outputs
     }
+
+
+def adjoint(a: Array) -> Array:
+    """Return the conjugate transpose; of a real matrix without the copy that Dask's ``conj`` makes."""
+    found: Array = (a.conj() if a.dtype.kind == "c" else a).T
+    return found
 
 
 def times(a: Array, b: Array, how: RunOptions) -> Array:

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import dask.array as da
 
 from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, matrix, times
+from dask_distmm.arrays.linalg.factorize import RunOptions, adjoint, matrix, times
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import svd
@@ -37,7 +37,7 @@ def svd_compressed(
     n_oversamples : int
         So many more random vectors than `k` are taken.
     seed : int
-        Of the random vectors: the same seed and the same chunks give the same result.
+        Of the random vectors: the same seed and the same chunks give the same result, up to rounding.
 
     Returns
     -------
@@ -62,15 +62,15 @@ def svd_compressed(
             f"{min(a.shape)}, and the others not below 0"
         )
     m, n = a.shape
-    count, adjoint = min(k + n_oversamples, m, n), a.conj().T
+    count, turned = min(k + n_oversamples, m, n), adjoint(a)
     vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
     q, _ = qr(times(a, vectors, how), **how)
     for _ in range(n_power_iter):
-        back, _ = qr(times(adjoint, q, how), **how)
+        back, _ = qr(times(turned, q, how), **how)
         q, _ = qr(times(a, back, how), **how)
     # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
-    right, s, left = svd(times(adjoint, q, how), **how)
-    return times(q, left[:k].conj().T, how), s[:k], right[:, :k].conj().T
+    right, s, left = svd(times(turned, q, how), **how)
+    return times(q, adjoint(left[:k]), how), s[:k], adjoint(right[:, :k])
 
 
 @any_kind

@@ -21,7 +21,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import RunOptions, factorize, times
+from dask_distmm.arrays.linalg.factorize import RunOptions, adjoint, factorize, times
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.errors import MatrixError
 
@@ -59,7 +59,7 @@ def unitary_factor(a: Array, how: RunOptions) -> Array:
     if not a.size:
         return a
     if a.shape[0] < a.shape[1]:
-        return unitary_factor(a.conj().T, how).conj().T
+        return adjoint(unitary_factor(adjoint(a), how))
     n, eps = a.shape[1], float(np.finfo(a.dtype).eps)
     x = _scaled(a, eps / (2 * math.sqrt(n)))
     for step in weights(_RARE * eps / (2 * n), eps):
@@ -98,12 +98,12 @@ def _inverse_applied(x: Array, c: float, how: RunOptions) -> Array:
     """Return ``x @ inv(1 + c x^H x)``."""
     (m, n), cols = x.shape, x.chunks[1]
     if c <= _CHOLESKY:
-        operands = {"a": _plus_identity(c * times(x.conj().T, x, how)), "b": x.conj().T}
+        operands = {"a": _plus_identity(c * times(adjoint(x), x, how)), "b": adjoint(x)}
         wanted = {"x": (cols, x.chunks[0])}
-        return factorize("solve", operands, wanted, how=how, assume_a="pos")["x"].conj().T
+        return adjoint(factorize("solve", operands, wanted, how=how, assume_a="pos")["x"])
     identity = _plus_identity(da.zeros_like(x, shape=(n, n), chunks=(cols, cols)))
     q, _ = qr(da.concatenate([math.sqrt(c) * x, identity]), **how)
-    return times(q[:m], q[m:].conj().T, how) / math.sqrt(c)
+    return times(q[:m], adjoint(q[m:]), how) / math.sqrt(c)
 
 
 def _plus_identity(x: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal, Unpack
 
 import dask.array as da
@@ -9,7 +10,7 @@ import numpy as np
 from dask.array.core import Array, normalize_chunks
 
 from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, factorize, inner_chunks, matrix, row_chunks, times
+from dask_distmm.arrays.linalg.factorize import RunOptions, adjoint, factorize, inner_chunks, matrix, row_chunks, times
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.qdwh import unitary_factor
 from dask_distmm.errors import PlanError
@@ -85,7 +86,10 @@ def _eigenpairs(a: Any, b: Any, options: dict[str, Any], how: RunOptions) -> tup
     operands = {"a": a} if b is None else {"a": a, "b": matrix("b", b)}
     subset, (rows, cols) = options["subset"], a.chunks
     if subset is not None:
-        first, last = options["subset"] = int(subset[0]), int(subset[1])
+        try:
+            first, last = options["subset"] = tuple(map(operator.index, subset))
+        except (TypeError, ValueError):
+            raise PlanError(f"subset_by_index={subset!r}: expected two integers (first, last)") from None
         cols = normalize_chunks(max(cols, default=1), (max(0, last - first + 1),))[0]
     wanted: dict[str, Chunks] = {"w": row_chunks(sum(cols)), "v": (rows, cols)}
     if not options.get("vectors", True):
@@ -137,8 +141,8 @@ def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True, **how: Unp
     if full or method == "local":
         return _decomposed(a, full, compute_uv, how)
     if m < n:
-        found = svd(a.conj().T, compute_uv=compute_uv, **how)
-        return (found[2].conj().T, found[1], found[0].conj().T) if compute_uv else found
+        found = svd(adjoint(a), compute_uv=compute_uv, **how)
+        return (adjoint(found[2]), found[1], adjoint(found[0])) if compute_uv else found
     shared = method == "columns"
     tall = method == "rows" or (m >= _TALL * n and (m * n >= _LARGE or shared))
     if tall and not compute_uv:
@@ -163,11 +167,11 @@ def _by_polar(a: Array, vectors: bool, how: RunOptions) -> Any:
     Sci. Comput. 35 (2013).
     """
     unitary, alone = unitary_factor(a, how), RunOptions(**{**how, "method": "local"})
-    negative = times(-unitary.conj().T, a, how)
+    negative = -times(adjoint(unitary), a, how)
     if not vectors:
         return da.maximum(-eigvalsh(negative, **alone), 0)
     w, v = eigh(negative, **alone)
-    return times(unitary, v, how), da.maximum(-w, 0), v.conj().T
+    return times(unitary, v, how), da.maximum(-w, 0), adjoint(v)
 
 
 def _decomposed(a: Array, full: bool, vectors: bool, how: RunOptions) -> Any:
@@ -222,9 +226,9 @@ def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[RunOpt
     method = how.get("method", "auto")
     if a.size and (method == "columns" or (method == "auto" and _quicker_by_polar(a))):
         u = unitary_factor(a, how)
-        return u, times(u.conj().T, a, how) if side == "right" else times(a, u.conj().T, how)
+        return u, times(adjoint(u), a, how) if side == "right" else times(a, adjoint(u), how)
     u, s, vh = svd(a, **how)
-    p = times(vh.conj().T * s, vh, how) if side == "right" else times(u * s, u.conj().T, how)
+    p = times(adjoint(vh) * s, vh, how) if side == "right" else times(u * s, adjoint(u), how)
     return times(u, vh, how), p
 
 
@@ -238,10 +242,10 @@ def pseudoinverse(a: Array, rtol: float | None, hermitian: bool, how: RunOptions
     """Return the pseudo-inverse of a matrix of any rank: by its singular values, or its eigenvalues."""
     if hermitian:
         s, v = eigh(a, **how)
-        left, right = v, v.conj().T
+        left, right = v, adjoint(v)
     else:
         u, s, vh = svd(a, **how)
-        left, right = vh.conj().T, u.conj().T
+        left, right = adjoint(vh), adjoint(u)
     return times(left * _inverted(s, zero_below(abs(s), a.shape, rtol)), right, how)
 
 
@@ -251,8 +255,8 @@ def least_squares_of_any_rank(a: Any, b: Any, rtol: float, how: RunOptions) -> t
     columns, (m, n) = matrix("b", b, vector=True), a.shape
     u, s, vh = svd(a, **how)
     limit = zero_below(s, a.shape, rtol)
-    inner = times(u.conj().T, columns, how) * _inverted(s, limit)[:, None]
-    x = times(vh.conj().T, inner, how)
+    inner = times(adjoint(u), columns, how) * _inverted(s, limit)[:, None]
+    x = times(adjoint(vh), inner, how)
     residuals = (abs(columns - times(a, x, how)) ** 2).sum(axis=0) if m > n else da.zeros((0,), s.dtype)
     if b.ndim == 1:
         x, residuals = x[:, 0], residuals[0] if m > n else residuals

@@ -34,8 +34,8 @@ from dask_distmm.planning.placement import Estimate, Placement, Where, in_range,
 __all__ = ["PARTS", "SHARES", "FactorPlacement", "held_chunks", "plan_factorization"]
 
 # A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
-# spectral decomposition: one thread, N = 2048.
-SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45}
+# spectral decomposition, and one of values alone: one thread, N = 1200.
+SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45, "values": 0.1}
 # In a request for a panel, the part of it by its number.
 PARTS = ("lower", "upper", "pivots", "carried")
 
@@ -204,10 +204,11 @@ def plan_factorization(
             return dataclasses.replace(one, alternatives=alternatives)
     leanest = min(found, key=lambda one: max(one.projected_bytes.values()))
     limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
+    remedy = "a" if problem.task.spectral else "more workers or a"
     raise ProjectedMemoryError(
         f"{problem.task.kind} of a matrix of {problem.task.a_shape} ({problem.task.dtype}) would hold "
         f"{max(leanest.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
-        f"{min(limits.values()) / 2**30:.2f} GiB. Use more workers or a higher memory_limit, or raise the config "
+        f"{min(limits.values()) / 2**30:.2f} GiB. Use {remedy} higher memory_limit, or raise the config "
         "distmm.memory.limit-fraction",
         leanest.projected_bytes,
         limits,
@@ -264,8 +265,10 @@ def _consider(
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
     machine = problem.options.machine(engine)
     threads = sum(participants[index].nthreads for index in made.ranks)
-    share = SHARES[problem.task.kind if problem.task.spectral else factored(problem.task)]
-    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * share)
+    way = factored(problem.task)
+    if problem.task.spectral:
+        way = problem.task.kind if problem.task.vectors else "values"
+    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * SHARES[way])
     transfer = moved / count / machine.bandwidth + (panels * machine.latency if count > 1 else 0.0)
     made.projected_bytes.update(_projected(made))
     estimate = Estimate(
