@@ -4,10 +4,10 @@
 
 Takes the tests from the installed Dask: of ``test_linalg`` and others those that multiply or factorize Dask arrays.
 Norms and ``einsum`` (which Dask does chunk by chunk) come to nothing that could be routed here, and tests that Dask
-refuses some chunks fail, as these are taken here. ``test_lu_2`` multiplies its hundred small chunks for long. Work of any size is routed here (``minimum-flops`` 0), and
-``assert_eq`` computes on the cluster instead of in this thread. Prints how many
-collective runs took place; none is a failure. Of a test with many parameters `SOME` are run, or ``--all``.
-``--baseline`` does the same without dask_distmm, to tell its failures from Dask's.
+refuses some chunks fail, as these are taken here. ``test_lu_2`` multiplies its hundred small chunks for long. Work
+of any size is routed here (``minimum-flops`` 0), and ``assert_eq`` computes on the cluster instead of in this
+thread. Prints how many collective runs took place; none is a failure. Of a test with many parameters `SOME` are
+run, or ``--all``. ``--baseline`` does the same without dask_distmm, to tell its failures from Dask's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import dask_distmm
 
 MODULES = ("test_routines", "test_linalg", "test_array_core", "test_array_function", "test_gufunc", "test_masked")
 NAMES = (
-    "not norm and not lu_2 and not lu_errors and not triangular_errors and not NotImplementedError and not svd_flip and "
-    "not einsum and not invert and (matmul or dot or tensordot or linalg or lu or solve or cholesky or inv or lstsq or "
-    "svd or qr or cov or corrcoef)"
+    "not norm and not lu_2 and not lu_errors and not triangular_errors and not NotImplementedError and not svd_flip "
+    "and not einsum and not invert and (matmul or dot or tensordot or linalg or lu or solve or cholesky or inv or "
+    "lstsq or svd or qr or cov or corrcoef)"
 )
 SOME = 4
 
