@@ -163,7 +163,7 @@ def test_a_panel_without_lookahead_is_found():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("svd", (3, 3), "float64"), "unknown factorization 'svd'"),
+        (("schur", (3, 3), "float64"), "unknown factorization 'schur'"),
         (("lu", (3, 3), "int64"), "convert A and B to one of"),
         (("cholesky", (3, 4), "float64"), "square matrix, A is 3 x 4"),
         (("solve", (3, 3), "float64"), "needs right-hand sides"),

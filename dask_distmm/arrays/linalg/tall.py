@@ -46,7 +46,7 @@ def goes_by_rows(a: Array, how: RunOptions) -> bool:
     Raises
     ------
     PlanError
-        It is asked for, and there are fewer rows than columns, or options of a run.
+        It is asked for, and there are no columns, or fewer rows than columns, or options of a run.
     """
     m, n = a.shape
     asked, run = how.get("method", "auto"), how.keys() - {"method"}
@@ -54,8 +54,8 @@ def goes_by_rows(a: Array, how: RunOptions) -> bool:
         return asked == "auto" and not run and 0 < _ALL * n <= m and m >= _EACH * n * len(a.chunks[0])
     if run:
         raise PlanError(f"method='rows' is no run, and has no {min(run)}=: leave it out, or say method='columns'")
-    if m < n:
-        raise PlanError(f"method='rows' of {m} rows and {n} columns: expected at least as many rows; leave it out")
+    if not 0 < n <= m:
+        raise PlanError(f"method='rows' of {m} rows and {n} columns: expected columns, and not more of them than rows")
     return True
 
 
