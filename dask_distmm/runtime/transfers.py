@@ -74,12 +74,12 @@ class DaskComm:
                 f"worker {address} did not deliver its chunks within {self._timeout:g} s (config "
                 "distmm.timeouts.transfer)"
             ) from None
-        if answer is not None and answer.status == "gone":
-            # Either the run was ended, or another process has taken the worker's place.
-            raise ConnectionError(f"worker {address}: {answer.message}")
-        if answer is None or answer.status != "OK":
-            reason = None if answer is None else answer.message
-            raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {reason}")
+        if answer is None or answer.status == "gone":
+            # Either the run was ended, or another process has taken the worker's place, perhaps without the plugin yet.
+            message = "it does not know the run" if answer is None else answer.message
+            raise ConnectionError(f"worker {address}: {message}")
+        if answer.status != "OK":
+            raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {answer.message}")
         data: Sequence[NDArray[Any]] = answer.data
         if answer.loan:
             try:
