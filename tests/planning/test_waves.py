@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import dask
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dask_distmm  # noqa: F401
@@ -41,13 +42,22 @@ def workers(count, limit):
 sizes = st.integers(1, 6)
 
 
-@given(st.tuples(*[st.integers(8, 40)] * 3), st.tuples(*[sizes] * 3), st.integers(1, 4), st.integers(20_000, 80_000))
-def test_waves_cover_the_product_once_and_fit(shape, chunks, count, limit):
-    whole = problem(*shape, chunks)
+@settings(max_examples=20)
+@given(
+    st.tuples(*[st.integers(8, 30)] * 3),
+    st.tuples(*[sizes] * 3),
+    st.integers(1, 4),
+    st.integers(15_000, 60_000),
+    st.booleans(),
+)
+def test_waves_cover_the_product_once_and_fit(shape, chunks, count, limit, by_ranks):
+    with dask.config.set({"distmm.numpy.pack-below": 0}):
+        whole = problem(*shape, chunks)
     try:
-        scheme = choose(whole, workers(count, limit), (True, True), BUDGET, COSTS)
+        scheme = choose(whole, workers(count, limit), (True, True), BUDGET, COSTS, by_ranks=(by_ranks, by_ranks))
     except ProjectedMemoryError:
         return
+    assert by_ranks or not scheme.by_ranks
     assert scheme.peak_bytes <= scheme.budget_bytes
     done = np.zeros((*shape[::2], shape[1]), int)
     for wave in scheme.waves:
@@ -92,6 +102,21 @@ def test_the_scheme_that_reads_least_is_taken(whole, lazy, name):
         )
         assert scheme.read_bytes == pytest.approx(read)
     assert scheme.peak_bytes < 500 * MIB * 0.6
+
+
+@pytest.mark.parametrize(
+    "whole", [gram(500_000, 500, 10_000), problem(500_000, 500, 20, (10_000, 500, 20))], ids=["sums", "rows"]
+)
+def test_waves_that_ranks_make_are_long(whole):
+    """Memory does not limit them, nor is a chunk made twice; small chunks are left to Dask, which has them packed."""
+    loaded, made = (
+        choose(whole, workers(2, 500 * MIB), (True, True), BUDGET, COSTS, by_ranks=(yes, yes)) for yes in (False, True)
+    )
+    assert made.by_ranks
+    assert made.read_bytes == loaded.read_bytes
+    assert len(made.waves) < len(loaded.waves)
+    small = problem(100_000, 500, 20, (100, 500, 20))
+    assert not choose(small, workers(2, 500 * MIB), (True, True), BUDGET, COSTS, by_ranks=(True, True)).by_ranks
 
 
 def test_the_formula_is_the_last_waves():

@@ -18,7 +18,7 @@ from dask_distmm.planning.engines import engines
 from dask_distmm.planning.memory import chunk_bytes
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan
-from dask_distmm.planning.problem import METHODS, Problem
+from dask_distmm.planning.problem import METHODS, Chunks, Problem
 from dask_distmm.planning.waves.scheme import Scheme, Wave, wave_problem
 
 __all__ = ["Budget", "choose"]
@@ -29,6 +29,8 @@ _FEWEST = 8
 _SHORTEST = 0.1
 # Where ranks make chunks themselves memory does not limit a wave: so long ones are lost with a worker (seconds).
 _LONGEST = 4.0
+# The finest waves are looked at first where they are no more than this: mostly they tell that none fit.
+_FEW = 500
 # A panel in flight takes this share of the budget at most.
 _PANEL_SHARE = 16
 # D is cut into so many blocks along an axis.
@@ -100,8 +102,9 @@ def choose(
     found: list[Scheme] = []
     methods = METHODS if problem.method == "auto" else (problem.method,)
     for sketch in _sketches(problem, lazy, by_ranks if _make(engine) else (False, False)):
-        if sketch.name == "blocks" and any(one.name == "blocks" and one.by_ranks == sketch.by_ranks for one in found):
-            continue  # it reads more
+        similar = [one for one in found if one.name == sketch.name]
+        if any(one.by_ranks == sketch.by_ranks or sketch.name != "blocks" for one in similar):
+            continue  # it reads more blocks, or loads what ranks can make
         fitting = _Fitting(problem, workers, budget, costs, engine, lazy, sketch)
         schemes = [fitting.scheme(method) for method in methods] if fitting.may_fit() else []
         found += [scheme for scheme in schemes if scheme is not None]
@@ -165,10 +168,18 @@ def _make(engine: str | Sequence[str]) -> bool:
 
 def _sketches(problem: Problem, lazy: tuple[bool, bool], by_ranks: tuple[bool, bool]) -> Iterator[_Sketch]:
     """Yield the schemes to look at, those first in which ranks make the chunks that are streamed."""
+    # BLAS is slow on chunks one by one that are small.
+    large = [_are_large(problem, sizes) for sizes in (problem.a_chunks, problem.b_chunks)]
+    able = [can and fit for can, fit in zip(by_ranks, large, strict=True)]
     for sketch in _schemes(problem, lazy):
-        if all(can for can, streamed in zip(by_ranks, sketch.streamed, strict=True) if streamed):
+        if all(can for can, streamed in zip(able, sketch.streamed, strict=True) if streamed):
             yield dataclasses.replace(sketch, by_ranks=True)
         yield sketch
+
+
+def _are_large(problem: Problem, chunks: Chunks) -> bool:
+    """Whether chunks are as large on average as those that the engine uses as they lie."""
+    return all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
 
 
 def _schemes(problem: Problem, lazy: tuple[bool, bool]) -> Iterator[_Sketch]:
@@ -201,6 +212,10 @@ class _Fitting:
     sketch: _Sketch
 
     @functools.cached_property
+    def _edges(self) -> tuple[int, ...]:
+        return _edges(self.problem, self.sketch.axis)
+
+    @functools.cached_property
     def _room(self) -> float:
         return min(self.budget.of(worker) for worker in self.workers)
 
@@ -214,15 +229,21 @@ class _Fitting:
 
     def scheme(self, method: str) -> Scheme | None:
         """Return the scheme with the largest waves that fit, of which there are enough; None if none fit."""
-        segments = len(_edges(self.problem, self.sketch.axis)) - 1
-        low, high = 1, segments  # numbers of waves along the axis: more fit sooner
-        if segments < 2 or self._try(high, method) is None:
+        segments = len(self._edges) - 1
+        if segments < 2 or (segments <= _FEW and self._try(segments, method) is None):
             return None
+        # Numbers of waves along the axis: more fit sooner, and take longer to look at.
+        low = high = 1
+        while (found := self._try(high, method)) is None:
+            if high == segments:
+                return None
+            low, high = high + 1, min(segments, 2 * high)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._try(middle, method) is not None else (middle + 1, high)
-        found = self._try(low, method)
-        assert found is not None
+            if (smaller := self._try(middle, method)) is not None:
+                found, high = smaller, middle
+            else:
+                low = middle + 1
         if self.sketch.by_ranks:
             fine = min(segments, max(low, _FEWEST // 2, math.ceil(found.seconds / _LONGEST)))
             return self._try(fine, method) or found
@@ -233,7 +254,7 @@ class _Fitting:
 
     def _try(self, count: int, method: str) -> Scheme | None:
         """Return the scheme with `count` waves along the axis, or None if it does not fit."""
-        waves = tuple(_waves(self.sketch, _grouped(_edges(self.problem, self.sketch.axis), count)))
+        waves = tuple(_waves(self.sketch, _grouped(self._edges, count)))
         panel = int(min(self.problem.options.panel_bytes, self._room / _PANEL_SHARE))
         room = int(self._room) if math.isfinite(self._room) else 0
         how = self.sketch.name, waves, self.sketch.streamed, self.sketch.by_ranks
@@ -252,7 +273,7 @@ class _Fitting:
         except (ProjectedMemoryError, PlanError):
             return None
         if scheme.by_ranks and any(one.packing.a or one.packing.b for one in plans):
-            return None  # BLAS is slow on chunks one by one that are so small
+            return None  # they would be copied one by one
         return self._estimated(scheme, plans, beside)
 
     def _plan(self, scheme: Scheme, number: int, workers: Sequence[Worker]) -> Plan:

@@ -1,0 +1,74 @@
+"""Chunks that ranks make themselves: each once, few ahead, none kept; and the tasks that make them, on their way."""
+
+from __future__ import annotations
+
+import threading
+
+import dask.array as da
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_distmm.engines.sources import Loads, Source, SourceChunk
+from dask_distmm.graph.waves import can_be_made
+
+
+def never():
+    """Nobody ends the run."""
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.integers(1, 3), st.integers(1, 4))
+def test_each_is_made_once_in_order_and_few_ahead(uses, threads, ahead):
+    made, taken, lock = [], set(), threading.Lock()
+
+    def source(number):
+        def make():
+            with lock:
+                made.append(number)
+                assert len(set(made) - taken) <= ahead
+            return np.full((1, 1), number)
+
+        return Source(make)
+
+    chunks = [SourceChunk(source(number), lambda x: x.T) for number in range(6)]
+    loads = Loads([chunks[number] for number in uses], threads, ahead)
+    for number in uses:
+        # Taken from now on: the next one may be made as soon as this one is here.
+        with lock:
+            taken.add(number)
+        assert loads.take(chunks[number], never) == number
+    loads.close()
+    assert sorted(made) == sorted(set(uses))
+    if threads == 1:
+        assert made == list(dict.fromkeys(uses))
+    assert not loads._made
+
+
+def test_an_error_comes_where_the_chunk_is_used_and_the_rest_is_not_made():
+    made = []
+
+    def make(number):
+        made.append(number)
+        if number == 1:
+            raise OSError("it is torn")
+        return np.zeros((1, 1))
+
+    chunks = [SourceChunk(Source(lambda number=number: make(number)), lambda x: x) for number in range(9)]
+    loads = Loads(chunks, 1, 2)
+    loads.take(chunks[0], never)
+    with pytest.raises(OSError, match="torn"):
+        loads.take(chunks[1], never)
+    loads.close()
+    assert max(made) <= 3
+
+
+def test_arrays_that_ranks_can_make(tmp_path):
+    stored = da.from_zarr(zarr.create_array(str(tmp_path / "x.zarr"), data=np.ones((60, 6)), chunks=(5, 6)))
+    generated = da.random.default_rng(1).random((60, 6), chunks=(5, 6))
+    for array in (stored, generated, stored.map_blocks(np.sin) + 1):
+        assert can_be_made(array)
+    here = da.from_array(np.ones((60_000, 6)), chunks=(20_000, 6))
+    for array in (stored - stored.mean(axis=0), generated.rechunk((7, 6)), here, generated + stored):
+        assert not can_be_made(array)
