@@ -65,14 +65,12 @@ def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
     Parameters
     ----------
     a : array, (m, n)
-        With m >= n.
+        With m >= n > 0.
     dtype
         Type that is computed in.
     """
-    n = a.shape[1]
-    # Without columns there is nothing to stack.
-    a = a.rechunk({1: -1} if n else -1)
-    sizes = a.chunks[0]
+    a = a.rechunk({1: -1})
+    sizes, n = a.chunks[0], a.shape[1]
     token = tokenize("qr-rows", a.name, dtype)
     pairs, q, r = f"qr-rows-{token}", f"qr-rows-q-{token}", f"qr-rows-r-{token}"
     meta = meta_from_array(a._meta if dtype.kind == "c" else a._meta.real, 2, dtype=dtype)

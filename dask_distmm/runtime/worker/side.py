@@ -305,8 +305,8 @@ class WorkerSide:
         self.engine_thread.shutdown(wait=False, cancel_futures=True)
         if self._dask_dump:
             self.worker.handlers["dump_state"] = self._dask_dump
-        # All other handlers stay: messages that the scheduler has sent before it knew may still arrive. A worker that does
-        # not know them is taken for one without this package.
+        # All other handlers stay: messages that the scheduler has sent before it knew may still arrive. A worker that
+        # does not know them is taken for one without this package.
 
 
 def _execute(job: Job, offers: Any) -> Mapping[ResultKey, Any]:
