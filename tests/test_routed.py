@@ -16,7 +16,15 @@ from dask_distmm.planning import Worker
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.dask_tasks import around, by_tasks
 from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.testing import assert_cholesky, assert_least_squares, assert_lu, assert_qr, assert_solution
+from dask_distmm.testing import (
+    assert_cholesky,
+    assert_eigh,
+    assert_least_squares,
+    assert_lu,
+    assert_qr,
+    assert_solution,
+    assert_svd,
+)
 
 COSTS = DaskCosts(0.01, 0.00015, 0.01, 0.0005)
 
@@ -61,6 +69,30 @@ def test_pivots_come_from_the_whole_column(routed):
     runs, x = routed(np.linalg.inv(cut(a, 10, 10)))
     assert runs == 1
     np.testing.assert_allclose(x, np.linalg.inv(a), atol=1e-12)
+
+
+@pytest.mark.parametrize("uplo", ["L", "u"])
+def test_eigenvalues(routed, uplo):
+    """Stock Dask gathers the matrix in this process, and returns NumPy arrays."""
+    s = positive(30)
+    given = np.tril(s) if uplo == "L" else np.triu(s)
+    found = np.linalg.eigh(cut(given, 11, 13), UPLO=uplo)
+    assert isinstance(found.eigenvalues, da.Array)
+    runs, w, v = routed(*found)
+    assert runs == 1
+    assert_eigh(s, w, v)
+    np.testing.assert_allclose(routed(np.linalg.eigvalsh(cut(given, 11, 13), uplo))[1], w)
+    stacked = np.linalg.eigvalsh(da.ones((2, 3, 3), chunks=1))
+    np.testing.assert_allclose(stacked, [[0, 0, 3]] * 2, atol=1e-12)
+
+
+def test_singular_values_of_any_chunks(routed):
+    a = random(40, 30)
+    for x in (cut(a, 15, 20), cut(a.T, 15, 20)):
+        _, u, s, vh = routed(*da.linalg.svd(x))
+        assert_svd(x.compute(), u, s, vh)
+    for chunks in ((40, 20), (10, 30)):
+        assert routed(*da.linalg.svd(cut(a, *chunks)))[0] == 0, "Dask's own"
 
 
 def test_chunks_that_dask_refuses(routed):

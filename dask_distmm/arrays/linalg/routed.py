@@ -21,7 +21,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg import factors, solutions
+from dask_distmm.arrays.linalg import factors, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.tall import goes_by_rows
 from dask_distmm.config import dask_costs, minimum_flops, setting
@@ -104,7 +104,23 @@ def _slogdet(a: Any) -> Any:
     return found if found is NotImplemented else _SlogdetResult(*found)
 
 
+def _eigh(a: Any, UPLO: str = "L") -> Any:
+    found = _take(lambda: spectral.eigh(a, lower=UPLO.upper() != "U"), a, dasks="poor")
+    return found if found is NotImplemented else _EighResult(*found)
+
+
+def _eigvalsh(a: Any, UPLO: str = "L") -> Any:
+    return _take(lambda: spectral.eigvalsh(a, lower=UPLO.upper() != "U"), a, dasks="poor")
+
+
+def _svd(a: Any, coerce_signs: bool = True) -> Any:
+    if not coerce_signs or not isinstance(a, Array) or a.ndim != 2 or 1 in a.numblocks:
+        return NotImplemented
+    return _take(lambda: spectral.svd(a), a, dasks="none", run=False)
+
+
 _SlogdetResult: Any = type(np.linalg.slogdet(np.ones((1, 1))))
+_EighResult: Any = type(np.linalg.eigh(np.ones((1, 1))))
 
 DASKS: Mapping[str, Callable[..., Any]] = {
     "cholesky": _cholesky,
@@ -114,9 +130,15 @@ DASKS: Mapping[str, Callable[..., Any]] = {
     "qr": _qr,
     "solve": _solve,
     "solve_triangular": _solve_triangular,
+    "svd": _svd,
 }
 # NumPy's others of the same names end in Dask's.
-NUMPYS: Mapping[Callable[..., Any], Callable[..., Any]] = {np.linalg.det: _det, np.linalg.slogdet: _slogdet}
+NUMPYS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    np.linalg.det: _det,
+    np.linalg.eigh: _eigh,
+    np.linalg.eigvalsh: _eigvalsh,
+    np.linalg.slogdet: _slogdet,
+}
 
 
 def _blocks(a: Any) -> int:
@@ -153,7 +175,7 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = Tru
     dasks
         How Dask's own function is for this.
     run
-        Whether `make` makes a run, and no plain tasks.
+        Whether `make` makes one run, and not several or plain tasks.
 
     Raises
     ------
