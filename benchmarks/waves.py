@@ -144,7 +144,7 @@ def cases(options: argparse.Namespace, folder: Path) -> Iterator[Case]:
         lambda product: total(from_store().map_blocks(lambda x: x[:1, :1], chunks=(1, 1))),
     )
 
-    few = 16_000  # rows that fit
+    few = 8000  # rows that fit
 
     def multiplied(product: Any) -> Callable[[], Any]:
         x = generated(few, cols, 2000).persist()
