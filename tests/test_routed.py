@@ -91,6 +91,10 @@ def test_singular_values_of_any_chunks(routed):
     for x in (cut(a, 15, 20), cut(a.T, 15, 20)):
         _, u, s, vh = routed(*da.linalg.svd(x))
         assert_svd(x.compute(), u, s, vh)
+    _, u, s, vh = routed(*da.linalg.svd(cut(a, 15, 20), full_matrices=False))
+    assert_svd(a, u, s, vh)
+    with pytest.raises(NotImplementedError):
+        da.linalg.svd(cut(a, 15, 20), full_matrices=True)
     for chunks in ((40, 20), (10, 30)):
         assert routed(*da.linalg.svd(cut(a, *chunks)))[0] == 0, "Dask's own"
 

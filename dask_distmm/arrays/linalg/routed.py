@@ -113,8 +113,8 @@ def _eigvalsh(a: Any, UPLO: str = "L") -> Any:
     return _take(lambda: spectral.eigvalsh(a, lower=UPLO.upper() != "U"), a, dasks="poor")
 
 
-def _svd(a: Any, coerce_signs: bool = True) -> Any:
-    if not coerce_signs or not isinstance(a, Array) or a.ndim != 2 or 1 in a.numblocks:
+def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False) -> Any:
+    if not coerce_signs or full_matrices or not isinstance(a, Array) or a.ndim != 2 or 1 in a.numblocks:
         return NotImplemented
     return _take(lambda: spectral.svd(a), a, dasks="none", run=False)
 
