@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_events import events
+from run_events import newest_run, runs_after
 
 import dask_distmm
 from dask_distmm.config import DaskCosts, read_options
@@ -47,9 +47,9 @@ def routed(inproc_client):
     """Enabled; returns a function that computes, and says how many runs that took."""
 
     def compute(*arrays):
-        before = len(events(inproc_client, "done"))
+        before = newest_run(inproc_client)
         found = dask.compute(*arrays)
-        return len(events(inproc_client, "done")) - before, *found
+        return runs_after(inproc_client, before), *found
 
     with dask_distmm.enabled():
         yield compute

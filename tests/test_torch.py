@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is no requirement; .ci/run 
 import dask  # noqa: E402
 import dask.array as da  # noqa: E402
 from distributed import Client, LocalCluster, wait  # noqa: E402
-from run_events import events  # noqa: E402
+from run_events import newest_run, runs_after  # noqa: E402
 
 import dask_distmm  # noqa: E402
 from dask_distmm import PlanError, explain, matmul, to_torch  # noqa: E402
@@ -123,13 +123,13 @@ def test_chunks_that_are_tensors(client, dtype):
     x, y = (rng.standard_normal(shape).astype(dtype if dtype != "bfloat16" else ml_dtypes.bfloat16)
             for shape in ((60, 50), (50, 40)))  # fmt: skip
     a, b = with_tensors(x, (20, 25)), with_tensors(y, (25, 20))
-    before = len(events(client, "done"))
+    before = newest_run(client)
     d = matmul(a, b)
     assert d.dtype == getattr(torch, dtype)
     assert isinstance(d._meta, torch.Tensor)
     d = d.persist()
     assert_product(x, y, whole(d))
-    assert len(events(client, "done")) == before + 1
+    assert runs_after(client, before) == 1
     assert isinstance(d.blocks[0, 0].compute(), torch.Tensor)
     if dtype == "float64":
         joined = d.map_blocks(np.asarray, dtype=dtype, meta=np.empty((0, 0)))
@@ -153,12 +153,12 @@ def test_tensors_beside_arrays(client):
 def test_enable(client):
     x = rng.standard_normal((60, 60))
     a = with_tensors(x, 20)
-    before = len(events(client, "done"))
+    before = newest_run(client)
     with dask.config.set({"distmm.minimum-flops": 0}), dask_distmm.enabled():
         d = a @ a
         assert isinstance(d._meta, torch.Tensor)
         assert_product(x, x, whole(d.persist()))
-    assert len(events(client, "done")) == before + 1
+    assert runs_after(client, before) == 1
 
 
 def test_shards_of_each_process(client):
@@ -198,13 +198,13 @@ def test_a_layer_has_the_gradients_of_pytorch(client, example, kind):
     x, w, b, t = (torch.from_numpy(rng.standard_normal(shape)) for shape in ((60, 20), (7, 20), (7,), (60, 7)))
     found, expected = ([y.clone().requires_grad_() for y in (x, w, b)] for _ in range(2))
     torch.nn.functional.mse_loss(torch.nn.functional.linear(*expected), t).backward()
-    before = len(events(client, "done"))
+    before = newest_run(client)
     if kind == "array":
         found[0] = da.from_array(x.numpy(), chunks=(20, 20))
     y = example["Linear"].apply(*found)
     torch.testing.assert_close(y, torch.nn.functional.linear(x, w, b))
     torch.nn.functional.mse_loss(y, t).backward()
-    assert len(events(client, "done")) - before == (3 if kind == "tensor" else 2)
+    assert runs_after(client, before) == (3 if kind == "tensor" else 2)
     for mine, theirs in zip(found, expected, strict=True):
         if isinstance(mine, torch.Tensor):
             torch.testing.assert_close(mine.grad, theirs.grad)
