@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.numeric.types import dtype_from_name
 
-__all__ = ["borrow", "lend", "place"]
+__all__ = ["borrow", "is_near", "lend", "place"]
 
 # Less than this is sent with the answer (bytes in all, and in each stretch of memory: the system looks up its pages).
 _LEAST_BYTES, _LEAST_STRETCH = 2**16, 2**9
@@ -70,6 +70,12 @@ def _home() -> str:
         return ""
 
 
+def is_near(borrower: str) -> bool:
+    """Return whether another process, by its `place`, may be able to read this one."""
+    home, _, process = borrower.rpartition(" ")
+    return bool(home) and home == _home() and process != str(os.getpid())
+
+
 def lend(arrays: Sequence[Any], borrower: str) -> Loan | None:
     """Return where arrays lie, or None if they had better be sent.
 
@@ -80,10 +86,7 @@ def lend(arrays: Sequence[Any], borrower: str) -> Loan | None:
     borrower
         The borrower's `place`.
     """
-    home, _, process = borrower.rpartition(" ")
-    if not home or home != _home() or process == str(os.getpid()):
-        return None
-    if sum(array.nbytes for array in arrays) < _LEAST_BYTES:
+    if not is_near(borrower) or sum(array.nbytes for array in arrays) < _LEAST_BYTES:
         return None
     described = [_describe(array) for array in arrays]
     if any(one is None for one in described):

@@ -285,11 +285,12 @@ class WorkerSide:
             plan.check_boxes(kind, table)
             # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
-            if request.place and isinstance(job, LendingJob):
-                lent = await asyncio.to_thread(job.serve, kind, table, False)
-                if loan := cross_memory.lend(lent, request.place):
-                    return Delivery("OK", loan=loan)
-            data = await asyncio.to_thread(job.serve, kind, table, request.flat)
+            lends = isinstance(job, LendingJob) and cross_memory.is_near(request.place)
+            data = await asyncio.to_thread(job.serve, kind, table, request.flat and not lends)
+            if lends and (loan := cross_memory.lend(data, request.place)):
+                return Delivery("OK", loan=loan)
+            if lends and request.flat:
+                data = await asyncio.to_thread(job.serve, kind, table, True)
             return Delivery("OK", data=[to_serialize(x) for x in await asyncio.to_thread(contiguous, data)])
         except (ProtocolError, TypeError, ValueError, KeyError) as error:
             return Delivery("refused", repr(error))
