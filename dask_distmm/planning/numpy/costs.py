@@ -97,7 +97,7 @@ def project(plan: Plan) -> dict[str, int]:
     begun = np.zeros(len(plan.ranks))
     if problem.formula.partial and not goes_on(problem):
         # Else the earlier sums become the chunks of D.
-        begun = np.bincount(plan.owners, chunk_bytes(problem, "partial"), len(plan.ranks))
+        begun += np.bincount(plan.owners, chunk_bytes(problem, "partial"), len(plan.ranks))
     kept = _elements_kept(plan)
     for rank, index in enumerate(plan.ranks):
         r0, r1, c0, c1 = plan.region(rank)
