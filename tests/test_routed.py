@@ -71,6 +71,16 @@ def test_pivots_come_from_the_whole_column(routed):
     np.testing.assert_allclose(x, np.linalg.inv(a), atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16"])
+@pytest.mark.parametrize("function", [da.linalg.solve, da.linalg.solve_triangular, np.linalg.solve])
+def test_narrow_integers_stay_dasks(function, dtype):
+    """It returns float32 for them, or float64, as SciPy's function of one chunk does."""
+    a, b = cut(np.eye(20).astype(dtype), 10, 10), cut(np.ones(20, dtype), 10)
+    expected = function(a, b).dtype
+    with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
+        assert function(a, b).dtype == expected
+
+
 @pytest.mark.parametrize("uplo", ["L", "u"])
 def test_eigenvalues(routed, uplo):
     """Stock Dask gathers the matrix in this process, and returns NumPy arrays."""

@@ -182,7 +182,8 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = Tru
     ProjectedMemoryError
         It does not fit, and nothing else would compute it; or the config ``distmm.memory.exceeded`` says to raise.
     """
-    if not isinstance(operands[0], Array) or operands[0].dtype.char == "e":
+    # Of types of one or two bytes some of Dask's functions make float32, others float64.
+    if not isinstance(operands[0], Array) or operands[0].dtype.itemsize < 4:
         return NotImplemented
     try:
         made = make()
