@@ -17,6 +17,7 @@ import pytest
 from distributed import Client, LocalCluster
 from hypothesis import settings
 from leaks import no_leaks
+from threadpoolctl import threadpool_limits
 
 import dask_distmm
 from dask_distmm import matmul
@@ -32,6 +33,9 @@ LONG = [
 
 # Statistical profiles of all workers all the time are nothing that a test looks at.
 dask.config.set({"distributed.worker.profile.enabled": False})
+
+# Small matrices gain nothing from a second thread of BLAS, and wait long for it where two processes test on two cores.
+threadpool_limits(1, "blas")
 
 # A busy machine makes no property false. What hangs is ended by pytest-timeout.
 settings.register_profile("patient", deadline=None)
