@@ -89,8 +89,8 @@ def test_what_is_not_ours_goes_on_unchanged(inproc_client, take_all):
         assert unknown.compute().shape[1] == 20
 
 
-def test_chunks_of_a_narrower_type_than_the_array_says(inproc_client, take_all):
-    """As zeros of Dask's own Cholesky factors of integers are; a type that holds more is still refused."""
+def test_chunks_of_another_type_than_the_array_says(inproc_client, take_all):
+    """As zeros of Dask's own Cholesky factors of integers are, and its LU factors of narrow integers."""
     x = np.random.default_rng().integers(0, 9, (60, 60))
     factor = da.linalg.cholesky(da.from_array(x @ x.T + 60 * np.eye(60, dtype=int), chunks=20))
     assert factor.dtype == np.float64
@@ -100,9 +100,19 @@ def test_chunks_of_a_narrower_type_than_the_array_says(inproc_client, take_all):
     assert ours(product)
     u = factor.compute()
     assert_product(u, u, product.compute())
-    wrong = da.ones((20, 20), chunks=10).map_blocks(lambda block: block, dtype=np.float32, meta=np.empty((0, 0), "f4"))
-    with pytest.raises(dask_distmm.RunFailedError, match="is .* float64; the array says .* float32"):
-        dask_distmm.matmul(wrong, wrong).compute()
+
+    def said(dtype):
+        return da.ones((20, 20), chunks=10).map_blocks(lambda block: block, dtype=dtype, meta=np.empty((0, 0), dtype))
+
+    np.testing.assert_array_equal(
+        dask_distmm.matmul(said("f4"), said("f4")).compute(), np.full((20, 20), 20, "f4"), strict=True
+    )
+    with pytest.raises(dask_distmm.RunFailedError, match="is .* float64; the array says .* int32"):
+        dask_distmm.matmul(said("i4"), said("i4")).compute()
+    small = np.eye(20, dtype=np.int16)
+    with dask_distmm.enabled():
+        x = da.linalg.solve(da.from_array(small, chunks=10), da.from_array(small, chunks=10))
+        np.testing.assert_array_equal(x.compute(), small)
 
 
 def test_too_little_work_is_dasks(inproc_client):

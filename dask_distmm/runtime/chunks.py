@@ -65,12 +65,14 @@ def other_orders(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[str, s
 def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, Any]:
     """Return the chunks, in the types that the graph says.
 
-    Some arrays have chunks of a narrower type, as Dask's Cholesky factors of integers, whose zeros are integers.
+    Some arrays have chunks of another type than they say: Dask's Cholesky factors of integers have integers for
+    zeros, its LU factors of narrow integers float64 instead of float32. Such chunks are converted within their kind,
+    as NumPy's functions with ``dtype`` do (``same_kind``).
 
     Raises
     ------
     EngineError
-        One has another shape, or a type that the graph's does not hold.
+        One has another shape, or a type of another kind.
     """
     problem = plan.problem
     checked = {}
@@ -80,7 +82,7 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
         shape = (sizes[0][i], sizes[1][j])
         chunk, expected = typed(chunk, dtype), carried(dtype, array_kind(chunk))  # noqa: PLW2901
         fits = getattr(chunk, "shape", None) == shape
-        if fits and chunk.dtype != expected and np.can_cast(chunk.dtype, expected):
+        if fits and chunk.dtype != expected and np.can_cast(chunk.dtype, expected, "same_kind"):
             chunk = chunk.astype(expected)  # noqa: PLW2901
         if not fits or chunk.dtype != expected:
             found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
