@@ -115,6 +115,39 @@ def test_chunks_of_another_type_than_the_array_says(inproc_client, take_all):
         np.testing.assert_array_equal(x.compute(), small)
 
 
+@pytest.mark.filterwarnings("ignore:The `numpy:FutureWarning")
+def test_booleans_are_added_by_dask(inproc_client, take_all):
+    """Its tensordot counts the chunks along k in which a pair is true; NumPy's functions say whether there is one."""
+    x = np.random.default_rng().random((20, 20)) < 0.3
+    y = da.from_array(x, chunks=7)
+    for call in (da.tensordot, da.dot, np.inner, np.linalg.tensordot):
+        axes = {"axes": 1} if "tensordot" in call.__name__ else {}
+        stock = dask.compute(call(y, y, **axes))[0]
+        with dask_distmm.enabled():
+            np.testing.assert_array_equal(dask.compute(call(y, y, **axes))[0], stock, strict=True)
+
+
+@pytest.mark.filterwarnings("ignore:The `numpy:FutureWarning")
+def test_numpys_functions_keep_their_errors_and_their_results(inproc_client, take_all):
+    x, seconds = da.ones((4, 1), chunks=2), da.from_array(np.ones((0, 1), "m8[s]"), chunks=1)
+    calls = (
+        lambda: np.inner(x, seconds),
+        lambda: np.linalg.multi_dot([x, x[None], x]),
+        lambda: np.inner(x, da.ones((4, 2))),
+    )
+    for call in calls:
+        stock = error_or_value(call)
+        with dask_distmm.enabled():
+            assert error_or_value(call) == stock
+
+
+def error_or_value(call):
+    try:
+        return call().tolist()
+    except Exception as error:
+        return type(error), str(error)
+
+
 def test_too_little_work_is_dasks(inproc_client):
     _, _, x, y = operands()
     with dask_distmm.enabled():

@@ -6,6 +6,7 @@ multiplies them here. While `dask_distmm.enable` is in force these functions tak
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,13 +51,8 @@ def _multi_dot(arrays: Sequence[Any], *, out: Any = None) -> Any:
     found = [dask.array.asanyarray(x) for x in arrays]
     if out is not None or len(found) < 2:
         return NotImplemented
-    wrong = [x.ndim for x in found[1:-1] if x.ndim != 2] + [
-        x.ndim for x in (found[0], found[-1]) if x.ndim not in (1, 2)
-    ]
-    if wrong:
-        raise np.linalg.LinAlgError(
-            f"{wrong[0]}-dimensional array given; matrices have 2 (the first and last may have 1)"
-        )
+    if any(x.ndim != 2 for x in found[1:-1]) or not {found[0].ndim, found[-1].ndim} <= {1, 2}:
+        return NotImplemented
     sizes = [1 if found[0].ndim == 1 else found[0].shape[0], *(x.shape[0] for x in found[1:])]
     sizes.append(1 if found[-1].ndim == 1 else found[-1].shape[1])
     split = cheapest_order(sizes)
@@ -87,13 +83,16 @@ def _matmul(x1: Any, x2: Any, /) -> Any:
 
 
 def _tensordot(x1: Any, x2: Any, /, *, axes: Any = 2) -> Any:
-    return dask.array.routines.tensordot(x1, x2, axes=axes)
+    a, b = dask.array.asanyarray(x1), dask.array.asanyarray(x2)
+    # Of booleans Dask's function makes integers.
+    return NotImplemented if a.dtype == b.dtype == bool else dask.array.routines.tensordot(a, b, axes=axes)
 
 
 def _inner(a: Any, b: Any, /) -> Any:
-    if 0 in (np.ndim(a), np.ndim(b)):
+    # Dask's function takes a length of 1 for any length.
+    if 0 in (np.ndim(a), np.ndim(b)) or np.shape(a)[-1] != np.shape(b)[-1]:
         return NotImplemented
-    return dask.array.routines.tensordot(a, b, axes=(-1, -1))
+    return _tensordot(a, b, axes=(-1, -1))
 
 
 _OURS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -124,9 +123,11 @@ def _lazily(function: Any, ours: Callable[..., Any], wanted: Callable[[], bool])
     @functools.wraps(function)
     def answer(*args: Any, **kwargs: Any) -> Any:
         if wanted():
-            result = ours(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+            # NumPy's function says what is wrong with the arguments, and takes some that Dask's refuses.
+            with contextlib.suppress(TypeError, ValueError):
+                result = ours(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
         args, kwargs = dask.compute(args, kwargs)
         return function(*args, **kwargs)
 
