@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
 from dask_distmm.planning.engines import engines
+from dask_distmm.planning.placement import Placement
 
 __all__ = [
     "GATHERED",
@@ -24,11 +26,9 @@ __all__ = [
     "Boxes",
     "ChunkKey",
     "Comm",
-    "ConsumingJob",
+    "Ended",
     "Engine",
-    "IndependentJob",
     "Job",
-    "LendingJob",
     "ResultKey",
     "contiguous",
     "get_engine",
@@ -47,12 +47,54 @@ REPLICA, GATHERED = "replica", "gathered"
 
 log = logging.getLogger("dask_distmm")
 
+P = TypeVar("P", bound=Placement)
+# Seconds between two looks at an event.
+_LOOK = 2e-5
 
-class Job(Protocol):
-    """One participant's side of one run.
+
+class Ended:
+    """Whether a run has been ended from outside; any thread may say so."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def end(self, error: BaseException) -> None:
+        """End the run with an error, unless it has been ended before."""
+        self.error = self.error or error
+
+    def check(self) -> None:
+        """Raise the error that the run was ended with, if it was."""
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, event: Any) -> None:
+        """Wait for a CUDA event without holding Python's lock; raise the error that the run was ended with, if any."""
+        while not event.done:
+            self.check()
+            time.sleep(_LOOK)
+        self.check()
+
+
+class Job(Generic[P]):
+    """One participant's side of one run. Those of engines are subclasses.
+
+    Parameters
+    ----------
+    plan, me
+        The plan of the run, and the number of this participant in it.
+    chunks
+        The chunks that are here.
+    comm
+        The way to the other participants.
+    progress
+        Called with the share of the work that is done.
 
     Attributes
     ----------
+    rank
+        Number of this participant as a rank; None if it only hands out chunks.
+    ended
+        Whether the run has been ended.
     timings
         Seconds of each part of the work, by name; filled by `execute`. ``"ahead"`` is work before `accept`.
     held_bytes
@@ -61,89 +103,74 @@ class Job(Protocol):
         What its group keeps of that for the next run.
     offer
         After `prepare`: what others need to read this participant's memory, as plain types; None for nothing.
+    consumed
+        After `prepare`: the inputs in whose memory it makes D, which are of no use after `execute` has begun.
+    missing
+        After `execute`: numbers of the chunks of D that could not be made without the participants that are gone.
+    lends
+        Whether peers may read what `serve` returns in this process' memory: matrices that it serves without `flat` are
+        then parts of memory that it keeps as it is until the end of the run.
     """
 
-    timings: dict[str, float]
-    held_bytes: int
-    kept_bytes: int
-    offer: Any
+    lends = False
+
+    def __init__(
+        self, plan: P, me: int, chunks: Mapping[ChunkKey, Any], comm: Comm, progress: Callable[[float], None]
+    ) -> None:
+        self.plan, self.me, self.comm, self.progress = plan, me, comm, progress
+        self.chunks: dict[ChunkKey, Any] = dict(chunks)
+        self.rank = plan.ranks.index(me) if me in plan.ranks else None
+        self.ended = Ended()
+        self.timings: dict[str, float] = {}
+        self.held_bytes = self.kept_bytes = 0
+        self.offer: Any = None
+        self.consumed: list[ChunkKey] = []
+        self.missing: list[int] = []
+        self._inputs: Future[None] = Future()
+        self._inputs.set_result(None)
 
     @property
     def received_bytes(self) -> int:
         """Bytes of matrices that have arrived from other participants, but for what a library moves on its own."""
-        ...
+        return self.comm.received_bytes
 
     def prepare(self) -> None:
         """Allocate; called before the vote. Raise, and no rank starts."""
-        ...
+        raise NotImplementedError
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer, in their order; called after the vote, before `execute`."""
-        ...
 
-    def execute(self) -> Mapping[ResultKey, NDArray[Any]]:
+    def execute(self) -> Mapping[ResultKey, Any]:
         """Do the work; return the chunks that this rank owns, by output and number. Blocks.
 
         Of the matrices `Plan.kept` it may return chunks that others have too, under ``(REPLICA, number)`` for D and
         ``(GATHERED, number)`` for an operand; what it does not is fetched from them over Dask's comms.
         """
-        ...
+        raise NotImplementedError
 
-    def available(self, kind: str, boxes: Boxes) -> Future[None]:
-        """Return a future that is done as soon as `serve` can answer for this kind."""
-        ...
+    def available(self, kind: str, boxes: Boxes) -> Future[Any]:
+        """Return a future that is done as soon as `serve` can answer for this kind: at once where it is for chunks."""
+        return self._inputs
 
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
-        """Return what a peer has asked for with `Comm.fetch`, in any memory order. May copy; off the event loop."""
-        ...
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return what a peer has asked for with `Comm.fetch`, in any memory order. May copy; off the event loop.
+
+        These are boxes of the chunks that are here; subclasses have more kinds.
+        """
+        self.ended.check()
+        operands = self.plan.problem.operands
+        return [self.chunks[operands[m], i][r0:r1, c0:c1] for m, i, r0, r1, c0, c1 in boxes.tolist()]
+
+    def lose(self, participant: int) -> None:
+        """Go on without a participant that is gone, while `execute` runs. Any thread.
+
+        Called where ranks need only chunks that others offered before the run (`planning.peer.reads.independent`).
+        """
 
     def abort(self, error: BaseException) -> None:
         """Make `execute` and everything that waits end with `error`, soon. Any thread; may be repeated."""
-        ...
-
-
-@runtime_checkable
-class IndependentJob(Job, Protocol):
-    """A job of a run whose ranks need only chunks that others offered before it (`planning.peer.reads.independent`).
-
-    Attributes
-    ----------
-    missing
-        After `execute`: numbers of the chunks of D that could not be made without the participants that are gone.
-    """
-
-    missing: Sequence[int]
-
-    def lose(self, participant: int) -> None:
-        """Go on without a participant that is gone. Any thread, while `execute` runs."""
-        ...
-
-
-@runtime_checkable
-class ConsumingJob(Job, Protocol):
-    """A job that makes D in the memory of some of its inputs, which are of no use after `execute` has begun.
-
-    Attributes
-    ----------
-    consumed
-        After `prepare`: these inputs.
-    """
-
-    consumed: Sequence[ChunkKey]
-
-
-@runtime_checkable
-class LendingJob(Job, Protocol):
-    """A job whose peers may read what `serve` returns in this process' memory.
-
-    Attributes
-    ----------
-    lends
-        True: matrices that it serves without `flat` are parts of memory that it keeps as it is until the end of the
-        run.
-    """
-
-    lends: bool
+        self.ended.end(error)
 
 
 class Engine(Protocol):
@@ -177,7 +204,7 @@ class Engine(Protocol):
         comm: Comm,
         progress: Callable[[float], None],
         ready: Sequence[Any] = (),
-    ) -> Job:
+    ) -> Job[Any]:
         """Return participant `me`'s side of a run, over the chunks that it holds; these are there after `ready`."""
         ...
 

@@ -27,7 +27,7 @@ class LocalComm:
         Called as ``hook(peer, kind)`` before a request is served; may raise or wait, to inject faults.
     """
 
-    def __init__(self, jobs: Sequence[Job], hook: Callable[[int, str], None] = lambda peer, kind: None) -> None:
+    def __init__(self, jobs: Sequence[Job[Any]], hook: Callable[[int, str], None] = lambda peer, kind: None) -> None:
         self.jobs, self.hook = jobs, hook
         self.pool = ThreadPoolExecutor(8, thread_name_prefix="local-comm")
         self.requests: list[tuple[int, str, int]] = []
@@ -64,7 +64,7 @@ def run_jobs(
 
     Replicas that ranks bring are compared with the chunks of the owners, gathered chunks with those that were given.
     """
-    jobs: list[Job] = []
+    jobs: list[Job[Any]] = []
     comm = LocalComm(jobs)
     where = made.where
     try:

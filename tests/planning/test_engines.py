@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from concurrent.futures import Future
 
 import dask.array as da
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from dask_distmm import EngineError, PlanError, explain, matmul
+from dask_distmm.engines.base import Job
 from dask_distmm.planning import ENGINES, Abilities
 from dask_distmm.planning.engines import engine_alone, engines
 from dask_distmm.planning.placement import EVERYWHERE
@@ -19,19 +19,10 @@ from dask_distmm.testing import assert_nothing_left, assert_product
 used = []
 
 
-class ToyJob:
+class ToyJob(Job):
     """One rank has all of A and B sent to it, and multiplies them in one go."""
 
-    received_bytes = held_bytes = kept_bytes = 0
-    offer = None
-
-    def __init__(self, plan, me, chunks, comm):
-        self.plan, self.me, self.chunks, self.comm, self.timings = plan, me, chunks, comm, {}
-
     def prepare(self):
-        pass
-
-    def accept(self, offers):
         pass
 
     def execute(self):
@@ -59,17 +50,6 @@ class ToyJob:
                 whole[r0:r1, c0:c1] = self.comm.fetch(holder, "input", boxes, False).result()[0]
         return whole
 
-    def available(self, kind, boxes):
-        done = Future()
-        done.set_result(None)
-        return done
-
-    def serve(self, kind, boxes, flat):
-        return [self.chunks["ab"[operand], number][r0:r1, c0:c1] for operand, number, r0, r1, c0, c1 in boxes.tolist()]
-
-    def abort(self, error):
-        pass
-
 
 class ToyEngine:
     name = "toy"
@@ -84,7 +64,7 @@ class ToyEngine:
         return "", ()
 
     def job(self, plan, me, chunks, comm, progress, ready=()):
-        return ToyJob(plan, me, chunks, comm)
+        return ToyJob(plan, me, chunks, comm, progress)
 
     def release(self, group):
         pass

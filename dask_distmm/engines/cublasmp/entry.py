@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.comms.nccl import make_unique_id
-from dask_distmm.engines.base import Comm
+from dask_distmm.engines.base import Comm, Ended
 from dask_distmm.engines.cublasmp.gate import Gate
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.planning import Plan
@@ -30,6 +30,8 @@ class CollectiveEntry:
         The number of this rank; None for a participant that is no rank.
     comm
         Dask's comms to the other participants.
+    ended
+        Whether the run has been ended.
 
     Attributes
     ----------
@@ -37,11 +39,10 @@ class CollectiveEntry:
         After `enter`: the id under which the ranks make their communicator; empty if they have one.
     """
 
-    def __init__(self, plan: Plan, rank: int | None, comm: Comm) -> None:
-        self._plan, self._rank, self._comm = plan, rank, comm
+    def __init__(self, plan: Plan, rank: int | None, comm: Comm, ended: Ended) -> None:
+        self._plan, self._rank, self._comm, self._ended = plan, rank, comm, ended
         self._gate = Gate(len(plan.ranks))
         self.unique_id = b""
-        self._error: BaseException | None = None
         self._committed = self._over = False
         self._watchdog: Watchdog | None = None
         self._lock = threading.Lock()
@@ -60,7 +61,7 @@ class CollectiveEntry:
             The error that the run was ended with.
         """
         if len(self._plan.ranks) == 1:
-            self.check()
+            self._ended.check()
             self._committed = True
             return
         if self._rank == 0:
@@ -74,7 +75,7 @@ class CollectiveEntry:
         if self._rank:
             self.unique_id = bytes(answer[0])
         self._committed = True
-        if self._error is not None:
+        if self._ended.error is not None:
             self._watch()
 
     def entered(self, rank: int) -> Future[None]:
@@ -92,14 +93,9 @@ class CollectiveEntry:
             if self._watchdog is not None:
                 self._watchdog.call_off()
 
-    def check(self) -> None:
-        """Raise the error that the run was ended with, if it was."""
-        if self._error is not None:
-            raise self._error
-
     def abort(self, error: BaseException) -> None:
         """End with `error`: at once before the gate; else when the library returns, or else with the process."""
-        self._error = self._error or error
+        self._ended.end(error)
         self._gate.close(error)
         if self._committed:
             self._watch()
@@ -111,6 +107,6 @@ class CollectiveEntry:
         with self._lock:
             if self._over or self._watchdog is not None:
                 return
-            what = f"a collective of which a rank is gone (run of {self._plan.problem.name}, {self._error})"
+            what = f"a collective of which a rank is gone (run of {self._plan.problem.name}, {self._ended.error})"
             self._watchdog = Watchdog(options.grace_timeout + estimate, what)
             self._watchdog.start()

@@ -22,7 +22,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, is_of_d, wait_checked
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, contiguous, is_of_d, wait_checked
 from dask_distmm.engines.cublasmp.entry import CollectiveEntry
 from dask_distmm.engines.cublasmp.exchange import Exchange, InputExchange
 from dask_distmm.engines.cublasmp.library import Group
@@ -45,19 +45,13 @@ __all__ = ["CublasMpJob"]
 _LOOK = 2e-5
 
 
-class CublasMpJob:
+class CublasMpJob(Job[Plan]):
     """One participant's side of one run; see the text of the module.
 
     Parameters
     ----------
-    plan, me
-        The plan of the run, and the number of this participant in it.
-    chunks
-        The chunks that are here, as NumPy or CuPy arrays.
-    comm
-        Dask's comms to the other participants.
-    progress
-        Called with the share of the work that is done.
+    plan, me, chunks, comm, progress
+        As `Job` takes them; NumPy or CuPy arrays, and Dask's comms.
     ready
         CUDA events after which the chunks are complete.
     engine
@@ -74,12 +68,7 @@ class CublasMpJob:
         ready: Sequence[Any],
         engine: CublasMpState,
     ) -> None:
-        self.plan, self.me, self.comm, self.progress = plan, me, comm, progress
-        self.chunks: dict[ChunkKey, Any] = dict(chunks)
-        self.rank = plan.ranks.index(me) if me in plan.ranks else None
-        self.timings: dict[str, float] = {}
-        self.held_bytes = self.kept_bytes = 0
-        self.offer: Any = None
+        super().__init__(plan, me, chunks, comm, progress)
         self._tiles = make_tiles(plan)
         self._native = native_epilog(plan, self._tiles)
         # The engine applies its part of the formula to sums that are not rounded yet.
@@ -87,9 +76,7 @@ class CublasMpJob:
         # The types that the library takes and returns.
         self.kinds = Kinds(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
         self._ready, self._stream, self._groups = ready, engine.stream, engine.groups
-        self._entry = CollectiveEntry(plan, self.rank, comm)
-        self._inputs: Future[None] = Future()
-        self._inputs.set_result(None)
+        self._entry = CollectiveEntry(plan, self.rank, comm, self.ended)
 
     # Before the vote
 
@@ -145,9 +132,6 @@ class CublasMpJob:
         return self.comm.received_bytes + sum(x.received_bytes for x in exchanges if x is not None)
 
     # The work
-
-    def accept(self, offers: Sequence[Any]) -> None:
-        """Do nothing: there are none."""
 
     def execute(self) -> dict[Any, Any]:
         """Multiply; return this rank's chunks of D and of auxiliary outputs."""
@@ -241,7 +225,7 @@ class CublasMpJob:
         """Wait without holding Python's lock; a run that was ended still gets its grace time."""
         while not event.done:
             time.sleep(_LOOK)
-        self._entry.check()
+        self.ended.check()
 
     def _group(self) -> Group:
         """Return the ranks' group; all have it, or all make it now."""
@@ -262,7 +246,7 @@ class CublasMpJob:
             boxes[:, 2], boxes[:, 3] = leg.src_row, leg.src_row + leg.nrows
             boxes[:, 4], boxes[:, 5] = leg.src_col, leg.src_col + leg.ncols
             answer = self.comm.fetch(peer, "input", boxes, False)
-            for i, data in enumerate(wait_checked(answer, self._entry.check)):
+            for i, data in enumerate(wait_checked(answer, self.ended.check)):
                 r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
                 data = data.view(np.uint8) if type_name in FP8 else data  # noqa: PLW2901
                 target, part = targets[int(leg.dst[i])], typed(cp.asarray(data), type_name)
@@ -282,11 +266,7 @@ class CublasMpJob:
         """Return boxes of the chunks that are here, or the id under which the ranks make their communicator."""
         if kind == "enter":
             return list(self._entry.answer())
-        self._entry.check()
-        found = []
-        for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
-            part = self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1]
-            found.append(part if part.flags.forc else part.copy())
+        found = contiguous(super().serve(kind, boxes, flat))
         cp.cuda.Stream.null.synchronize()
         return found
 

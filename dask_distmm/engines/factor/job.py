@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey, wait_checked
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey, wait_checked
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.outputs import is_zero, part_of, triangle_of, whole
@@ -91,19 +91,13 @@ class PanelExchange:
                 future.set_exception(error)
 
 
-class FactorJob:
+class FactorJob(Job[FactorPlacement]):
     """One participant's side of one run. See the module's text.
 
     Parameters
     ----------
-    plan, me
-        The plan of the run, and the number of this participant in it.
-    chunks
-        The chunks that are here.
-    comm
-        The way to the other participants.
-    progress
-        Called with the share of the work that is done.
+    plan, me, chunks, comm, progress
+        As `Job` takes them.
     kernels
         The arithmetic.
     """
@@ -117,34 +111,19 @@ class FactorJob:
         progress: Callable[[float], None],
         kernels: Kernels,
     ) -> None:
-        self.plan, self.me, self.chunks, self.comm, self.progress = plan, me, chunks, comm, progress
-        self.rank = plan.ranks.index(me) if me in plan.ranks else None
+        super().__init__(plan, me, chunks, comm, progress)
         self.kernels = kernels
         self.exchange = PanelExchange(plan, comm)
-        self.timings: dict[str, float] = {}
-        self.held_bytes = self.kept_bytes = 0
-        self.offer: Any = None
         self._parts: dict[str, NDArray[Any]] = {}
-        self._inputs: Future[None] = Future()
-        self._inputs.set_result(None)
         self._final: Future[None] = Future()
-        self._error: BaseException | None = None
         self._execution: Execution
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of matrices that have arrived from other participants."""
-        return self.comm.received_bytes
 
     def prepare(self) -> None:
         """Allocate this rank's block columns."""
         if self.rank is not None:
             self._execution = Execution(
-                self.plan.work, self.rank, self.kernels, self.exchange, self._check, self.progress
+                self.plan.work, self.rank, self.kernels, self.exchange, self.ended.check, self.progress
             )
-
-    def accept(self, offers: Sequence[Any]) -> None:
-        """Do nothing: there are none."""
 
     def execute(self) -> dict[ResultKey, Any]:
         """Gather the operands, run the program, put the outputs together."""
@@ -178,7 +157,7 @@ class FactorJob:
             for copy in self.plan.gathered(name).for_dst(self.rank):
                 box = box_of(copy, counts, transposed=turned.transposed)
                 holder = int(self.plan.where[name][box[0]])
-                self._check()
+                self.ended.check()
                 index, r0, r1, c0, c1 = box
                 if (chunk := self._chunk(holder, name, index)) is None:
                     remote[holder].append((copy, box))
@@ -189,7 +168,7 @@ class FactorJob:
                 boxes = np.array([(number, *box) for _, box in copies], np.int64)
                 asked.append((copies, self.comm.fetch(holder, "input", boxes, False)))
             for copies, answer in asked:
-                for (copy, _), part in zip(copies, wait_checked(answer, self._check), strict=True):
+                for (copy, _), part in zip(copies, wait_checked(answer, self.ended.check), strict=True):
                     part = self.kernels.xp.asarray(part)  # noqa: PLW2901
                     put(target, copy, part, turned.transposed, turned.conjugated)
 
@@ -245,7 +224,7 @@ class FactorJob:
             answer = None if here else self.comm.fetch(plan.ranks[peer], "final", boxes, False)
             asked.append((remote[peer], boxes, answer))
         for parts, boxes, answer in asked:
-            arrived = self._boxes(boxes) if answer is None else wait_checked(answer, self._check)
+            arrived = self._boxes(boxes) if answer is None else wait_checked(answer, self.ended.check)
             for (index, copy), part in zip(parts, arrived, strict=True):
                 chunk = found[output.name, index]
                 given = triangle_of(self.kernels, form, part, copy.row, copy.col)
@@ -262,13 +241,10 @@ class FactorJob:
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of the chunks that are here, a panel, or boxes of this rank's part of an output."""
-        self._check()
-        if kind == "panel":
-            return list(self.exchange.published(boxes).result())
         if kind == "input":
-            operands = self.plan.problem.operands
-            return [self.chunks[operands[m], i][r0:r1, c0:c1] for m, i, r0, r1, c0, c1 in boxes.tolist()]
-        return self._boxes(boxes)
+            return super().serve(kind, boxes, flat)
+        self.ended.check()
+        return list(self.exchange.published(boxes).result()) if kind == "panel" else self._boxes(boxes)
 
     def _boxes(self, boxes: Boxes) -> list[Any]:
         outputs = self.plan.problem.outputs
@@ -278,14 +254,10 @@ class FactorJob:
 
     def abort(self, error: BaseException) -> None:
         """End everything with `error`."""
-        self._error = self._error or error
+        super().abort(error)
         self.exchange.abort(error)
         if not self._final.done():
             self._final.set_exception(error)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 def box_of(copy: Copy, counts: tuple[int, int], *, transposed: bool) -> tuple[int, int, int, int, int]:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey
 from dask_distmm.engines.gathered import GatheredChunks
 from dask_distmm.engines.numpy.answer import Answer
 from dask_distmm.engines.numpy.blas import blas_threads
@@ -60,8 +60,10 @@ class _Asked(NamedTuple):
     answer: Answer
 
 
-class NumpyJob:
+class NumpyJob(Job[Plan]):
     """One participant's side of one run. See the module's text."""
+
+    lends = True
 
     def __init__(
         self,
@@ -71,27 +73,14 @@ class NumpyJob:
         comm: Comm,
         progress: Callable[[float], None],
     ) -> None:
-        self.plan, self.me, self.chunks, self.comm, self.progress = plan, me, chunks, comm, progress
-        self.rank = plan.ranks.index(me) if me in plan.ranks else None
+        super().__init__(plan, me, chunks, comm, progress)
         self.compute_type = plan.problem.compute_type
-        self.timings: dict[str, float] = {}
-        self.held_bytes = self.kept_bytes = 0
-        self.lends = True
-        self.offer: Any = None
         self.result: dict[ResultKey, NDArray[Any]] = {}
-        self.consumed: list[ChunkKey] = []
         self._sums: Sums
         self._gathered = GatheredChunks(plan)
         # Chunks of D that an earlier run has begun: sums go on in them.
         self._begun: dict[int, NDArray[Any]] = {}
-        self._available: dict[str, Future[None]] = {kind: Future() for kind in ("input", "partial", "final")}
-        self._available["input"].set_result(None)
-        self._error: BaseException | None = None
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of matrices that have arrived from other participants."""
-        return self.comm.received_bytes
+        self._available: dict[str, Future[None]] = {"partial": Future(), "final": Future()}
 
     # The work
 
@@ -108,9 +97,6 @@ class NumpyJob:
         self.consumed = [("partial", index) for index in self._begun]
         self._sums = Sums(self.plan, self.rank, self._begun)
         self.result |= {("", index): chunk for index, chunk in self._sums.chunks.items()}
-
-    def accept(self, offers: Sequence[Any]) -> None:
-        """Do nothing: there are none."""
 
     def execute(self) -> dict[ResultKey, NDArray[Any]]:
         """Multiply, add up partial sums, gather the chunks that this rank owns, apply the formula."""
@@ -133,7 +119,7 @@ class NumpyJob:
     def _multiply(self) -> None:
         assert self.rank is not None
         if any(self.plan.problem.by_ranks):
-            streamed = Streamed(self.plan, self.me, self.chunks, self._ask, self._check)
+            streamed = Streamed(self.plan, self.me, self.chunks, self._ask, self.ended.check)
             self.timings["load"] = streamed.multiply(self._sums, self.progress)
             return
         todo = collections.deque(panels(self.plan, self.rank, self.me))
@@ -160,10 +146,10 @@ class NumpyJob:
         before = (0, 0)
         if asked and not (packing.a or packing.b):
             # Chunks that are here need no waiting.
-            self._sums.add(*operands, (0, 0), self._check)
+            self._sums.add(*operands, (0, 0), self.ended.check)
             before = (len(operands[0]), len(operands[1]))
         for one in asked:
-            arrived = one.answer.wait(self._check)
+            arrived = one.answer.wait(self.ended.check)
             turned = [(piece, arrived[at].T) for piece, at in one.same]
             for piece, data in [*zip(one.pieces, arrived, strict=True), *turned]:
                 operands[piece.operand].append(placed_block(piece, data))
@@ -174,7 +160,7 @@ class NumpyJob:
             a = [pack(a, problem, conjugated=problem.conjugated[0])]
         if packing.b:
             b = [pack(b, problem, conjugated=problem.conjugated[1])]
-        self._sums.add(a, b, before, self._check)
+        self._sums.add(a, b, before, self.ended.check)
 
     def _add_up(self) -> None:
         """Add the other ranks' partial sums to this rank's part of D, in an order that is the same every time."""
@@ -187,7 +173,7 @@ class NumpyJob:
         others = others[self.rank :] + others[: self.rank]
         answer = self._fetch(self.plan.ranks[others[0]], "partial", boxes, self.compute_type)
         for following in [*others[1:], None]:
-            arrived = answer.wait(self._check)
+            arrived = answer.wait(self.ended.check)
             if following is not None:
                 answer = self._fetch(self.plan.ranks[following], "partial", boxes, self.compute_type)
             for cell, data in zip(cells, arrived, strict=True):
@@ -216,7 +202,7 @@ class NumpyJob:
             for rank, cells in remote.items()
         ]
         for cells, answer in asked:
-            for (index, rect), data in zip(cells, answer.wait(self._check), strict=True):
+            for (index, rect), data in zip(cells, answer.wait(self.ended.check), strict=True):
                 # Where k is cut the sums of others have what was begun here.
                 self._store(index, rect, data, onto=index in self._begun and plan.grid[2] == 1)
 
@@ -228,7 +214,7 @@ class NumpyJob:
         # Sums that were begun are complete now, and may be all there is to do.
         done = set(self._begun) if rest.trivial else set()
         chunks = [index for index in owned if self.result["", index].size and index not in done]
-        inputs = Inputs(self.plan, self.me, self.chunks, self._ask, self._check)
+        inputs = Inputs(self.plan, self.me, self.chunks, self._ask, self.ended.check)
 
         def ask(index: int) -> list[Any]:
             return inputs.ask(index, ("partial",) if index in self._begun else ())
@@ -278,17 +264,16 @@ class NumpyJob:
 
     def available(self, kind: str, boxes: Boxes) -> Future[None]:
         """Return the future that says when `serve` can answer."""
-        return self._available[kind]
+        return self._available.get(kind, self._inputs)
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[NDArray[Any]]:
         """Return boxes of the chunks that are here, or of D for a peer."""
-        self._check()
-        found = []
-        for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
-            if kind == "input":
-                found.append(self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1])
-            else:
-                found.append(self._sums.view((r0, r1, c0, c1)))
+        self.ended.check()
+        found = (
+            super().serve(kind, boxes, flat)
+            if kind == "input"
+            else [self._sums.view((r0, r1, c0, c1)) for r0, r1, c0, c1 in boxes[:, 2:].tolist()]
+        )
         if flat:
             vector = np.empty(sum(x.size for x in found), found[0].dtype)
             at = 0
@@ -302,14 +287,10 @@ class NumpyJob:
 
     def abort(self, error: BaseException) -> None:
         """End everything with `error`."""
-        self._error = self._error or error
+        super().abort(error)
         for future in self._available.values():
             if not future.done():
                 _open(future, error)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 class NumpyEngine:

@@ -19,6 +19,8 @@ __all__ = ["NumpyFactorJob"]
 class NumpyFactorJob(FactorJob):
     """One participant's side of a factorization on CPUs."""
 
+    lends = True
+
     def __init__(
         self,
         plan: FactorPlacement,
@@ -28,7 +30,6 @@ class NumpyFactorJob(FactorJob):
         progress: Callable[[float], None],
     ) -> None:
         super().__init__(plan, me, chunks, comm, progress, LapackKernels())
-        self.lends = True
 
     def execute(self) -> dict[ResultKey, Any]:
         """Do this rank's part with as many threads as its worker has."""

@@ -109,7 +109,7 @@ class PeerFactorJob(FactorJob):
         self.exchange = PulledPanels(plan, self.comm, self._state, self._streams, flags, extras)
         array = exporter.empty((work.columns.rows, work.columns.local_cols(self.rank)), dtype, "F")
         self._execution = Execution(
-            work, self.rank, self.kernels, self.exchange, self._check, self.progress, array=array
+            work, self.rank, self.kernels, self.exchange, self.ended.check, self.progress, array=array
         )
         self._flags = flags
         for output in plan.problem.outputs:
@@ -235,7 +235,7 @@ class PeerFactorJob(FactorJob):
                     continue
                 if copy.src not in ended:
                     assert self._neighbours is not None
-                    self._neighbours.wait(plan.ranks[copy.src], flag_of(plan, None), self._check)
+                    self._neighbours.wait(plan.ranks[copy.src], flag_of(plan, None), self.ended.check)
                     ended.add(copy.src)
                 if copy.src not in parts:
                     assert self._neighbours is not None

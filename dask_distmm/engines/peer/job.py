@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey, contiguous
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
 from dask_distmm.engines.gpu.host import to_host
@@ -38,7 +37,7 @@ from dask_distmm.engines.peer.products import Gemms
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import Result
 from dask_distmm.engines.peer.schedule_builder import make_schedule
-from dask_distmm.engines.peer.sources import Ended, Sources
+from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.numeric.types import typed
@@ -49,28 +48,17 @@ from dask_distmm.planning.peer.reads import peer_reads
 __all__ = ["PeerJob"]
 
 
-class PeerJob:
+class PeerJob(Job[Plan]):
     """One participant's side of one run; see the text of the module.
 
     Parameters
     ----------
-    plan, me
-        The plan of the run, and the number of this participant in it.
-    chunks
-        The chunks that are here, as NumPy or CuPy arrays.
-    comm
-        Dask's comms to the other participants, for chunks of workers without a GPU that this rank can read.
-    progress
-        Called with the share of the work that is done.
+    plan, me, chunks, comm, progress
+        As `Job` takes them; NumPy or CuPy arrays, and the way to workers without a GPU that this rank can read.
     ready
         CUDA events after which the chunks are complete.
     engine
         Streams, and memory that is kept between runs.
-
-    Attributes
-    ----------
-    missing
-        After `execute`: numbers of own chunks of D that can't be computed because another rank is gone.
     """
 
     def __init__(
@@ -83,27 +71,18 @@ class PeerJob:
         ready: Sequence[Any],
         engine: PeerState,
     ) -> None:
-        self.plan, self.me, self.comm, self.progress, self.engine = plan, me, comm, progress, engine
-        self.chunks: dict[ChunkKey, Any] = dict(chunks)
-        self.rank = plan.ranks.index(me) if me in plan.ranks else None
-        self._address = plan.participants[me].address
-        self.timings: dict[str, float] = {}
-        self.held_bytes = self.kept_bytes = 0
-        self.offer: Any = None
-        self.missing: list[int] = []
+        super().__init__(plan, me, chunks, comm, progress)
+        self.engine, self._address = engine, plan.participants[me].address
         self._gone: set[int] = set()
         self._ready, self._stream = ready, engine.stream
         self._block_schedules = block_schedules(plan)
         self._sums = sums_in(plan, self._block_schedules)
         self._epilog = native(plan, self._block_schedules)
         self._kinds = Kinds(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
-        self._inputs: Future[None] = Future()
-        self._inputs.set_result(None)
         self._expected: Expected | None = None
         self._multiplication: Multiplication | None = None
         self._trace = Trace(on=engine.trace is not None)
-        self._ended = Ended()
-        self._sources = Sources(plan, me, comm, self.chunks, engine.pulls(len(plan.participants) - 1), self._ended)
+        self._sources = Sources(plan, me, comm, self.chunks, engine.pulls(len(plan.participants) - 1), self.ended)
 
     @property
     def received_bytes(self) -> int:
@@ -205,7 +184,7 @@ class PeerJob:
             outputs = self._result.deliver()
             self.missing = self._result.missing
             marks.append(mark(self._stream))
-            self._ended.wait(marks[-1])
+            self.ended.wait(marks[-1])
             if self.plan.problem.array == "numpy":
                 outputs = {
                     key: typed(to_host(chunk, self._stream), "" if key[0] else self.plan.problem.dtype)
@@ -239,17 +218,9 @@ class PeerJob:
 
     # Messages between participants
 
-    def available(self, kind: str, boxes: Boxes) -> Future[None]:
-        """Return the future that says when `serve` can answer."""
-        return self._inputs
-
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of the chunks that are here, for participants that can't map this process' memory."""
-        self._ended.check()
-        found = []
-        for operand, chunk, r0, r1, c0, c1 in boxes.tolist():
-            part = self.chunks[self.plan.problem.operands[operand], chunk][r0:r1, c0:c1]
-            found.append(part if part.flags.forc else part.copy())
+        found = contiguous(super().serve(kind, boxes, flat))
         cp.cuda.Stream.null.synchronize()
         return found
 
@@ -259,6 +230,6 @@ class PeerJob:
 
     def abort(self, error: BaseException) -> None:
         """End with `error`, before the next step. Any thread; may be repeated."""
-        self._ended.error = self._ended.error or error
+        super().abort(error)
         if self._multiplication is not None and self._multiplication.early is not None:
             self._multiplication.early.give_up()

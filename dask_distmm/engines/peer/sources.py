@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +10,7 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import ChunkKey, Comm, wait_checked
+from dask_distmm.engines.base import ChunkKey, Comm, Ended, wait_checked
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import Memory
 from dask_distmm.engines.gpu.operands import in_type, record
@@ -26,33 +25,12 @@ from dask_distmm.planning.plan import Rect
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote
 
-__all__ = ["DeviceView", "Ended", "Parts", "Pull", "Sources", "moved"]
+__all__ = ["DeviceView", "Parts", "Pull", "Sources", "moved"]
 
-# Seconds between two looks at an event.
-_LOOK = 2e-5
 # Columns of a table of chunk blocks.
 _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
     ChunkBlock._fields.index, ("chunk", "r0", "c0", "rows", "cols", "row", "col")
 )
-
-
-class Ended:
-    """Whether a run has been ended from outside; any thread may say so."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def check(self) -> None:
-        """Raise the error that the run was ended with, if it was."""
-        if self.error is not None:
-            raise self.error
-
-    def wait(self, event: cp.cuda.Event) -> None:
-        """Wait for an event without holding Python's lock; raise the error that the run was ended with, if it was."""
-        while not event.done:
-            self.check()
-            time.sleep(_LOOK)
-        self.check()
 
 
 class DeviceView(NamedTuple):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dask_distmm.engines.base import ChunkKey, ConsumingJob, Job, ResultKey
+from dask_distmm.engines.base import ChunkKey, Job, ResultKey
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.planning import Placement
 from dask_distmm.runtime import direct
@@ -85,9 +85,9 @@ class ChunkStore:
                     chunks[operand, number] = chunk.T if turned else chunk
         return chunks, missing
 
-    def claim(self, run_id: int, plan: Placement, me: int, keys: Mapping[str, Sequence[Any]], job: Job) -> None:
+    def claim(self, run_id: int, plan: Placement, me: int, keys: Mapping[str, Sequence[Any]], job: Job[Any]) -> None:
         """Note the chunks in whose memory a job makes D; parameters as for `read`. Any thread."""
-        if not isinstance(job, ConsumingJob) or not job.consumed:
+        if not job.consumed:
             return
         claimed: list[Any] = []
         for operand in {name for name, _ in job.consumed}:

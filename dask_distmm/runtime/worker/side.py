@@ -29,7 +29,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_distmm.comms import cross_memory
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.engines.base import IndependentJob, Job, LendingJob, ResultKey, contiguous, get_engine, log
+from dask_distmm.engines.base import Job, ResultKey, contiguous, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError
 from dask_distmm.planning import Placement, plan_from_wire
@@ -67,7 +67,7 @@ class WorkerSide:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.runs: dict[int, tuple[Placement, Job]] = {}
+        self.runs: dict[int, tuple[Placement, Job[Any]]] = {}
         self.chunks, self.replicas = ChunkStore(worker), ReplicaStore(worker)
         self.newest_run = 0
         self.progress: dict[int, float] = {}
@@ -171,8 +171,8 @@ class WorkerSide:
             self.chunks.consume(run_id)
             made = await loop.run_in_executor(self.engine_thread, _execute, job, request.offers)
             result = await self.replicas.share(run_id, plan, made, job.timings)
-            lost = set(job.missing) if isinstance(job, IndependentJob) else set()
-            result = {key: x for key, x in result.items() if key[1] not in lost}
+            missing = set(job.missing)
+            result = {key: x for key, x in result.items() if key[1] not in missing}
             placed = await self.chunks.place(run_id, plan, result, request.unwanted, lambda: run_id in self.runs)
         except BaseException as error:
             self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
@@ -201,7 +201,7 @@ class WorkerSide:
             )
         return done
 
-    async def _tell_progress(self, run_id: int, job: Job) -> None:
+    async def _tell_progress(self, run_id: int, job: Job[Any]) -> None:
         """Tell the scheduler from time to time how far this worker is."""
         told = (0.0, 0)
         while True:
@@ -261,7 +261,7 @@ class WorkerSide:
             plan, job = self.runs[message.run_id]
             self.history.note(message.run_id, f"was told that {message.address} is gone")
             for participant, worker in enumerate(plan.participants):
-                if worker.address == message.address and isinstance(job, IndependentJob):
+                if worker.address == message.address:
                     job.lose(participant)
 
     def dump_state(self, **kwargs: Any) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class WorkerSide:
             plan.check_boxes(kind, table)
             # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
-            lends = isinstance(job, LendingJob) and cross_memory.is_near(request.place)
+            lends = job.lends and cross_memory.is_near(request.place)
             data = await asyncio.to_thread(job.serve, kind, table, request.flat and not lends)
             if lends and (loan := cross_memory.lend(data, request.place)):
                 return Delivery("OK", loan=loan)
@@ -310,7 +310,7 @@ class WorkerSide:
         # does not know them is taken for one without this package.
 
 
-def _execute(job: Job, offers: Any) -> Mapping[ResultKey, Any]:
+def _execute(job: Job[Any], offers: Any) -> Mapping[ResultKey, Any]:
     job.accept(offers)
     return job.execute()
 
