@@ -44,8 +44,12 @@ _shared = None
 class ndarray(np.ndarray):  # noqa: N801 - as CuPy's
     __module__ = "cupy"
 
-    def __new__(cls, shape, dtype=float, memptr=None, order="C"):
-        return _shared.array(cls, shape, dtype, order, memptr.block)
+    def __new__(cls, shape, dtype=float, memptr=None, strides=None, order="C"):
+        if strides is None:
+            return _shared.array(cls, shape, dtype, order, memptr.block)
+        interface = {"data": (memptr.address, False), "shape": shape, "strides": strides, "version": 3}
+        mapped = types.SimpleNamespace(__array_interface__={"typestr": np.dtype(dtype).str, **interface})
+        return np.asarray(mapped).view(cls)
 
     @property
     def data(self):
@@ -225,9 +229,18 @@ class PlainMemory:
         self.block = _shared.allocate(size, exportable=True, alone=True)
 
 
+class UnownedMemory:
+    """Memory that somebody else has allocated."""
+
+    block = None
+
+    def __init__(self, address, size, owner):
+        self.address = address
+
+
 class MemoryPointer:
     def __init__(self, mem, offset):
-        self.block = mem.block
+        self.block, self.address = mem.block, getattr(mem, "address", 0) + offset
 
 
 class MemoryPool:
@@ -294,6 +307,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         free=lambda pointer: None,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
+        memcpyDeviceToDevice=3,
         memcpyDefault=4,
         memcpyAsync=lambda dst, src, size, kind, stream: shared.on_stream(
             stream, lambda: ctypes.memmove(dst, src, size)
@@ -315,6 +329,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         MemoryPool=MemoryPool,
         Memory=PlainMemory,
         MemoryPointer=MemoryPointer,
+        UnownedMemory=UnownedMemory,
         runtime=runtime,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         get_elapsed_time=lambda first, last: 0.5,
@@ -330,7 +345,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         empty=empty,
         zeros=zeros,
         uint8=np.uint8,
-        asarray=lambda x: np.array(x, copy=True, order="K").view(ndarray),
+        asarray=lambda x, dtype=None: np.array(x, dtype, copy=True, order="K").view(ndarray),
         RawKernel=RawKernel,
         fuse=lambda: lambda function: function,
         __getattr__=lambda name: getattr(np, name),
