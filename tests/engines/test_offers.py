@@ -39,7 +39,7 @@ def offer(made):
 
 
 def read(wires, made, mine=0):
-    return Expected(made, mine=mine, sums=SUMS, read=peer_reads(made, made.problem.operands)).read(wires)
+    return Expected.of_product(made, mine=mine, sums=SUMS, read=peer_reads(made, made.problem.operands)).read(wires)
 
 
 def test_there_and_back(made):

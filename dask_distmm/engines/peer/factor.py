@@ -27,13 +27,13 @@ from dask_distmm.engines.factor.job import FactorJob, put
 from dask_distmm.engines.factor.outputs import TRIANGLES, is_zero, needs_copy, part_of, triangle_of
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.memory import Exporter
-from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Offer
-from dask_distmm.engines.peer.panels import COLUMNS, EXTRAS, RESULTS, Neighbours, PulledPanels, flag_of
+from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Expected, Offer
+from dask_distmm.engines.peer.panels import COLUMNS, EXTRAS, RESULTS, PulledPanels, flag_of, offered_by
 from dask_distmm.engines.peer.pulls import span_of
+from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.state import PeerState
-from dask_distmm.planning.computation import Output
+from dask_distmm.planning.computation import Output, chunk_elements
 from dask_distmm.planning.factor.placement import FactorPlacement
-from dask_distmm.planning.peer.access import reaches
 
 __all__ = ["PeerFactorJob"]
 
@@ -66,7 +66,7 @@ class PeerFactorJob(FactorJob):
         self._streams: tuple[cp.cuda.Stream, ...] = state.solver().streams
         self._address = plan.participants[me].address
         self._offered: list[Any] = []
-        self._neighbours: Neighbours | None = None
+        self._remote: Remote | None = None
 
     @property
     def received_bytes(self) -> int:
@@ -98,26 +98,20 @@ class PeerFactorJob(FactorJob):
         """Allocate all that this rank works in, and offer the memory that others read."""
         assert self.rank is not None
         plan, work, exporter = self.plan, self.plan.work, self._state.exporter
-        dtype, size = plan.problem.dtype, plan.problem.dtype.itemsize
-        panels = -(-(work.columns.count - self.rank) // len(plan.ranks))
-        # Of LU the pivots of a panel, of QR its T.
-        factored = work.phases[0].operation.name if work.phases else ""
-        each = {"lu": 4 * work.width, "qr": size * work.width**2}.get(factored, 0)
-        extras = exporter.empty((-(-each // 16) * 16, max(1, panels)), np.dtype(np.uint8), "F")
-        flags = exporter.empty((2 * work.columns.count + 1,), np.dtype(np.int32))
+        shapes: list[tuple[int, int]] = [(rows, cols) for rows, cols, _ in offered_by(plan, self.rank).tolist()]
+        extras = exporter.empty(shapes[EXTRAS], np.dtype(np.uint8), "F")
+        flags = exporter.empty((flag_of(plan, None) + 1,), np.dtype(np.int32))
         flags[...] = 0
         self.exchange = PulledPanels(plan, self.comm, self._state, self._streams, flags, extras)
-        array = exporter.empty((work.columns.rows, work.columns.local_cols(self.rank)), dtype, "F")
+        array = exporter.empty(shapes[COLUMNS], plan.problem.dtype, "F")
         self._execution = Execution(
             work, self.rank, self.kernels, self.exchange, self.ended.check, self.progress, array=array
         )
         self._flags = flags
-        for output in plan.problem.outputs:
-            layout = work.output_layout(output.name)
-            if layout is None:
+        for shape, output in zip(shapes[RESULTS:], plan.problem.outputs, strict=True):
+            if work.output_layout(output.name) is None:
                 continue
             if needs_copy(work.output(output.name), work.problem.kind):
-                shape = layout.local_shape(self.rank)
                 self._parts[output.name] = exporter.empty(shape, np.dtype(output.dtype), "F")
             else:
                 self._parts[output.name] = part_of(self._execution, output.name)
@@ -143,14 +137,16 @@ class PeerFactorJob(FactorJob):
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer."""
         if self.rank is not None and self.offer is not None:
-            here = self.plan.participants[self.me]
-            wires = [
-                wire if reaches(here, other) else None
-                for wire, other in zip(offers, self.plan.participants, strict=True)
-            ]
-            self._neighbours = Neighbours(self.plan, self.me, wires, self._state)
+            plan, problem = self.plan, self.plan.problem
+            participants = np.arange(len(plan.participants))[:, None]
+            filled = {name: chunk_elements(problem.chunks_of(name)) > 0 for name in problem.operands}
+            read = {name: (plan.where[name] == participants) & some for name, some in filled.items()}
+            blocks = [offered_by(plan, rank) for rank in range(len(plan.ranks))]
+            sizes = dict.fromkeys(problem.operands, problem.dtype.itemsize)
+            expected = Expected(plan, self.me, read, sizes, blocks, flag_of(plan, None) + 1)
+            self._remote = Remote(plan, expected.read(offers), self._state)
             assert isinstance(self.exchange, PulledPanels)
-            self.exchange.neighbours = self._neighbours
+            self.exchange.remote = self._remote
 
     # The work
 
@@ -189,12 +185,12 @@ class PeerFactorJob(FactorJob):
         """Return a chunk of an operand whose memory this GPU can read, or None: it has to be fetched."""
         if holder == self.me:
             return self.chunks[name, index]
-        if self._neighbours is None or not self._neighbours.offers(holder):
+        if self._remote is None or not self._remote.offering[holder]:
             return None
         rows, cols = self.plan.problem.chunks_of(name)
         i, j = divmod(index, len(cols))
         operand = self.plan.problem.operands.index(name)
-        return self._neighbours.view(holder, operand, index, (rows[i], cols[j]), self.plan.problem.dtype)
+        return self._remote.view(holder, operand, index, (rows[i], cols[j]), self.plan.problem.dtype)
 
     def _deliver(self) -> dict[ResultKey, Any]:
         """Return the chunks of all outputs that this rank puts together."""
@@ -234,14 +230,14 @@ class PeerFactorJob(FactorJob):
                 if is_zero(form, copy):
                     continue
                 if copy.src not in ended:
-                    assert self._neighbours is not None
-                    self._neighbours.wait(plan.ranks[copy.src], flag_of(plan, None), self.ended.check)
+                    assert self._remote is not None
+                    self._remote.wait(plan.ranks[copy.src], flag_of(plan, None), self.ended.check)
                     ended.add(copy.src)
                 if copy.src not in parts:
-                    assert self._neighbours is not None
+                    assert self._remote is not None
                     shape = layout.local_shape(copy.src)
                     holder = plan.ranks[copy.src]
-                    parts[copy.src] = self._neighbours.view(holder, BLOCKS, RESULTS + number, shape, dtype)
+                    parts[copy.src] = self._remote.view(holder, BLOCKS, RESULTS + number, shape, dtype)
                 target = chunk.T if turned.transposed else chunk
                 part = triangle_of(self.kernels, form, parts[copy.src][copy.src_index], copy.row, copy.col)
                 put(target, copy, part, False, turned.conjugated)

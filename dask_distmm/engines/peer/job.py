@@ -124,7 +124,7 @@ class PeerJob(Job[Plan]):
                 read = peer_reads(self.plan, problem.operands)
                 self.offer = self._make_offer(read)
                 if self.rank is not None:
-                    self._expected = Expected(self.plan, self.me, self._sums.itemsize, read)
+                    self._expected = Expected.of_product(self.plan, self.me, self._sums.itemsize, read)
         finally:
             # Others may read chunks from the vote on, so the chunks must be complete. And an abort may free memory, so
             # no copy into it may be under way.

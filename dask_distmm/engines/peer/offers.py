@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.numeric.types import carried
-from dask_distmm.planning import Plan
+from dask_distmm.planning import Placement, Plan
 from dask_distmm.planning.peer.access import reaches
 from dask_distmm.planning.peer.block_schedule import blocks
 
-__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers", "Told", "read_told"]
+__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers", "Told", "extents_of"]
 
 # The number that blocks of D have in place of an operand's number.
 BLOCKS = -1
-# A flag for each rank (its part of the partial sums is done), and one for the rank's block of D.
+# Of a flag. A product has one for each rank (its part of the partial sums is done), and one for the rank's block of D.
 FLAG_BYTES = 4
 _HANDLE_BYTES = 64
 _PROCESS_BYTES = 16
@@ -155,40 +155,62 @@ class Expected:
         The plan of the run: it has the places and shapes of all chunks.
     mine
         This participant. Its own offer is not read, nor those of participants that it can't reach.
-    sums
-        Bytes of an element of the sums.
     read
-        The chunks that others read, as `peer_reads` returns them: an offer must not lack one of them.
+        For each operand, by participant and chunk, those that others read: an offer must not lack one of them.
+    sizes
+        For each operand the bytes of an element of its chunks, as they are offered.
+    blocks
+        For each rank the matrices that it offers under `BLOCKS`: rows, columns, and bytes of an element of each.
+    flags
+        How many flags a rank offers.
     """
 
-    def __init__(self, plan: Plan, mine: int, sums: int, read: Mapping[str, NDArray[np.bool_]]) -> None:
+    def __init__(
+        self,
+        plan: Placement,
+        mine: int,
+        read: Mapping[str, NDArray[np.bool_]],
+        sizes: Mapping[str, int],
+        blocks: Sequence[NDArray[np.int64]],
+        flags: int,
+    ) -> None:
         problem, count = plan.problem, len(plan.participants)
         self._addresses = [worker.address for worker in plan.participants]
         me = plan.participants[mine]
         self._read = [index != mine and reaches(me, other) for index, other in enumerate(plan.participants)]
         self._is_rank = [index in plan.ranks for index in range(count)]
-        kinds = dict(zip("ab", problem.matrix_types, strict=True))
         self._needed = {name: read[name] & np.array(self._read)[:, None] for name in problem.operands}
-        # Rows, columns and bytes of an element of all chunks of all operands, and of all blocks of D; for each operand
-        # and participant where its own begin, and how many there are. The last operand are the blocks.
+        # Rows, columns and bytes of an element of all chunks of all operands, and of all blocks; for each operand and
+        # participant where its own begin, and how many there are. The last operand are the blocks.
         extents: list[NDArray[np.int64]] = []
         self._first = np.zeros((len(problem.operands) + 1, count), np.int64)
         self._count = np.zeros_like(self._first)
         at = 0
         for operand, name in enumerate(problem.operands):
             rows, cols = (np.asarray(axis, np.int64) for axis in problem.chunks_of(name))
-            size = carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize
-            extents.append(_shapes(np.repeat(rows, len(cols)), np.tile(cols, len(rows)), size))
+            extents.append(extents_of(np.repeat(rows, len(cols)), np.tile(cols, len(rows)), sizes[name]))
             self._first[operand], self._count[operand] = at, len(extents[-1])
             at += len(extents[-1])
-        for rank, index in enumerate(plan.ranks):
-            rects = np.array(blocks(plan, rank), np.int64).reshape(-1, 4)
-            extents.append(_shapes(rects[:, 1] - rects[:, 0], rects[:, 3] - rects[:, 2], sums))
-            self._first[-1, index], self._count[-1, index] = at, len(rects)
-            at += len(rects)
+        for index, own in zip(plan.ranks, blocks, strict=True):
+            extents.append(own)
+            self._first[-1, index], self._count[-1, index] = at, len(own)
+            at += len(own)
         # And of a rank's flags, at the end.
-        extents.append(_shapes(np.ones(1, np.int64), np.array([len(plan.ranks) + 1]), FLAG_BYTES))
+        extents.append(extents_of(np.ones(1, np.int64), np.array([flags]), FLAG_BYTES))
         self._extents = np.concatenate(extents)
+
+    @classmethod
+    def of_product(cls, plan: Plan, mine: int, sums: int, read: Mapping[str, NDArray[np.bool_]]) -> Expected:
+        """Return what is expected in the run of a product: the ranks' blocks of D, whose elements have `sums` bytes.
+
+        `read` are the chunks that others read, as `peer_reads` returns them.
+        """
+        problem = plan.problem
+        kinds = dict(zip("ab", problem.matrix_types, strict=True))
+        sizes = {name: carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize for name in problem.operands}
+        rects = [np.array(blocks(plan, rank), np.int64).reshape(-1, 4) for rank in range(len(plan.ranks))]
+        found = [extents_of(x[:, 1] - x[:, 0], x[:, 3] - x[:, 2], sums) for x in rects]
+        return cls(plan, mine, read, sizes, found, len(plan.ranks) + 1)
 
     def read(self, wires: Sequence[Any]) -> Offers:
         """Return what all participants offer, from what `Offer.to_wire` gave for each, or None.
@@ -208,7 +230,7 @@ class Expected:
             one = None
             if wire is not None and self._read[index]:
                 try:
-                    one = read_told(wire)
+                    one = _told(wire)
                     tables.append(np.frombuffer(wire["places"], np.int64).reshape(-1, 2 + _TOLD))
                 except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
                     raise self._malformed(index, f"{type(error).__name__}: {error}") from error
@@ -286,11 +308,12 @@ class Expected:
             )
 
 
-def _shapes(rows: NDArray[np.int64], cols: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+def extents_of(rows: NDArray[np.int64], cols: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Return rows, columns and bytes of an element of some matrices, a row for each."""
     return np.stack([rows, cols, np.full(len(rows), size, np.int64)], 1)
 
 
-def read_told(wire: Mapping[str, Any]) -> Told:
+def _told(wire: Mapping[str, Any]) -> Told:
     """Return an offer as plain types tell it. ValueError, KeyError or TypeError where it is malformed."""
     process = wire["process"]
     if not isinstance(process, bytes) or len(process) != _PROCESS_BYTES:

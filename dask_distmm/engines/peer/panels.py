@@ -8,30 +8,27 @@ has a copy engine pull the panel, while the GEMMs of the panel before run.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import cupy as cp
-import cupyx
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.engines.base import Comm
 from dask_distmm.engines.factor.job import PanelExchange
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Told, read_told
+from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES
+from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.state import PeerState
-from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.planning.factor import Key
 from dask_distmm.planning.factor.placement import PARTS, FactorPlacement
 
-__all__ = ["COLUMNS", "EXTRAS", "RESULTS", "Neighbours", "PulledPanels", "flag_of"]
+__all__ = ["COLUMNS", "EXTRAS", "RESULTS", "PulledPanels", "flag_of", "offered_by"]
 
 # Numbers of what a rank offers beside chunks of operands, under `BLOCKS`; its parts of outputs follow.
 COLUMNS, EXTRAS, RESULTS = 0, 1, 2
-# Between two looks at a flag (seconds).
-_LOOK = 1e-5
 
 
 def flag_of(plan: FactorPlacement, key: Key | None) -> int:
@@ -40,103 +37,19 @@ def flag_of(plan: FactorPlacement, key: Key | None) -> int:
     return 2 * count if key is None else PARTS.index(key.part) * count + key.panel
 
 
-class _Matrix(NamedTuple):
-    """The place of a matrix in another process: allocation, offset, and strides in bytes."""
-
-    allocation: int
-    offset: int
-    row_stride: int
-    col_stride: int
-
-
-class Neighbours:
-    """The memory that other participants offer, mapped when it is first needed.
-
-    Parameters
-    ----------
-    plan, me
-        The plan of the run, and the number of this participant.
-    wires
-        The offers of all participants, as `Offer.to_wire` made them.
-    state
-        The engine's mappings and streams.
-
-    Raises
-    ------
-    ProtocolError
-        An offer is malformed.
-    """
-
-    def __init__(self, plan: FactorPlacement, me: int, wires: Sequence[Any], state: PeerState) -> None:
-        self._plan, self._state = plan, state
-        self._told: dict[int, Told] = {}
-        self._places: dict[tuple[int, int, int], _Matrix] = {}
-        self._bases: dict[tuple[int, int], int] = {}
-        self._seen = cupyx.empty_pinned(1, np.int32)
-        for holder, wire in enumerate(wires):
-            if wire is None or holder == me:
-                continue
-            try:
-                told = self._told[holder] = read_told(wire)
-                rows = np.frombuffer(wire["places"], np.int64).reshape(-1, 6).tolist()
-            except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-                address = plan.participants[holder].address
-                raise ProtocolError(f"malformed offer of {address}: {type(error).__name__}: {error}") from error
-            for operand, number, *place in rows:
-                self._places[holder, operand, number] = _Matrix(*place)
-            state.mappings.begin(plan.group, told.process, told.alive)
-
-    def offers(self, holder: int) -> bool:
-        """Whether a participant lets this one read its memory."""
-        return holder in self._told
-
-    def view(self, holder: int, operand: int, number: int, shape: tuple[int, int], dtype: np.dtype) -> Any:
-        """Return a matrix of another participant as an array over its memory.
-
-        Raises
-        ------
-        ProtocolError
-            It is not offered, or reaches beyond its allocation.
-        """
-        place = self._places.get((holder, operand, number))
-        address = self._plan.participants[holder].address
-        if place is None or not 0 <= place.allocation < len(self._told[holder].numbers):
-            raise ProtocolError(f"{address} offers no matrix {number} of {operand}")
-        steps = place.row_stride, place.col_stride
-        last = place.offset + sum((n - 1) * step for n, step in zip(shape, steps, strict=True)) + dtype.itemsize
-        size = int(self._told[holder].numbers[place.allocation, 0])
-        if min(*steps, place.offset) < 0 or last > size:
-            raise ProtocolError(f"malformed offer of {address}: {shape} from {place.offset} in {size} bytes")
-        base = self._base(holder, place.allocation)
-        memory = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(base, size, self), place.offset)
-        return cp.ndarray(shape, dtype, memory, strides=steps)
-
-    def _base(self, holder: int, allocation: int) -> int:
-        """Return where an allocation of another participant is in this process."""
-        told = self._told[holder]
-        if (holder, allocation) not in self._bases:
-            mine = told.process == self._state.exporter.process
-            found = told.allocation(allocation)
-            mapped = found.address if mine else self._state.mappings.open(told.process, found)
-            self._bases[holder, allocation] = mapped
-            self._state.wake(mapped, found.size)
-        return self._bases[holder, allocation]
-
-    def wait(self, holder: int, flag: int, check: Callable[[], None]) -> None:
-        """Wait until another participant has raised a flag; `check` raises if the run is over."""
-        told = self._told.get(holder)
-        if told is None or told.flags is None:
-            raise EngineError(f"{self._plan.participants[holder].address} is a rank and offers no memory")
-        allocation, offset = told.flags
-        at = self._base(holder, allocation) + offset + flag * FLAG_BYTES
-        stream, runtime = self._state.looking, cp.cuda.runtime
-        while True:
-            runtime.memcpyAsync(self._seen.ctypes.data, at, FLAG_BYTES, runtime.memcpyDefault, stream.ptr)
-            stream.synchronize()
-            if self._seen[0]:
-                return
-            check()
-            time.sleep(_LOOK)
+def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
+    """Return rows, columns and bytes of an element of each matrix that a rank offers, in the order of their numbers."""
+    work = plan.work
+    panels = -(-(work.columns.count - rank) // len(plan.ranks))
+    # Of LU the pivots of a panel, of QR its T.
+    factored, size = work.phases[0].operation.name if work.phases else "", plan.problem.dtype.itemsize
+    each = {"lu": 4 * work.width, "qr": size * work.width**2}.get(factored, 0)
+    found = [(work.columns.rows, work.columns.local_cols(rank), size), (-(-each // 16) * 16, max(1, panels), 1)]
+    for output in plan.problem.outputs:
+        layout = work.output_layout(output.name)
+        shape = (0, 0) if layout is None else layout.local_shape(rank)
+        found.append((*shape, np.dtype(output.dtype).itemsize))
+    return np.array(found, np.int64)
 
 
 class _Asked(NamedTuple):
@@ -177,7 +90,7 @@ class PulledPanels(PanelExchange):
         # After which pivots are there.
         self.made: dict[Key, Any] = {}
         self._pulling = state.pulls(1)[0]
-        self.neighbours: Neighbours
+        self.remote: Remote
         self.pulled_bytes = 0
         # Buffers that are free, with the events after which they may be filled; and those of panels that are here.
         self._free: list[tuple[Any, list[Any]]] = []
@@ -212,11 +125,11 @@ class PulledPanels(PanelExchange):
             return super().get(asked, check)
         plan, (owner, key) = self._plan, asked
         holder, work = plan.ranks[owner], plan.work
-        self.neighbours.wait(holder, flag_of(plan, key), check)
+        self.remote.wait(holder, flag_of(plan, key), check)
         dtype = plan.problem.dtype
         shape = work.columns.rows, work.columns.local_cols(owner)
         columns = work.columns.local(owner, key.panel, key.panel + 1)
-        source = self.neighbours.view(holder, BLOCKS, COLUMNS, shape, dtype)[:, columns]
+        source = self.remote.view(holder, BLOCKS, COLUMNS, shape, dtype)[:, columns]
         start, stop, order = work.columns.place(key.panel)
         source = source[start:] if key.part == "lower" else source[:stop]
         panel = self._pull(key, source)
@@ -224,8 +137,8 @@ class PulledPanels(PanelExchange):
             self._ready()
             return (panel,)
         width = min(stop, order) - start
-        count = -(-(work.columns.count - owner) // len(plan.ranks))
-        extras = self.neighbours.view(holder, BLOCKS, EXTRAS, (self._extra_bytes, count), np.dtype(np.uint8))
+        rows, count, _ = offered_by(plan, owner)[EXTRAS].tolist()
+        extras = self.remote.view(holder, BLOCKS, EXTRAS, (rows, count), np.dtype(np.uint8))
         kind = np.dtype(np.int32) if self._pivots else dtype
         taken = self._pull(key, self._slot(extras, key.panel, kind)[: self._elements(panel, width)][:, None])
         self._ready()

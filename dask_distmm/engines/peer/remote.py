@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
 import cupy as cp
 import cupyx
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines.peer.offers import FLAG_BYTES, Offers
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.errors import EngineError
-from dask_distmm.planning import Plan
+from dask_distmm.planning import Placement
 
 __all__ = ["Remote"]
 
@@ -43,12 +44,13 @@ class Remote:
         Bytes that were asked for so far; who asks adds to it.
     """
 
-    def __init__(self, plan: Plan, offers: Offers, engine: PeerState, gone: Collection[int]) -> None:
+    def __init__(self, plan: Placement, offers: Offers, engine: PeerState, gone: Collection[int] = ()) -> None:
         self._plan, self._offers, self._engine = plan, offers, engine
         self.pulled_bytes = 0
         self._gone = gone
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
         self._awake: set[int] = set()
+        self._views: dict[tuple[int, int, int], Any] = {}
         # Where all allocations are in this process, 0 if they are not mapped; those of each participant together.
         self._bases = [np.empty(0, np.int64)] * len(offers.told)
         for holder, told in enumerate(offers.told):
@@ -97,6 +99,16 @@ class Remote:
                 self._map(holder, number)
             found[mine, 0] += bases[used]
         return found
+
+    def view(self, holder: int, operand: int, number: int, shape: tuple[int, int], dtype: np.dtype) -> Any:
+        """Return a matrix of another participant as an array over its memory; parameters and errors as of `spans`."""
+        key = holder, operand, number
+        if key not in self._views:
+            pointer, *steps = self.spans(operand, np.array([holder]), np.array([number]))[0].tolist()
+            size = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+            memory = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(pointer, size, self), 0)
+            self._views[key] = cp.ndarray(shape, dtype, memory, strides=tuple(steps))
+        return self._views[key]
 
     def _map(self, holder: int, number: int) -> None:
         """Find out where an allocation of a participant is in this process."""
@@ -150,6 +162,12 @@ class Remote:
                     f"worker {self._plan.participants[holder].address} has not finished its sums for {most:.0f} s, "
                     "longer than the whole product could take (config distmm.timeouts.transfer)"
                 )
+            time.sleep(_LOOK)
+
+    def wait(self, holder: int, flag: int, check: Callable[[], None]) -> None:
+        """Wait until a participant has raised a flag; `check` raises if the run has been ended."""
+        while not self._look(holder, flag):
+            check()
             time.sleep(_LOOK)
 
     def _look(self, holder: int, flag: int) -> bool:
