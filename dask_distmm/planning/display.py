@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["Explanation", "Shown", "register_forms"]
@@ -13,9 +14,9 @@ __all__ = ["Explanation", "Shown", "register_forms"]
 _forms: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {}
 
 
-def register_forms(kind: type, text: Callable[[Any], str], html: Callable[[Any], str]) -> None:
-    """Say how objects of a type are written as text and as HTML."""
-    _forms[kind] = text, html
+def register_forms(kind: type, text: Callable[[Any], str], html: Callable[[Any], str] | None = None) -> None:
+    """Say how objects of a type are written as text and as HTML; without `html` that is the text as it stands."""
+    _forms[kind] = text, html or (lambda shown: f"<pre>{escape(text(shown))}</pre>")
 
 
 class Shown:

@@ -1,14 +1,12 @@
-"""Plans of factorizations as text and HTML."""
+"""Plans of factorizations as text."""
 
 from __future__ import annotations
-
-from html import escape
 
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.planning.factor.placement import FactorPlacement
 
-__all__ = ["factor_html", "factor_text"]
+__all__ = ["factor_text"]
 
 _WHAT = {
     "local": "one worker has the whole matrix",
@@ -47,8 +45,3 @@ def factor_text(plan: FactorPlacement) -> str:
         texts = [f"{one.grid[1]} workers: {format_time(one.seconds)}" for one in others]
         lines.append("  against   " + "\n            ".join(texts))
     return "\n".join(lines)
-
-
-def factor_html(plan: FactorPlacement) -> str:
-    """Return a plan as notebooks show it."""
-    return f"<pre>{escape(factor_text(plan))}</pre>"

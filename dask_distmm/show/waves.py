@@ -1,15 +1,13 @@
-"""Products in waves as text and HTML."""
+"""Products in waves as text."""
 
 from __future__ import annotations
-
-from html import escape
 
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.show.text import WHAT
 
-__all__ = ["waves_html", "waves_text"]
+__all__ = ["waves_text"]
 
 _HOW = {
     "sums": "D stays in memory and grows, A and B are loaded along k",
@@ -36,8 +34,3 @@ def waves_text(made: WavePlan) -> str:
         f"{format_time(scheme.run_seconds)} multiplying; bound by {scheme.binding}",
     ]
     return "\n".join(lines)
-
-
-def waves_html(made: WavePlan) -> str:
-    """Return a product in waves as notebooks show it."""
-    return f"<pre>{escape(waves_text(made))}</pre>"
