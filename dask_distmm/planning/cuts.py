@@ -17,6 +17,7 @@ from dask_distmm.planning.problem import Problem
 __all__ = [
     "Bounds",
     "by_rows",
+    "chunk_owners",
     "cut",
     "grid_cuts",
     "largest_overlap",
@@ -127,3 +128,12 @@ def largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
     low = np.maximum(edges[:-1, None], np.asarray(cuts[:-1]))
     high = np.minimum(edges[1:, None], np.asarray(cuts[1:]))
     return np.asarray(np.argmax(high - low, axis=1))
+
+
+def chunk_owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], ranks: int) -> NDArray[np.int32]:
+    """Give every chunk of D to the rank with the largest part of it after some cuts; all ranks as many by allreduce."""
+    nrows, ncols = problem.chunk_counts("d")
+    if method == "allreduce":
+        return (np.arange(nrows * ncols, dtype=np.int64) * ranks // (nrows * ncols)).astype(np.int32)
+    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
+    return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)

@@ -19,7 +19,7 @@ from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.assignment import asked_ways
 from dask_distmm.planning.chunk_order import holder_cuts
-from dask_distmm.planning.cuts import Bounds, grid_cuts, largest_overlap, reduce_cuts
+from dask_distmm.planning.cuts import Bounds, chunk_owners, grid_cuts, reduce_cuts
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import ENGINES, engines
 from dask_distmm.planning.grids import candidates
@@ -237,7 +237,8 @@ def _consider(problem: Problem, situation: Situation, engine: str, way: Way) -> 
 def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts: tuple[Bounds, Bounds, Bounds]) -> Plan:
     """Return the plan with certain cuts of m, n and k."""
     abilities, (rows, cols, depth) = ENGINES[engine], cuts
-    nranks = (len(rows) - 1) * (len(cols) - 1) * (len(depth) - 1)
+    s = len(depth) - 1
+    nranks = (len(rows) - 1) * (len(cols) - 1) * s
     made = Plan(
         problem=problem,
         engine=engine,
@@ -247,7 +248,7 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
         rows=rows,
         cols=cols,
         depth=depth,
-        owners=_owners(problem, method, (rows, cols), len(depth) - 1),
+        owners=chunk_owners(problem, method, (rows, cols) if s == 1 else reduce_cuts(problem, s), nranks),
         where=situation.where,
         packing=packing(problem, cuts) if abilities.packs else Packing(),
         order_a=situation.orders[0],
@@ -260,17 +261,6 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
     project, estimate = abilities.project or costs.project, abilities.estimate or costs.estimate
     made.projected_bytes.update(project(made))
     return dataclasses.replace(made, estimate=estimate(made, needed, at_home, _delivered(made)))
-
-
-def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], s: int) -> NDArray[np.int32]:
-    """Give every chunk of D to the rank that ends up with the largest part of it."""
-    nrows, ncols = problem.chunk_counts("d")
-    if s > 1 and method == "allreduce":
-        return (np.arange(nrows * ncols, dtype=np.int64) * s // (nrows * ncols)).astype(np.int32)
-    if s > 1:
-        cuts = reduce_cuts(problem, s)
-    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
-    return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
 
 
 def _begun(made: Plan, nroster: int) -> NDArray[np.float64]:

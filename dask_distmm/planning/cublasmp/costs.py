@@ -24,7 +24,7 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cublasmp.epilogs import own_kernel, returned_type
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles, slab_step
-from dask_distmm.planning.cuts import Bounds, by_rows, largest_overlap, padded, uniform_cut
+from dask_distmm.planning.cuts import by_rows, chunk_owners, padded, uniform_cut
 from dask_distmm.planning.gemm_sizes import slowdown
 from dask_distmm.planning.memory import chunk_bytes, spread
 from dask_distmm.planning.placement import Estimate, everywhere
@@ -74,7 +74,7 @@ def consider(problem: Problem, situation: Situation, engine: str, way: Way) -> P
         rows=rows,
         cols=cols,
         depth=depth,
-        owners=_owners(problem, method, d_cuts or (rows, cols), nranks),
+        owners=chunk_owners(problem, method, d_cuts or (rows, cols), nranks),
         where=situation.where,
         packing=Packing(),
         order_a=situation.orders[0],
@@ -89,15 +89,6 @@ def consider(problem: Problem, situation: Situation, engine: str, way: Way) -> P
     moved = _Moved(made, tiles, held_a, held_b)
     made.projected_bytes.update(_project(made, tiles, moved))
     return dataclasses.replace(made, estimate=_estimate(made, tiles, moved))
-
-
-def _owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], nranks: int) -> NDArray[np.int32]:
-    """Leave every chunk of D with the rank that has the largest part of it."""
-    nrows, ncols = problem.chunk_counts("d")
-    if method == "allreduce":
-        return (np.arange(nrows * ncols, dtype=np.int64) * nranks // (nrows * ncols)).astype(np.int32)
-    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
-    return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
 
 
 def _held(chunks: Chunks, where: NDArray[np.int32] | None, tile: Tile, npart: int) -> _Elements:
