@@ -13,7 +13,7 @@ build on one another in this order:
 """
 
 from dask_distmm.layout.axis import Axis, AxisCopies, intersect
-from dask_distmm.layout.blockcyclic import BlockCyclicLayout, indxg2l, indxg2p, indxl2g, numroc
+from dask_distmm.layout.blockcyclic import BlockCyclicLayout, numroc
 from dask_distmm.layout.chunkgrid import ChunkGrid
 from dask_distmm.layout.grid import ProcessGrid
 from dask_distmm.layout.moves import Legs, Moves
@@ -30,9 +30,6 @@ __all__ = [
     "Legs",
     "Moves",
     "ProcessGrid",
-    "indxg2l",
-    "indxg2p",
-    "indxl2g",
     "intersect",
     "numroc",
     "redistribution",

@@ -107,7 +107,7 @@ class Axis:
         if not bounds.size or bounds[0] != 0 or np.any(sizes <= 0):
             raise ValueError(
                 f"bounds are {bounds}, expected strictly increasing ones from 0: "
-                "use Axis.from_bounds or Axis.from_chunks if there are empty pieces"
+                "use Axis.from_chunks if there are empty pieces"
             )
         if not sizes.size == part.size == offset.size:
             raise ValueError(
@@ -153,25 +153,6 @@ class Axis:
         filled = np.flatnonzero(sizes)
         bounds = np.concatenate([[0], np.cumsum(sizes[filled])])
         return cls(bounds, filled, np.zeros_like(filled), len(sizes))
-
-    @classmethod
-    def from_bounds(cls, bounds: ArrayLike) -> Axis:
-        """Make the axis whose part ``i`` is the slab ``bounds[i]:bounds[i + 1]``.
-
-        Parameters
-        ----------
-        bounds : array_like of int, shape (nparts + 1,)
-            Global indices, non-decreasing from 0 to the length; equal neighbours make an empty part.
-
-        Raises
-        ------
-        ValueError
-            If `bounds` is empty, does not begin at 0, or decreases somewhere.
-        """
-        edges = int64_array("bounds", bounds)
-        if not edges.size or edges[0] != 0 or np.any(np.diff(edges) < 0):
-            raise ValueError(f"bounds are {edges}, expected non-decreasing ones from 0: sort them")
-        return cls.from_chunks(np.diff(edges).tolist())
 
     @classmethod
     def block_cyclic(cls, length: int, block: int, nprocs: int, source: int = 0) -> Axis:
@@ -305,13 +286,11 @@ class AxisCopies:
         """Return the number of copies."""
         return len(self.size)
 
-    def of_src(self, part: int) -> Index:
-        """Return which copies leave a part of the source: their positions, increasing."""
-        return _group(self._by_src, part)
-
     def of_dst(self, part: int) -> Index:
         """Return which copies reach a part of the destination: their positions, increasing."""
-        return _group(self._by_dst, part)
+        parts, order = self._by_dst
+        first, last = np.searchsorted(parts, [part, part + 1])
+        return order[first:last]
 
     def pairs(self) -> tuple[Index, Index, Index]:
         """Sum the copies up by pairs of parts.
@@ -330,23 +309,9 @@ class AxisCopies:
 
     # Asked once per part, so a scan of all copies each time would be quadratic: sort once, then bisect.
     @cached_property
-    def _by_src(self) -> tuple[Index, Index]:
-        return _sorted(self.src_part)
-
-    @cached_property
     def _by_dst(self) -> tuple[Index, Index]:
-        return _sorted(self.dst_part)
-
-
-def _sorted(part: Index) -> tuple[Index, Index]:
-    order = np.argsort(part, kind="stable")
-    return part[order], order
-
-
-def _group(by_part: tuple[Index, Index], part: int) -> Index:
-    parts, order = by_part
-    first, last = np.searchsorted(parts, [part, part + 1])
-    return order[first:last]
+        order = np.argsort(self.dst_part, kind="stable")
+        return self.dst_part[order], order
 
 
 def intersect(a: Axis, b: Axis) -> AxisCopies:

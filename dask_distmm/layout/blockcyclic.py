@@ -8,22 +8,17 @@ matrix.  Nine rows in blocks of two over two process rows::
     process row      0  |  1  |  0  |  1  | 0
     local row       0 1 | 0 1 | 2 3 | 2 3 | 4
 
-The functions here carry the names of those in ScaLAPACK's TOOLS directory, ``numroc.f``, ``indxg2p.f``,
-``indxg2l.f`` and ``indxl2g.f``, and compute the same; arguments which the Fortran ones declare and ignore are
-left out.  **ScaLAPACK counts rows and columns from 1, these functions count from 0**; process coordinates
-count from 0 in both.
+`numroc` carries the name of ``numroc.f`` in ScaLAPACK's TOOLS directory, and computes the same.  **ScaLAPACK counts
+rows and columns from 1, here they count from 0**; process coordinates count from 0 in both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from dask_distmm.layout.axis import Axis, Index, check_int
 from dask_distmm.layout.grid import ProcessGrid
-
-IntOrArray = TypeVar("IntOrArray", int, Index)
 
 
 def numroc(n: int, nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
@@ -52,63 +47,6 @@ def numroc(n: int, nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
     # Every full round gives each process one block; the rest is dealt out in turn, nb at a time.
     rounds, left = divmod(n, nb * nprocs)
     return rounds * nb + min(max(left - turn * nb, 0), nb)
-
-
-def indxg2p(indxglob: IntOrArray, nb: int, isrcproc: int, nprocs: int) -> IntOrArray:
-    """Return the process coordinate which holds a global index (ScaLAPACK TOOLS, INDXG2P; here from 0).
-
-    Parameters
-    ----------
-    indxglob : int or ndarray of int64
-        Global index, counted from 0.
-    nb, isrcproc, nprocs : int
-        As for `numroc`.
-
-    Raises
-    ------
-    ValueError
-        If `nb`, `isrcproc` or `nprocs` is out of its range.
-    """
-    _turn(nb, 0, isrcproc, nprocs)
-    return (indxglob // nb + isrcproc) % nprocs
-
-
-def indxg2l(indxglob: IntOrArray, nb: int, nprocs: int) -> IntOrArray:
-    """Return the local index of a global index in its process (ScaLAPACK TOOLS, INDXG2L; here from 0).
-
-    Parameters
-    ----------
-    indxglob : int or ndarray of int64
-        Global index, counted from 0.
-    nb, nprocs : int
-        As for `numroc`.
-
-    Raises
-    ------
-    ValueError
-        If `nb` or `nprocs` is out of its range.
-    """
-    _turn(nb, 0, 0, nprocs)
-    return indxglob // (nb * nprocs) * nb + indxglob % nb
-
-
-def indxl2g(indxloc: IntOrArray, nb: int, iproc: int, isrcproc: int, nprocs: int) -> IntOrArray:
-    """Return the global index of a local index (ScaLAPACK TOOLS, INDXL2G; here from 0).
-
-    Parameters
-    ----------
-    indxloc : int or ndarray of int64
-        Local index in process `iproc`, counted from 0.
-    nb, iproc, isrcproc, nprocs : int
-        As for `numroc`.
-
-    Raises
-    ------
-    ValueError
-        If `nb`, `iproc`, `isrcproc` or `nprocs` is out of its range.
-    """
-    turn = _turn(nb, iproc, isrcproc, nprocs)
-    return (indxloc // nb * nprocs + turn) * nb + indxloc % nb
 
 
 def _turn(nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
@@ -175,11 +113,6 @@ class BlockCyclicLayout:
         return Axis.block_cyclic(self.shape[1], self.blocks[1], self.grid.npcol, self.source[1])
 
     @property
-    def nranks(self) -> int:
-        """Number of processes."""
-        return self.grid.size
-
-    @property
     def nparts(self) -> int:
         """Number of parts, which are the ranks."""
         return self.grid.size
@@ -222,7 +155,4 @@ class BlockCyclicLayout:
         """
         if not (0 <= i < self.shape[0] and 0 <= j < self.shape[1]):
             raise IndexError(f"element is ({i}, {j}), expected it in shape {self.shape}: pass indices from 0")
-        return self.grid.rank(
-            indxg2p(i, self.blocks[0], self.source[0], self.grid.nprow),
-            indxg2p(j, self.blocks[1], self.source[1], self.grid.npcol),
-        )
+        return self.grid.rank(int(self.rows.locate(i)[0]), int(self.cols.locate(j)[0]))

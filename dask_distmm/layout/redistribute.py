@@ -139,24 +139,9 @@ class Copies:
         """Return the number of rectangles."""
         return len(self.rows) * len(self.cols)
 
-    def bytes(self, itemsize: int) -> int:
-        """Return the bytes of all rectangles together, for elements of `itemsize` bytes."""
-        return int(self.rows.size.sum()) * int(self.cols.size.sum()) * itemsize
-
     def __iter__(self) -> Iterator[Copy]:
         """Iterate over all rectangles."""
         return self._product(np.arange(len(self.rows)), np.arange(len(self.cols)))
-
-    def for_src(self, part: int) -> Iterator[Copy]:
-        """Iterate over the rectangles which leave a part of the source, looking at no others.
-
-        Raises
-        ------
-        IndexError
-            If the source has no such part.
-        """
-        prow, pcol = self.src.coords(part)
-        return self._product(self.rows.of_src(prow), self.cols.of_src(pcol))
 
     def for_dst(self, part: int) -> Iterator[Copy]:
         """Iterate over the rectangles which reach a part of the destination, looking at no others.
