@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from dask._task_spec import Task
 from distributed import Client, LocalCluster, wait
+from matrices import until
 
 from dask_distmm import EngineError, matmul, quantize
 from dask_distmm.runtime.messages import NAME
@@ -62,13 +62,6 @@ def mixed(blocked: dict[str, str], tmp_path: Path) -> Iterator[Client]:
             yield client
         finally:
             stop(process)
-
-
-def until(done: object, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def known(client: Client) -> dict[str, str]:

@@ -16,6 +16,7 @@ from distributed import Client
 from epilog_cases import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import is_collective
 from narrow_cases import Narrow, random_fp8
 
 import dask_distmm
@@ -159,10 +160,6 @@ def assert_batch(a, b, d):
     assert d.shape == (*shape, a.shape[-2], b.shape[-1])
     for index in np.ndindex(shape):
         assert_product(a[index], b[index], d[index])
-
-
-def is_collective(array):
-    return any("distmm-barrier" in str(key) for key in array.dask)
 
 
 def is_items(array):

@@ -9,6 +9,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from matrices import fresh
 from run_events import events
 
 import dask_distmm
@@ -17,11 +18,6 @@ from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.testing import assert_product, random_chunks
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
-
-
-def fresh(*shape, chunks, dtype="float64"):
-    rng = np.random.default_rng()
-    return da.from_array(rng.standard_normal(shape).astype(dtype), chunks=chunks)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,6 +8,7 @@ import pytest
 from distributed import wait
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import fresh
 from run_events import events
 
 import dask_distmm
@@ -22,10 +23,6 @@ from dask_distmm.planning.distribution import block_grid
 from dask_distmm.testing import assert_product, make_problem
 
 rng = np.random.default_rng()
-
-
-def fresh(*shape, chunks, dtype="float64"):
-    return da.from_array(rng.standard_normal(shape).astype(dtype), chunks=chunks)
 
 
 def made(distributions, nworkers=4, shape=(60, 50, 70), method="auto", engine="numpy", dtype="float64"):

@@ -7,20 +7,14 @@ import signal
 import time
 
 import dask
-import dask.array as da
 import numpy as np
 import pytest
 from distributed import wait
+from matrices import operands
 from run_events import events
 
 from dask_distmm import RunFailedError, matmul
 from dask_distmm.testing import assert_product, inject
-
-
-def operands():
-    rng = np.random.default_rng()
-    a, b = rng.standard_normal((300, 260)), rng.standard_normal((260, 280))
-    return a, b, da.from_array(a, chunks=60), da.from_array(b, chunks=70)
 
 
 def starts(client):

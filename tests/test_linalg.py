@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 
 import dask
-import dask.array as da
 import numpy as np
 import pytest
 import scipy.linalg
 from distributed import wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import lazy, positive, random
 from run_events import events, newest_run, runs_after
 
 from dask_distmm import PlanError, linalg
@@ -25,27 +25,10 @@ from dask_distmm.testing import (
     assert_pseudoinverse,
     assert_qr,
     assert_solution,
-    random_chunks,
 )
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 METHODS = ["local", "columns"]
-
-
-def random(shape, dtype="float64"):
-    rng = np.random.default_rng()
-    x = rng.standard_normal(shape)
-    return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
-
-
-def positive(n, dtype="float64"):
-    x = random((n, n), dtype)
-    return (x @ x.conj().T + n * np.eye(n)).astype(dtype)
-
-
-def lazy(x):
-    rng = np.random.default_rng()
-    return da.from_array(x, chunks=tuple(random_chunks(rng, size, 4) for size in x.shape))
 
 
 def check_all(dtype, method):

@@ -10,12 +10,11 @@ import sys
 import time
 
 import dask
-import dask.array as da
 import hosts
-import numpy as np
 import pytest
 from certificates import authority, environment
 from distributed import Client
+from matrices import operands
 
 from dask_distmm import DistMMError, matmul
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
@@ -71,12 +70,6 @@ def test_two_hosts(protocol, tmp_path):
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "right on two hosts" in done.stdout
-
-
-def operands():
-    rng = np.random.default_rng()
-    a, b = rng.standard_normal((300, 260)), rng.standard_normal((260, 280))
-    return a, b, da.from_array(a, chunks=60), da.from_array(b, chunks=70)
 
 
 def under_way(client):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import dask.array as da
 import numpy as np
 import psutil
 import pytest
 from distributed import Client
+from matrices import until
 from run_events import events
 
 from dask_distmm import matmul
@@ -58,13 +58,6 @@ class CommandLine:
         for process in reversed(self.processes.values()):
             process.terminate()
             process.wait(timeout=30)
-
-
-def until(done, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def works(client) -> None:

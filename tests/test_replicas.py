@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from types import SimpleNamespace
 
 import dask
@@ -15,6 +14,7 @@ import pytest
 from distributed import Client, LocalCluster, wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import fresh, until
 from run_events import events
 from stand_ins import Loop, ask
 
@@ -33,10 +33,6 @@ from dask_distmm.testing import assert_nothing_left, assert_product, inject, mak
 rng = np.random.default_rng()
 
 
-def fresh(*shape, chunks=30, dtype="float64"):
-    return da.from_array(rng.standard_normal(shape).astype(dtype), chunks=chunks)
-
-
 def runs(client):
     return events(client, "done")
 
@@ -44,14 +40,6 @@ def runs(client):
 def kept(client):
     """How many results each worker keeps."""
     return set(client.run(lambda dask_worker: len(dask_worker.extensions[NAME].replicas)).values())
-
-
-def until(condition):
-    for _ in range(200):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it does not come true")
 
 
 # The plan

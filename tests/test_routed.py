@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import positive
 from run_events import newest_run, runs_after
 
 import dask_distmm
@@ -35,11 +36,6 @@ def cut(x, *chunks):
 
 def random(*shape):
     return np.random.default_rng().standard_normal(shape)
-
-
-def positive(n):
-    x = random(n, n)
-    return x @ x.T + n * np.eye(n)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import lazy, positive, random
 from run_events import newest_run, runs_after
 
 from dask_distmm import PlanError, ProjectedMemoryError, linalg
@@ -24,17 +25,10 @@ from dask_distmm.testing import (
     assert_polar,
     assert_pseudoinverse,
     assert_svd,
-    random_chunks,
 )
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 SPECTRA = ["random", "clustered", "graded", "deficient", "zero", "tiny", "huge"]
-
-
-def random(shape, dtype="float64"):
-    rng = np.random.default_rng()
-    x = rng.standard_normal(shape)
-    return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
 
 
 def spectrum(what, n, dtype):
@@ -66,16 +60,6 @@ def general(what, shape, dtype):
     (m, n), k = shape, min(shape)
     u, v = orthonormal(m, dtype)[:, :k], orthonormal(n, dtype)[:, :k]
     return ((u * spectrum(what, k, dtype)) @ v.conj().T).astype(dtype)
-
-
-def positive(n, dtype="float64"):
-    x = random((n, n), dtype)
-    return (x @ x.conj().T + n * np.eye(n)).astype(dtype)
-
-
-def lazy(x):
-    rng = np.random.default_rng()
-    return da.from_array(x, chunks=tuple(random_chunks(rng, size, 4) for size in x.shape))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

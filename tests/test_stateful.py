@@ -11,6 +11,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from matrices import fresh
 from run_events import events
 
 import dask_distmm
@@ -19,10 +20,6 @@ from dask_distmm.runtime.keys import is_tile
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 rng = np.random.default_rng()
-
-
-def fresh(*shape, chunks, dtype="float64"):
-    return da.from_array(rng.standard_normal(shape).astype(dtype), chunks=chunks)
 
 
 def runs(client):

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 
 import dask
-import dask.array as da
 import msgpack
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from matrices import operands
 
 from dask_distmm import DistMMError, RunFailedError, explain, matmul
 from dask_distmm.errors import NoWorkersError
@@ -24,12 +24,6 @@ from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
 # Short limits, so that what must end does so while somebody watches.
 SHORT = {"distmm.timeouts": {"vote": "4s", "transfer": "3s", "silence": "4s", "grace": "5s"}}
-
-
-def operands():
-    rng = np.random.default_rng()
-    a, b = rng.standard_normal((300, 260)), rng.standard_normal((260, 280))
-    return a, b, da.from_array(a, chunks=60), da.from_array(b, chunks=70)
 
 
 def works(client) -> None:

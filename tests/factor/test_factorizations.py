@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import noise
 
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor import Factorization, factor_plan
@@ -26,11 +27,6 @@ from dask_distmm.testing import (
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 RANKS = [1, 2, 3, 4, 5, 6, 8]
 MATRICES = ["random", "graded", "ill-conditioned", "permuted", "scaled"]
-
-
-def noise(rng, shape, dtype):
-    found = rng.standard_normal(shape)
-    return (found + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else found).astype(dtype)
 
 
 def matrix(rng, shape, dtype, what="random", worst=10):

@@ -6,16 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
+from matrices import noise
 
 from dask_distmm.engines.numpy.lapack import LapackKernels
 
 K = LapackKernels()
 DTYPES = ["float32", "float64", "complex64", "complex128"]
-
-
-def noise(rng, shape, dtype):
-    found = rng.standard_normal(shape)
-    return (found + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else found).astype(dtype)
 
 
 class Guarded:

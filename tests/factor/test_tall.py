@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import noise
 
 from dask_distmm import PlanError, linalg
 from dask_distmm.engines.factor.tall import tall_qr
@@ -17,11 +18,6 @@ from dask_distmm.testing import assert_least_squares, assert_qr
 
 K = LapackKernels()
 DTYPES = ["float32", "float64", "complex64", "complex128"]
-
-
-def noise(rng, shape, dtype):
-    found = rng.standard_normal(shape)
-    return (found + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else found).astype(dtype)
 
 
 def matrix(rng, shape, dtype, condition):

@@ -1,0 +1,52 @@
+"""Matrices that many tests use, and waiting for what is to come."""
+
+from __future__ import annotations
+
+import time
+
+import dask.array as da
+import numpy as np
+
+from dask_distmm.testing import random_chunks
+
+
+def noise(rng, shape, dtype):
+    found = rng.standard_normal(shape)
+    return (found + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else found).astype(dtype)
+
+
+def random(shape, dtype="float64"):
+    return noise(np.random.default_rng(), shape, dtype)
+
+
+def positive(n, dtype="float64"):
+    x = random((n, n), dtype)
+    return (x @ x.conj().T + n * np.eye(n)).astype(dtype)
+
+
+def lazy(x):
+    """A matrix in random chunks."""
+    rng = np.random.default_rng()
+    return da.from_array(x, chunks=tuple(random_chunks(rng, size, 4) for size in x.shape))
+
+
+def fresh(*shape, chunks=30, dtype="float64"):
+    return da.from_array(random(shape, dtype), chunks=chunks)
+
+
+def operands():
+    """Return A and B of a product that takes several workers, and the same as Dask arrays."""
+    a, b = random((300, 260)), random((260, 280))
+    return a, b, da.from_array(a, chunks=60), da.from_array(b, chunks=70)
+
+
+def is_collective(array):
+    return any("distmm-barrier" in str(key) for key in array.dask)
+
+
+def until(done, seconds=30.0):
+    """Wait until a condition comes true."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.05)
