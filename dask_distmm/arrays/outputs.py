@@ -24,7 +24,7 @@ from dask_distmm.numeric.epilogs import Formula, elementwise, reductions, scaled
 from dask_distmm.numeric.types import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype
 from dask_distmm.planning import Problem
 from dask_distmm.planning.waves import Scheme
-from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.keys import output_name
 
 __all__ = ["operand_sum", "output_meta", "result", "without_a_run"]
@@ -131,8 +131,5 @@ def without_a_run(
 
 def _stored(x: Any, to: str) -> Any:
     let_types_travel()
-    if array_kind(x) != "cupy":
-        return stored(np, x, to, fp8_bytes=False)
-    import cupy as cp
-
-    return stored(cp, x, to, fp8_bytes=True)
+    xp = array_module(x)
+    return stored(xp, x, to, fp8_bytes=xp is not np)

@@ -31,7 +31,7 @@ from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.conversions import decode, largest, saturated, stored
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8, Types, carried, type_name
-from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.typing import ArrayLike, BlockFormat, Scaled
 
 __all__ = ["BlockScaled", "as_operands", "dequantize", "quantize", "widened", "with_scales"]
@@ -278,14 +278,6 @@ def with_scales(
 # On chunks
 
 
-def _module(x: Any) -> Any:
-    if array_kind(x) != "cupy":
-        return np
-    import cupy
-
-    return cupy
-
-
 def _scale(a: da.Array, top: float) -> da.Array:
     """Return the 0-d scale with which the largest finite absolute value of an array becomes `top`."""
     if not a.size:
@@ -295,30 +287,30 @@ def _scale(a: da.Array, top: float) -> da.Array:
 
 
 def _finite_sizes(x: Any) -> Any:
-    xp = _module(x)
+    xp = array_module(x)
     return xp.where(xp.isfinite(x), abs(x), x.dtype.type(0))
 
 
 def _scale_from(amax: Any, top: float) -> Any:
-    xp = _module(amax)
+    xp = array_module(amax)
     found = xp.asarray(amax, np.float32) / np.float32(top)
     # Where the quotient underflows there is nothing to scale by.
     return xp.where(found > 0, found, np.float32(1))
 
 
 def _quantized(x: Any, scale: Any, to: str) -> Any:
-    cupy = array_kind(x) == "cupy"
     let_types_travel()
+    xp = array_module(x)
     with np.errstate(all="ignore"):
-        return stored(_module(x), x / _module(x).asarray(scale, np.float32), to, fp8_bytes=cupy)
+        return stored(xp, x / xp.asarray(scale, np.float32), to, fp8_bytes=xp is not np)
 
 
 def _widened(x: Any, held: str, wide: np.dtype) -> Any:
-    return x.astype(wide) if x.dtype != np.uint8 else decode(_module(x), x, held, wide)
+    return x.astype(wide) if x.dtype != np.uint8 else decode(array_module(x), x, held, wide)
 
 
 def _times(x: Any, scale: Any) -> Any:
-    return x * _module(x).asarray(scale, np.float32)
+    return x * array_module(x).asarray(scale, np.float32)
 
 
 def _in_blocks(a: da.Array, form: str, axis: int) -> BlockScaled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from dask_distmm.errors import EngineError
 from dask_distmm.numeric.types import carried, typed
 from dask_distmm.planning import ENGINES, Placement
 
-__all__ = ["array_kind", "check_chunks", "numbered", "order_of", "other_orders", "ready_event"]
+__all__ = ["array_kind", "array_module", "check_chunks", "numbered", "order_of", "other_orders", "ready_event"]
 
 
 def array_kind(array: Any) -> str:
@@ -22,6 +23,11 @@ def array_kind(array: Any) -> str:
     kind = type(array)
     package = kind.__module__.split(".")[0]
     return package if package in ("numpy", "cupy") and kind.__name__ == "ndarray" else kind.__name__
+
+
+def array_module(array: Any) -> Any:
+    """Return NumPy, or CuPy for an array of CuPy, which is imported only then."""
+    return np if array_kind(array) != "cupy" else importlib.import_module("cupy")
 
 
 def ready_event(chunks: Iterable[Any]) -> list[Any]:

@@ -79,15 +79,15 @@ def together(*options: Function) -> Callable[[Function], Function]:
     return lambda function: functools.reduce(lambda found, option: option(found), reversed(options), function)
 
 
+def worker_count(text: str, default: str = "one a core, at least 2; on GPUs one each") -> Function:
+    """Return the option ``--workers``."""
+    return click.option("--workers", type=click.IntRange(min=1), show_default=default, help=text)
+
+
 SCHEDULER = click.option(
     "--scheduler", metavar="ADDRESS", help="Address of a Dask scheduler, as tcp://host:8786; its cluster does the work."
 )
-WORKERS = click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    show_default="one a core, at least 2; on GPUs one each",
-    help="Worker processes to start on this machine, where no --scheduler is given.",
-)
+WORKERS = worker_count("Worker processes to start on this machine, where no --scheduler is given.")
 
 
 class EpilogName(click.Choice[str]):
@@ -172,12 +172,7 @@ OPERANDS = together(
     show_default=True,
     help="Rows and columns of the two random matrices (float64).",
 )
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    show_default="one a core, at least 2; on GPUs one each",
-    help="Worker processes to start.",
-)
+@worker_count("Worker processes to start.")
 @guarded("the cluster is stopped, the temporary folder is removed.")
 @click.pass_context
 def demo(ctx: click.Context, /, size: int, workers: int | None) -> None:
@@ -243,12 +238,7 @@ def matmul(
 @main.command(cls=Sections)
 @OPERANDS
 @SCHEDULER
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    show_default="as `matmul` would start",
-    help="Workers to imagine, where no --scheduler is given.",
-)
+@worker_count("Workers to imagine, where no --scheduler is given.", "as `matmul` would start")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan as a page with pictures.")
 @guarded("nothing was computed.")
 def explain(scheduler: str | None, workers: int | None, html: Path | None, **request: Any) -> None:

@@ -20,6 +20,7 @@ from dask_distmm.tools.bench.dask_matmul import DaskMatmul
 from dask_distmm.tools.bench.distmm import Distmm
 from dask_distmm.tools.bench.numpy_process import NumpyProcess
 from dask_distmm.tools.bench.protocol import Peer
+from dask_distmm.tools.commands.writing import check_folder
 from dask_distmm.tools.local import connected
 
 CPU_SIZES, GPU_SIZES = (1024, 2048, 4096), (4096, 8192, 16384)
@@ -44,8 +45,7 @@ def check_plot(path: Path) -> None:
     known = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in known:
         raise PlanError(f"--plot {path}: expected a name that ends in .png, .svg or .pdf")
-    if not path.absolute().parent.is_dir():
-        raise PlanError(f"--plot {path} can't be written: there is no folder {path.parent}; make it")
+    check_folder(f"--plot {path}", path.absolute().parent)
 
 
 def run(
