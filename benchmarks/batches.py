@@ -165,7 +165,7 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything: in each round each peer once on fresh inputs, in turns; round 0 does not count."""
-    from dask_distmm.tools.bench.cluster import ClusterSession
+    from benchmarks.session import ClusterSession
 
     load, began = environment.load_average(), datetime.now(UTC)
     session = ClusterSession(options.workers, 1)

@@ -52,9 +52,8 @@ def make_peers(options: argparse.Namespace, stack: contextlib.ExitStack) -> list
     """Return the peers asked for; the stack closes them."""
     # Imported here: spawned processes import this module again, and none of them needs the peers.
     from benchmarks.peers.pdgemm import Pdgemm
-    from dask_distmm.tools.bench.cluster import ClusterSession
-    from dask_distmm.tools.bench.dask_matmul import DaskMatmul
-    from dask_distmm.tools.bench.distmm import Distmm
+    from benchmarks.session import ClusterSession
+    from dask_distmm.tools.bench.cluster import DaskMatmul, Distmm
     from dask_distmm.tools.bench.numpy_process import NumpyProcess
 
     lanes = options.workers * options.threads

@@ -28,11 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey
+from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.gathered import GatheredChunks
 from dask_distmm.engines.numpy.answer import Answer
 from dask_distmm.engines.numpy.blas import blas_threads
-from dask_distmm.engines.numpy.factor import NumpyFactorJob
 from dask_distmm.engines.numpy.inputs import Inputs
+from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.numpy.streaming import Streamed
 from dask_distmm.engines.numpy.sums import Block, Sums, pack, part_of, placed_block
 from dask_distmm.engines.panels import ChunkBlock, Panel, panels, twins
@@ -293,6 +294,17 @@ class NumpyJob(Job[Plan]):
                 _open(future, error)
 
 
+class NumpyFactorJob(FactorJob):
+    """One participant's side of a factorization on CPUs, with SciPy's LAPACK."""
+
+    lends = True
+
+    def execute(self) -> dict[ResultKey, Any]:
+        """Do this rank's part with as many threads as its worker has."""
+        with blas_threads(self.plan.participants[self.me].nthreads):
+            return super().execute()
+
+
 class NumpyEngine:
     """Multiplies on CPUs with SciPy's BLAS and NumPy."""
 
@@ -334,7 +346,7 @@ class NumpyEngine:
                     "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray)"
                 )
         if isinstance(plan, FactorPlacement):
-            return NumpyFactorJob(plan, me, chunks, comm, progress)
+            return NumpyFactorJob(plan, me, chunks, comm, progress, LapackKernels())
         return NumpyJob(plan, me, chunks, comm, progress)
 
 

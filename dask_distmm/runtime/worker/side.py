@@ -17,6 +17,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import platform
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +28,13 @@ from dask.utils import typename
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps
 
+from dask_distmm._version import __version__
 from dask_distmm.comms import cross_memory
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.engines.base import Job, ResultKey, contiguous, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError
-from dask_distmm.planning import Placement, plan_from_wire
+from dask_distmm.planning import ENGINES, Placement, plan_from_wire
 from dask_distmm.runtime import messages
 from dask_distmm.runtime.chunks import check_chunks, other_orders, ready_event
 from dask_distmm.runtime.history import History
@@ -43,7 +45,6 @@ from dask_distmm.runtime.sources import SourceError, unpack
 from dask_distmm.runtime.transfers import DaskComm, address_of
 from dask_distmm.runtime.wire import Reply, answering, listening, post
 from dask_distmm.runtime.worker.chunk_store import ChunkStore
-from dask_distmm.runtime.worker.description import describe_process
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -108,7 +109,7 @@ class WorkerSide:
 
     async def describe(self, request: messages.Describe) -> messages.Description:
         """Return the facts about this worker that planning needs."""
-        return await asyncio.to_thread(describe_process)
+        return await asyncio.to_thread(_describe)
 
     async def prepare(self, request: messages.Prepare) -> Vote:
         """Check that all chunks are here and allocate; the answer is this worker's vote."""
@@ -308,6 +309,24 @@ class WorkerSide:
             self.worker.handlers["dump_state"] = self._dask_dump
         # All other handlers stay: messages that the scheduler has sent before it knew may still arrive. A worker that
         # does not know them is taken for one without this package.
+
+
+def _describe() -> messages.Description:
+    """Return the facts about this process that planning needs. Imports all engines, which may take seconds."""
+    engines, memory, links = {}, {}, {}
+    for name in ENGINES:
+        try:
+            engine = get_engine(name)
+            engines[name], memory[name] = dict(engine.versions()), engine.memory()
+            device, reach = engine.links()
+            links[name] = [device, list(reach)]
+        except EngineError as error:
+            engines[name] = {"error": str(error)}
+    # An engine for GPUs has imported CuPy, whose types need help to travel.
+    let_types_travel()
+    return messages.Description(
+        "OK", version=__version__, engines=engines, memory=memory, links=links, host=platform.node()
+    )
 
 
 def _execute(job: Job[Any], offers: Any) -> Mapping[ResultKey, Any]:

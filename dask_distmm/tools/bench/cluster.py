@@ -1,4 +1,4 @@
-"""The cluster that stock Dask and dask_distmm share, and how a product on it is measured."""
+"""Stock Dask and dask_distmm, and how a product on the cluster that they share is measured."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 
+from dask_distmm import Plan, PlanError, explain, matmul
 from dask_distmm.tools.bench.environment import blas_pools
 from dask_distmm.tools.bench.protocol import Case, Sample, sample_rows, scaled_error
 
@@ -108,40 +108,6 @@ class Session:
 
     def close(self) -> None:
         """Leave the cluster running: others have started it."""
-
-
-class ClusterSession(Session):
-    """A cluster of worker processes on loopback, started when first needed."""
-
-    def __init__(self, workers: int, threads: int, timeout: float = 600.0) -> None:
-        self.workers, self.threads, self.timeout, self.array, self.here = workers, threads, timeout, "numpy", True
-        self._cluster: LocalCluster | None = None
-        self._client: Client | None = None
-
-    @property
-    def client(self) -> Client:
-        """The client of the cluster."""
-        if self._client is None:
-            # Suspended workers send no heartbeats, and must not be given up for that.
-            with dask.config.set({"distributed.scheduler.worker-ttl": None}):
-                self._cluster = LocalCluster(
-                    host="127.0.0.1",
-                    n_workers=self.workers,
-                    threads_per_worker=self.threads,
-                    processes=True,
-                    dashboard_address="127.0.0.1:0",
-                )
-            self._client = Client(self._cluster)
-            self._client.wait_for_workers(self.workers)
-        return self._client
-
-    def close(self) -> None:
-        """Stop the cluster."""
-        if self._client is not None:
-            self._client.close()
-        if self._cluster is not None:
-            self._cluster.close()
-        self._client = self._cluster = None
 
 
 class ClusterPeer:
@@ -262,6 +228,38 @@ class ClusterPeer:
             errors.append(scaled_error(a_rows, b[:, strip].compute(), c_rows[:, strip]))
             begin += width
         return float(np.max(errors))
+
+
+class DaskMatmul(ClusterPeer):
+    """``A @ B`` with dask_distmm not enabled."""
+
+    name = "dask"
+
+    def multiply(self, a: da.Array, b: da.Array) -> da.Array:
+        """Return Dask's own lazy product."""
+        product: da.Array = a @ b
+        # A plugin that someone's configuration enables would otherwise be compared with itself.
+        if any("distmm" in str(layer) for layer in product.dask.layers):
+            raise RuntimeError("dask_distmm has taken over A @ B: this would not measure stock Dask")
+        return product
+
+
+class Distmm(ClusterPeer):
+    """``dask_distmm.matmul(A, B)``."""
+
+    name = "distmm"
+
+    def multiply(self, a: da.Array, b: da.Array) -> da.Array:
+        """Return the lazy product."""
+        product: da.Array = matmul(a, b)
+        return product
+
+    def projection(self, a: da.Array, b: da.Array) -> tuple[dict[str, int], dict[str, Any]]:
+        """Return the plan's projected bytes per worker address, and its choices."""
+        plan = explain(a, b)
+        if not isinstance(plan, Plan):
+            raise PlanError(f"no collective run would take place: {plan!r}")
+        return dict(plan.projected_bytes), {"method": plan.method}
 
 
 def memory_of(baseline: int, inputs: int, before: int, peak: int, projected: int | None) -> dict[str, Any]:

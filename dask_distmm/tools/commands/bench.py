@@ -15,9 +15,7 @@ from dask_distmm.planning import Demand
 from dask_distmm.planning.engines import ENGINES
 from dask_distmm.runtime.client import ask_roster
 from dask_distmm.tools.bench import report, suite
-from dask_distmm.tools.bench.cluster import Session
-from dask_distmm.tools.bench.dask_matmul import DaskMatmul
-from dask_distmm.tools.bench.distmm import Distmm
+from dask_distmm.tools.bench.cluster import DaskMatmul, Distmm, Session
 from dask_distmm.tools.bench.numpy_process import NumpyProcess
 from dask_distmm.tools.bench.protocol import Peer
 from dask_distmm.tools.commands.writing import check_folder
