@@ -12,7 +12,7 @@ from dask_distmm.planning.cuts import overlaps, padded
 from dask_distmm.planning.memory import operand_grids, panel_width
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Rect
-from dask_distmm.planning.sums import is_gram
+from dask_distmm.planning.problem import is_gram
 
 __all__ = ["ChunkBlock", "Panel", "chunk_blocks_of", "coalesce", "pairs", "panels", "split_at_chunks", "twins"]
 

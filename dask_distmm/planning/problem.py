@@ -24,7 +24,7 @@ from dask_distmm.planning.distribution import FREE, Distributions, from_wire
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.part import Part
 
-__all__ = ["METHODS", "Chunks", "Extra", "Problem"]
+__all__ = ["METHODS", "Chunks", "Extra", "Problem", "goes_on", "is_gram"]
 
 METHODS = ("local", "allgather", "reducescatter", "allreduce", "summa")
 
@@ -311,6 +311,18 @@ class Problem:
             return _checked(cls(**_fields(wire)), wire["part"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"malformed problem: {error!r}") from error
+
+
+def goes_on(problem: Problem) -> bool:
+    """Whether sums of an earlier run can grow in place: their type is that of D."""
+    return problem.formula.partial and problem.result_type == problem.compute_type
+
+
+def is_gram(problem: Problem) -> bool:
+    """Whether D is symmetric, or Hermitian, because B is A transposed, or conjugated too, as in ``X.T @ X``."""
+    across = problem.turned[0] != problem.turned[1] and not problem.same
+    real = problem.operand_type.kind != "c"
+    return problem.shared and across and (real or problem.conjugated[0] != problem.conjugated[1])
 
 
 def _checked(problem: Problem, part: Any) -> Problem:

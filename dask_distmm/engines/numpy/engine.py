@@ -45,7 +45,7 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Plan
 from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.plan import Rect
-from dask_distmm.planning.sums import goes_on
+from dask_distmm.planning.problem import goes_on
 
 __all__ = ["ENGINE", "NumpyEngine", "NumpyJob"]
 

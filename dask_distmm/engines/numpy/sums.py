@@ -14,7 +14,7 @@ from dask_distmm.engines.panels import ChunkBlock, split_at_chunks
 from dask_distmm.numeric.conversions import round_tf32
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.plan import Rect
-from dask_distmm.planning.sums import is_gram
+from dask_distmm.planning.problem import is_gram
 
 __all__ = ["Block", "Sums", "pack", "part_of", "placed_block"]
 

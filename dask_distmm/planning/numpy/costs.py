@@ -16,7 +16,7 @@ from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.memory import chunk_bytes, is_by_ranks, panel_width, spread
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.sums import goes_on, is_gram
+from dask_distmm.planning.problem import goes_on, is_gram
 
 __all__ = ["estimate", "project"]
 

@@ -16,7 +16,7 @@ from dask_distmm.errors import NoWorkersError
 from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem, Worker, plan, plan_computation
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.placement import Where
-from dask_distmm.planning.sums import goes_on
+from dask_distmm.planning.problem import goes_on
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Run
 from dask_distmm.runtime.scheduler.barriers import Barrier
