@@ -26,10 +26,9 @@ from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import FactorJob, put
 from dask_distmm.engines.factor.outputs import TRIANGLES, is_zero, needs_copy, part_of, triangle_of
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.peer.memory import Exporter
+from dask_distmm.engines.peer.offering import add, add_flags
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Expected, Offer
 from dask_distmm.engines.peer.panels import COLUMNS, EXTRAS, RESULTS, PulledPanels, flag_of, offered_by
-from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.planning.computation import Output, chunk_elements
@@ -86,7 +85,7 @@ class PeerFactorJob(FactorJob):
         offer = Offer(exporter.process)
         if len(self.plan.participants) > 1:
             for (name, index), chunk in self.chunks.items():
-                self._offer(offer, problem.operands.index(name), index, _exported(exporter, chunk))
+                self._offer(offer, problem.operands.index(name), index, exporter.exportable(chunk))
         if self.rank is not None:
             self._allocate(offer)
         # Others may read chunks from the vote on, so these must be complete.
@@ -122,16 +121,12 @@ class PeerFactorJob(FactorJob):
         for number, output in enumerate(plan.problem.outputs):
             if output.name in self._parts:
                 self._offer(offer, BLOCKS, RESULTS + number, self._parts[output.name])
-        allocation = exporter.find(flags.data.ptr)
-        assert allocation is not None
-        offer.add_flags(allocation, int(flags.data.ptr))
+        add_flags(offer, exporter, flags)
         self._offered.append(flags)
 
     def _offer(self, offer: Offer, operand: int, number: int, array: Any) -> None:
         if array.size:
-            allocation = self._state.exporter.find(array.data.ptr)
-            assert allocation is not None
-            offer.add(operand, number, allocation, span_of(array))
+            add(offer, self._state.exporter, operand, number, array)
             self._offered.append(array)
 
     def accept(self, offers: Sequence[Any]) -> None:
@@ -252,13 +247,3 @@ class PeerFactorJob(FactorJob):
         found = contiguous(found)
         cp.cuda.Stream.null.synchronize()
         return found
-
-
-def _exported(exporter: Exporter, chunk: Any) -> Any:
-    """Return a chunk in memory that others can map: itself, or a copy."""
-    if not chunk.size or (not exporter.own_memory_only and exporter.find(chunk.data.ptr) is not None):
-        return chunk
-    order = "C" if chunk.strides[0] >= chunk.strides[1] else "F"
-    copy = exporter.empty(chunk.shape, chunk.dtype, order)
-    copy[...] = chunk
-    return copy

@@ -104,6 +104,14 @@ class Exporter:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         return cp.ndarray(shape, dtype, memptr=self._pool.malloc(max(1, size)), order=order)
 
+    def exportable(self, array: Any) -> Any:
+        """Return a matrix in memory that can be exported: itself, or a copy that is made on the current stream."""
+        if not array.size or (not self.own_memory_only and self.find(array.data.ptr) is not None):
+            return array
+        copy = self.empty(array.shape, array.dtype, "C" if array.strides[0] >= array.strides[1] else "F")
+        copy[...] = array
+        return copy
+
 
 def _allocate(size: int) -> Any:
     """Return memory for a pool. The driver cuts smaller allocations, anybody's, out of blocks that it maps as one."""

@@ -16,7 +16,7 @@ from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.result import Result
 from dask_distmm.planning import Plan
 
-__all__ = ["make_offer"]
+__all__ = ["add", "add_flags", "make_offer"]
 
 
 def make_offer(
@@ -53,31 +53,33 @@ def make_offer(
         Device memory that must stay until the run is over.
     """
     offer = Offer(exporter.process)
-    copies = dict[int, Any]()
-    for number, name in enumerate(plan.problem.operands):
-        for index in np.flatnonzero(read[name][me]).tolist():
-            offered = array = chunks[name, index]
-            allocation = None if exporter.own_memory_only else exporter.find(array.data.ptr)
-            if allocation is None:
-                if id(array) not in copies:  # A and B may be the same
-                    order = "C" if array.strides[0] >= array.strides[1] else "F"
-                    copies[id(array)] = exporter.empty(array.shape, array.dtype, order)
-                    with stream:
-                        copies[id(array)][...] = array
-                offered = copies[id(array)]
-                allocation = exporter.find(offered.data.ptr)
-            assert allocation is not None
-            offer.add(number, index, allocation, span_of(offered))
+    offered = dict[int, Any]()
+    with stream:
+        for number, name in enumerate(plan.problem.operands):
+            for index in np.flatnonzero(read[name][me]).tolist():
+                array = chunks[name, index]
+                if id(array) not in offered:  # A and B may be the same
+                    offered[id(array)] = exporter.exportable(array)
+                add(offer, exporter, number, index, offered[id(array)])
     if result is not None:
         for number, array in result.shared():
             if array.size:
-                allocation = exporter.find(array.data.ptr)
-                assert allocation is not None
-                offer.add(BLOCKS, number, allocation, span_of(array))
-        pointer = int(result.flags.data.ptr)
-        allocation = exporter.find(pointer)
-        assert allocation is not None
-        offer.add_flags(allocation, pointer)
-        cp.cuda.runtime.memsetAsync(pointer, 0, result.flags.nbytes, stream.ptr)
+                add(offer, exporter, BLOCKS, number, array)
+        add_flags(offer, exporter, result.flags)
+        cp.cuda.runtime.memsetAsync(result.flags.data.ptr, 0, result.flags.nbytes, stream.ptr)
     offer.alive = exporter.alive()
-    return offer, list(copies.values())
+    return offer, list(offered.values())
+
+
+def add(offer: Offer, exporter: Exporter, operand: int, number: int, array: Any) -> None:
+    """Tell in an offer where a matrix lies, which can be exported."""
+    allocation = exporter.find(array.data.ptr)
+    assert allocation is not None
+    offer.add(operand, number, allocation, span_of(array))
+
+
+def add_flags(offer: Offer, exporter: Exporter, flags: Any) -> None:
+    """Tell in an offer where flags lie, which can be exported."""
+    allocation = exporter.find(flags.data.ptr)
+    assert allocation is not None
+    offer.add_flags(allocation, int(flags.data.ptr))
