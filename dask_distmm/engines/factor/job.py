@@ -16,7 +16,7 @@ import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,21 +131,29 @@ class FactorJob(Job[FactorPlacement]):
             return {}
         marks = [time.perf_counter()]
         self._gather()
-        marks.append(time.perf_counter())
+        self._mark(marks)
         self._execution.execute()
+        self._mark(marks)
+        self._complete_parts()
+        made: dict[ResultKey, Any] = {}
+        for number, output in enumerate(self.plan.problem.outputs):
+            made |= self._assemble(number, output)
+        self._mark(marks)
+        for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
+            self.timings[name] = last - first
+        return made
+
+    def _mark(self, marks: list[float]) -> None:
+        """Note the time when all work so far is done."""
         marks.append(time.perf_counter())
+
+    def _complete_parts(self) -> None:
+        """Complete this rank's parts of the outputs, and let others have them."""
         for output in self.plan.problem.outputs:
             if self.plan.work.output_layout(output.name) is not None:
                 self._parts[output.name] = part_of(self._execution, output.name)
         if not self._final.done():
             self._final.set_result(None)
-        made: dict[ResultKey, Any] = {}
-        for number, output in enumerate(self.plan.problem.outputs):
-            made |= self._assemble(number, output)
-        marks.append(time.perf_counter())
-        for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
-            self.timings[name] = last - first
-        return made
 
     def _gather(self) -> None:
         """Write this rank's block columns of the operands."""
@@ -194,42 +202,44 @@ class FactorJob(Job[FactorPlacement]):
     def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:
         """Return the chunks of an output that this rank puts together."""
         assert self.rank is not None
-        plan, dtype = self.plan, np.dtype(output.dtype)
-        rows, cols = output.chunks
-        owned = plan.owned(output.name, self.rank)
-        found: dict[ResultKey, Any] = {}
+        plan, (rows, cols) = self.plan, output.chunks
         copies = plan.delivered(output.name)
         if copies is None:
             return self._taken_whole(output)
         turned, form = plan.work.output(output.name).turned, plan.work.output(output.name).form
-        remote: dict[int, list[tuple[int, Copy]]] = collections.defaultdict(list)
-        for index in owned:
+        found: dict[ResultKey, Any] = {}
+        given: dict[int, list[tuple[int, Copy]]] = collections.defaultdict(list)
+        for index in plan.owned(output.name, self.rank):
             i, j = divmod(index, len(cols))
-            # Zeros, as the system gives them, are free of charge until they are written to.
-            found[output.name, index] = np.zeros((rows[i], cols[j]), dtype, order="C" if turned.transposed else "F")
+            order: Literal["C", "F"] = "C" if turned.transposed else "F"
+            found[output.name, index] = self._blank((rows[i], cols[j]), np.dtype(output.dtype), order, form)
             held = j * len(rows) + i if turned.transposed else index
             for copy in copies.for_dst(held):
                 if not is_zero(form, copy):
-                    remote[copy.src].append((index, copy))
-        asked = []
+                    given[copy.src].append((index, copy))
         # Not all ranks begin with the same one.
-        for peer in sorted(remote, key=lambda one: (one - (self.rank or 0)) % len(plan.ranks)):
-            boxes = np.array(
-                [
-                    (number, peer, c.src_row, c.src_row + c.nrows, c.src_col, c.src_col + c.ncols)
-                    for _, c in remote[peer]
-                ]
-            )
-            here = peer == self.rank
-            answer = None if here else self.comm.fetch(plan.ranks[peer], "final", boxes, False)
-            asked.append((remote[peer], boxes, answer))
-        for parts, boxes, answer in asked:
-            arrived = self._boxes(boxes) if answer is None else wait_checked(answer, self.ended.check)
-            for (index, copy), part in zip(parts, arrived, strict=True):
+        peers = sorted(given, key=lambda one: (one - (self.rank or 0)) % len(plan.ranks))
+        asked = [self._ask_part(number, peer, [copy for _, copy in given[peer]]) for peer in peers]
+        for peer, answer in zip(peers, asked, strict=True):
+            for (index, copy), part in zip(given[peer], answer(), strict=True):
                 chunk = found[output.name, index]
-                given = triangle_of(self.kernels, form, part, copy.row, copy.col)
-                put(chunk.T if turned.transposed else chunk, copy, given, False, turned.conjugated)
+                made = triangle_of(self.kernels, form, part, copy.row, copy.col)
+                put(chunk.T if turned.transposed else chunk, copy, made, False, turned.conjugated)
         return found
+
+    def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
+        """Return a new chunk of an output, with zeros where no rank has a part of it."""
+        # Zeros, as the system gives them, are free of charge until they are written to.
+        return np.zeros(shape, dtype, order)
+
+    def _ask_part(self, number: int, peer: int, copies: Sequence[Copy]) -> Callable[[], Sequence[Any]]:
+        """Ask a rank for what some copies take of its part of an output; return the function that waits for it."""
+        rects = [(c.src_row, c.src_row + c.nrows, c.src_col, c.src_col + c.ncols) for c in copies]
+        boxes = np.array([(number, peer, *rect) for rect in rects], np.int64)
+        if peer == self.rank:
+            return lambda: self._boxes(boxes)
+        answer = self.comm.fetch(self.plan.ranks[peer], "final", boxes, False)
+        return lambda: wait_checked(answer, self.ended.check)
 
     # For peers
 

@@ -14,24 +14,24 @@ Chunks of workers whose memory this GPU can't read come over Dask's comms.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey, contiguous
 from dask_distmm.engines.factor.execution import Execution
-from dask_distmm.engines.factor.job import FactorJob, put
-from dask_distmm.engines.factor.outputs import TRIANGLES, is_zero, needs_copy, part_of, triangle_of
+from dask_distmm.engines.factor.job import FactorJob
+from dask_distmm.engines.factor.outputs import TRIANGLES, needs_copy, part_of
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.offering import add, add_flags
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Expected, Offer
 from dask_distmm.engines.peer.panels import COLUMNS, EXTRAS, RESULTS, PulledPanels, flag_of, offered_by
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.state import PeerState
-from dask_distmm.planning.computation import Output, chunk_elements
+from dask_distmm.layout.redistribute import Copy
+from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.factor.placement import FactorPlacement
 
 __all__ = ["PeerFactorJob"]
@@ -149,24 +149,15 @@ class PeerFactorJob(FactorJob):
         """Gather the operands, run the program, put the outputs together."""
         if self.rank is None:
             return {}
-        marks = [time.perf_counter()]
-        stream, problem = self._stream, self.plan.problem
-        stream.wait_event(record(cp.cuda.Stream.null))
+        self._stream.wait_event(record(cp.cuda.Stream.null))
         try:
-            with stream:
-                self._gather()
-                self._mark(marks)
-                self._execution.execute()
-                self._mark(marks)
-                made = self._deliver()
-                self._mark(marks)
-                if problem.array == "numpy":
-                    made = {key: chunk.get(stream=stream) for key, chunk in made.items()}
+            with self._stream:
+                made = super().execute()
+                if self.plan.problem.array == "numpy":
+                    made = {key: chunk.get(stream=self._stream) for key, chunk in made.items()}
         finally:
             for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
                 one.synchronize()
-        for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
-            self.timings[name] = last - first
         arrays = [self._execution.array, *self._offered, *made.values()]
         self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
         self._state.mappings.trim()
@@ -174,7 +165,7 @@ class PeerFactorJob(FactorJob):
 
     def _mark(self, marks: list[float]) -> None:
         self._stream.synchronize()
-        marks.append(time.perf_counter())
+        super()._mark(marks)
 
     def _chunk(self, holder: int, name: str, index: int) -> Any:
         """Return a chunk of an operand whose memory this GPU can read, or None: it has to be fetched."""
@@ -187,56 +178,36 @@ class PeerFactorJob(FactorJob):
         operand = self.plan.problem.operands.index(name)
         return self._remote.view(holder, operand, index, (rows[i], cols[j]), self.plan.problem.dtype)
 
-    def _deliver(self) -> dict[ResultKey, Any]:
-        """Return the chunks of all outputs that this rank puts together."""
-        assert self.rank is not None
-        for output in self.plan.problem.outputs:
-            if output.name in self._parts:
-                part_of(self._execution, output.name, self._parts[output.name])
+    def _complete_parts(self) -> None:
+        """Complete this rank's parts of the outputs, and raise the flag of the end."""
+        for name, part in self._parts.items():
+            part_of(self._execution, name, part)
         pointer = self._flags.data.ptr + flag_of(self.plan, None) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, self._stream.ptr)
-        made: dict[ResultKey, Any] = {}
-        ended = {self.rank}
-        for number, output in enumerate(self.plan.problem.outputs):
-            made |= self._put_together(number, output, ended)
-        return made
 
-    def _put_together(self, number: int, output: Output, ended: set[int]) -> dict[ResultKey, Any]:
-        """Return this rank's chunks of an output; `ended`: the ranks whose flag of the end has been seen."""
-        assert self.rank is not None
-        plan, dtype = self.plan, np.dtype(output.dtype)
-        rows, cols = output.chunks
-        owned, copies = plan.owned(output.name, self.rank), plan.delivered(output.name)
-        if copies is None:
-            return self._taken_whole(output)
-        turned, form = plan.work.output(output.name).turned, plan.work.output(output.name).form
-        layout = plan.work.output_layout(output.name)
-        assert layout is not None
-        found: dict[ResultKey, Any] = {}
-        parts = {self.rank: self._parts[output.name]}
-        for index in owned:
-            i, j = divmod(index, len(cols))
-            with cp.cuda.Stream.null:  # the stream of those who will use it and free it
-                order = "C" if turned.transposed else "F"
-                chunk = found[output.name, index] = cp.empty((rows[i], cols[j]), dtype, order=order)
-            if form in TRIANGLES:
-                chunk[...] = 0
-            for copy in copies.for_dst(j * len(rows) + i if turned.transposed else index):
-                if is_zero(form, copy):
-                    continue
-                if copy.src not in ended:
-                    assert self._remote is not None
-                    self._remote.wait(plan.ranks[copy.src], flag_of(plan, None), self.ended.check)
-                    ended.add(copy.src)
-                if copy.src not in parts:
-                    assert self._remote is not None
-                    shape = layout.local_shape(copy.src)
-                    holder = plan.ranks[copy.src]
-                    parts[copy.src] = self._remote.view(holder, BLOCKS, RESULTS + number, shape, dtype)
-                target = chunk.T if turned.transposed else chunk
-                part = triangle_of(self.kernels, form, parts[copy.src][copy.src_index], copy.row, copy.col)
-                put(target, copy, part, False, turned.conjugated)
-        return found
+    def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
+        """Return a new chunk of an output, with zeros where no rank has a part of it."""
+        with cp.cuda.Stream.null:  # the stream of those who will use it and free it
+            chunk = cp.empty(shape, dtype, order=order)
+        if form in TRIANGLES:
+            chunk[...] = 0
+        return chunk
+
+    def _ask_part(self, number: int, peer: int, copies: Sequence[Copy]) -> Callable[[], Sequence[Any]]:
+        """Return the function that waits for a rank's part of an output, and returns what some copies take of it."""
+        output, holder = self.plan.problem.outputs[number], self.plan.ranks[peer]
+
+        def read() -> Sequence[Any]:
+            if peer == self.rank:
+                part = self._parts[output.name]
+            else:
+                assert self._remote is not None
+                self._remote.wait(holder, flag_of(self.plan, None), self.ended.check)
+                rows, cols, _ = offered_by(self.plan, peer)[RESULTS + number].tolist()
+                part = self._remote.view(holder, BLOCKS, RESULTS + number, (rows, cols), np.dtype(output.dtype))
+            return [part[copy.src_index] for copy in copies]
+
+        return read
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of the chunks that are here, or pivots, for peers that ask over Dask's comms."""
