@@ -11,9 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Generic, Protocol, TypeVar
-
-from numpy.typing import NDArray
+from typing import Any, Generic, TypeVar
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
@@ -173,10 +171,16 @@ class Job(Generic[P]):
         self.ended.end(error)
 
 
-class Engine(Protocol):
-    """A way to multiply on the workers."""
+class Engine:
+    """A way to multiply on the workers. Those that there are are subclasses.
 
-    name: str
+    Attributes
+    ----------
+    name
+        Its name.
+    """
+
+    name = ""
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions of the libraries that must agree between workers.
@@ -186,35 +190,33 @@ class Engine(Protocol):
         EngineError
             The engine can't run here; the message says what to install.
         """
-        ...
+        raise NotImplementedError
 
     def memory(self) -> int:
         """Return the bytes of the memory that the engine works in; 0 for the worker's own."""
-        ...
+        return 0
 
     def links(self) -> tuple[str, Sequence[str]]:
         """Return the name of this process' device and of those that it can read; empty where that does not matter."""
-        ...
+        return "", ()
 
     def job(
         self,
         plan: Any,
         me: int,
-        chunks: Mapping[ChunkKey, NDArray[Any]],
+        chunks: Mapping[ChunkKey, Any],
         comm: Comm,
-        progress: Callable[[float], None],
+        progress: Callable[[float], None] = lambda share: None,
         ready: Sequence[Any] = (),
     ) -> Job[Any]:
         """Return participant `me`'s side of a run, over the chunks that it holds; these are there after `ready`."""
-        ...
+        raise NotImplementedError
 
     def release(self, group: int) -> None:
         """Free what the ranks of a group keep between runs. Called on all of them, between two runs."""
-        ...
 
     def abandon(self, group: int) -> None:
         """Forget what the ranks of a group kept, since one of them is gone."""
-        ...
 
 
 def contiguous(arrays: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import cupy as cp
 
-from dask_distmm.engines.base import ChunkKey, Comm, log
+from dask_distmm.engines.base import ChunkKey, Comm, Engine, log
 from dask_distmm.engines.cublasmp.job import CublasMpJob
 from dask_distmm.engines.cublasmp.library import check_versions
 from dask_distmm.engines.cublasmp.state import CublasMpState
@@ -23,7 +23,7 @@ from dask_distmm.planning import Plan
 __all__ = ["ENGINE", "CublasMpEngine"]
 
 
-class CublasMpEngine(CublasMpState):
+class CublasMpEngine(CublasMpState, Engine):
     """Multiplies on GPUs with cuBLASMp, one GPU a worker process."""
 
     name = "cublasmp"
@@ -54,10 +54,6 @@ class CublasMpEngine(CublasMpState):
         """Return participant `me`'s side of a run."""
         check_arrays(self.name, chunks)
         return CublasMpJob(plan, me, chunks, comm, progress, ready, self)
-
-    def links(self) -> tuple[str, tuple[str, ...]]:
-        """Return nothing: it does not matter to NCCL which GPU can read which one."""
-        return "", ()
 
     def release(self, group: int) -> None:
         """Free the communicator and the workspace of a group; all of its ranks do so at the same time."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Engine, Job, ResultKey
 from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.gathered import GatheredChunks
 from dask_distmm.engines.numpy.answer import Answer
@@ -305,7 +305,7 @@ class NumpyFactorJob(FactorJob):
             return super().execute()
 
 
-class NumpyEngine:
+class NumpyEngine(Engine):
     """Multiplies on CPUs with SciPy's BLAS and NumPy."""
 
     name = "numpy"
@@ -313,20 +313,6 @@ class NumpyEngine:
     def versions(self) -> dict[str, str]:
         """Return no versions: any NumPy works with any other."""
         return {"numpy": importlib.metadata.version("numpy").split(".")[0]}
-
-    def memory(self) -> int:
-        """Return 0: what the worker may use."""
-        return 0
-
-    def links(self) -> tuple[str, tuple[str, ...]]:
-        """Return nothing: who can reach whom does not matter."""
-        return "", ()
-
-    def release(self, group: int) -> None:
-        """Do nothing: nothing is kept between runs."""
-
-    def abandon(self, group: int) -> None:
-        """Do nothing."""
 
     def job(
         self,

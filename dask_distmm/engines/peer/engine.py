@@ -15,7 +15,7 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import ChunkKey, Comm
+from dask_distmm.engines.base import ChunkKey, Comm, Engine
 from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.job import PeerJob
@@ -27,7 +27,7 @@ from dask_distmm.planning.factor.placement import FactorPlacement
 __all__ = ["ENGINE", "PeerEngine"]
 
 
-class PeerEngine(PeerState):
+class PeerEngine(PeerState, Engine):
     """Multiplies on GPUs with cuBLAS, on panels that are pulled from other GPUs' memory; one GPU a worker process."""
 
     name = "peer"
