@@ -20,54 +20,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dask_distmm.layout.axis import Axis, AxisCopies, Index, check_int, int64_array, intersect
+from dask_distmm.layout.axis import AxisCopies, Index, check_int, int64_array, intersect
+from dask_distmm.layout.blockcyclic import BlockCyclicLayout
+from dask_distmm.layout.chunkgrid import ChunkGrid
 
 # Products handled at once in `Copies.traffic`: bounds its temporary arrays to some tens of MiB.
 _TRAFFIC_BATCH = 2**20
 
 
-class Distribution(Protocol):
-    """A layout of a matrix which is the product of two axes, as `BlockCyclicLayout` and `ChunkGrid` are.
-
-    Its parts, numbered from 0, are the pairs of a part of the row axis and a part of the column axis.
-    """
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix."""
-        ...
-
-    @property
-    def rows(self) -> Axis:
-        """Layout of the rows."""
-        ...
-
-    @property
-    def cols(self) -> Axis:
-        """Layout of the columns."""
-        ...
-
-    @property
-    def nparts(self) -> int:
-        """Number of parts, ``rows.nparts * cols.nparts``."""
-        ...
-
-    def part(self, prow: Index, pcol: Index) -> Index:
-        """Return part numbers from parts of the axes: int64 arrays which broadcast."""
-        ...
-
-    def coords(self, part: int) -> tuple[int, int]:
-        """Return the parts of the axes from a part number, or raise IndexError."""
-        ...
-
-    def local_shape(self, part: int) -> tuple[int, int]:
-        """Return the rows and columns of a part's local matrix, or raise IndexError."""
-        ...
+# The layouts of a matrix which are the product of two axes. Their parts, numbered from 0, are the pairs of a part of
+# the row axis and a part of the column axis.
+Distribution = BlockCyclicLayout | ChunkGrid
 
 
 class Copy(NamedTuple):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import Options
 from dask_distmm.planning.demand import Demand
+from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.part import Part
 
 __all__ = ["Chunks", "Computation", "Output", "chunk_elements", "chunks_from_wire"]
@@ -67,95 +68,106 @@ class Output:
         return math.prod(self.counts)
 
 
-class Computation(Protocol):
-    """The interface of `Problem` and `Factorization` to graphs and to the runtime."""
+class Computation:
+    """The base of `Problem` and `FactorProblem`: all that graphs and the runtime ask them."""
 
-    @property
-    def name(self) -> str:
-        """Name of the main output's array; names the computation everywhere."""
-        ...
+    __slots__ = ()
+    kind: ClassVar[str]
+
+    if TYPE_CHECKING:
+        # Fields of a dataclass in some subclasses, which would take a property here for their defaults.
+        @property
+        def name(self) -> str:
+            """Name of the main output's array; names the computation everywhere."""
+
+        @property
+        def engine(self) -> str:
+            """Name of the engine as asked for; ``"auto"`` leaves the choice to the cost model."""
+
+        @property
+        def array(self) -> str:
+            """What the chunks are: ``"numpy"`` or ``"cupy"``."""
+
+        @property
+        def options(self) -> Options:
+            """The configuration that the run needs."""
+
+        @property
+        def part(self) -> Part | None:
+            """The part of a larger computation that this is."""
 
     @property
     def result_name(self) -> str:
         """Name of the array that the user has, also where this is a part of its computation."""
-        ...
-
-    @property
-    def options(self) -> Options:
-        """The configuration that the run needs."""
-        ...
+        return self.name
 
     @property
     def demand(self) -> Demand:
         """The demand that it makes on the workers."""
-        ...
+        raise NotImplementedError
 
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the arrays that are read, in the order of their numbers."""
-        ...
+        raise NotImplementedError
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the operands whose chunks a run is given: one that is the same as another is not among them."""
-        ...
+        return self.operands
 
     @property
     def outputs(self) -> tuple[Output, ...]:
         """The arrays that are made."""
-        ...
-
-    @property
-    def part(self) -> Part | None:
-        """The part of a larger computation that this is."""
-        ...
+        raise NotImplementedError
 
     @property
     def engine_alone(self) -> str:
-        """Name of the engine where there is no cluster."""
-        ...
+        """Name of the engine where there is no cluster to choose by."""
+        return self.engine if self.engine != "auto" else engine_alone(self.array, self.kind)
 
     @property
     def flops(self) -> float:
         """Floating-point operations."""
-        ...
+        raise NotImplementedError
 
     def chunks_of(self, operand: str) -> Chunks:
         """Chunk sizes of an operand."""
-        ...
+        raise NotImplementedError
 
     def dtype_of(self, operand: str) -> str:
         """Name of the type of an operand."""
-        ...
+        raise NotImplementedError
 
     def chunk_counts(self, operand: str) -> tuple[int, int]:
         """Chunks along rows and columns of an operand."""
-        ...
+        rows, cols = self.chunks_of(operand)
+        return len(rows), len(cols)
 
     def is_turned(self, operand: str) -> bool:
         """Whether an operand's chunks are the transposes of those that a run is given."""
-        ...
+        return False
 
     def is_conjugated(self, operand: str) -> bool:
         """Whether an operand is the conjugate of the chunks that a run is given."""
-        ...
+        return False
 
     def source_of(self, operand: str) -> str:
         """Name of the input whose chunks are those of an operand: its own, or that of an operand that is the same."""
-        ...
+        return operand
 
     def place_of(self, operand: str, index: int) -> tuple[int, int]:
         """Row and column of an operand's chunk in the computation that the user sees."""
-        ...
+        return divmod(index, self.chunk_counts(operand)[1])
 
     def numbers(self, name: str) -> NDArray[np.int64]:
         """Numbers of all chunks of an operand or an output in the computation that the user sees."""
-        ...
+        raise NotImplementedError
 
     def columns(self, output: str) -> int:
         """How many columns of chunks an output has in the computation that the user sees."""
-        ...
+        raise NotImplementedError
 
     def to_wire(self) -> dict[str, Any]:
         """As a dict of plain types."""
-        ...
+        return {"kind": self.kind, **dataclasses.asdict(self)}  # type: ignore[call-overload]

@@ -18,10 +18,9 @@ from dask_distmm.config import Options, options_from_wire
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
-from dask_distmm.planning.computation import Chunks, Output, chunks_from_wire
+from dask_distmm.planning.computation import Chunks, Computation, Output, chunks_from_wire
 from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.distribution import FREE, Distributions, from_wire
-from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.part import Part
 
 __all__ = ["METHODS", "Chunks", "Extra", "Problem", "goes_on", "is_gram"]
@@ -63,7 +62,7 @@ def _types(a_dtype: str, b_dtype: str, dtype: str, k: int) -> tuple[np.dtype, np
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Computation):
     """One multiply ``D = F(A @ B)``: A is m x k, B is k x n, D is m x n.
 
     Parameters
@@ -198,11 +197,6 @@ class Problem:
         return self.compute_type if self.finished else self.result_type
 
     @property
-    def engine_alone(self) -> str:
-        """Name of the engine where there is no cluster to choose by."""
-        return self.engine if self.engine != "auto" else engine_alone(self.array)
-
-    @property
     def operands(self) -> tuple[str, ...]:
         """Names of the arrays that are read, in the order of their numbers."""
         return ("a", "b", *(extra.name for extra in self.extras))
@@ -239,11 +233,6 @@ class Problem:
         """Name of the type of an operand, or of ``"d"``."""
         extras = {extra.name: extra.dtype for extra in self.extras}
         return ({"a": self.a_dtype, "b": self.b_dtype, "d": self.dtype} | extras)[operand]
-
-    def chunk_counts(self, operand: str) -> tuple[int, int]:
-        """Chunks along rows and columns of an operand, or of ``"d"``."""
-        chunks = self.chunks_of(operand)
-        return len(chunks[0]), len(chunks[1])
 
     @property
     def shared(self) -> bool:
@@ -293,10 +282,6 @@ class Problem:
     def itemsize(self, operand: str) -> int:
         """Bytes of an element of an operand, or of ``"d"``."""
         return dtype_from_name(self.dtype_of(operand)).itemsize
-
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types."""
-        return {"kind": self.kind, **dataclasses.asdict(self)}
 
     @classmethod
     def from_wire(cls, wire: Any) -> Problem:

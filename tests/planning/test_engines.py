@@ -90,7 +90,7 @@ def toy(monkeypatch):
 
 def test_an_engine_in_one_module(toy):
     with (
-        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster) as client,
     ):
         rng = np.random.default_rng()

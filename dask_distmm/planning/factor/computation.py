@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from dask_distmm.config import Options, options_from_wire
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Output, chunks_from_wire
+from dask_distmm.planning.computation import Chunks, Computation, Output, chunks_from_wire
 from dask_distmm.planning.demand import Demand
-from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.part import Part
 
@@ -22,7 +21,7 @@ __all__ = ["FactorProblem", "as_matrix"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FactorProblem:
+class FactorProblem(Computation):
     """A `Factorization` whose matrices are Dask arrays; a `Computation`.
 
     Parameters
@@ -77,18 +76,8 @@ class FactorProblem:
                 raise PlanError(f"{output.name} is {expected}, its chunks are {output.chunks}")
 
     @property
-    def result_name(self) -> str:
-        """Name after which the arrays of all outputs are called."""
-        return self.name
-
-    @property
     def operands(self) -> tuple[str, ...]:
         """Names of the matrices that are read."""
-        return self.task.inputs
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the matrices whose chunks a run is given."""
         return self.task.inputs
 
     @property
@@ -109,11 +98,6 @@ class FactorProblem:
         return Demand(self.engine, self.array, dtypes, self.workers, plaintext, self.kind)
 
     @property
-    def engine_alone(self) -> str:
-        """Name of the engine where there is no cluster."""
-        return self.engine if self.engine != "auto" else engine_alone(self.array, self.kind)
-
-    @property
     def flops(self) -> float:
         """Floating-point operations: as LAPACK Working Note 41 counts them; four times as many for complex types."""
         return self.task.flops
@@ -125,27 +109,6 @@ class FactorProblem:
     def dtype_of(self, operand: str) -> str:
         """Name of the type of an operand."""
         return self.dtypes[self.operands.index(operand)]
-
-    def chunk_counts(self, operand: str) -> tuple[int, int]:
-        """Chunks along rows and columns of an operand."""
-        rows, cols = self.chunks_of(operand)
-        return len(rows), len(cols)
-
-    def is_turned(self, operand: str) -> bool:
-        """Return False: chunks are given as they are."""
-        return False
-
-    def is_conjugated(self, operand: str) -> bool:
-        """Return False: chunks are given as they are."""
-        return False
-
-    def source_of(self, operand: str) -> str:
-        """Return the operand: each has chunks of its own."""
-        return operand
-
-    def place_of(self, operand: str, index: int) -> tuple[int, int]:
-        """Return row and column of an operand's chunk."""
-        return divmod(index, self.chunk_counts(operand)[1])
 
     def output(self, name: str) -> Output:
         """Return an output by its name."""
@@ -159,10 +122,6 @@ class FactorProblem:
     def columns(self, output: str) -> int:
         """Return how many columns of chunks an output has."""
         return self.output(output).counts[1]
-
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types."""
-        return {"kind": self.kind, **dataclasses.asdict(self)}
 
     @classmethod
     def from_wire(cls, wire: Any) -> FactorProblem:
