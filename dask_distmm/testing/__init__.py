@@ -6,7 +6,7 @@ outputs and guard zones poisoned, inputs unchanged. Factorizations have LAPACK's
 
 from dask_distmm.testing.checks import assert_large_product, assert_nothing_left, assert_product
 from dask_distmm.testing.conforming import RandomProblem, conformance
-from dask_distmm.testing.factoring import LocalExchange, run_factorization
+from dask_distmm.testing.factoring import run_factorization
 from dask_distmm.testing.faults import FAULT_POINTS, inject, remove_faults
 from dask_distmm.testing.gates import (
     assert_cholesky,
@@ -27,7 +27,6 @@ from dask_distmm.testing.programs import check_programs
 __all__ = [
     "FAULT_POINTS",
     "LocalComm",
-    "LocalExchange",
     "RandomProblem",
     "assert_cholesky",
     "assert_eigh",

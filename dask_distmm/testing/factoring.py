@@ -3,64 +3,50 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import wait_checked
-from dask_distmm.engines.factor import Execution, Kernels
+from dask_distmm.engines.base import Boxes
+from dask_distmm.engines.factor import Execution, Kernels, PanelExchange
 from dask_distmm.engines.factor.outputs import block_columns, whole
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import PlanError
-from dask_distmm.planning.factor import FactorPlan, Key
+from dask_distmm.planning.factor import FactorPlan
 from dask_distmm.planning.factor.problem import Turned
 
-__all__ = ["LocalExchange", "run_factorization"]
+__all__ = ["run_factorization"]
 
 
-class LocalExchange:
-    """The `Exchange` of one rank with others that are threads of the same process.
+class LocalPanels:
+    """`Comm` of ranks that are threads of one process: for panels alone.
 
     Parameters
     ----------
-    rank
-        Number of the rank.
-    published
-        What all ranks publish, a future for each; shared by all of them.
-    lock
-        Guards it.
     copies
         Whether panels are copied on the way, as networks do it.
     """
 
-    def __init__(
-        self, rank: int, published: dict[tuple[int, Key], Future[Any]], lock: threading.Lock, copies: bool
-    ) -> None:
-        self.rank, self._published, self._lock, self._copies = rank, published, lock, copies
+    received_bytes = 0
 
-    def _future(self, owner: int, key: Key) -> Future[Any]:
-        with self._lock:
-            return self._published.setdefault((owner, key), Future())
+    def __init__(self, copies: bool) -> None:
+        self.exchanges: list[PanelExchange] = []
+        self._copies = copies
 
-    def publish(self, key: Key, arrays: Sequence[Any]) -> None:
-        """Let others have `arrays` from now on."""
-        self._future(self.rank, key).set_result([x.copy(order="K") for x in arrays] if self._copies else arrays)
+    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[Any]]:
+        """Ask rank `peer` for a panel."""
+        answer: Future[Sequence[Any]] = Future()
 
-    def get(self, asked: Future[Any], check: Callable[[], None]) -> Any:
-        """Return what was asked for, once it is here."""
-        found: Any = wait_checked(asked, check)
-        return found
+        def hand_over(published: Future[Sequence[Any]]) -> None:
+            arrays = published.result()
+            answer.set_result([x.copy(order="K") for x in arrays] if self._copies else arrays)
 
-    def drop(self, key: Key) -> None:
-        """Do nothing: Python frees the panel."""
-
-    def ask(self, owner: int, key: Key) -> Future[Sequence[Any]]:
-        """Ask rank `owner` for what it publishes under `key`."""
-        return self._future(owner, key)
+        self.exchanges[peer].published(boxes).add_done_callback(hand_over)
+        return answer
 
 
 def run_factorization(
@@ -94,17 +80,14 @@ def run_factorization(
     TimeoutError
         The ranks hang.
     """
-    kernels, failed, lock = kernels or LapackKernels(), threading.Event(), threading.Lock()
-    published: dict[tuple[int, Key], Future[Any]] = {}
+    kernels, failed, comm = kernels or LapackKernels(), threading.Event(), LocalPanels(copies)
+    comm.exchanges += [PanelExchange(range(plan.ranks), comm) for _ in range(plan.ranks)]
 
     def check() -> None:
         if failed.is_set():
             raise TimeoutError("another rank has failed")
 
-    ranks = [
-        Execution(plan, rank, kernels, LocalExchange(rank, published, lock, copies), check)
-        for rank in range(plan.ranks)
-    ]
+    ranks = [Execution(plan, rank, kernels, exchange, check) for rank, exchange in enumerate(comm.exchanges)]
     for rank in ranks:
         _deal_out(rank, 0, a)
         if b is not None:

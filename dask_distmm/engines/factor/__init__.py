@@ -5,8 +5,8 @@ is made and applied, `spectral` has the eigenvalues and singular values of a who
 `outputs` the results that it holds in the end.
 """
 
-from dask_distmm.engines.factor.exchange import Exchange
+from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
 
-__all__ = ["Exchange", "Execution", "Kernels"]
+__all__ = ["Execution", "Kernels", "PanelExchange"]

@@ -1,30 +1,42 @@
-"""The way of panels between the ranks of one run. A protocol."""
+"""The way of panels between the ranks of one run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
+
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import wait_checked
 from dask_distmm.planning.factor import Key
+from dask_distmm.planning.factor.placement import PARTS
 
-__all__ = ["Exchange"]
+__all__ = ["PanelExchange"]
 
 
-class Exchange(Protocol):
-    """Hands panels of this rank to others, and gets theirs."""
+class PanelExchange:
+    """Hands panels of one rank to others, and gets theirs over `Comm`, as soon as their owner has published them.
+
+    Parameters
+    ----------
+    ranks
+        The participant of each rank.
+    comm
+        The way to the participants.
+    """
+
+    def __init__(self, ranks: Sequence[int], comm: Comm) -> None:
+        self._ranks, self._comm = ranks, comm
+        self._futures: dict[Key, Future[Sequence[Any]]] = {}
+        self._error: BaseException | None = None
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Let others have `arrays` from now on. They don't change any more until the end of the run."""
-        ...
-
-    def get(self, asked: Any, check: Callable[[], None]) -> Sequence[Any]:
-        """Return the arrays that `ask` was for, once they are here; `check` raises if the run is over."""
-        ...
-
-    def drop(self, key: Key) -> None:
-        """Free the memory of a panel of another rank, which this one does not need any more."""
-        ...
+        future = self._future(key)
+        if not future.done():
+            future.set_result(arrays)
 
     def ask(self, owner: int, key: Key) -> Future[Sequence[Any]]:
         """Ask rank `owner` for what it publishes under `key`, now or later, without waiting.
@@ -34,4 +46,37 @@ class Exchange(Protocol):
         Future
             Of the arrays, in memory of this rank; they are only read. It fails if the owner is gone or the run is over.
         """
-        ...
+        boxes = np.array([(PARTS.index(key.part), key.panel, 0, 0, 0, 0)], np.int64)
+        return self._comm.fetch(self._ranks[owner], "panel", boxes, False)
+
+    def get(self, asked: Any, check: Callable[[], None]) -> Sequence[Any]:
+        """Return the arrays that `ask` was for, once they are here; `check` raises if the run is over."""
+        found: Sequence[Any] = wait_checked(asked, check)
+        return found
+
+    def drop(self, key: Key) -> None:
+        """Free the memory of a panel of another rank, which this one does not need any more: here Python does."""
+
+    def published(self, boxes: Boxes) -> Future[Sequence[Any]]:
+        """Return the future of the panel that a peer asks for."""
+        future = self._future(self.key_of(boxes))
+        if self._error is not None and not future.done():
+            future.set_exception(self._error)
+        return future
+
+    def _future(self, key: Key) -> Future[Sequence[Any]]:
+        # One for each key: it is published in the engine's thread, and asked for in that of the event loop.
+        return self._futures.setdefault(key, Future())
+
+    @staticmethod
+    def key_of(boxes: Boxes) -> Key:
+        """Return the part of a panel that a peer asks for."""
+        part, panel = boxes[0, :2].tolist()
+        return Key(PARTS[part], panel)  # type: ignore[arg-type]
+
+    def abort(self, error: BaseException) -> None:
+        """End all requests that wait."""
+        self._error = error
+        for future in list(self._futures.values()):
+            if not future.done():
+                future.set_exception(error)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.factor.exchange import Exchange
+from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.operations import apply, factor, update_lower
 from dask_distmm.engines.factor.spectral import decompose
@@ -60,7 +60,7 @@ class Execution:
         plan: FactorPlan,
         rank: int,
         kernels: Kernels,
-        exchange: Exchange,
+        exchange: PanelExchange,
         check: Callable[[], None] = lambda: None,
         progress: Callable[[float], None] = lambda share: None,
         array: Any = None,

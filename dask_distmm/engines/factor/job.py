@@ -22,73 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey, wait_checked
+from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.outputs import is_zero, part_of, triangle_of, whole
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor import Key
-from dask_distmm.planning.factor.placement import PARTS, FactorPlacement
+from dask_distmm.planning.factor.placement import FactorPlacement
 
-__all__ = ["FactorJob", "PanelExchange", "box_of", "put"]
+__all__ = ["FactorJob", "box_of", "put"]
 
 
 # Rows that are turned at once.
 _STRIP = 64
-
-
-class PanelExchange:
-    """The `Exchange` of one rank over `Comm`: panels are fetched as soon as their owner has published them.
-
-    Parameters
-    ----------
-    plan, comm
-        The plan of the run, and the way to its participants.
-    """
-
-    def __init__(self, plan: FactorPlacement, comm: Comm) -> None:
-        self._plan, self._comm = plan, comm
-        self._published: dict[Key, Future[Sequence[Any]]] = collections.defaultdict(Future)
-        self._error: BaseException | None = None
-
-    def publish(self, key: Key, arrays: Sequence[Any]) -> None:
-        """Let others have `arrays` from now on."""
-        future = self._published[key]
-        if not future.done():
-            future.set_result(arrays)
-
-    def ask(self, owner: int, key: Key) -> Future[Sequence[Any]]:
-        """Ask rank `owner` for what it publishes under `key`."""
-        boxes = np.array([(PARTS.index(key.part), key.panel, 0, 0, 0, 0)], np.int64)
-        return self._comm.fetch(self._plan.ranks[owner], "panel", boxes, False)
-
-    def get(self, asked: Future[Sequence[Any]], check: Callable[[], None]) -> Sequence[Any]:
-        """Return a panel that was asked for, once it is here."""
-        found: Sequence[Any] = wait_checked(asked, check)
-        return found
-
-    def drop(self, key: Key) -> None:
-        """Do nothing: Python frees the panel."""
-
-    def published(self, boxes: Boxes) -> Future[Sequence[Any]]:
-        """Return the future of the panel that a peer asks for."""
-        future = self._published[self.key_of(boxes)]
-        if self._error is not None and not future.done():
-            future.set_exception(self._error)
-        return future
-
-    @staticmethod
-    def key_of(boxes: Boxes) -> Key:
-        """Return the part of a panel that a peer asks for."""
-        part, panel = boxes[0, :2].tolist()
-        return Key(PARTS[part], panel)  # type: ignore[arg-type]
-
-    def abort(self, error: BaseException) -> None:
-        """End all requests that wait."""
-        self._error = error
-        for future in list(self._published.values()):
-            if not future.done():
-                future.set_exception(error)
 
 
 class FactorJob(Job[FactorPlacement]):
@@ -113,7 +59,7 @@ class FactorJob(Job[FactorPlacement]):
     ) -> None:
         super().__init__(plan, me, chunks, comm, progress)
         self.kernels = kernels
-        self.exchange = PanelExchange(plan, comm)
+        self.exchange = PanelExchange(plan.ranks, comm)
         self._parts: dict[str, NDArray[Any]] = {}
         self._final: Future[None] = Future()
         self._execution: Execution

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import Comm
-from dask_distmm.engines.factor.job import PanelExchange
+from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES
 from dask_distmm.engines.peer.remote import Remote
@@ -85,7 +85,8 @@ class PulledPanels(PanelExchange):
         flags: Any,
         extras: Any,
     ) -> None:
-        super().__init__(plan, comm)
+        super().__init__(plan.ranks, comm)
+        self._plan = plan
         self._flags, self._extras, self._streams = flags, extras, streams
         # After which pivots are there.
         self.made: dict[Key, Any] = {}
