@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from dask_distmm.tools.bench.protocol import Case, Quiet, Sample
+from dask_distmm.tools.bench.protocol import Case, Peer, Quiet, Sample
 
 BLOCKS = [64, 128, 256]
 PACKAGES = "libscalapack-openmpi-dev openmpi-bin libopenblas0-pthread"
 
 
-class Pdgemm:
+class Pdgemm(Peer):
     """pdgemm (psgemm for float32) on one-threaded ranks, launched anew for each timing.
 
     The warm-up tries every block size in `BLOCKS` and the fastest is kept: the peer is shown at its best.
@@ -59,10 +59,6 @@ class Pdgemm:
         self.facts["blas"] = [{key: pool.get(key) for key in keys} for pool in used]
         self.facts["algorithmic_block"] = found["blocks"][0]["algorithmic_block"]
         return None
-
-    def grids(self) -> list[int | None]:
-        """Return that there are no chunks: block sizes are tuned within."""
-        return [None]
 
     def measure(self, case: Case, seed: int, *, warmup: bool) -> Sample:
         """Time one product; the warm-up picks the block size for the case."""

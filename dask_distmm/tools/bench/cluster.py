@@ -16,7 +16,7 @@ from distributed import Client, wait
 
 from dask_distmm import Plan, PlanError, explain, matmul
 from dask_distmm.tools.bench.environment import blas_pools
-from dask_distmm.tools.bench.protocol import Case, Sample, sample_rows, scaled_error
+from dask_distmm.tools.bench.protocol import Case, Peer, Sample, sample_rows, scaled_error
 
 MEMORY_METHOD = (
     "Per worker process. baseline_bytes: resident set (VmRSS) before the inputs exist. inputs_bytes: bytes "
@@ -110,19 +110,13 @@ class Session:
         """Leave the cluster running: others have started it."""
 
 
-class ClusterPeer:
+class ClusterPeer(Peer):
     """A way to multiply Dask arrays on a cluster; a subclass says which in `multiply`."""
-
-    name = ""
 
     def __init__(self, session: Session, grids: Sequence[int]) -> None:
         self.session = session
         self._grids = list(grids)
         self.pools: list[dict[str, Any]] = []
-
-    def unavailable(self) -> str | None:
-        """Return None: there is always a cluster."""
-        return None
 
     def grids(self) -> list[int | None]:
         """Return the chunk grids that were asked for."""
@@ -144,9 +138,6 @@ class ClusterPeer:
             "blas_of_a_worker": self.pools,
             "memory_method": MEMORY_METHOD,
         }
-
-    def close(self) -> None:
-        """Leave the cluster to the session, which other peers share."""
 
     def measure(self, case: Case, seed: int, *, warmup: bool) -> Sample:
         """Persist fresh inputs, then time the product from its persist until all of it is in memory."""

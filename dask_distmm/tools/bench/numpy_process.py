@@ -13,7 +13,7 @@ import numpy as np
 import threadpoolctl
 
 from dask_distmm.tools.bench.environment import blas_pools
-from dask_distmm.tools.bench.protocol import Case, Quiet, Sample, sample_rows, scaled_error, uniform_matrix
+from dask_distmm.tools.bench.protocol import Case, Peer, Quiet, Sample, sample_rows, scaled_error, uniform_matrix
 
 
 def _measure(case: Case, seed: int, threads: int) -> tuple[Sample, list[dict[str, Any]]]:
@@ -31,7 +31,7 @@ def _measure(case: Case, seed: int, threads: int) -> tuple[Sample, list[dict[str
     return Sample(seconds, scaled_error(a[rows], b, c[rows])), pools
 
 
-class NumpyProcess:
+class NumpyProcess(Peer):
     """NumPy's matmul in a spawned process, which stays idle between its turns."""
 
     name = "numpy"
@@ -47,14 +47,6 @@ class NumpyProcess:
             initializer=signal.signal,
             initargs=(signal.SIGINT, signal.SIG_IGN),
         )
-
-    def unavailable(self) -> str | None:
-        """Return None: NumPy is always there."""
-        return None
-
-    def grids(self) -> list[int | None]:
-        """Return that there are no chunks."""
-        return [None]
 
     def measure(self, case: Case, seed: int, *, warmup: bool) -> Sample:
         """Time one product in the process."""

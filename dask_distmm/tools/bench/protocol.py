@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,22 +54,26 @@ class Sample:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-class Peer(Protocol):
-    """An engine that multiplies matrices."""
+class Peer:
+    """An engine that multiplies matrices; those that are measured are subclasses."""
 
-    name: str
+    name = ""
 
     def unavailable(self) -> str | None:
         """Return why the engine cannot be measured here; None if it can."""
+        return None
 
     def grids(self) -> Sequence[int | None]:
         """Return the chunk grids to measure it at, ``[None]`` if it has none."""
+        return [None]
 
     def measure(self, case: Case, seed: int, *, warmup: bool) -> Sample:
         """Multiply fresh random matrices once; a warm-up is not counted and may be used for tuning."""
+        raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
         """Return the engine's set-up for a reader of the report, as JSON values."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give back all that the engine holds."""
