@@ -1,6 +1,6 @@
 """Distributions by hand: which ways to run a problem have the tiles that were asked for, and where tiles lie. Pure.
 
-What each way has, on cuBLASMp (`tiles.py` says why) and on the other engines, numpy and peer:
+The tiles of each way, on cuBLASMp (`tiles.py` says why) and on the other engines, numpy and peer:
 
 ===============  ============================================  =======================  =======================
 method, grid     A                                             B                        D

@@ -86,7 +86,7 @@ class Computation:
 
         @property
         def array(self) -> str:
-            """What the chunks are: ``"numpy"`` or ``"cupy"``."""
+            """The kind of the chunks: ``"numpy"`` or ``"cupy"``."""
 
         @property
         def options(self) -> Options:

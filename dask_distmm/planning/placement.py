@@ -62,7 +62,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Placement(Explanation):
-    """Who takes part in a run, and who holds what.
+    """The participants of a run, and the holders of all chunks.
 
     Parameters
     ----------

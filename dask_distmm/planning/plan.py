@@ -11,7 +11,7 @@ Every method is such a grid::
     reducescatter   1 x 1 x P    each sums all of D over its part of k; then D is added up in P slabs
     allreduce       1 x 1 x P    the same, but each chunk of D is added up where it will stay (small D)
 
-What a rank computes need not end at chunk edges. `final_rects` says which part of D a rank ends up with,
+The part that a rank computes need not end at chunk edges. `final_rects` says which part of D a rank ends up with,
 `owners` which rank holds each chunk of the result.
 """
 

@@ -36,7 +36,7 @@ _installed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Snapshot:
-    """Who can take part now, and where the chunks of some arrays are.
+    """The workers that can take part now, and the places of the chunks of some arrays.
 
     Parameters
     ----------

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class RosterReply(Reply):
-    """Who would multiply, and where chunks are.
+    """The workers that would multiply, and the places of chunks.
 
     Parameters
     ----------

@@ -252,7 +252,7 @@ def _seen(problem: Problem, operand: str, kept: Kept) -> Kept:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Left:
-    """What a run has left: who holds it, and the tasks of the chunks that Dask has.
+    """The replicas that a run has left: their holders, and the tasks of the chunks that Dask has.
 
     These say which array it is: another array may later have the name that a user gave to this one.
     """

@@ -1,7 +1,7 @@
 """cuBLASMp through its bindings: handles, descriptors, workspace, the calls.
 
 A `Group` is what the ranks of a plan share and keep between runs: communicator, process grids, a registered
-workspace, descriptors. Whatever makes or frees one of these is collective, so all ranks do it in the same order:
+workspace, descriptors. To make or to free one of these is collective, so all ranks do it in the same order:
 they see the same runs in the same order, and each decision rests on these alone.
 """
 

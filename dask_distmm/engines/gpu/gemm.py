@@ -1,8 +1,8 @@
 """Products on one GPU: cuBLASLt, prepared before they are put on a stream.
 
-What the library is to know of a product, and which of its algorithms is best, is found out ahead and kept for the next
-run. That takes as long as a small product does (about 0.1 ms where nothing is in the processor's caches), and the GPU
-would wait for it.
+The library's description of a product, and its best algorithm for it, are found out ahead and kept for the next run.
+That takes as long as a small product does (about 0.1 ms where nothing is in the processor's caches), and the GPU would
+wait for it.
 """
 
 from __future__ import annotations

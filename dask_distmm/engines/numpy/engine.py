@@ -2,7 +2,7 @@
 
 A rank walks over its part of k in panels. For each it needs rows of A and columns of B. Chunks that
 are here are used as they lie; the others are asked for some panels ahead. Panels that need nothing from others come
-first, and each rank starts at another placed_block, so that not all ask the same worker at once::
+first, and each rank starts at another place, so that not all ask the same worker at once::
 
     asked for    [ 3 ][ 4 ]                      in flight, Comm.fetch
     multiplied        [ 2 ]                      D += A[:, panel] @ B[panel, :]

@@ -4,7 +4,7 @@ CUDA exports whole allocations (cudaIpcGetMemHandle), while arrays lie somewhere
 pool. So an array is told as the handle of its allocation, an offset and strides. An allocation is known by the process
 that has it and by its buffer id, which no later allocation of that process gets, even at the same address.
 
-What is mapped stays mapped for later runs, until the exporter no longer lists the allocation as alive, or has left.
+A mapping stays for later runs, until the exporter no longer lists the allocation as alive, or has left.
 
 UCX, where workers talk over it, maps allocations out of which it is asked to send, for as long as they exist; and the
 driver lets only one of a process' libraries map an allocation (https://github.com/openucx/ucx/issues/3192). Neither can

@@ -2,8 +2,8 @@
 
 A rank offers one allocation each for its block columns, for what belongs to its panels beside these (pivots, T), and
 for its parts of the outputs; and flags, one for each part of each panel, one for the end. It raises a flag on its own
-stream, after the work that makes a panel. Whoever needs the panel reads the flag over NVLink until it is up, and then
-has a copy engine pull the panel, while the GEMMs of the panel before run.
+stream, after the work that makes a panel. A rank that needs the panel reads the flag over NVLink until it is up, and
+then has a copy engine pull the panel, while the GEMMs of the panel before run.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pool:
-    """Who would work, as far as plain tasks care.
+    """The workers, as far as plain tasks care.
 
     Parameters
     ----------

@@ -58,7 +58,7 @@ def run(
     them. Rounds start at different cases, so that no peer always follows the same neighbour's leftovers.
 
     No round is begun that would probably end after `seconds`, and no size of which not even one round would count;
-    the first round of the first size always is. What is measured is also put `into` a list, as it comes:
+    the first round of the first size always is. Measurements are also put `into` a list, as they come:
     an interrupt leaves what is there.
     """
     everything = [] if into is None else into

@@ -123,7 +123,7 @@ class ZarrArray(Source):
 
     @property
     def stored(self) -> tuple[int, ...] | None:
-        """What is read at once: shards where the array has some, else chunks."""
+        """The sizes of a part that is read at once: of a shard where the array has some, else of a chunk."""
         found: tuple[int, ...] = self._array.shards or self._array.chunks
         return found
 
