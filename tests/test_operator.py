@@ -113,15 +113,25 @@ def test_chunks_of_another_type_than_the_array_says(inproc_client, take_all):
 
 
 @pytest.mark.filterwarnings("ignore:The `numpy:FutureWarning")
-def test_booleans_are_added_by_dask(inproc_client, take_all):
-    """Its tensordot counts the chunks along k in which a pair is true; NumPy's functions say whether there is one."""
-    x = np.random.default_rng().random((20, 20)) < 0.3
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "int64"])
+def test_integers_are_added_as_without(inproc_client, take_all, dtype):
+    """Dask's functions add them in 64 bits; NumPy's, which gather arrays of Dask, in their own type."""
+    x = (np.random.default_rng().random((20, 20)) < 0.3).astype(dtype)
     y = da.from_array(x, chunks=7)
-    for call in (da.tensordot, da.dot, np.inner, np.linalg.tensordot):
-        axes = {"axes": 1} if "tensordot" in call.__name__ else {}
-        stock = dask.compute(call(y, y, **axes))[0]
+    for call in (
+        lambda: da.tensordot(y, y, axes=1),
+        lambda: da.dot(y, y),
+        lambda: da.matmul(y, y),
+        lambda: np.inner(y, y),
+        lambda: np.linalg.tensordot(y, y, axes=1),
+        lambda: np.linalg.matmul(y, y),
+    ):
+        stock = dask.compute(call())[0]
         with dask_distmm.enabled():
-            np.testing.assert_array_equal(dask.compute(call(y, y, **axes))[0], stock, strict=True)
+            found = call()
+        assert (isinstance(found, da.Array) and is_collective(found)) == (dtype == "int64")
+        np.testing.assert_array_equal(dask.compute(found)[0], stock, strict=True)
+    assert dask_distmm.matmul(y, y).dtype == dtype
 
 
 @pytest.mark.filterwarnings("ignore:The `numpy:FutureWarning")

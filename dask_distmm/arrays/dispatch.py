@@ -165,8 +165,7 @@ def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
     except (TypeError, ValueError, IndexError):
         return NotImplemented  # Dask's own function has the error to raise
     a, b = as_array(lhs), as_array(rhs)
-    # Dask counts chunks of booleans, in integers.
-    if np.promote_types(a.dtype, b.dtype) != np.result_type(a.dtype, b.dtype) or a.dtype == b.dtype == bool:
+    if np.promote_types(a.dtype, b.dtype) != np.result_type(a.dtype, b.dtype):
         return NotImplemented
     return _product(a if left_axis == ndims[0] - 1 else a.T, b if right_axis == 0 else b.T)
 

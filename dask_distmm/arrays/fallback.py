@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -13,7 +14,7 @@ from dask_distmm.planning import ENGINES
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 
-__all__ = ["why_leave", "why_not"]
+__all__ = ["added_in_64_bits", "why_leave", "why_not"]
 
 
 def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:
@@ -45,6 +46,8 @@ def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None, *, cluster:
     reason = why_not(a, b, cluster=cluster, most=max(a.ndim, b.ndim))
     if reason is not None:
         return reason
+    if added_in_64_bits(np.result_type(a.dtype, b.dtype)):
+        return "it adds integers of fewer than 64 bits in 64 bits; dask_distmm.matmul keeps their type"
     if any(np.isnan(size) for size in itertools.chain(*a.chunks, *b.chunks)):
         return "the chunk sizes are unknown; call compute_chunk_sizes()"
     if a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
@@ -58,3 +61,8 @@ def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None, *, cluster:
     if minimum_flops is not None and flops < minimum_flops:
         return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {minimum_flops:.3g})"
     return None
+
+
+def added_in_64_bits(dtype: np.dtype[Any]) -> bool:
+    """Whether Dask's functions return products of a type as int64 or uint64, where NumPy's keep the type."""
+    return dtype.kind in "biu" and dtype.itemsize < 8

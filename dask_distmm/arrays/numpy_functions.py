@@ -17,7 +17,9 @@ import dask.array.routines
 import numpy as np
 from dask.array.core import _HANDLED_FUNCTIONS
 
+from dask_distmm.arrays.fallback import added_in_64_bits
 from dask_distmm.arrays.linalg import routed
+from dask_distmm.runtime.chunks import array_kind
 
 __all__ = ["cheapest_order", "install", "uninstall"]
 
@@ -47,9 +49,17 @@ def cheapest_order(sizes: Sequence[int]) -> dict[tuple[int, int], int]:
     return split
 
 
+def _left_to_numpy(*given: Any) -> bool:
+    """Whether Dask's products of arrays have another type than NumPy's, or may lack what NumPy has."""
+    arrays = [dask.array.asanyarray(x) for x in given]
+    dtype = np.result_type(*(x.dtype for x in arrays))
+    plain = all(array_kind(x._meta) in ("numpy", "cupy") for x in arrays)
+    return not plain or dtype.kind in "mMOSU" or added_in_64_bits(dtype)
+
+
 def _multi_dot(arrays: Sequence[Any], *, out: Any = None) -> Any:
     found = [dask.array.asanyarray(x) for x in arrays]
-    if out is not None or len(found) < 2:
+    if out is not None or len(found) < 2 or _left_to_numpy(*found):
         return NotImplemented
     if any(x.ndim != 2 for x in found[1:-1]) or not {found[0].ndim, found[-1].ndim} <= {1, 2}:
         return NotImplemented
@@ -66,8 +76,8 @@ def _multi_dot(arrays: Sequence[Any], *, out: Any = None) -> Any:
 
 
 def _matrix_power(a: Any, n: Any) -> Any:
-    if a.ndim != 2 or a.shape[0] != a.shape[1] or not isinstance(n, int | np.integer) or n <= 0:
-        return NotImplemented  # an inverse, the identity, a batch, or an error that NumPy has to raise
+    if a.ndim != 2 or a.shape[0] != a.shape[1] or not isinstance(n, int | np.integer) or n <= 0 or _left_to_numpy(a):
+        return NotImplemented  # an inverse, the identity, a batch, other types, or an error that NumPy has to raise
     result, square, rest = None, a, int(n)
     while True:
         if rest % 2:
@@ -79,13 +89,11 @@ def _matrix_power(a: Any, n: Any) -> Any:
 
 
 def _matmul(x1: Any, x2: Any, /) -> Any:
-    return dask.array.routines.matmul(x1, x2)
+    return NotImplemented if _left_to_numpy(x1, x2) else dask.array.routines.matmul(x1, x2)
 
 
 def _tensordot(x1: Any, x2: Any, /, *, axes: Any = 2) -> Any:
-    a, b = dask.array.asanyarray(x1), dask.array.asanyarray(x2)
-    # Of booleans Dask's function makes integers.
-    return NotImplemented if a.dtype == b.dtype == bool else dask.array.routines.tensordot(a, b, axes=axes)
+    return NotImplemented if _left_to_numpy(x1, x2) else dask.array.routines.tensordot(x1, x2, axes=axes)
 
 
 def _inner(a: Any, b: Any, /) -> Any:
