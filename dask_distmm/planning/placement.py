@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,8 +191,26 @@ class Placement(Explanation):
             "group": self.group,
         }
 
-    @staticmethod
-    def fields_from_wire(wire: Any) -> dict[str, Any]:
+    @classmethod
+    def from_wire(cls, wire: Any) -> Self:
+        """Make it from what `to_wire` gave, checked.
+
+        Raises
+        ------
+        ProtocolError
+            Something is missing, of the wrong type or size, or out of range.
+        """
+        try:
+            made = cls(**cls.fields(wire))
+        except ProtocolError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"malformed plan: {error!r}") from error
+        made.check()
+        return made
+
+    @classmethod
+    def fields(cls, wire: Any) -> dict[str, Any]:
         """Return the arguments of a placement, but for its problem, from what `to_wire` gave."""
         run_a, run_b = map(int, wire["replica_runs"])
         return {
@@ -206,20 +224,15 @@ class Placement(Explanation):
             "group": int(wire["group"]),
         }
 
-    def check(self, nranks: int) -> None:
+    def check(self) -> None:
         """Check that the parts of a placement fit each other.
-
-        Parameters
-        ----------
-        nranks
-            How many ranks there have to be.
 
         Raises
         ------
         ProtocolError
             They do not.
         """
-        npart = len(self.participants)
+        nranks, npart = math.prod(self.grid), len(self.participants)
         runs = dict(zip("ab", self.replica_runs, strict=True))
         counts = {name: math.prod(self.problem.chunk_counts(name)) for name in self.problem.operands}
         checks = {

@@ -200,53 +200,38 @@ class Plan(Placement):
         }
 
     @classmethod
-    def from_wire(cls, wire: Any) -> Plan:
-        """Make it from what `to_wire` gave, checked.
+    def fields(cls, wire: Any) -> dict[str, Any]:
+        """Return the arguments of a plan from what `to_wire` gave."""
+        order_a, order_b = wire["orders"]
+        slabs = wire["d_cuts"]
+        return super().fields(wire) | {
+            "problem": Problem.from_wire(wire["problem"]),
+            "rows": tuple(map(int, wire["rows"])),
+            "cols": tuple(map(int, wire["cols"])),
+            "depth": tuple(map(int, wire["depth"])),
+            "owners": np.frombuffer(wire["owners"], np.int32),
+            "packing": Packing(*map(bool, wire["packing"])),
+            "order_a": str(order_a),
+            "order_b": str(order_b),
+            "d_cuts": None if slabs is None else (tuple(map(int, slabs[0])), tuple(map(int, slabs[1]))),
+        }
 
-        Raises
-        ------
-        ProtocolError
-            Something is missing, of the wrong type or size, or out of range.
-        """
-        try:
-            order_a, order_b = wire["orders"]
-            slabs = wire["d_cuts"]
-            plan = cls(
-                problem=Problem.from_wire(wire["problem"]),
-                rows=tuple(map(int, wire["rows"])),
-                cols=tuple(map(int, wire["cols"])),
-                depth=tuple(map(int, wire["depth"])),
-                owners=np.frombuffer(wire["owners"], np.int32),
-                packing=Packing(*map(bool, wire["packing"])),
-                order_a=str(order_a),
-                order_b=str(order_b),
-                d_cuts=None if slabs is None else (tuple(map(int, slabs[0])), tuple(map(int, slabs[1]))),
-                **cls.fields_from_wire(wire),
-            )
-        except ProtocolError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"malformed plan: {error!r}") from error
-        _check(plan)
-        return plan
-
-
-def _check(plan: Plan) -> None:
-    """Raise ProtocolError if the parts of a plan do not fit each other."""
-    for name, cuts, length in (
-        ("rows", plan.rows, plan.problem.m),
-        ("cols", plan.cols, plan.problem.n),
-        ("depth", plan.depth, plan.problem.k),
-    ):
-        if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != length or np.any(np.diff(cuts) <= 0):
-            raise ProtocolError(f"malformed plan: {name} are cut at {cuts}, the length is {length}")
-    nranks = int(np.prod(plan.grid))
-    plan.check(nranks)
-    checks = {
-        "method": plan.method in METHODS,
-        "orders": set(plan.orders.values()) <= {"C", "F"},
-        "owners": in_range(plan.owners, int(np.prod(plan.problem.chunk_counts("d"))), nranks),
-    }
-    for name, good in checks.items():
-        if not good:
-            raise ProtocolError(f"malformed plan: {name} do not fit {nranks} ranks")
+    def check(self) -> None:
+        """Raise `ProtocolError` if the parts of a plan do not fit each other."""
+        for name, cuts, length in (
+            ("rows", self.rows, self.problem.m),
+            ("cols", self.cols, self.problem.n),
+            ("depth", self.depth, self.problem.k),
+        ):
+            if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != length or np.any(np.diff(cuts) <= 0):
+                raise ProtocolError(f"malformed plan: {name} are cut at {cuts}, the length is {length}")
+        super().check()
+        nranks = len(self.ranks)
+        checks = {
+            "method": self.method in METHODS,
+            "orders": set(self.orders.values()) <= {"C", "F"},
+            "owners": in_range(self.owners, int(np.prod(self.problem.chunk_counts("d"))), nranks),
+        }
+        for name, good in checks.items():
+            if not good:
+                raise ProtocolError(f"malformed plan: {name} do not fit {nranks} ranks")

@@ -129,31 +129,21 @@ class FactorPlacement(Placement):
         return {**super().to_wire(), "width": self.width, "owners": owners}
 
     @classmethod
-    def from_wire(cls, wire: Any) -> FactorPlacement:
-        """Make it from what `to_wire` gave, checked.
+    def fields(cls, wire: Any) -> dict[str, Any]:
+        """Return the arguments of a plan from what `to_wire` gave."""
+        return super().fields(wire) | {
+            "problem": FactorProblem.from_wire(wire["problem"]),
+            "width": int(wire["width"]),
+            "owners": {str(name): np.frombuffer(raw, np.int32) for name, raw in wire["owners"].items()},
+        }
 
-        Raises
-        ------
-        ProtocolError
-            Something is missing, of the wrong type or size, or out of range.
-        """
-        try:
-            made = cls(
-                problem=FactorProblem.from_wire(wire["problem"]),
-                width=int(wire["width"]),
-                owners={str(name): np.frombuffer(raw, np.int32) for name, raw in wire["owners"].items()},
-                **cls.fields_from_wire(wire),
-            )
-        except ProtocolError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"malformed plan: {error!r}") from error
-        made.check(len(made.ranks))
-        counts = {one.name: one.count for one in made.problem.outputs}
-        good = made.width > 0 and made.ranks and made.owners.keys() == counts.keys()
-        if not good or not all(in_range(made.owners[name], counts[name], len(made.ranks)) for name in counts):
-            raise ProtocolError(f"malformed plan: width {made.width} or owners do not fit {len(made.ranks)} ranks")
-        return made
+    def check(self) -> None:
+        """Raise `ProtocolError` if the parts of a plan do not fit each other."""
+        super().check()
+        counts = {one.name: one.count for one in self.problem.outputs}
+        good = self.width > 0 and self.ranks and self.owners.keys() == counts.keys()
+        if not good or not all(in_range(self.owners[name], counts[name], len(self.ranks)) for name in counts):
+            raise ProtocolError(f"malformed plan: width {self.width} or owners do not fit {len(self.ranks)} ranks")
 
 
 def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
