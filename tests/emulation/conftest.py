@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import sys
 import threading
+import weakref
 
 import devices
 import msgpack
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 import shared
 
+from dask_distmm.planning import METHODS
 from dask_distmm.planning import gemm_sizes as extents
+from dask_distmm.testing import conformance
 
 
 class Ranks:
@@ -30,6 +34,23 @@ class Ranks:
         chunks = {key: chunk if self.host else chunk.view(devices.ndarray) for key, chunk in chunks.items()}
         self.jobs.append(engine.job(plan, me, chunks, comm, progress))
         return self.jobs[-1]
+
+    def check_that_runs_are_freed(self):
+        """Without the garbage collector: it does not know how much device memory waits for it."""
+        gc.collect()
+        gc.disable()
+        try:
+            for method in METHODS:
+                conformance(self, method, 3)
+                made = [weakref.ref(job) for job in self.jobs]
+                for job in self.jobs:
+                    job.comm.jobs = None  # the network in memory knows the jobs, and they know it
+                    del job
+                self.jobs.clear()
+                assert made
+                assert not [job for job in made if job() is not None]
+        finally:
+            gc.enable()
 
 
 class AsProcess:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import weakref
 
 import devices
 import numpy as np
@@ -224,22 +223,7 @@ def test_epilog_of_numpy_chunks(make):
 
 
 def test_a_run_that_is_over_is_freed_at_once(make):
-    """Without the garbage collector: it does not know how much device memory waits for it."""
-    ranks, _ = make()
-    gc.collect()
-    gc.disable()
-    try:
-        for method in METHODS:
-            conformance(ranks, method, 3)
-            made = [weakref.ref(job) for job in ranks.jobs]
-            for job in ranks.jobs:
-                job.comm.jobs = None  # the network in memory knows the jobs, and they know it
-                del job
-            ranks.jobs.clear()
-            assert made
-            assert not [job for job in made if job() is not None]
-    finally:
-        gc.enable()
+    make()[0].check_that_runs_are_freed()
 
 
 def test_what_is_made_is_kept_and_freed(make):
