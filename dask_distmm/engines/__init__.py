@@ -1,4 +1,4 @@
-"""Engines do the multiplying. `base` is the protocol; `numpy` runs on CPUs, on the chunks as they lie."""
+"""Engines do the multiplying. `base` has the base classes; `numpy` runs on CPUs, on the chunks as they lie."""
 
 from dask_distmm.engines.base import Comm, Engine, Job, get_engine
 

@@ -1,7 +1,7 @@
-"""The protocol of an engine, which does one participant's part of a run, in a thread of its own.
+"""The base classes of engines, and of their jobs, which do one participant's part of a run in a thread of its own.
 
-The protocol knows no communicator and no process grid: a `Plan` says what each rank needs and owns, and how
-that travels is the engine's business. Engines are picked by name and imported only then.
+They know no communicator and no process grid: a `Plan` says what each rank needs and owns, and how that travels is the
+engine's business. Engines are picked by name and imported only then.
 """
 
 from __future__ import annotations
