@@ -85,7 +85,7 @@ class PeerFactorJob(FactorJob):
         offer = Offer(exporter.process)
         if len(self.plan.participants) > 1:
             for (name, index), chunk in self.chunks.items():
-                self._offer(offer, problem.operands.index(name), index, exporter.exportable(chunk))
+                self._offer(offer, problem.operands.index(name), index, exporter.exportable(chunk, cp.cuda.Stream.null))
         if self.rank is not None:
             self._allocate(offer)
         # Others may read chunks from the vote on, so these must be complete.

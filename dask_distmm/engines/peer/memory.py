@@ -104,12 +104,13 @@ class Exporter:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         return cp.ndarray(shape, dtype, memptr=self._pool.malloc(max(1, size)), order=order)
 
-    def exportable(self, array: Any) -> Any:
-        """Return a matrix in memory that can be exported: itself, or a copy that is made on the current stream."""
+    def exportable(self, array: Any, stream: cp.cuda.Stream) -> Any:
+        """Return a matrix in memory that can be exported: itself, or a copy that is made on a stream."""
         if not array.size or (not self.own_memory_only and self.find(array.data.ptr) is not None):
             return array
         copy = self.empty(array.shape, array.dtype, "C" if array.strides[0] >= array.strides[1] else "F")
-        copy[...] = array
+        with stream:
+            copy[...] = array
         return copy
 
 

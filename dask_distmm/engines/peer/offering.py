@@ -54,13 +54,12 @@ def make_offer(
     """
     offer = Offer(exporter.process)
     offered = dict[int, Any]()
-    with stream:
-        for number, name in enumerate(plan.problem.operands):
-            for index in np.flatnonzero(read[name][me]).tolist():
-                array = chunks[name, index]
-                if id(array) not in offered:  # A and B may be the same
-                    offered[id(array)] = exporter.exportable(array)
-                add(offer, exporter, number, index, offered[id(array)])
+    for number, name in enumerate(plan.problem.operands):
+        for index in np.flatnonzero(read[name][me]).tolist():
+            array = chunks[name, index]
+            if id(array) not in offered:  # A and B may be the same
+                offered[id(array)] = exporter.exportable(array, stream)
+            add(offer, exporter, number, index, offered[id(array)])
     if result is not None:
         for number, array in result.shared():
             if array.size:
