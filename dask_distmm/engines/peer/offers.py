@@ -23,7 +23,7 @@ from dask_distmm.planning.peer.block_schedule import blocks
 
 __all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers", "Told", "extents_of"]
 
-# The number that blocks of D have in place of an operand's number.
+# The number, in place of an operand's, of all that ranks offer beside chunks: blocks of D, or block columns.
 BLOCKS = -1
 # Of a flag. A product has one for each rank (its part of the partial sums is done), and one for the rank's block of D.
 FLAG_BYTES = 4
