@@ -49,7 +49,7 @@ def measure(count: int, chunks: int) -> dict[str, float]:
     scheme = choose(problem, workers, (True, True), budget, dask_costs(), by_ranks=(True, True))
     lap("seconds to choose the scheme")
     found["waves"] = len(scheme.waves)
-    graph = build_waves(problem, scheme, x, x)
+    graph = build_waves([(problem, scheme, {"a": x, "b": x})])
     layer = next(one for one in graph.layers.values() if isinstance(one, WavesLayer))
     tracemalloc.start()
     tasks = dict(layer)

@@ -15,13 +15,16 @@ from dask_distmm.arrays.kinds import check_planned
 from dask_distmm.arrays.outputs import without_a_run
 from dask_distmm.arrays.product import NotCollective, why_not_run
 from dask_distmm.arrays.request import Request, make_problem
+from dask_distmm.arrays.series import fit_together, made_bytes, multiply_all
 from dask_distmm.arrays.stock import dask_matmul
+from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import dask_costs, parsed, read_options
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Explanation, Plan, Problem, Worker
 from dask_distmm.planning.dask_tasks import around
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.many.batches import Pool, Sizes, choose, item_plan
+from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot
 
 __all__ = ["explain", "known_workers", "multiply", "task_options"]
@@ -47,7 +50,7 @@ def multiply(request: Request) -> Any:
         request.logger.info("a batch, lazy\n%r", made)
         d, aux = by_items(request, made.chunks)
     else:
-        d, aux = by_runs(request, product.multiply)
+        d, aux = by_runs(request, lambda items: multiply_all(items, [(request.a, request.b)] * len(items)))
     return _outside(request, d, aux)
 
 
@@ -128,7 +131,8 @@ def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> Batc
     """Choose the way."""
     one = shared(request)
     runs = 1 if one else math.prod(request.batch_shape)
-    problem = make_problem(one or item_of(request, (0,) * len(request.batch_shape)))
+    single = one or item_of(request, (0,) * len(request.batch_shape))
+    problem = make_problem(single)
     workers, known = known_workers(problem, imagined)
     task_bytes, overhead = task_options()
     read = read_options()
@@ -137,30 +141,14 @@ def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> Batc
     machine = read.machine(engine_alone(request.kind))
     chunks, by_items = item_plan(batch, pool, machine, task_bytes, overhead)
     fits = not pool.memory or batch.held_bytes <= pool.memory
-    plan: Plan | None = None
-    by_runs: BatchEstimate | None = None
+    plan: Plan | WavePlan | None = None
     if known is not None:
         try:
-            plan = known.plan(problem)
+            plan = run_or_waves(single, problem, None if imagined else current_client(), known)
         except (PlanError, ProjectedMemoryError):
             if request.batch == "collective" or needed or not fits:
                 raise
-    if plan is not None and plan.estimate is not None:
-        each = plan.estimate
-        tasks = runs * (1 + math.prod(problem.chunk_counts("d")))
-        overhead = runs * around(problem, dask_costs())
-        seconds = runs * each.seconds + overhead
-        by_runs = BatchEstimate(
-            "collective",
-            seconds,
-            runs * each.compute_seconds,
-            runs * (each.seconds - each.compute_seconds),
-            overhead,
-            tasks,
-            runs,
-            each.peak_bytes,
-            runs * each.bytes_moved,
-        )
+    by_runs = None if plan is None else _estimated(plan, problem, runs)
     way, reason = choose(request.batch, by_items if fits else None, by_runs, needed)
     if way == "items" and not fits:
         raise ProjectedMemoryError(
@@ -170,7 +158,27 @@ def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> Batc
             {worker.address: batch.held_bytes for worker in workers},
             {worker.address: pool.memory for worker in workers},
         )
+    if way == "collective" and not one and not fit_together([request.a, request.b], made_bytes([request]), workers):
+        reason += "; one after the other, if they are lazy, since they do not fit into memory together"
     return BatchPlan(batch, way, reason, chunks, by_items, by_runs, runs, plan)
+
+
+def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> BatchEstimate | None:
+    """Return the cost model's view of runs like one that is planned, one after the other."""
+    tasks = runs * (1 + math.prod(problem.chunk_counts("d")))
+    overhead = runs * around(problem, dask_costs())
+    if isinstance(plan, WavePlan):
+        scheme = plan.scheme
+        compute, beside, peak, moved = scheme.run_seconds, scheme.seconds - scheme.run_seconds, scheme.peak_bytes, 0
+    elif plan.estimate is None:
+        return None
+    else:
+        compute = plan.estimate.compute_seconds
+        beside, peak, moved = plan.estimate.seconds - compute, plan.estimate.peak_bytes, plan.estimate.bytes_moved
+    seconds = runs * (compute + beside) + overhead
+    return BatchEstimate(
+        "collective", seconds, runs * compute, runs * beside, overhead, tasks, runs, peak, runs * moved
+    )
 
 
 def _describe(request: Request) -> Batch:

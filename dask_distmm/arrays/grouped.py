@@ -23,6 +23,9 @@ from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.product import why_not_run
 from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.request import Request, check_batch, make_problem, parse
+from dask_distmm.arrays.series import multiply_all
+from dask_distmm.arrays.views import view_of
+from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import RunTask
@@ -96,9 +99,14 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
     found = _plan(requests)
     if any(share is not None and not share.collective for share in found.shares):
         _order_by_size()
+    runs = [i for i, share in enumerate(found.shares) if share is not None and share.collective]
+    by_runs = multiply_all(
+        [requests[i] for i in runs], [(view_of(requests[i].a).array, view_of(requests[i].b).array) for i in runs]
+    )
+    made = dict(zip(runs, by_runs, strict=True))
     return [
-        product.multiply(request) if share is None or share.collective else _by_slabs(request, share)
-        for request, share in zip(requests, found.shares, strict=True)
+        made[i] if i in made else product.multiply(request) if share is None else _by_slabs(request, share)
+        for i, (request, share) in enumerate(zip(requests, found.shares, strict=True))
     ]
 
 
@@ -247,12 +255,12 @@ class _Member:
             return None
         problem = make_problem(self.request)
         try:
-            plan = self.snapshot.plan(problem)
+            found = run_or_waves(self.request, problem, current_client(), self.snapshot)
         except (PlanError, ProjectedMemoryError):
             if forced:
                 raise
             return None
-        return None if plan.estimate is None else plan.estimate.seconds + around(problem, dask_costs())
+        return None if found.seconds is None else found.seconds + around(problem, dask_costs())
 
 
 def _members(requests: Sequence[Request]) -> list[_Member]:

@@ -202,15 +202,15 @@ def item_of(request: Request, index: Sizes) -> Request:
     return _of_matrices(request, item(request.a), item(request.b), extras)
 
 
-def by_runs(request: Request, run: Callable[[Request], Any]) -> tuple[da.Array, dict[str, da.Array]]:
-    """Return D and the auxiliary outputs, by collective runs: `run` multiplies two matrices."""
+def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> tuple[da.Array, dict[str, da.Array]]:
+    """Return D and the auxiliary outputs, by collective runs: `run` returns the products of pairs of matrices."""
     formula, batch = request.formula, request.batch_shape
     if (one := shared(request)) is not None:
-        return _unshared(request, run(one)), {}
+        return _unshared(request, run([one])[0]), {}
     items: dict[Sizes, da.Array] = {}
     outputs: dict[str, dict[Sizes, da.Array]] = {}
-    for index in itertools.product(*map(range, batch)):
-        found = run(item_of(request, index))
+    places = list(itertools.product(*map(range, batch)))
+    for index, found in zip(places, run([item_of(request, index) for index in places]), strict=True):
         items[index], aux = found if isinstance(found, tuple) else (found, {})
         for name, array in aux.items():
             outputs.setdefault(name, {})[index] = array

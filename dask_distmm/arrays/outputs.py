@@ -10,6 +10,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
+from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.arrays.extras import Extras
 from dask_distmm.arrays.kinds import reducible
@@ -27,7 +28,7 @@ from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.keys import output_name
 
-__all__ = ["operand_sum", "output_meta", "result", "without_a_run"]
+__all__ = ["as_they_lie", "operand_sum", "output_meta", "result", "without_a_run"]
 
 
 def result(
@@ -36,20 +37,28 @@ def result(
     b: da.Array,
     extras: Sequence[da.Array],
     scheme: Scheme | None = None,
+    waves: HighLevelGraph | None = None,
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return D of a run, and the auxiliary outputs if there are any.
 
-    A and B are those of `make_problem`. With a scheme it is a sequence of runs.
+    A and B are those of `make_problem`. With a scheme it is a sequence of runs; `waves` has these, and others, if they
+    are in a graph already.
     """
     prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
     meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
-    lying_a, lying_b = map(under, (a, b), problem.arrays, problem.turned)
+    operands = as_they_lie(problem, a, b, extras)
     if scheme is None:
-        graph = build_graph(problem, lying_a, lying_b, extras)
+        graph = build_graph(problem, operands["a"], operands["b"], extras)
     else:
-        graph = build_waves(problem, scheme, lying_a, lying_b, extras)
+        graph = build_wave_output(waves or build_waves([(problem, scheme, operands)]), problem, scheme)
     d = Array(graph, problem.name, problem.out_chunks, meta=meta)
     return d if problem.formula.plain else _outputs(problem, d, a, b, scheme)
+
+
+def as_they_lie(problem: Problem, a: da.Array, b: da.Array, extras: Sequence[da.Array]) -> dict[str, da.Array]:
+    """Return the operands of a run by name; of A and B the arrays whose chunks are multiplied, turned or not."""
+    lying = map(under, (a, b), problem.arrays, problem.turned)
+    return dict(zip(problem.operands, [*lying, *extras], strict=False))
 
 
 def _outputs(
@@ -65,7 +74,7 @@ def _outputs(
             for sizes, kept in zip(problem.out_chunks, formula.keeps(name), strict=True)
         )
         meta = output_meta(d, dtype)
-        graph = build_output(problem, name, d) if scheme is None else build_wave_output(problem, scheme, name, d)
+        graph = build_output(problem, name, d) if scheme is None else build_wave_output(d.dask, problem, scheme, name)
         array = reducible(Array(graph, output_name(problem.name, name), chunks, meta=meta))
         if name == formula.sums:
             array = array.sum(axis=formula.sum_axis, dtype=dtype).astype(problem.result_type)

@@ -17,7 +17,7 @@ from dask_distmm.arrays.request import Request, make_problem, parse, result_chun
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.arrays.views import under
 from dask_distmm.arrays.waves import Decision, decide, waves_now
-from dask_distmm.config import minimum_flops, setting
+from dask_distmm.config import minimum_flops
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
 from dask_distmm.planning import Plan, Problem, Worker
 from dask_distmm.planning.display import Explanation
@@ -156,22 +156,13 @@ def product(a: da.Array, b: da.Array) -> da.Array | str:
     Raises
     ------
     ProjectedMemoryError
-        It does not fit, and the config ``distmm.memory.exceeded`` says to raise.
+        It does not fit, nor does it in waves.
     """
-    exceeded = setting("memory.exceeded")
-    if exceeded not in ("dask", "raise"):
-        raise PlanError(f"config distmm.memory.exceeded is {exceeded!r}; expected 'dask' or 'raise'")
     request = parse(a, b)
     if request.empty:
         return cast(da.Array, multiply(request))
     problem = make_problem(request)
-    try:
-        decision = _decide_now(request, problem)
-    except ProjectedMemoryError as error:
-        if exceeded == "raise":
-            raise
-        request.logger.warning("left to Dask's own tasks: %s", error)
-        return str(error)
+    decision = _decide_now(request, problem)
     if decision.plan is not None and (left := _why_slower(decision.plan)):
         return left
     if decision.scheme is not None and minimum_flops() is None and _streams_alone(problem, decision.scheme.name):

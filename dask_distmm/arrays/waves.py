@@ -17,7 +17,7 @@ from dask_distmm.runtime.client import Snapshot, snapshot
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Decision", "decide", "waves_now"]
+__all__ = ["Decision", "budget_now", "decide", "run_or_waves", "waves_now"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +43,33 @@ def decide(request: Request, problem: Problem, client: Client, known: Snapshot) 
     ProjectedMemoryError
         It does not fit, nor does it in waves.
     """
+    made = run_or_waves(request, problem, client, known)
+    request.logger.info("%s, lazy\n%r", problem.name, made)
+    return Decision(scheme=made.scheme) if isinstance(made, WavePlan) else Decision(made)
+
+
+def run_or_waves(request: Request, problem: Problem, client: Client | None, known: Snapshot) -> Plan | WavePlan:
+    """Return the plan for a product as one run, or its waves where it does not fit; parameters as for `decide`.
+
+    Raises
+    ------
+    PlanError
+        It can't be planned as asked.
+    ProjectedMemoryError
+        It does not fit, nor does it in waves.
+    """
     failure: ProjectedMemoryError | None = None
     made: Plan | None = None
     try:
         made = known.plan(problem)
     except ProjectedMemoryError as error:
         failure = error
-    if (waves := waves_now(request, problem, client, made)) is not None:
-        request.logger.info("%s, lazy\n%r", problem.name, waves)
-        return Decision(scheme=waves.scheme)
-    if failure is not None:
+    waves = None if client is None else waves_now(request, problem, client, made)
+    if failure is not None and waves is None:
         raise failure
-    request.logger.info("%s, lazy\n%r", problem.name, made)
-    return Decision(made)
+    found = waves or made
+    assert found is not None
+    return found
 
 
 def waves_now(request: Request, problem: Problem, client: Client, made: Plan | None) -> WavePlan | None:
@@ -68,12 +82,17 @@ def waves_now(request: Request, problem: Problem, client: Client, made: Plan | N
     made
         The plan for one run, or None if it does not fit.
     """
-    settings = wave_settings()
-    budget = Budget(settings.managed, settings.process, settings.read_bandwidth)
-    if not settings.enabled or (made is not None and not _spills(made, budget)):
+    budget = budget_now()
+    if budget is None or (made is not None and not _spills(made, budget)):
         return None
     scheme = _scheme(request, problem, client, budget)
     return None if scheme is None else WavePlan(problem, scheme)
+
+
+def budget_now() -> Budget | None:
+    """Return the memory that waves may take; None if the configuration says that there are to be none."""
+    settings = wave_settings()
+    return Budget(settings.managed, settings.process, settings.read_bandwidth) if settings.enabled else None
 
 
 def _spills(made: Plan, budget: Budget) -> bool:

@@ -7,12 +7,14 @@ r"""The task graph of a product in waves: a barrier for each wave, and the opera
     A(:, 2), B(2, :) -----------------------------------> barrier 2 < D
       ^ wait for gate 0, which opens when the run of barrier 0 is over
 
-Here for waves along k; where each wave finishes chunks of D no barrier depends on another. What the operands are made
-of is looked at, and copied under other names, when the tasks are asked for.
+Here for waves along k; where each wave finishes chunks of D no barrier depends on another. Several products, as the
+items of a batch, have their waves one after the other. What the operands are made of is looked at, and copied under
+other names, when the tasks are asked for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -28,22 +30,39 @@ from dask_distmm.graph.build import RunTask, TasksLayer, barrier, chunk
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
 from dask_distmm.planning.waves import Scheme, wave_problem
-from dask_distmm.runtime.keys import barrier_key, gate_key, output_name
+from dask_distmm.runtime.keys import barrier_key, gate_key, is_sum, output_name
 
 __all__ = ["WavesLayer", "build_wave_output", "build_waves", "can_be_made"]
 
 
-class WavesLayer(TasksLayer):
-    """The tasks of a product in waves; made only when they are looked at.
+@dataclasses.dataclass(frozen=True)
+class InWaves:
+    """A product that is made in waves.
 
     Parameters
     ----------
-    whole
-        The product.
-    scheme
-        Its waves.
+    problem, scheme
+        The product and its waves.
     arrays
         For each operand the name of the array whose chunks it is made of, and whether these are transposed.
+    """
+
+    problem: Problem
+    scheme: Scheme
+    arrays: Mapping[str, tuple[str, bool]]
+
+    def is_streamed(self, operand: str) -> bool:
+        """Whether the chunks of an operand are loaded for a wave and dropped after it."""
+        return operand in "ab" and self.scheme.streamed["ab".index(operand)]
+
+
+class WavesLayer(TasksLayer):
+    """The tasks of waves, but for chunks of D; made only when they are looked at.
+
+    Parameters
+    ----------
+    products
+        The products whose waves follow one another. Ranks make streamed chunks of all of these, or of none.
     upstream
         The graph of the operands.
     only
@@ -51,49 +70,43 @@ class WavesLayer(TasksLayer):
     """
 
     def __init__(
-        self,
-        whole: Problem,
-        scheme: Scheme,
-        arrays: Mapping[str, tuple[str, bool]],
-        upstream: HighLevelGraph,
-        only: frozenset[Any] | None = None,
+        self, products: Sequence[InWaves], upstream: HighLevelGraph, only: frozenset[Any] | None = None
     ) -> None:
         super().__init__()
-        self.whole, self.scheme, self.arrays, self.upstream, self.only = whole, scheme, dict(arrays), upstream, only
+        self.products, self.upstream, self.only = tuple(products), upstream, only
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_tasks", "problems")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_tasks", "waves")}
 
     @functools.cached_property
-    def problems(self) -> list[Problem]:
-        """The problem of each wave."""
-        return [wave_problem(self.whole, self.scheme, number) for number in range(len(self.scheme.waves))]
+    def waves(self) -> list[tuple[InWaves, Problem]]:
+        """For each wave its product, and its problem."""
+        return [
+            (one, wave_problem(one.problem, one.scheme, number))
+            for one in self.products
+            for number in range(len(one.scheme.waves))
+        ]
 
     @functools.cached_property
     def _tasks(self) -> dict[Any, GraphNode]:  # type: ignore[override]
-        found = self._all_tasks()
+        found = self._tasks_by_ranks() if self.products[0].scheme.by_ranks else self._tasks_behind_gates()
         return found if self.only is None else _needed(found, self.only)
-
-    def _all_tasks(self) -> dict[Any, GraphNode]:
-        return self._tasks_by_ranks() if self.scheme.by_ranks else self._tasks_behind_gates()
 
     def _tasks_by_ranks(self) -> dict[Any, GraphNode]:
         """Return the tasks where ranks make the chunks that are streamed."""
-        tasks: dict[str, Mapping[Any, Task]] = {}
-        for name in filter(self._is_streamed, "ab"):
+        tasks: dict[Any, Task] = {}
+        for name in "ab":
             # Each operand by itself, as `can_be_made` has looked at it: what both are made of is made for each.
-            streamed = {key for number in range(len(self.problems)) for key in self._inputs(number, name)}
-            array = self.arrays[name][0]
-            tasks.setdefault(array, _tasks_of(self.upstream, list(streamed)) or {})
+            streamed = set().union(*self._streamed(name)) - tasks.keys()
+            tasks |= _tasks_of(self.upstream, list(streamed)) or {}
         found: dict[Any, GraphNode] = {}
-        for number in range(len(self.problems)):
-            inputs = [
-                Sources([tasks[self.arrays[operand][0]][key] for key in self._inputs(number, operand)])
-                if self._is_streamed(operand)
-                else List(*map(TaskRef, self._inputs(number, operand)))
-                for operand in self.problems[number].inputs
-            ]
-            found |= self._run_of(number, inputs, behind=True)
+        for number, (one, problem) in enumerate(self.waves):
+            inputs = []
+            for operand in problem.inputs:
+                keys = self._inputs(number, operand)
+                made = one.is_streamed(operand)
+                inputs.append(Sources([tasks[key] for key in keys]) if made else List(*map(TaskRef, keys)))
+            found.update(self._run_of(number, inputs, behind=True))
         return found
 
     def _run_of(self, number: int, inputs: Sequence[Any], *, behind: bool) -> dict[Any, GraphNode]:
@@ -108,40 +121,31 @@ class WavesLayer(TasksLayer):
         behind
             Whether the barrier itself waits for the gate of the wave before the last one.
         """
-        problem, gates = self.problems[number], [gate_key(problem.name) for problem in self.problems]
-        before, ncols = barrier_key(problem.name), self.whole.chunk_counts("d")[1]
-        waits = {"gate": TaskRef(gates[number - 2])} if behind and number >= 2 else {}
+        problem = self.waves[number][1]
+        before, gate = barrier_key(problem.name), gate_key(problem.name)
+        waits = {"gate": TaskRef(gate_key(self.waves[number - 2][1].name))} if behind and number >= 2 else {}
         found: dict[Any, GraphNode] = {before: RunTask(before, barrier, problem.to_wire(), *inputs, **waits)}
-        if number + 2 < len(gates):
-            found[gates[number]] = RunTask(gates[number], opened)
-        for index, at in enumerate(problem.numbers("").tolist()):
-            key = (problem.result_name, *divmod(at, ncols))
-            found[key] = RunTask(key, chunk, "", index, TaskRef(before))
-        return found
+        if number + 2 < len(self.waves):
+            found[gate] = RunTask(gate, opened)
+        return found | (_chunks(problem, "") if is_sum(problem.result_name) else {})
 
     def _tasks_behind_gates(self) -> dict[Any, GraphNode]:
         """Return the tasks where Dask makes the chunks that are streamed, each behind a gate."""
-        waves = self.scheme.waves
-        streamed = [
-            {key for name in "ab" if self._is_streamed(name) for key in self._inputs(number, name)}
-            for number in range(len(waves))
-        ]
-        gates = [gate_key(problem.name) for problem in self.problems]
+        streamed = self._streamed("ab")
+        gates = [gate_key(problem.name) for _, problem in self.waves]
         chunks = sorted(set().union(*streamed), key=str)
         # As Dask would: what is fused is loaded by one task, and slices are read as slices.
         upstream = convert_legacy_graph(dict(optimize(self.upstream, chunks)))
-        visits = [wave.visit for wave in waves]
-        streams = stream(
-            upstream, streamed, visits, gates, tokenize(self.whole.name)[:8], lambda task: isinstance(task, RunTask)
-        )
+        token = tokenize([one.problem.name for one in self.products])[:8]
+        streams = stream(upstream, streamed, self._visits(), gates, token, lambda task: isinstance(task, RunTask))
         found: dict[Any, GraphNode] = dict(streams.tasks)
-        for number, problem in enumerate(self.problems):
+        for number, (one, problem) in enumerate(self.waves):
             inputs = []
             for operand in problem.inputs:
                 keys = self._inputs(number, operand)
-                names = streams.names[number] if self._is_streamed(operand) else {}
+                names = streams.names[number] if one.is_streamed(operand) else {}
                 inputs.append(List(*(TaskRef(names.get(key, key)) for key in keys)))
-            found |= self._run_of(number, inputs, behind=False)
+            found.update(self._run_of(number, inputs, behind=False))
         return found | self._missing(found, upstream)
 
     def _missing(self, found: Mapping[Any, GraphNode], upstream: Mapping[Any, GraphNode]) -> dict[Any, GraphNode]:
@@ -155,36 +159,85 @@ class WavesLayer(TasksLayer):
                 todo += upstream[key].dependencies
         return made
 
-    def _is_streamed(self, operand: str) -> bool:
-        return operand in "ab" and self.scheme.streamed["ab".index(operand)]
+    def _visits(self) -> list[int]:
+        """Return the number of each wave's visit; those of a product come after those of the product before."""
+        found: list[int] = []
+        for one in self.products:
+            begin = found[-1] + 1 if found else 0
+            found += [begin + wave.visit for wave in one.scheme.waves]
+        return found
+
+    def _streamed(self, operands: str) -> list[set[Any]]:
+        """Return for each wave the keys of those chunks of operands that are streamed."""
+        return [
+            {key for operand in operands if one.is_streamed(operand) for key in self._inputs(number, operand)}
+            for number, (one, _) in enumerate(self.waves)
+        ]
 
     def _inputs(self, number: int, operand: str) -> list[Any]:
         """Return the keys of an operand's chunks, in the order of their numbers in a wave's problem."""
-        problem = self.problems[number]
+        one, problem = self.waves[number]
         counts = problem.chunk_counts(operand)
         places = [problem.place_of(operand, index) for index in range(counts[0] * counts[1])]
         if operand == "partial":
-            before = self.problems[number - 1].result_name
+            before = self.waves[number - 1][1].result_name
             return [(before, i, j) for i, j in places]
-        name, turned = self.arrays[operand]
+        name, turned = one.arrays[operand]
         return [(name, j, i) if turned else (name, i, j) for i, j in places]
 
     # Dask's interface of a layer
 
     def get_output_keys(self) -> set[Any]:
-        """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
-        nrows, ncols = self.whole.chunk_counts("d")
-        chunks = {(self.whole.name, i, j) for i in range(nrows) for j in range(ncols)}
-        return chunks | {barrier_key(problem.name) for problem in self.problems}
+        """Return the keys that other layers may need: of the barriers, for chunks of D and auxiliary outputs."""
+        return {barrier_key(problem.name) for _, problem in self.waves}
 
     def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
         """Return a layer of the tasks that some keys need, and for each of them the keys of other layers."""
         tasks, layer = _needed(self._tasks, keys), self
         if len(tasks) < len(self._tasks):
-            layer = WavesLayer(self.whole, self.scheme, self.arrays, self.upstream, frozenset(keys))
+            layer = WavesLayer(self.products, self.upstream, frozenset(keys))
             layer.__dict__["_tasks"] = tasks
             layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
         return layer, {key: task.dependencies - tasks.keys() for key, task in tasks.items()}
+
+
+class WaveOutputLayer(TasksLayer):
+    """The chunks of D, or of an auxiliary output, of a product in waves; made only when they are looked at.
+
+    Parameters
+    ----------
+    problem, scheme
+        The product and its waves.
+    output
+        Name of the output, empty for D.
+    """
+
+    def __init__(self, problem: Problem, scheme: Scheme, output: str) -> None:
+        super().__init__()
+        self.problem, self.scheme, self.output = problem, scheme, output
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tasks"}
+
+    @functools.cached_property
+    def _tasks(self) -> dict[Any, Task]:  # type: ignore[override]
+        found: dict[Any, Task] = {}
+        for number, wave in enumerate(self.scheme.waves):
+            if wave.last:
+                found.update(_chunks(wave_problem(self.problem, self.scheme, number), self.output))
+        return found
+
+    def get_output_keys(self) -> set[Any]:
+        """Return the keys of all chunks."""
+        name, (nrows, ncols) = output_name(self.problem.name, self.output), self.problem.chunk_counts("d")
+        return {(name, i, j) for i in range(nrows) for j in range(ncols)}
+
+
+def _chunks(problem: Problem, output: str) -> dict[Any, Task]:
+    """Return the chunks that the run of a wave makes, of an output or of D or its sums."""
+    name, before = output_name(problem.result_name, output), barrier_key(problem.name)
+    keys = [(name, *divmod(number, problem.columns(""))) for number in problem.numbers("").tolist()]
+    return {key: RunTask(key, chunk, output, index, TaskRef(before)) for index, key in enumerate(keys)}
 
 
 def _needed(tasks: Mapping[Any, GraphNode], keys: Collection[Any]) -> dict[Any, GraphNode]:
@@ -199,55 +252,56 @@ def _needed(tasks: Mapping[Any, GraphNode], keys: Collection[Any]) -> dict[Any, 
     return found
 
 
-def can_be_made(array: Any) -> bool:
-    """Whether ranks can make the chunks of a lazy Dask array: each of them by one task that needs no other."""
-    keys = list(flatten(array.__dask_keys__()))
-    return _tasks_of(array.dask, keys) is not None
+def can_be_made(*arrays: Any) -> bool:
+    """Whether ranks can make all chunks of lazy Dask arrays: each of them by one task that needs no other."""
+    keys = [key for array in arrays for key in flatten(array.__dask_keys__())]
+    return _tasks_of(HighLevelGraph.merge(*(array.dask for array in arrays)), keys) is not None
 
 
 def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | None:
     return self_contained(convert_legacy_graph(dict(optimize(graph, keys))), keys)
 
 
-def build_waves(problem: Problem, scheme: Scheme, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:
-    """Return the graph of D under the array name ``problem.name``.
+def build_waves(products: Sequence[tuple[Problem, Scheme, Mapping[str, Any]]]) -> HighLevelGraph:
+    """Return the graph of the waves of products, one product after the other; `build_wave_output` adds chunks of D.
 
     Parameters
     ----------
-    problem, scheme
-        The product and its waves.
-    a, b, extras
-        Dask arrays of 2 dimensions; A's and B's transposes where the problem says so.
+    products
+        Each with its waves and its operands by name: Dask arrays of 2 dimensions, A's and B's transposes where the
+        problem says so. Ranks make streamed chunks of all of these, or of none.
     """
-    turned = dict(zip("ab", problem.turned, strict=True))
-    operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
-    arrays = {name: (array.name, turned.get(name, False)) for name, array in operands.items()}
-    upstream = HighLevelGraph.merge(*(array.dask for array in operands.values()))
-    layer = WavesLayer(problem, scheme, arrays, upstream)
-    made = {name for name, streamed in zip("ab", scheme.streamed, strict=True) if streamed and scheme.by_ranks}
-    # Culling keeps the layers before one that needs no key of theirs.
-    needed = [array for name, array in operands.items() if name not in made]
-    return HighLevelGraph.from_collections(problem.name, layer, dependencies=needed)
+    found: list[InWaves] = []
+    needed: dict[str, Any] = {}
+    for problem, scheme, operands in products:
+        turned = dict(zip("ab", problem.turned, strict=True))
+        arrays = {name: (array.name, turned.get(name, False)) for name, array in operands.items()}
+        one = InWaves(problem, scheme, arrays)
+        found.append(one)
+        # Culling keeps the layers before one that needs no key of theirs.
+        made = [name for name in operands if scheme.by_ranks and one.is_streamed(name)]
+        needed |= {array.name: array for name, array in operands.items() if name not in made}
+    upstream = HighLevelGraph.merge(*(array.dask for _, _, operands in products for array in operands.values()))
+    layer = WavesLayer(found, upstream)
+    return HighLevelGraph.from_collections(_layer_name(*products[0][:2]), layer, dependencies=list(needed.values()))
 
 
-def build_wave_output(problem: Problem, scheme: Scheme, output: str, d: Any) -> HighLevelGraph:
-    """Return the graph of an auxiliary output: chunks that those runs make which finish chunks of D.
+def _layer_name(problem: Problem, scheme: Scheme) -> str:
+    return f"{scheme.series or problem.name}-waves"
+
+
+def build_wave_output(waves: HighLevelGraph, problem: Problem, scheme: Scheme, output: str = "") -> HighLevelGraph:
+    """Return the graph of D, or of an auxiliary output: chunks that those runs make which finish chunks of D.
 
     Parameters
     ----------
+    waves
+        A graph with the waves.
     problem, scheme
         The product and its waves.
     output
-        Name of the output.
-    d
-        The array of D.
+        Name of the output; empty for D.
     """
-    name, ncols = output_name(problem.name, output), problem.chunk_counts("d")[1]
-    layer: dict[Any, Task] = {}
-    for number, wave in enumerate(scheme.waves):
-        if wave.last:
-            one = wave_problem(problem, scheme, number)
-            for index, at in enumerate(one.numbers("").tolist()):
-                key = (name, *divmod(at, ncols))
-                layer[key] = RunTask(key, chunk, output, index, TaskRef(barrier_key(one.name)))
-    return HighLevelGraph.from_collections(name, layer, dependencies=[d])
+    name, layer = output_name(problem.name, output), WaveOutputLayer(problem, scheme, output)
+    dependencies = {**waves.dependencies, name: {_layer_name(problem, scheme)}}
+    return HighLevelGraph({**waves.layers, name: layer}, dependencies)

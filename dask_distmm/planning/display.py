@@ -34,8 +34,8 @@ class Shown:
 class Explanation(Shown):
     """How a product would be computed, as `dask_distmm.explain` returns it. Shown as text, and as HTML in notebooks.
 
-    It is a `Plan` (a collective run), a `BatchPlan` (a batch) or a `NotCollective` (Dask's own function): ask with
-    ``isinstance``. All of them have these attributes.
+    It is a `Plan` (a collective run), a `WavePlan` (a sequence of them), a `BatchPlan` (a batch) or a `NotCollective`
+    (Dask's own function): ask with ``isinstance``. All of them have these attributes.
 
     Attributes
     ----------

@@ -59,7 +59,7 @@ class RosterReply(Reply):
 class RosterQuestion(Call[RosterReply]):
     """A client asks who would multiply for a demand (`Demand.to_wire`), and where the chunks of some arrays are.
 
-    `counts` says how many chunks each of the arrays `names` has along its two axes.
+    `counts` says how many chunks each of the arrays `names` has along its axes.
     """
 
     operation, answer = "distmm_roster", RosterReply

@@ -62,7 +62,7 @@ def batch_html(plan: BatchPlan) -> str:
     if rows:
         sections.append(_section("Estimated time", bars(rows, "estimated time of both ways") + legend))
     if plan.way == "collective" and plan.plan is not None:
-        sections.append(_section("Each run", plan_html(plan.plan)))
+        sections.append(_section("Each run", plan.plan._repr_html_()))
     return _page([*sections, _as_text(repr(plan))])
 
 

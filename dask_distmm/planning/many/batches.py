@@ -24,7 +24,6 @@ from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.display import Explanation
-from dask_distmm.planning.plan import Plan
 
 __all__ = [
     "WORTH",
@@ -323,7 +322,7 @@ class BatchPlan(Explanation):
     runs
         Collective runs that the second way takes.
     plan
-        The plan of one such run.
+        The plan of one such run, or the waves of one product that does not fit as a run.
     """
 
     batch: Batch
@@ -333,7 +332,7 @@ class BatchPlan(Explanation):
     items: BatchEstimate | None
     collective: BatchEstimate | None
     runs: int
-    plan: Plan | None
+    plan: Explanation | None
 
     @property
     def estimate(self) -> BatchEstimate | None:

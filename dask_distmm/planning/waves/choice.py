@@ -70,6 +70,7 @@ def choose(
     *,
     engine: str | Sequence[str] = "numpy",
     by_ranks: tuple[bool, bool] = (False, False),
+    products: int = 1,
 ) -> Scheme:
     """Return the quickest scheme that fits into the memory of the workers.
 
@@ -89,6 +90,9 @@ def choose(
         As for `plan`.
     by_ranks
         For A and B whether ranks can make its chunks.
+    products
+        How many like this one follow one another. Of several, operands that are loaded do not stay for a whole product,
+        and one wave may be a whole product.
 
     Raises
     ------
@@ -101,11 +105,14 @@ def choose(
         raise PlanError(f"{problem.name} can't be made in waves: {reason}")
     found: list[Scheme] = []
     methods = METHODS if problem.method == "auto" else (problem.method,)
+    fewest = -(-_FEWEST // products)
     for sketch in _sketches(problem, lazy, by_ranks if _make(engine) else (False, False)):
+        if products > 1 and sketch.streamed != lazy:
+            continue
         similar = [one for one in found if one.name == sketch.name]
         if any(one.by_ranks == sketch.by_ranks or sketch.name != "blocks" for one in similar):
             continue  # it reads more blocks, or loads what ranks can make
-        fitting = _Fitting(problem, workers, budget, costs, engine, lazy, sketch)
+        fitting = _Fitting(problem, workers, budget, costs, engine, lazy, sketch, fewest)
         schemes = [fitting.scheme(method) for method in methods] if fitting.may_fit() else []
         found += [scheme for scheme in schemes if scheme is not None]
     if not found:
@@ -210,6 +217,7 @@ class _Fitting:
     engine: str | Sequence[str]
     lazy: tuple[bool, bool]
     sketch: _Sketch
+    fewest: int
 
     @functools.cached_property
     def _edges(self) -> tuple[int, ...]:
@@ -230,7 +238,7 @@ class _Fitting:
     def scheme(self, method: str) -> Scheme | None:
         """Return the scheme with the largest waves that fit, of which there are enough; None if none fit."""
         segments = len(self._edges) - 1
-        if segments < 2 or (segments <= _FEW and self._try(segments, method) is None):
+        if (segments < 2 and self.fewest == _FEWEST) or (segments <= _FEW and self._try(segments, method) is None):
             return None
         # Numbers of waves along the axis: more fit sooner, and take longer to look at.
         low = high = 1
@@ -245,9 +253,9 @@ class _Fitting:
             else:
                 low = middle + 1
         if self.sketch.by_ranks:
-            fine = min(segments, max(low, _FEWEST // 2, math.ceil(found.seconds / _LONGEST)))
+            fine = min(segments, max(low, self.fewest // 2, math.ceil(found.seconds / _LONGEST)))
             return self._try(fine, method) or found
-        better = self._try(min(segments, max(_FEWEST, low)), method)
+        better = self._try(min(segments, max(self.fewest, low)), method)
         if better is not None and better.run_seconds / len(better.waves) > _SHORTEST:
             return better
         return found

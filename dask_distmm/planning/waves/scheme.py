@@ -61,6 +61,9 @@ class Scheme:
         Bytes that are loaded in all; estimated seconds of that, and of the runs.
     peak_bytes, budget_bytes
         Projected peak of a worker's memory, and what it may hold.
+    series, before
+        Where the waves of several products follow one another: the name of them all, empty for a product alone, and the
+        number of waves of the products before.
     """
 
     name: str
@@ -74,6 +77,8 @@ class Scheme:
     run_seconds: float
     peak_bytes: int
     budget_bytes: int
+    series: str = ""
+    before: int = 0
 
     @property
     def seconds(self) -> float:
@@ -118,7 +123,7 @@ class WavePlan(Explanation):
 
 
 def wave_problem(problem: Problem, scheme: Scheme, number: int) -> Problem:
-    """Return one wave of a product as a problem of its own, called ``...-wave-00012``.
+    """Return one wave of a product as a problem of its own, called ``...-wave-00012`` after the product or the series.
 
     Parameters
     ----------
@@ -171,7 +176,7 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int) -> Problem:
     whole = problem.name if wave.last else f"{problem.name}-sum-{number:05d}"
     return dataclasses.replace(
         problem,
-        name=f"{problem.name}-wave-{number:05d}",
+        name=f"{scheme.series or problem.name}-wave-{scheme.before + number:05d}",
         a_chunks=chunks["a"],
         b_chunks=chunks["b"],
         out_chunks=chunks["d"],

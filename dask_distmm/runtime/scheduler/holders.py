@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +132,7 @@ class Holders:
         workers
             Those that can take part.
         names, counts
-            Names of the arrays, and how many chunks each has along its two axes.
+            Names of the arrays, and how many chunks each has along its axes.
 
         Returns
         -------
@@ -144,10 +145,10 @@ class Holders:
         number = {worker.address: index for index, worker in enumerate(workers)}
         others: dict[str, int] = {}
         placed: list[bytes | None] = []
-        for name, (nrows, ncols) in zip(names, counts, strict=True):
+        for name, along in zip(names, counts, strict=True):
             found = []
-            for i, j in itertools.product(range(nrows), range(ncols)):
-                ts = self._scheduler.tasks.get((name, i, j))
+            for place in itertools.product(*map(range, along)):
+                ts = self._scheduler.tasks.get((name, *place))
                 holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
                 known = [number[address] for address in holders if address in number]
                 if known:
@@ -156,5 +157,5 @@ class Holders:
                     found.append(others.setdefault(holders[0], len(workers) + len(others)))
                 else:
                     break
-            placed.append(np.array(found, np.int32).tobytes() if len(found) == nrows * ncols else None)
+            placed.append(np.array(found, np.int32).tobytes() if len(found) == math.prod(along) else None)
         return [self._roster.worker(self._scheduler.workers[address], "") for address in others], placed
