@@ -158,6 +158,23 @@ def test_waves_are_one_product():
     assert waves.next == 1
 
 
+def test_waves_of_a_part():
+    """Waves that a part of D does not need are not waited for, and a later part is counted anew."""
+    records = Records()
+    for number in (2, 3):
+        records.expect(f"x-wave-{number:05d}")
+    waves = records.waves["x"]
+    assert (waves.count, waves.next) == (2, 2)
+    for number in (2, 3):
+        start = {"run": number, "name": f"x-wave-{number:05d}"}
+        records.note(1.0, {**START, **start})
+        records.note(2.0, {**DONE, **start, "loaded_bytes": 0, "made_bytes": 0})
+    assert waves.next is None
+    records.expect("x-wave-00000")
+    assert (waves.count, waves.next) == (1, 0)
+    assert tables.runs(list(records), 3.0)["name"] == ["x wave 3", "x wave 2"]
+
+
 def test_what_a_participant_may_report():
     from_wire(Progress, {"run_id": 1, "share": 0.5, "received_bytes": 7})
     for share, received in [(1, 7), (math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from dask.utils import format_bytes
 
 from dask_distmm.errors import PlanError, ProtocolError
+from dask_distmm.runtime.keys import wave_of
 from dask_distmm.runtime.questions import ProgressLine, ProgressQuestion
 from dask_distmm.runtime.wire import ask
 
@@ -184,12 +185,15 @@ def as_html(found: Sequence[ProgressBar]) -> str:
         )
         run = f"run {line.run}" if line.run else ""
         cells = (escape(short_name(line.name)), run, line.phase, bar, f"{line.share:.0%}", escape(line.note))
-        rows.append("<tr>" + "".join(f'<td style="text-align: left">{cell}</td>' for cell in cells) + "</tr>")
+        style = "text-align: left; padding: 0 0.4em"
+        rows.append("<tr>" + "".join(f'<td style="{style}">{cell}</td>' for cell in cells) + "</tr>")
     return f'<table style="border-collapse: collapse">{"".join(rows)}</table>'
 
 
 def short_name(name: str) -> str:
-    """Return a multiply's name with only the first digits of its token."""
+    """Return a multiply's name with only the first digits of its token, and the number of a wave."""
+    if (wave := wave_of(name)) is not None:
+        return f"{short_name(wave[0])} wave {wave[1]}"
     front, _, token = name.rpartition("-")
     return f"{front}-{token[:8]}" if front else name
 

@@ -22,7 +22,9 @@ from bokeh.transform import factor_cmap
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from dask_distmm.diagnostics import tables
+from dask_distmm.diagnostics.bars import as_html, bar_of
 from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.scheduler.progress import progress_of
 from dask_distmm.runtime.scheduler.records import PHASES, Record
 
 __all__ = ["distmm_doc"]
@@ -34,8 +36,10 @@ _STILL = (
     if bokeh.__version__.startswith("3.9.")
     else ""
 )
-# Pixels of the table: a dozen rows; further ones are scrolled to.
-_TABLE = 330
+# Pixels of the table: ten rows; further ones are scrolled to.
+_TABLE = 280
+# So many products in waves have a line.
+_PRODUCTS = 4
 # Okabe and Ito's colours, which everybody can tell apart; grey for "other".
 _COLOURS = dict(zip(PHASES, ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#BBBBBB"), strict=True))
 _COLOURS[tables.RUNNING] = "#F0E442"
@@ -68,6 +72,7 @@ class Page:
         self._scheduler = scheduler
         self._plugin = scheduler.plugins[NAME]
         self._summary = Div(styles={"font-size": "14px", "margin": "8px"})
+        self._waves = Div(styles={"font-size": "14px", "margin": "0 8px"})
         self._chosen = Div(styles={"font-size": "14px", "margin": "8px"})
         self._runs, self._phases, self._memory, self._rates = (
             ColumnDataSource(data=empty) for empty in (tables.runs([], 0.0), tables.phases(None, 0.0), *tables.empty())
@@ -77,6 +82,7 @@ class Page:
         self._runs.selected.on_change("indices", self._pick)
         self.root = column(
             self._summary,
+            self._waves,
             self._table(),
             self._chosen,
             row(self._timeline(), self._memory_plot(), sizing_mode="stretch_both"),
@@ -88,7 +94,7 @@ class Page:
         share = NumberFormatter(format="0%", text_align="right")
         columns = [
             ("run", "Run", 50, None),
-            ("name", "Multiply", 150, None),
+            ("name", "Multiply", 200, None),
             ("outcome", "State", 80, HTMLTemplateFormatter(template=_OUTCOME)),
             ("share", "Done", 50, share),
             ("how", "Method and ranks", 150, None),
@@ -96,9 +102,9 @@ class Page:
             ("when", "Began", 70, None),
             ("seconds", "Seconds", 70, NumberFormatter(format="0,0.000", text_align="right", nan_format="")),
             ("moved", "Received", 80, None),
-            ("speed", "Speed", 80, None),
+            ("speed", "Speed", 110, None),
             ("of_bound", "Of bound", 70, NumberFormatter(format="0%", text_align="right", nan_format="")),
-            ("reason", "Reason (click for all of it)", 300, None),
+            ("reason", "Reason (click for all of it)", 250, None),
         ]
         made = [
             TableColumn(field=f, title=title, width=width, **({"formatter": form} if form else {}))
@@ -163,6 +169,7 @@ class Page:
         """Show the latest records."""
         records = list(self._plugin.records)
         self._summary.text = tables.summary(self._plugin.records.totals, records) + _STILL
+        self._waves.text = self._in_waves()
         table = tables.runs(records, time.time())
         if table != self._runs.data:
             picked = [table["run"].index(self._picked)] if self._picked in table["run"] else []
@@ -171,6 +178,12 @@ class Page:
         shown = tables.shown(records, self._picked)
         self._chosen.text = tables.caption(shown, self._picked)
         self._show(shown, records)
+
+    def _in_waves(self) -> str:
+        """Return the progress of the last products in waves, the newest first, as HTML."""
+        found, runs = self._plugin.records, list(self._plugin.queue.values())
+        names = list(found.waves)[: -_PRODUCTS - 1 : -1]
+        return as_html([bar_of(progress_of(self._scheduler, runs, found, name)) for name in names]) if names else ""
 
     def _show(self, shown: Record | None, records: list[Record]) -> None:
         self._rank_axis.factors = tables.rank_names(shown)

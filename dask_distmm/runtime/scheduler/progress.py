@@ -100,9 +100,11 @@ def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, nam
 def _progress_of_waves(scheduler: Scheduler, runs: Iterable[Run], records: Records, name: str) -> ProgressLine:
     """Return how far a product in waves is."""
     waves = records.waves[name]
-    if len(waves.done) == waves.count:
+    if (following := waves.next) is None:
         return ProgressLine(name, "done", 1.0, note=waves.told(0.0, time()))
-    now = progress_of(scheduler, runs, records, wave_name(name, waves.next))
+    now = progress_of(scheduler, runs, records, wave_name(name, following))
     share = now.share if now.phase == "multiplying" else 0.0
     whole = (len(waves.done) + share) / waves.count
+    if now.phase == "done":  # nobody wants it any more
+        return ProgressLine(name, "released", whole)
     return ProgressLine(name, now.phase, whole, now.run, now.received_bytes, note=waves.told(share, time()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -107,8 +106,8 @@ class Waves:
 
     Parameters
     ----------
-    count
-        How many there are.
+    wanted
+        Numbers of those that are to run; where only a part of D is wanted not all.
     since
         When the first one began (seconds since the epoch); nan before.
     done
@@ -117,16 +116,21 @@ class Waves:
         Bytes of operands that were loaded for these, and of finished chunks of D that they have made.
     """
 
-    count: int = 0
+    wanted: set[int] = dataclasses.field(default_factory=set)
     since: float = float("nan")
     done: set[int] = dataclasses.field(default_factory=set)
     loaded_bytes: int = 0
     made_bytes: int = 0
 
     @property
-    def next(self) -> int:
-        """Number of the first wave that is not done."""
-        return next(number for number in itertools.count() if number not in self.done)
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.wanted)
+
+    @property
+    def next(self) -> int | None:
+        """Number of the first wave that is not done; None if all are."""
+        return min(self.wanted - self.done, default=None)
 
     def told(self, share: float, now: float) -> str:
         """Return how far the product is, in words; `share` of the next wave is done, `now` is since the epoch."""
@@ -187,8 +191,10 @@ class Records:
         """Count a run that is to come, if it is a wave of a product."""
         if (found := wave_of(name)) is not None:
             waves = self.waves.setdefault(found[0], Waves())
-            waves.count = max(waves.count, found[1] + 1)
-            waves.done.discard(found[1])  # of an earlier graph
+            if waves.wanted == waves.done:  # an earlier graph's
+                waves.wanted, waves.done = set(), set()
+            waves.wanted.add(found[1])
+            waves.done.discard(found[1])
             while len(self.waves) > self._most:
                 self.waves.popitem(last=False)
 
