@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -177,8 +178,9 @@ class WavesLayer(TasksLayer):
     def _inputs(self, number: int, operand: str) -> list[Any]:
         """Return the keys of an operand's chunks, in the order of their numbers in a wave's problem."""
         one, problem = self.waves[number]
-        counts = problem.chunk_counts(operand)
-        places = [problem.place_of(operand, index) for index in range(counts[0] * counts[1])]
+        assert problem.part is not None
+        rows, cols, _ = problem.part.of(operand)
+        places = itertools.product(rows, cols)
         if operand == "partial":
             before = self.waves[number - 1][1].result_name
             return [(before, i, j) for i, j in places]
