@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_distmm.engines.factor.outputs import inside
 from dask_distmm.errors import PlanError
+from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.factor import (
     Apply,
     Columns,
@@ -200,3 +203,20 @@ def test_widths(n, ranks):
     width = block_width(Factorization("lu", (n, n), "float64"), ranks)
     # One rank has LAPACK cut the matrix.
     assert width >= max(n, 256) if ranks == 1 else 32 <= width <= 256
+
+
+@given(st.sampled_from(["full", "lower", "unit lower", "upper"]), *[st.integers(0, 9)] * 2, *[st.integers(1, 9)] * 2)
+def test_what_is_outside_of_a_triangle_is_not_copied(form, row, col, rows, cols):
+    whole = np.arange(400).reshape(20, 20)
+    copy = Copy(0, 0, 0, 0, 0, 0, rows, cols, row, col)
+    source, found = whole[row : row + rows, col : col + cols], np.full((rows, cols), -1)
+    parts = list(inside(form, [copy]))
+    for part in parts:
+        assert (found[part.dst_index] == -1).all(), "copied twice"
+        found[part.dst_index] = source[part.src_index]
+        assert (part.row, part.col) == (row + part.dst_row, col)
+    triangle = {"full": np.ones_like(whole), "upper": np.triu(np.ones_like(whole))}.get(form, np.tri(20, dtype=int))
+    inner = triangle[row : row + rows, col : col + cols].astype(bool)
+    np.testing.assert_array_equal(found[inner], source[inner])
+    assert all(inner[part.dst_index].any() for part in parts)
+    assert any(inner[part.dst_index].all() for part in parts) or len(parts) < 2

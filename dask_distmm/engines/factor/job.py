@@ -25,7 +25,7 @@ from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey, wait
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.factor.outputs import is_zero, part_of, triangle_of, whole
+from dask_distmm.engines.factor.outputs import inside, part_of, triangle_of, whole
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor.placement import FactorPlacement
@@ -33,8 +33,8 @@ from dask_distmm.planning.factor.placement import FactorPlacement
 __all__ = ["FactorJob", "box_of", "put"]
 
 
-# Rows that are turned at once.
-_STRIP = 64
+# Rows that are turned at once: 16 of float64 fill two lines of a cache in each column.
+_STRIP = 16
 
 
 class FactorJob(Job[FactorPlacement]):
@@ -107,20 +107,24 @@ class FactorJob(Job[FactorPlacement]):
         for number, name in enumerate(self.plan.problem.operands):
             turned = self.plan.problem.task.turned(name)
             target, counts = self._execution.held(number), self.plan.problem.chunk_counts(name)
+            here: list[tuple[Copy, Any]] = []
             remote: dict[int, list[tuple[Copy, tuple[int, ...]]]] = collections.defaultdict(list)
-            for copy in self.plan.gathered(name).for_dst(self.rank):
+            form, given = self.plan.problem.task.read(name), self.plan.gathered(name).for_dst(self.rank)
+            for copy in inside(form, given):
                 box = box_of(copy, counts, transposed=turned.transposed)
                 holder = int(self.plan.where[name][box[0]])
-                self.ended.check()
                 index, r0, r1, c0, c1 = box
                 if (chunk := self._chunk(holder, name, index)) is None:
                     remote[holder].append((copy, box))
                 else:
-                    put(target, copy, chunk[r0:r1, c0:c1], turned.transposed, turned.conjugated)
+                    here.append((copy, chunk[r0:r1, c0:c1]))
             asked = []
             for holder, copies in remote.items():
                 boxes = np.array([(number, *box) for _, box in copies], np.int64)
                 asked.append((copies, self.comm.fetch(holder, "input", boxes, False)))
+            for copy, part in here:
+                self.ended.check()
+                put(target, copy, part, turned.transposed, turned.conjugated)
             for copies, answer in asked:
                 for (copy, _), part in zip(copies, wait_checked(answer, self.ended.check), strict=True):
                     part = self.kernels.xp.asarray(part)  # noqa: PLW2901
@@ -160,9 +164,8 @@ class FactorJob(Job[FactorPlacement]):
             order: Literal["C", "F"] = "C" if turned.transposed else "F"
             found[output.name, index] = self._blank((rows[i], cols[j]), np.dtype(output.dtype), order, form)
             held = j * len(rows) + i if turned.transposed else index
-            for copy in copies.for_dst(held):
-                if not is_zero(form, copy):
-                    given[copy.src].append((index, copy))
+            for copy in inside(form, copies.for_dst(held)):
+                given[copy.src].append((index, copy))
         # Not all ranks begin with the same one.
         peers = sorted(given, key=lambda one: (one - (self.rank or 0)) % len(plan.ranks))
         asked = [self._ask_part(number, peer, [copy for _, copy in given[peer]]) for peer in peers]

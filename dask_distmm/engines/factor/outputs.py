@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from dask_distmm.planning.factor import TaskOutput
 # Forms with zeros in the other triangle.
 TRIANGLES = ("lower", "unit lower", "upper")
 
-__all__ = ["TRIANGLES", "block_column", "block_columns", "is_zero", "needs_copy", "part_of", "triangle_of", "whole"]
+__all__ = ["TRIANGLES", "block_column", "block_columns", "inside", "needs_copy", "part_of", "triangle_of", "whole"]
 
 
 def block_columns(execution: Execution, name: str, out: Any = None) -> Any:
@@ -64,11 +65,24 @@ def part_of(execution: Execution, name: str, out: Any = None) -> Any:
     return execution.array[:rows, begin : begin + cols]
 
 
-def is_zero(form: str, copy: Copy) -> bool:
-    """Whether all of a part of a result is outside of its triangle."""
-    if form in ("lower", "unit lower"):
-        return copy.row + copy.nrows <= copy.col
-    return form == "upper" and copy.col + copy.ncols <= copy.row
+def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
+    """Yield the parts of copies that are not wholly outside of a triangle: rows on the diagonal, and the others.
+
+    Parameters
+    ----------
+    form
+        One of `TRIANGLES`; of any other form copies stay whole.
+    copies
+        Rectangles of the whole matrix.
+    """
+    for copy in copies:
+        first, end = copy.row, copy.row + copy.nrows
+        on, off = (min(max(first, column), end) for column in (copy.col, copy.col + copy.ncols))
+        kept = {"lower": ((on, off), (off, end)), "upper": ((first, on), (on, off)), "full": ((first, end),)}
+        for row, stop in kept[form.removeprefix("unit ") if form in TRIANGLES else "full"]:
+            if row < stop:
+                skip = row - first
+                yield copy._replace(src_row=copy.src_row + skip, dst_row=copy.dst_row + skip, row=row, nrows=stop - row)
 
 
 def triangle_of(kernels: Kernels, form: str, part: Any, row: int, col: int) -> Any:

@@ -229,6 +229,14 @@ class Factorization:
             return Turned(self.op != "N", self.op == "C")
         return Turned(self.underdetermined, self.underdetermined)
 
+    def read(self, name: str) -> Form:
+        """Return which part of ``"a"`` or ``"b"`` is read, in the form that ranks are given: a triangle or all."""
+        if name == "a" and self.hermitian:
+            return "lower"
+        if name == "a" and self.kind == "solve_triangular":
+            return "lower" if self.lower else "upper"
+        return "full"
+
     @property
     def substituted(self) -> str:
         """``"N"``, ``"T"`` or ``"C"``: the form of A in the system that solve_triangular's ranks solve."""
