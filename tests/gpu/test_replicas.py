@@ -8,7 +8,7 @@ from distributed import wait
 from run_events import events
 from test_epilogs import computed, on_gpus
 
-from dask_distmm import explain, matmul
+from dask_distmm import explain, free_replicas, matmul, replicate
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -49,3 +49,24 @@ def test_conjugates(clusters, nworkers, method, ops, dtype):
     stored = [x.conj().T.copy() if op == "C" else x for x, op in zip((a, b), ops, strict=True)]
     d = matmul(*map(on_gpus, stored), op_a=ops[0], op_b=ops[1], method=method)
     assert_product(a, b, computed(client, d))
+
+
+@pytest.mark.parametrize("method", ["allgather", "local"])
+@pytest.mark.parametrize("operand", ["a", "b"])
+def test_gathered_operands_move_once(clusters, nworkers, method, operand):
+    client, _ = clusters(nworkers)
+    a, b = client.persist([on_gpus(random(192, 128)), on_gpus(random(128, 192))])
+    d = matmul(a, b, gathered=operand, method=method)
+    left, right = computed(client, a), computed(client, b)
+    assert_product(left, right, computed(client, d))
+    assert f"{operand.upper()} on all workers" in repr(explain(a, b))
+    again = matmul(
+        a, b, method="allgather", out_chunks=(192 // nworkers, 192) if operand == "b" else (192, 192 // nworkers)
+    )
+    assert_product(left, right, computed(client, again))
+    del d, again
+    assert free_replicas() == 1
+    replicate(a)
+    assert free_replicas(a) == 1
+    del a, b
+    assert_nothing_left(client)
