@@ -387,7 +387,9 @@ def test_the_page_in_a_browser(process_cluster, client, tmp_path):
 def test_no_page_without_a_dashboard():
     """A scheduler without one multiplies as ever."""
     with (
-        LocalCluster(1, processes=False, dashboard_address=None, threads_per_worker=1) as cluster,
+        LocalCluster(
+            1, processes=False, threads_per_worker=1, dashboard_address=":0", scheduler_kwargs={"dashboard": False}
+        ) as cluster,
         Client(cluster) as c,
     ):
         x = da.random.random((100, 100), chunks=50)
