@@ -31,8 +31,13 @@ LONG = [
     *["test_cublasmp_emulated", "test_faults", "test_batched", "test_network", "test_preload", "test_demo"],
 ]
 
-# Statistical profiles of all workers all the time are nothing that a test looks at.
-dask.config.set({"distributed.worker.profile.enabled": False})
+# No test looks at profiles or ticks of all workers; with these, idle clusters of the session take a third of two cores.
+dask.config.set({
+    "distributed.worker.profile.enabled": False,
+    "distributed.admin.tick.interval": "500ms",
+    "distributed.admin.system-monitor.interval": "5s",
+    "distributed.worker.memory.monitor-interval": "500ms",
+})  # fmt: skip
 
 # Small matrices gain nothing from a second thread of BLAS, and wait long for it where two processes test on two cores.
 threadpool_limits(1, "blas")

@@ -30,7 +30,7 @@ NAMES = (
     "not svd_flip and not svd_incompatible and not einsum and not invert and "
     "(matmul or dot or tensordot or linalg or lu or solve or cholesky or inv or lstsq or svd or qr or cov or corrcoef)"
 )
-SOME = 2
+SOME = 1
 
 
 def compute_on_the_cluster() -> None:

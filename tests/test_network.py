@@ -54,7 +54,7 @@ def cluster(folder):
         yield made, client
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "tls", "ucx"])
+@pytest.mark.parametrize("protocol", ["tls", "ucx"])
 def test_two_hosts(protocol, tmp_path):
     """Every method, with a scheduler here and two workers on each of two hosts."""
     given = {}

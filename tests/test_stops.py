@@ -61,9 +61,7 @@ def test_a_rank_stands_still_for_a_while(fault_client, point):
     assert_product(a, b, future.result(timeout=60))
 
 
-@pytest.mark.parametrize(
-    ("point", "victim"), [("vote", 0), ("execute", 0), ("execute", 1), ("execute", 2), ("tiles", 1)]
-)
+@pytest.mark.parametrize(("point", "victim"), [("vote", 0), ("execute", 1), ("tiles", 2)])
 def test_a_rank_stands_still_for_too_long(fault_client, point, victim, record_property):
     """One error names it; awake again, the same processes multiply."""
     before = fault_client.run(os.getpid)
@@ -222,8 +220,7 @@ def test_a_function_of_the_user_fails_on_one_rank(fault_client):
     assert fault_client.run(os.getpid) == before
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_clients_that_share_workers(fault_client, count):
+def test_clients_that_share_workers(fault_client):
     """Overlapping rosters on workers of one thread, many runs each: all right, in one order everywhere."""
     addresses = sorted(fault_client.nthreads())
     wrong = []
@@ -240,7 +237,7 @@ def test_clients_that_share_workers(fault_client, count):
                     wrong.append(error)
                     return
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -249,7 +246,7 @@ def test_clients_that_share_workers(fault_client, count):
     assert not wrong, wrong[0]
     orders = fault_client.run(runs_in_order)
     assert all(order == sorted(order) for order in orders.values())
-    assert sum(map(len, orders.values())) >= 40 * count
+    assert sum(map(len, orders.values())) >= 40 * 3
 
 
 def runs_in_order(dask_worker) -> list[int]:
@@ -258,9 +255,9 @@ def runs_in_order(dask_worker) -> list[int]:
 
 
 def pretend(version: str) -> None:
-    from dask_distmm.runtime.worker import description
+    from dask_distmm.runtime.worker import side
 
-    description.__version__ = version
+    side.__version__ = version
 
 
 def forget_what_workers_said(dask_scheduler) -> None:
