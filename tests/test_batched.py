@@ -90,6 +90,7 @@ def test_fp8_on_cupy_chunks_is_bytes(monkeypatch, to):
     case.check(d.view(FP8[to]) if to in FP8 else d, to, np.asarray(amax).max())
 
 
+@pytest.mark.filterwarnings("ignore:Increasing number of chunks")
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_random_batches_against_numpy_without_a_cluster(seed):
