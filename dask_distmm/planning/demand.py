@@ -1,6 +1,6 @@
 """Workers as planning sees them (Worker), and what a multiply asks of them (Demand).
 
-Both are frozen values of plain types, which cross the network as `to_wire` gives them and are checked by `from_wire`.
+Both are frozen values of plain types, which cross the network as ``to_wire`` gives them and are checked by `from_wire`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Worker:
 
     @classmethod
     def from_wire(cls, wire: Any) -> Worker:
-        """Make it from what `to_wire` gave, checked."""
+        """Make it from what ``to_wire`` gave, checked."""
         address, nthreads, memory, host, device, reach, used = wire
         if not isinstance(address, str):
             raise ProtocolError(f"a worker's address is a str, found {address!r}")
@@ -89,7 +89,7 @@ class Demand:
 
     @classmethod
     def from_wire(cls, wire: Any) -> Demand:
-        """Make it from what `to_wire` gave, checked.
+        """Make it from what ``to_wire`` gave, checked.
 
         Raises
         ------

@@ -17,7 +17,7 @@ from dask_distmm.planning.problem import Problem
 
 __all__ = ["plan_computation", "plan_from_wire", "problem_from_wire"]
 
-# By the kind that `to_wire` names: the class of the computation, and that of its plans.
+# By the kind that ``to_wire`` names: the class of the computation, and that of its plans.
 _KINDS: dict[str, tuple[type[Problem | FactorProblem], type[Plan | FactorPlacement]]] = {
     Problem.kind: (Problem, Plan),
     FactorProblem.kind: (FactorProblem, FactorPlacement),
@@ -25,7 +25,7 @@ _KINDS: dict[str, tuple[type[Problem | FactorProblem], type[Plan | FactorPlaceme
 
 
 def problem_from_wire(wire: Any) -> Computation:
-    """Make a computation from what its `to_wire` gave, checked.
+    """Make a computation from what its ``to_wire`` gave, checked.
 
     Raises
     ------
@@ -36,7 +36,7 @@ def problem_from_wire(wire: Any) -> Computation:
 
 
 def plan_from_wire(wire: Any) -> Placement:
-    """Make a plan from what its `to_wire` gave, checked.
+    """Make a plan from what its ``to_wire`` gave, checked.
 
     Raises
     ------

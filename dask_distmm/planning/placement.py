@@ -193,7 +193,7 @@ class Placement(Explanation):
 
     @classmethod
     def from_wire(cls, wire: Any) -> Self:
-        """Make it from what `to_wire` gave, checked.
+        """Make it from what ``to_wire`` gave, checked.
 
         Raises
         ------
@@ -211,7 +211,7 @@ class Placement(Explanation):
 
     @classmethod
     def fields(cls, wire: Any) -> dict[str, Any]:
-        """Return the arguments of a placement, but for its problem, from what `to_wire` gave."""
+        """Return the arguments of a placement, but for its problem, from what ``to_wire`` gave."""
         run_a, run_b = map(int, wire["replica_runs"])
         return {
             "engine": str(wire["engine"]),

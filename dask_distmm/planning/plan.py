@@ -201,7 +201,7 @@ class Plan(Placement):
 
     @classmethod
     def fields(cls, wire: Any) -> dict[str, Any]:
-        """Return the arguments of a plan from what `to_wire` gave."""
+        """Return the arguments of a plan from what ``to_wire`` gave."""
         order_a, order_b = wire["orders"]
         slabs = wire["d_cuts"]
         return super().fields(wire) | {

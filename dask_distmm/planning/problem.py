@@ -1,6 +1,6 @@
 """A Problem says what is to be multiplied; planning turns it into a Plan.
 
-It is a frozen value of plain types. It crosses the network as the plain dict of `to_wire` and is checked by
+It is a frozen value of plain types. It crosses the network as the plain dict of ``to_wire`` and is checked by
 `from_wire`, so that no message of ours needs unpickling.
 """
 
@@ -285,7 +285,7 @@ class Problem(Computation):
 
     @classmethod
     def from_wire(cls, wire: Any) -> Problem:
-        """Make it from what `to_wire` gave, checked.
+        """Make it from what ``to_wire`` gave, checked.
 
         Raises
         ------

@@ -69,7 +69,7 @@ def to_wire(message: Message | Reply) -> dict[str, Any]:
 
 
 def from_wire(kind: type[D], wire: Any) -> D:
-    """Return the message that `to_wire` gave, checked: each field, but not what is inside of a container.
+    """Return the message that ``to_wire`` gave, checked: each field, but not what is inside of a container.
 
     Raises
     ------

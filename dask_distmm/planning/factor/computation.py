@@ -125,7 +125,7 @@ class FactorProblem(Computation):
 
     @classmethod
     def from_wire(cls, wire: Any) -> FactorProblem:
-        """Make it from what `to_wire` gave, checked.
+        """Make it from what ``to_wire`` gave, checked.
 
         Raises
         ------

@@ -130,7 +130,7 @@ class FactorPlacement(Placement):
 
     @classmethod
     def fields(cls, wire: Any) -> dict[str, Any]:
-        """Return the arguments of a plan from what `to_wire` gave."""
+        """Return the arguments of a plan from what ``to_wire`` gave."""
         return super().fields(wire) | {
             "problem": FactorProblem.from_wire(wire["problem"]),
             "width": int(wire["width"]),
