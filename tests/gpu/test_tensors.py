@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from distributed import wait
+from matrices import random
 from run_events import newest_run, runs_after
 from test_epilogs import computed, on_gpus
 
@@ -16,11 +17,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is no requirement")
 
 COUNTS = (1, 2)
 SHAPES = (192, 128), (128, 160)
-
-
-def random(shape, dtype):
-    x = np.random.default_rng().standard_normal(shape)
-    return (x * (1 + 1j) if np.dtype(dtype).kind == "c" else x).astype(dtype)
 
 
 def with_tensors(x):
