@@ -148,6 +148,14 @@ def test_numpys_functions_keep_their_errors_and_their_results(inproc_client, tak
             assert error_or_value(call) == stock
 
 
+def test_mistakes_of_the_configuration_are_errors_of_numpys_functions_too(inproc_client, take_all):
+    x = da.ones((20, 20), chunks=10)
+    with dask_distmm.enabled(), dask.config.set({"distmm.method": "suma"}):
+        for call in (np.inner, np.linalg.matmul):
+            with pytest.raises(dask_distmm.PlanError, match="suma"):
+                call(x, x)
+
+
 def error_or_value(call):
     try:
         return call().tolist()

@@ -6,7 +6,6 @@ multiplies them here. While `dask_distmm.enable` is in force these functions tak
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from dask.array.core import _HANDLED_FUNCTIONS
 
 from dask_distmm.arrays.fallback import added_in_64_bits
 from dask_distmm.arrays.linalg import routed
+from dask_distmm.errors import PlanError
 from dask_distmm.runtime.chunks import array_kind
 
 __all__ = ["cheapest_order", "install", "uninstall"]
@@ -131,11 +131,15 @@ def _lazily(function: Any, ours: Callable[..., Any], wanted: Callable[[], bool])
     @functools.wraps(function)
     def answer(*args: Any, **kwargs: Any) -> Any:
         if wanted():
-            # NumPy's function says what is wrong with the arguments, and takes some that Dask's refuses.
-            with contextlib.suppress(TypeError, ValueError):
+            try:
                 result = ours(*args, **kwargs)
-                if result is not NotImplemented:
-                    return result
+            except PlanError:
+                raise  # of the configuration
+            except (TypeError, ValueError):
+                # NumPy's function says what is wrong with the arguments, and takes some that Dask's refuses.
+                result = NotImplemented
+            if result is not NotImplemented:
+                return result
         args, kwargs = dask.compute(args, kwargs)
         return function(*args, **kwargs)
 
