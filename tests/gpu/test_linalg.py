@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dask
+import dask.array as da
 import numpy as np
 import pytest
 from test_epilogs import computed, finished, on_gpus
 
+import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.testing import assert_eigh, assert_nothing_left, assert_svd
 
@@ -123,6 +125,62 @@ def test_other_results(clusters, nworkers):
     assert_nothing_left(client)
 
 
+def test_results_by_singular_values(clusters, nworkers):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    a, tall = random(rng, (210, 210), "float64"), random(rng, (600, 40), "float64")
+    deficient = tall[:, :30] @ random(rng, (30, 50), "float64")
+    values = np.linalg.svd(a, compute_uv=False)
+    near = {"rtol": 1e-9, "atol": 1e-9}
+    np.testing.assert_allclose(computed(client, linalg.svdvals(on_gpus(a))), values, **near)
+    for order in (2, -2, "nuc"):
+        np.testing.assert_allclose(computed(client, linalg.norm(on_gpus(a), ord=order)), np.linalg.norm(a, order), **near)
+    np.testing.assert_allclose(computed(client, linalg.cond(on_gpus(a))), np.linalg.cond(a), rtol=1e-7)
+    assert computed(client, linalg.matrix_rank(on_gpus(deficient))) == 30
+    np.testing.assert_allclose(computed(client, linalg.pinv(on_gpus(deficient))), np.linalg.pinv(deficient), atol=1e-9)
+    np.testing.assert_allclose(
+        computed(client, linalg.eigvalsh(on_gpus(a + a.T))), np.linalg.eigvalsh(a + a.T), rtol=0, atol=1e-10
+    )
+    u, p = (computed(client, x) for x in client.persist(linalg.polar(on_gpus(a))))
+    np.testing.assert_allclose(u @ p, a, **near)
+    np.testing.assert_allclose(u.T @ u, np.eye(210), **near)
+    assert (np.linalg.eigvalsh(p) > 0).all()
+    assert_nothing_left(client)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_randomized_svd(clusters, nworkers, dtype):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    left, right = (np.linalg.qr(random(rng, shape, dtype))[0] for shape in ((900, 12), (200, 12)))
+    expected = np.geomspace(1e3, 1, 12).astype(dtype)
+    x = ((left * expected) @ right.conj().T).astype(dtype)
+    u, s, v = (computed(client, one) for one in client.persist(linalg.svd_compressed(on_gpus(x), 5)))
+    eps = np.finfo(dtype).eps
+    np.testing.assert_allclose(s, expected[:5].real, rtol=1e3 * eps)
+    np.testing.assert_allclose(np.abs(u.conj().T @ left[:, :5]), np.eye(5), atol=1e4 * eps)
+    np.testing.assert_allclose(np.abs(v @ right[:, :5]), np.eye(5), atol=1e4 * eps)
+    assert_nothing_left(client)
+
+
+def test_functions_of_dask_and_numpy(clusters, nworkers):
+    """Under `enable()`; stock Dask's do not take CuPy chunks, or factorize no such chunks."""
+    client, _ = clusters(nworkers)
+    a = random(np.random.default_rng(), (210, 210), "float64")
+    with dask_distmm.enabled():
+        x = on_gpus(a)
+        found = {
+            "inv": computed(client, np.linalg.inv(x)),
+            "det": computed(client, np.linalg.det(x)),
+            "solve": computed(client, da.linalg.solve(x, on_gpus(a[:, 0].copy()))),
+            "norm": computed(client, np.linalg.norm(x, 2)),
+        }
+    np.testing.assert_allclose(found["inv"] @ a, np.eye(210), atol=1e-9)
+    np.testing.assert_allclose(found["det"], np.linalg.det(a), rtol=1e-9)
+    np.testing.assert_allclose(found["solve"], np.eye(210)[:, 0], atol=1e-9)
+    np.testing.assert_allclose(found["norm"], np.linalg.norm(a, 2), rtol=1e-9)
+
+
 def test_matrices_that_have_none(clusters, nworkers):
     client, _ = clusters(nworkers)
     a = -np.eye(300)
@@ -140,7 +198,7 @@ def test_numpy_chunks(clusters, nworkers):
     client, _ = clusters(nworkers)
     s = positive(np.random.default_rng(), 300, "float64")
     with dask.config.set({"distmm.engine": "peer"}):
-        low = client.compute(linalg.cholesky(dask.array.from_array(s, chunks=77), lower=True), sync=True)
+        low = client.compute(linalg.cholesky(da.from_array(s, chunks=77), lower=True), sync=True)
     assert isinstance(low, np.ndarray)
     assert residual(low @ low.T, s, norm(s), 300) < GATE
 

@@ -31,6 +31,7 @@ __all__ = [
     "factorize",
     "inner_chunks",
     "matrix",
+    "plus_ones",
     "problem_of",
     "row_chunks",
     "times",
@@ -173,6 +174,15 @@ def adjoint(a: Array) -> Array:
     """Return the conjugate transpose; of a real matrix without the copy that Dask's ``conj`` makes."""
     found: Array = (a.conj() if a.dtype.kind == "c" else a).T
     return found
+
+
+def plus_ones(block: Any, offset: int) -> Any:
+    """Return a chunk with 1 added to the elements ``[i, i + offset]``.
+
+    CuPy's `eye` does not take all that NumPy's passes to it, so the ones are made by a comparison.
+    """
+    rows, cols = (np.arange(size, like=block) for size in block.shape)
+    return block + (rows[:, None] + offset == cols)
 
 
 def times(a: Array, b: Array, how: RunOptions) -> Array:

@@ -10,7 +10,7 @@ from dask.array.core import Array
 
 from dask_distmm.arrays import batched
 from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import matrix
+from dask_distmm.arrays.linalg.factorize import matrix, plus_ones
 from dask_distmm.arrays.request import parse
 from dask_distmm.errors import PlanError
 from dask_distmm.typing import Engine, Method
@@ -141,5 +141,4 @@ def _triangle(block: Any, lower: bool, unit: bool, block_info: Any = None) -> An
     if not unit:
         return np.tril(block, offset) if lower else np.triu(block, offset)
     strict = np.tril(block, offset - 1) if lower else np.triu(block, offset + 1)
-    ones: Any = np.eye(block.shape[0], block.shape[1], offset, dtype=block.dtype, like=block)
-    return strict + ones
+    return plus_ones(strict, offset)

@@ -21,7 +21,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import RunOptions, adjoint, factorize, times
+from dask_distmm.arrays.linalg.factorize import RunOptions, adjoint, factorize, plus_ones, times
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.errors import MatrixError
 
@@ -112,5 +112,4 @@ def _plus_identity(x: Array) -> Array:
 
 def _plus_ones(block: Any, block_info: Any = None) -> Any:
     first, other = (start for start, _ in block_info[0]["array-location"])
-    rows, cols = block.shape
-    return block + np.eye(rows, cols, first - other, dtype=block.dtype, like=block)
+    return plus_ones(block, first - other)
