@@ -15,6 +15,7 @@ from dask_distmm.errors import PlanError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.factor import (
     Apply,
+    Ask,
     Columns,
     Drop,
     Factor,
@@ -26,6 +27,7 @@ from dask_distmm.planning.factor import (
     Publish,
     block_width,
     factor_plan,
+    launch_order,
 )
 from dask_distmm.testing import check_programs
 
@@ -220,3 +222,23 @@ def test_what_is_outside_of_a_triangle_is_not_copied(form, row, col, rows, cols)
     np.testing.assert_array_equal(found[inner], source[inner])
     assert all(inner[part.dst_index].any() for part in parts)
     assert any(inner[part.dst_index].all() for part in parts) or len(parts) < 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_updates_are_launched_before_panels_that_are_waited_for(ranks):
+    plan = factor_plan(Factorization("qr", (90, 70), "float64"), ranks, 16)
+    for rank in range(ranks):
+        steps = plan.steps(rank)
+        found = list(launch_order(steps))
+        assert sorted(map(repr, found)) == sorted(map(repr, steps))
+        for one in (Factor, Publish, Get, Ask, Drop):
+            assert [x for x in found if isinstance(x, one)] == [x for x in steps if isinstance(x, one)]
+        for first, second in itertools.pairwise(steps):
+            if isinstance(first, Apply) and first.ahead and isinstance(second, Factor):
+                rest = [x for x in found if isinstance(x, Apply) and x[:2] == first[:2] and not x.ahead]
+                assert all(found.index(x) < found.index(second) for x in rest)
+        # Nobody waits before this rank has published what it has made.
+        for at, step in enumerate(found):
+            if isinstance(step, Get):
+                mine = [x for x in steps[: steps.index(step)] if isinstance(x, Publish)]
+                assert set(mine) <= set(found[:at])

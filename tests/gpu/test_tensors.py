@@ -28,7 +28,11 @@ def in_one(client, d):
     """A Dask array with tensors as one NumPy array."""
     meta = shared(d._meta)
     chunks = [[d.blocks[i, j] for j in range(d.numblocks[1])] for i in range(d.numblocks[0])]
-    return np.block([[client.compute(x.map_blocks(shared, dtype=meta.dtype, meta=meta)).result().get() for x in row] for row in chunks])
+
+    def one(x):
+        return client.compute(x.map_blocks(shared, dtype=meta.dtype, meta=meta)).result().get()
+
+    return np.block([[one(x) for x in row] for row in chunks])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "complex64"])

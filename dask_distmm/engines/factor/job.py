@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey, wait_checked
+from dask_distmm.engines.factor.copies import put
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
@@ -30,11 +31,7 @@ from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor.placement import FactorPlacement
 
-__all__ = ["FactorJob", "box_of", "put"]
-
-
-# Rows that are turned at once: 16 of float64 fill two lines of a cache in each column.
-_STRIP = 16
+__all__ = ["FactorJob", "box_of"]
 
 
 class FactorJob(Job[FactorPlacement]):
@@ -227,16 +224,3 @@ def box_of(copy: Copy, counts: tuple[int, int], *, transposed: bool) -> tuple[in
         return copy.src, *rows, *cols
     j, i = divmod(copy.src, counts[0])
     return i * counts[1] + j, *cols, *rows
-
-
-def put(target: Any, copy: Copy, part: Any, transposed: bool, conjugated: bool) -> None:
-    """Write a part to its place."""
-    part = part.T if transposed else part
-    part, place = part.conj() if conjugated else part, target[copy.dst_index]
-    across = part.ndim == 2 and (part.strides[0] < part.strides[1]) != (place.strides[0] < place.strides[1])
-    if not across or not isinstance(part, np.ndarray):
-        place[...] = part
-        return
-    # NumPy turns a matrix slowly where columns are far apart: what it reads and writes has to stay in the caches.
-    for row in range(0, len(part), _STRIP):
-        place[row : row + _STRIP] = part[row : row + _STRIP]

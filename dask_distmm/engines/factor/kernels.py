@@ -29,8 +29,11 @@ class Kernels(Protocol):
         """Whether calls return before their work is done. Then matrices are looked at when all is done."""
         ...
 
-    def ahead(self) -> contextlib.AbstractContextManager[None]:
-        """Let the calls inside of a ``with`` block run beside those outside that follow; after those before it."""
+    def ahead(self, *, further: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Let the calls inside of a ``with`` block run beside those outside that follow; after those before it.
+
+        With `further` they are after those alone that were made ahead, and those that these are after.
+        """
         ...
 
     def join(self) -> None:

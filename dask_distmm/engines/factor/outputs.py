@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.layout.redistribute import Copy
@@ -33,7 +34,7 @@ def block_columns(execution: Execution, name: str, out: Any = None) -> Any:
     at, first = 0, execution.columns.first(output.matrix or 0)
     for number in execution.columns.owned(execution.rank, first, first + -(-layout.shape[1] // layout.blocks[1])):
         block = block_column(execution, output, number)
-        part[:, at : at + block.shape[1]] = block
+        assign(part[:, at : at + block.shape[1]], block)
         at += block.shape[1]
     return part
 
@@ -133,14 +134,14 @@ def block_column(execution: Execution, output: TaskOutput, number: int) -> Any:
     if output.matrix == 1:
         return held[:rows]
     block = kernels.empty((rows, held.shape[1]), held.dtype)
-    block[...] = held[:rows]
+    assign(block, held[:rows])
     if execution.plan.problem.kind == "lu" and output.form != "upper":
         _swap_later(execution, stop, block)
     if output.form == "full":
         return block
     diagonal = block[start:stop]
     lower = output.form != "upper"
-    (block[:start] if lower else block[stop:])[...] = 0
+    assign(block[:start] if lower else block[stop:], 0)
     diagonal[...] = kernels.triangle(diagonal, lower=lower, unit=output.form == "unit lower")
     return block
 
@@ -151,24 +152,30 @@ def _swap_later(execution: Execution, stop: int, block: Any) -> None:
         return
     if execution.kernels.asynchronous:
         # So many swaps, one after the other, take longer on a GPU than to pick all rows at once.
-        block[stop:] = block[stop:][execution.kernels.xp.asarray(_rows_later(execution)[stop])]
+        xp, below = execution.kernels.xp, block[stop:]
+        assign(below, xp.take(below.T, xp.asarray(_rows_later(execution)[stop]), axis=1).T)
     else:
         execution.kernels.laswp(block[stop:], _pivots(execution)[stop:] - np.int32(stop))
 
 
 def _rows_later(execution: Execution) -> dict[int, NDArray[np.int64]]:
-    """Return, for the end of each panel, the order of the rows below it after the swaps of all later panels."""
+    """Return, for the end of each panel of this rank, the order of the rows below it after the swaps of later panels."""
     if not execution.rows_later:
-        rows, pivots, panels = execution.columns.rows, _pivots(execution), sorted(execution.pivots)
-        order: NDArray[np.int64] = np.arange(rows, dtype=np.int64)
-        for panel in reversed(panels):
-            start, stop, _ = execution.columns.place(panel)
-            execution.rows_later[stop] = order[stop:] - stop
-            swapped = np.arange(rows, dtype=np.int64)
-            for row in range(start, stop):
-                swapped[[row, pivots[row]]] = swapped[[pivots[row], row]]
-            # First the swaps of this panel, then those of the later ones.
-            order = swapped[order]
+        columns, pivots, then = execution.columns, _pivots(execution), dict[int, NDArray[np.int64]]()
+        # Row i is row `rows[i]` of the matrix as it was, which has come to row `places[rows[i]]`.
+        rows = np.arange(columns.rows, dtype=np.int64)
+        places = rows.copy()
+        for panel in sorted(execution.pivots):
+            start, stop, _ = columns.place(panel)
+            moved: dict[int, int] = {}
+            for row, other in enumerate(pivots[start:stop].tolist(), start):
+                moved[row], moved[other] = moved.get(other, other), moved.get(row, row)
+            here = np.fromiter(moved, np.int64, len(moved))
+            rows[here] = rows[np.fromiter(moved.values(), np.int64, len(moved))]
+            places[rows[here]] = here
+            if columns.owner(panel) == execution.rank:
+                then[stop] = places.copy()
+        execution.rows_later = {stop: found[rows[stop:]] - stop for stop, found in then.items()}
     return execution.rows_later
 
 

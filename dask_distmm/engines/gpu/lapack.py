@@ -63,9 +63,10 @@ class SolverKernels:
         return self._main.stream, self._ahead.stream
 
     @contextlib.contextmanager
-    def ahead(self) -> Iterator[None]:
-        """Let the calls inside run beside those outside that follow; after those before."""
-        self._ahead.stream.wait_event(record(self._main.stream))
+    def ahead(self, *, further: bool = False) -> Iterator[None]:
+        """Let the calls inside run beside those outside that follow; after those before, or those ahead alone."""
+        if not further:
+            self._ahead.stream.wait_event(record(self._main.stream))
         self._now = self._ahead
         try:
             with self._ahead.stream:

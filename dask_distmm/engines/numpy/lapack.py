@@ -30,7 +30,7 @@ class LapackKernels:
     asynchronous, xp = False, np
 
     @contextlib.contextmanager
-    def ahead(self) -> Iterator[None]:
+    def ahead(self, *, further: bool = False) -> Iterator[None]:
         """Do nothing: a call is done when it returns."""
         yield
 

@@ -6,6 +6,7 @@ them together.
 """
 
 from dask_distmm.planning.factor.columns import Columns, Matrix, Place
+from dask_distmm.planning.factor.lookahead import launch_order
 from dask_distmm.planning.factor.phases import Phase
 from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan
 from dask_distmm.planning.factor.problem import KINDS, Factorization, TaskOutput
@@ -45,4 +46,5 @@ __all__ = [
     "TaskOutput",
     "block_width",
     "factor_plan",
+    "launch_order",
 ]

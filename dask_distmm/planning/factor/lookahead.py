@@ -10,13 +10,13 @@ blocks. Meanwhile the other ranks update theirs, and the next panel travels::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from dask_distmm.planning.factor.columns import Columns
 from dask_distmm.planning.factor.phases import Phase
 from dask_distmm.planning.factor.steps import Apply, Ask, Check, Drop, Factor, Get, Key, Publish, Step
 
-__all__ = ["steps_of"]
+__all__ = ["launch_order", "steps_of"]
 
 
 def steps_of(
@@ -38,6 +38,28 @@ def steps_of(
         The ranks that need all pivots in the end.
     """
     return tuple(_Builder(rank, phases, columns, check, frozenset(pivots_on)).build())
+
+
+def launch_order(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yield the steps of a rank in an order for devices that only put them on streams, and panels that are waited for.
+
+    What a panel is applied to besides the next one comes before that is factorized, so that the device has it to do
+    while the thread waits.
+    """
+    later: list[Step] = []
+    ahead = False
+    for step in steps:
+        if ahead and isinstance(step, Factor | Check | Publish):
+            later.append(step)
+            continue
+        if isinstance(step, Apply) and not step.ahead:
+            yield step
+            yield from later
+        else:
+            yield from later
+            yield step
+        later, ahead = [], isinstance(step, Apply) and step.ahead
+    yield from later
 
 
 class _Builder:
