@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
-from dask_distmm.planning.factor import Apply, Ask, Check, Drop, Factor, FactorPlan, Get, Key, Phase, Publish, Step
+from dask_distmm.planning.factor import (
+    Apply,
+    Ask,
+    Check,
+    Drop,
+    Factor,
+    FactorPlan,
+    Get,
+    Key,
+    Phase,
+    Publish,
+    Step,
+    launch_order,
+)
 
 __all__ = ["check_programs"]
 
@@ -15,7 +29,7 @@ _HELD = 2
 def check_programs(plan: FactorPlan) -> int:
     """Run all ranks' programs without numbers; every rule that makes their result right is checked.
 
-    The ranks are run in several orders. In each of them
+    The ranks are run in several orders, and take their steps in the order of the plan or in `launch_order`. In each
 
     - no rank waits for ever, or for itself;
     - each block column gets each panel of each phase once, in the order of the phase, on its own rank;
@@ -35,7 +49,8 @@ def check_programs(plan: FactorPlan) -> int:
     AssertionError
         A program breaks a rule.
     """
-    travelled = {_Ranks(plan).run(order) for order in ("in turn", "first", "last")}
+    ways = itertools.product((False, True), ("in turn", "first", "last"))
+    travelled = {_Ranks(plan, launched=launched).run(order) for launched, order in ways}
     assert len(travelled) == 1
     for rank in range(plan.ranks):
         _check_lookahead(plan, rank)
@@ -45,9 +60,10 @@ def check_programs(plan: FactorPlan) -> int:
 class _Ranks:
     """Imagined ranks, and what they have done."""
 
-    def __init__(self, plan: FactorPlan) -> None:
+    def __init__(self, plan: FactorPlan, *, launched: bool) -> None:
         self.plan, self.columns = plan, plan.columns
-        self.todo = [collections.deque(plan.steps(rank)) for rank in range(plan.ranks)]
+        steps = [plan.steps(rank) for rank in range(plan.ranks)]
+        self.todo = [collections.deque(launch_order(one) if launched else one) for one in steps]
         self.published: set[tuple[int, Key]] = set()
         # The rank that each key was asked of.
         self.asked: list[dict[Key, int]] = [{} for _ in self.todo]

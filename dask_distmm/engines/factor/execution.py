@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.operations import apply, factor, update_lower
@@ -136,12 +137,12 @@ class Execution:
             return
         first, rows = self.columns.first(1), self.columns.matrices[1].shape[0]
         if self.plan.problem.b_order is None:
-            self.array[rows:, self.columns.local(self.rank, first, self.columns.count)] = 0
+            assign(self.array[rows:, self.columns.local(self.rank, first, self.columns.count)], 0)
             return
         for block in self.columns.owned(self.rank, first):
             _, start, stop = self.columns.blocks[block]
             part = self.array[:, self.columns.local(self.rank, block, block + 1)]
-            part[...] = 0
+            assign(part, 0)
             part[np.arange(start, stop), np.arange(stop - start)] = 1
 
     def _take(self, step: Step) -> None:

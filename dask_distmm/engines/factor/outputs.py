@@ -159,7 +159,7 @@ def _swap_later(execution: Execution, stop: int, block: Any) -> None:
 
 
 def _rows_later(execution: Execution) -> dict[int, NDArray[np.int64]]:
-    """Return, for the end of each panel of this rank, the order of the rows below it after the swaps of later panels."""
+    """Return, for the end of each panel of this rank, the order of the rows below it after all later swaps."""
     if not execution.rows_later:
         columns, pivots, then = execution.columns, _pivots(execution), dict[int, NDArray[np.int64]]()
         # Row i is row `rows[i]` of the matrix as it was, which has come to row `places[rows[i]]`.

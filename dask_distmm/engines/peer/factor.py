@@ -21,6 +21,7 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey, contiguous
+from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.factor.outputs import TRIANGLES, needs_copy, part_of
@@ -190,7 +191,7 @@ class PeerFactorJob(FactorJob):
         with cp.cuda.Stream.null:  # the stream of those who will use it and free it
             chunk = cp.empty(shape, dtype, order=order)
         if form in TRIANGLES:
-            chunk[...] = 0
+            assign(chunk, 0)
         return chunk
 
     def _ask_part(self, number: int, peer: int, copies: Sequence[Copy]) -> Callable[[], Sequence[Any]]:

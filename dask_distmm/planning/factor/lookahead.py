@@ -47,18 +47,18 @@ def launch_order(steps: Iterable[Step]) -> Iterator[Step]:
     while the thread waits.
     """
     later: list[Step] = []
-    ahead = False
+    ahead: Apply | None = None
     for step in steps:
         if ahead and isinstance(step, Factor | Check | Publish):
             later.append(step)
             continue
-        if isinstance(step, Apply) and not step.ahead:
+        rest = ahead is not None and isinstance(step, Apply) and step[:2] == ahead[:2]
+        if rest:
             yield step
-            yield from later
-        else:
-            yield from later
+        yield from later
+        if not rest:
             yield step
-        later, ahead = [], isinstance(step, Apply) and step.ahead
+        later, ahead = [], step if isinstance(step, Apply) and step.ahead else None
     yield from later
 
 
