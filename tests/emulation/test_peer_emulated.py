@@ -22,7 +22,8 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.peer import block_schedule as schedules
-from dask_distmm.testing import assert_product, conformance, make_problem, run_jobs
+from dask_distmm.planning.peer import triangle
+from dask_distmm.testing import assert_product, conformance, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 
@@ -586,3 +587,37 @@ def test_replicas(make_peers, method, everywhere, replicated):
     """All of D is fetched over Dask's comms afterwards: that is no part of the engine's."""
     ranks, _ = make_peers()
     conformance(ranks, method, 3, everywhere=everywhere, replicated=replicated, own_out_chunks=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
+@pytest.mark.parametrize("nranks", [1, 2, 3])
+def test_one_triangle_of_a_gram_matrix(make_peers, monkeypatch, nranks, dtype, method):
+    monkeypatch.setattr(triangle, "_LEAST_ROWS", 16)
+    monkeypatch.setattr(triangle, "_NARROWEST", 8)
+    monkeypatch.setattr(schedules, "_LEAST_BLOCK", 8)
+    ranks, _ = make_peers()
+    rng, n, k = np.random.default_rng(), 75, 90
+    x = random_matrix(rng, (k, n), dtype_from_name(dtype), "C")
+    rows, cols = random_chunks(rng, k, 4), random_chunks(rng, n, 4)
+    conjugated = np.dtype(x.dtype).kind == "c"
+    problem = make_problem(
+        (cols, rows), (rows, cols), dtype, method=method, arrays=("x", "x"), turned=(True, False),
+        conjugated=(conjugated, False), out_chunks=(random_chunks(rng, n, 3), random_chunks(rng, n, 3)),
+    )  # fmt: skip
+    where = rng.integers(0, nranks, (len(rows), len(cols))).astype(np.int32)
+    homes = {"a": where.T.ravel(), "b": where.ravel()}
+    made = plan(problem, [Worker(f"w{index}") for index in range(nranks)], homes, engine="peer")
+    parts = {
+        (i, j): np.ascontiguousarray(part)
+        for i, strip in enumerate(np.split(x, np.cumsum(rows)[:-1]))
+        for j, part in enumerate(np.split(strip, np.cumsum(cols)[:-1], axis=1))
+    }
+    chunks = {("b", i * len(cols) + j): part for (i, j), part in parts.items()}
+    chunks |= {("a", j * len(rows) + i): part.T for (i, j), part in parts.items()}
+    found = run_jobs(ranks, made, chunks)
+    across = len(problem.out_chunks[1])
+    d = np.block([[found["", i * across + j] for j in range(across)] for i in range(len(problem.out_chunks[0]))])
+    assert_product(x.conj().T if conjugated else x.T, x, d)
+    halved = [triangle.triangle_of(made, rank, None) is not None for rank in range(len(made.ranks))]
+    assert any(halved) or made.grid[:2] != (1, 1)

@@ -44,6 +44,7 @@ from dask_distmm.numeric.types import typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.peer.block_schedule import block_schedules, native, sums_in
 from dask_distmm.planning.peer.reads import peer_reads
+from dask_distmm.planning.peer.triangle import triangle_of
 
 __all__ = ["PeerJob"]
 
@@ -140,14 +141,17 @@ class PeerJob(Job[Plan]):
         self._buffers = OperandBuffers(plan, self._sources)
         schedule = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.lies)
         self._buffers.allocate(schedule.slots)
-        self._result = Result(plan, self.rank, self._sums, self._epilog is not None, self._sources, self.engine)
+        triangle = triangle_of(plan, self.rank, self._epilog)
+        by_library = self._epilog is not None
+        self._result = Result(plan, self.rank, self._sums, by_library, self._sources, self.engine, triangle)
         self._bias: NativeBias | None = None
         if self._epilog is not None and "bias" in plan.problem.formula.inputs:
             sizes = tuple(np.diff(plan.cols).tolist())
             parts = [plan.coords(rank)[1] for rank in range(len(plan.ranks))]
             cut = BiasCut(1, sizes, parts, sizes[parts[self.rank]])
             self._bias = NativeBias(plan, self.me, self.rank, self.chunks, cut)
-        gemms = Gemms(plan, self.rank, self._kinds, self._buffers, self._result.blocks, self._epilog, self._bias)
+        blocks = self._result.blocks
+        gemms = Gemms(plan, self.rank, self._kinds, self._buffers, blocks, self._epilog, self._bias, triangle)
         loads = Loads(schedule.steps, self._buffers, self._sources, self._trace)
         self._multiplication = Multiplication(
             schedule.steps, loads, gemms, self._result, self._sources, self._stream, self._trace

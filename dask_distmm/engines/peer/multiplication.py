@@ -117,7 +117,7 @@ class Multiplication:
             The error that the run was ended with.
         """
         over: collections.deque[Any] = collections.deque()
-        mine, result, ended = False, self._result, self._sources.ended
+        mine, done, result, ended = False, list[int](), self._result, self._sources.ended
         if bias is not None:
             self._sources.gather(bias, self._stream)
             bias.convert(self._stream)
@@ -136,9 +136,12 @@ class Multiplication:
             self._issue(number, step)
             over.append(record(self._stream))
             self.loads.note_use(step, over[-1])
-            for rank in step.done:
-                result.raise_flag(rank)
-                mine = mine or rank == self.rank
+            done += step.done
+            if result.in_parts or step is self.steps[-1]:
+                result.mirror()
+                for rank in done:
+                    result.raise_flag(rank)
+                mine, done = mine or self.rank in done, []
             while self.loads.issue_next(number):
                 pass
         while result.coming:

@@ -15,6 +15,7 @@ from dask_distmm.engines.peer.sources import DeviceView, moved
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.peer.block_schedule import extent_multiple
+from dask_distmm.planning.peer.triangle import Triangle
 from dask_distmm.planning.plan import Rect
 
 __all__ = ["Gemms"]
@@ -37,6 +38,8 @@ class Gemms:
         The epilog that the library does with each product, ``""`` for a factor alone; None if it does none.
     bias
         The bias of that epilog, or None.
+    triangle
+        The square of D of which only a triangle is multiplied, or None.
     """
 
     def __init__(
@@ -48,31 +51,38 @@ class Gemms:
         blocks: Sequence[tuple[Rect, Any]],
         epilog: str | None,
         bias: NativeBias | None,
+        triangle: Triangle | None,
     ) -> None:
         self._plan, self._kinds, self._buffers, self._blocks = plan, kinds, buffers, blocks
-        self._epilog, self._bias = epilog, bias
+        self._epilog, self._bias, self._triangle = epilog, bias, triangle
         self._first_column = plan.region(rank)[2]
         self._multiple = extent_multiple(plan.problem)
 
     def of(self, product: Product) -> list[Work]:
-        """Return a product as GEMMs: one for each block of D that it is multiplied into."""
-        multiple, found = self._multiple, list[Work]()
+        """Return a product as GEMMs: one or some for each block of D that it is multiplied into."""
+        r0, r1, c0, c1 = product.rect
+        found = list[Work]()
+        for (top, bottom, left, right), array in self._blocks:
+            i0, i1, j0, j1 = rect = max(top, r0), min(bottom, r1), max(left, c0), min(right, c1)
+            if i0 >= i1 or j0 >= j1:
+                continue
+            for part in self._triangle.kept(rect) if self._triangle is not None else (rect,):
+                found.append(self._gemm(product, part, (top, left), array))
+        return found
+
+    def _gemm(self, product: Product, rect: Rect, corner: tuple[int, int], array: Any) -> Gemm:
+        """Return a product as far as it goes into a rectangle of D, in the block that begins at a corner."""
+        multiple, (i0, i1, j0, j1), (top, left) = self._multiple, rect, corner
         a, b = self._buffers.view(product.a[0]), self._buffers.view(product.b[0])
         kk = padded(product.a[0].kk, multiple)
         ops = self._op(1, b), self._op(0, a)
         size_a, size_b = self._buffers.itemsizes
-        r0, r1, c0, c1 = product.rect
-        for (top, bottom, left, right), array in self._blocks:
-            i0, i1, j0, j1 = max(top, r0), min(bottom, r1), max(left, c0), min(right, c1)
-            if i0 >= i1 or j0 >= j1:
-                continue
-            at = span_of(array)
-            start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
-            shape = Shape(padded(i1 - i0, multiple), padded(j1 - j0, multiple), kk, True, ops)
-            rows, cols = moved(a, 0, i0 - r0, size_a), moved(b, 1, j0 - c0, size_b)
-            d = Memory(start, max(1, at.row_stride // array.dtype.itemsize))
-            found.append(Gemm(shape, self._kinds, rows, cols, d, add=product.add, native=self._native(j0)))
-        return found
+        at = span_of(array)
+        start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
+        shape = Shape(padded(i1 - i0, multiple), padded(j1 - j0, multiple), kk, True, ops)
+        rows, cols = moved(a, 0, i0 - product.rect[0], size_a), moved(b, 1, j0 - product.rect[2], size_b)
+        d = Memory(start, max(1, at.row_stride // array.dtype.itemsize))
+        return Gemm(shape, self._kinds, rows, cols, d, add=product.add, native=self._native(j0))
 
     def _native(self, column: int) -> Native:
         """Return the library's factor, epilog and bias for a product whose first column is this one of D."""

@@ -16,10 +16,11 @@ from dask_distmm.engines.peer.pulls import CopyBatch, Rectangle, make_copies, sp
 from dask_distmm.engines.peer.schedule import merged
 from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.peer.state import PeerState
-from dask_distmm.layout.rectangles import Span
+from dask_distmm.layout.rectangles import Span, Table
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.peer.block_schedule import blocks, extent_multiple, in_place
+from dask_distmm.planning.peer.triangle import Triangle
 from dask_distmm.planning.plan import Rect
 
 __all__ = ["ALIGNED", "Result"]
@@ -64,6 +65,8 @@ class Result:
         The memory that the rank can read.
     engine
         Streams, and memory that others can map.
+    triangle
+        The square of D of which only a triangle is multiplied, or None.
 
     Attributes
     ----------
@@ -78,7 +81,14 @@ class Result:
     """
 
     def __init__(
-        self, plan: Plan, rank: int, sums: np.dtype, by_library: bool, sources: Sources, engine: PeerState
+        self,
+        plan: Plan,
+        rank: int,
+        sums: np.dtype,
+        by_library: bool,
+        sources: Sources,
+        engine: PeerState,
+        triangle: Triangle | None,
     ) -> None:
         self.plan, self.rank, self.sums, self._sources = plan, rank, sums, sources
         self._stream, self._pulls = engine.stream, engine.sums
@@ -116,6 +126,10 @@ class Result:
         self.flags = empty((len(plan.ranks) + 1,), np.dtype(np.int32))
         self._there: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
         (self._own,) = make_copies([table_of(self._find_own(), self.sums.itemsize)], self.sums.itemsize, here=True)
+        self._upper: list[Any] = []
+        self._mirrored: CopyBatch | None = None
+        if triangle is not None:
+            (self._mirrored,) = make_copies([self._find_mirrored(triangle)], self.sums.itemsize, here=True)
         self._used: dict[int, Any] = {}
         self._turn = 0
         # Pulls of the partial sums that are added next.
@@ -132,6 +146,35 @@ class Result:
         mine = {id(chunk) for chunk in self._chunks.values()}
         every = self.plan.grid[2] > 1
         return [(number, x) for number, (_, x) in enumerate(self.blocks) if every or id(x) not in mine]
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether parts of the sums are complete before all are."""
+        return self._mirrored is None
+
+    def _find_mirrored(self, triangle: Triangle) -> Table:
+        """Return the copies that complete a symmetric part of D; note the parts that they write."""
+        found = []
+        for part in triangle.copied():
+            for (top, bottom, left, right), target in self.blocks:
+                r0, r1, c0, c1 = max(part[0], top), min(part[1], bottom), max(part[2], left), min(part[3], right)
+                for (row, end, col, last), source in self.blocks:
+                    # An element (i, j) is that at (j, i).
+                    i0, i1, j0, j1 = max(r0, col), min(r1, last), max(c0, row), min(c1, end)
+                    if i0 < i1 and j0 < j1:
+                        upper = target[i0 - top : i1 - top, j0 - left : j1 - left]
+                        lower = source[j0 - row : j1 - row, i0 - col : i1 - col]
+                        found.append(Rectangle(span_of(lower.T), span_of(upper), i1 - i0, j1 - j0))
+                        self._upper.append(upper)
+        return table_of(found, self.sums.itemsize)
+
+    def mirror(self) -> None:
+        """Copy what is not multiplied of a symmetric D from its other triangle."""
+        if self._mirrored is not None:
+            self._mirrored.run(self._stream)
+            with self._stream:
+                for part in self._upper if self.sums.kind == "c" else ():
+                    cp.conjugate(part, out=part)
 
     def raise_flag(self, number: int) -> None:
         """Raise the flag of a rank whose part of the partial sums is complete; the last flag is for the whole block."""

@@ -29,10 +29,12 @@ from dask_distmm.planning.peer.block_schedule import (
     extent_multiple,
     in_place,
     multiplied_sizes,
+    native,
     stored_again,
     sums_in,
 )
 from dask_distmm.planning.peer.reads import peer_reads
+from dask_distmm.planning.peer.triangle import triangle_of
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.plan import Plan, Rect
 
@@ -107,7 +109,7 @@ def estimate(
     ranks, s = range(len(plan.ranks)), plan.grid[2]
     found = block_schedules(plan)
     sums = sums_in(plan, found).itemsize
-    area = np.array([_area(plan.region(rank)) for rank in ranks], float)
+    area = np.array([_multiplied(plan, rank, native(plan, found)) for rank in ranks], float)
     depth = np.array([np.diff(plan.k_range(rank))[0] for rank in ranks], float)
     rate = machine.rate(problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0]))
     compute = problem.flops * area * depth / (problem.m * problem.n * problem.k) / rate
@@ -145,6 +147,12 @@ def estimate(
         bytes_moved=int((pulled + partial + delivered * sums).sum()),
         peak_bytes=max(plan.projected_bytes.values()),
     )
+
+
+def _multiplied(plan: Plan, rank: int, epilog: str | None) -> int:
+    """Return the elements of D that a rank multiplies."""
+    triangle = triangle_of(plan, rank, epilog)
+    return _area(plan.region(rank)) - (sum(map(_area, triangle.copied())) if triangle is not None else 0)
 
 
 def _streamed_bytes(plan: Plan, rank: int, stationary: int) -> float:
