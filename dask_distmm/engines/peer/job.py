@@ -150,8 +150,7 @@ class PeerJob(Job[Plan]):
             parts = [plan.coords(rank)[1] for rank in range(len(plan.ranks))]
             cut = BiasCut(1, sizes, parts, sizes[parts[self.rank]])
             self._bias = NativeBias(plan, self.me, self.rank, self.chunks, cut)
-        blocks = self._result.blocks
-        gemms = Gemms(plan, self.rank, self._kinds, self._buffers, blocks, self._epilog, self._bias, triangle)
+        gemms = Gemms(self._kinds, self._buffers, self._result, self._epilog, self._bias)
         loads = Loads(schedule.steps, self._buffers, self._sources, self._trace)
         self._multiplication = Multiplication(
             schedule.steps, loads, gemms, self._result, self._sources, self._stream, self._trace

@@ -137,7 +137,8 @@ class Multiplication:
             over.append(record(self._stream))
             self.loads.note_use(step, over[-1])
             done += step.done
-            if result.in_parts or step is self.steps[-1]:
+            # Of a triangle nothing is complete before all of it is.
+            if result.triangle is None or step is self.steps[-1]:
                 result.mirror()
                 for rank in done:
                     result.raise_flag(rank)

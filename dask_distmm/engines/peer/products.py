@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from dask_distmm.engines.gpu.finishing import NativeBias
@@ -10,12 +9,11 @@ from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Sha
 from dask_distmm.engines.peer.ahead import Work
 from dask_distmm.engines.peer.buffers import OperandBuffers
 from dask_distmm.engines.peer.pulls import span_of
+from dask_distmm.engines.peer.result import Result
 from dask_distmm.engines.peer.schedule import Product
 from dask_distmm.engines.peer.sources import DeviceView, moved
-from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.peer.block_schedule import extent_multiple
-from dask_distmm.planning.peer.triangle import Triangle
 from dask_distmm.planning.plan import Rect
 
 __all__ = ["Gemms"]
@@ -26,37 +24,26 @@ class Gemms:
 
     Parameters
     ----------
-    plan, rank
-        The plan of the run, and the number of the rank.
     kinds
         The types of A, B and the sums.
     buffers
         Where parts of A and B are.
-    blocks
-        The rectangles of the rank's block of D, and the arrays that they are multiplied into.
+    result
+        The rank's block of D.
     epilog
         The epilog that the library does with each product, ``""`` for a factor alone; None if it does none.
     bias
         The bias of that epilog, or None.
-    triangle
-        The square of D of which only a triangle is multiplied, or None.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        kinds: Kinds,
-        buffers: OperandBuffers,
-        blocks: Sequence[tuple[Rect, Any]],
-        epilog: str | None,
-        bias: NativeBias | None,
-        triangle: Triangle | None,
+        self, kinds: Kinds, buffers: OperandBuffers, result: Result, epilog: str | None, bias: NativeBias | None
     ) -> None:
-        self._plan, self._kinds, self._buffers, self._blocks = plan, kinds, buffers, blocks
-        self._epilog, self._bias, self._triangle = epilog, bias, triangle
-        self._first_column = plan.region(rank)[2]
-        self._multiple = extent_multiple(plan.problem)
+        self._problem, self._kinds, self._buffers = result.plan.problem, kinds, buffers
+        self._blocks, self._triangle = result.blocks, result.triangle
+        self._epilog, self._bias = epilog, bias
+        self._first_column = result.plan.region(result.rank)[2]
+        self._multiple = extent_multiple(self._problem)
 
     def of(self, product: Product) -> list[Work]:
         """Return a product as GEMMs: one or some for each block of D that it is multiplied into."""
@@ -92,9 +79,9 @@ class Gemms:
         if self._bias is not None:
             vector = self._bias.vector
             bias = int(vector.data.ptr) + (column - self._first_column) * vector.itemsize
-        return Native(complex(*self._plan.problem.formula.alpha), self._epilog, bias)
+        return Native(complex(*self._problem.formula.alpha), self._epilog, bias)
 
     def _op(self, operand: int, view: DeviceView) -> str:
         if view.order == "C":
             return "N"
-        return "C" if self._plan.problem.conjugated[operand] else "T"
+        return "C" if self._problem.conjugated[operand] else "T"

@@ -90,7 +90,7 @@ class Result:
         engine: PeerState,
         triangle: Triangle | None,
     ) -> None:
-        self.plan, self.rank, self.sums, self._sources = plan, rank, sums, sources
+        self.plan, self.rank, self.sums, self._sources, self.triangle = plan, rank, sums, sources, triangle
         self._stream, self._pulls = engine.stream, engine.sums
         problem, multiple, empty = plan.problem, extent_multiple(plan.problem), engine.exporter.empty
         owned = {int(index): plan.chunk_rect(int(index)) for index in plan.owned(rank)}
@@ -146,11 +146,6 @@ class Result:
         mine = {id(chunk) for chunk in self._chunks.values()}
         every = self.plan.grid[2] > 1
         return [(number, x) for number, (_, x) in enumerate(self.blocks) if every or id(x) not in mine]
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether parts of the sums are complete before all are."""
-        return self._mirrored is None
 
     def _find_mirrored(self, triangle: Triangle) -> Table:
         """Return the copies that complete a symmetric part of D; note the parts that they write."""
