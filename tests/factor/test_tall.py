@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from matrices import noise
 
 from dask_distmm import PlanError, linalg
+from dask_distmm.engines.factor import tall
 from dask_distmm.engines.factor.tall import gram_reflectors, tall_qr
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import MatrixError
@@ -54,7 +55,8 @@ def test_squares_that_overflow(scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (60, 7), (300, 40), (60, 20)])
-def test_reflectors_out_of_the_gram_matrix(dtype, shape):
+def test_reflectors_out_of_the_gram_matrix(monkeypatch, dtype, shape):
+    monkeypatch.setattr(tall, "_STRIP", 16)
     a = noise(np.random.default_rng(), shape, dtype)
     (m, n), panel = shape, K.empty(shape, a.dtype)
     panel[...] = a
@@ -63,6 +65,19 @@ def test_reflectors_out_of_the_gram_matrix(dtype, shape):
     assert not np.tril(t, -1).any()
     q = np.eye(m, dtype=dtype) - v @ t @ v.conj().T
     assert_qr(a, q, np.vstack([np.triu(panel[:n]), np.zeros((m - n, n), dtype)]))
+
+
+class Device(LapackKernels):
+    asynchronous = True
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (60, 7), (300, 40)])
+def test_gram_matrices_of_asynchronous_engines(monkeypatch, dtype, shape):
+    monkeypatch.setattr(tall, "_STRIP", 16)
+    monkeypatch.setattr(np.linalg, "qr", lambda a: pytest.fail("Householder"))
+    a = noise(np.random.default_rng(), shape, dtype)
+    assert_qr(a, *tall_qr(Device(), a))
 
 
 @pytest.mark.parametrize("value", [0, np.nan, np.inf])
@@ -78,9 +93,6 @@ def test_no_reflectors_out_of_a_bad_gram_matrix(value):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("repeated", [False, True])
 def test_panels_of_asynchronous_engines(monkeypatch, dtype, repeated):
-    class Device(LapackKernels):
-        asynchronous = True
-
     asked = []
     monkeypatch.setattr(Device, "geqrt", lambda self, a: asked.append(a.shape) or LapackKernels.geqrt(self, a))
     a = noise(np.random.default_rng(), (120, 80), dtype)

@@ -22,10 +22,11 @@ __all__ = ["eigh", "eigvalsh", "least_squares_of_any_rank", "polar", "pseudoinve
 # A matrix so much longer than wide, and of so many elements, is reduced to R before its SVD: all workers share in the
 # QR factorization. For smaller ones the runs take longer than they save.
 _TALL, _LARGE = 2, 2**20
-# From this order on the polar decomposition is expected to be quicker than the SVD of one GPU: cuSOLVER's gesvd takes
-# 9.9 s on an H200 for 8192 x 8192, where QDWH has the operations for about 2 s. LAPACK's gesdd on one worker is quicker
-# than QDWH on two (N = 1200: 1.1 s and 5.2 s).
-_POLAR = 2048
+# From these orders on the polar decomposition is quicker than the SVD of one GPU, with vectors and without. One H200,
+# float64, 2048, 4096, 8192: 0.62, 1.04, 2.65 s, and by cuSOLVER's gesvd 0.43, 1.71, 9.72; singular values alone 0.49,
+# 1.01, 2.88 s, and 0.18, 0.59, 2.36. On CPUs LAPACK's gesdd on one worker is quicker than QDWH on two (N = 1200: 1.1 and
+# 5.2 s).
+_POLAR, _POLAR_VALUES = 3072, 16384
 
 
 @any_kind
@@ -151,13 +152,13 @@ def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True, **how: Unp
         q, a = qr(a, **how)
     if method == "rows":
         del how["method"]
-    by_polar = shared or _quicker_by_polar(a)
+    by_polar = shared or _quicker_by_polar(a, compute_uv)
     found = _by_polar(a, compute_uv, how) if by_polar else _decomposed(a, False, compute_uv, how)
     return (times(q, found[0], how), *found[1:]) if tall and compute_uv else found
 
 
-def _quicker_by_polar(a: Array) -> bool:
-    return array_kind(a._meta) == "cupy" and min(a.shape) >= _POLAR
+def _quicker_by_polar(a: Array, vectors: bool) -> bool:
+    return array_kind(a._meta) == "cupy" and min(a.shape) >= (_POLAR if vectors else _POLAR_VALUES)
 
 
 def _by_polar(a: Array, vectors: bool, how: RunOptions) -> Any:
@@ -224,7 +225,7 @@ def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[RunOpt
     if side not in ("right", "left"):
         raise PlanError(f"side={side!r}; expected 'right' or 'left'")
     method = how.get("method", "auto")
-    if a.size and (method == "columns" or (method == "auto" and _quicker_by_polar(a))):
+    if a.size and (method == "columns" or (method == "auto" and _quicker_by_polar(a, True))):
         u = unitary_factor(a, how)
         return u, times(adjoint(u), a, how) if side == "right" else times(a, adjoint(u), how)
     u, s, vh = svd(a, **how)

@@ -24,6 +24,8 @@ __all__ = ["gram_qr", "gram_reflectors", "tall_qr"]
 # If Q1^H Q1 differs from the identity by less in the 2-norm, Q is orthonormal up to rounding (section 3 there). The
 # norm of Frobenius, which is computed, is not below that.
 _NEAR = 5 / 64
+# Columns of the Gram matrix that one GEMM makes.
+_STRIP = 512
 # The diagonal of U is at least 1 in modulus, if each sign is chosen when its column is eliminated. Here all are chosen
 # before, so that is looked at.
 _AWAY = 0.5
@@ -115,12 +117,17 @@ def _gram_factor(kernels: Kernels, q: Any, *, near: bool = False) -> Any:
     near
         Whether Q is to be orthonormal already, but for a small error; if it is not, None is returned.
     """
-    gram = kernels.empty((q.shape[1],) * 2, q.dtype)
-    if q.strides[0] < q.strides[1]:
-        kernels.gemm(q, q, gram, "C", "N", alpha=1, beta=0)
-    elif kernels.asynchronous:
-        # cuBLAS' syrk takes longer than its gemm, in float32 ten times as long (1 H200, 32768 x 512: 2.8 ms).
-        kernels.gemm(q.T, q.T, gram, "N", "C", alpha=1, beta=0)
+    n, columns = q.shape[1], q.strides[0] < q.strides[1]
+    gram = kernels.empty((n, n), q.dtype)
+    if columns or kernels.asynchronous:
+        # In float32 cuBLAS' syrk takes ten times as long as its gemm (1 H200, 32768 x 512: 2.8 and 0.3 ms).
+        for at in range(0, n, _STRIP):
+            strip, below = q[:, at : at + _STRIP], q[:, at:]
+            target = gram[at:, at : at + _STRIP]
+            if columns:
+                kernels.gemm(below, strip, target, "C", "N", alpha=1, beta=0)
+            else:
+                kernels.gemm(below.T, strip.T, target, "N", "C", alpha=1, beta=0)
     else:
         gram[...] = 0
         kernels.herk(q.T, gram)
