@@ -24,8 +24,8 @@ __all__ = ["eigh", "eigvalsh", "least_squares_of_any_rank", "polar", "pseudoinve
 _TALL, _LARGE = 2, 2**20
 # From these orders on the polar decomposition is quicker than the SVD of one GPU, with vectors and without. One H200,
 # float64, 2048, 4096, 8192: 0.62, 1.04, 2.65 s, and by cuSOLVER's gesvd 0.43, 1.71, 9.72; singular values alone 0.49,
-# 1.01, 2.88 s, and 0.18, 0.59, 2.36. On CPUs LAPACK's gesdd on one worker is quicker than QDWH on two (N = 1200: 1.1 and
-# 5.2 s).
+# 1.01, 2.88 s, and 0.18, 0.59, 2.36. On CPUs LAPACK's gesdd on one worker is quicker than QDWH on two (N = 1200: 1.1
+# and 5.2 s).
 _POLAR, _POLAR_VALUES = 3072, 16384
 
 
