@@ -30,7 +30,8 @@ class ProductOptions(TypedDict, total=False):
 def gram(x: Any, **how: Unpack[ProductOptions]) -> Any:
     """Return ``x^H @ x``, exactly Hermitian: LAPACK's herk, and syrk of real matrices.
 
-    On CPUs half of the operations are left out, and each chunk of `x` travels once.
+    Each chunk of `x` travels once. Of a block of the result that one rank has, and that lies on the diagonal, half of
+    the operations are left out, but by the engine `cublasmp`.
 
     Parameters
     ----------
