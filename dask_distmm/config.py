@@ -28,6 +28,7 @@ __all__ = [
     "enabled_setting",
     "minimum_flops",
     "parsed",
+    "raises_beyond_memory",
     "read_options",
     "register_defaults",
     "setting",
@@ -232,6 +233,20 @@ def minimum_flops() -> float | None:
             "model's choice"
         )
     return found
+
+
+def raises_beyond_memory() -> bool:
+    """Whether what does not fit into memory is an error under ``enable()``, or left to Dask's own tasks.
+
+    Raises
+    ------
+    PlanError
+        The config ``distmm.memory.exceeded`` has a value that means nothing.
+    """
+    exceeded = setting("memory.exceeded")
+    if exceeded not in ("dask", "raise"):
+        raise PlanError(f"config distmm.memory.exceeded is {exceeded!r}; expected 'dask' or 'raise'")
+    return bool(exceeded == "raise")
 
 
 def enabled_setting() -> bool | None:

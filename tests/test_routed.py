@@ -181,6 +181,8 @@ def test_too_little_memory_is_no_error_where_dask_may_do_it(client):
             pytest.raises(dask_distmm.ProjectedMemoryError, match="may hold"),
         ):
             da.linalg.solve_triangular(a, a[0])
+        with dask.config.set({"distmm.memory.exceeded": "hope"}), pytest.raises(dask_distmm.PlanError, match="'hope'"):
+            da.linalg.solve_triangular(a, a[0])
 
 
 def test_results_are_as_dask_makes_them(inproc_client):

@@ -37,9 +37,9 @@ from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners,
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.product import product
 from dask_distmm.arrays.request import parse
-from dask_distmm.config import enabled_setting, minimum_flops, setting
+from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
-from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
+from dask_distmm.errors import MissingEngineError, ProjectedMemoryError
 
 __all__ = ["disable", "enable", "enabled", "is_enabled"]
 
@@ -204,15 +204,13 @@ def _product(a: Any, b: Any) -> Any:
         return batched.multiply(parse(a, b))
     if why_leave(a, b, minimum_flops()) is not None:
         return NotImplemented
-    exceeded = setting("memory.exceeded")
-    if exceeded not in ("dask", "raise"):
-        raise PlanError(f"config distmm.memory.exceeded is {exceeded!r}; expected 'dask' or 'raise'")
+    raises = raises_beyond_memory()
     try:
         made = product(a, b) if max(a.ndim, b.ndim) < 3 else batched.multiply(parse(a, b))
     except MissingEngineError:
         return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine
     except ProjectedMemoryError as error:
-        if exceeded == "raise":
+        if raises:
             raise
         log.warning("left to Dask's own tasks: %s", error)
         return NotImplemented

@@ -24,7 +24,7 @@ from dask.array.core import Array
 from dask_distmm.arrays.linalg import factors, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.tall import goes_by_rows
-from dask_distmm.config import dask_costs, minimum_flops, setting
+from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.dask_tasks import around, by_tasks
@@ -191,14 +191,14 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = Tru
         return NotImplemented  # Dask's own function has the error to raise.
     if not run:
         return made
-    problem = problem_of(made[0] if isinstance(made, tuple) else made)
+    problem, raises = problem_of(made[0] if isinstance(made, tuple) else made), raises_beyond_memory()
     assert problem is not None
     try:
         return NotImplemented if _left(problem, dasks) else made
     except MissingEngineError:
         return NotImplemented
     except ProjectedMemoryError:
-        if dasks != "none" and setting("memory.exceeded") != "raise":
+        if dasks != "none" and not raises:
             return NotImplemented
         raise
 
