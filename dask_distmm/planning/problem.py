@@ -307,7 +307,15 @@ def is_gram(problem: Problem) -> bool:
     """Whether D is symmetric, or Hermitian, because B is A transposed, or conjugated too, as in ``X.T @ X``."""
     across = problem.turned[0] != problem.turned[1] and not problem.same
     real = problem.operand_type.kind != "c"
-    return problem.shared and across and (real or problem.conjugated[0] != problem.conjugated[1])
+    hermitian = problem.shared and across and (real or problem.conjugated[0] != problem.conjugated[1])
+    # One array of bytes can be two matrices of FP8, and a part can have rows and columns of D that are not the same.
+    return hermitian and problem.a_dtype == problem.b_dtype and _along("a", 0, problem) == _along("b", 1, problem)
+
+
+def _along(operand: str, axis: int, problem: Problem) -> tuple[Any, Any]:
+    """Return sizes and numbers of an operand's chunks along an axis."""
+    numbers = None if problem.part is None else problem.part.of(operand)[axis]
+    return problem.chunks_of(operand)[axis], numbers
 
 
 def _checked(problem: Problem, part: Any) -> Problem:

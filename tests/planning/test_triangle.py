@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Worker, plan
+from dask_distmm.planning.chunk_order import reorder
 from dask_distmm.planning.peer import triangle
 from dask_distmm.planning.peer.triangle import Triangle, triangle_of
 from dask_distmm.testing import make_problem
@@ -48,6 +49,7 @@ def square_of(problem, epilog=None):
 
 def test_squares_of_products_that_are_symmetric():
     assert square_of(gram()) == Triangle(0, 4096, 512)
+    assert square_of(reorder(gram(), {"m": [1, 0], "n": [1, 0]})[0]) == Triangle(0, 4096, 512)
     assert square_of(gram(16384)) == Triangle(0, 16384, 1024)
     assert square_of(gram(dtype="complex64")) == Triangle(0, 4096, 512)
     assert square_of(gram(formula=Formula(alpha=(2.0, 0.0))), "") is not None
@@ -63,6 +65,8 @@ def test_squares_of_products_that_are_symmetric():
         (gram(dtype="complex64", conjugated=(False, False)), None),
         (gram(dtype="complex64", formula=Formula(alpha=(1.0, 1.0))), ""),
         (gram(), "relu"),
+        (gram(b_dtype="float32", dtype="float64"), None),
+        (reorder(gram(), {"m": [1, 0]})[0], None),
     ],
 )
 def test_products_that_are_multiplied_whole(problem, epilog):
