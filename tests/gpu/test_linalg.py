@@ -6,6 +6,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from matrices import noise
 from test_epilogs import computed, finished, on_gpus
 
 import dask_distmm
@@ -19,15 +20,8 @@ DTYPES = ["float32", "float64", "complex64", "complex128"]
 GATE = 30
 
 
-def random(rng, shape, dtype):
-    x = rng.standard_normal(shape)
-    if np.dtype(dtype).kind == "c":
-        x = x + 1j * rng.standard_normal(shape)
-    return x.astype(dtype)
-
-
 def positive(rng, n, dtype):
-    x = random(rng, (n, n), dtype)
+    x = noise(rng, (n, n), dtype)
     return (x @ x.conj().T + n * np.eye(n)).astype(dtype)
 
 
@@ -63,7 +57,7 @@ def test_cholesky(clusters, nworkers, dtype, n, lower):
 @pytest.mark.parametrize("shape", [(90, 90), (640, 640), (300, 130), (130, 300)])
 def test_lu(clusters, nworkers, dtype, shape):
     client, _ = clusters(nworkers)
-    a = random(np.random.default_rng(), shape, dtype)
+    a = noise(np.random.default_rng(), shape, dtype)
     p, low, up = (computed(client, x) for x in client.persist(linalg.lu(on_gpus(a), p_indices=True)))
     assert sorted(p.tolist()) == list(range(shape[0]))
     # Of complex numbers LAPACK takes the one of largest |real| + |imaginary|.
@@ -76,7 +70,7 @@ def test_lu(clusters, nworkers, dtype, shape):
 @pytest.mark.parametrize("mode", ["reduced", "complete", "r"])
 def test_qr(clusters, nworkers, dtype, shape, mode):
     client, _ = clusters(nworkers)
-    a = random(np.random.default_rng(), shape, dtype)
+    a = noise(np.random.default_rng(), shape, dtype)
     if mode == "r":
         r = computed(client, linalg.qr(on_gpus(a), mode=mode))
         assert residual(r.conj().T @ r, a.conj().T @ a, norm(a) ** 2, max(shape)) < GATE
@@ -94,8 +88,8 @@ def test_solve(clusters, nworkers, dtype, assume_a, nrhs):
     client, _ = clusters(nworkers)
     rng = np.random.default_rng()
     n = 350
-    a = positive(rng, n, dtype) if assume_a == "pos" else random(rng, (n, n), dtype)
-    b = random(rng, (n, nrhs) if nrhs else (n,), dtype)
+    a = positive(rng, n, dtype) if assume_a == "pos" else noise(rng, (n, n), dtype)
+    b = noise(rng, (n, nrhs) if nrhs else (n,), dtype)
     x = computed(client, linalg.solve(on_gpus(a), on_gpus(b), assume_a=assume_a))
     assert x.shape == b.shape
     error = a.astype(np.complex128) @ x - b
@@ -106,7 +100,7 @@ def test_solve(clusters, nworkers, dtype, assume_a, nrhs):
 def test_other_results(clusters, nworkers):
     client, _ = clusters(nworkers)
     rng = np.random.default_rng()
-    a, tall, b = random(rng, (210, 210), "float64"), random(rng, (400, 90), "float64"), random(rng, (400, 7), "float64")
+    a, tall, b = noise(rng, (210, 210), "float64"), noise(rng, (400, 90), "float64"), noise(rng, (400, 7), "float64")
     sign, logarithm = (computed(client, x) for x in client.persist(linalg.slogdet(on_gpus(a))))
     expected = np.linalg.slogdet(a)
     assert sign == expected[0]
@@ -128,8 +122,8 @@ def test_other_results(clusters, nworkers):
 def test_results_by_singular_values(clusters, nworkers):
     client, _ = clusters(nworkers)
     rng = np.random.default_rng()
-    a, tall = random(rng, (210, 210), "float64"), random(rng, (600, 40), "float64")
-    deficient = tall[:, :30] @ random(rng, (30, 50), "float64")
+    a, tall = noise(rng, (210, 210), "float64"), noise(rng, (600, 40), "float64")
+    deficient = tall[:, :30] @ noise(rng, (30, 50), "float64")
     values = np.linalg.svd(a, compute_uv=False)
     near = {"rtol": 1e-9, "atol": 1e-9}
     np.testing.assert_allclose(computed(client, linalg.svdvals(on_gpus(a))), values, **near)
@@ -155,7 +149,7 @@ def test_results_by_singular_values(clusters, nworkers):
 def test_randomized_svd(clusters, nworkers, dtype):
     client, _ = clusters(nworkers)
     rng = np.random.default_rng()
-    left, right = (np.linalg.qr(random(rng, shape, dtype))[0] for shape in ((900, 12), (200, 12)))
+    left, right = (np.linalg.qr(noise(rng, shape, dtype))[0] for shape in ((900, 12), (200, 12)))
     expected = np.geomspace(1e3, 1, 12).astype(dtype)
     x = ((left * expected) @ right.conj().T).astype(dtype)
     u, s, v = (computed(client, one) for one in client.persist(linalg.svd_compressed(on_gpus(x), 5)))
@@ -169,7 +163,7 @@ def test_randomized_svd(clusters, nworkers, dtype):
 def test_functions_of_dask_and_numpy(clusters, nworkers):
     """Under `enable()`; stock Dask's do not take CuPy chunks, or factorize no such chunks."""
     client, _ = clusters(nworkers)
-    a = random(np.random.default_rng(), (210, 210), "float64")
+    a = noise(np.random.default_rng(), (210, 210), "float64")
     with dask_distmm.enabled():
         x = on_gpus(a)
         found = {
@@ -210,7 +204,7 @@ def test_numpy_chunks(clusters, nworkers):
 def test_eigenvalues_and_singular_values(clusters, nworkers, dtype):
     client, _ = clusters(nworkers)
     rng = np.random.default_rng()
-    a, tall = random(rng, (300, 300), dtype), random(rng, (500, 120), dtype)
+    a, tall = noise(rng, (300, 300), dtype), noise(rng, (500, 120), dtype)
     b, h = positive(rng, 300, dtype), a + a.conj().T
     assert_eigh(h, *(computed(client, x) for x in client.persist(linalg.eigh(on_gpus(h)))))
     w, v = (computed(client, x) for x in client.persist(linalg.eigh(on_gpus(h), subset_by_index=(10, 19))))
@@ -225,7 +219,7 @@ def test_eigenvalues_and_singular_values(clusters, nworkers, dtype):
 @pytest.mark.parametrize("condition", [1, 1e30])
 def test_tall_matrices(clusters, nworkers, dtype, condition):
     client, _ = clusters(nworkers)
-    a = (random(np.random.default_rng(), (2000, 60), "complex64" if dtype[0] == "c" else "float32") * 100).astype(dtype)
+    a = (noise(np.random.default_rng(), (2000, 60), "complex64" if dtype[0] == "c" else "float32") * 100).astype(dtype)
     if condition > 1:
         a[:, 7] = a[:, 3]
     q, r = (computed(client, x) for x in client.persist(linalg.qr(on_gpus(a), method="rows")))
@@ -241,7 +235,7 @@ def test_tall_matrices(clusters, nworkers, dtype, condition):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_with_a_triangle(clusters, nworkers, dtype):
     client, _ = clusters(nworkers)
-    x = random(np.random.default_rng(), (300, 90), dtype)
+    x = noise(np.random.default_rng(), (300, 90), dtype)
     found = computed(client, linalg.gram(on_gpus(x)))
     np.testing.assert_array_equal(found, found.conj().T)
     near = {"rtol": 0, "atol": 50 * np.finfo(dtype).eps * np.linalg.norm(x, 2) ** 2}
