@@ -67,6 +67,8 @@ def test_pivots_come_from_the_whole_column(routed):
     np.testing.assert_allclose(x, np.linalg.inv(a), atol=1e-12)
 
 
+# SciPy, which Dask calls.
+@pytest.mark.filterwarnings("ignore:Calling .* with arguments of dtype=bool:DeprecationWarning")
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16"])
 @pytest.mark.parametrize("function", [da.linalg.solve, da.linalg.solve_triangular, np.linalg.solve])
 def test_narrow_integers_stay_dasks(function, dtype):
