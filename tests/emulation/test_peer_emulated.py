@@ -619,5 +619,5 @@ def test_one_triangle_of_a_gram_matrix(make_peers, monkeypatch, nranks, dtype, m
     across = len(problem.out_chunks[1])
     d = np.block([[found["", i * across + j] for j in range(across)] for i in range(len(problem.out_chunks[0]))])
     assert_product(x.conj().T if conjugated else x.T, x, d)
-    halved = [triangle.triangle_of(made, rank, None) is not None for rank in range(len(made.ranks))]
+    halved = [triangle.square_on_diagonal(made, rank, None) is not None for rank in range(len(made.ranks))]
     assert any(halved) or made.grid[:2] != (1, 1)

@@ -11,7 +11,7 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.chunk_order import reorder
 from dask_distmm.planning.peer import triangle
-from dask_distmm.planning.peer.triangle import Triangle, triangle_of
+from dask_distmm.planning.peer.triangle import Triangle, square_on_diagonal
 from dask_distmm.testing import make_problem
 
 EXTENTS = st.integers(0, 60)
@@ -44,7 +44,7 @@ def gram(n=4096, dtype="float64", **changes):
 def square_of(problem, epilog=None):
     where = np.zeros(4, np.int32)
     made = plan(problem, [Worker("w", device="gpu")], {"a": where, "b": where}, engine="peer")
-    return triangle_of(made, 0, epilog)
+    return square_on_diagonal(made, 0, epilog)
 
 
 def test_squares_of_products_that_are_symmetric():

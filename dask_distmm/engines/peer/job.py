@@ -44,7 +44,7 @@ from dask_distmm.numeric.types import typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.peer.block_schedule import block_schedules, native, sums_in
 from dask_distmm.planning.peer.reads import peer_reads
-from dask_distmm.planning.peer.triangle import triangle_of
+from dask_distmm.planning.peer.triangle import square_on_diagonal
 
 __all__ = ["PeerJob"]
 
@@ -141,7 +141,7 @@ class PeerJob(Job[Plan]):
         self._buffers = OperandBuffers(plan, self._sources)
         schedule = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.lies)
         self._buffers.allocate(schedule.slots)
-        triangle = triangle_of(plan, self.rank, self._epilog)
+        triangle = square_on_diagonal(plan, self.rank, self._epilog)
         by_library = self._epilog is not None
         self._result = Result(plan, self.rank, self._sums, by_library, self._sources, self.engine, triangle)
         self._bias: NativeBias | None = None

@@ -34,7 +34,7 @@ from dask_distmm.planning.peer.block_schedule import (
     sums_in,
 )
 from dask_distmm.planning.peer.reads import peer_reads
-from dask_distmm.planning.peer.triangle import triangle_of
+from dask_distmm.planning.peer.triangle import square_on_diagonal
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.plan import Plan, Rect
 
@@ -151,7 +151,7 @@ def estimate(
 
 def _multiplied(plan: Plan, rank: int, epilog: str | None) -> int:
     """Return the elements of D that a rank multiplies."""
-    triangle = triangle_of(plan, rank, epilog)
+    triangle = square_on_diagonal(plan, rank, epilog)
     return _area(plan.region(rank)) - (sum(map(_area, triangle.copied())) if triangle is not None else 0)
 
 

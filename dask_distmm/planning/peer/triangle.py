@@ -17,7 +17,7 @@ from typing import NamedTuple
 from dask_distmm.planning.plan import Plan, Rect
 from dask_distmm.planning.problem import is_gram
 
-__all__ = ["Triangle", "triangle_of"]
+__all__ = ["Triangle", "square_on_diagonal"]
 
 # Squares of fewer rows are multiplied whole. Of 16 strips of 1024 columns in float64 and float32, N = 16384, GEMM took
 # 0.55 of the time of one product, cuBLAS' syrk 0.53 (1 H200).
@@ -69,7 +69,7 @@ def _filled(rect: Rect) -> Iterator[Rect]:
         yield rect
 
 
-def triangle_of(plan: Plan, rank: int, epilog: str | None) -> Triangle | None:
+def square_on_diagonal(plan: Plan, rank: int, epilog: str | None) -> Triangle | None:
     """Return the square of which a rank multiplies a triangle; None if it multiplies all of its block of D.
 
     Parameters
