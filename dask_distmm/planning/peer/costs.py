@@ -109,7 +109,8 @@ def estimate(
     ranks, s = range(len(plan.ranks)), plan.grid[2]
     found = block_schedules(plan)
     sums = sums_in(plan, found).itemsize
-    area = np.array([_multiplied(plan, rank, native(plan, found)) for rank in ranks], float)
+    epilog = native(plan, found)
+    area = np.array([_multiplied(plan, rank, epilog) for rank in ranks], float)
     depth = np.array([np.diff(plan.k_range(rank))[0] for rank in ranks], float)
     rate = machine.rate(problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0]))
     compute = problem.flops * area * depth / (problem.m * problem.n * problem.k) / rate

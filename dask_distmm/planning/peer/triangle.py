@@ -48,15 +48,13 @@ class Triangle(NamedTuple):
     def kept(self, rect: Rect) -> Iterator[Rect]:
         """Yield the parts of a rectangle of D that are multiplied."""
         r0, r1, c0, c1 = rect
-        beside = (c0, min(c1, self.start)), (max(c0, self.stop), c1)
-        columns = [*((left, right, r0) for left, right in beside)]
-        for left, right in self.strips:
-            # Rows above the square are whole, and so are those of the strip itself.
-            if r0 < self.start:
-                yield from _filled((r0, min(r1, self.start), max(c0, left), min(c1, right)))
-            columns.append((max(c0, left), min(c1, right), max(r0, left)))
-        for left, right, top in columns:
-            yield from _filled((top, r1, left, right))
+        yield from _filled((r0, r1, c0, min(c1, self.start)))
+        yield from _filled((r0, r1, max(c0, self.stop), c1))
+        for first, last in self.strips:
+            left, right = max(c0, first), min(c1, last)
+            # Rows above the square are whole; within it a strip begins with its own rows.
+            yield from _filled((r0, min(r1, self.start), left, right))
+            yield from _filled((max(r0, first), r1, left, right))
 
     def copied(self) -> Iterator[Rect]:
         """Yield the rectangles above the diagonal that are copied."""
