@@ -60,6 +60,8 @@ class Machine:
         Bytes per second received by one worker from another host; 0: as `bandwidth`.
     dask_bandwidth
         Bytes per second received over Dask's own connections, where the engine has quicker ones; 0: as `bandwidth`.
+    host_bandwidth
+        Bytes per second that one worker copies from host memory to its GPU; 0 where it has none.
     exposed
         For each method the share of its own transfers that is not hidden behind the multiply, ``(method, share)``
         pairs; 1 for those not named.
@@ -71,6 +73,7 @@ class Machine:
     latency: float
     network_bandwidth: float = 0.0
     dask_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
     exposed: tuple[tuple[str, float], ...] = ()
 
     def rate(self, dtype: str) -> float:
@@ -159,6 +162,7 @@ def _read_options(config: str) -> Options:
             latency=number(f"machine.{engine}.latency", 0.0),
             network_bandwidth=number(f"machine.{engine}.network-bandwidth", 0.0),
             dask_bandwidth=number(f"machine.{engine}.dask-bandwidth", 0.0),
+            host_bandwidth=number(f"machine.{engine}.host-bandwidth", 0.0),
             exposed=tuple(sorted((str(n), number(f"machine.{engine}.exposed.{n}", 0.0)) for n in exposed)),
         )
 

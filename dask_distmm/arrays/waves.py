@@ -11,7 +11,8 @@ from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Plan, Problem
-from dask_distmm.planning.waves import Budget, Scheme, WavePlan, choose
+from dask_distmm.planning.memory import held_bytes
+from dask_distmm.planning.waves import Budget, Scheme, WavePlan, choose, in_host, in_host_memory
 from dask_distmm.runtime.client import Snapshot, snapshot
 
 if TYPE_CHECKING:
@@ -97,6 +98,9 @@ def budget_now() -> Budget | None:
 
 def _spills(made: Plan, budget: Budget) -> bool:
     """Whether Dask would move chunks to disk while a plan runs."""
+    if in_host_memory(made.problem, made.engine):
+        held = zip(held_bytes(made).tolist(), made.participants, strict=True)
+        return any(size > budget.of(in_host(worker)) for size, worker in held)
     return any(made.projected_bytes[worker.address] > budget.of(worker) for worker in made.participants)
 
 

@@ -146,7 +146,8 @@ class WavesLayer(TasksLayer):
                 keys = self._inputs(number, operand)
                 names = streams.names[number] if one.is_streamed(operand) else {}
                 inputs.append(List(*(TaskRef(names.get(key, key)) for key in keys)))
-            found.update(self._run_of(number, inputs, behind=False))
+            # Where nothing is loaded the runs themselves wait.
+            found.update(self._run_of(number, inputs, behind=not any(one.scheme.streamed)))
         return found | self._missing(found, upstream)
 
     def _missing(self, found: Mapping[Any, GraphNode], upstream: Mapping[Any, GraphNode]) -> dict[Any, GraphNode]:

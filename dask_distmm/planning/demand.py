@@ -32,6 +32,8 @@ class Worker:
         has none.
     used
         Bytes of that memory which its process holds beside what Dask can spill.
+    host_limit
+        Where that is the memory of a GPU: the limit of its host memory in bytes, 0 where it has none.
     """
 
     address: str
@@ -41,18 +43,21 @@ class Worker:
     device: str = ""
     reach: tuple[str, ...] = ()
     used: int = 0
+    host_limit: int = 0
 
-    def to_wire(self) -> tuple[str, int, int, str, str, list[str], int]:
+    def to_wire(self) -> tuple[str, int, int, str, str, list[str], int, int]:
         """As plain types."""
-        return (self.address, self.nthreads, self.memory_limit, self.host, self.device, list(self.reach), self.used)
+        described = self.host, self.device, list(self.reach)
+        return (self.address, self.nthreads, self.memory_limit, *described, self.used, self.host_limit)
 
     @classmethod
     def from_wire(cls, wire: Any) -> Worker:
         """Make it from what ``to_wire`` gave, checked."""
-        address, nthreads, memory, host, device, reach, used = wire
+        address, nthreads, memory, host, device, reach, used, host_limit = wire
         if not isinstance(address, str):
             raise ProtocolError(f"a worker's address is a str, found {address!r}")
-        return cls(address, int(nthreads), int(memory), str(host), str(device), tuple(map(str, reach)), int(used))
+        links = str(host), str(device), tuple(map(str, reach))
+        return cls(address, int(nthreads), int(memory), *links, int(used), int(host_limit))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

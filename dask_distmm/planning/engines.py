@@ -53,6 +53,9 @@ class Abilities:
         Whether it adds a product to earlier sums where these lie, so that they are of no use once a run has begun.
     makes
         Whether its ranks can make chunks of A and B themselves, when they need them.
+    reads_host
+        Whether its ranks can read NumPy chunks of A and B from host memory while they multiply on GPUs
+        (`Plan.from_host`).
     packs
         Whether it copies small chunks into panels before it multiplies (`memory.packing`).
     keeps_gathered
@@ -99,6 +102,7 @@ class Abilities:
     minds_order: bool = False
     in_place: bool = False
     makes: bool = False
+    reads_host: bool = False
     packs: bool = False
     keeps_gathered: bool = False
     library: str = ""

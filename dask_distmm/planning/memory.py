@@ -19,7 +19,16 @@ from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Packing, Plan, Rect
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["chunk_bytes", "is_by_ranks", "made_ahead", "operand_grids", "packing", "panel_width", "spread"]
+__all__ = [
+    "chunk_bytes",
+    "held_bytes",
+    "is_by_ranks",
+    "made_ahead",
+    "operand_grids",
+    "packing",
+    "panel_width",
+    "spread",
+]
 
 # A panel of k narrower than this keeps BLAS from its speed.
 _LEAST_WIDTH = 384
@@ -81,6 +90,16 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
         held[list(plan.ranks)] = sizes.sum()
         return held
     return np.bincount(where, sizes, npart).astype(np.float64)
+
+
+def held_bytes(plan: Plan) -> NDArray[np.float64]:
+    """Return the bytes of chunks of A, B and D that each participant has."""
+    problem = plan.problem
+    found = spread(plan, "a", chunk_bytes(problem, "a"))
+    if not problem.shared:
+        found = found + spread(plan, "b", chunk_bytes(problem, "b"))
+    owners = np.asarray(plan.ranks)[plan.owners]
+    return found + np.bincount(owners, chunk_bytes(problem, "d"), len(plan.participants))
 
 
 def _in_the_making(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:

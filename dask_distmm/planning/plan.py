@@ -61,6 +61,8 @@ class Plan(Placement):
     d_cuts
         Cuts of D's rows and columns into the slabs that the ranks hold after sums over k are added up; None where
         they hold what they compute.
+    from_host
+        Whether ranks read chunks of A and B from host memory while they multiply: they do not fit on the GPUs.
     left
         Why `@` under `enable` leaves this product to Dask's own tasks; empty where it does not, or was not asked.
     """
@@ -74,6 +76,7 @@ class Plan(Placement):
     order_a: str = "C"
     order_b: str = "C"
     d_cuts: tuple[Bounds, Bounds] | None = None
+    from_host: bool = False
     left: str = ""
 
     @property
@@ -197,6 +200,7 @@ class Plan(Placement):
             "packing": dataclasses.astuple(self.packing),
             "orders": [self.order_a, self.order_b],
             "d_cuts": None if self.d_cuts is None else [list(cut) for cut in self.d_cuts],
+            "from_host": self.from_host,
         }
 
     @classmethod
@@ -214,6 +218,7 @@ class Plan(Placement):
             "order_a": str(order_a),
             "order_b": str(order_b),
             "d_cuts": None if slabs is None else (tuple(map(int, slabs[0])), tuple(map(int, slabs[1]))),
+            "from_host": bool(wire["from_host"]),
         }
 
     def check(self) -> None:

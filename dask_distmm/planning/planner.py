@@ -260,7 +260,15 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
     at_home = held[np.arange(len(needed)), chosen]
     project, estimate = abilities.project or costs.project, abilities.estimate or costs.estimate
     made.projected_bytes.update(project(made))
+    if abilities.reads_host and _may_stay(problem) and over_limit(made):
+        made = dataclasses.replace(made, from_host=True, projected_bytes={})
+        made.projected_bytes.update(project(made))
     return dataclasses.replace(made, estimate=estimate(made, needed, at_home, _delivered(made)))
+
+
+def _may_stay(problem: Problem) -> bool:
+    """Whether chunks of A and B are in host memory, and are not to be copied to all GPUs."""
+    return problem.array == "numpy" and not problem.replicated
 
 
 def _begun(made: Plan, nroster: int) -> NDArray[np.float64]:

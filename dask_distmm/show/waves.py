@@ -14,6 +14,7 @@ _HOW = {
     "rows": "B stays in memory, rows of A are loaded, chunks of D leave",
     "cols": "A stays in memory, columns of B are loaded, chunks of D leave",
     "blocks": "block by block of D, A and B are loaded along k for each",
+    "host": "block by block of D, A and B are read from host memory for each",
 }
 
 

@@ -83,6 +83,8 @@ class PeerRanks(Ranks):
     def __init__(self, module, host, memory):
         super().__init__(module, host)
         self.memory, self.placed = memory, []
+        # Whether A and B stay in host memory.
+        self.from_host = False
         # Of those that are to offer nothing.
         self.silent = set()
 
@@ -90,7 +92,7 @@ class PeerRanks(Ranks):
         process = plan.participants[me].address
         with self.memory.as_process(process):
             engine = self.engines.setdefault(process, self.module.PeerEngine())
-            plan = dataclasses.replace(plan, group=1)
+            plan = dataclasses.replace(plan, group=1, from_host=self.from_host)
             chunks = {key: chunk if self.host else self.on_device(chunk) for key, chunk in chunks.items()}
             job = engine.job(plan, me, chunks, comm, progress)
         if process in self.silent:

@@ -49,7 +49,8 @@ class ndarray(np.ndarray):  # noqa: N801 - as CuPy's
             return _shared.array(cls, shape, dtype, order, memptr.block)
         interface = {"data": (memptr.address, False), "shape": shape, "strides": strides, "version": 3}
         mapped = types.SimpleNamespace(__array_interface__={"typestr": np.dtype(dtype).str, **interface})
-        return np.asarray(mapped).view(cls)
+        # An interface has no name for the types of ml_dtypes.
+        return np.asarray(mapped).view(cls).view(dtype)
 
     @property
     def data(self):

@@ -98,6 +98,38 @@ def test_numpy_chunks_of_two_types(make_peers, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("nranks", "orders"), [(1, "CF"), (2, "CC"), (3, "FF"), (4, "FC")])
+@pytest.mark.parametrize("size", [2**12, 2**14, 2**30])
+def test_operands_in_host_memory(make_peers, tight, method, nranks, orders, size):
+    ranks, _ = make_peers(host=True)
+    ranks.from_host = True
+    with tight(size):
+        conformance(ranks, method, nranks, orders=orders, own_out_chunks=True)
+    uploaded = {key[0] for job in ranks.jobs for key in job._on_device.arrays}
+    assert not uploaded & {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "b_dtype"),
+    [("float32", "float64"), ("float16", None), ("bfloat16", None), ("complex64", None), ("complex128", "float64")],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_types_in_host_memory(make_peers, tight, method, dtype, b_dtype):
+    ranks, _ = make_peers(host=True)
+    ranks.from_host = True
+    with tight(2**13):
+        conformance(ranks, method, 3, dtype, b_dtype=b_dtype)
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (1, 40, 3), (64, 1, 9), (96, 80, 112)])
+def test_shapes_in_host_memory(make_peers, shape, transposed):
+    ranks, _ = make_peers(host=True)
+    ranks.from_host = True
+    conformance(ranks, "summa", 4, shape=shape, most_chunks=3, transposed=transposed)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_memory_that_can_not_be_exported_is_copied_once(make_peers, method):
     ranks, world = make_peers()
     world.memory.not_exportable.update(["w0", "w2"])

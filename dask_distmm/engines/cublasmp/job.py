@@ -31,8 +31,8 @@ from dask_distmm.engines.cublasmp.replication import Replication, named
 from dask_distmm.engines.cublasmp.state import CublasMpState
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
-from dask_distmm.engines.gpu.host import to_host
-from dask_distmm.engines.gpu.operands import DeviceChunks, in_type, ld, mark
+from dask_distmm.engines.gpu.host import in_type, to_host
+from dask_distmm.engines.gpu.operands import DeviceChunks, ld, mark
 from dask_distmm.layout import Moves
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Plan

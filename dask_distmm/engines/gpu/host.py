@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Iterator
+import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy as cp
 import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["device_like", "to_device", "to_host"]
+from dask_distmm.numeric.conversions import decode
+from dask_distmm.numeric.types import FP8
+
+__all__ = ["Uploads", "device_like", "in_type", "staging", "to_device", "to_host"]
 
 # Buffers of this size travel at the full speed of PCIe; one thread copies about 10 GB/s into them.
 _BUFFER_BYTES = 16 * 2**20
@@ -42,14 +46,6 @@ def _buffers() -> _Buffers:
     return _Buffers()
 
 
-def _rows(chunk: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Cut a dense 2-D array, as C-ordered, into groups of rows (or of parts of one) that fit a buffer."""
-    flat = chunk.reshape(-1)
-    step = max(1, _BUFFER_BYTES // chunk.itemsize)
-    for start in range(0, flat.size, step):
-        yield flat[start : start + step]
-
-
 def _dense(chunk: Any) -> tuple[Any, bool]:
     """Return a C-contiguous view or copy, and whether it is the transpose."""
     if chunk.flags.f_contiguous and not chunk.flags.c_contiguous:
@@ -62,29 +58,105 @@ def device_like(chunk: NDArray[Any]) -> cp.ndarray:
     return cp.empty(chunk.shape, chunk.dtype, order="F" if _dense(chunk)[1] else "C")
 
 
+def in_type(array: cp.ndarray, type_name: str, dtype: np.dtype) -> Any:
+    """Return an array that holds a type by name, as bytes if that is FP8, in the type of what it is copied to."""
+    return decode(cp, array, type_name, dtype) if type_name in FP8 and dtype != np.uint8 else array
+
+
+def staging() -> cp.ndarray:
+    """Return the device memory that `Uploads` takes to transpose and convert: as large as a pinned buffer."""
+    return cp.empty(_BUFFER_BYTES, np.uint8)
+
+
+class _Piece(NamedTuple):
+    """A part of a matrix that fits a pinned buffer, on its way: see `Uploads`."""
+
+    filled: Future[None]
+    memory: NDArray[np.uint8]
+    event: cp.cuda.Event
+    place: NDArray[Any]
+    target: cp.ndarray
+    type_name: str
+
+
+class Uploads:
+    """Copies NumPy matrices to the device in their order: a few pieces are filled while an earlier one travels.
+
+    Parameters
+    ----------
+    stream
+        The stream of the copies.
+    staged
+        What `staging` returned, for matrices of another memory order or type than their targets; None without such.
+    """
+
+    def __init__(self, stream: cp.cuda.Stream, staged: cp.ndarray | None = None) -> None:
+        self._stream, self._staged = stream, staged
+        self._waiting: collections.deque[_Piece] = collections.deque()
+
+    def put(self, source: NDArray[Any], target: cp.ndarray, type_name: str = "") -> None:
+        """Copy a matrix; the last pieces are not on the stream before `finish`.
+
+        Parameters
+        ----------
+        source
+            The matrix, of any strides.
+        target
+            Device memory of its shape, dense along one axis. If its type is another one the matrix is converted.
+        type_name
+            Name of the type of the matrix, for FP8 that is carried as bytes.
+        """
+        if source.strides[0] == source.itemsize and source.strides[1] != source.itemsize:
+            source, target = source.T, target.T
+        if source.flags.c_contiguous and target.flags.c_contiguous:
+            source, target = source.reshape(1, -1), target.reshape(1, -1)
+        buffers, most = _buffers(), _BUFFER_BYTES // source.itemsize
+        width = min(most, source.shape[1])
+        height = max(1, most // max(1, width))
+        for row, col in itertools.product(range(0, source.shape[0], height), range(0, source.shape[1], width)):
+            at = slice(row, row + height), slice(col, col + width)
+            piece = source[at]
+            if len(self._waiting) == _THREADS:
+                self._send()
+            memory, event = buffers.take()
+            place = memory[: piece.nbytes].view(piece.dtype).reshape(piece.shape)
+            filled = buffers.threads.submit(np.copyto, place, piece)
+            self._waiting.append(_Piece(filled, memory, event, place, target[at], type_name))
+
+    def finish(self) -> None:
+        """Put all that is left on the stream."""
+        while self._waiting:
+            self._send()
+
+    def _send(self) -> None:
+        """Put the copy of the oldest piece on the stream."""
+        runtime, stream = cp.cuda.runtime, self._stream
+        one = self._waiting.popleft()
+        one.filled.result()
+        place, target, size = one.place, one.target, one.place.nbytes
+        (height, width), itemsize = place.shape, place.itemsize
+        dense = target.strides[1] == itemsize or width == 1
+        kind = runtime.memcpyHostToDevice
+        if target.dtype != place.dtype or not dense:
+            assert self._staged is not None
+            runtime.memcpyAsync(self._staged.data.ptr, one.memory.ctypes.data, size, kind, stream.ptr)
+            with stream:
+                found = self._staged[:size].view(place.dtype).reshape(place.shape)
+                target[...] = in_type(found, one.type_name, target.dtype)
+        elif height == 1 or target.strides[0] == width * itemsize:
+            runtime.memcpyAsync(target.data.ptr, one.memory.ctypes.data, size, kind, stream.ptr)
+        else:
+            line = width * itemsize
+            pitched = target.data.ptr, target.strides[0], one.memory.ctypes.data, line, line, height
+            runtime.memcpy2DAsync(*pitched, kind, stream.ptr)
+        one.event.record(stream)
+
+
 def to_device(chunk: NDArray[Any], target: cp.ndarray, stream: cp.cuda.Stream) -> None:
     """Copy a NumPy array into what `device_like` gave for it, on a stream."""
-    source, turned = _dense(np.ascontiguousarray(chunk) if not chunk.flags.forc else chunk)
-    flat = (target.T if turned else target).reshape(-1)
-    buffers, at = _buffers(), 0
-    waiting: list[Any] = []
-
-    def send() -> None:
-        filled, memory, event, start, size = waiting.pop(0)
-        filled.result()
-        pointer = flat.data.ptr + start
-        cp.cuda.runtime.memcpyAsync(pointer, memory.ctypes.data, size, cp.cuda.runtime.memcpyHostToDevice, stream.ptr)
-        event.record(stream)
-
-    for part in _rows(source):
-        if len(waiting) == _THREADS:
-            send()
-        memory, event = buffers.take()
-        place = memory[: part.nbytes].view(part.dtype)
-        waiting.append((buffers.threads.submit(np.copyto, place, part), memory, event, at, part.nbytes))
-        at += part.nbytes
-    while waiting:
-        send()
+    uploads = Uploads(stream)
+    uploads.put(chunk, target)
+    uploads.finish()
 
 
 def to_host(chunk: cp.ndarray, stream: cp.cuda.Stream) -> NDArray[Any]:
@@ -99,7 +171,8 @@ def to_host(chunk: cp.ndarray, stream: cp.cuda.Stream) -> NDArray[Any]:
         event.synchronize()
         np.copyto(part, memory[: part.nbytes].view(part.dtype))
 
-    for part in _rows(result):
+    copied, step = result.reshape(-1), max(1, _BUFFER_BYTES // result.itemsize)
+    for part in (copied[start : start + step] for start in range(0, copied.size, step)):
         if len(copies) >= _BUFFERS:
             copies[-_BUFFERS].result()
         memory, event = buffers.take()

@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import ChunkKey
-from dask_distmm.engines.gpu.host import device_like, to_device
-from dask_distmm.numeric.conversions import decode
+from dask_distmm.engines.gpu.host import device_like, in_type, to_device
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Problem
 
-__all__ = ["DeviceChunks", "in_type", "ld", "mark", "record", "usable"]
+__all__ = ["DeviceChunks", "ld", "mark", "record", "usable"]
 
 
 class DeviceChunks:
@@ -64,11 +63,6 @@ class DeviceChunks:
     def all_arrays(self) -> list[Any]:
         """All device memory that it holds."""
         return [*self.arrays.values(), *(source for source, _, _ in self._conversions)]
-
-
-def in_type(array: cp.ndarray, type_name: str, dtype: np.dtype) -> Any:
-    """Return an array that holds a type by name, as bytes if that is FP8, in the type of what it is copied to."""
-    return decode(cp, array, type_name, dtype) if type_name in FP8 and dtype != np.uint8 else array
 
 
 def usable(chunk: Any, order: str) -> bool:

@@ -75,6 +75,8 @@ class OperandBuffers:
         rect
             Rows and columns of the operand.
         """
+        if self._sources.is_in_host(operand):
+            return False
         found = self._sources.chunk_at(operand, rect, self.itemsizes[operand])
         if found is None:
             return False

@@ -82,6 +82,7 @@ class PeerJob(Job[Plan]):
         self._kinds = Kinds(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
         self._expected: Expected | None = None
         self._multiplication: Multiplication | None = None
+        self.lends = plan.from_host
         self._trace = Trace(on=engine.trace is not None)
         self._sources = Sources(plan, me, comm, self.chunks, engine.pulls(len(plan.participants) - 1), self.ended)
 
@@ -109,8 +110,9 @@ class PeerJob(Job[Plan]):
             check_fp8()
         self._kinds.compute_type  # noqa: B018 - the library must have it
         self.engine.exporter.begin(self._address, problem.options.keep_workspace_bytes)
-        self._on_device = DeviceChunks(problem, self.chunks)
-        self.chunks = self._on_device.arrays
+        stays = ("a", "b") if self.plan.from_host else ()
+        self._on_device = DeviceChunks(problem, {key: x for key, x in self.chunks.items() if key[0] not in stays})
+        self.chunks |= self._on_device.arrays
         self._sources.chunks = self.chunks
         if self.rank is not None:
             self._allocate()
@@ -139,6 +141,8 @@ class PeerJob(Job[Plan]):
         assert self.rank is not None
         plan = self.plan
         self._buffers = OperandBuffers(plan, self._sources)
+        if plan.from_host:
+            self._sources.allocate()
         schedule = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.lies)
         self._buffers.allocate(schedule.slots)
         triangle = square_on_diagonal(plan, self.rank, self._epilog)
@@ -223,7 +227,10 @@ class PeerJob(Job[Plan]):
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of the chunks that are here, for participants that can't map this process' memory."""
-        found = contiguous(super().serve(kind, boxes, flat))
+        found = super().serve(kind, boxes, flat)
+        if self.lends and all(isinstance(one, np.ndarray) for one in found):
+            return found
+        found = contiguous(found)
         cp.cuda.Stream.null.synchronize()
         return found
 

@@ -65,11 +65,14 @@ class Loads:
             for load in step.loads:
                 target, size = self._buffers.target(load).span, self._buffers.itemsizes[load.operand]
                 parts = self._sources.parts(load.operand, load.chunk_blocks, target, size)
+                if self._sources.is_in_host(load.operand):
+                    self._parts[load.number] = parts, []
+                    continue
                 own = self._sources.own_copies(parts)
                 if load.slot in used:
                     self._parts[load.number] = parts, [own]
                 elif (parts.holders == me).all():
-                    self._put(load, Pull([own], {}, 0), stream)
+                    self._put(load, Pull([own], {}, 0, {}), stream)
                     self.before_vote.add(load.number)
                 else:
                     self._sources.run(own, stream)
@@ -128,6 +131,10 @@ class Loads:
     def _issue(self, load: Load) -> None:
         """Put the pulls of a load on their stream, where they wait until its buffer is free."""
         stream, pull = self._sources.stream, self._found[load.number]
+        self._sources.ask(pull)
+        if self._pending:
+            # While these parts are copied the next ones travel.
+            self._sources.ask(self._found[self._pending[0].load.number])
         if load.slot in self._last_use:
             stream.wait_event(self._last_use[load.slot])
         with self._trace.step("pull", load.number, float(pull.away), stream):

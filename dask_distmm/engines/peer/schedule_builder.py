@@ -211,7 +211,7 @@ class _ScheduleBuilder:
         def key(at: int) -> tuple[bool, bool, int, int]:
             most = max(holders[at], key=lambda holder: holders[at][holder])
             behind = (ranks.index(most) - self.rank) % count if most in ranks else count
-            away = set(holders[at]) != {me}
+            away = self.plan.from_host or set(holders[at]) != {me}
             return not segments[at].lies, away, behind if whole else 0, (at - first) % len(segments)
 
         return [segments[at] for at in sorted(range(len(segments)), key=key)]
@@ -254,7 +254,7 @@ class _ScheduleBuilder:
         return padded(length, unit(length // count, self.multiple), count)
 
     def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:
-        return set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.rank]}
+        return self.plan.from_host or set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.rank]}
 
     def _is_away(self, load: Load) -> bool:
         return self._away(load.operand, _Segment(*load.own, load.slot is None), load.depth)

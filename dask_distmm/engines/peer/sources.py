@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import ChunkKey, Comm, Ended, wait_checked
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Ended, wait_checked
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import Memory
-from dask_distmm.engines.gpu.operands import in_type, record
+from dask_distmm.engines.gpu.host import Uploads, in_type, staging
+from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.panels import ChunkBlock
 from dask_distmm.engines.peer.offers import BLOCKS
 from dask_distmm.engines.peer.pulls import CopyBatch, Rectangle, make_copies, pull_table, span_of, table_of
@@ -93,14 +95,18 @@ class Pull(NamedTuple):
     copies
         Of what lies here, and of what is mapped.
     outside
-        For each participant that offers no memory, its parts.
+        For each participant whose chunks can't be mapped, its parts: it offers no memory, or the chunks are in host
+        memory.
     away
         Bytes that others have.
+    asked
+        The answers of those participants of `outside` that were asked; filled by `Sources.ask`.
     """
 
     copies: list[CopyBatch]
     outside: dict[int, Parts]
     away: int
+    asked: dict[int, Future[Sequence[Any]]]
 
 
 class Sources:
@@ -142,6 +148,7 @@ class Sources:
         # Kept until all is over.
         self._copies: list[CopyBatch] = []
         self.streams = streams
+        self._staging: cp.ndarray | None = None
 
     @property
     def stream(self) -> cp.cuda.Stream:
@@ -237,6 +244,9 @@ class Sources:
         """Return the pulls of parts of one operand, all at once, because the GPUs wait for the first pull of a run."""
         offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
         offering[self.me] = False
+        in_host = self.is_in_host(every[0][0].operand)
+        if in_host:
+            offering[:] = False
         theres = [parts.take(offering[parts.holders]) for parts, _ in every]
         first, holders = theres[0], np.concatenate([there.holders for there in theres])
         tables, lanes = [np.empty((0, 7), np.int64)] * len(every), [np.empty(0, np.int64)] * len(every)
@@ -250,9 +260,10 @@ class Sources:
         found = []
         made = make_copies(tables, first.size, at_first=at_first, lanes=lanes)
         for (parts, own_copies), there, copies in zip(every, theres, made, strict=True):
-            outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist()) - {self.me}
+            outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist())
+            outside -= set() if in_host else {self.me}
             others = {holder: parts.take(parts.holders == holder) for holder in sorted(outside) if not offering[holder]}
-            found.append(Pull([*own_copies, copies], others, there.bytes))
+            found.append(Pull([*own_copies, copies], others, there.bytes, {}))
         return found
 
     def pull(self, pull: Pull, stream: cp.cuda.Stream) -> None:
@@ -261,8 +272,8 @@ class Sources:
             self.run(copies, stream)
         if self.remote is not None:
             self.remote.pulled_bytes += pull.away
-        for holder, parts in pull.outside.items():
-            self._fetch(holder, parts, stream)
+        if pull.outside:
+            self._upload(pull, stream)
 
     def block(self, holder: int, number: int, size: int) -> Span | None:
         """Return where a block of another rank's is, mapped here, of which `size` bytes are wanted."""
@@ -271,25 +282,61 @@ class Sources:
         self.remote.pulled_bytes += size
         return Span(*self.remote.spans(BLOCKS, np.array([holder]), np.array([number]))[0].tolist())
 
-    def _fetch(self, holder: int, parts: Parts, stream: Any) -> None:
-        """Get parts from a participant that offers no memory, over Dask's comms."""
-        operand, table, problem = parts.operand, parts.blocks, self.plan.problem
-        type_name = problem.dtype_of(problem.operands[operand])
-        dtype = carried(problem.matrix_types[operand] if operand < 2 else type_name, "cupy")
-        first, extent = table[:, [_R0, _C0]], table[:, [_ROWS, _COLS]]
-        boxes = np.column_stack([table[:, : _CHUNK + 1], np.stack([first, first + extent], 2).reshape(-1, 4)])
-        answer, spans = self.comm.fetch(holder, "input", boxes, False), []
-        for data in wait_checked(answer, self.ended.check):
-            # The sender has converted chunks that are multiplied in another type.
-            bare = data.view(np.uint8) if type_name in FP8 and data.dtype.itemsize == 1 else data
-            part = typed(cp.asarray(bare), type_name)
-            part = part if part.dtype == dtype else in_type(part, type_name, dtype)
+    def is_in_host(self, operand: int) -> bool:
+        """Whether chunks of an operand are read from host memory while the GPU multiplies."""
+        return self.plan.from_host and self.plan.problem.operands[operand] in ("a", "b")
+
+    def allocate(self) -> None:
+        """Allocate what it takes to read host memory."""
+        if self._staging is None:
+            self._staging = staging()
+
+    def ask(self, pull: Pull) -> None:
+        """Ask other participants for the parts of a pull that can't be mapped, unless they were; do not wait."""
+        for holder in pull.outside.keys() - pull.asked.keys() - {self.me}:
+            pull.asked[holder] = self.comm.fetch(holder, "input", _boxes(pull.outside[holder]), False)
+
+    def _upload(self, pull: Pull, stream: cp.cuda.Stream) -> None:
+        """Put on a stream the copies of the parts that can't be mapped, as they come."""
+        self.ask(pull)
+        self.allocate()
+        uploads = Uploads(stream, self._staging)
+        # The own parts are there already.
+        for holder, parts in sorted(pull.outside.items(), key=lambda one: one[0] != self.me):
+            name = self.plan.problem.operands[parts.operand]
+            if holder == self.me:
+                boxes = _boxes(parts)[:, 1:].tolist()
+                self._put(parts, [self.chunks[name, at][r0:r1, c0:c1] for at, r0, r1, c0, c1 in boxes], uploads, stream)
+            else:
+                self._put(parts, wait_checked(pull.asked.pop(holder), self.ended.check), uploads, stream)
+        uploads.finish()
+
+    def _put(self, parts: Parts, found: Sequence[Any], uploads: Uploads, stream: cp.cuda.Stream) -> None:
+        """Copy matrices to the places of the parts that they are."""
+        problem = self.plan.problem
+        type_name = problem.dtype_of(problem.operands[parts.operand])
+        goal = problem.matrix_types[parts.operand] if parts.operand < len(problem.matrix_types) else type_name
+        shapes = parts.blocks[:, [_ROWS, _COLS]].tolist()
+        for data, span, shape in zip(found, parts.targets.tolist(), shapes, strict=True):
+            self.ended.check()
+            is_fp8 = type_name in FP8 and data.dtype.itemsize == 1
+            part, target = data.view(np.uint8) if is_fp8 else typed(data, type_name), self._matrix(span, shape, goal)
+            # A sender with a GPU has converted chunks that are multiplied in another type.
+            held = goal if part.dtype == target.dtype else type_name
+            if not isinstance(part, cp.ndarray):
+                uploads.put(part, target, held)
+                continue
             self.kept.append(part)
-            spans.append(span_of(part))
-        # The conversions are on the default stream.
-        stream.wait_event(record(cp.cuda.Stream.null))
-        got = pull_table(np.array(spans, np.int64), parts.targets, table[:, _ROWS], table[:, _COLS], parts.size)
-        self.run(make_copies([got], parts.size)[0], stream)
+            stream.wait_event(record(cp.cuda.Stream.null))
+            with stream:
+                target[...] = in_type(part, held, target.dtype)
+
+    def _matrix(self, span: Sequence[int], shape: Sequence[int], type_name: str) -> cp.ndarray:
+        """Return a matrix in this GPU's memory from its address and strides."""
+        (pointer, *steps), dtype = span, carried(type_name, "cupy")
+        size = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+        memory = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(pointer, size, self), 0)
+        return cp.ndarray(tuple(shape), dtype, memory, strides=tuple(steps))
 
     def gather(self, finishing: Finishing | NativeBias, stream: cp.cuda.Stream) -> None:
         """Pull the inputs of the formula on this rank; let a stream wait for them."""
@@ -306,3 +353,11 @@ class Sources:
             for pull in self.find({at: (parts, [self.own_copies(parts)]) for at, parts in enumerate(every)}).values():
                 self.pull(pull, pulls)
         stream.wait_event(record(pulls))
+
+
+def _boxes(parts: Parts) -> Boxes:
+    """Return parts as they are asked for."""
+    table = parts.blocks
+    first = table[:, [_R0, _C0]]
+    edges = np.stack([first, first + table[:, [_ROWS, _COLS]]], 2).reshape(-1, 4)
+    return np.column_stack([table[:, : _CHUNK + 1], edges])

@@ -24,9 +24,10 @@ def _describe(plan: Plan) -> list[str]:
     cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
     lies = " as it lies" if schedule.lies[schedule.stationary] and not schedule.stationary_bytes else ""
     padded = "; padded to multiples of 16, which GEMMs are quick with" if extent_multiple(plan.problem) > 1 else ""
+    read = "; A and B from host memory" if plan.from_host else ""
     return [
         f"  pulls     {names[0]} held{cut}{lies}, {names[1]} in panels of up to {schedule.width} {what[0]}; "
-        f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}"
+        f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}{read}"
     ]
 
 
@@ -40,6 +41,7 @@ PEER = Abilities(
     reads_peers=True,
     keeps=True,
     minds_order=True,
+    reads_host=True,
     library="cuBLASLt",
     unfit=out_of_reach,
     project=project,

@@ -149,7 +149,8 @@ def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
     own, kk = extents[stationary], k1 - k0
     rows, depth, stationary_bytes = own, kk, 0
     if not lies[stationary] or multiple > 1:
-        wide = problem.sum_type != problem.compute_type
+        # What is streamed again comes from host memory again: sums that take more memory are the lesser evil.
+        wide = problem.sum_type != problem.compute_type and not plan.from_host
         rows, depth = _fit(own, kk, sizes[stationary], room // 2, wide, multiple)
     if 2 in sizes and extents[0] * extents[1] >= _LEAST_BLOCK**2:
         depth = min(depth, _MOST_DEPTH)
@@ -185,7 +186,9 @@ def _slabs_by_rows(plan: Plan) -> bool:
 def _lies(plan: Plan, operand: int, participant: int, part: Rect) -> bool:
     """Whether one participant has a part of an operand, in chunks that span the part along k."""
     problem, where = plan.problem, plan.where.get("ab"[operand])
-    if where is None or (problem.conjugated[operand] and (plan.order_a, plan.order_b)[operand] == "C"):
+    if where is None or plan.from_host:
+        return False
+    if problem.conjugated[operand] and (plan.order_a, plan.order_b)[operand] == "C":
         # The library conjugates only operands that it transposes; other ones are copied first.
         return False
     sizes = (problem.a_chunks, problem.b_chunks)[operand]

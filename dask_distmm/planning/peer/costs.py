@@ -47,7 +47,8 @@ _ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.7
 def project(plan: Plan) -> dict[str, int]:
     """Return the projected bytes of device memory that a run takes at its peak, by the address of each participant.
 
-    Counted are chunks of A and B (also in the type in which they are multiplied), buffers, the sums, and D.
+    Counted are chunks of A and B (also in the type in which they are multiplied) unless they are read from host memory,
+    buffers, the sums, and D.
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ def project(plan: Plan) -> dict[str, int]:
     """
     problem, npart = plan.problem, len(plan.participants)
     total = np.zeros(npart)
-    for operand, given in zip("ab", multiplied_sizes(problem), strict=True):
+    for operand, given in zip("ab" * (not plan.from_host), multiplied_sizes(problem), strict=False):
         own = problem.itemsize(operand)
         sizes = chunk_bytes(problem, operand)
         converted = sizes // own * given if given != own else 0 * sizes
@@ -120,17 +121,22 @@ def estimate(
     final = np.array([sum(map(_area, plan.final_rects(rank))) for rank in ranks], float)
     away = 1 - home / np.maximum(needed, 1.0)
     pulled = needed - home
+    bandwidth = machine.bandwidth
+    if plan.from_host:
+        # All comes from host memory, at the rate of the host's bus.
+        away, pulled, bandwidth = np.ones(len(ranks)), needed, machine.host_bandwidth or bandwidth
     again = np.array([len(one.parts) - 1 for one in found])
     streamed = np.array([_streamed_bytes(plan, rank, found[rank].stationary) for rank in ranks])
     pulled = pulled + away * (again - 1) * streamed
     partial = (s - 1) * final * sums
     # The first GEMM needs one piece of the stationary part and one piece of a panel.
     cut = np.array([pieces_that_fill(problem, one.parts[1] - one.parts[0], one.width) for one in found])
-    begin = away**2 * np.array([one.stationary_bytes + one.panel_bytes for one in found]) / cut / machine.bandwidth
+    begin = away**2 * np.array([one.stationary_bytes + one.panel_bytes for one in found]) / cut / bandwidth
     last = (partial / max(1, s - 1) + delivered * sums) / machine.bandwidth
     copied = 3.0 * partial + 2.0 * _passes(plan, found, sums) * sums
     end = last + copied / machine.memory_bandwidth
-    pulls = (pulled + partial * (s > 1) * (s - 2) / max(1, s - 1)) / machine.bandwidth
+    between = bandwidth / machine.bandwidth
+    pulls = (pulled + between * partial * (s > 1) * (s - 2) / max(1, s - 1)) / bandwidth
     exposed = dict(machine.exposed).get(plan.method, 1.0)
     moving = np.maximum(pulls - compute, 0.0) + exposed * pulls + begin + end
     worst = int(np.argmax(compute + moving))

@@ -43,6 +43,8 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
         else:
             # Any rank may need any chunk of an input of the formula: the owners of D's chunks are not looked at.
             needed = np.ones(1, bool)
+        if plan.from_host and name in ("a", "b"):
+            needed = np.zeros(1, bool)  # they are not on GPUs
         found[name] = needed & (np.asarray(plan.where[name]) == mine) & (chunk_bytes(problem, name) > 0)
     return found
 
@@ -50,7 +52,8 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
 def others_chunks(plan: Plan, rank: int) -> tuple[float, float]:
     """Return the numbers of chunks of A and of B that a rank reads and another participant has.
 
-    They are averages, and no whole numbers, if the plan does not know where the chunks are.
+    Chunks in host memory count as those of others. The numbers are averages, and no whole numbers, if the plan does not
+    know where the chunks are.
 
     Parameters
     ----------
@@ -62,6 +65,8 @@ def others_chunks(plan: Plan, rank: int) -> tuple[float, float]:
 
     def count(name: str) -> float:
         reads, where, me = _reads(plan, rank, name).ravel(), plan.where.get(name), plan.ranks[rank]
+        if plan.from_host:
+            return float(reads.sum())
         if where is None:
             return float(reads.sum()) * (1 - 1 / len(plan.participants))
         return float((reads & (where != me) & (where != EVERYWHERE)).sum())
@@ -99,4 +104,5 @@ def independent(plan: Plan) -> bool:
     problem = plan.problem
     whole = not any(problem.distributions) and problem.grid is None
     kept = bool(plan.replicas) or any(plan.replica_runs)
-    return plan.engine == "peer" and len(plan.participants) > 1 and plan.grid[2] == 1 and whole and not kept
+    offered = plan.engine == "peer" and len(plan.participants) > 1 and not plan.from_host
+    return offered and plan.grid[2] == 1 and whole and not kept

@@ -15,10 +15,12 @@ from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.dask_tasks import around
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import engines
-from dask_distmm.planning.memory import chunk_bytes
+from dask_distmm.planning.memory import chunk_bytes, held_bytes
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import METHODS, Chunks, Problem
+from dask_distmm.planning.waves.blocks import choose_blocks, in_host, in_host_memory
+from dask_distmm.planning.waves.edges import BLOCKS, common_edges, grouped
 from dask_distmm.planning.waves.scheme import Scheme, Wave, wave_problem
 
 __all__ = ["Budget", "choose"]
@@ -33,8 +35,6 @@ _LONGEST = 4.0
 _FEW = 500
 # A panel in flight takes this share of the budget at most.
 _PANEL_SHARE = 16
-# D is cut into so many blocks along an axis.
-_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,8 +101,19 @@ def choose(
     ProjectedMemoryError
         No scheme fits.
     """
-    if reason := _why_whole(problem, lazy):
+    apart = in_host_memory(problem, engine)
+    if reason := _why_whole(problem, lazy, apart=apart):
         raise PlanError(f"{problem.name} can't be made in waves: {reason}")
+    if apart and not any(lazy):
+        if (blocks := choose_blocks(problem, workers, costs, engine)) is not None:
+            return blocks
+        raise ProjectedMemoryError(
+            f"{problem.name} does not fit in waves either: a chunk of D, and what is read for it, are more than the "
+            "GPUs may hold. Use smaller chunks or more workers",
+            {},
+            {worker.address: worker.memory_limit for worker in workers},
+        )
+    holders = [in_host(worker) for worker in workers] if apart else workers
     found: list[Scheme] = []
     methods = METHODS if problem.method == "auto" else (problem.method,)
     fewest = -(-_FEWEST // products)
@@ -112,11 +123,11 @@ def choose(
         similar = [one for one in found if one.name == sketch.name]
         if any(one.by_ranks == sketch.by_ranks or sketch.name != "blocks" for one in similar):
             continue  # it reads more blocks, or loads what ranks can make
-        fitting = _Fitting(problem, workers, budget, costs, engine, lazy, sketch, fewest)
+        fitting = _Fitting(problem, workers, holders, budget, costs, engine, lazy, sketch, fewest)
         schemes = [fitting.scheme(method) for method in methods] if fitting.may_fit() else []
         found += [scheme for scheme in schemes if scheme is not None]
     if not found:
-        limits = {worker.address: int(budget.of(worker)) for worker in workers}
+        limits = {worker.address: int(budget.of(worker)) for worker in holders}
         raise ProjectedMemoryError(
             f"{problem.name} does not fit in waves either: two chunks of each operand along k, and what stays in "
             f"memory, are more than the {min(limits.values()) / 2**20:.0f} MiB that a worker may hold without "
@@ -127,8 +138,8 @@ def choose(
     return min(found, key=lambda scheme: scheme.seconds)
 
 
-def _why_whole(problem: Problem, lazy: tuple[bool, bool]) -> str:
-    if not any(lazy):
+def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str:
+    if not any(lazy) and not apart:
         return "all chunks of A and B are in memory already"
     if problem.part is not None or any(problem.distributions) or problem.grid or problem.replicated:
         return "its layout is asked for, or all of D or of an operand is to be on every worker"
@@ -148,24 +159,6 @@ class _Sketch:
     axis: str
     streamed: tuple[bool, bool]
     by_ranks: bool = False
-
-
-def _edges(problem: Problem, axis: str) -> tuple[int, ...]:
-    """Return where an axis, of ``"m"``, ``"n"`` and ``"k"``, can be cut: at edges of all chunks along it."""
-    inputs = [extra.chunks for extra in problem.extras]
-    chunkings = {
-        "m": [problem.a_chunks[0], problem.out_chunks[0], *(c[0] for c in inputs if sum(c[0]) == problem.m)],
-        "n": [problem.b_chunks[1], problem.out_chunks[1], *(c[1] for c in inputs if sum(c[1]) == problem.n)],
-        "k": [problem.a_chunks[1], problem.b_chunks[0]],
-    }[axis]
-    common = set.intersection(*({0, *itertools.accumulate(sizes)} for sizes in chunkings))
-    return tuple(sorted(common))
-
-
-def _grouped(edges: Sequence[int], groups: int) -> tuple[int, ...]:
-    """Return those edges that cut the segments between edges into groups of about as many segments."""
-    count = len(edges) - 1
-    return tuple(edges[round(i * count / groups)] for i in range(groups + 1))
 
 
 def _make(engine: str | Sequence[str]) -> bool:
@@ -197,13 +190,13 @@ def _schemes(problem: Problem, lazy: tuple[bool, bool]) -> Iterator[_Sketch]:
         yield _Sketch("rows", m, n, problem.k, "m", (True, False))
     if lazy[1]:
         yield _Sketch("cols", m, n, problem.k, "n", (False, True))
-    rows, cols = _edges(problem, "m"), _edges(problem, "n")
+    rows, cols = common_edges(problem, "m"), common_edges(problem, "n")
     sizes = problem.m * problem.k * problem.itemsize("a") * lazy[0], problem.n * problem.k * problem.itemsize("b")
-    counts = [sorted({min(len(edges) - 1, x) for x in _BLOCKS}) for edges in (rows, cols)]
+    counts = [sorted({min(len(edges) - 1, x) for x in BLOCKS}) for edges in (rows, cols)]
     ways = [way for way in itertools.product(*counts) if way != (1, 1)]
     ways.sort(key=lambda way: (sizes[0] * way[1] + sizes[1] * lazy[1] * way[0], math.prod(way)))
     for p, q in ways:
-        yield _Sketch("blocks", _grouped(rows, p), _grouped(cols, q), problem.k, "k", lazy)
+        yield _Sketch("blocks", grouped(rows, p), grouped(cols, q), problem.k, "k", lazy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +205,8 @@ class _Fitting:
 
     problem: Problem
     workers: Sequence[Worker]
+    # The same ones, with the memory in which chunks are.
+    holders: Sequence[Worker]
     budget: Budget
     costs: DaskCosts
     engine: str | Sequence[str]
@@ -221,11 +216,15 @@ class _Fitting:
 
     @functools.cached_property
     def _edges(self) -> tuple[int, ...]:
-        return _edges(self.problem, self.sketch.axis)
+        return common_edges(self.problem, self.sketch.axis)
 
     @functools.cached_property
     def _room(self) -> float:
-        return min(self.budget.of(worker) for worker in self.workers)
+        return min(self.budget.of(worker) for worker in self.holders)
+
+    @property
+    def _apart(self) -> bool:
+        return self.holders is not self.workers
 
     def may_fit(self) -> bool:
         """Whether D's block alone fits, before anything is planned."""
@@ -262,7 +261,7 @@ class _Fitting:
 
     def _try(self, count: int, method: str) -> Scheme | None:
         """Return the scheme with `count` waves along the axis, or None if it does not fit."""
-        waves = tuple(_waves(self.sketch, _grouped(self._edges, count)))
+        waves = tuple(_waves(self.sketch, grouped(self._edges, count)))
         panel = int(min(self.problem.options.panel_bytes, self._room / _PANEL_SHARE))
         room = int(self._room) if math.isfinite(self._room) else 0
         how = self.sketch.name, waves, self.sketch.streamed, self.sketch.by_ranks
@@ -272,7 +271,7 @@ class _Fitting:
         # The run has what is left.
         left = [
             dataclasses.replace(worker, memory_limit=int(max(1.0, self.budget.of(worker) - beside)), used=0)
-            if worker.memory_limit
+            if worker.memory_limit and not self._apart
             else worker
             for worker in self.workers
         ]
@@ -280,14 +279,17 @@ class _Fitting:
             plans = [self._plan(scheme, number, left) for number in dict.fromkeys((largest, len(waves) - 1))]
         except (ProjectedMemoryError, PlanError):
             return None
+        if self._apart and any(beside + held_bytes(one).max() > self._room for one in plans):
+            return None
         if scheme.by_ranks and any(one.packing.a or one.packing.b for one in plans):
             return None  # they would be copied one by one
         return self._estimated(scheme, plans, beside)
 
     def _plan(self, scheme: Scheme, number: int, workers: Sequence[Worker]) -> Plan:
         sub = wave_problem(self.problem, scheme, number)
-        limited = dataclasses.replace(sub.options, limit_fraction=1.0)
-        return plan(dataclasses.replace(sub, options=limited), workers, engine=self.engine)
+        if not self._apart:
+            sub = dataclasses.replace(sub, options=dataclasses.replace(sub.options, limit_fraction=1.0))
+        return plan(sub, workers, engine=self.engine)
 
     def _beside(self, scheme: Scheme, number: int) -> float:
         """Return the bytes on a worker that are no part of the largest run."""
@@ -312,6 +314,10 @@ class _Fitting:
         elif scheme.waves[number].visit:
             total += chunk_bytes(problem, "d").mean()
         return total
+
+    def _peak(self, made: Plan) -> float:
+        """Return the most bytes that a worker holds for a run, of the memory in which chunks are."""
+        return float(held_bytes(made).max()) if self._apart else max(made.projected_bytes.values())
 
     def _estimated(self, scheme: Scheme, plans: Sequence[Plan], beside: float) -> Scheme:
         problem, count = self.problem, len(self.workers)
@@ -339,7 +345,7 @@ class _Fitting:
             read_bytes=int(read),
             read_seconds=read / ((len(plans[0].ranks) if scheme.by_ranks else count) * self.budget.read_bandwidth),
             run_seconds=run + around_all,
-            peak_bytes=int(beside + max(max(made.projected_bytes.values()) for made in plans)),
+            peak_bytes=int(beside + max(self._peak(made) for made in plans)),
         )
 
 

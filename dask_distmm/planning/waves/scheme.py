@@ -46,7 +46,7 @@ class Scheme:
     Parameters
     ----------
     name
-        ``"sums"``, ``"rows"``, ``"cols"`` or ``"blocks"``; see the module.
+        ``"sums"``, ``"rows"``, ``"cols"``, ``"blocks"`` or ``"host"``; see the package.
     waves
         In the order in which they run.
     streamed

@@ -137,14 +137,15 @@ class Roster:
     def worker(self, ws: WorkerState, engine: str) -> Worker:
         """Return a worker as planning sees it, with the memory that an engine works in."""
         described = self._described.get(ws.address, _UNKNOWN)
-        memory, used = described.memory.get(engine), 0
+        host_limit, used = int(ws.memory_limit or 0), 0
+        memory = described.memory.get(engine)
         if not memory:
-            memory, used = int(ws.memory_limit or 0), -(-int(ws.memory.unmanaged_old) // _STEP) * _STEP
+            host_limit, memory, used = 0, int(ws.memory_limit or 0), -(-int(ws.memory.unmanaged_old) // _STEP) * _STEP
         links = described.links
         # Engines also read the memory of workers that only hand out chunks.
         found = [links[engine]] if engine in links else list(links.values())
         device, reach = next((tuple(link) for link in found if link[0]), ("", ()))
-        return Worker(ws.address, ws.nthreads, memory, described.host, device, tuple(reach), used)
+        return Worker(ws.address, ws.nthreads, memory, described.host, device, tuple(reach), used, host_limit)
 
     def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
         """Refuse workers that differ in the version of this package or of the engine's libraries."""
