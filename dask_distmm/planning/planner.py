@@ -260,7 +260,8 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
     at_home = held[np.arange(len(needed)), chosen]
     project, estimate = abilities.project or costs.project, abilities.estimate or costs.estimate
     made.projected_bytes.update(project(made))
-    if abilities.reads_host and _may_stay(problem) and over_limit(made):
+    if abilities.reads_host and _may_stay(problem) and (over_limit(made) or len(made.participants) == 1):
+        # A rank that is alone reads each chunk once, either way: it need not wait for all of them.
         made = dataclasses.replace(made, from_host=True, projected_bytes={})
         made.projected_bytes.update(project(made))
     return dataclasses.replace(made, estimate=estimate(made, needed, at_home, _delivered(made)))

@@ -12,6 +12,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from device_memory import limit_device_memory
 from distributed import Client, LocalCluster, Status
 from run_events import events
 
@@ -165,3 +166,21 @@ def test_who_dies_costs_its_own_part(client):
         assert (first, part) == (whole, whole / count)
         assert f"{done} of 144 chunks are done" in why
     works(client)
+
+
+def test_products_from_host_memory(client):
+    """A and B stay in host memory where they do not fit on the GPUs; D is made in blocks where it does not, either."""
+    rng = np.random.default_rng()
+    works(client)
+    a, b = rng.standard_normal((480, 360)), rng.standard_normal((360, 420))
+    x, y = dask.persist(da.from_array(a, chunks=(60, 90)), da.from_array(b, chunks=(120, 70)))
+    each = a.size * 8 / 3
+    for size, scheme in ((4.2 * each, ""), (1.8 * each, "host")):
+        limit_device_memory(client, size)
+        with dask.config.set({"distmm.peer.buffer-bytes": 2**18, "distmm.engine": "peer"}):
+            made, d = dask_distmm.explain(x, y), dask_distmm.matmul(x, y)
+            assert made.scheme.name == scheme if scheme else made.from_host, made
+            assert_product(a, b, d.compute())
+    assert events(client, "done")[-1]["received_bytes"] > 0
+    del x, y, d
+    assert_nothing_left(client)

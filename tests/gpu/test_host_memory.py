@@ -6,6 +6,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from device_memory import limit_device_memory
 from gpu_products import random
 
 import dask_distmm
@@ -18,16 +19,16 @@ N = 768
 
 @pytest.fixture
 def little(clusters, nworkers):
-    """Return a client, and a configuration in which each GPU has so many bytes."""
-    import cupy
-
+    """Return a client; and a function that gives each GPU so many bytes, and returns a configuration."""
     client, _ = clusters(nworkers)
-    total = cupy.cuda.runtime.memGetInfo()[1]
 
     def of(size):
-        return dask.config.set({"distmm.memory.limit-fraction": size / total, "distmm.peer.buffer-bytes": 2**19})
+        limit_device_memory(client, size)
+        return dask.config.set({"distmm.peer.buffer-bytes": 2**20})
 
-    return client, of
+    dask_distmm.matmul(*(da.ones((8, 8), chunks=4) for _ in "ab")).compute()
+    yield client, of
+    limit_device_memory(client, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"])
@@ -38,11 +39,13 @@ def test_operands_stay_in_host_memory(little, nworkers, dtype, transposed):
     if transposed:
         a, b = np.asfortranarray(a), np.asfortranarray(b)
     x, y = da.from_array(a, chunks=200).persist(), da.from_array(b, chunks=(250, 170)).persist()
-    sums = 4 if np.dtype(a.dtype).itemsize == 2 else a.itemsize
-    with of(int(N * N * (sums + a.itemsize) / nworkers) + 2**21):
+    with of(0):
+        whole = dask_distmm.explain(x, y)
+    # A rank that is alone reads host memory anyway.
+    assert whole.from_host == (nworkers == 1)
+    with of(max(whole.projected_bytes.values()) * (0.85 if nworkers > 1 else 1.1)):
         made = dask_distmm.explain(x, y)
-        d = dask_distmm.matmul(x, y)
-        found = d.compute()
+        found = dask_distmm.matmul(x, y).compute()
     assert made.from_host, made
     assert "host memory" in repr(made)
     assert_product(a, b, found)
@@ -55,7 +58,7 @@ def test_blocks_of_d(little, nworkers, options):
     x, y = (da.from_array(one, chunks=128).persist() for one in (a, b))
     if "epilog" in options:
         options = options | {"epilog_inputs": {"bias": da.from_array(bias, chunks=128)}}
-    with of(int(N * N * 4 * 0.6 / nworkers) + 2**20):
+    with of(N * N * 4 / nworkers + 1.4e6):
         made = dask_distmm.explain(x, y, **options)
         found = dask_distmm.matmul(x, y, **options).compute()
     assert made.method == "waves", made

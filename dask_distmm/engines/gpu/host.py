@@ -19,9 +19,9 @@ from dask_distmm.numeric.types import FP8
 __all__ = ["Uploads", "device_like", "in_type", "staging", "to_device", "to_host"]
 
 # Buffers of this size travel at the full speed of PCIe; one thread copies about 10 GB/s into them.
-_BUFFER_BYTES = 16 * 2**20
-_BUFFERS = 8
-_THREADS = 4
+_BUFFER_BYTES = 4 * 2**20
+_BUFFERS = 32
+_THREADS = 8
 
 
 class _Buffers:

@@ -24,6 +24,10 @@ from dask_distmm.planning.waves.scheme import Scheme, Wave, wave_problem
 
 __all__ = ["choose_blocks", "in_host", "in_host_memory"]
 
+# Blocks are planned for this share of what a worker may hold: whole chunks of D are shared out by where A and B lie,
+# which may be less even than here.
+_SHARE = 0.75
+
 
 def in_host_memory(problem: Problem, engine: str | Sequence[str]) -> bool:
     """Whether chunks are in host memory, and the engines that may multiply work in the memory of GPUs."""
@@ -47,6 +51,7 @@ def choose_blocks(
         As for `choose`.
     """
     names = [one.name for one in engines([engine] if isinstance(engine, str) else engine) if one.reads_host]
+    some = [dataclasses.replace(worker, memory_limit=int(_SHARE * worker.memory_limit)) for worker in workers]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
     edges = common_edges(problem, "m"), common_edges(problem, "n")
     counts = [sorted({min(len(along) - 1, count) for count in BLOCKS}) for along in edges]
@@ -60,7 +65,7 @@ def choose_blocks(
         scheme = Scheme(*how, problem.options.panel_bytes, read, 0.0, 0.0, 0, 0)
         areas = [np.prod([stop - start for start, stop in (wave.rows, wave.cols)]) for wave in waves]
         try:
-            made = plan(wave_problem(problem, scheme, int(np.argmax(areas))), workers, engine=names)
+            made = plan(wave_problem(problem, scheme, int(np.argmax(areas))), some, engine=names)
         except (PlanError, ProjectedMemoryError):
             continue
         machine, fraction = problem.options.machine(made.engine), problem.options.limit_fraction
@@ -71,6 +76,6 @@ def choose_blocks(
             read_seconds=read / (len(made.ranks) * (machine.host_bandwidth or machine.bandwidth)),
             run_seconds=seconds * float(sum(areas) / max(areas)) + len(waves) * around(made.problem, costs),
             peak_bytes=max(made.projected_bytes.values()),
-            budget_bytes=int(min(worker.memory_limit for worker in made.participants) * fraction),
+            budget_bytes=int(min(worker.memory_limit for worker in workers) * fraction),
         )
     return None

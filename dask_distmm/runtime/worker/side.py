@@ -17,6 +17,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import platform
 import traceback
 from collections.abc import Callable, Mapping
@@ -55,6 +56,8 @@ A = TypeVar("A", bound=Reply)
 
 # How often a worker says how far it is (seconds).
 _TELL = 0.5
+# The share of a GPU's memory above which dask-cuda moves results to the host, unless it is told another limit.
+_SPILLED_FROM = 0.8
 
 
 class WorkerSide:
@@ -109,7 +112,7 @@ class WorkerSide:
 
     async def describe(self, request: messages.Describe) -> messages.Description:
         """Return the facts about this worker that planning needs."""
-        return await asyncio.to_thread(_describe)
+        return await asyncio.to_thread(_describe, self.worker.data)
 
     async def prepare(self, request: messages.Prepare) -> Vote:
         """Check that all chunks are here and allocate; the answer is this worker's vote."""
@@ -311,13 +314,23 @@ class WorkerSide:
         # does not know them is taken for one without this package.
 
 
-def _describe() -> messages.Description:
+def _device_limit(data: Any) -> float:
+    """Return the bytes of a GPU's memory that a worker may use: what it was started with, by where it keeps results.
+
+    dask-cuda moves results from the GPU to the host above its ``device_memory_limit``, by default 0.8 of the memory.
+    """
+    limit = getattr(data, "device_memory_limit", None)
+    return limit / _SPILLED_FROM if isinstance(limit, int | float) and limit > 0 else math.inf
+
+
+def _describe(data: Any) -> messages.Description:
     """Return the facts about this process that planning needs. Imports all engines, which may take seconds."""
     engines, memory, links = {}, {}, {}
     for name in ENGINES:
         try:
             engine = get_engine(name)
-            engines[name], memory[name] = dict(engine.versions()), engine.memory()
+            engines[name] = dict(engine.versions())
+            memory[name] = int(min(engine.memory(), _device_limit(data)))
             device, reach = engine.links()
             links[name] = [device, list(reach)]
         except EngineError as error:
