@@ -92,7 +92,7 @@ class PeerRanks(Ranks):
         process = plan.participants[me].address
         with self.memory.as_process(process):
             engine = self.engines.setdefault(process, self.module.PeerEngine())
-            plan = dataclasses.replace(plan, group=1, from_host=self.from_host)
+            plan = dataclasses.replace(plan, group=1, **({"from_host": True} if self.from_host else {}))
             chunks = {key: chunk if self.host else self.on_device(chunk) for key, chunk in chunks.items()}
             job = engine.job(plan, me, chunks, comm, progress)
         if process in self.silent:
