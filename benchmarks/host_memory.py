@@ -3,9 +3,10 @@
     python -m benchmarks.host_memory [--size 16384 32768] [--dtype float32] [--limit 10GB] [--chunks 4] [--out FILE]
 
 One worker a GPU, started by dask-cuda with a ``device_memory_limit``. A, B and D are NumPy arrays. ``engine bound`` is
-the time of the operations at gemm's rate (cuBLAS through CuPy, from the GPU's own memory), ``bus bound`` that of reading
-A and B, and writing D, once by all GPUs, from and to pinned memory. ``share`` is the larger bound by the wall time from
-``persist()`` to all of D in host memory. ``error`` is that of one row, where 1 is the bound for sums of k products.
+the time of the operations at gemm's rate (cuBLAS through CuPy, from the GPU's own memory), ``bus bound`` the time of
+reading A and B, and writing D, once by all GPUs, from and to pinned memory. ``share`` is the larger bound by the wall
+time from ``persist()`` to all of D in host memory. ``error`` is that of one row, where 1 is the bound for sums of k
+products.
 """
 
 from __future__ import annotations

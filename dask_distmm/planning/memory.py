@@ -28,6 +28,7 @@ __all__ = [
     "packing",
     "panel_width",
     "spread",
+    "upload_seconds",
 ]
 
 # A panel of k narrower than this keeps BLAS from its speed.
@@ -90,6 +91,17 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
         held[list(plan.ranks)] = sizes.sum()
         return held
     return np.bincount(where, sizes, npart).astype(np.float64)
+
+
+def upload_seconds(plan: Plan) -> float:
+    """Return the seconds in which NumPy chunks are copied to GPUs before a run of an engine that works there."""
+    problem, bandwidth = plan.problem, plan.problem.options.machine(plan.engine).host_bandwidth
+    if problem.array != "numpy" or plan.from_host or not bandwidth:
+        return 0.0
+    found = spread(plan, "a", chunk_bytes(problem, "a"))
+    if not problem.shared:
+        found = found + spread(plan, "b", chunk_bytes(problem, "b"))
+    return float(found.max()) / bandwidth
 
 
 def held_bytes(plan: Plan) -> NDArray[np.float64]:

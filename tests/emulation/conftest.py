@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import shared
 
-from dask_distmm.planning import METHODS
+from dask_distmm.planning import METHODS, Plan
 from dask_distmm.planning import gemm_sizes as extents
 from dask_distmm.testing import conformance
 
@@ -92,7 +92,9 @@ class PeerRanks(Ranks):
         process = plan.participants[me].address
         with self.memory.as_process(process):
             engine = self.engines.setdefault(process, self.module.PeerEngine())
-            plan = dataclasses.replace(plan, group=1, **({"from_host": True} if self.from_host else {}))
+            plan = dataclasses.replace(plan, group=1)
+            if isinstance(plan, Plan):
+                plan = dataclasses.replace(plan, from_host=self.from_host)
             chunks = {key: chunk if self.host else self.on_device(chunk) for key, chunk in chunks.items()}
             job = engine.job(plan, me, chunks, comm, progress)
         if process in self.silent:
@@ -138,10 +140,10 @@ def _small_pinned_buffers(monkeypatch):
     # One engine thread a process uses the pinned buffers; here ranks are threads.
     pinned, own = sys.modules["dask_distmm.engines.gpu.host"], threading.local()
 
-    def buffers():
-        if not hasattr(own, "buffers"):
-            own.buffers = pinned._Buffers()
-        return own.buffers
+    def buffers(way):
+        if not hasattr(own, way):
+            setattr(own, way, pinned._Buffers())
+        return getattr(own, way)
 
     monkeypatch.setattr(pinned, "_BUFFER_BYTES", 2**12)
     monkeypatch.setattr(pinned, "_buffers", buffers)

@@ -7,6 +7,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from device_memory import limit_device_memory
+from distributed import wait
 from gpu_products import random
 
 import dask_distmm
@@ -39,16 +40,20 @@ def test_operands_stay_in_host_memory(little, nworkers, dtype, transposed):
     if transposed:
         a, b = np.asfortranarray(a), np.asfortranarray(b)
     x, y = da.from_array(a, chunks=200).persist(), da.from_array(b, chunks=(250, 170)).persist()
+    wait([x, y])
     with of(0):
-        whole = dask_distmm.explain(x, y)
-    # A rank that is alone reads host memory anyway.
-    assert whole.from_host == (nworkers == 1)
-    with of(max(whole.projected_bytes.values()) * (0.85 if nworkers > 1 else 1.1)):
         made = dask_distmm.explain(x, y)
+    most = max(made.projected_bytes.values())
+    # A rank that is alone reads host memory anyway; of several ways others come first that fit.
+    assert made.from_host == (nworkers == 1)
+    while not made.from_host:
+        most *= 0.9
+        with of(most):
+            made = dask_distmm.explain(x, y)
+    with of(most * (1.1 if nworkers == 1 else 1)):
         found = dask_distmm.matmul(x, y).compute()
-    assert made.from_host, made
-    assert "host memory" in repr(made)
     assert_product(a, b, found)
+    assert "host memory" in repr(made)
 
 
 @pytest.mark.parametrize("options", [{"epilog": "bias"}, {"alpha": 2.0}, {"op_a": "T"}], ids=str)
@@ -56,6 +61,7 @@ def test_blocks_of_d(little, nworkers, options):
     client, of = little
     a, b, bias = random((N, N), "float32"), random((N, N), "float32"), random((N,), "float32")
     x, y = (da.from_array(one, chunks=128).persist() for one in (a, b))
+    wait([x, y])
     if "epilog" in options:
         options = options | {"epilog_inputs": {"bias": da.from_array(bias, chunks=128)}}
     with of(N * N * 4 / nworkers + 1.4e6):

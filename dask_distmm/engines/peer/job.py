@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey, contiguous
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
-from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark
 from dask_distmm.engines.peer.buffers import OperandBuffers
+from dask_distmm.engines.peer.downloads import Downloads
 from dask_distmm.engines.peer.loads import Loads
 from dask_distmm.engines.peer.multiplication import Multiplication
 from dask_distmm.engines.peer.offering import make_offer
@@ -40,7 +40,6 @@ from dask_distmm.engines.peer.schedule_builder import make_schedule
 from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.peer.trace import Trace
-from dask_distmm.numeric.types import typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.peer.block_schedule import block_schedules, native, sums_in
 from dask_distmm.planning.peer.reads import peer_reads
@@ -82,6 +81,7 @@ class PeerJob(Job[Plan]):
         self._kinds = Kinds(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
         self._expected: Expected | None = None
         self._multiplication: Multiplication | None = None
+        self._downloads: Downloads | None = None
         self.lends = plan.from_host
         self._trace = Trace(on=engine.trace is not None)
         self._sources = Sources(plan, me, comm, self.chunks, engine.pulls(len(plan.participants) - 1), self.ended)
@@ -159,6 +159,8 @@ class PeerJob(Job[Plan]):
         self._multiplication = Multiplication(
             schedule.steps, loads, gemms, self._result, self._sources, self._stream, self._trace
         )
+        if plan.problem.array == "numpy":
+            self._downloads = Downloads(self._result, schedule.steps, self.engine.downloads)
 
     def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
         result = self._result if self.rank is not None else None
@@ -186,18 +188,17 @@ class PeerJob(Job[Plan]):
         started = time.perf_counter()
         marks = [mark(self._stream)]
         try:
-            self._multiplication.run(self._bias, self.progress)
+            self._multiplication.run(self._bias, self.progress, self._downloads)
             marks.append(mark(self._stream))
             outputs = self._result.deliver()
             self.missing = self._result.missing
             marks.append(mark(self._stream))
             self.ended.wait(marks[-1])
-            if self.plan.problem.array == "numpy":
-                outputs = {
-                    key: typed(to_host(chunk, self._stream), "" if key[0] else self.plan.problem.dtype)
-                    for key, chunk in outputs.items()
-                }
+            if self._downloads is not None:
+                outputs = self._downloads.all(outputs)
         finally:
+            if self._downloads is not None:
+                self._downloads.close()
             # The memory of this run may be freed now, so its streams must be idle. No kernel waits for another rank, so
             # this takes no longer than the work that is on the streams.
             for stream in (*self._sources.streams, self.engine.looking, self.engine.sums, self._stream):

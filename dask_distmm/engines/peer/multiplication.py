@@ -15,6 +15,7 @@ import cupy as cp
 from dask_distmm.engines.gpu.finishing import NativeBias
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.ahead import Ahead, Captured, Work, at_hand, capture, shorten
+from dask_distmm.engines.peer.downloads import Downloads
 from dask_distmm.engines.peer.loads import Loads
 from dask_distmm.engines.peer.products import Gemms
 from dask_distmm.engines.peer.result import Result
@@ -101,7 +102,9 @@ class Multiplication:
         waiting = self.steps[: not (self.early or self.first)]
         self.loads.find({load.number for step in waiting for load in step.loads})
 
-    def run(self, bias: NativeBias | None, progress: Callable[[float], None]) -> None:
+    def run(
+        self, bias: NativeBias | None, progress: Callable[[float], None], downloads: Downloads | None = None
+    ) -> None:
         """Issue all steps, and add the sums of other ranks as they get ready.
 
         Parameters
@@ -110,6 +113,8 @@ class Multiplication:
             The bias that the library adds, still to be pulled; or None.
         progress
             Called with the share of the steps that are done.
+        downloads
+            Copies chunks of D to host memory when they are complete; None if they stay on the GPU.
 
         Raises
         ------
@@ -136,6 +141,8 @@ class Multiplication:
             self._issue(number, step)
             over.append(record(self._stream))
             self.loads.note_use(step, over[-1])
+            if downloads is not None:
+                downloads.begin(number, over[-1])
             done += step.done
             # Of a triangle nothing is complete before all of it is.
             if result.triangle is None or step is self.steps[-1]:

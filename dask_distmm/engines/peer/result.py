@@ -147,6 +147,17 @@ class Result:
         every = self.plan.grid[2] > 1
         return [(number, x) for number, (_, x) in enumerate(self.blocks) if every or id(x) not in mine]
 
+    def chunk(self, index: int) -> Any:
+        """Return a chunk of D that this rank has, by its number."""
+        return self._chunks[index]
+
+    def complete_in_place(self) -> dict[int, Rect]:
+        """Return the rectangles of those chunks, by number, that GEMMs complete: nothing is done to them later."""
+        if self.plan.grid[2] > 1 or self._finishing or self._rounded or self._mirrored:
+            return {}
+        mine = {id(array): rect for rect, array in self.blocks}
+        return {index: mine[id(chunk)] for index, chunk in self._chunks.items() if id(chunk) in mine and chunk.size}
+
     def _find_mirrored(self, triangle: Triangle) -> Table:
         """Return the copies that complete a symmetric part of D; note the parts that they write."""
         found = []

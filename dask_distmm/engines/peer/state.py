@@ -35,7 +35,7 @@ class PeerState:
     def _made(self) -> list[cp.cuda.Stream]:
         """Return the engine's own streams, on the process' current device."""
         if not self._streams:
-            self._streams = [cp.cuda.Stream(non_blocking=True) for _ in range(3)]
+            self._streams = [cp.cuda.Stream(non_blocking=True) for _ in range(4)]
         return self._streams
 
     @property
@@ -52,6 +52,11 @@ class PeerState:
     def sums(self) -> cp.cuda.Stream:
         """The stream of pulls of others' sums: they wait for products, and pulls of panels must not wait with them."""
         return self._made()[2]
+
+    @property
+    def downloads(self) -> cp.cuda.Stream:
+        """The stream of copies to host memory."""
+        return self._made()[3]
 
     def pulls(self, others: int) -> list[cp.cuda.Stream]:
         """Return the streams that pull A, B and the inputs of the formula: one for each other GPU, up to a limit."""

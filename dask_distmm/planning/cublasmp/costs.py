@@ -26,7 +26,7 @@ from dask_distmm.planning.cublasmp.epilogs import own_kernel, returned_type
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles, slab_step
 from dask_distmm.planning.cuts import by_rows, chunk_owners, padded, uniform_cut
 from dask_distmm.planning.gemm_sizes import slowdown
-from dask_distmm.planning.memory import chunk_bytes, spread
+from dask_distmm.planning.memory import chunk_bytes, spread, upload_seconds
 from dask_distmm.planning.placement import Estimate, everywhere
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import Problem
@@ -278,7 +278,7 @@ def _estimate(made: Plan, tiles: Tiles, moved: _Moved) -> Estimate:
         sizes = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.formula.saved else 1)
         copied += max(float(np.prod(tiles.d.local(rank))) for rank in range(nranks)) * sizes
     exposed = dict(machine.exposed).get(made.method, 1.0)
-    transfer = exposed * library / bandwidth + received + copied / machine.memory_bandwidth
+    transfer = exposed * library / bandwidth + received + copied / machine.memory_bandwidth + upload_seconds(made)
     return Estimate(
         method=made.method,
         grid=made.grid,

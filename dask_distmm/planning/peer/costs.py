@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.planning.gemm_sizes import pieces_that_fill, slowdown
-from dask_distmm.planning.memory import chunk_bytes, spread
+from dask_distmm.planning.memory import chunk_bytes, spread, upload_seconds
 from dask_distmm.planning.peer.block_schedule import (
     BlockSchedule,
     block_schedules,
@@ -139,7 +139,7 @@ def estimate(
     pulls = (pulled + between * partial * (s > 1) * (s - 2) / max(1, s - 1)) / bandwidth
     exposed = dict(machine.exposed).get(plan.method, 1.0)
     moving = np.maximum(pulls - compute, 0.0) + exposed * pulls + begin + end
-    worst = int(np.argmax(compute + moving))
+    worst, upload = int(np.argmax(compute + moving)), upload_seconds(plan)
     chunks = max((one.others for one in found), key=sum)
     several, messages = len(plan.ranks) > 1, _ALONE
     if several or any(chunks):
@@ -148,9 +148,9 @@ def estimate(
     return Estimate(
         method=plan.method,
         grid=plan.grid,
-        seconds=float((compute + moving)[worst]) + messages * machine.latency,
+        seconds=float((compute + moving)[worst]) + messages * machine.latency + upload,
         compute_seconds=float(compute[worst]),
-        transfer_seconds=float(moving[worst]),
+        transfer_seconds=float(moving[worst]) + upload,
         bytes_moved=int((pulled + partial + delivered * sums).sum()),
         peak_bytes=max(plan.projected_bytes.values()),
     )

@@ -319,7 +319,7 @@ def _device_limit(data: Any) -> float:
 
     dask-cuda moves results from the GPU to the host above its ``device_memory_limit``, by default 0.8 of the memory.
     """
-    limit = getattr(data, "device_memory_limit", None)
+    limit = getattr(getattr(getattr(data, "device_buffer", None), "fast", None), "n", None)
     return limit / _SPILLED_FROM if isinstance(limit, int | float) and limit > 0 else math.inf
 
 

@@ -1,0 +1,72 @@
+"""Chunks of D to host memory, each as soon as it is complete, while others are still multiplied."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import cupy as cp
+from numpy.typing import NDArray
+
+from dask_distmm.engines.base import ResultKey
+from dask_distmm.engines.gpu.host import to_host
+from dask_distmm.engines.peer.result import Result
+from dask_distmm.engines.peer.schedule import ScheduleStep
+from dask_distmm.numeric.types import typed
+
+__all__ = ["Downloads"]
+
+
+class Downloads:
+    """The copies of a rank's chunks of D to host memory, in a thread and on a stream of their own.
+
+    Parameters
+    ----------
+    result
+        The rank's chunks of D.
+    steps
+        The steps of its schedule.
+    stream
+        The stream of the copies.
+    """
+
+    def __init__(self, result: Result, steps: Sequence[ScheduleStep], stream: cp.cuda.Stream) -> None:
+        self._result, self._stream = result, stream
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download")
+        self._begun: dict[int, Future[NDArray[Any]]] = {}
+        # By the number of a step the chunks that no later step multiplies into.
+        self._after: dict[int, list[int]] = collections.defaultdict(list)
+        for index, (top, bottom, left, right) in result.complete_in_place().items():
+            touching = [
+                number
+                for number, step in enumerate(steps)
+                for r0, r1, c0, c1 in (product.rect for product in step.products)
+                if max(top, r0) < min(bottom, r1) and max(left, c0) < min(right, c1)
+            ]
+            self._after[max(touching)].append(index)
+
+    def begin(self, step: int, over: cp.cuda.Event) -> None:
+        """Begin the copies of the chunks that are complete after a step, when an event is done."""
+        for index in self._after.get(step, ()):
+            self._begun[index] = self._thread.submit(self._copy, self._result.chunk(index), over)
+
+    def _copy(self, chunk: Any, over: cp.cuda.Event | None) -> NDArray[Any]:
+        if over is not None:
+            self._stream.wait_event(over)
+        return to_host(chunk, self._stream)
+
+    def all(self, outputs: Mapping[ResultKey, Any]) -> dict[ResultKey, NDArray[Any]]:
+        """Return all outputs in host memory; those that are still on the GPU are complete."""
+        dtype = self._result.plan.problem.dtype
+        copies: dict[ResultKey, Future[NDArray[Any]]] = {}
+        for key, chunk in outputs.items():
+            begun = self._begun.get(key[1]) if not key[0] else None
+            copies[key] = begun or self._thread.submit(self._copy, chunk, None)
+        return {key: typed(copy.result(), "" if key[0] else dtype) for key, copy in copies.items()}
+
+    def close(self) -> None:
+        """End the thread; copies that have not begun are dropped."""
+        self._thread.shutdown(cancel_futures=True)
+        self._stream.synchronize()
