@@ -24,13 +24,13 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks.overhead import extents, operands, seconds
 from dask_distmm import matmul
-from dask_distmm.arrays.request import make_problem, parse
+from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.engines.numpy.blas import gemm
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Problem, Worker
-from dask_distmm.planning.dask_tasks import by_tasks
+from dask_distmm.planning.dask_tasks import product_by_tasks
 
 # A machine on which work costs nothing, and Dask takes a second for each task: what is left is their number.
 _FREE = Machine((("other", 1e30),), 1e30, 1e30, 0.0)
@@ -95,7 +95,7 @@ def dask_seconds(client: Client, repeat: int) -> dict[str, str]:
     around, own = ([measured(way, count) for count in (few, few, many)][1:] for way in (matmul, dask_matmul))
     sizes = [problem_of(count) for count in (few, many)]
     chunk = (around[1] - around[0]) / (3 * (many**2 - few**2))
-    tasks = [by_tasks(problem, [Worker("a"), Worker("b")], _FREE, _ONE_A_TASK).seconds for problem in sizes]
+    tasks = [product_by_tasks(problem, [Worker("a"), Worker("b")], _FREE, _ONE_A_TASK).seconds for problem in sizes]
     task = (own[1] - own[0]) / (tasks[1] - tasks[0])
     found = {
         "run": around[0] - 3 * few**2 * chunk,
@@ -110,7 +110,7 @@ def problem_of(count: int) -> Problem:
     """Return the problem of a tiny product."""
     n, sizes = extents(count)
     a, b = (da.ones((n, n), chunks=sizes) for _ in "ab")
-    return make_problem(parse(a, b))
+    return problem_of_request(parse(a, b))
 
 
 def fetch(address: str, key: str) -> float:

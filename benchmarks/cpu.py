@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 1 if a peer failed or was wrong, 130 after Ctrl-C, which writes nothing, 0 otherwise."""
     options = parse(arguments)
     found = measure(options)
-    print(report.table(found))
+    print(report.figures_table(found))
     if found.pop("interrupted"):
         return 130
     for peer in found["peers"]:

@@ -18,13 +18,13 @@ import dask.array as da
 from distributed.protocol.pickle import dumps
 
 from benchmarks.revision import revision
-from dask_distmm.arrays.request import make_problem, parse
+from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.graph.waves import WavesLayer, build_waves
 from dask_distmm.planning import Worker, plan
-from dask_distmm.planning.waves import Budget, choose, wave_problem
+from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.runtime.keys import barrier_key
-from dask_distmm.runtime.sources import pack
+from dask_distmm.runtime.sources import pack_tasks
 from dask_distmm.tools.bench import environment
 
 _ROWS, _COLS, _LIMIT = 1000, 500, 4 * 2**30
@@ -36,7 +36,7 @@ def measure(count: int, chunks: int) -> dict[str, float]:
     # Not of random numbers: to make and to name a million generators takes Dask longer than all that is measured.
     x = da.ones((chunks * _ROWS, _COLS), chunks=(_ROWS, _COLS))
     request = parse(x.T, x)
-    problem = make_problem(request)
+    problem = problem_of_request(request)
     settings = wave_settings()
     budget = Budget(settings.managed, settings.process, settings.read_bandwidth)
     found: dict[str, float] = {"workers": count, "chunks": chunks}
@@ -47,7 +47,7 @@ def measure(count: int, chunks: int) -> dict[str, float]:
         found[name] = time.perf_counter() - started
         started = time.perf_counter()
 
-    scheme = choose(problem, workers, (True, True), budget, dask_costs(), by_ranks=(True, True))
+    scheme = choose_scheme(problem, workers, (True, True), budget, dask_costs(), by_ranks=(True, True))
     lap("seconds to choose the scheme")
     found["waves"] = len(scheme.waves)
     graph = build_waves([(problem, scheme, {"a": x, "b": x})])
@@ -63,7 +63,7 @@ def measure(count: int, chunks: int) -> dict[str, float]:
     lap("seconds to plan a wave")
     wire = made.to_wire()
     sources = {name: tasks[barrier_key(one.name)].args[1].tasks for name in "ab"}
-    packed = pack(made, sources)
+    packed = pack_tasks(made, sources)
     lap("seconds to pack a wave's tasks")
     found["messages of a wave"] = 5 * len(made.participants)  # asked and answered twice, and told of the end
     found["bytes of a plan"] = len(dumps(wire))

@@ -178,7 +178,7 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
     >>> aux["relu_aux"].dtype
     dtype('bool')
     """
-    found: da.Array | WithAux = batched.multiply(parse(a, b, c, **options))
+    found: da.Array | WithAux = batched.multiply_batched(parse(a, b, c, **options))
     return found
 
 
@@ -212,4 +212,4 @@ def explain(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: U
         request = parse(a, b, c, **options)
     except UnknownChunksError as error:
         return NotCollective(str(error))
-    return batched.explain(request)
+    return batched.explain_batched(request)

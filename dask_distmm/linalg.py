@@ -23,8 +23,8 @@ from dask.array.core import Array
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
 from dask_distmm.arrays.linalg.leading import pca, svd_compressed
+from dask_distmm.arrays.linalg.level3 import gram, symm, trmm
 from dask_distmm.arrays.linalg.norms import cond, matrix_rank, norm
-from dask_distmm.arrays.linalg.products import gram, symm, trmm
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
     cho_solve,
@@ -39,9 +39,9 @@ from dask_distmm.arrays.linalg.solutions import (
 )
 from dask_distmm.arrays.linalg.spectral import eigh, eigvalsh, polar, svd, svdvals
 from dask_distmm.errors import MatrixError, PlanError
+from dask_distmm.planning.computation_kinds import plan_computation
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.factor.placement import FactorPlacement
-from dask_distmm.planning.kinds import plan_computation
 from dask_distmm.runtime.client import ask_roster, current_client
 
 __all__ = [

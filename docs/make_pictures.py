@@ -20,14 +20,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
-from dask_distmm.arrays.request import make_problem as problem_of
 from dask_distmm.arrays.request import parse
+from dask_distmm.arrays.request import problem_of_request as problem_of
 from dask_distmm.engines.panels import panels, split_at_chunks
 from dask_distmm.graph.build import build_graph
 from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, ProcessGrid, redistribution
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.factor import Apply, Factor, Factorization, FactorPlan, Get, Publish, Step, factor_plan
-from dask_distmm.planning.memory import operand_grids
+from dask_distmm.planning.footprint import operand_grids
 from dask_distmm.testing import make_problem
 
 # Okabe and Ito's colours; rank r has the same one in every picture.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.tools.bench import report, runner, suite
 from dask_distmm.tools.bench.protocol import Case, Sample, scaled_error, uniform_matrix
-from dask_distmm.tools.bench.runner import Measured, run
+from dask_distmm.tools.bench.runner import Measured, measure_all
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,7 +51,7 @@ class Scripted:
 
 def measure(*peers: Scripted, repeat: int = 2) -> list[Measured]:
     """Run peers at one size, silently."""
-    return run(peers, [100], dtype="float64", repeat=repeat, seed=1, progress=lambda line: None)
+    return measure_all(peers, [100], dtype="float64", repeat=repeat, seed=1, progress=lambda line: None)
 
 
 def test_ratios_are_to_each_reference_at_its_best_and_at_each_grid() -> None:
@@ -81,15 +81,15 @@ def test_a_benchmark_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -
 
     said: list[str] = []
     peer = Slow("slow", 1.0, (None,))
-    found = run([peer], [100, 200, 400], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=9.5)
+    found = measure_all([peer], [100, 200, 400], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=9.5)
     # Six rounds of a second; then a warm-up of two, after which one more would end at ten: but one always counts.
     assert [(one.case.size, len(one.samples)) for one in found] == [(100, 5)]
     assert said[-2:] == ["N=200: left out, it would take about 11 s", "N=400: left out, it would take about 64 s"]
     now[0] = 0.0
-    found = run([peer], [100, 200], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=21.0)
+    found = measure_all([peer], [100, 200], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=21.0)
     assert [(one.case.size, len(one.samples)) for one in found] == [(100, 5), (200, 5)]
     now[0] = 0.0
-    found = run([peer], [100, 200], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=0.0)
+    found = measure_all([peer], [100, 200], dtype="float64", repeat=5, seed=1, progress=said.append, seconds=0.0)
     assert [(one.case.size, len(one.samples)) for one in found] == [(100, 1)]
 
 
@@ -110,7 +110,7 @@ def test_what_is_measured_outlives_an_interrupt(monkeypatch: pytest.MonkeyPatch)
         ("base", 100, 2),
         ("stopped", 100, 2),
     ]
-    assert "N=100" in report.table(found) or "100" in report.table(found)
+    assert "N=100" in report.figures_table(found) or "100" in report.figures_table(found)
     assert not measured([100])["interrupted"]
     with pytest.raises(KeyboardInterrupt):
         measured([200])
@@ -123,7 +123,7 @@ def test_a_wrong_or_failing_peer_is_reported_and_the_others_go_on(error: float |
     assert good["seconds"] == [1.0, 1.0]
     assert bad["failure"]
     assert "median" not in bad
-    assert "FAILED" in report.table(found)
+    assert "FAILED" in report.figures_table(found)
     json.dumps(found, allow_nan=False)
 
 

@@ -124,7 +124,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     def run(*arguments: Any) -> None:
         raise RunFailedError("rank 1 failed\nand many details")
 
-    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(demo, "run_demo", run)
     return RunFailedError
 
 
@@ -143,7 +143,7 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(demo, "run_demo", run)
     result = invoke("demo", "--size", "8")
     assert result.exit_code == 130
     assert len(result.stderr.splitlines()) == 1
@@ -154,7 +154,7 @@ def test_ctrl_c_is_130_where_it_falls_into_text_that_is_executed(tmp_path: Path)
     """Python would end by the signal: a shell says 130 of that, another program does not."""
     (tmp_path / "interrupted.py").write_text(
         "from dask_distmm.tools import cli, demo\n"
-        "demo.run = lambda *arguments: exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
+        "demo.run_demo = lambda *arguments: exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
         "cli.main(['demo', '--size', '8'])\n"
     )
     command = [sys.executable, "-m", "interrupted"]
@@ -198,7 +198,7 @@ def test_wrong_options_are_2(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: Any) -> None:
         raise PlanError("there is no such thing")
 
-    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(demo, "run_demo", run)
     assert invoke("demo", "--size", "8").exit_code == 2
 
 
@@ -220,7 +220,7 @@ def test_options_are_in_groups() -> None:
 
 def test_size_and_workers_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(demo, "run", lambda *arguments: seen.append(arguments[:2]))
+    monkeypatch.setattr(demo, "run_demo", lambda *arguments: seen.append(arguments[:2]))
     monkeypatch.setattr(local, "default_workers", lambda: 7)
     monkeypatch.setattr(local, "available_memory", lambda: 2**40)
     assert invoke("demo", "--size", "8", "--workers", "3").exit_code == 0

@@ -58,7 +58,7 @@ def lender() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not cross_memory.place():
+    if not cross_memory.process_name():
         pytest.skip("processes can't read each other's memory here")
     monkeypatch.setattr(cross_memory, "_refused", False)
 
@@ -69,7 +69,7 @@ def _ask(lender: Any, borrower: str) -> Any:
 
 
 def test_arrays_arrive_as_they_are(lender):
-    borrowed = cross_memory.borrow(_ask(lender, cross_memory.place()))
+    borrowed = cross_memory.borrow(_ask(lender, cross_memory.process_name()))
     for found, expected in zip(borrowed, _arrays(7), strict=True):
         assert found.dtype == expected.dtype
         assert found.tobytes() == expected.tobytes()
@@ -91,18 +91,18 @@ def test_more_than_one_call_reads(lender, monkeypatch):
             size.value = min(size.value, 100_000)
             return libc.process_vm_readv(process, local, one, remote, count, flags)
 
-    loan = _ask(lender, cross_memory.place())
+    loan = _ask(lender, cross_memory.process_name())
     monkeypatch.setattr(cross_memory, "_libc", lambda: Short)
     for found, expected in zip(cross_memory.borrow(loan), _arrays(7), strict=True):
         assert found.tobytes() == expected.tobytes()
 
 
 def test_nothing_is_lent_to_others(lender):
-    home, _, number = cross_memory.place().rpartition(" ")
+    home, _, number = cross_memory.process_name().rpartition(" ")
     assert _ask(lender, "") is None
     assert _ask(lender, f"elsewhere {number}") is None
     arrays = [np.ones((500, 500))]
-    assert cross_memory.lend(arrays, cross_memory.place()) is None, "this process has them"
+    assert cross_memory.lend(arrays, cross_memory.process_name()) is None, "this process has them"
     other = f"{home} {int(number) + 1}"
     assert cross_memory.lend(arrays, other) is not None
     assert cross_memory.lend([np.ones((5, 5))], other) is None, "an answer has place for them"
@@ -116,21 +116,21 @@ def test_a_process_that_ended_is_an_error_of_that_process_alone(lender):
     gone = context.Process(target=os.getpid)
     gone.start()
     gone.join()
-    _, *loan = _ask(lender, cross_memory.place())
+    _, *loan = _ask(lender, cross_memory.process_name())
     with pytest.raises(ProcessLookupError, match="can't be read"):
         cross_memory.borrow((gone.pid, *loan))
-    assert cross_memory.place()
+    assert cross_memory.process_name()
 
 
 def test_another_process_of_the_same_number_is_refused(lender):
-    process, address, proof, described = _ask(lender, cross_memory.place())
+    process, address, proof, described = _ask(lender, cross_memory.process_name())
     with pytest.raises(PermissionError, match="not the one that lends"):
         cross_memory.borrow((process, address, proof[::-1], described))
-    assert cross_memory.place() == "", "there is something wrong with this host"
+    assert cross_memory.process_name() == "", "there is something wrong with this host"
 
 
 def test_the_system_forbids_it(lender, monkeypatch):
-    loan = _ask(lender, cross_memory.place())
+    loan = _ask(lender, cross_memory.process_name())
 
     class Forbidden:
         @staticmethod
@@ -141,7 +141,7 @@ def test_the_system_forbids_it(lender, monkeypatch):
     monkeypatch.setattr(cross_memory, "_libc", lambda: Forbidden)
     with pytest.raises(PermissionError, match="can't be read"):
         cross_memory.borrow(loan)
-    assert cross_memory.place() == ""
+    assert cross_memory.process_name() == ""
 
 
 # Workers

@@ -36,7 +36,7 @@ def left_over(tmp_path: Path) -> list[Path]:
 def test_a_missing_library_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(DistMMError, match=rf"the demo needs {name}.* extra 'demo', by .*\[demo\]"):
-        demo.run(8, 2, pytest.fail)
+        demo.run_demo(8, 2, pytest.fail)
 
 
 @pytest.mark.slow

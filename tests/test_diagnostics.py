@@ -99,7 +99,7 @@ def test_the_columns_of_the_page():
     # The run that goes on is the one to look at, with the time so far.
     going = tables.shown(list(records), None)
     assert going.run_id == 3
-    bars = tables.phases(going, 111.0)
+    bars = tables.phase_bars(going, 111.0)
     assert (set(bars["phase"]), bars["right"]) == ({tables.RUNNING}, [11.0, 11.0])
     assert "running, 50% done (the newest that goes on" in tables.caption(going, None)
     note(records, 3, ENDS["released"])
@@ -108,11 +108,11 @@ def test_the_columns_of_the_page():
     assert tables.shown(list(records), 3).run_id == 3
     # Of a run that failed all of the reason.
     assert "no &lt;memory&gt;\nat all" in tables.caption(tables.shown(list(records), 2), 2)
-    bars = tables.phases(record, 111.0)
+    bars = tables.phase_bars(record, 111.0)
     assert bars["phase"] == ["multiply", "deliver", "other", "multiply"]
     assert set(bars["rank"]) == set(tables.rank_names(record)) == {"0: a", "1: b"}
     assert (bars["left"], bars["right"]) == ([0.0, 0.75, 0.875, 0.0], [0.75, 0.875, 1.0, 2.0])
-    memory = tables.memory(record, {"tcp://b": 2**22})
+    memory = tables.memory_bars(record, {"tcp://b": 2**22})
     assert memory["projected"] == [1.0, 2.0]
     assert (memory["held"][0], memory["process"][1]) == (0.5, 4.0)
     assert math.isnan(memory["held"][1])
@@ -120,7 +120,7 @@ def test_the_columns_of_the_page():
     assert tables.rates(list(records))["run"] == ["1"]
     assert "0 running, 1 done, 0 restarted, 1 failed" in tables.summary(records.totals, list(records))
     assert tables.shown([], None) is None
-    assert not tables.phases(None, 0.0)["rank"]
+    assert not tables.phase_bars(None, 0.0)["rank"]
 
 
 def test_reasons_begin_with_the_error():

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.arrays import outputs
-from dask_distmm.arrays.request import make_problem, parse
+from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.graph.build import ProductLayer, build_graph, pieces_of
 from dask_distmm.runtime.keys import barrier_key, barrier_name, operand_keys
 
 
 def lazy(a, b, **options):
-    problem = make_problem(parse(a, b))
+    problem = problem_of_request(parse(a, b))
     return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=problem.result_type)
 
 
@@ -71,7 +71,7 @@ def test_any_chunks_of_the_result(data, nrows, ncols, optimized):
 def test_blocks_that_have_nothing_in_common_are_runs_of_their_own():
     """If that saves enough work: the diagonal blocks of a large product, and not of a small one."""
     for chunk, runs in ((1000, 3), (10, 1)):
-        problem = make_problem(parse(*(da.zeros((3 * chunk,) * 2, chunks=chunk) for _ in "ab")))
+        problem = problem_of_request(parse(*(da.zeros((3 * chunk,) * 2, chunks=chunk) for _ in "ab")))
         pieces = pieces_of(problem, [0, 4, 8])
         assert len(pieces) == runs
         assert sorted(number for piece in pieces for number in piece.wanted) == [0, 4, 8]
@@ -80,8 +80,8 @@ def test_blocks_that_have_nothing_in_common_are_runs_of_their_own():
 
 def test_an_auxiliary_output_needs_the_barrier_of_all():
     a = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
-    problem = make_problem(parse(a, a, epilog="relu_aux"))
-    d, aux = outputs.result(problem, a, a, [])
+    problem = problem_of_request(parse(a, a, epilog="relu_aux"))
+    d, aux = outputs.run_outputs(problem, a, a, [])
     both = [d[:10, :10], aux["relu_aux"][:10, :10]]
     graph = optimize(HighLevelGraph.merge(*(x.dask for x in both)), [x.__dask_keys__() for x in both])
     (barrier,) = barriers_of(graph).values()

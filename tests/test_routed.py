@@ -15,7 +15,7 @@ import dask_distmm
 from dask_distmm.config import DaskCosts, read_options
 from dask_distmm.planning import Worker
 from dask_distmm.planning.factor.computation import FactorProblem
-from dask_distmm.planning.factor.dask_tasks import around, by_tasks
+from dask_distmm.planning.factor.dask_tasks import factor_by_tasks, factor_overhead
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.testing import (
     assert_cholesky,
@@ -265,7 +265,7 @@ def test_costs_grow_with_the_work(kind, blocks, workers):
 
     machine = read_options().machine("numpy")
     roster = [Worker(str(i)) for i in range(workers)]
-    seconds = by_tasks(problem(blocks, 100), roster, machine, COSTS).seconds
-    assert COSTS.start < seconds < by_tasks(problem(blocks, 200), roster, machine, COSTS).seconds
-    assert seconds < by_tasks(problem(blocks + 1, 100), roster, machine, COSTS).seconds
-    assert COSTS.run < around(problem(blocks, 100), COSTS) < around(problem(blocks + 1, 100), COSTS)
+    seconds = factor_by_tasks(problem(blocks, 100), roster, machine, COSTS).seconds
+    assert COSTS.start < seconds < factor_by_tasks(problem(blocks, 200), roster, machine, COSTS).seconds
+    assert seconds < factor_by_tasks(problem(blocks + 1, 100), roster, machine, COSTS).seconds
+    assert COSTS.run < factor_overhead(problem(blocks, 100), COSTS) < factor_overhead(problem(blocks + 1, 100), COSTS)

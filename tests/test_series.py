@@ -12,7 +12,7 @@ import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul, matmul_grouped
 from dask_distmm.arrays import series
 from dask_distmm.planning import Worker
-from dask_distmm.planning.waves import choose
+from dask_distmm.planning.waves import choose_scheme
 from dask_distmm.runtime.keys import gate_barrier
 from dask_distmm.testing import assert_nothing_left, assert_product
 
@@ -32,13 +32,13 @@ def little_memory(monkeypatch):
         for exponent in range(28, 60):
             imagined = [Worker(f"w{number}", 1, int(2 ** (exponent / 2))) for number in range(2)]
             try:
-                return choose(problem, imagined, *args, **kwargs)
+                return choose_scheme(problem, imagined, *args, **kwargs)
             except ProjectedMemoryError:
                 continue
         raise AssertionError("never")
 
     monkeypatch.setattr(series, "fit_together", lambda *args: False)
-    monkeypatch.setattr(series, "choose", choose_waves)
+    monkeypatch.setattr(series, "choose_scheme", choose_waves)
 
 
 def lazy(x, chunks, by_ranks):

@@ -11,7 +11,7 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.engines.sources import Loads, Source, SourceChunk
+from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.graph.waves import can_be_made
 
 
@@ -33,7 +33,7 @@ def test_each_is_made_once_in_order_and_few_ahead(uses, threads, ahead):
         return Source(make)
 
     chunks = [SourceChunk(source(number), lambda x: x.T) for number in range(6)]
-    loads = Loads([chunks[number] for number in uses], threads, ahead)
+    loads = ChunkLoader([chunks[number] for number in uses], threads, ahead)
     for number in uses:
         # Taken from now on: the next one may be made as soon as this one is here.
         with lock:
@@ -56,7 +56,7 @@ def test_an_error_comes_where_the_chunk_is_used_and_the_rest_is_not_made():
         return np.zeros((1, 1))
 
     chunks = [SourceChunk(Source(lambda number=number: make(number)), lambda x: x) for number in range(9)]
-    loads = Loads(chunks, 1, 2)
+    loads = ChunkLoader(chunks, 1, 2)
     loads.take(chunks[0], never)
     with pytest.raises(OSError, match="torn"):
         loads.take(chunks[1], never)

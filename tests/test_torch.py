@@ -18,7 +18,7 @@ from run_events import newest_run, runs_after  # noqa: E402
 
 import dask_distmm  # noqa: E402
 from dask_distmm import PlanError, explain, matmul, to_torch  # noqa: E402
-from dask_distmm.arrays.tensors import shared, tensor_of  # noqa: E402
+from dask_distmm.arrays.tensors import shared_array, tensor_of  # noqa: E402
 from dask_distmm.testing import assert_product  # noqa: E402
 
 rng = np.random.default_rng()
@@ -36,7 +36,7 @@ def as_tensor(block: np.ndarray):
 
 def whole(d: da.Array) -> np.ndarray:
     """The chunks of an array with tensors as one array."""
-    rows = [[shared(d.blocks[i, j].compute()) for j in range(d.numblocks[1])] for i in range(d.numblocks[0])]
+    rows = [[shared_array(d.blocks[i, j].compute()) for j in range(d.numblocks[1])] for i in range(d.numblocks[0])]
     return np.block(rows)
 
 
@@ -46,7 +46,7 @@ def whole(d: da.Array) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [*TYPES, "float8_e4m3fn", "float8_e5m2"])
 def test_there_and_back_in_the_same_memory(dtype):
     x = torch.ones(3, 4).to(getattr(torch, dtype))
-    array = shared(x)
+    array = shared_array(x)
     assert array.dtype.name == dtype
     assert array.shape == (3, 4)
     assert array.ctypes.data == x.data_ptr()
@@ -58,11 +58,11 @@ def test_there_and_back_in_the_same_memory(dtype):
 
 def test_views_of_tensors():
     x = torch.arange(6.0).reshape(2, 3)
-    assert shared(x.T).ctypes.data == x.data_ptr()
-    assert shared(x.T).flags.f_contiguous
+    assert shared_array(x.T).ctypes.data == x.data_ptr()
+    assert shared_array(x.T).flags.f_contiguous
     z = torch.tensor([[1 + 2j, 3 - 1j]])
-    np.testing.assert_array_equal(shared(z.conj()), [[1 - 2j, 3 + 1j]])
-    np.testing.assert_array_equal(shared(z.conj().imag), [[-2, 1]])
+    np.testing.assert_array_equal(shared_array(z.conj()), [[1 - 2j, 3 + 1j]])
+    np.testing.assert_array_equal(shared_array(z.conj().imag), [[-2, 1]])
     fixed = np.ones(3)
     fixed.flags.writeable = False
     assert tensor_of(fixed).data_ptr() != fixed.ctypes.data
@@ -94,13 +94,13 @@ class Exporter:
 
 def test_arrays_of_other_packages():
     x = rng.standard_normal((3, 4))
-    assert shared(Exporter(x)).ctypes.data == x.ctypes.data
+    assert shared_array(Exporter(x)).ctypes.data == x.ctypes.data
     d = matmul(Exporter(x), Exporter(x.T))
     np.testing.assert_allclose(d.compute(), x @ x.T)
     strange = Exporter(x, device=7)  # on a device that only its own package knows
-    assert shared(strange) is strange
+    assert shared_array(strange) is strange
     narrow = Exporter(x.astype(ml_dtypes.bfloat16))  # DLPack of NumPy does not carry it
-    assert shared(narrow) is narrow
+    assert shared_array(narrow) is narrow
 
 
 # On a cluster
@@ -113,7 +113,7 @@ def test_tensors_as_operands(client, dtype):
     d = matmul(a, b, out_chunks=20)
     assert d.dtype.name == dtype
     assert isinstance(d._meta, np.ndarray)
-    assert_product(shared(a), shared(b), d.compute())
+    assert_product(shared_array(a), shared_array(b), d.compute())
     assert "Plan" in repr(explain(a, b))
 
 

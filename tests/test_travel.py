@@ -26,7 +26,7 @@ def test_numpy_arrays_arrive_as_they_were(dtype, order):
 
 def test_cupy_arrays_of_bfloat16_are_told_by_name():
     """CuPy's interface tells two bytes of nothing in particular; Dask's deserializer makes of the name what it is."""
-    sender = travel._named(lambda x: ({"typestr": x.dtype.str, "shape": x.shape}, [x]))
+    sender = travel._with_bfloat16(lambda x: ({"typestr": x.dtype.str, "shape": x.shape}, [x]))
     header, _ = sender(np.zeros(3, ml_dtypes.bfloat16))
     assert header == {"typestr": "bfloat16", "shape": (3,)}
     assert np.dtype(header["typestr"]) == ml_dtypes.bfloat16

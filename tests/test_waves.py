@@ -20,12 +20,12 @@ from distributed import Client, LocalCluster, SchedulerPlugin, get_worker, wait
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul
-from dask_distmm.arrays.outputs import result
-from dask_distmm.arrays.request import make_problem, parse
+from dask_distmm.arrays.outputs import run_outputs
+from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.config import dask_costs
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Worker
-from dask_distmm.planning.waves import Budget, choose
+from dask_distmm.planning.waves import Budget, choose_scheme
 from dask_distmm.runtime.keys import gate_barrier
 from dask_distmm.testing import assert_nothing_left, assert_product
 
@@ -33,15 +33,17 @@ from dask_distmm.testing import assert_nothing_left, assert_product
 def in_waves(a, b, name="sums", lazy=(True, True), by_ranks=False, **options):
     """A product in waves of a certain scheme, as workers would make it that have so little memory that it is taken."""
     request = parse(a, b, **options)
-    problem = make_problem(request)
+    problem = problem_of_request(request)
     for exponent in range(28, 60):
         workers = [Worker(f"w{number}", 1, int(2 ** (exponent / 2))) for number in range(2)]
         try:
-            scheme = choose(problem, workers, lazy, Budget(0.6, 0.7, 1e6), dask_costs(), by_ranks=(by_ranks, by_ranks))
+            scheme = choose_scheme(
+                problem, workers, lazy, Budget(0.6, 0.7, 1e6), dask_costs(), by_ranks=(by_ranks, by_ranks)
+            )
         except ProjectedMemoryError:
             continue
         if scheme.name == name and len(scheme.waves) > 2 and scheme.by_ranks == by_ranks:
-            return result(problem, request.a, request.b, [x for _, x in request.extras], scheme)
+            return run_outputs(problem, request.a, request.b, [x for _, x in request.extras], scheme)
     raise AssertionError(f"never in {name}")
 
 

@@ -10,30 +10,30 @@ import dask.array as da
 from dask.utils import format_bytes, parse_bytes
 
 from dask_distmm.arrays import product
-from dask_distmm.arrays.items import by_items, by_runs, item_of, shared
+from dask_distmm.arrays.items import as_one_product, by_items, by_runs, item_of
 from dask_distmm.arrays.kinds import check_planned
 from dask_distmm.arrays.outputs import without_a_run
 from dask_distmm.arrays.product import NotCollective, why_not_run
-from dask_distmm.arrays.request import Request, make_problem
+from dask_distmm.arrays.request import Request, problem_of_request
 from dask_distmm.arrays.series import fit_together, made_bytes, multiply_all
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import dask_costs, parsed, read_options
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Explanation, Plan, Problem, Worker
-from dask_distmm.planning.dask_tasks import around
+from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.engines import engine_alone
-from dask_distmm.planning.many.batches import Pool, Sizes, choose, item_plan
+from dask_distmm.planning.many.batches import Pool, Sizes, choose_batch_way, item_plan
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot
 
-__all__ = ["explain", "known_workers", "multiply", "task_options"]
+__all__ = ["explain_batched", "known_workers", "multiply_batched", "task_options"]
 
 
-def multiply(request: Request) -> Any:
+def multiply_batched(request: Request) -> Any:
     """Return D, and the auxiliary outputs if there are any, of a product of any number of dimensions."""
     if not request.is_batch:
-        return product.multiply(request)
+        return product.multiply_matrices(request)
     check_planned("batches need more of Dask than it has there")
     if request.empty and request.plain:
         return _outside(request, da.zeros(request.shape, dtype=request.dtype), {})
@@ -45,7 +45,7 @@ def multiply(request: Request) -> Any:
             found = without_a_run(request.a, request.b, request.formula, request.extras, request.types)
         d, aux = found if isinstance(found, tuple) else (found, {})
         return _outside(request, d, aux)
-    made = _plan(request, request.demands, imagined=None)
+    made = _plan_batch(request, request.demands, imagined=None)
     if made.way == "items":
         request.logger.info("a batch, lazy\n%r", made)
         d, aux = by_items(request, made.chunks)
@@ -54,10 +54,10 @@ def multiply(request: Request) -> Any:
     return _outside(request, d, aux)
 
 
-def explain(request: Request) -> Explanation:
+def explain_batched(request: Request) -> Explanation:
     """Return the plan for a product of any number of dimensions, or why there is none."""
     if not request.is_batch:
-        return product.explain(request)
+        return product.explain_matrices(request)
     imagined = request.workers if current_client() is None and isinstance(request.workers, int) else None
     reason = why_not_run(request, cluster=imagined is None)
     if reason is not None:
@@ -65,7 +65,7 @@ def explain(request: Request) -> Explanation:
     if request.empty:
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
     needed = [text for text in request.demands if imagined is None or not text.startswith("workers=")]
-    return _plan(request, needed, imagined)
+    return _plan_batch(request, needed, imagined)
 
 
 def _outside(request: Request, d: da.Array, aux: dict[str, da.Array]) -> Any:
@@ -127,16 +127,16 @@ def _counted(client: Any) -> list[Worker]:
     return [Worker(f"worker-{i}", max(1, threads), memory) for i in range(count)]
 
 
-def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> BatchPlan:
+def _plan_batch(request: Request, needed: Sequence[str], imagined: int | None) -> BatchPlan:
     """Choose the way."""
-    one = shared(request)
+    one = as_one_product(request)
     runs = 1 if one else math.prod(request.batch_shape)
     single = one or item_of(request, (0,) * len(request.batch_shape))
-    problem = make_problem(single)
+    problem = problem_of_request(single)
     workers, known = known_workers(problem, imagined)
     task_bytes, overhead = task_options()
     read = read_options()
-    batch = _describe(request)
+    batch = _batch_of(request)
     pool = Pool.of(workers, read.limit_fraction, request.kind)
     machine = read.machine(engine_alone(request.kind))
     chunks, by_items = item_plan(batch, pool, machine, task_bytes, overhead)
@@ -149,7 +149,7 @@ def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> Batc
             if request.batch == "collective" or needed or not fits:
                 raise
     by_runs = None if plan is None else _estimated(plan, problem, runs)
-    way, reason = choose(request.batch, by_items if fits else None, by_runs, needed)
+    way, reason = choose_batch_way(request.batch, by_items if fits else None, by_runs, needed)
     if way == "items" and not fits:
         raise ProjectedMemoryError(
             f"one item of the batch would hold {format_bytes(batch.held_bytes)} in its task, a worker may hold "
@@ -166,7 +166,7 @@ def _plan(request: Request, needed: Sequence[str], imagined: int | None) -> Batc
 def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> BatchEstimate | None:
     """Return the cost model's view of runs like one that is planned, one after the other."""
     tasks = runs * (1 + math.prod(problem.chunk_counts("d")))
-    overhead = runs * around(problem, dask_costs())
+    overhead = runs * product_overhead(problem, dask_costs())
     if isinstance(plan, WavePlan):
         scheme = plan.scheme
         compute, beside, peak, moved = scheme.run_seconds, scheme.seconds - scheme.run_seconds, scheme.peak_bytes, 0
@@ -181,7 +181,7 @@ def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> BatchEstim
     )
 
 
-def _describe(request: Request) -> Batch:
+def _batch_of(request: Request) -> Batch:
     """Return the batch as planning sees it."""
     a, b, batch = request.a, request.b, request.batch_shape
 

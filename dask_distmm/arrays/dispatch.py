@@ -35,7 +35,7 @@ from dask_distmm.arrays import batched, numpy_functions
 from dask_distmm.arrays.fallback import why_leave
 from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
-from dask_distmm.arrays.product import product
+from dask_distmm.arrays.product import product_or_reason
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
@@ -63,7 +63,7 @@ def enable() -> None:
     enabled_setting()
     with _lock:
         _switched_on = True
-        _install()
+        _replace_functions()
 
 
 def disable() -> None:
@@ -83,7 +83,7 @@ def enabled() -> Iterator[None]:
     global _contexts
     with _lock:
         _contexts += 1
-        _install()
+        _replace_functions()
     try:
         yield
     finally:
@@ -97,7 +97,7 @@ def is_enabled() -> bool:
     return (_switched_on or _contexts > 0) and enabled_setting() is not False
 
 
-def _install() -> None:
+def _replace_functions() -> None:
     ways: dict[str, Callable[..., Any]] = {"matmul": _matmul, "tensordot": _tensordot, "einsum": _einsum}
     ways |= {"__matmul__": _matmul, "__rmatmul__": _reflected_matmul}
     for owner in owners():
@@ -201,12 +201,12 @@ def _product(a: Any, b: Any) -> Any:
     a, b = as_array(a), as_array(b)
     # Planned arrays have no product that this could be left to.
     if planning():
-        return batched.multiply(parse(a, b))
+        return batched.multiply_batched(parse(a, b))
     if why_leave(a, b, minimum_flops()) is not None:
         return NotImplemented
     raises = raises_beyond_memory()
     try:
-        made = product(a, b) if max(a.ndim, b.ndim) < 3 else batched.multiply(parse(a, b))
+        made = product_or_reason(a, b) if max(a.ndim, b.ndim) < 3 else batched.multiply_batched(parse(a, b))
     except MissingEngineError:
         return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine
     except ProjectedMemoryError as error:

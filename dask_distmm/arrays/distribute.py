@@ -39,7 +39,7 @@ from dask_distmm.typing import ArrayLike
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["distribute", "place"]
+__all__ = ["distribute", "place_chunks"]
 
 
 def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[str] | int | None = None) -> da.Array:
@@ -90,12 +90,12 @@ def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[st
     known = ask_roster(client, demand)
     if known is None:
         raise PlanError("an asynchronous client can't be asked for its workers here; distribute with a synchronous one")
-    ranks = _ranks(distribution, known)
-    chunks, owners = block_grid(distribution.layout(_shape(array), len(ranks)))
-    return place(client, array, chunks, [ranks[owner] for owner in owners.tolist()])
+    ranks = _rank_addresses(distribution, known)
+    chunks, owners = block_grid(distribution.layout(_matrix_shape(array), len(ranks)))
+    return place_chunks(client, array, chunks, [ranks[owner] for owner in owners.tolist()])
 
 
-def _ranks(distribution: Distribution, known: Snapshot) -> tuple[str, ...]:
+def _rank_addresses(distribution: Distribution, known: Snapshot) -> tuple[str, ...]:
     """Return the addresses of the ranks, in their order."""
     addresses = tuple(worker.address for worker in known.workers)
     count = len(addresses)
@@ -107,7 +107,7 @@ def _ranks(distribution: Distribution, known: Snapshot) -> tuple[str, ...]:
     return made[-1] if made else addresses[:count]
 
 
-def place(client: Client, array: da.Array, chunks: Chunks, addresses: Sequence[str]) -> da.Array:
+def place_chunks(client: Client, array: da.Array, chunks: Chunks, addresses: Sequence[str]) -> da.Array:
     """Return a matrix persisted in other chunks, each on a certain worker.
 
     Parameters
@@ -169,5 +169,5 @@ def _owns(part: Any) -> bool:
     return base is None or getattr(base, "nbytes", part.nbytes) <= part.nbytes
 
 
-def _shape(array: da.Array) -> tuple[int, int]:
+def _matrix_shape(array: da.Array) -> tuple[int, int]:
     return int(array.shape[0]), int(array.shape[1])

@@ -83,10 +83,10 @@ def parse_formula(a: da.Array, b: da.Array, asked: Asked, types: Types) -> tuple
         raise PlanError(f"alpha, C, epilogs and scales need matrices; found {a.ndim} and {b.ndim} dimensions")
     _check_fitting(formula, inputs, types)
     with_c = asked.c is not None and complex(*formula.beta) != 0
-    extras = [("c", _fit("c", asked.c, a, b, dtype))] if with_c else []
-    fitting = [(key, _fit(key, inputs[key], a, b, dtype)) for key in formula.inputs]
+    extras = [("c", _broadcastable("c", asked.c, a, b, dtype))] if with_c else []
+    fitting = [(key, _broadcastable(key, inputs[key], a, b, dtype)) for key in formula.inputs]
     if callable(asked.epilog):
-        _try(asked.epilog, sum_dtype(types.operand, dtype, 1), dtype, fitting)
+        _call_on_zeros(asked.epilog, sum_dtype(types.operand, dtype, 1), dtype, fitting)
     formula, factors_too = with_scales(types, formula, asked.quantization_scales, asked.c is not None)
     return formula, extras + fitting + [(key, array) for key, array in factors_too if key != "scale_c" or with_c]
 
@@ -125,7 +125,7 @@ def _wrong_inputs(formula: Formula, inputs: Mapping[str, Any]) -> str:
     return f"epilog {name!r} needs the inputs {needed}, found {found}; {advice}"
 
 
-def _try(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs: Extras) -> None:
+def _call_on_zeros(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs: Extras) -> None:
     """Call a function on small arrays of zeros, so that its mistakes are found before anything moves."""
     shape = (*(1,) * max((array.ndim - 2 for _, array in inputs), default=0), 2, 3)
     small = {
@@ -144,7 +144,7 @@ def _try(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs:
         raise PlanError(f"{asked}; for {inner} of the shape {shape} it returned {found.dtype} of {np.shape(found)}")
 
 
-def _fit(name: str, value: Any, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
+def _broadcastable(name: str, value: Any, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
     """Return an input as a matrix, or a batch of them, that broadcasts against D."""
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     array, shape = as_array(value), (*batch, a.shape[-2], b.shape[-1])

@@ -22,7 +22,7 @@ from dask_distmm.arrays.items import multiply_items
 from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.product import why_not_run
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, check_batch, make_problem, parse
+from dask_distmm.arrays.request import Request, check_batch, parse, problem_of_request
 from dask_distmm.arrays.series import multiply_all
 from dask_distmm.arrays.views import view_of
 from dask_distmm.arrays.waves import run_or_waves
@@ -31,7 +31,7 @@ from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import RunTask
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Share, Worker
-from dask_distmm.planning.dask_tasks import around
+from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.many.batches import Pool, item_seconds
 from dask_distmm.planning.many.groups import long_products, share_out
@@ -95,8 +95,8 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
     array([[7., 7.],
            [7., 7.]])
     """
-    requests = _parse(pairs, options)
-    found = _plan(requests)
+    requests = _parse_pairs(pairs, options)
+    found = _plan_groups(requests)
     if any(share is not None and not share.collective for share in found.shares):
         _order_by_size()
     runs = [i for i, share in enumerate(found.shares) if share is not None and share.collective]
@@ -105,7 +105,7 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
     )
     made = dict(zip(runs, by_runs, strict=True))
     return [
-        made[i] if i in made else product.multiply(request) if share is None else _by_slabs(request, share)
+        made[i] if i in made else product.multiply_matrices(request) if share is None else _by_slabs(request, share)
         for i, (request, share) in enumerate(zip(requests, found.shares, strict=True))
     ]
 
@@ -128,10 +128,10 @@ def explain_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unp
     PlanError, ProjectedMemoryError
         As `matmul_grouped`.
     """
-    return _plan(_parse(pairs, options))
+    return _plan_groups(_parse_pairs(pairs, options))
 
 
-def _parse(pairs: Sequence[tuple[Any, Any]], options: GroupedOptions) -> list[Request]:
+def _parse_pairs(pairs: Sequence[tuple[Any, Any]], options: GroupedOptions) -> list[Request]:
     """Return the products as requests; refuse one that does not fit."""
     batch = check_batch(options.get("batch"), is_batch=True)
     if not isinstance(pairs, Iterable) or isinstance(pairs, str | da.Array):
@@ -165,7 +165,7 @@ def _check_epilog(epilog: str | Callable[..., Any] | None) -> None:
         raise PlanError(f"epilog {name!r} has more inputs or outputs for each product; use matmul for each of them")
 
 
-def _plan(requests: Sequence[Request]) -> GroupPlan:
+def _plan_groups(requests: Sequence[Request]) -> GroupPlan:
     """Share the products out."""
     wanted, needed = (requests[0].batch, requests[0].demands) if requests else ("auto", [])
     if wanted == "items" and needed:
@@ -253,14 +253,14 @@ class _Member:
         """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
         if self.snapshot is None:
             return None
-        problem = make_problem(self.request)
+        problem = problem_of_request(self.request)
         try:
             found = run_or_waves(self.request, problem, current_client(), self.snapshot)
         except (PlanError, ProjectedMemoryError):
             if forced:
                 raise
             return None
-        return None if found.seconds is None else found.seconds + around(problem, dask_costs())
+        return None if found.seconds is None else found.seconds + product_overhead(problem, dask_costs())
 
 
 def _members(requests: Sequence[Request]) -> list[_Member]:
@@ -271,7 +271,7 @@ def _members(requests: Sequence[Request]) -> list[_Member]:
     for request in requests:
         key = (request.kind, request.a.dtype.name, request.b.dtype.name)
         if key not in known:
-            known[key] = known_workers(make_problem(request), None)
+            known[key] = known_workers(problem_of_request(request), None)
         workers, snapshot = known[key]
         machine, pool = read.machine(engine_alone(request.kind)), Pool.of(workers, read.limit_fraction, request.kind)
         found.append(_Member(request, machine, pool, snapshot))

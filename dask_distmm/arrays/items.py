@@ -32,7 +32,7 @@ from dask_distmm.numeric.types import FP8, carried, dtype_from_name, operand_dty
 from dask_distmm.planning.many.batches import Sizes
 from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["by_items", "by_runs", "item_of", "multiply_items", "shared"]
+__all__ = ["as_one_product", "by_items", "by_runs", "item_of", "multiply_items"]
 
 
 # Whole items, in plain tasks
@@ -71,7 +71,9 @@ def multiply_items(
     dtype = dtype_from_name(dtypes[0])
     operand = operand_dtype(*map(dtype_from_name, dtypes[1:3]))
     inner = sum_dtype(operand, dtype, max(1, arrays[0].shape[-1]))
-    acc = xp.matmul(*(_wide(xp, array, name, inner) for array, name in zip(arrays[:2], dtypes[1:], strict=False)))
+    acc = xp.matmul(
+        *(_in_compute_type(xp, array, name, inner) for array, name in zip(arrays[:2], dtypes[1:], strict=False))
+    )
     aux: dict[str, Any] = {}
     with np.errstate(all="ignore"):
         if not formula.trivial:
@@ -82,7 +84,7 @@ def multiply_items(
     return (d, *(aux[name].astype(formula.dtype_of(name, dtype), copy=False) for name in formula.per_element))
 
 
-def _wide(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
+def _in_compute_type(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
     """Return A or B in the type that is multiplied and summed in, which has all numbers of FP8."""
     if name in FP8 and array.dtype == np.uint8:
         return decode(xp, array, name, dtype)
@@ -161,7 +163,7 @@ def _output(request: Request, made: da.Array, name: str, number: int) -> da.Arra
 # Collective runs
 
 
-def shared(request: Request) -> Request | None:
+def as_one_product(request: Request) -> Request | None:
     """Return the product of two matrices that is the whole batch, if there is one.
 
     There is one if all items share B (they lie below one another then) or A (beside one another), and the formula looks
@@ -184,7 +186,7 @@ def _of_matrices(request: Request, a: da.Array, b: da.Array, extras: Sequence[tu
 
 
 def _unshared(request: Request, d: da.Array) -> da.Array:
-    """Return D of the batch from D of the product that `shared` has returned."""
+    """Return D of the batch from D of the product that `as_one_product` has returned."""
     m, n = request.shape[-2:]
     if math.prod(request.b.shape[:-2]) == 1:
         return d.reshape(request.shape)
@@ -205,7 +207,7 @@ def item_of(request: Request, index: Sizes) -> Request:
 def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> tuple[da.Array, dict[str, da.Array]]:
     """Return D and the auxiliary outputs, by collective runs: `run` returns the products of pairs of matrices."""
     formula, batch = request.formula, request.batch_shape
-    if (one := shared(request)) is not None:
+    if (one := as_one_product(request)) is not None:
         return _unshared(request, run([one])[0]), {}
     items: dict[Sizes, da.Array] = {}
     outputs: dict[str, dict[Sizes, da.Array]] = {}

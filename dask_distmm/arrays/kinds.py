@@ -22,7 +22,7 @@ from dask.array.core import Array
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_distmm.arrays.tensors import is_tensor, shared, tensor_meta, tensor_of
+from dask_distmm.arrays.tensors import is_tensor, shared_array, tensor_meta, tensor_of
 from dask_distmm.errors import PlanError
 
 __all__ = [
@@ -75,13 +75,13 @@ def check_planned(reason: str | None) -> str | None:
 
 
 def plain(x: Any) -> Any:
-    """Return an array of another kind as a ``dask.array.core.Array``, a tensor as `shared` does; others as they are."""
+    """Return an array of another kind as a ``dask.array.core.Array``, tensors by `shared_array`; others as they are."""
     kind = kind_of(x)
     if kind == "torch":
-        meta = shared(x._meta)
-        return x.map_blocks(shared, dtype=meta.dtype, meta=meta)
+        meta = shared_array(x._meta)
+        return x.map_blocks(shared_array, dtype=meta.dtype, meta=meta)
     if not kind:
-        return shared(x)
+        return shared_array(x)
     found = x.optimize()
     (name, *_) = next(iter(flatten(found.__dask_keys__())))
     return Array(HighLevelGraph.from_collections(name, dict(found.__dask_graph__())), name, found.chunks, meta=x._meta)

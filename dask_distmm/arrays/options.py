@@ -82,7 +82,9 @@ def takes(
         shown = inspect.signature(function)
         own = [one for one in shown.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
         listed = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=_text(known[name]))
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=_annotation_text(known[name])
+            )
             for name, value in DEFAULTS.items()
             if name in known
         ]
@@ -106,6 +108,6 @@ def takes(
     return decorate
 
 
-def _text(annotation: Any) -> str:
+def _annotation_text(annotation: Any) -> str:
     """Return an annotation as it is written."""
     return str(getattr(annotation, "__forward_arg__", annotation))

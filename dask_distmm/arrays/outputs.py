@@ -28,10 +28,10 @@ from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.keys import output_name
 
-__all__ = ["as_they_lie", "operand_sum", "output_meta", "result", "without_a_run"]
+__all__ = ["as_they_lie", "operand_sum", "output_meta", "run_outputs", "without_a_run"]
 
 
-def result(
+def run_outputs(
     problem: Problem,
     a: da.Array,
     b: da.Array,
@@ -41,8 +41,8 @@ def result(
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return D of a run, and the auxiliary outputs if there are any.
 
-    A and B are those of `make_problem`. With a scheme it is a sequence of runs; `waves` has these, and others, if they
-    are in a graph already.
+    A and B are those of `problem_of_request`. With a scheme it is a sequence of runs; `waves` has these, and others, if
+    they are in a graph already.
     """
     prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
     meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
@@ -132,13 +132,13 @@ def without_a_run(
     d = scaled(formula, d, dict(extras))
     kind = array_kind(d._meta)
     meta = meta_from_array(d._meta, dtype=carried(types.d, kind))
-    d = da.map_blocks(_stored, d, to=types.d, dtype=meta.dtype, meta=meta)
+    d = da.map_blocks(_in_stored_type, d, to=types.d, dtype=meta.dtype, meta=meta)
     if formula.operand_sum:
         found[formula.operand_sum] = operand_sum(formula, a, b, dtype)
     return (d, found) if found else d
 
 
-def _stored(x: Any, to: str) -> Any:
+def _in_stored_type(x: Any, to: str) -> Any:
     let_types_travel()
     xp = array_module(x)
     return stored(xp, x, to, fp8_bytes=xp is not np)

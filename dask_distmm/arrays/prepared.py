@@ -25,10 +25,10 @@ import dask.array as da
 from dask_distmm.arrays.extras import unfit, why_not_input
 from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.options import takes
-from dask_distmm.arrays.outputs import result
+from dask_distmm.arrays.outputs import run_outputs
 from dask_distmm.arrays.prepared_operands import Layout, Operands
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, make_problem, parse
+from dask_distmm.arrays.request import Request, parse, problem_of_request
 from dask_distmm.arrays.views import under
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import Types
@@ -137,7 +137,7 @@ class Matmul:
         inputs = {name: da.asanyarray(value) for name, value in (epilog_inputs or {}).items()}
         asked: AllOptions = {**self._asked, "epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
         request = _parse(self._operands.arrays, inputs, asked, self._types)
-        problem = make_problem(request)
+        problem = problem_of_request(request)
         known = snapshot(client, problem, [*map(under, (request.a, request.b), problem.arrays, problem.turned)])
         if known is None:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
@@ -279,7 +279,7 @@ class Matmul:
     def _lay_out(self, client: Client, layout: Layout, request: Request) -> Problem:
         """Lay out the arrays that are not yet; return the problem of the next executions."""
         request = layout.fixed(self._operands.lay_out(client, layout, request))
-        problem = dataclasses.replace(make_problem(request), grid=layout.plan.grid)
+        problem = dataclasses.replace(problem_of_request(request), grid=layout.plan.grid)
         self._run = problem, request
         return problem
 
@@ -312,7 +312,7 @@ def _check_collective(arrays: Mapping[str, da.Array], request: Request) -> None:
 def _start(client: Client, problem: Problem, request: Request) -> tuple[da.Array, dict[str, da.Array]]:
     """Start a run of its own; return D and the auxiliary outputs, which are on their way."""
     problem = dataclasses.replace(problem, name=f"matmul-{uuid.uuid4().hex}")
-    found = result(problem, request.a, request.b, [array for _, array in request.extras])
+    found = run_outputs(problem, request.a, request.b, [array for _, array in request.extras])
     d, aux = found if isinstance(found, tuple) else (found, {})
     # There is nothing in this graph that the optimizer could improve.
     d, *others = client.persist([d, *aux.values()], optimize_graph=False)

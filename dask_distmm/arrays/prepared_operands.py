@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import dask.array as da
 import numpy as np
 
-from dask_distmm.arrays.distribute import place
+from dask_distmm.arrays.distribute import place_chunks
 from dask_distmm.arrays.request import Request
 from dask_distmm.arrays.views import apply_op
 from dask_distmm.errors import PlanError
@@ -71,7 +71,7 @@ class Layout:
         if array.shape != (problem.m, problem.n):
             small: da.Array = client.persist(array)
             return small
-        return place(client, array, chunks, [self.plan.workers[rank] for rank in self.plan.owners.tolist()])
+        return place_chunks(client, array, chunks, [self.plan.workers[rank] for rank in self.plan.owners.tolist()])
 
     def fixed(self, request: Request) -> Request:
         """Return a request that leaves no choice: the method, the engine and the workers are those of the plan."""
@@ -165,7 +165,7 @@ class Operands:
         for name, (chunks, ranks) in operand_tiles(made).items():
             if name not in self._placed:
                 addresses = [made.workers[rank] for rank in ranks.tolist()]
-                self.arrays[name] = place(client, self.arrays[name], chunks, addresses)
+                self.arrays[name] = place_chunks(client, self.arrays[name], chunks, addresses)
                 self._placed.add(name)
         for name, array in request.extras:
             if name not in self._placed:

@@ -12,8 +12,8 @@ from dask.utils import format_time
 from dask_distmm.arrays.extras import unfit
 from dask_distmm.arrays.fallback import why_leave, why_not
 from dask_distmm.arrays.kinds import check_planned, planning
-from dask_distmm.arrays.outputs import result, without_a_run
-from dask_distmm.arrays.request import Request, make_problem, parse, result_chunks
+from dask_distmm.arrays.outputs import run_outputs, without_a_run
+from dask_distmm.arrays.request import Request, parse, problem_of_request, result_chunks
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.arrays.views import under
 from dask_distmm.arrays.waves import Decision, decide, waves_now
@@ -24,7 +24,7 @@ from dask_distmm.planning.display import Explanation
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot, snapshot
 
-__all__ = ["NotCollective", "explain", "multiply", "product", "why_not_run"]
+__all__ = ["NotCollective", "explain_matrices", "multiply_matrices", "product_or_reason", "why_not_run"]
 
 
 class NotCollective(Explanation):
@@ -70,7 +70,7 @@ def why_not_run(request: Request, *, cluster: bool) -> str | None:
     return reason
 
 
-def multiply(request: Request) -> Any:
+def multiply_matrices(request: Request) -> Any:
     """Return D, and the auxiliary outputs if there are any, of a product of matrices."""
     a, b = request.a, request.b
     reason = why_not_run(request, cluster=not planning())
@@ -87,9 +87,9 @@ def multiply(request: Request) -> Any:
         found = without_a_run(a, b, request.formula, request.extras, request.types)
         d, *aux = found if isinstance(found, tuple) else (found,)
         return (_in_chunks(request, d), *aux) if aux else _in_chunks(request, d)
-    problem = make_problem(request)
+    problem = problem_of_request(request)
     decision = _decide_now(request, problem)
-    found = result(problem, a, b, [array for _, array in request.extras], decision.scheme)
+    found = run_outputs(problem, a, b, [array for _, array in request.extras], decision.scheme)
     return request.without_dropped(found) if request.dropped else found
 
 
@@ -98,7 +98,7 @@ def _in_chunks(request: Request, d: da.Array) -> da.Array:
     return d if request.out_chunks is None else d.rechunk(request.out_chunks, method="tasks")
 
 
-def explain(request: Request) -> Plan | WavePlan | NotCollective:
+def explain_matrices(request: Request) -> Plan | WavePlan | NotCollective:
     """Return the plan for a product of matrices on the cluster as it is now, or why there is none."""
     client = current_client()
     imagined = request.workers if client is None and isinstance(request.workers, int) else None
@@ -107,7 +107,7 @@ def explain(request: Request) -> Plan | WavePlan | NotCollective:
         return NotCollective(reason)
     if request.empty:
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
-    problem = make_problem(request)
+    problem = problem_of_request(request)
     if imagined is not None:
         imaginary = [Worker(f"worker-{i}") for i in range(imagined)]
         known: Snapshot | None = Snapshot(imaginary, [], [None, None], [problem.engine_alone], [])
@@ -145,7 +145,7 @@ def _streams_alone(problem: Problem, scheme: str) -> bool:
     return scheme in ("rows", "cols") or (scheme == "sums" and problem.chunk_counts("d") == (1, 1))
 
 
-def product(a: da.Array, b: da.Array) -> da.Array | str:
+def product_or_reason(a: da.Array, b: da.Array) -> da.Array | str:
     """Return ``a @ b`` under `enable`, or why it is left to Dask's own function.
 
     Parameters
@@ -160,14 +160,14 @@ def product(a: da.Array, b: da.Array) -> da.Array | str:
     """
     request = parse(a, b)
     if request.empty:
-        return cast(da.Array, multiply(request))
-    problem = make_problem(request)
+        return cast(da.Array, multiply_matrices(request))
+    problem = problem_of_request(request)
     decision = _decide_now(request, problem)
     if decision.plan is not None and (left := _why_slower(decision.plan)):
         return left
     if decision.scheme is not None and minimum_flops() is None and _streams_alone(problem, decision.scheme.name):
         return "it does not fit into memory, and its own tasks use each chunk once, so that they stream by themselves"
-    return request.without_dropped(cast(da.Array, result(problem, request.a, request.b, [], decision.scheme)))
+    return request.without_dropped(cast(da.Array, run_outputs(problem, request.a, request.b, [], decision.scheme)))
 
 
 def _decide_now(request: Request, problem: Problem) -> Decision:

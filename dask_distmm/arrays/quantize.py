@@ -179,7 +179,7 @@ def dequantize(
     if name not in FP8 or array.dtype not in (FP8[name], np.uint8):
         raise PlanError(f"the array is {array.dtype}, q_type={q_type!r}; expected FP8, or uint8 with q_type stated")
     wide, scale = widened(array, name, np.dtype(np.float32)), da.asanyarray(scale).reshape(())
-    return da.map_blocks(_times, wide, scale, dtype=np.float32, meta=wide._meta).astype(dtype)
+    return da.map_blocks(_rescaled, wide, scale, dtype=np.float32, meta=wide._meta).astype(dtype)
 
 
 def widened(array: da.Array, name: str, dtype: np.dtype) -> da.Array:
@@ -309,7 +309,7 @@ def _widened(x: Any, held: str, wide: np.dtype) -> Any:
     return x.astype(wide) if x.dtype != np.uint8 else decode(array_module(x), x, held, wide)
 
 
-def _times(x: Any, scale: Any) -> Any:
+def _rescaled(x: Any, scale: Any) -> Any:
     return x * array_module(x).asarray(scale, np.float32)
 
 

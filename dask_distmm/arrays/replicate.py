@@ -60,7 +60,7 @@ def replicate(a: ArrayLike) -> da.Array:
         raise PlanError(f"replicate() is for matrices; found {array.ndim} dimensions")
     array = client.persist(array)
     zeros = da.zeros((array.shape[1], 1), chunks=(array.chunks[1], 1), dtype=array.dtype)
-    client.compute(product.multiply(parse(array, zeros, gathered="a")), sync=True)
+    client.compute(product.multiply_matrices(parse(array, zeros, gathered="a")), sync=True)
     return array
 
 

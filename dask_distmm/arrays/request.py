@@ -37,8 +37,8 @@ __all__ = [
     "check_numbers",
     "check_shapes",
     "check_workers",
-    "make_problem",
     "parse",
+    "problem_of_request",
     "result_chunks",
 ]
 
@@ -212,7 +212,7 @@ def as_matrices(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array]:
     return (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
 
 
-def make_problem(request: Request) -> Problem:
+def problem_of_request(request: Request) -> Problem:
     """Return the Problem of multiplying two matrices."""
     a, b, types, formula = request.a, request.b, request.types, request.formula
     options = read_options()

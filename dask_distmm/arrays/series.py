@@ -11,15 +11,15 @@ import dask.array as da
 from dask.base import tokenize
 
 from dask_distmm.arrays.kinds import planning
-from dask_distmm.arrays.outputs import as_they_lie, result
-from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import Request, make_problem
+from dask_distmm.arrays.outputs import as_they_lie, run_outputs
+from dask_distmm.arrays.product import multiply_matrices
+from dask_distmm.arrays.request import Request, problem_of_request
 from dask_distmm.arrays.waves import budget_now
 from dask_distmm.config import dask_costs
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.waves import build_waves, can_be_made
 from dask_distmm.planning import Problem, Worker
-from dask_distmm.planning.waves import Scheme, WavePlan, choose
+from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
 from dask_distmm.runtime.client import current_client, recent_snapshot, snapshot
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ def multiply_all(requests: Sequence[Request], sources: Sequence[tuple[da.Array, 
     """
     client = current_client()
     if client is None or planning() or len(requests) < 2:
-        return list(map(multiply, requests))
-    first = make_problem(requests[0])
+        return list(map(multiply_matrices, requests))
+    first = problem_of_request(requests[0])
     known = recent_snapshot(client, first)
     if known is None or fit_together([x for pair in sources for x in pair], made_bytes(requests), known.workers):
-        return list(map(multiply, requests))
-    problems = [first, *map(make_problem, requests[1:])]
+        return list(map(multiply_matrices, requests))
+    problems = [first, *map(problem_of_request, requests[1:])]
     schemes = _in_series(requests, problems, client, sources)
     if schemes is None:
-        return list(map(multiply, requests))
+        return list(map(multiply_matrices, requests))
     requests[0].logger.info("%d products one after the other, lazy\n%r", len(requests), WavePlan(first, schemes[0]))
     extras = [[array for _, array in request.extras] for request in requests]
     products = [
@@ -57,7 +57,7 @@ def multiply_all(requests: Sequence[Request], sources: Sequence[tuple[da.Array, 
     ]
     waves = build_waves(products)
     return [
-        request.without_dropped(result(problem, request.a, request.b, more, scheme, waves))
+        request.without_dropped(run_outputs(problem, request.a, request.b, more, scheme, waves))
         for request, problem, scheme, more in zip(requests, problems, schemes, extras, strict=True)
     ]
 
@@ -97,7 +97,7 @@ def _in_series(
             chosen: dict[Any, Scheme] = {}
             for problem, is_lazy in zip(problems, lazy, strict=True):
                 if (key := _alike(problem, is_lazy)) not in chosen:
-                    chosen[key] = choose(
+                    chosen[key] = choose_scheme(
                         problem, workers, is_lazy, budget, dask_costs(),
                         engine=known.engines, by_ranks=able, products=len(problems),
                     )  # fmt: skip

@@ -18,7 +18,7 @@ from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["is_tensor", "shared", "tensor_meta", "tensor_of", "to_torch"]
+__all__ = ["is_tensor", "shared_array", "tensor_meta", "tensor_of", "to_torch"]
 
 # Types that DLPack does not carry everywhere, and those of as many bits that it does.
 _CARRIED = {"bfloat16": "int16", **dict.fromkeys(FP8, "uint8")}
@@ -32,7 +32,7 @@ def is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, getattr(torch, "Tensor", ()))
 
 
-def shared(x: Any) -> Any:
+def shared_array(x: Any) -> Any:
     """Return an array or tensor that speaks DLPack as a NumPy or CuPy array of the same memory; others as they are.
 
     Raises

@@ -11,8 +11,8 @@ from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Plan, Problem
-from dask_distmm.planning.memory import held_bytes
-from dask_distmm.planning.waves import Budget, Scheme, WavePlan, choose, in_host, in_host_memory
+from dask_distmm.planning.footprint import held_bytes
+from dask_distmm.planning.waves import Budget, Scheme, WavePlan, choose_scheme, in_host, in_host_memory
 from dask_distmm.runtime.client import Snapshot, snapshot
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _scheme(request: Request, problem: Problem, client: Client, budget: Budget) 
         can_a = lazy_a and can_be_made(arrays[0])
         can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1])
         lazy, can = (lazy_a, lazy_b), (can_a, can_b)
-        return choose(problem, known.workers, lazy, budget, dask_costs(), engine=known.engines, by_ranks=can)
+        return choose_scheme(problem, known.workers, lazy, budget, dask_costs(), engine=known.engines, by_ranks=can)
     except (PlanError, ProjectedMemoryError) as error:
         request.logger.info("%s", error)
         return None

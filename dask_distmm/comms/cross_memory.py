@@ -3,7 +3,7 @@
 The process that has the arrays lends them: it tells where they lie, and keeps them as they are until the end of the
 run. The other one borrows: it copies them into memory of its own. So a matrix is copied once, where a socket copies it
 twice and takes both event loops. Both processes must be of one user, one host and one PID namespace; where the system
-forbids such reads, as containers may, `place` is empty from the first attempt on.
+forbids such reads, as containers may, `process_name` is empty from the first attempt on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.numeric.types import dtype_from_name
 
-__all__ = ["borrow", "is_near", "lend", "place"]
+__all__ = ["borrow", "is_near", "lend", "process_name"]
 
 # Less than this is sent with the answer (bytes in all, and in each stretch of memory: the system looks up its pages).
 _LEAST_BYTES, _LEAST_STRETCH = 2**16, 2**9
@@ -49,7 +49,7 @@ def _libc() -> Any:
     return libc
 
 
-def place() -> str:
+def process_name() -> str:
     """Return a name of this process for those that it may be able to read: its host and PID namespace, and its number.
 
     Empty where a process can't read another one's memory at all.
@@ -71,7 +71,7 @@ def _home() -> str:
 
 
 def is_near(borrower: str) -> bool:
-    """Return whether another process, by its `place`, may be able to read this one."""
+    """Return whether another process, by its `process_name`, may be able to read this one."""
     home, _, process = borrower.rpartition(" ")
     return bool(home) and home == _home() and process != str(os.getpid())
 
@@ -84,11 +84,11 @@ def lend(arrays: Sequence[Any], borrower: str) -> Loan | None:
     arrays
         Arrays, which must stay as they are until the borrower has read them. NumPy's of up to two dimensions are lent.
     borrower
-        The borrower's `place`.
+        The borrower's `process_name`.
     """
     if not is_near(borrower) or sum(array.nbytes for array in arrays) < _LEAST_BYTES:
         return None
-    described = [_describe(array) for array in arrays]
+    described = [_describe_array(array) for array in arrays]
     if any(one is None for one in described):
         return None
     _admit()
@@ -101,7 +101,7 @@ def _admit() -> None:
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
-def _describe(array: NDArray[Any]) -> tuple[int, list[int], str, str, int] | None:
+def _describe_array(array: NDArray[Any]) -> tuple[int, list[int], str, str, int] | None:
     """Return one array of a loan; None if its memory is in stretches that are too short."""
     if not isinstance(array, np.ndarray) or array.ndim > 2:
         return None
@@ -133,13 +133,13 @@ def borrow(loan: Loan) -> list[NDArray[Any]]:
         _read(process, found, np.array([[address, found.nbytes]], np.uint64))
         if found.tobytes() != proof:
             raise PermissionError(errno.EPERM, f"process {process} is not the one that lends")
-        return [_copy(process, *one) for one in described]
+        return [_read_array(process, *one) for one in described]
     except OSError as error:
         _refused |= error.errno in (errno.EPERM, errno.ENOSYS)
         raise
 
 
-def _copy(process: int, address: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> NDArray[Any]:
+def _read_array(process: int, address: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> NDArray[Any]:
     out = np.empty(shape, dtype_from_name(dtype), order=order)
     lines, size = (out.shape if order == "C" else out.T.shape)[0] if out.ndim == 2 else 1, out.nbytes
     if not size:

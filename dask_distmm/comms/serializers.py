@@ -55,7 +55,7 @@ def _let_bfloat16_travel() -> None:
     # It replaces what is registered when it is imported first.
     importlib.import_module("distributed.protocol.cupy")
     for registry in (dask_serialize, cuda_serialize):
-        registry.register(array_type)(_named(registry.dispatch(array_type)))
+        registry.register(array_type)(_with_bfloat16(registry.dispatch(array_type)))
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def _let_narrow_tensors_travel() -> None:
     dask_serialize.register(torch.Tensor)(serialize_tensor)
 
 
-def _named(serialize: Any) -> Any:
+def _with_bfloat16(serialize: Any) -> Any:
     def serialize_array(x: Any) -> tuple[dict[str, Any], list[Any]]:
         header, frames = serialize(x)
         return (header | {"typestr": "bfloat16"} if x.dtype.name == "bfloat16" else header), frames

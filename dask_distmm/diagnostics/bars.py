@@ -162,7 +162,7 @@ def bar_of(line: ProgressLine) -> ProgressBar:
 
 def as_lines(found: Sequence[ProgressBar]) -> list[str]:
     """Return bars as lines of text."""
-    heads = [_head(line) for line in found]
+    heads = [_line_head(line) for line in found]
     width = max(map(len, heads), default=0)
     lines = []
     for head, line in zip(heads, found, strict=True):
@@ -198,7 +198,7 @@ def short_name(name: str) -> str:
     return f"{front}-{token[:8]}" if front else name
 
 
-def _head(line: ProgressBar) -> str:
+def _line_head(line: ProgressBar) -> str:
     run = f"  run {line.run}" if line.run else ""
     return f"{short_name(line.name)}{run}" + (f"  {line.phase}" if line.phase else "")
 

@@ -75,7 +75,8 @@ class Page:
         self._waves = Div(styles={"font-size": "14px", "margin": "0 8px"})
         self._chosen = Div(styles={"font-size": "14px", "margin": "8px"})
         self._runs, self._phases, self._memory, self._rates = (
-            ColumnDataSource(data=empty) for empty in (tables.runs([], 0.0), tables.phases(None, 0.0), *tables.empty())
+            ColumnDataSource(data=empty)
+            for empty in (tables.runs([], 0.0), tables.phase_bars(None, 0.0), *tables.empty())
         )
         self._picked: int | None = None
         self._run_axes: list[Any] = []
@@ -187,9 +188,9 @@ class Page:
 
     def _show(self, shown: Record | None, records: list[Record]) -> None:
         self._rank_axis.factors = tables.rank_names(shown)
-        self._phases.data = tables.phases(shown, time.time())
+        self._phases.data = tables.phase_bars(shown, time.time())
         process = {address: ws.memory.process for address, ws in self._scheduler.workers.items()}
-        self._memory.data = tables.memory(shown, process)
+        self._memory.data = tables.memory_bars(shown, process)
         self._worker_axis.factors = list(reversed(self._memory.data["worker"]))
         self._rates.data = tables.rates(records)
         self._rate_title.text = f"{tables.rates_unit(records)[0]}; the line is the bound of the cost model"

@@ -18,8 +18,8 @@ __all__ = [
     "caption",
     "empty",
     "format_rate",
-    "memory",
-    "phases",
+    "memory_bars",
+    "phase_bars",
     "rank_names",
     "rate_unit",
     "rates",
@@ -42,7 +42,7 @@ RUNNING = "so far"
 
 def empty() -> tuple[Columns, Columns]:
     """Return the tables of memory and of rates, without rows."""
-    return memory(None, {}), rates([])
+    return memory_bars(None, {}), rates([])
 
 
 def summary(totals: Totals, records: Sequence[Record]) -> str:
@@ -130,7 +130,7 @@ def _short(address: str) -> str:
     return address.rpartition("://")[2]
 
 
-def phases(record: Record | None, now: float) -> Columns:
+def phase_bars(record: Record | None, now: float) -> Columns:
     """Return the bars of the time line: the phases of each rank; of a run that goes on the time so far."""
     found: Columns = {"rank": [], "phase": [], "left": [], "right": [], "seconds": []}
     going = record is not None and record.outcome == "running"
@@ -148,7 +148,7 @@ def phases(record: Record | None, now: float) -> Columns:
     return found
 
 
-def memory(record: Record | None, process: Mapping[str, int]) -> Columns:
+def memory_bars(record: Record | None, process: Mapping[str, int]) -> Columns:
     """Return the MiB of each worker: of its process now, and of the run, projected and held (nan: not known)."""
     addresses = list(record.projected_bytes) if record else sorted(process)
     return {

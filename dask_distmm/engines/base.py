@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
-from dask_distmm.planning.engines import engines
+from dask_distmm.planning.engines import abilities_of
 from dask_distmm.planning.placement import Placement
 
 __all__ = [
@@ -232,7 +232,7 @@ def get_engine(name: str) -> Engine:
     EngineError
         There is none of that name, or it can't be imported here.
     """
-    (abilities,) = engines([name])
+    (abilities,) = abilities_of([name])
     try:
         engine: Engine = importlib.import_module(abilities.module).ENGINE
     except ImportError as error:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning import Chunks, Plan
 from dask_distmm.planning.cuts import overlaps, padded
-from dask_distmm.planning.memory import operand_grids, panel_width
+from dask_distmm.planning.footprint import operand_grids, panel_width
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import is_gram
@@ -86,15 +86,15 @@ def pairs(plan: Plan, rank: int) -> list[tuple[ChunkBlock, list[ChunkBlock]]]:
     """
     outer = 0 if plan.problem.by_ranks[0] else 1
     own, other = ([piece for piece in _pieces(plan, rank) if piece.operand == number] for number in (outer, 1 - outer))
-    own.sort(key=_along)
-    other.sort(key=_along)
+    own.sort(key=_start_along_k)
+    other.sort(key=_start_along_k)
     return [
         (piece, [one for one in other if _depth(one)[0] < _depth(piece)[1] and _depth(piece)[0] < _depth(one)[1]])
         for piece in own
     ]
 
 
-def _along(piece: ChunkBlock) -> tuple[int, int]:
+def _start_along_k(piece: ChunkBlock) -> tuple[int, int]:
     """Return where a part of a chunk begins, first along k."""
     return (piece.col, piece.row) if piece.operand == 0 else (piece.row, piece.col)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from dask_distmm.engines.base import wait_checked
 
-__all__ = ["Loads", "Source", "SourceChunk", "Sources"]
+__all__ = ["ChunkLoader", "ChunkTasks", "Source", "SourceChunk"]
 
 
-class Sources:
+class ChunkTasks:
     """The tasks that make an operand's chunks, in the place of the chunks among a barrier's inputs.
 
     Parameters
@@ -57,7 +57,7 @@ class SourceChunk:
         self.source, self.view = source, view
 
 
-class Loads:
+class ChunkLoader:
     """Makes chunks in threads, in the order in which they are used.
 
     Parameters

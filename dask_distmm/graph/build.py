@@ -31,7 +31,7 @@ from distributed import Reschedule, get_worker
 from distributed.utils import sync
 
 from dask_distmm.engines import get_engine
-from dask_distmm.engines.sources import Sources
+from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.planning import (
     Computation,
@@ -288,7 +288,7 @@ class Alone:
         self.chunks = chunks
 
 
-def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | Sources, gate: None = None) -> Alone:
+def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, gate: None = None) -> Alone:
     """Multiply in this process, where there is no cluster.
 
     On a worker it has the plugin installed on the scheduler, which takes this task then: a scheduler that was started
@@ -331,14 +331,14 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | Sources, gate: None =
     raise Reschedule
 
 
-def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | Sources]) -> Alone:
+def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks]) -> Alone:
     if (workers := problem.demand.workers) not in (None, 1):
         raise PlanError(
             f"workers={workers!r} was asked for, and this is computed without a cluster; compute it with a "
             "distributed.Client, or leave workers out"
         )
     found = {
-        name: [task() for task in given.tasks] if isinstance(given, Sources) else given
+        name: [task() for task in given.tasks] if isinstance(given, ChunkTasks) else given
         for name, given in zip(problem.inputs, inputs, strict=True)
     }
     if isinstance(problem, Problem):

@@ -26,7 +26,7 @@ from dask.base import tokenize
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 
-from dask_distmm.engines.sources import Sources
+from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.graph.build import RunTask, TasksLayer, barrier, chunk
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
@@ -106,7 +106,7 @@ class WavesLayer(TasksLayer):
             for operand in problem.inputs:
                 keys = self._inputs(number, operand)
                 made = one.is_streamed(operand)
-                inputs.append(Sources([tasks[key] for key in keys]) if made else List(*map(TaskRef, keys)))
+                inputs.append(ChunkTasks([tasks[key] for key in keys]) if made else List(*map(TaskRef, keys)))
             found.update(self._run_of(number, inputs, behind=True))
         return found
 

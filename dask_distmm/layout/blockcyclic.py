@@ -43,13 +43,13 @@ def numroc(n: int, nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
         If a number is out of its range.
     """
     n = check_int("n", n, 0)
-    turn = _turn(nb, iproc, isrcproc, nprocs)
+    turn = _round_turn(nb, iproc, isrcproc, nprocs)
     # Every full round gives each process one block; the rest is dealt out in turn, nb at a time.
     rounds, left = divmod(n, nb * nprocs)
     return rounds * nb + min(max(left - turn * nb, 0), nb)
 
 
-def _turn(nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
+def _round_turn(nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
     """Check the arguments and return which turn in a round is the process's, from 0."""
     check_int("nb", nb, 1)
     check_int("nprocs", nprocs, 1)

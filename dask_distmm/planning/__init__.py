@@ -1,18 +1,18 @@
 """Planning, without I/O: ``plan(problem, roster)`` returns one frozen `Plan`.
 
 `problem` says what is multiplied, `demand` by whom, `plan` how. `grids` and `cuts` are the ways to cut a product,
-`assignment` and `distribution` the layouts that were asked for, `memory` the bytes that each way holds, `planner` the
+`assignment` and `distribution` the layouts that were asked for, `footprint` the memory of each way, `planner` the
 choice. `engines` has the abilities of each engine; folders of their names have their costs. `restriction` cuts a part
 out of a problem, `chunk_order` takes chunks in the order of their holders, `needs` has the bytes of A and B that each
 rank needs, `replicas` keeps all of D or of an operand everywhere, `many` plans many products at once.
 """
 
 from dask_distmm.planning.computation import Chunks, Computation, Output
+from dask_distmm.planning.computation_kinds import plan_computation, plan_from_wire, problem_from_wire
 from dask_distmm.planning.cublasmp.abilities import CUBLASMP
 from dask_distmm.planning.demand import Demand, Worker
 from dask_distmm.planning.display import Explanation
 from dask_distmm.planning.engines import ENGINES, Abilities, register
-from dask_distmm.planning.kinds import plan_computation, plan_from_wire, problem_from_wire
 from dask_distmm.planning.many.batches import Batch, BatchEstimate, BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan, Share
 from dask_distmm.planning.numpy import NUMPY

@@ -66,7 +66,7 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[tuple[str, 
     ]
     count = max(sizes) if sizes else min(nworkers, *lengths)
     found, seen = [], []
-    for method, grid in _ways(problem, count):
+    for method, grid in _asked_ways(problem, count):
         have = _tiles(problem, engine, method, grid)
         reason = _misfit(problem, engine, method, grid, count, have)
         if reason is None:
@@ -87,7 +87,7 @@ def _shapes(problem: Problem) -> dict[str, tuple[int, int]]:
     return {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "d": (problem.m, problem.n)}
 
 
-def _ways(problem: Problem, count: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def _asked_ways(problem: Problem, count: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Yield the ways that `count` workers can take, with those grids that were asked for."""
     ways = list(grids(problem.m, problem.n, problem.k, count, problem.method))
     for asked in problem.distributions:

@@ -20,19 +20,19 @@ from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["around", "by_tasks"]
+__all__ = ["product_by_tasks", "product_overhead"]
 
 # Of so many partial products Dask makes one sum.
 _SUMMED = 4
 
 
-def around(problem: Problem, costs: DaskCosts) -> float:
+def product_overhead(problem: Problem, costs: DaskCosts) -> float:
     """Return the seconds that Dask takes around a run."""
     names = (*(name for name in problem.inputs if name != "b" or not problem.shared), "d")
     return costs.run + costs.chunk * sum(math.prod(problem.chunk_counts(name)) for name in names)
 
 
-def by_tasks(problem: Problem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
+def product_by_tasks(problem: Problem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
     """Return what the product would take as Dask's own tasks; the formulas are at the top of this module.
 
     Parameters

@@ -23,7 +23,7 @@ from dask_distmm import layout
 from dask_distmm.errors import PlanError
 from dask_distmm.layout import ProcessGrid
 
-__all__ = ["FREE", "BlockCyclic", "Distribution", "Distributions", "Slab", "block_grid", "from_wire"]
+__all__ = ["FREE", "BlockCyclic", "Distribution", "Distributions", "Slab", "block_grid", "distribution_from_wire"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ Distributions = tuple[Distribution | None, Distribution | None, Distribution | N
 FREE: Distributions = (None, None, None)
 
 
-def from_wire(wire: Any) -> Distribution | None:
+def distribution_from_wire(wire: Any) -> Distribution | None:
     """Make a distribution from its fields as a dict; None stays None."""
     if wire is None:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 
 from dask_distmm.errors import EngineError
 
-__all__ = ["ENGINES", "Abilities", "engine_alone", "engines", "register"]
+__all__ = ["ENGINES", "Abilities", "abilities_of", "engine_alone", "register"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def register(abilities: Abilities) -> None:
     ENGINES[abilities.name] = abilities
 
 
-def engines(names: Sequence[str]) -> list[Abilities]:
+def abilities_of(names: Sequence[str]) -> list[Abilities]:
     """Return the abilities of some engines.
 
     Raises

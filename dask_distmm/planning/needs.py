@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.chunk_order import free_axes
-from dask_distmm.planning.memory import is_by_ranks, operand_grids
+from dask_distmm.planning.footprint import is_by_ranks, operand_grids
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
@@ -21,7 +21,7 @@ def needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDAr
     """Return the input bytes that each rank needs, and how many of them each worker of the roster has."""
     p, q, s = made.grid
     npart = len(made.participants)
-    (need_a, held_a), (need_b, held_b) = _of_operand(made, "a"), _of_operand(made, "b")
+    (need_a, held_a), (need_b, held_b) = _operand_needs(made, "a"), _operand_needs(made, "b")
     need = need_a[:, None, :] + need_b.T[None, :, :]
     home = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
     return need.reshape(p * q * s), home.reshape(npart, p * q * s).T[:, :nroster]
@@ -29,7 +29,7 @@ def needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDAr
 
 def gathered_bytes(made: Plan, operand: str) -> NDArray[np.float64]:
     """Return the bytes of A or B that each rank fetches in order to multiply."""
-    needed, held = _of_operand(made, operand)
+    needed, held = _operand_needs(made, operand)
     found = []
     for rank, me in enumerate(made.ranks):
         i, j, depth = made.coords(rank)
@@ -38,7 +38,7 @@ def gathered_bytes(made: Plan, operand: str) -> NDArray[np.float64]:
     return np.array(found)
 
 
-def _of_operand(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _operand_needs(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes of each part of A (rows x depth) or B (depth x cols), and those that each participant has."""
     problem, npart = made.problem, len(made.participants)
     rows, cols, depth = (np.diff(cut).astype(float) for cut in (made.rows, made.cols, made.depth))

@@ -21,9 +21,9 @@ from dask_distmm.planning.assignment import asked_ways
 from dask_distmm.planning.chunk_order import holder_cuts
 from dask_distmm.planning.cuts import Bounds, chunk_owners, grid_cuts, reduce_cuts
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.engines import ENGINES, engines
+from dask_distmm.planning.engines import ENGINES, abilities_of
+from dask_distmm.planning.footprint import chunk_bytes, packing
 from dask_distmm.planning.grids import candidates
-from dask_distmm.planning.memory import chunk_bytes, packing
 from dask_distmm.planning.needs import needed_and_held
 from dask_distmm.planning.numpy import costs
 from dask_distmm.planning.placement import Where, everywhere, over_limit
@@ -100,7 +100,7 @@ def plan(
     found: list[Plan] = []
     failure: PlanError | ProjectedMemoryError | None = None
     names = (engine,) if isinstance(engine, str) else tuple(engine)
-    engines(names)
+    abilities_of(names)
     # The same multiply comes again and again in a loop: only its name differs.
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
     sources, groups = tuple(more.get("sources", ())), tuple(sorted(more.get("groups", ())))

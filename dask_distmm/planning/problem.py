@@ -20,7 +20,7 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.computation import Chunks, Computation, Output, chunks_from_wire
 from dask_distmm.planning.demand import Demand
-from dask_distmm.planning.distribution import FREE, Distributions, from_wire
+from dask_distmm.planning.distribution import FREE, Distributions, distribution_from_wire
 from dask_distmm.planning.part import Part
 
 __all__ = ["METHODS", "Chunks", "Extra", "Problem", "goes_on", "is_gram"]
@@ -351,7 +351,7 @@ def _fields(wire: Any) -> dict[str, Any]:
     formula["names"] = tuple(map(str, formula["names"]))
     fields["formula"] = Formula(**formula)
     a, b, d = fields["distributions"]
-    fields["distributions"] = (from_wire(a), from_wire(b), from_wire(d))
+    fields["distributions"] = (distribution_from_wire(a), distribution_from_wire(b), distribution_from_wire(d))
     if fields["grid"] is not None:
         p, q, s = map(int, fields["grid"])
         fields["grid"] = (p, q, s)

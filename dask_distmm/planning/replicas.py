@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.planning.engines import ENGINES
-from dask_distmm.planning.memory import chunk_bytes, spread
+from dask_distmm.planning.footprint import chunk_bytes, spread
 from dask_distmm.planning.needs import gathered_bytes
 from dask_distmm.planning.plan import Plan
 
@@ -25,7 +25,10 @@ def with_replicas(made: Plan, count: int) -> Plan:
     """
     if not made.kept:
         return made
-    found = [_of_result(made, count) if matrix == "d" else _of_operand(made, matrix, count) for matrix in made.kept]
+    found = [
+        _result_replicas(made, count) if matrix == "d" else _operand_replicas(made, matrix, count)
+        for matrix in made.kept
+    ]
     held, moved = (np.sum(sizes, axis=0) for sizes in zip(*found, strict=True))
     projected = {
         worker.address: made.projected_bytes[worker.address] + int(size)
@@ -44,7 +47,7 @@ def with_replicas(made: Plan, count: int) -> Plan:
     return dataclasses.replace(made, replicas=count, projected_bytes=projected, estimate=estimate)
 
 
-def _of_result(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _result_replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that each participant holds, and gets, more than without replicas of D."""
     sizes = chunk_bytes(made.problem, "d")
     missing = np.full(len(made.participants), float(sizes.sum()))
@@ -62,7 +65,7 @@ def _of_result(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.
     return held, missing
 
 
-def _of_operand(made: Plan, operand: str, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that each participant holds, and gets, more than without replicas of A or B."""
     sizes = chunk_bytes(made.problem, operand)
     held = np.maximum(sizes.sum() - spread(made, operand, sizes), 0.0)

@@ -18,7 +18,7 @@ from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.computation import Computation
-from dask_distmm.planning.dask_tasks import around, by_tasks
+from dask_distmm.planning.dask_tasks import product_by_tasks, product_overhead
 from dask_distmm.runtime.questions import Free, RosterQuestion
 from dask_distmm.runtime.wire import ask
 
@@ -90,8 +90,8 @@ class Snapshot:
         )
         costs, machine = dask_costs(), problem.options.machine(made.engine)
         # With a number of operations as the limit nobody chooses by time.
-        own = by_tasks(problem, self.workers, machine, costs) if setting("minimum-flops") is None else None
-        return dataclasses.replace(made, around=around(problem, costs), by_tasks=own)
+        own = product_by_tasks(problem, self.workers, machine, costs) if setting("minimum-flops") is None else None
+        return dataclasses.replace(made, around=product_overhead(problem, costs), by_tasks=own)
 
 
 def _turned(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
@@ -155,11 +155,11 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
         return None
     question = RosterQuestion(demand.to_wire(), [array.name for array in arrays], [array.numblocks for array in arrays])
     if client not in _installed:
-        _install(client)
+        _install_plugin(client)
     answer = client.sync(ask, client.scheduler, question)
     if answer is None:
         # The scheduler was started again, and does not know the question.
-        _install(client)
+        _install_plugin(client)
         answer = client.sync(ask, client.scheduler, question)
     if answer is None:
         raise EngineError(
@@ -177,7 +177,7 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
     )
 
 
-def _install(client: Client) -> None:
+def _install_plugin(client: Client) -> None:
     from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
     try:

@@ -48,7 +48,7 @@ __all__ = [
     "order_graphs",
     "park",
     "refresh",
-    "restrict",
+    "restrict_workers",
 ]
 
 # An address that no worker has.
@@ -304,7 +304,7 @@ def free_restricted(scheduler: Scheduler, tasks: Iterable[TaskState], stimulus_i
     scheduler.transitions(waiting, stimulus_id=stimulus_id)
 
 
-def restrict(scheduler: Scheduler, ts: TaskState, addresses: Iterable[str]) -> None:
+def restrict_workers(scheduler: Scheduler, ts: TaskState, addresses: Iterable[str]) -> None:
     """Let a task run on some workers only."""
     ts.worker_restrictions = set(addresses)
     if ts.state == "no-worker":

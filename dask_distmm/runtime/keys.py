@@ -26,7 +26,7 @@ from typing import Any
 
 from dask._task_spec import Task, TaskRef
 
-from dask_distmm.engines.sources import Sources
+from dask_distmm.engines.sources import ChunkTasks
 
 __all__ = [
     "GROUP_PREFIX",
@@ -136,5 +136,5 @@ def operand_keys(barrier: Task) -> tuple[Any, list[list[Any]]]:
     The optimizer may have renamed what the barrier depends on, but not reordered it.
     """
     wire, *inputs = barrier.args
-    lists = [found.tasks if isinstance(found, Sources) else found.args for found in inputs]
+    lists = [found.tasks if isinstance(found, ChunkTasks) else found.args for found in inputs]
     return wire, [[ref.key if isinstance(ref, TaskRef) else ref for ref in found] for found in lists]

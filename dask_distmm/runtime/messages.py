@@ -265,7 +265,7 @@ class Delivery(Reply):
 
 @dataclasses.dataclass(frozen=True)
 class Fetch(Call[Delivery]):
-    """A participant (its `cross_memory.place`) asks another for parts of its matrices; see `Comm.fetch`."""
+    """A participant (its `cross_memory.process_name`) asks another for parts of its matrices; see `Comm.fetch`."""
 
     operation, answer = "distmm_fetch", Delivery
     run_id: int

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import GATHERED, REPLICA, Boxes, ChunkKey, ResultKey
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
-from dask_distmm.planning.memory import chunk_bytes
+from dask_distmm.planning.footprint import chunk_bytes
 from dask_distmm.planning.placement import Where
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.messages import DropReplicas
@@ -163,7 +163,7 @@ class ReplicaStore:
             found |= {number: chunk for (name, number), chunk in made.items() if name == brought}
             await self.gather(plan, sharing.comm, me, matrix, found)
             if run_id in self._sharing:  # not ended meanwhile
-                self._kept[_array_of(plan.problem, matrix)] = run_id, _stored(plan.problem, matrix, found)
+                self._kept[_array_of(plan.problem, matrix)] = run_id, _by_place(plan.problem, matrix, found)
         timings["replicate"] = timings.get("replicate", 0.0) + time.perf_counter() - started
         return own
 
@@ -237,7 +237,7 @@ def _array_of(problem: Problem, matrix: str) -> str:
     return problem.name if matrix == "d" else problem.arrays["ab".index(matrix)]
 
 
-def _stored(problem: Problem, matrix: str, chunks: Mapping[int, Any]) -> Kept:
+def _by_place(problem: Problem, matrix: str, chunks: Mapping[int, Any]) -> Kept:
     """Return a matrix' chunks by row and column of its array, of which the matrix may be the transpose."""
     _, count = problem.chunk_counts(matrix)
     turned = problem.is_turned(matrix)

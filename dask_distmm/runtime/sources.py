@@ -16,21 +16,21 @@ from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Placement, Plan, Problem
 from dask_distmm.planning.cuts import overlaps
-from dask_distmm.planning.memory import is_by_ranks
+from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import check_chunks
 
 if TYPE_CHECKING:
     from distributed import Worker
 
-__all__ = ["SourceError", "by_ranks", "pack", "unpack"]
+__all__ = ["SourceError", "by_ranks", "pack_tasks", "unpack_tasks"]
 
 
 class SourceError(EngineError):
     """A chunk can't be made; the cause is what its task has raised."""
 
 
-def pack(plan: Plan, tasks: Mapping[str, Sequence[Any]]) -> dict[str, bytes]:
+def pack_tasks(plan: Plan, tasks: Mapping[str, Sequence[Any]]) -> dict[str, bytes]:
     """Return for each rank's address the tasks of those chunks that it needs, pickled.
 
     Parameters
@@ -42,13 +42,13 @@ def pack(plan: Plan, tasks: Mapping[str, Sequence[Any]]) -> dict[str, bytes]:
     """
     found = {}
     for rank, address in enumerate(plan.workers):
-        parts = {name: _needed(plan, rank, name).tolist() for name in tasks}
+        parts = {name: _needed_chunks(plan, rank, name).tolist() for name in tasks}
         # Together, so that a task of both operands stays one.
         found[address] = dumps({name: (parts[name], [tasks[name][number] for number in parts[name]]) for name in tasks})
     return found
 
 
-def _needed(plan: Plan, rank: int, operand: str) -> NDArray[np.int64]:
+def _needed_chunks(plan: Plan, rank: int, operand: str) -> NDArray[np.int64]:
     """Return the numbers of an operand's chunks of which a rank needs any part."""
     r0, r1, c0, c1 = plan.region(rank)
     along = plan.k_range(rank)
@@ -62,20 +62,20 @@ def _needed(plan: Plan, rank: int, operand: str) -> NDArray[np.int64]:
     return np.add.outer(rows * plan.problem.chunk_counts(operand)[1], cols).ravel()
 
 
-def unpack(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKey, SourceChunk]:
-    """Return the chunks that a rank on a worker makes itself, from what `pack` gave."""
+def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKey, SourceChunk]:
+    """Return the chunks that a rank on a worker makes itself, from what `pack_tasks` gave."""
     made: dict[int, Source] = {}
     chunks: dict[ChunkKey, SourceChunk] = {}
     for operand, (numbers, tasks) in (loads(packed) if packed else {}).items():
         for number, task in zip(numbers, tasks, strict=True):
             where = plan.problem.place_of(operand, number)
-            make = functools.partial(_make, task, worker, f"chunk {where} of {operand.upper()}")
+            make = functools.partial(_make_chunk, task, worker, f"chunk {where} of {operand.upper()}")
             source = made.setdefault(id(task), Source(make))
             chunks[operand, number] = SourceChunk(source, functools.partial(_view, plan, operand, number))
     return chunks
 
 
-def _make(task: Any, worker: Worker, name: str) -> Any:
+def _make_chunk(task: Any, worker: Worker, name: str) -> Any:
     direct.act_as_task(worker)
     try:
         return task()

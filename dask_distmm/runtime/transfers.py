@@ -64,7 +64,7 @@ class DaskComm:
             raise ConnectionError(f"worker {address_of(self._worker)} is closing") from None
 
     async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
-        place = cross_memory.place() if self._cross_memory else ""
+        place = cross_memory.process_name() if self._cross_memory else ""
         call = ask(self._worker.rpc(address), Fetch(self._run_id, kind, boxes.tobytes(), flat, place))
         try:
             # Sums are there when the peer has multiplied, which may take any time; chunks are there now.

@@ -16,7 +16,7 @@ from dask_distmm.planning.many.batches import BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.plan import Plan
-from dask_distmm.show.svg import Bar, Cell, Matrix, bars, coarse, colour, key, product
+from dask_distmm.show.svg import Bar, Cell, DrawnMatrix, bar_chart, coarse, colour, key, product_diagram
 from dask_distmm.show.text import WHAT, in_words
 
 __all__ = ["batch_html", "group_html", "plan_html", "reason_html"]
@@ -36,14 +36,14 @@ def plan_html(plan: Plan) -> str:
         _title(f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}"),
         f"<div><b>@ is left to Dask's own tasks under enable():</b> {escape(plan.left)}</div>" if plan.left else "",
         f"<div>{escape(_sentence(plan))}</div>",
-        _beside(f"Chunks, by the workers that hold them ({placed}{owners})", _chunks(plan)),
+        _beside(f"Chunks, by the workers that hold them ({placed}{owners})", _chunk_grids(plan)),
         _beside(f"Who multiplies what: {WHAT[plan.method]}", _layout(plan)),
-        _workers(plan),
+        _worker_key(plan),
     ]
     if plan.estimate:
-        sections.append(_section("Estimated time, and what it was chosen against", _ways(plan)))
+        sections.append(_section("Estimated time, and what it was chosen against", _time_chart(plan)))
     if plan.projected_bytes:
-        sections.append(_section("Projected memory of the workers", _memory(plan)))
+        sections.append(_section("Projected memory of the workers", _memory_chart(plan)))
     return _page([*sections, _as_text(repr(plan))])
 
 
@@ -60,7 +60,7 @@ def batch_html(plan: BatchPlan) -> str:
     legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "having tasks")])
     sections = [_title(f"Batch: {ways[plan.way]}"), f"<div>{escape(plan.reason)}</div>"]
     if rows:
-        sections.append(_section("Estimated time", bars(rows, "estimated time of both ways") + legend))
+        sections.append(_section("Estimated time", bar_chart(rows, "estimated time of both ways") + legend))
     if plan.way == "collective" and plan.plan is not None:
         sections.append(_section("Each run", plan.plan._repr_html_()))
     return _page([*sections, _as_text(repr(plan))])
@@ -84,7 +84,7 @@ def group_html(plan: GroupPlan) -> str:
         legend = key([(_MULTIPLYING, "plain tasks, all together"), (_MOVING, "a collective run")])
         more = f"<div>and {len(found) - len(rows)} shorter ones</div>" if len(found) > len(rows) else ""
         sections.append(
-            _section("Estimated time of each product", bars(rows, "estimated time of each") + more + legend)
+            _section("Estimated time of each product", bar_chart(rows, "estimated time of each") + more + legend)
         )
     return _page([*sections, _as_text(repr(plan))])
 
@@ -128,22 +128,22 @@ def _sentence(plan: Plan) -> str:
 # Matrices
 
 
-def _edges(sizes: Sequence[int]) -> list[int]:
+def _grid_edges(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(sizes, initial=0))
 
 
-def _shape(plan: Plan, operand: str) -> tuple[int, int]:
+def _operand_shape(plan: Plan, operand: str) -> tuple[int, int]:
     rows, cols = plan.problem.chunks_of(operand)
     return sum(rows), sum(cols)
 
 
 def _caption(plan: Plan, operand: str) -> str:
     rows, cols = plan.problem.chunk_counts(operand)
-    height, width = _shape(plan, operand)
+    height, width = _operand_shape(plan, operand)
     return f"{height} x {width}, {rows} x {cols} chunks"
 
 
-def _chunks(plan: Plan) -> str:
+def _chunk_grids(plan: Plan) -> str:
     """Draw the chunk grids in the colours of the ranks that hold the chunks."""
     rank_of = {participant: rank for rank, participant in enumerate(plan.ranks)}
 
@@ -163,8 +163,8 @@ def _chunks(plan: Plan) -> str:
     for operand, owners in (*held.items(), ("d", plan.owners)):
         sizes = plan.problem.chunks_of(operand)
         ncols = len(sizes[1])
-        rows, row_step = coarse(_edges(sizes[0]))
-        cols, col_step = coarse(_edges(sizes[1]))
+        rows, row_step = coarse(_grid_edges(sizes[0]))
+        cols, col_step = coarse(_grid_edges(sizes[1]))
         steps += [row_step, col_step]
         cells = [
             Cell(row, col, () if owners is None else who(int(owners[i * row_step * ncols + j * col_step])))
@@ -172,10 +172,10 @@ def _chunks(plan: Plan) -> str:
             for j, col in enumerate(itertools.pairwise(cols))
             if row[0] < row[1] and col[0] < col[1]
         ]
-        drawn.append(Matrix(operand.upper(), _caption(plan, operand), _shape(plan, operand), cells))
+        drawn.append(DrawnMatrix(operand.upper(), _caption(plan, operand), _operand_shape(plan, operand), cells))
     note = f"<div>Too many chunks to draw: one in {max(steps)} stands for its neighbours.</div>" * (max(steps) > 1)
     a, b, d = drawn
-    return product(a, b, d, "chunks of A, B and D, and the workers that hold them") + note
+    return product_diagram(a, b, d, "chunks of A, B and D, and the workers that hold them") + note
 
 
 def _layout(plan: Plan) -> str:
@@ -187,17 +187,17 @@ def _layout(plan: Plan) -> str:
         everyone = tuple(range(len(plan.ranks)))
         whole = [Cell((0, plan.problem.m), (0, plan.problem.n), everyone)]
         found = [
-            _dealt(tiles.a, _shape(plan, "a")),
-            _dealt(tiles.b, _shape(plan, "b")),
-            whole if tiles.replicated else _dealt(tiles.d, _shape(plan, "d")),
+            _dealt(tiles.a, _operand_shape(plan, "a")),
+            _dealt(tiles.b, _operand_shape(plan, "b")),
+            whole if tiles.replicated else _dealt(tiles.d, _operand_shape(plan, "d")),
         ]
         blocks = " and ".join(f"{a} x {b}" for a, b in dict.fromkeys(tile.layout.blocks for tile in (tiles.a, tiles.b)))
         note = f"<div>Block-cyclic tiles, A and B in blocks of {blocks}; the library gathers what a rank lacks.</div>"
     else:
         found = [
-            _needed(plan, plan.rows, plan.depth, (0, 2)),
-            _needed(plan, plan.depth, plan.cols, (2, 1)),
-            _computed(plan),
+            _operand_parts(plan, plan.rows, plan.depth, (0, 2)),
+            _operand_parts(plan, plan.depth, plan.cols, (2, 1)),
+            _result_parts(plan),
         ]
         if plan.grid[0] > 1 and plan.grid[1] > 1:
             note = "<div>What is striped is needed by all ranks that it names.</div>"
@@ -205,13 +205,17 @@ def _layout(plan: Plan) -> str:
             note = "<div>Each rank gets sums for all of D from its parts of A and B; these are added up as drawn.</div>"
     drawn = []
     for operand, cells in zip("abd", found, strict=True):
-        rows, cols = (coarse(_edges(sizes))[0] for sizes in plan.problem.chunks_of(operand))
-        drawn.append(Matrix(operand.upper(), _caption(plan, operand), _shape(plan, operand), _few(cells), rows, cols))
+        rows, cols = (coarse(_grid_edges(sizes))[0] for sizes in plan.problem.chunks_of(operand))
+        drawn.append(
+            DrawnMatrix(
+                operand.upper(), _caption(plan, operand), _operand_shape(plan, operand), _few(cells), rows, cols
+            )
+        )
     a, b, d = drawn
-    return product(a, b, d, "which ranks need which parts of A and B, and compute which part of D") + note
+    return product_diagram(a, b, d, "which ranks need which parts of A and B, and compute which part of D") + note
 
 
-def _needed(plan: Plan, rows: Sequence[int], cols: Sequence[int], axes: tuple[int, int]) -> list[Cell]:
+def _operand_parts(plan: Plan, rows: Sequence[int], cols: Sequence[int], axes: tuple[int, int]) -> list[Cell]:
     """Return the parts of an operand, with the ranks that need each; its axes are number `axes` of the ranks' grid."""
     who: dict[tuple[int, int], list[int]] = {}
     for rank in range(len(plan.ranks)):
@@ -220,7 +224,7 @@ def _needed(plan: Plan, rows: Sequence[int], cols: Sequence[int], axes: tuple[in
     return [Cell((rows[i], rows[i + 1]), (cols[j], cols[j + 1]), tuple(ranks)) for (i, j), ranks in who.items()]
 
 
-def _computed(plan: Plan) -> list[Cell]:
+def _result_parts(plan: Plan) -> list[Cell]:
     """Return the parts of D that ranks have in the end, whatever chunks they belong to."""
     rects = [(rank, rect) for rank in range(len(plan.ranks)) for rect in plan.final_rects(rank)]
     return [Cell(rect[:2], rect[2:], (rank,)) for rank, rect in rects if rect[0] < rect[1] and rect[2] < rect[3]]
@@ -244,7 +248,7 @@ def _few(cells: Sequence[Cell], most: int = 1500) -> Sequence[Cell]:
     return cells if len(cells) <= most else cells[:: -(-len(cells) // most)]
 
 
-def _workers(plan: Plan) -> str:
+def _worker_key(plan: Plan) -> str:
     """Return which colour is which worker."""
     others = [w.address for i, w in enumerate(plan.participants) if i not in set(plan.ranks)]
     named = [(colour(rank), f"{rank}: {address}") for rank, address in enumerate(plan.workers)]
@@ -257,7 +261,7 @@ def _workers(plan: Plan) -> str:
 # Bars
 
 
-def _ways(plan: Plan) -> str:
+def _time_chart(plan: Plan) -> str:
     chosen = plan.estimate
     assert chosen is not None
     ways: list[Estimate] = [chosen, *(e for e in plan.alternatives if e is not chosen)]
@@ -278,10 +282,10 @@ def _ways(plan: Plan) -> str:
         rows.append(Bar("Dask's own tasks", note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=not plan.worth_it))
     more = f"<div>and {len(ways) - _MOST_WAYS} more, see the text</div>" if len(ways) > _MOST_WAYS else ""
     legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "messages")])
-    return bars(rows, "estimated time of each way") + more + legend
+    return bar_chart(rows, "estimated time of each way") + more + legend
 
 
-def _memory(plan: Plan) -> str:
+def _memory_chart(plan: Plan) -> str:
     limits = {worker.address: worker.memory_limit for worker in plan.participants}
     fraction = plan.problem.options.limit_fraction
     most = sorted(plan.projected_bytes.items(), key=lambda pair: -pair[1])
@@ -292,4 +296,4 @@ def _memory(plan: Plan) -> str:
         rows.append(Bar(address, f"{format_bytes(size)} {bound}", [size], [_TAKEN], mark=allowed or None))
     more = f"<div>and {len(most) - _MOST_WORKERS} more, with less</div>" if len(most) > _MOST_WORKERS else ""
     line = f"<div>The line is what a run may hold, {fraction:.0%} of the worker's memory limit.</div>"
-    return bars(rows, "projected memory of each worker against its limit") + more + line * any(limits.values())
+    return bar_chart(rows, "projected memory of each worker against its limit") + more + line * any(limits.values())

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["Bar", "Cell", "Matrix", "bars", "coarse", "colour", "figure", "key", "product"]
+__all__ = ["Bar", "Cell", "DrawnMatrix", "bar_chart", "coarse", "colour", "figure", "key", "product_diagram"]
 
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#BBBBBB")
 _NOBODY = "#DDDDDD"
@@ -49,7 +49,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Matrix:
+class DrawnMatrix:
     """A matrix to be drawn.
 
     Parameters
@@ -78,11 +78,11 @@ def coarse(edges: Sequence[int]) -> tuple[list[int], int]:
     return [*edges[:-1:step], edges[-1]], step
 
 
-def _number(value: float) -> str:
+def _decimal(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def text(
+def text_line(
     x: float,
     y: float,
     content: str,
@@ -95,14 +95,14 @@ def text(
     """Return a line of text."""
     weight = ' font-weight="bold"' if bold else ""
     return (
-        f'<text x="{_number(x)}" y="{_number(y)}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{weight}>'
+        f'<text x="{_decimal(x)}" y="{_decimal(y)}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{weight}>'
         f"{escape(content)}</text>"
     )
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:
     return (
-        f'<rect x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}" '
+        f'<rect x="{_decimal(x)}" y="{_decimal(y)}" width="{_decimal(width)}" height="{_decimal(height)}" '
         f'fill="{fill}"{more}/>'
     )
 
@@ -110,13 +110,13 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, more: str 
 def figure(width: float, height: float, label: str, parts: Sequence[str]) -> str:
     """Return a whole SVG; `label` describes it to those who can't see it."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_number(width)}" height="{_number(height)}" '
-        f'viewBox="0 0 {_number(width)} {_number(height)}" role="img" aria-label="{escape(label, quote=True)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_decimal(width)}" height="{_decimal(height)}" '
+        f'viewBox="0 0 {_decimal(width)} {_decimal(height)}" role="img" aria-label="{escape(label, quote=True)}" '
         f'font-family="sans-serif" style="max-width: 100%">{"".join(parts)}</svg>'
     )
 
 
-def _drawn(matrix: Matrix, x: float, y: float, width: float, height: float) -> list[str]:
+def _drawn(matrix: DrawnMatrix, x: float, y: float, width: float, height: float) -> list[str]:
     """Return a matrix at a place."""
     nrows, ncols = matrix.shape
 
@@ -126,7 +126,7 @@ def _drawn(matrix: Matrix, x: float, y: float, width: float, height: float) -> l
     def down(row: int) -> float:
         return y + height * row / nrows
 
-    parts = [text(x, y - 5, matrix.name, bold=True), text(x + 16, y - 5, matrix.caption, size=11)]
+    parts = [text_line(x, y - 5, matrix.name, bold=True), text_line(x + 16, y - 5, matrix.caption, size=11)]
     labels = []
     for cell in matrix.cells:
         left, right, top, bottom = across(cell.cols[0]), across(cell.cols[1]), down(cell.rows[0]), down(cell.rows[1])
@@ -137,10 +137,10 @@ def _drawn(matrix: Matrix, x: float, y: float, width: float, height: float) -> l
         size = min(12, int(bottom - top) - 2)
         if size >= 7 and len(cell.label) * 0.62 * size <= right - left:
             middle = (top + bottom) / 2 + size / 3
-            labels.append(text((left + right) / 2, middle, cell.label, size=size, anchor="middle", fill="#000"))
+            labels.append(text_line((left + right) / 2, middle, cell.label, size=size, anchor="middle", fill="#000"))
         parts.append(_rect(left, top, right - left, bottom - top, "none", ' stroke="#000" stroke-width="0.8"'))
-    lines = "".join(f"M{_number(x)} {_number(down(edge))}h{_number(width)}" for edge in matrix.row_edges[1:-1])
-    lines += "".join(f"M{_number(across(edge))} {_number(y)}v{_number(height)}" for edge in matrix.col_edges[1:-1])
+    lines = "".join(f"M{_decimal(x)} {_decimal(down(edge))}h{_decimal(width)}" for edge in matrix.row_edges[1:-1])
+    lines += "".join(f"M{_decimal(across(edge))} {_decimal(y)}v{_decimal(height)}" for edge in matrix.col_edges[1:-1])
     if lines:
         parts.append(
             f'<path d="{lines}" stroke="#000" stroke-opacity="0.35" stroke-width="0.8" stroke-dasharray="3 2"/>'
@@ -148,7 +148,7 @@ def _drawn(matrix: Matrix, x: float, y: float, width: float, height: float) -> l
     return [*parts, *labels, _rect(x, y, width, height, "none", ' stroke="currentColor" stroke-width="1.2"')]
 
 
-def product(a: Matrix, b: Matrix, d: Matrix, label: str) -> str:
+def product_diagram(a: DrawnMatrix, b: DrawnMatrix, d: DrawnMatrix, label: str) -> str:
     """Return A to the left of D and B above it, as they meet in the product."""
     (m, k), n = a.shape, b.shape[1]
     longest = max(m, n, k)
@@ -190,7 +190,7 @@ class Bar:
     bold: bool = False
 
 
-def bars(rows: Sequence[Bar], label: str) -> str:
+def bar_chart(rows: Sequence[Bar], label: str) -> str:
     """Return a bar chart."""
     most = max((max(sum(row.lengths), row.mark or 0) for row in rows), default=0) or 1
     name = 12 + 7.2 * max(len(row.name) for row in rows)
@@ -198,7 +198,7 @@ def bars(rows: Sequence[Bar], label: str) -> str:
     parts = []
     for at, row in enumerate(rows):
         y, x = 20.0 * at, name
-        parts.append(text(0, y + 14, row.name, bold=row.bold))
+        parts.append(text_line(0, y + 14, row.name, bold=row.bold))
         for length, fill in zip(row.lengths, row.fills, strict=True):
             parts.append(_rect(x, y + 3, long * length / most, 14, fill))
             x += long * length / most
@@ -206,9 +206,9 @@ def bars(rows: Sequence[Bar], label: str) -> str:
         parts.append(_rect(name, y + 3, x - name, 14, "none", outline))
         if row.mark is not None:
             x = max(x, name + long * row.mark / most)
-            line = f"M{_number(name + long * row.mark / most)} {_number(y + 1)}v18"
+            line = f"M{_decimal(name + long * row.mark / most)} {_decimal(y + 1)}v18"
             parts.append(f'<path d="{line}" stroke="currentColor" stroke-width="2"/>')
-        parts.append(text(x + 8, y + 14, row.note, bold=row.bold))
+        parts.append(text_line(x + 8, y + 14, row.note, bold=row.bold))
     return figure(name + long + note, 20.0 * len(rows) + 4, label, parts)
 
 

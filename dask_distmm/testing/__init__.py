@@ -4,11 +4,14 @@ Every engine must pass `conformance`: fresh random inputs, every method, all chu
 outputs and guard zones poisoned, inputs unchanged. Factorizations have LAPACK's gates, and a check of their programs.
 """
 
-from dask_distmm.testing.checks import assert_large_product, assert_nothing_left, assert_product
+from dask_distmm.testing.assertions import assert_large_product, assert_nothing_left, assert_product
 from dask_distmm.testing.conforming import RandomProblem, conformance
 from dask_distmm.testing.factoring import run_factorization
 from dask_distmm.testing.faults import FAULT_POINTS, inject, remove_faults
-from dask_distmm.testing.gates import (
+from dask_distmm.testing.network import LocalComm, run_jobs
+from dask_distmm.testing.problems import make_problem, random_chunks, random_matrix
+from dask_distmm.testing.programs import check_programs
+from dask_distmm.testing.residuals import (
     assert_cholesky,
     assert_eigh,
     assert_inverse,
@@ -20,9 +23,6 @@ from dask_distmm.testing.gates import (
     assert_solution,
     assert_svd,
 )
-from dask_distmm.testing.network import LocalComm, run_jobs
-from dask_distmm.testing.problems import make_problem, random_chunks, random_matrix
-from dask_distmm.testing.programs import check_programs
 
 __all__ = [
     "FAULT_POINTS",

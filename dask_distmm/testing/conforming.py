@@ -15,7 +15,7 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import EVERYWHERE, Chunks, Plan, Problem, Worker, plan
 from dask_distmm.planning.distribution import FREE, Distributions
-from dask_distmm.testing.checks import assert_product
+from dask_distmm.testing.assertions import assert_product
 from dask_distmm.testing.network import run_jobs
 from dask_distmm.testing.problems import make_problem, random_chunks, random_matrix
 

@@ -102,7 +102,7 @@ def run_factorization(
     return {output.name: _collect(plan, ranks, output.name) for output in plan.problem.outputs}
 
 
-def _turn(x: NDArray[Any], turned: Turned) -> NDArray[Any]:
+def _as_turned(x: NDArray[Any], turned: Turned) -> NDArray[Any]:
     x = x.T if turned.transposed else x
     return x.conj() if turned.conjugated else x
 
@@ -110,7 +110,7 @@ def _turn(x: NDArray[Any], turned: Turned) -> NDArray[Any]:
 def _deal_out(execution: Execution, matrix: int, whole_matrix: NDArray[Any]) -> None:
     """Write a rank's block columns of an input."""
     plan = execution.plan
-    given, shape = _turn(whole_matrix, plan.problem.turned("ab"[matrix])), plan.columns.matrices[matrix].shape
+    given, shape = _as_turned(whole_matrix, plan.problem.turned("ab"[matrix])), plan.columns.matrices[matrix].shape
     if given.shape != shape:
         raise PlanError(f"{'ab'[matrix]} is {whole_matrix.shape}, which is not what was planned for")
     held, layout = execution.held(matrix), plan.input_layout("ab"[matrix])
@@ -137,4 +137,4 @@ def _collect(plan: FactorPlan, ranks: Sequence[Execution], name: str) -> NDArray
     found = np.empty(layout.shape, output.dtype)
     for rank in ranks:
         found[:, _columns(layout, rank.rank)] = block_columns(rank, name)
-    return _turn(found, output.turned)
+    return _as_turned(found, output.turned)

@@ -189,7 +189,7 @@ def demo(ctx: click.Context, /, size: int, workers: int | None) -> None:
     if problem is not None:
         click.echo(f"Error: {problem}", err=True)
         ctx.exit(2)
-    job.run(size, workers, click.echo)
+    job.run_demo(size, workers, click.echo)
 
 
 @main.command(cls=Sections)
@@ -224,7 +224,7 @@ def matmul(
     """  # noqa: D301 - click reads the backspace
     from dask_distmm.tools.commands import multiply
 
-    multiply.run(
+    multiply.multiply_files(
         multiply.FileProduct(**request),
         out,
         aux_out,
@@ -255,7 +255,7 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     plan = multiply.explained(asked, scheduler, workers)
     click.echo(repr(plan))
     if html is not None:
-        multiply.write_page(html, multiply.page(plan, f"{asked.a} @ {asked.b}"))
+        multiply.write_page(html, multiply.plan_page(plan, f"{asked.a} @ {asked.b}"))
         click.echo(f"pictures: {html}")
 
 
@@ -303,9 +303,9 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, **options: An
 
     if plot is not None:
         job.check_plot(plot)
-    found = job.run(**options, progress=functools.partial(click.echo, err=True))
+    found = job.run_bench(**options, progress=functools.partial(click.echo, err=True))
     interrupted = found.pop("interrupted")
-    click.echo(json.dumps(found, indent=1, allow_nan=False) if as_json else job.table(found))
+    click.echo(json.dumps(found, indent=1, allow_nan=False) if as_json else job.figures_text(found))
     if plot is not None:
         job.draw(found, plot)
     if interrupted:
@@ -333,5 +333,5 @@ def check(ctx: click.Context, /, scheduler: str | None, as_json: bool) -> None:
     from dask_distmm.tools import doctor
 
     report = doctor.examine(scheduler)
-    click.echo(json.dumps(report.to_json(), indent=1) if as_json else doctor.text(report))
+    click.echo(json.dumps(report.to_json(), indent=1) if as_json else doctor.report_text(report))
     ctx.exit(report.status)

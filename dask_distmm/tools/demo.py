@@ -31,7 +31,7 @@ from dask_distmm.tools.local import available_memory, chunk_rows, running_cluste
 
 __all__ = [
     "memory_needed",
-    "run",
+    "run_demo",
     "too_little_memory",
     "with_products",
     "worst_error",
@@ -79,7 +79,7 @@ def too_little_memory(size: int, workers: int, available: int) -> str | None:
     )
 
 
-def library(name: str) -> Any:
+def demo_library(name: str) -> Any:
     """Return a module of the extra "demo".
 
     Raises
@@ -108,7 +108,7 @@ def worst_error(a: NDArray[Any], b: NDArray[Any], magnitude_b: NDArray[Any], c: 
     return float(np.max(np.nan_to_num(share, nan=np.inf, posinf=np.inf)))
 
 
-def check(a: da.Array, b: da.Array, c: da.Array) -> float:
+def check_product(a: da.Array, b: da.Array, c: da.Array) -> float:
     """Compare all of a product with NumPy's in this process, a strip of rows at a time; return the worst.
 
     Raises
@@ -177,7 +177,7 @@ def with_products(pixels: NDArray[Any]) -> NDArray[Any]:
 
 def digits(workers: int) -> da.Array:
     """Return scikit-learn's handwritten digits with products of pixels, standardised. Lazy."""
-    load_digits = library("sklearn.datasets").load_digits
+    load_digits = demo_library("sklearn.datasets").load_digits
     pixels = load_digits().data
     count, width = pixels.shape
     features = width + width * (width + 1) // 2
@@ -204,7 +204,7 @@ def checked(say: Say, title: str, a: da.Array, b: da.Array) -> da.Array:
     say(f"\n  {title}")
     say(indented(repr(explain(a, b))))
     product = computed(collective(a, b))
-    worst = check(a, b, product)
+    worst = check_product(a, b, product)
     say(
         f"    check     right: all {product.size:,} elements are as NumPy's, up to rounding; the largest"
         f"\n              error is {100 * worst:.2g} % of what rounding may do, k eps |A| |B|"
@@ -265,7 +265,7 @@ def square_product(say: Say, size: int, workers: int) -> None:
     compare(say, a, b)
 
 
-def run(size: int, workers: int, say: Say) -> None:
+def run_demo(size: int, workers: int, say: Say) -> None:
     """Run the demo.
 
     Parameters
@@ -285,7 +285,7 @@ def run(size: int, workers: int, say: Say) -> None:
         Ctrl-C. The cluster is stopped and its files are removed then, as always.
     """
     for name in ("sklearn", "zarr"):
-        library(name)  # before a cluster is started
+        demo_library(name)  # before a cluster is started
     # The scheduler is in this process, and tells of every worker that is stopped.
     logging.getLogger("dask_distmm").setLevel(logging.ERROR)
     say(f"dask_distmm {__version__} demo: {workers} {'GPU workers' if use_gpus() else 'workers of one thread'}")

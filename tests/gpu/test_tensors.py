@@ -10,7 +10,7 @@ from run_events import newest_run, runs_after
 from test_epilogs import computed, on_gpus
 
 from dask_distmm import matmul, to_torch
-from dask_distmm.arrays.tensors import shared, tensor_of
+from dask_distmm.arrays.tensors import shared_array, tensor_of
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 torch = pytest.importorskip("torch", reason="PyTorch is no requirement")
@@ -26,11 +26,11 @@ def with_tensors(x):
 
 def in_one(client, d):
     """A Dask array with tensors as one NumPy array."""
-    meta = shared(d._meta)
+    meta = shared_array(d._meta)
     chunks = [[d.blocks[i, j] for j in range(d.numblocks[1])] for i in range(d.numblocks[0])]
 
     def one(x):
-        return client.compute(x.map_blocks(shared, dtype=meta.dtype, meta=meta)).result().get()
+        return client.compute(x.map_blocks(shared_array, dtype=meta.dtype, meta=meta)).result().get()
 
     return np.block([[one(x) for x in row] for row in chunks])
 
@@ -57,10 +57,10 @@ def test_tensors_as_operands(clusters, nworkers, dtype):
     """Of this process' GPU; D has CuPy chunks."""
     client, _ = clusters(nworkers)
     a, b = (torch.randn(*shape, device="cuda").to(getattr(torch, dtype)) for shape in SHAPES)
-    assert shared(a).data.ptr == a.data_ptr()
+    assert shared_array(a).data.ptr == a.data_ptr()
     d = matmul(a, b, out_chunks=64)
     assert type(d._meta).__module__.startswith("cupy")
-    assert_product(shared(a.cpu()), shared(b.cpu()), computed(client, d))
+    assert_product(shared_array(a.cpu()), shared_array(b.cpu()), computed(client, d))
 
 
 def test_shards_share_memory(clusters, nworkers):

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from dask_distmm import PlanError
 from dask_distmm.config import read_options
-from dask_distmm.planning.many.batches import Batch, BatchEstimate, Pool, choose, efficiency, item_plan, recut, resize
+from dask_distmm.planning.many.batches import (
+    Batch,
+    BatchEstimate,
+    Pool,
+    choose_batch_way,
+    efficiency,
+    item_plan,
+    recut,
+    resize,
+)
 from dask_distmm.planning.many.groups import long_products, share_out
 from dask_distmm.runtime.keys import group_name, parse_group_key
 from dask_distmm.runtime.scheduler.priorities import new_priorities
@@ -98,14 +107,14 @@ def estimate(way, seconds):
 
 def test_the_choice():
     quick, slow = estimate("items", 1.0), estimate("collective", 2.0)
-    assert choose("auto", quick, slow)[0] == "items"
-    assert choose("auto", estimate("items", 3.0), slow)[0] == "collective"
-    assert choose("auto", quick, None)[0] == "items"
-    assert choose("auto", None, slow)[0] == "collective"
-    assert choose("collective", quick, slow) == ("collective", "batch='collective' was asked for")
-    assert choose("auto", quick, slow, ["method='summa'"])[0] == "collective"
+    assert choose_batch_way("auto", quick, slow)[0] == "items"
+    assert choose_batch_way("auto", estimate("items", 3.0), slow)[0] == "collective"
+    assert choose_batch_way("auto", quick, None)[0] == "items"
+    assert choose_batch_way("auto", None, slow)[0] == "collective"
+    assert choose_batch_way("collective", quick, slow) == ("collective", "batch='collective' was asked for")
+    assert choose_batch_way("auto", quick, slow, ["method='summa'"])[0] == "collective"
     with pytest.raises(PlanError, match="batch='items' and method='summa'"):
-        choose("items", quick, slow, ["method='summa'"])
+        choose_batch_way("items", quick, slow, ["method='summa'"])
 
 
 @given(

@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster
 from dask_distmm import EngineError, PlanError, explain, matmul
 from dask_distmm.engines.base import Job
 from dask_distmm.planning import ENGINES, Abilities
-from dask_distmm.planning.engines import engine_alone, engines
+from dask_distmm.planning.engines import abilities_of, engine_alone
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.testing import assert_nothing_left, assert_product
 
@@ -112,7 +112,7 @@ def test_an_engine_in_one_module(toy):
 
 def test_an_unknown_engine_is_named():
     with pytest.raises(EngineError, match="unknown engine 'toy'; known are 'peer', 'cublasmp', 'numpy'"):
-        engines(["numpy", "toy"])
+        abilities_of(["numpy", "toy"])
 
 
 def test_the_engine_where_there_is_no_cluster():

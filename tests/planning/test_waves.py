@@ -15,7 +15,7 @@ import dask_distmm  # noqa: F401
 from dask_distmm import PlanError, ProjectedMemoryError
 from dask_distmm.config import DaskCosts, read_options
 from dask_distmm.planning import Extra, Problem, Worker
-from dask_distmm.planning.waves import Budget, choose, wave_problem
+from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 
 MIB = 2**20
 COSTS = DaskCosts(0.01, 0.0001, 0.01, 0.0005)
@@ -54,7 +54,7 @@ def test_waves_cover_the_product_once_and_fit(shape, chunks, count, limit, by_ra
     with dask.config.set({"distmm.numpy.pack-below": 0}):
         whole = problem(*shape, chunks)
     try:
-        scheme = choose(whole, workers(count, limit), (True, True), BUDGET, COSTS, by_ranks=(by_ranks, by_ranks))
+        scheme = choose_scheme(whole, workers(count, limit), (True, True), BUDGET, COSTS, by_ranks=(by_ranks, by_ranks))
     except ProjectedMemoryError:
         return
     assert by_ranks or not scheme.by_ranks
@@ -92,7 +92,7 @@ def gram(rows, cols, size):
     ],
 )
 def test_the_scheme_that_reads_least_is_taken(whole, lazy, name):
-    scheme = choose(whole, workers(2, 500 * MIB), lazy, BUDGET, COSTS)
+    scheme = choose_scheme(whole, workers(2, 500 * MIB), lazy, BUDGET, COSTS)
     assert scheme.name == name
     if name in ("sums", "rows", "cols"):
         read = sum(
@@ -110,13 +110,14 @@ def test_the_scheme_that_reads_least_is_taken(whole, lazy, name):
 def test_waves_that_ranks_make_are_long(whole):
     """Memory does not limit them, nor is a chunk made twice; small chunks are left to Dask, which has them packed."""
     loaded, made = (
-        choose(whole, workers(2, 500 * MIB), (True, True), BUDGET, COSTS, by_ranks=(yes, yes)) for yes in (False, True)
+        choose_scheme(whole, workers(2, 500 * MIB), (True, True), BUDGET, COSTS, by_ranks=(yes, yes))
+        for yes in (False, True)
     )
     assert made.by_ranks
     assert made.read_bytes == loaded.read_bytes
     assert len(made.waves) < len(loaded.waves)
     small = problem(100_000, 500, 20, (100, 500, 20))
-    assert not choose(small, workers(2, 500 * MIB), (True, True), BUDGET, COSTS, by_ranks=(True, True)).by_ranks
+    assert not choose_scheme(small, workers(2, 500 * MIB), (True, True), BUDGET, COSTS, by_ranks=(True, True)).by_ranks
 
 
 def test_the_formula_is_the_last_waves():
@@ -124,7 +125,7 @@ def test_the_formula_is_the_last_waves():
     whole = dataclasses.replace(
         gram(2_000_000, 500, 10_000), formula=formula, extras=(Extra("c", ((500,), (500,)), "float64"),)
     )
-    scheme = choose(whole, workers(2, 500 * MIB), (True, True), BUDGET, COSTS)
+    scheme = choose_scheme(whole, workers(2, 500 * MIB), (True, True), BUDGET, COSTS)
     first, *middle, last = (wave_problem(whole, scheme, number) for number in range(len(scheme.waves)))
     assert first.operands == ("a", "b")
     assert {one.operands for one in middle} == {("a", "b", "partial")}
@@ -140,9 +141,9 @@ def test_the_formula_is_the_last_waves():
 def test_why_not(changes, lazy, reason):
     whole = problem(40, 40, 40, (4, 4, 4), **changes)
     with pytest.raises(PlanError, match=reason):
-        choose(whole, workers(2, 10**6), lazy, BUDGET, COSTS)
+        choose_scheme(whole, workers(2, 10**6), lazy, BUDGET, COSTS)
 
 
 def test_chunks_too_large():
     with pytest.raises(ProjectedMemoryError, match="Use smaller chunks"):
-        choose(gram(80_000, 1000, 40_000), workers(2, 500 * MIB), (True, True), BUDGET, COSTS)
+        choose_scheme(gram(80_000, 1000, 40_000), workers(2, 500 * MIB), (True, True), BUDGET, COSTS)

@@ -12,7 +12,7 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.product import multiply
+from dask_distmm.arrays.product import multiply_matrices
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError
@@ -188,7 +188,7 @@ def plus_ones(block: Any, offset: int) -> Any:
 def times(a: Array, b: Array, how: RunOptions) -> Array:
     """Return ``a @ b`` as a collective run on the workers of `how`; without a cluster as Dask's own tasks."""
     named: Any = {name: value for name, value in how.items() if name != "method"}
-    found: Array = multiply(parse(a, b, **(named if current_client() is not None else {})))
+    found: Array = multiply_matrices(parse(a, b, **(named if current_client() is not None else {})))
     return found
 
 

@@ -26,9 +26,9 @@ from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.tall import goes_by_rows
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
+from dask_distmm.planning.computation_kinds import plan_computation
 from dask_distmm.planning.factor.computation import FactorProblem
-from dask_distmm.planning.factor.dask_tasks import around, by_tasks
-from dask_distmm.planning.kinds import plan_computation
+from dask_distmm.planning.factor.dask_tasks import factor_by_tasks, factor_overhead
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
 __all__ = ["DASKS", "NUMPYS"]
@@ -65,7 +65,7 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
 def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
     if sym_pos is not None:
         return NotImplemented
-    blocks = _blocks(a) if _alike(a, b) else 0
+    blocks = _blocks(a) if _chunks_match(a, b) else 0
     dasks = _by_lu(blocks)
     if assume_a != "gen":
         dasks = "good" if assume_a == "pos" and blocks else "none"
@@ -73,7 +73,7 @@ def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
 
 
 def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
-    dasks: Dasks = "good" if _alike(a, b) else "none"
+    dasks: Dasks = "good" if _chunks_match(a, b) else "none"
     return _take(lambda: solutions.solve_triangular(a, b, lower), a, b, dasks=dasks)
 
 
@@ -148,7 +148,7 @@ def _blocks(a: Any) -> int:
     return len(a.chunks[0])
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _chunks_match(a: Any, b: Any) -> bool:
     """Whether Dask takes the chunks of a right-hand side."""
     return isinstance(a, Array) and isinstance(b, Array) and a.ndim == 2 and b.ndim > 0 and a.chunks[1] == b.chunks[0]
 
@@ -221,5 +221,5 @@ def _left(problem: FactorProblem, dasks: Dasks) -> bool:
     if dasks != "good" or least is not None:
         return False
     costs, machine = dask_costs(), problem.options.machine(made.engine)
-    own = by_tasks(problem, known.workers, machine, costs)
-    return not dataclasses.replace(made, around=around(problem, costs), by_tasks=own).worth_it
+    own = factor_by_tasks(problem, known.workers, machine, costs)
+    return not dataclasses.replace(made, around=factor_overhead(problem, costs), by_tasks=own).worth_it

@@ -10,7 +10,7 @@ import numpy as np
 from dask_distmm.arrays.kinds import any_kind
 from dask_distmm.arrays.linalg.factorize import RunOptions, common_type, factorize, inner_chunks, matrix, row_chunks
 from dask_distmm.arrays.linalg.factors import cholesky
-from dask_distmm.arrays.linalg.products import mirrored
+from dask_distmm.arrays.linalg.level3 import mirrored
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
 from dask_distmm.arrays.linalg.tall import goes_by_rows, solve_rows
 from dask_distmm.errors import PlanError

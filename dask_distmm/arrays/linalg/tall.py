@@ -75,7 +75,7 @@ def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
     pairs, q, r = f"qr-rows-{token}", f"qr-rows-q-{token}", f"qr-rows-r-{token}"
     meta = meta_from_array(a._meta if dtype.kind == "c" else a._meta.real, 2, dtype=dtype)
     each: dict[Any, Any] = {
-        (pairs, i): Task((pairs, i), _factor, TaskRef((a.name, i, 0)), dtype) for i in range(len(sizes))
+        (pairs, i): Task((pairs, i), _qr_of_chunk, TaskRef((a.name, i, 0)), dtype) for i in range(len(sizes))
     }
     graph = HighLevelGraph.from_collections(pairs, each, [a])
 
@@ -94,7 +94,8 @@ def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
     inner, found = qr_of_rows(stack.rechunk({0: groups}), dtype)
     inner = inner.rechunk({0: tops})
     tasks = {
-        (q, i, 0): Task((q, i, 0), _times, TaskRef((pairs, i)), TaskRef((inner.name, i, 0))) for i in range(len(sizes))
+        (q, i, 0): Task((q, i, 0), _first_times, TaskRef((pairs, i)), TaskRef((inner.name, i, 0)))
+        for i in range(len(sizes))
     }
     whole = HighLevelGraph.merge(graph, inner.__dask_graph__())
     layers, dependencies = {**whole.layers, q: tasks}, {**whole.dependencies, q: {pairs, inner.name}}
@@ -114,22 +115,22 @@ def solve_rows(a: Array, b: Array, dtype: np.dtype) -> tuple[Array, Array, Array
     a, b = (x.astype(dtype) for x in (a.rechunk({1: -1}), b.rechunk({0: a.chunks[0]})))
     q, r = qr_of_rows(a, dtype)
     right = dask_matmul(q.conj().T, b)
-    solve = functools.partial(_solve, rows=len(a))
+    solve = functools.partial(_solve_full_rank, rows=len(a))
     x = da.blockwise(solve, "ij", r, "il", right, "lj", concatenate=True, dtype=dtype, meta=right._meta)
     # By the difference itself: norms of the two sides would cancel.
     residuals = (abs(b - dask_matmul(a, x)) ** 2).sum(axis=0)
     return x, residuals, r
 
 
-def _factor(chunk: Any, dtype: np.dtype) -> tuple[Any, Any]:
+def _qr_of_chunk(chunk: Any, dtype: np.dtype) -> tuple[Any, Any]:
     return tall_qr(_kernels(chunk), chunk.astype(dtype, copy=False))
 
 
-def _times(pair: tuple[Any, Any], inner: Any) -> Any:
+def _first_times(pair: tuple[Any, Any], inner: Any) -> Any:
     return pair[0] @ inner
 
 
-def _solve(r: Any, right: Any, rows: int) -> Any:
+def _solve_full_rank(r: Any, right: Any, rows: int) -> Any:
     """Solve with R, once its diagonal says that the matrix, of so many rows, is of full rank."""
     kernels = _kernels(r)
     diagonal, norms = (kernels.host(x) for x in (kernels.diagonal(r), kernels.norms(r)))

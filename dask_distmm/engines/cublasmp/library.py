@@ -17,7 +17,7 @@ import numpy as np
 from nvmath.bindings import cublasMp
 
 from dask_distmm.comms.nccl import NcclComm, nccl_version
-from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS, PLAIN, Kinds, Memory, Native, factors
+from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS, PLAIN, Kinds, Memory, Native, alpha_beta
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
 from dask_distmm.layout import ProcessGrid
@@ -225,11 +225,11 @@ class _Multiply:
             y.shape[1] if op_y == "N" else y.shape[0],
             x.shape[1] if op_x == "N" else x.shape[0],
         )
-        self._alpha, self._beta = factors(types.a, native.alpha)
+        self._alpha, self._beta = alpha_beta(types.a, native.alpha)
         # All grids first: making one is collective and frees the workspace.
         grids = [group.grid(matrix.grid) for matrix in stored]
         self._matrices = [
-            _describe(matrix, ld, kind, grid)
+            _matrix_descriptor(matrix, ld, kind, grid)
             for matrix, ld, kind, grid in zip(stored, (ldx, ldy, ldz), (*kinds, types.d), grids, strict=True)
         ]
         self._descriptor = cublasMp.matmul_descriptor_create(types.compute_type)
@@ -270,7 +270,7 @@ class _Multiply:
         cublasMp.matmul_descriptor_destroy(self._descriptor)
 
 
-def _describe(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
+def _matrix_descriptor(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
     return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, DATA_TYPES[dtype], grid))
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.factor.operations import apply, factor, update_lower
+from dask_distmm.engines.factor.operations import apply, factor_panel, update_lower
 from dask_distmm.engines.factor.spectral import decompose
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor import (
@@ -184,7 +184,7 @@ class Execution:
     def _factor(self, step: Factor) -> None:
         operation, panel = step
         place, rows = self.columns.place(panel), self.panel(panel)
-        made = factor(self.kernels, operation, place, rows)
+        made = factor_panel(self.kernels, operation, place, rows)
         self._extras[panel], self._fresh = made.extras, True
         if operation.name == "lu":
             self.pivots[panel] = made.extras[0], self.kernels.diagonal(rows[place.start :])

@@ -26,7 +26,7 @@ from dask_distmm.engines.factor.copies import put
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.factor.outputs import inside, part_of, triangle_of, whole
+from dask_distmm.engines.factor.outputs import inside, output_part, triangle_of, whole
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor.placement import FactorPlacement
@@ -94,7 +94,7 @@ class FactorJob(Job[FactorPlacement]):
         """Complete this rank's parts of the outputs, and let others have them."""
         for output in self.plan.problem.outputs:
             if self.plan.work.output_layout(output.name) is not None:
-                self._parts[output.name] = part_of(self._execution, output.name)
+                self._parts[output.name] = output_part(self._execution, output.name)
         if not self._final.done():
             self._final.set_result(None)
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.tall import gram_reflectors
-from dask_distmm.planning.factor import Operation, Place
+from dask_distmm.planning.factor import DiagonalBlock, Operation
 
-__all__ = ["Factored", "apply", "factor", "update_lower"]
+__all__ = ["Factored", "apply", "factor_panel", "update_lower"]
 
 _FORWARD = Operation("substitute", lower=True)
 
@@ -33,7 +33,7 @@ class Factored(NamedTuple):
     info: Any = None
 
 
-def factor(kernels: Kernels, operation: Operation, place: Place, panel: Any) -> Factored:
+def factor_panel(kernels: Kernels, operation: Operation, place: DiagonalBlock, panel: Any) -> Factored:
     """Factorize a panel in place, from its diagonal block on.
 
     Parameters
@@ -59,13 +59,13 @@ def factor(kernels: Kernels, operation: Operation, place: Place, panel: Any) -> 
     return Factored((t,))
 
 
-def apply(kernels: Kernels, operation: Operation, place: Place, panel: Sequence[Any], columns: Any) -> None:
+def apply(kernels: Kernels, operation: Operation, place: DiagonalBlock, panel: Sequence[Any], columns: Any) -> None:
     """Apply a panel to columns.
 
     Parameters
     ----------
     panel
-        The arrays that its owner publishes: rows of the panel, and what `factor` returned.
+        The arrays that its owner publishes: rows of the panel, and what `factor_panel` returned.
     columns
         All rows of these columns.
     """
@@ -85,7 +85,7 @@ def apply(kernels: Kernels, operation: Operation, place: Place, panel: Sequence[
 
 
 def update_lower(
-    kernels: Kernels, place: Place, panel: Sequence[Any], columns: Any, blocks: Sequence[tuple[int, int]]
+    kernels: Kernels, place: DiagonalBlock, panel: Sequence[Any], columns: Any, blocks: Sequence[tuple[int, int]]
 ) -> None:
     """Apply a panel of a Cholesky factorization to block columns of A, in the lower triangle alone.
 
@@ -126,7 +126,7 @@ def _reflect(kernels: Kernels, panel: Any, t: Any, columns: Any, op: str) -> Non
     kernels.gemm(rest, second, columns[size:], alpha=-1, beta=1)
 
 
-def _substitute(kernels: Kernels, operation: Operation, place: Place, rows: Any, columns: Any) -> None:
+def _substitute(kernels: Kernels, operation: Operation, place: DiagonalBlock, rows: Any, columns: Any) -> None:
     """Solve for the unknowns of a panel: one block row of ``op(A) X = B``, in place.
 
     With A itself the solution is then taken out of the equations that are left. Of its transpose the panel is a block

@@ -17,7 +17,7 @@ from dask_distmm.planning.factor import TaskOutput
 # Forms with zeros in the other triangle.
 TRIANGLES = ("lower", "unit lower", "upper")
 
-__all__ = ["TRIANGLES", "block_column", "block_columns", "inside", "needs_copy", "part_of", "triangle_of", "whole"]
+__all__ = ["TRIANGLES", "block_column", "block_columns", "inside", "needs_copy", "output_part", "triangle_of", "whole"]
 
 
 def block_columns(execution: Execution, name: str, out: Any = None) -> Any:
@@ -47,7 +47,7 @@ def needs_copy(output: TaskOutput, kind: str) -> bool:
     return output.form == "residuals" or (kind == "lu" and output.form != "upper")
 
 
-def part_of(execution: Execution, name: str, out: Any = None) -> Any:
+def output_part(execution: Execution, name: str, out: Any = None) -> Any:
     """Return a rank's part of a result; its other triangle, if it has one, may hold anything (`triangle_of`).
 
     Parameters

@@ -208,7 +208,7 @@ class Finishing:
                 last = d.dtype.kind in "iu" or self._formula.scale_d != 1 or "scale_d" in self._formula.scales
                 target = cp.empty(acc.shape, acc.dtype) if last else d
                 saved = [self.made[self._formula.saved, index]] if self._formula.saved else []
-                kernel = _kernel(self._formula, tuple(inputs))
+                kernel = _formula_kernel(self._formula, tuple(inputs))
                 kernel(acc, list(inputs.values()), [target, *saved], scalars(self._formula, acc.dtype))
                 found = reductions(cp, self._formula, target.astype(acc.dtype, copy=False))
                 if last:
@@ -229,7 +229,7 @@ class Finishing:
         return [*self.made.values(), *parts]
 
 
-def _kernel(formula: Formula, names: tuple[str, ...]) -> Kernel:
+def _formula_kernel(formula: Formula, names: tuple[str, ...]) -> Kernel:
     """Return the kernel of a formula, made once for all factors: these are its arguments."""
     alpha = (1.0, 0.0) if complex(*formula.alpha) == 1 else (2.0, 0.0)
     beta = (0.0, 0.0) if complex(*formula.beta) == 0 else (1.0, 0.0)

@@ -21,7 +21,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.types import FP8, compute_dtype, dtype_from_name
 
-__all__ = ["DATA_TYPES", "OPS", "PLAIN", "Gemm", "Kinds", "Memory", "Native", "Shape", "check_fp8", "factors"]
+__all__ = ["DATA_TYPES", "OPS", "PLAIN", "Gemm", "Kinds", "Memory", "Native", "Shape", "alpha_beta", "check_fp8"]
 
 # The tensor cores of Ada, Hopper and newer.
 _LEAST_FP8 = 89
@@ -116,7 +116,7 @@ class Native(NamedTuple):
 PLAIN = Native()
 
 
-def factors(dtype: str, alpha: complex = 1.0, beta: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+def alpha_beta(dtype: str, alpha: complex = 1.0, beta: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
     """Return alpha and beta in the type that the libraries take them in: the one of the sums."""
     scale = compute_dtype(dtype_from_name(dtype), 1)
     number = alpha if scale.kind == "c" else complex(alpha).real
@@ -172,7 +172,7 @@ class Gemm:
         self._places, self._types, self._bias = (x, y, d), types, native.bias
         self._extents, self._kinds, self._ops = (rows, cols, shape.k), kinds, shape.ops
         # They are read when the product is put on a stream.
-        self._factors = factors(types.a, native.alpha, float(add))
+        self._factors = alpha_beta(types.a, native.alpha, float(add))
         self._call: _LtProduct | None = None
         if not types.compute and 0 not in self._extents:
             aligned = (min(_MOST_ALIGNED, one.pointer & -one.pointer) for one in (x, y, d))

@@ -87,7 +87,7 @@ extern "C" __global__ void copy_transposed(const long long* __restrict__ table, 
 
 
 @functools.lru_cache(maxsize=16)
-def _kernel(name: str, size: int) -> cp.RawKernel:
+def _copy_kernel(name: str, size: int) -> cp.RawKernel:
     code = {"copy_straight": _STRAIGHT, "copy_transposed": _TRANSPOSED}[name]
     return cp.RawKernel(_FIND + code % {"type": _TYPES[size]}, name)
 
@@ -112,7 +112,7 @@ class Launch:
     def __init__(
         self, name: str, size: int, threads: tuple[int, ...], blocks: int, table: cp.ndarray, first: cp.ndarray
     ) -> None:
-        self._kernel, self._threads, self._blocks = _kernel(name, size), threads, blocks
+        self._kernel, self._threads, self._blocks = _copy_kernel(name, size), threads, blocks
         self._arguments = (table, first, np.int32(len(first) - 1))
 
     def run(self, stream: cp.cuda.Stream) -> None:

@@ -86,7 +86,7 @@ class SolverKernels:
         """Compute ``c = alpha op(a) op(b) + beta c``."""
         depth = a.shape[1 if op_a == "N" else 0]
         if c.size and (depth or not beta):
-            one, other = _factor(alpha, c.dtype), _factor(beta, c.dtype)
+            one, other = _scalar(alpha, c.dtype), _scalar(beta, c.dtype)
             function = getattr(cublas, f"{_LETTERS[c.dtype.name]}gemm")
             arguments = OPS[op_a], OPS[op_b], *c.shape, depth, one.ctypes.data, *_at(a), *_at(b), other.ctypes.data
             function(self._now.blas, *arguments, *_at(c))
@@ -97,7 +97,7 @@ class SolverKernels:
             letter = _LETTERS[c.dtype.name]
             real = c.real.dtype
             function = getattr(cublas, f"{letter}{'herk' if c.dtype.kind == 'c' else 'syrk'}")
-            one, other = _factor(-1, real), _factor(1, real)
+            one, other = _scalar(-1, real), _scalar(1, real)
             shape = len(a), a.shape[1]
             function(self._now.blas, _LOWER, OPS["N"], *shape, one.ctypes.data, *_at(a), other.ctypes.data, *_at(c))
 
@@ -105,7 +105,7 @@ class SolverKernels:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""
         if b.size:
             modes = _RIGHT if right else _LEFT, _LOWER if lower else _UPPER, OPS[op], _UNIT if unit else _NON_UNIT
-            one = _factor(1, b.dtype)
+            one = _scalar(1, b.dtype)
             function = getattr(cublas, f"{_LETTERS[b.dtype.name]}trsm")
             function(self._now.blas, *modes, *b.shape, one.ctypes.data, *_at(a), *_at(b))
 
@@ -197,7 +197,7 @@ class SolverKernels:
 
 
 @functools.lru_cache(maxsize=64)
-def _factor(value: float, dtype: np.dtype) -> NDArray[Any]:
+def _scalar(value: float, dtype: np.dtype) -> NDArray[Any]:
     return np.array([value], dtype)
 
 

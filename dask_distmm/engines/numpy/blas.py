@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 
-from dask_distmm.engines.numpy.routines import column_major, leading, routine
+from dask_distmm.engines.numpy.routines import column_major, ld_of, routine
 
 __all__ = ["add_lower", "blas_threads", "gemm", "is_symmetric", "mirror"]
 
@@ -65,11 +65,11 @@ def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], conjugated: tuple[bo
     a, transa = _operand(a, conjugated[0])
     b, transb = _operand(b, conjugated[1])
     m, n, k = (ctypes.c_int(size) for size in (*c.shape, a.shape[1]))
-    lda, ldb = leading(a if transa == b"N" else a.T), leading(b if transb == b"N" else b.T)
+    lda, ldb = ld_of(a if transa == b"N" else a.T), ld_of(b if transb == b"N" else b.T)
     one, ref = np.ones(1, c.dtype), ctypes.byref
     call(
         transa, transb, ref(m), ref(n), ref(k), one.ctypes.data, a.ctypes.data, ref(lda),
-        b.ctypes.data, ref(ldb), one.ctypes.data, c.ctypes.data, ref(leading(c)),
+        b.ctypes.data, ref(ldb), one.ctypes.data, c.ctypes.data, ref(ld_of(c)),
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def add_lower(x: NDArray[Any], c: NDArray[Any]) -> bool:
     # In rows the lower triangle is the upper one of the transpose.
     call(
         b"L" if lower else b"U", b"N" if columns else b"T", ref(n), ref(k), one.ctypes.data, x.ctypes.data,
-        ref(leading(x if columns else x.T)), one.ctypes.data, c.ctypes.data, ref(leading(c if lower else c.T)),
+        ref(ld_of(x if columns else x.T)), one.ctypes.data, c.ctypes.data, ref(ld_of(c if lower else c.T)),
     )  # fmt: skip
     return True
 
@@ -142,10 +142,10 @@ def _triangle(x: NDArray[Any], conjugated: tuple[bool, bool], out: NDArray[Any])
     trans = b"N" if columns else b"C" if out.dtype.kind == "c" else b"T"
     n, k = (ctypes.c_int(size) for size in x.shape)
     one, ref = np.ones(1, out.real.dtype), ctypes.byref
-    lda = leading(x if columns else x.T)
+    lda = ld_of(x if columns else x.T)
     call(
         b"L", trans, ref(n), ref(k), one.ctypes.data, x.ctypes.data, ref(lda), one.ctypes.data, out.ctypes.data,
-        ref(leading(out)),
+        ref(ld_of(out)),
     )  # fmt: skip
     # Once in T, and once in its mirror image.
     out.reshape(-1, order="F")[:: len(out) + 1] *= 0.5

@@ -35,7 +35,7 @@ from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.inputs import Inputs
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.numpy.streaming import Streamed
-from dask_distmm.engines.numpy.sums import Block, Sums, pack, part_of, placed_block
+from dask_distmm.engines.numpy.sums import Block, Sums, chunk_part, pack_blocks, placed_block
 from dask_distmm.engines.panels import ChunkBlock, Panel, panels, twins
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
@@ -53,7 +53,7 @@ __all__ = ["ENGINE", "NumpyEngine", "NumpyJob"]
 _FLAT_BYTES = 2**20
 
 
-class _Asked(NamedTuple):
+class _AskedPieces(NamedTuple):
     """Pieces that were asked for, those of A that are transposes of some of these, and the answer."""
 
     pieces: list[ChunkBlock]
@@ -125,25 +125,25 @@ class NumpyJob(Job[Plan]):
             return
         todo = collections.deque(panels(self.plan, self.rank, self.me))
         total = max(1, len(todo))
-        in_flight: collections.deque[tuple[Panel, list[_Asked]]] = collections.deque()
+        in_flight: collections.deque[tuple[Panel, list[_AskedPieces]]] = collections.deque()
         while todo or in_flight:
             while todo and len(in_flight) <= self.plan.problem.options.prefetch_panels:
                 panel = todo.popleft()
                 asked = []
                 for peer, needed in panel.remote.items():
                     pieces, same = twins(self.plan, needed)
-                    asked.append(_Asked(pieces, same, self._ask(peer, pieces)))
+                    asked.append(_AskedPieces(pieces, same, self._ask(peer, pieces)))
                 in_flight.append((panel, asked))
             panel, asked = in_flight.popleft()
             self._multiply_panel(panel, asked)
             self.progress(1 - (len(todo) + len(in_flight)) / total)
         self._sums.complete()
 
-    def _multiply_panel(self, panel: Panel, asked: list[_Asked]) -> None:
+    def _multiply_panel(self, panel: Panel, asked: list[_AskedPieces]) -> None:
         packing = self.plan.packing
         operands: tuple[list[Block], list[Block]] = ([], [])
         for piece in panel.local:
-            operands[piece.operand].append(placed_block(piece, part_of(self.chunks, piece)))
+            operands[piece.operand].append(placed_block(piece, chunk_part(self.chunks, piece)))
         before = (0, 0)
         if asked and not (packing.a or packing.b):
             # Chunks that are here need no waiting.
@@ -158,9 +158,9 @@ class NumpyJob(Job[Plan]):
         a, b = operands
         problem = self.plan.problem
         if packing.a:
-            a = [pack(a, problem, conjugated=problem.conjugated[0])]
+            a = [pack_blocks(a, problem, conjugated=problem.conjugated[0])]
         if packing.b:
-            b = [pack(b, problem, conjugated=problem.conjugated[1])]
+            b = [pack_blocks(b, problem, conjugated=problem.conjugated[1])]
         self._sums.add(a, b, before, self.ended.check)
 
     def _add_up(self) -> None:
@@ -169,7 +169,7 @@ class NumpyJob(Job[Plan]):
         cells = [cell for rect in self.plan.final_rects(self.rank) for cell in self._sums.cells(rect)]
         if not cells:
             return
-        boxes = _boxes(cells)
+        boxes = _result_boxes(cells)
         others = [rank for rank in range(len(self.plan.ranks)) if rank != self.rank]
         others = others[self.rank :] + others[: self.rank]
         answer = self._fetch(self.plan.ranks[others[0]], "partial", boxes, self.compute_type)
@@ -199,7 +199,10 @@ class NumpyJob(Job[Plan]):
                 elif plan.packing.d:
                     self._store(index, rect, self._sums.view(rect))
         asked = [
-            (cells, self._fetch(plan.ranks[rank], "final", _boxes([rect for _, rect in cells]), self.compute_type))
+            (
+                cells,
+                self._fetch(plan.ranks[rank], "final", _result_boxes([rect for _, rect in cells]), self.compute_type),
+            )
             for rank, cells in remote.items()
         ]
         for cells, answer in asked:
@@ -351,7 +354,7 @@ def _open(future: Future[None], error: BaseException | None = None) -> None:
             raise future.exception() from None  # type: ignore[misc]
 
 
-def _boxes(rects: Sequence[Rect]) -> Boxes:
+def _result_boxes(rects: Sequence[Rect]) -> Boxes:
     boxes = np.zeros((len(rects), 6), np.int64)
     boxes[:, 2:] = rects
     return boxes

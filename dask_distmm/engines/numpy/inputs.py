@@ -17,7 +17,7 @@ from dask_distmm.planning import Plan
 __all__ = ["Inputs"]
 
 
-class _Asked(NamedTuple):
+class _AskedInput(NamedTuple):
     """One input on its way: where it goes, which pieces are here, which come from others."""
 
     name: str
@@ -53,7 +53,7 @@ class Inputs:
     ) -> None:
         self._plan, self._me, self._chunks, self._ask, self._check = plan, me, chunks, ask, check
 
-    def ask(self, index: int, without: Collection[str] = ()) -> list[_Asked]:
+    def ask(self, index: int, without: Collection[str] = ()) -> list[_AskedInput]:
         """Ask for the parts that chunk number `index` of D needs, but of some inputs, without waiting."""
         problem, found = self._plan.problem, []
         r0, r1, c0, c1 = self._plan.chunk_rect(index)
@@ -71,20 +71,22 @@ class Inputs:
             for piece in chunk_blocks_of(sizes, number, (top, bottom, left, right)):
                 peer = int(where[piece.chunk])
                 (here if peer == self._me else away[peer]).append(piece)
-            found.append(_Asked(name, data, here, [(pieces, self._ask(peer, pieces)) for peer, pieces in away.items()]))
+            found.append(
+                _AskedInput(name, data, here, [(pieces, self._ask(peer, pieces)) for peer, pieces in away.items()])
+            )
         return found
 
-    def wait(self, asked: list[_Asked]) -> dict[str, NDArray[Any]]:
+    def wait(self, asked: list[_AskedInput]) -> dict[str, NDArray[Any]]:
         """Return the inputs by name once they are here."""
         for one in asked:
             for piece in one.here:
                 chunk = self._chunks[one.name, piece.chunk]
-                _put(one.data, piece, chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols])
+                _put_piece(one.data, piece, chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols])
             for pieces, answer in one.answers:
                 for piece, arrived in zip(pieces, answer.wait(self._check), strict=True):
-                    _put(one.data, piece, arrived)
+                    _put_piece(one.data, piece, arrived)
         return {one.name: one.data for one in asked}
 
 
-def _put(data: NDArray[Any], piece: ChunkBlock, values: NDArray[Any]) -> None:
+def _put_piece(data: NDArray[Any], piece: ChunkBlock, values: NDArray[Any]) -> None:
     data[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols] = values

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.numpy.routines import column_major, leading, routine
+from dask_distmm.engines.numpy.routines import column_major, ld_of, routine
 from dask_distmm.errors import EngineError
 
 __all__ = ["LapackKernels"]
@@ -60,20 +60,20 @@ class LapackKernels:
         """Compute ``c = alpha op(a) op(b) + beta c``."""
         depth = a.shape[1 if op_a == "N" else 0]
         if c.size and (depth or not beta):
-            a, b = _given(a), _given(b)
+            a, b = _as_column_major(a), _as_column_major(b)
             alphas, betas = np.full(1, alpha, c.dtype), np.full(1, beta, c.dtype)
-            _call(
-                c, "gemm", op_a.encode(), op_b.encode(), *c.shape, depth, alphas, a, leading(a), b, leading(b), betas,
-                c, leading(c),
+            _call_routine(
+                c, "gemm", op_a.encode(), op_b.encode(), *c.shape, depth, alphas, a, ld_of(a), b, ld_of(b), betas,
+                c, ld_of(c),
             )  # fmt: skip
 
     def herk(self, a: NDArray[Any], c: NDArray[Any]) -> None:
         """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""
         if c.size and a.shape[1]:
-            a = _given(a)
+            a = _as_column_major(a)
             factors = np.array([-1, 1], c.real.dtype)
             name = "herk" if c.dtype.kind == "c" else "syrk"
-            _call(c, name, b"L", b"N", *a.shape, factors, a, leading(a), factors[1:], c, leading(c))
+            _call_routine(c, name, b"L", b"N", *a.shape, factors, a, ld_of(a), factors[1:], c, ld_of(c))
 
     def trsm(self, a: NDArray[Any], b: NDArray[Any], *, right: bool, lower: bool, op: str, unit: bool) -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``.
@@ -94,22 +94,22 @@ class LapackKernels:
                 self.gemm(beside, known, left, op, alpha=-1, beta=1)
             self.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit)
         elif b.size:
-            a = _given(a)
+            a = _as_column_major(a)
             letters = b"R" if right else b"L", b"L" if lower else b"U", op.encode(), b"U" if unit else b"N"
-            _call(b, "trsm", *letters, *b.shape, np.ones(1, b.dtype), a, leading(a), b, leading(b))
+            _call_routine(b, "trsm", *letters, *b.shape, np.ones(1, b.dtype), a, ld_of(a), b, ld_of(b))
 
     def potrf(self, a: NDArray[Any]) -> NDArray[np.int32]:
         """Overwrite the lower triangle of `a` with its Cholesky factor; return LAPACK's info."""
         info = ctypes.c_int(0)
         if a.size:
-            _call(a, "potrf", b"L", len(a), a, leading(a), info)
+            _call_routine(a, "potrf", b"L", len(a), a, ld_of(a), info)
         return np.array([info.value], np.int32)
 
     def getrf(self, a: NDArray[Any]) -> NDArray[np.int32]:
         """Overwrite `a` with L and U; return the pivots, from 0."""
         info, pivots = ctypes.c_int(0), np.zeros(min(a.shape), np.int32)
         if a.size:
-            _call(a, "getrf", *a.shape, a, leading(a), pivots, info)
+            _call_routine(a, "getrf", *a.shape, a, ld_of(a), pivots, info)
         return pivots - np.int32(1)
 
     def geqrt(self, a: NDArray[Any]) -> NDArray[Any]:
@@ -120,7 +120,7 @@ class LapackKernels:
         t = np.zeros((size, size), a.dtype, order="F")
         if size:
             info = ctypes.c_int(0)
-            _call(a, "geqrt3", len(a), size, a, leading(a), t, leading(t), info)
+            _call_routine(a, "geqrt3", len(a), size, a, ld_of(a), t, ld_of(t), info)
             # LAPACK leaves other numbers below the diagonal.
             t = np.asfortranarray(np.triu(t))
         return t
@@ -144,7 +144,7 @@ class LapackKernels:
     def laswp(self, a: NDArray[Any], pivots: NDArray[np.int32]) -> None:
         """Swap rows of `a` as `getrf` has done."""
         if a.size and len(pivots):
-            _call(a, "laswp", a.shape[1], a, leading(a), 1, len(pivots), np.asarray(pivots + 1, np.int32), 1)
+            _call_routine(a, "laswp", a.shape[1], a, ld_of(a), 1, len(pivots), np.asarray(pivots + 1, np.int32), 1)
 
     def triangle(self, a: NDArray[Any], *, lower: bool, unit: bool) -> NDArray[Any]:
         """Return a copy of a triangle of `a` with zeros in place of the rest; and ones on its diagonal."""
@@ -183,9 +183,9 @@ def _some_eigenpairs(a: NDArray[Any], first: int, last: int) -> tuple[NDArray[An
         }
         used = [name for name in spaces if name != "rwork" or is_complex]
         workspaces = (argument for name in used for argument in (spaces[name], sizes[name]))
-        _call(
-            a, "heevr" if is_complex else "syevr", b"V", b"I", b"L", n, a, leading(a), zero, zero, first + 1, last + 1,
-            zero, found, values, vectors, leading(vectors), support, *workspaces, info,
+        _call_routine(
+            a, "heevr" if is_complex else "syevr", b"V", b"I", b"L", n, a, ld_of(a), zero, zero, first + 1, last + 1,
+            zero, found, values, vectors, ld_of(vectors), support, *workspaces, info,
         )  # fmt: skip
         sizes = {name: int(space[0].real) for name, space in spaces.items()}
     if info.value or found.value != count:
@@ -193,12 +193,12 @@ def _some_eigenpairs(a: NDArray[Any], first: int, last: int) -> tuple[NDArray[An
     return values[:count], vectors
 
 
-def _given(a: NDArray[Any]) -> NDArray[Any]:
+def _as_column_major(a: NDArray[Any]) -> NDArray[Any]:
     """Return a matrix that is read, column-major."""
     return a if column_major(a) else np.asfortranarray(a)
 
 
-def _call(out: NDArray[Any], name: str, *arguments: Any) -> None:
+def _call_routine(out: NDArray[Any], name: str, *arguments: Any) -> None:
     """Call a routine for the type of `out`, which it overwrites: arrays by address, integers by reference."""
     function = routine(out.dtype.char, name)
     if function is None:

@@ -18,7 +18,7 @@ import scipy.linalg.cython_blas
 import scipy.linalg.cython_lapack
 from numpy.typing import NDArray
 
-__all__ = ["column_major", "leading", "routine"]
+__all__ = ["column_major", "ld_of", "routine"]
 
 _PREFIX = {"f": "s", "d": "d", "F": "c", "D": "z"}
 _CAPSULES: Mapping[str, Any] = {
@@ -68,6 +68,6 @@ def column_major(x: NDArray[Any]) -> bool:
     return (rows <= 1 or step == size) and (cols <= 1 or (lead % size == 0 and lead >= rows * size))
 
 
-def leading(x: NDArray[Any]) -> ctypes.c_int:
+def ld_of(x: NDArray[Any]) -> ctypes.c_int:
     """Return the leading dimension of a column-major matrix."""
     return ctypes.c_int(max(1, x.shape[0], x.strides[1] // x.itemsize if x.shape[1] > 1 else 0))

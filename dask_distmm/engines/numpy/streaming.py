@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.numpy.answer import Answer
-from dask_distmm.engines.numpy.sums import Block, Sums, pack, part_of, placed_block
+from dask_distmm.engines.numpy.sums import Block, Sums, chunk_part, pack_blocks, placed_block
 from dask_distmm.engines.panels import ChunkBlock, pairs
-from dask_distmm.engines.sources import Loads, SourceChunk
+from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.planning import Plan
-from dask_distmm.planning.memory import made_ahead
+from dask_distmm.planning.footprint import made_ahead
 
 __all__ = ["Streamed"]
 
@@ -51,7 +51,7 @@ class Streamed:
     def multiply(self, sums: Sums, progress: Callable[[float], None]) -> float:
         """Add all products to the sums, and tell the share that is done; return the seconds of waiting for chunks."""
         uses = [self._source(piece) for own, others in self._steps for piece in (own, *others)]
-        loads = Loads([chunk for chunk in uses if chunk is not None], self._threads, made_ahead(self._threads))
+        loads = ChunkLoader([chunk for chunk in uses if chunk is not None], self._threads, made_ahead(self._threads))
         try:
             resident = self._resident({piece for _, others in self._steps for piece in others})
             for number, (own, others) in enumerate(self._steps):
@@ -66,7 +66,7 @@ class Streamed:
         sums.complete()
         return self._waited
 
-    def _block(self, piece: ChunkBlock, loads: Loads, resident: Mapping[ChunkBlock, Block]) -> Block:
+    def _block(self, piece: ChunkBlock, loads: ChunkLoader, resident: Mapping[ChunkBlock, Block]) -> Block:
         """Return a part of a chunk with its place, once the chunk is there."""
         chunk = self._source(piece)
         if chunk is None:
@@ -88,7 +88,7 @@ class Streamed:
             if ("ab"[piece.operand], piece.chunk) not in self._chunks:
                 remote[int(self._plan.where["ab"[piece.operand]][piece.chunk])].append(piece)
             elif self._source(piece) is None:
-                found[piece] = part_of(self._chunks, piece)
+                found[piece] = chunk_part(self._chunks, piece)
         for asked, answer in [(asked, self._ask(peer, asked)) for peer, asked in remote.items()]:
             found |= zip(asked, answer.wait(self._check), strict=True)
         return {piece: self._packed(piece, data) for piece, data in found.items()}
@@ -98,5 +98,5 @@ class Streamed:
         packing, problem = self._plan.packing, self._plan.problem
         block = placed_block(piece, data)
         if (packing.a, packing.b)[piece.operand]:
-            return pack([block], problem, conjugated=problem.conjugated[piece.operand])
+            return pack_blocks([block], problem, conjugated=problem.conjugated[piece.operand])
         return block

@@ -16,7 +16,7 @@ from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import is_gram
 
-__all__ = ["Block", "Sums", "pack", "part_of", "placed_block"]
+__all__ = ["Block", "Sums", "chunk_part", "pack_blocks", "placed_block"]
 
 
 class Block(NamedTuple):
@@ -34,12 +34,12 @@ def placed_block(piece: ChunkBlock, data: NDArray[Any]) -> Block:
     return Block(piece.row, piece.row + piece.rows, piece.col, piece.col + piece.cols, data)
 
 
-def part_of(chunks: Mapping[ChunkKey, NDArray[Any]], piece: ChunkBlock) -> NDArray[Any]:
+def chunk_part(chunks: Mapping[ChunkKey, NDArray[Any]], piece: ChunkBlock) -> NDArray[Any]:
     """Return the numbers of a part of one of some chunks."""
     return chunks["ab"[piece.operand], piece.chunk][piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols]
 
 
-def pack(blocks: list[Block], problem: Problem, *, conjugated: bool) -> Block:
+def pack_blocks(blocks: list[Block], problem: Problem, *, conjugated: bool) -> Block:
     """Copy blocks that cover a rectangle, or their conjugates, into one matrix of the type that is computed in."""
     r0, r1 = min(b.r0 for b in blocks), max(b.r1 for b in blocks)
     c0, c1 = min(b.c0 for b in blocks), max(b.c1 for b in blocks)

@@ -33,24 +33,24 @@ class Downloads:
     """
 
     def __init__(self, result: Result, steps: Sequence[ScheduleStep], stream: cp.cuda.Stream) -> None:
-        self._result, self._stream = result, stream
+        self._type, self._stream = result.plan.problem.dtype, stream
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download")
         self._begun: dict[int, Future[NDArray[Any]]] = {}
         # By the number of a step the chunks that no later step multiplies into.
-        self._after: dict[int, list[int]] = collections.defaultdict(list)
-        for index, (top, bottom, left, right) in result.complete_in_place().items():
+        self._after: dict[int, list[tuple[int, Any]]] = collections.defaultdict(list)
+        for index, (top, bottom, left, right), chunk in result.complete_in_place():
             touching = [
                 number
                 for number, step in enumerate(steps)
                 for r0, r1, c0, c1 in (product.rect for product in step.products)
                 if max(top, r0) < min(bottom, r1) and max(left, c0) < min(right, c1)
             ]
-            self._after[max(touching)].append(index)
+            self._after[max(touching)].append((index, chunk))
 
     def begin(self, step: int, over: cp.cuda.Event) -> None:
         """Begin the copies of the chunks that are complete after a step, when an event is done."""
-        for index in self._after.get(step, ()):
-            self._begun[index] = self._thread.submit(self._copy, self._result.chunk(index), over)
+        for index, chunk in self._after.get(step, ()):
+            self._begun[index] = self._thread.submit(self._copy, chunk, over)
 
     def _copy(self, chunk: Any, over: cp.cuda.Event | None) -> NDArray[Any]:
         if over is not None:
@@ -59,12 +59,11 @@ class Downloads:
 
     def all(self, outputs: Mapping[ResultKey, Any]) -> dict[ResultKey, NDArray[Any]]:
         """Return all outputs in host memory; those that are still on the GPU are complete."""
-        dtype = self._result.plan.problem.dtype
         copies: dict[ResultKey, Future[NDArray[Any]]] = {}
         for key, chunk in outputs.items():
             begun = self._begun.get(key[1]) if not key[0] else None
             copies[key] = begun or self._thread.submit(self._copy, chunk, None)
-        return {key: typed(copy.result(), "" if key[0] else dtype) for key, copy in copies.items()}
+        return {key: typed(copy.result(), "" if key[0] else self._type) for key, copy in copies.items()}
 
     def close(self) -> None:
         """End the thread; copies that have not begun are dropped."""

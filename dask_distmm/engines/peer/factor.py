@@ -24,7 +24,7 @@ from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey, contiguou
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import FactorJob
-from dask_distmm.engines.factor.outputs import TRIANGLES, needs_copy, part_of
+from dask_distmm.engines.factor.outputs import TRIANGLES, needs_copy, output_part
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.offering import add, add_flags
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Expected, Offer
@@ -114,7 +114,7 @@ class PeerFactorJob(FactorJob):
             if needs_copy(work.output(output.name), work.problem.kind):
                 self._parts[output.name] = exporter.empty(shape, np.dtype(output.dtype), "F")
             else:
-                self._parts[output.name] = part_of(self._execution, output.name)
+                self._parts[output.name] = output_part(self._execution, output.name)
         if len(plan.participants) == 1:
             return
         self._offer(offer, BLOCKS, COLUMNS, array)
@@ -182,7 +182,7 @@ class PeerFactorJob(FactorJob):
     def _complete_parts(self) -> None:
         """Complete this rank's parts of the outputs, and raise the flag of the end."""
         for name, part in self._parts.items():
-            part_of(self._execution, name, part)
+            output_part(self._execution, name, part)
         pointer = self._flags.data.ptr + flag_of(self.plan, None) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, self._stream.ptr)
 

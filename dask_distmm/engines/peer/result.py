@@ -130,10 +130,8 @@ class Result:
         self._mirrored: CopyBatch | None = None
         if triangle is not None:
             (self._mirrored,) = make_copies([self._find_mirrored(triangle)], self.sums.itemsize, here=True)
-        self._used: dict[int, Any] = {}
-        self._turn = 0
-        # Pulls of the partial sums that are added next.
-        self._next: list[_Sum] = []
+        self._used, self._turn = dict[int, Any](), 0
+        self._next: list[_Sum] = []  # pulls of the partial sums that are added next
         self.missing: list[int] = []
         self.coming: collections.deque[int] = collections.deque()
         if plan.grid[2] > 1 and plan.final_rects(rank):
@@ -147,16 +145,12 @@ class Result:
         every = self.plan.grid[2] > 1
         return [(number, x) for number, (_, x) in enumerate(self.blocks) if every or id(x) not in mine]
 
-    def chunk(self, index: int) -> Any:
-        """Return a chunk of D that this rank has, by its number."""
-        return self._chunks[index]
-
-    def complete_in_place(self) -> dict[int, Rect]:
-        """Return the rectangles of those chunks, by number, that GEMMs complete: nothing is done to them later."""
+    def complete_in_place(self) -> list[tuple[int, Rect, Any]]:
+        """Return those chunks that GEMMs complete, by number and rectangle: nothing is done to them later."""
         if self.plan.grid[2] > 1 or self._finishing or self._rounded or self._mirrored:
-            return {}
-        mine = {id(array): rect for rect, array in self.blocks}
-        return {index: mine[id(chunk)] for index, chunk in self._chunks.items() if id(chunk) in mine and chunk.size}
+            return []
+        numbers = {id(chunk): index for index, chunk in self._chunks.items()}
+        return [(numbers[id(array)], rect, array) for rect, array in self.blocks if id(array) in numbers]
 
     def _find_mirrored(self, triangle: Triangle) -> Table:
         """Return the copies that complete a symmetric part of D; note the parts that they write."""

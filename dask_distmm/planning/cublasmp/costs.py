@@ -25,8 +25,8 @@ from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cublasmp.epilogs import own_kernel, returned_type
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles, slab_step
 from dask_distmm.planning.cuts import by_rows, chunk_owners, padded, uniform_cut
+from dask_distmm.planning.footprint import chunk_bytes, spread, upload_seconds
 from dask_distmm.planning.gemm_sizes import slowdown
-from dask_distmm.planning.memory import chunk_bytes, spread, upload_seconds
 from dask_distmm.planning.placement import Estimate, everywhere
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import Problem

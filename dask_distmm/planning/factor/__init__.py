@@ -5,7 +5,7 @@ panels are applied to which block columns, in which order; `lookahead` turns pha
 them together.
 """
 
-from dask_distmm.planning.factor.columns import Columns, Matrix, Place
+from dask_distmm.planning.factor.columns import Columns, DiagonalBlock, Matrix
 from dask_distmm.planning.factor.lookahead import launch_order
 from dask_distmm.planning.factor.phases import Phase
 from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan
@@ -31,6 +31,7 @@ __all__ = [
     "Check",
     "Columns",
     "Decompose",
+    "DiagonalBlock",
     "Drop",
     "Factor",
     "FactorPlan",
@@ -40,7 +41,6 @@ __all__ = [
     "Matrix",
     "Operation",
     "Phase",
-    "Place",
     "Publish",
     "Step",
     "TaskOutput",

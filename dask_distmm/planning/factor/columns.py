@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
 
-__all__ = ["Block", "Columns", "Matrix", "Place"]
+__all__ = ["BlockColumn", "Columns", "DiagonalBlock", "Matrix"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Matrix:
         return -(-self.shape[1] // self.width)
 
 
-class Block(NamedTuple):
+class BlockColumn(NamedTuple):
     """A block column.
 
     Parameters
@@ -62,7 +62,7 @@ class Block(NamedTuple):
     stop: int
 
 
-class Place(NamedTuple):
+class DiagonalBlock(NamedTuple):
     """Where the diagonal block of a panel is.
 
     Parameters
@@ -112,19 +112,19 @@ class Columns:
         return block % self.ranks
 
     @functools.cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[BlockColumn, ...]:
         """All blocks in the order of their numbers."""
         return tuple(
-            Block(number, start, min(start + matrix.width, matrix.shape[1]))
+            BlockColumn(number, start, min(start + matrix.width, matrix.shape[1]))
             for number, matrix in enumerate(self.matrices)
             for start in range(0, matrix.shape[1], matrix.width)
         )
 
-    def place(self, panel: int) -> Place:
+    def place(self, panel: int) -> DiagonalBlock:
         """Return where the diagonal block of a panel of A is."""
         order = min(self.matrices[0].shape)
         _, start, stop = self.blocks[panel]
-        return Place(start, min(stop, order), order)
+        return DiagonalBlock(start, min(stop, order), order)
 
     def owned(self, rank: int, first: int = 0, stop: int | None = None) -> range:
         """Return the numbers of a rank's blocks in ``range(first, stop)``; without `stop`, of all from `first`."""

@@ -22,16 +22,16 @@ from dask_distmm.planning.factor.phases import factored
 from dask_distmm.planning.factor.placement import SHARES
 from dask_distmm.planning.placement import Estimate
 
-__all__ = ["around", "by_tasks"]
+__all__ = ["factor_by_tasks", "factor_overhead"]
 
 
-def around(problem: FactorProblem, costs: DaskCosts) -> float:
+def factor_overhead(problem: FactorProblem, costs: DaskCosts) -> float:
     """Return the seconds that Dask takes around a run."""
     given = sum(len(rows) * len(cols) for rows, cols in problem.chunks)
     return costs.run + costs.chunk * (given + sum(output.count for output in problem.outputs))
 
 
-def by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
+def factor_by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
     """Return what Dask's own tasks would take; the formulas are at the top of this module.
 
     Parameters

@@ -31,7 +31,7 @@ __all__ = [
     "BatchEstimate",
     "BatchPlan",
     "Pool",
-    "choose",
+    "choose_batch_way",
     "efficiency",
     "item_plan",
     "item_seconds",
@@ -355,7 +355,7 @@ class BatchPlan(Explanation):
         return self.estimate.bytes_moved if self.estimate else None
 
 
-def choose(
+def choose_batch_way(
     wanted: str, items: BatchEstimate | None, collective: BatchEstimate | None, demands: Sequence[str] = ()
 ) -> tuple[str, str]:
     """Return the way to take, and why.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.planning.memory import chunk_bytes, is_by_ranks, panel_width, spread
+from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks, panel_width, spread
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import goes_on, is_gram

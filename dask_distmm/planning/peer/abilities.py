@@ -15,7 +15,7 @@ from dask_distmm.planning.plan import Plan
 __all__ = ["PEER"]
 
 
-def _describe(plan: Plan) -> list[str]:
+def _buffer_line(plan: Plan) -> list[str]:
     """Return the line that tells the stationary and the streamed operand of the rank with the largest buffers."""
     schedule = max(block_schedules(plan), key=lambda one: one.buffer_bytes)
     names = ("A", "B")[:: -1 if schedule.stationary else 1]
@@ -48,5 +48,5 @@ PEER = Abilities(
     estimate=estimate,
     native_epilog=lambda plan: native(plan, block_schedules(plan)),
     independent=independent,
-    describe=_describe,
+    describe=_buffer_line,
 )

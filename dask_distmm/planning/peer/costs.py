@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.planning.footprint import chunk_bytes, spread, upload_seconds
 from dask_distmm.planning.gemm_sizes import pieces_that_fill, slowdown
-from dask_distmm.planning.memory import chunk_bytes, spread, upload_seconds
 from dask_distmm.planning.peer.block_schedule import (
     BlockSchedule,
     block_schedules,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.memory import chunk_bytes
+from dask_distmm.planning.footprint import chunk_bytes
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from dask_distmm.config import DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError
-from dask_distmm.planning.dask_tasks import around
+from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.engines import engines
+from dask_distmm.planning.engines import abilities_of
 from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.waves.edges import BLOCKS, common_edges, grouped
@@ -32,7 +32,7 @@ _SHARE = 0.75
 def in_host_memory(problem: Problem, engine: str | Sequence[str]) -> bool:
     """Whether chunks are in host memory, and the engines that may multiply work in the memory of GPUs."""
     names = [engine] if isinstance(engine, str) else engine
-    return problem.array == "numpy" and all(one.on_gpus for one in engines(names))
+    return problem.array == "numpy" and all(one.on_gpus for one in abilities_of(names))
 
 
 def in_host(worker: Worker) -> Worker:
@@ -50,7 +50,7 @@ def choose_blocks(
     problem, workers, costs, engine
         As for `choose`.
     """
-    names = [one.name for one in engines([engine] if isinstance(engine, str) else engine) if one.reads_host]
+    names = [one.name for one in abilities_of([engine] if isinstance(engine, str) else engine) if one.reads_host]
     some = [dataclasses.replace(worker, memory_limit=int(_SHARE * worker.memory_limit)) for worker in workers]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
     edges = common_edges(problem, "m"), common_edges(problem, "n")
@@ -74,7 +74,7 @@ def choose_blocks(
             scheme,
             method=made.method,
             read_seconds=read / (len(made.ranks) * (machine.host_bandwidth or machine.bandwidth)),
-            run_seconds=seconds * float(sum(areas) / max(areas)) + len(waves) * around(made.problem, costs),
+            run_seconds=seconds * float(sum(areas) / max(areas)) + len(waves) * product_overhead(made.problem, costs),
             peak_bytes=max(made.projected_bytes.values()),
             budget_bytes=int(min(worker.memory_limit for worker in workers) * fraction),
         )

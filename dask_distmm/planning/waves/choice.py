@@ -12,10 +12,10 @@ import numpy as np
 
 from dask_distmm.config import DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError
-from dask_distmm.planning.dask_tasks import around
+from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.engines import engines
-from dask_distmm.planning.memory import chunk_bytes, held_bytes
+from dask_distmm.planning.engines import abilities_of
+from dask_distmm.planning.footprint import chunk_bytes, held_bytes
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import METHODS, Chunks, Problem
@@ -23,7 +23,7 @@ from dask_distmm.planning.waves.blocks import choose_blocks, in_host, in_host_me
 from dask_distmm.planning.waves.edges import BLOCKS, common_edges, grouped
 from dask_distmm.planning.waves.scheme import Scheme, Wave, wave_problem
 
-__all__ = ["Budget", "choose"]
+__all__ = ["Budget", "choose_scheme"]
 
 # With fewer waves too much time would go by before the first one can be multiplied, and after the last was loaded.
 _FEWEST = 8
@@ -61,7 +61,7 @@ class Budget:
         return min(self.managed * limit, self.process * limit - worker.used) if limit else math.inf
 
 
-def choose(
+def choose_scheme(
     problem: Problem,
     workers: Sequence[Worker],
     lazy: tuple[bool, bool],
@@ -163,7 +163,7 @@ class _Sketch:
 
 def _make(engine: str | Sequence[str]) -> bool:
     """Whether the engines that may multiply can make chunks themselves."""
-    return all(one.makes for one in engines([engine] if isinstance(engine, str) else engine))
+    return all(one.makes for one in abilities_of([engine] if isinstance(engine, str) else engine))
 
 
 def _sketches(problem: Problem, lazy: tuple[bool, bool], by_ranks: tuple[bool, bool]) -> Iterator[_Sketch]:
@@ -339,7 +339,7 @@ class _Fitting:
         one, estimate = plans[0].problem, plans[0].estimate
         run = 0.0 if estimate is None else estimate.compute_seconds if scheme.by_ranks else estimate.seconds
         run *= sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
-        around_all = len(scheme.waves) * around(one, self.costs)
+        around_all = len(scheme.waves) * product_overhead(one, self.costs)
         return dataclasses.replace(
             scheme,
             read_bytes=int(read),

@@ -73,7 +73,7 @@ class BareWorkers:
         for ts in [self._scheduler.tasks[key] for key in keys]:
             if able:
                 self._kept.add(ts.key)
-                direct.restrict(self._scheduler, ts, able)
+                direct.restrict_workers(self._scheduler, ts, able)
             elif ts.state in _WAITING:
                 # Failed once the graph is complete, and until then sent to nobody.
                 direct.park(ts)

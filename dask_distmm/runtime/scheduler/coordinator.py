@@ -28,7 +28,7 @@ from distributed.metrics import time
 from dask_distmm.engines.base import log
 from dask_distmm.errors import RunFailedError
 from dask_distmm.planning import ENGINES, Computation, Problem
-from dask_distmm.planning.memory import is_by_ranks
+from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
 from dask_distmm.runtime.messages import Abort, Done, End, Finish, Gone, Prepare, Start, Vote
@@ -37,8 +37,8 @@ from dask_distmm.runtime.run import Lost, Released, Replan, Run, summarize
 from dask_distmm.runtime.scheduler.barriers import Barrier, unwanted
 from dask_distmm.runtime.scheduler.completing import complete
 from dask_distmm.runtime.scheduler.freezing import Freezer, FrozenPlan
-from dask_distmm.runtime.scheduler.groups import RankGroups
 from dask_distmm.runtime.scheduler.queue import RunQueue
+from dask_distmm.runtime.scheduler.rank_groups import RankGroups
 from dask_distmm.runtime.scheduler.releasing import Releases
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.scheduler.voting import ask_all, failed
@@ -187,7 +187,7 @@ class Coordinator:
         self.replicas.add(run.run_id, made)
         summary = summarize(answers)
         log.info("run %d of %s done in %s", run.run_id, run.name, summary)
-        figures = {**dataclasses.asdict(summary), **_amounts(made.problem)}
+        figures = {**dataclasses.asdict(summary), **_run_bytes(made.problem)}
         self._event("done", run, **figures, projected_bytes=made.projected_bytes)
         options = made.problem.options
         self.releases.begin(
@@ -234,7 +234,7 @@ class Coordinator:
                 self.scheduler.worker_send(address, wire)
 
 
-def _amounts(problem: Computation) -> dict[str, int]:
+def _run_bytes(problem: Computation) -> dict[str, int]:
     """Return the bytes of A and B that a run is given, or makes, and those of finished chunks of D that it makes."""
     if not isinstance(problem, Problem):
         return {"loaded_bytes": 0, "made_bytes": 0}

@@ -20,11 +20,11 @@ from dask_distmm.planning.problem import goes_on
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Run
 from dask_distmm.runtime.scheduler.barriers import Barrier
-from dask_distmm.runtime.scheduler.groups import RankGroups
 from dask_distmm.runtime.scheduler.holders import Holders
+from dask_distmm.runtime.scheduler.rank_groups import RankGroups
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.scheduler.voting import raise_if_ended
-from dask_distmm.runtime.sources import by_ranks, pack
+from dask_distmm.runtime.sources import by_ranks, pack_tasks
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -93,7 +93,7 @@ class Freezer:
     def note_orders(self, barrier: Barrier, orders: Mapping[str, str]) -> None:
         """Remember in which memory orders chunks of A and B really lie, by operand."""
         for operand, order in orders.items():
-            self._orders[_array_of(barrier, operand)] = order
+            self._orders[_lasting_array_of(barrier, operand)] = order
         while len(self._orders) > _ORDERS:
             self._orders.popitem(last=False)
 
@@ -135,7 +135,7 @@ class Freezer:
         run.independent = isinstance(made, Plan) and ENGINES[made.engine].independent(made)
         states = {address: self._scheduler.workers[address] for address in addresses}
         tasks = {name: keys[problem.source_of(name)] for name in made_there}
-        packed = await asyncio.to_thread(pack, made, tasks) if isinstance(made, Plan) and tasks else {}
+        packed = await asyncio.to_thread(pack_tasks, made, tasks) if isinstance(made, Plan) and tasks else {}
         return FrozenPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted, packed)
 
     async def _plan_product(
@@ -166,7 +166,7 @@ class Freezer:
             where = {name: where[name][before[name]] for name in where}
             held = where
         expected = {name: "F" if problem.is_turned(name) else "C" for name in "ab"}
-        order_a, order_b = (self._orders.get(_array_of(barrier, name), expected[name]) for name in "ab")
+        order_a, order_b = (self._orders.get(_lasting_array_of(barrier, name), expected[name]) for name in "ab")
         made = await asyncio.to_thread(
             plan,
             problem,
@@ -212,7 +212,7 @@ class Freezer:
         return None if found is None else frozenset(found)
 
 
-def _array_of(barrier: Barrier, operand: str) -> str:
+def _lasting_array_of(barrier: Barrier, operand: str) -> str:
     """Return the name of the array of A or B; where it has none that lasts, one for this multiply alone."""
     problem = barrier.problem
     name = problem.arrays["ab".index(operand)] if isinstance(problem, Problem) else ""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from dask_distmm.runtime.messages import Release
 from dask_distmm.runtime.run import Lost, Released
-from dask_distmm.runtime.scheduler.groups import RankGroup
 from dask_distmm.runtime.scheduler.queue import RunQueue
+from dask_distmm.runtime.scheduler.rank_groups import RankGroup
 from dask_distmm.runtime.wire import ask
 
 if TYPE_CHECKING:

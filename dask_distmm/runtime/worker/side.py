@@ -42,7 +42,7 @@ from dask_distmm.runtime.history import History
 from dask_distmm.runtime.messages import NAME, Aborted, Delivery, Done, Vote
 from dask_distmm.runtime.replicas import ReplicaStore
 from dask_distmm.runtime.run import summarize
-from dask_distmm.runtime.sources import SourceError, unpack
+from dask_distmm.runtime.sources import SourceError, unpack_tasks
 from dask_distmm.runtime.transfers import DaskComm, address_of
 from dask_distmm.runtime.wire import Reply, answering, listening, post
 from dask_distmm.runtime.worker.chunk_store import ChunkStore
@@ -112,7 +112,7 @@ class WorkerSide:
 
     async def describe(self, request: messages.Describe) -> messages.Description:
         """Return the facts about this worker that planning needs."""
-        return await asyncio.to_thread(_describe, self.worker.data)
+        return await asyncio.to_thread(_process_facts, self.worker.data)
 
     async def prepare(self, request: messages.Prepare) -> Vote:
         """Check that all chunks are here and allocate; the answer is this worker's vote."""
@@ -145,7 +145,7 @@ class WorkerSide:
             return Vote("no replicas", names=unkept)
         if request.check_orders and (orders := other_orders(plan, own)):
             return Vote("orders", orders=orders)
-        chunks = check_chunks(plan, chunks | own) | unpack(plan, request.sources, self.worker)
+        chunks = check_chunks(plan, chunks | own) | unpack_tasks(plan, request.sources, self.worker)
         addresses = [worker.address for worker in plan.participants]
         options = plan.problem.options
         comm = DaskComm(self.worker, run_id, addresses, options.transfer_timeout, cross_memory=options.cross_memory)
@@ -323,7 +323,7 @@ def _device_limit(data: Any) -> float:
     return limit / _SPILLED_FROM if isinstance(limit, int | float) and limit > 0 else math.inf
 
 
-def _describe(data: Any) -> messages.Description:
+def _process_facts(data: Any) -> messages.Description:
     """Return the facts about this process that planning needs. Imports all engines, which may take seconds."""
     engines, memory, links = {}, {}, {}
     for name in ENGINES:

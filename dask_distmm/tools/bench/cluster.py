@@ -43,7 +43,7 @@ def reset_peak() -> int:
     return resident("VmRSS")
 
 
-def held_bytes(dask_worker: Any) -> int:
+def result_bytes(dask_worker: Any) -> int:
     """Return the bytes of the results that a worker holds; runs on the workers."""
     return sum(getattr(value, "nbytes", 0) for value in dask_worker.data.values())
 
@@ -103,7 +103,7 @@ class Session:
     def wait_until_empty(self, seconds: float = 10.0) -> None:
         """Wait until the workers have dropped their results, so that no run sees another's memory."""
         deadline = time.monotonic() + seconds
-        while any(self.client.run(held_bytes).values()) and time.monotonic() < deadline:
+        while any(self.client.run(result_bytes).values()) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class ClusterPeer(Peer):
         wait([a, b], timeout=self.session.timeout)
         self.session.synchronize()
         projected, details = self.projection(a, b)
-        inputs = client.run(held_bytes)
+        inputs = client.run(result_bytes)
         before = self._reset()
         start = time.perf_counter()
         product = self.multiply(a, b)

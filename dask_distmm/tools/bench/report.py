@@ -29,7 +29,7 @@ def grid_label(grid: int | None) -> str:
     return "-" if grid is None else f"{grid}x{grid}"
 
 
-def result(measured: Measured) -> dict[str, Any]:
+def case_entry(measured: Measured) -> dict[str, Any]:
     """Return one case's entry of the document."""
     entry: dict[str, Any] = {
         "peer": measured.peer,
@@ -87,7 +87,7 @@ def add_ratios(results: list[dict[str, Any]], references: Sequence[str]) -> None
 
 def document(measured: Iterable[Measured], references: Sequence[str], **context: Any) -> dict[str, Any]:
     """Return the whole document; the first of the references is the one that plots compare with."""
-    results = [result(one) for one in measured]
+    results = [case_entry(one) for one in measured]
     add_ratios(results, references)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -104,7 +104,7 @@ def write(report: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
-def table(report: dict[str, Any]) -> str:
+def figures_table(report: dict[str, Any]) -> str:
     """Return the document's figures as a text table."""
     results = report["results"]
     labels: dict[str, None] = {}

@@ -41,7 +41,7 @@ def fresh_seed(*path: int) -> int:
     return int(np.random.SeedSequence(path).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def run(
+def measure_all(
     peers: Sequence[Peer],
     sizes: Sequence[int],
     *,

@@ -29,7 +29,7 @@ def measure(
     Parameters
     ----------
     peers, sizes, dtype, repeat, seed, progress, seconds
-        As for `runner.run`. Peers that are not available are skipped; the document says why.
+        As for `runner.measure_all`. Peers that are not available are skipped; the document says why.
     references
         Names of the peers that the others are compared with.
     **context
@@ -43,7 +43,7 @@ def measure(
     measured: list[runner.Measured] = []
     interrupted = False
     try:
-        runner.run(
+        runner.measure_all(
             [peer for peer in peers if not reasons[peer.name]],
             sizes,
             dtype=dtype,

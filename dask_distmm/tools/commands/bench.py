@@ -23,7 +23,7 @@ from dask_distmm.tools.local import connected
 
 CPU_SIZES, GPU_SIZES = (1024, 2048, 4096), (4096, 8192, 16384)
 
-__all__ = ["check_plot", "draw", "failures", "run", "table"]
+__all__ = ["check_plot", "draw", "failures", "figures_text", "run_bench"]
 
 
 def check_plot(path: Path) -> None:
@@ -46,7 +46,7 @@ def check_plot(path: Path) -> None:
     check_folder(f"--plot {path}", path.absolute().parent)
 
 
-def run(
+def run_bench(
     *,
     scheduler: str | None,
     workers: int | None,
@@ -118,11 +118,11 @@ def run(
                 peer.close()
 
 
-def table(found: dict[str, Any]) -> str:
+def figures_text(found: dict[str, Any]) -> str:
     """Return the document's figures as text."""
     last = found["peers"][-1]["details"]
     cluster = f"{last['workers']} workers of {last['threads_per_worker']} threads, engine {found['engine']}"
-    return f"{found['settings']['dtype']} on {cluster}; inputs in memory\n\n{report.table(found)}"
+    return f"{found['settings']['dtype']} on {cluster}; inputs in memory\n\n{report.figures_table(found)}"
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -37,7 +37,7 @@ from dask_distmm.tools.commands.writing import (
 )
 from dask_distmm.tools.local import connected, default_workers
 
-__all__ = ["FileProduct", "check_page", "explained", "page", "run", "write_page"]
+__all__ = ["FileProduct", "check_page", "explained", "multiply_files", "plan_page", "write_page"]
 
 Say = Callable[[str], None]
 
@@ -174,7 +174,7 @@ def check_page(path: Path) -> None:
     check_folder(f"--html {path}", path.absolute().parent)
 
 
-def page(plan: Explanation, title: str) -> str:
+def plan_page(plan: Explanation, title: str) -> str:
     """Return a plan as a page for browsers."""
     from html import escape
 
@@ -203,7 +203,7 @@ def write_page(path: Path, text: str) -> None:
 # The product
 
 
-def run(
+def multiply_files(
     asked: FileProduct,
     out: str,
     aux_out: str | None,
@@ -327,7 +327,7 @@ def _computed(client: Client, results: Sequence[da.Array]) -> list[da.Array]:
 # Writing
 
 
-def _put(target: Any, region: tuple[slice, ...], chunk: Any) -> None:
+def _write_chunk(target: Any, region: tuple[slice, ...], chunk: Any) -> None:
     """Write a chunk. Runs on a worker."""
     target[region] = _on_host(chunk)
 
@@ -354,7 +354,7 @@ def _write(client: Client, array: da.Array, path: Path, place: Place) -> None:
         if place.kind == "zarr":
             target = make_zarr(path, place, array.shape, sizes, array.dtype)
             with _stopped(client):
-                writes = [client.submit(_put, target, region, part, pure=False) for region, part in parts]
+                writes = [client.submit(_write_chunk, target, region, part, pure=False) for region, part in parts]
                 for done in as_completed(writes):
                     done.result()
                     bar.update(1)
@@ -372,7 +372,7 @@ def _nothing() -> None:
 
 def _writing(dask_worker: Any) -> int:
     """Return how many tasks write, also of those that were cancelled. Runs on a worker."""
-    return sum(str(ts.key).startswith(_put.__name__) for ts in dask_worker.state.all_running_tasks)
+    return sum(str(ts.key).startswith(_write_chunk.__name__) for ts in dask_worker.state.all_running_tasks)
 
 
 @contextlib.contextmanager
@@ -383,7 +383,7 @@ def _stopped(client: Client) -> Iterator[None]:
     except BaseException:
         deadline = time.monotonic() + _STOP_SECONDS
         with contextlib.suppress(Exception):
-            client.cancel([key for key in client.futures if str(key).startswith(_put.__name__)])
+            client.cancel([key for key in client.futures if str(key).startswith(_write_chunk.__name__)])
             # A worker gets messages in order: once it has run this task, it begins none of the writes.
             workers = client.nthreads()
             told = [client.submit(_nothing, workers=[address], pure=False, priority=1) for address in workers]

@@ -15,13 +15,13 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.tools.commands.places import Place, datasets, first_line, h5py_for, zarr_for
 from dask_distmm.tools.local import chunk_rows
 
-__all__ = ["Hdf5Dataset", "NpyFile", "Source", "ZarrArray", "read", "read_chunks"]
+__all__ = ["FileArray", "Hdf5Dataset", "NpyFile", "ZarrArray", "read", "read_chunks"]
 
 # One chunk along batch axes should hold so many bytes.
 _BATCH_BYTES = 64 * 2**20
 
 
-class Source:
+class FileArray:
     """An array in a file, opened wherever a part of it is wanted.
 
     Parameters
@@ -58,11 +58,11 @@ class Source:
         except DistMMError:
             raise
         except Exception as error:  # each format has errors of its own
-            where = self.damaged(index) or f"{self.place}, the part {_text(index)}"
+            where = self.damaged(index) or f"{self.place}, the part {_index_text(index)}"
             raise DistMMError(f"{where} can't be read: {first_line(error)}; write it anew") from error
 
 
-class NpyFile(Source):
+class NpyFile(FileArray):
     """An .npy file."""
 
     def opened(self) -> Any:
@@ -85,7 +85,7 @@ class NpyFile(Source):
         return f"it is damaged or cut off ({reason}); write it anew by numpy.save"
 
 
-class Hdf5Dataset(Source):
+class Hdf5Dataset(FileArray):
     """A dataset in an HDF5 file.
 
     Parameters
@@ -114,7 +114,7 @@ class Hdf5Dataset(Source):
             return np.asarray(file[self.name][index])
 
 
-class ZarrArray(Source):
+class ZarrArray(FileArray):
     """An array of a Zarr store."""
 
     def __init__(self, place: Place, array: Any) -> None:
@@ -145,7 +145,7 @@ class ZarrArray(Source):
         return ""
 
 
-def _text(index: Any) -> str:
+def _index_text(index: Any) -> str:
     """Return an index as one writes it."""
     parts = index if isinstance(index, tuple) else (index,)
     return f"[{', '.join(f'{x.start}:{x.stop}' if isinstance(x, slice) else str(x) for x in parts)}]"
@@ -171,7 +171,7 @@ def read(place: Place, workers: int, dtype: str | None = None) -> da.Array:
         What such files need is not installed.
     """
     try:
-        source: Source = {"zarr": _open_zarr, "npy": NpyFile, "hdf5": _open_hdf5}[place.kind](place)
+        source: FileArray = {"zarr": _open_zarr, "npy": NpyFile, "hdf5": _open_hdf5}[place.kind](place)
     except DistMMError:
         raise
     except Exception as error:  # each format has errors of its own

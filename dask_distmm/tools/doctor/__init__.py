@@ -5,6 +5,6 @@ judges the facts, and is pure. `show` makes text of both; `examine` puts them to
 """
 
 from dask_distmm.tools.doctor.examine import examine
-from dask_distmm.tools.doctor.show import text
+from dask_distmm.tools.doctor.show import report_text
 
-__all__ = ["examine", "text"]
+__all__ = ["examine", "report_text"]

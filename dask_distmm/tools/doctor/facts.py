@@ -72,7 +72,7 @@ def cuda_major() -> int | None:
     return None
 
 
-def engines() -> dict[str, Any]:
+def engine_versions() -> dict[str, Any]:
     """Return for each engine of this package its libraries' versions, or why it can't run here."""
     base = importlib.import_module("dask_distmm.engines.base")
     planning = importlib.import_module("dask_distmm.planning")
@@ -141,7 +141,7 @@ def rmm() -> dict[str, Any] | None:
     }
 
 
-def blas() -> list[dict[str, Any]]:
+def blas_libraries() -> list[dict[str, Any]]:
     """Return the BLAS libraries of this process, as NumPy has loaded them."""
     importlib.import_module("numpy")
     pools = importlib.import_module("threadpoolctl").threadpool_info()
@@ -149,7 +149,7 @@ def blas() -> list[dict[str, Any]]:
     return [{key: pool.get(key) for key in kept} for pool in pools if pool.get("user_api") == "blas"]
 
 
-def memory() -> int:
+def memory_limit() -> int:
     """Return the bytes of memory that this process may use, within its container."""
     return int(importlib.import_module("distributed.system").MEMORY_LIMIT)
 
@@ -165,14 +165,14 @@ def of_process() -> dict[str, Any]:
         "host": platform.node(),
         "versions": versions(),
         "cuda_major": cuda_major(),
-        "engines": attempt(engines),
+        "engines": attempt(engine_versions),
         "gpus": attempt(gpus),
         "driver_loaded": os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/dxg"),
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "rmm": attempt(rmm),
-        "blas": attempt(blas),
+        "blas": attempt(blas_libraries),
         "cores": cores(),
-        "memory": attempt(memory),
+        "memory": attempt(memory_limit),
     }
 
 

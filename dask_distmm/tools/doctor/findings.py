@@ -206,7 +206,7 @@ def _engines(report: Report) -> Iterator[Finding]:
             "warning",
             f"only {len(able)} of {len(report.answering)} workers have engine {name!r}, the others don't multiply: "
             f"{_engine(report.answering[without[0]], name).get('error', 'it is missing')}",
-            _install(report.answering[without[0]]) if _has(name, "on_gpus") else "",
+            _install_line(report.answering[without[0]]) if _has(name, "on_gpus") else "",
             tuple(without),
         )
     libraries = {a: ", ".join(f"{k} {v}" for k, v in sorted(_engine(report.answering[a], name).items())) for a in able}
@@ -216,7 +216,7 @@ def _engines(report: Report) -> Iterator[Finding]:
         yield Finding(
             "error",
             f"workers have different libraries of engine {name!r}: {listed}",
-            _install(report.answering[able[0]]),
+            _install_line(report.answering[able[0]]),
         )
 
 
@@ -273,13 +273,13 @@ def _gpus(report: Report) -> Iterator[Finding]:
             if (host, "unused") not in seen:
                 seen.add((host, "unused"))
                 text = f"{host} has GPUs that are not used: {refused[-1]}"
-                yield Finding("warning", text, _install(facts), (address,))
+                yield Finding("warning", text, _install_line(facts), (address,))
             continue
         driver, built = int(str(gpus["cuda"]).partition(".")[0]), facts["cuda_major"]
         if built and driver < built and (host, "driver") not in seen:
             seen.add((host, "driver"))
             text = f"{host}: the driver {gpus['driver']} is for CUDA {gpus['cuda']}, the libraries are for CUDA {built}"
-            yield Finding("error", text, _install(facts), (address,))
+            yield Finding("error", text, _install_line(facts), (address,))
         if (mine := _device(facts)) is not None:
             owners[f"{host} {mine}"].append(address)
         apart = gpus["without_peer_access"]
@@ -374,7 +374,7 @@ def _why_not(report: Report, engine: str) -> str:
     return next((str(reason) for reason in reasons if reason), apart or "no worker could be asked")
 
 
-def _install(facts: Mapping[str, Any]) -> str:
+def _install_line(facts: Mapping[str, Any]) -> str:
     """Return the command that installs the libraries for GPUs, for the CUDA of the driver."""
     driver = str(facts["gpus"].get("cuda", "13"))
     return install_command("cu12" if driver.startswith("12") else "cu13", elsewhere=True)

@@ -11,7 +11,7 @@ from dask.utils import format_bytes
 from dask_distmm.tools.doctor.differences import differing, short
 from dask_distmm.tools.doctor.findings import HERE, Finding, Report
 
-__all__ = ["text"]
+__all__ = ["report_text"]
 
 _WIDTH = 100
 _TITLES = {
@@ -30,9 +30,9 @@ _TITLES = {
 _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
 
 
-def text(report: Report) -> str:
+def report_text(report: Report) -> str:
     """Return the text that ``dask distmm check`` prints."""
-    parts = [_head(report), _workers(report), _libraries(report), _verdict(report)]
+    parts = [_head(report), _worker_tables(report), _library_table(report), _verdict(report)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -50,7 +50,7 @@ def _head(report: Report) -> str:
     )
 
 
-def _workers(report: Report) -> str:
+def _worker_tables(report: Report) -> str:
     """Return the workers' facts: a line for each worker, then a line for each fact that most have in common."""
     if not report.answering:
         return ""
@@ -131,7 +131,7 @@ def _rmm(rmm: Any) -> str:
     return f"{rmm['resource']}{size}" + (", used by CuPy" if rmm["used_by_cupy"] else "")
 
 
-def _libraries(report: Report) -> str:
+def _library_table(report: Report) -> str:
     """Return the versions: one line a library, one column for each of client, scheduler and workers."""
     columns: dict[str, Mapping[str, Any]] = {}
     if report.address:
@@ -142,7 +142,7 @@ def _libraries(report: Report) -> str:
     names = list(report.client["versions"])
     rows, missing = [["library", *columns]], []
     for name in sorted(names, key=lambda name: list(_TITLES).index(name) if name in _TITLES else len(_TITLES)):
-        cells = [_version(name, who) for who in columns.values()]
+        cells = [_version_cell(name, who) for who in columns.values()]
         if set(cells) == {"-"}:
             missing.append(_TITLES.get(name, name))
         else:
@@ -150,7 +150,7 @@ def _libraries(report: Report) -> str:
     return _table(rows) + ("\n" + _wrapped("not installed: ", ", ".join(missing)) if missing else "")
 
 
-def _version(name: str, asked: Mapping[str, Mapping[str, Any]]) -> str:
+def _version_cell(name: str, asked: Mapping[str, Mapping[str, Any]]) -> str:
     found = differing({who: facts["versions"].get(name) for who, facts in asked.items()})
     if len(found) > 1:
         return "; ".join(f"{version} ({short(who, 1)})" for version, who in found.items())

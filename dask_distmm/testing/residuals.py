@@ -29,7 +29,7 @@ __all__ = [
 GATE = 30.0
 
 
-def _wide(*matrices: NDArray[Any]) -> list[NDArray[Any]]:
+def _in_double(*matrices: NDArray[Any]) -> list[NDArray[Any]]:
     """Return matrices in double precision."""
     return [x.astype(np.result_type(x.dtype, np.float64)) for x in matrices]
 
@@ -72,7 +72,7 @@ def assert_cholesky(a: NDArray[Any], factor: NDArray[Any], *, lower: bool = True
     np.testing.assert_array_equal(np.triu(left, 1), 0, "the factor is not triangular")
     diagonal = np.diagonal(left)
     assert ((diagonal.real > 0) & (diagonal.imag == 0)).all(), "the diagonal of the factor is not positive"
-    wide, full = _wide(left, a)
+    wide, full = _in_double(left, a)
     _gate("||A - L L^H|| / (n ||A|| eps)", full - wide @ wide.conj().T, _norm(full), len(a), a.dtype)
 
 
@@ -102,7 +102,7 @@ def assert_lu(a: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], p: NDAr
     # LAPACK compares |re| + |im| of complex numbers.
     size, most = abs(lower), np.sqrt(2) if a.dtype.kind == "c" else 1.0
     assert (size <= most * (1 + 4 * np.finfo(a.dtype).eps)).all(), f"an element of L is {size.max()}: not pivoted"
-    left, right, full = _wide(lower, upper, a)
+    left, right, full = _in_double(lower, upper, a)
     _gate("||A - P L U|| / (n ||A|| eps)", full[p] - left @ right, _norm(full), max(a.shape), a.dtype)
 
 
@@ -123,7 +123,7 @@ def assert_qr(a: NDArray[Any], q: NDArray[Any], r: NDArray[Any]) -> None:
     """
     _typed(a.dtype, q=q, r=r)
     np.testing.assert_array_equal(np.tril(r, -1), 0, "R is not upper triangular")
-    left, right, full = _wide(q, r, a)
+    left, right, full = _in_double(q, r, a)
     _gate("||A - Q R|| / (n ||A|| eps)", full - left @ right, _norm(full), max(a.shape), a.dtype)
     _gate("||I - Q^H Q|| / (n eps)", np.eye(q.shape[1]) - left.conj().T @ left, 1.0, len(q), a.dtype)
 
@@ -144,7 +144,7 @@ def assert_solution(a: NDArray[Any], x: NDArray[Any], b: NDArray[Any]) -> None:
         It is not.
     """
     _typed(a.dtype, x=x)
-    wide, solution, right = _wide(a, x, b)
+    wide, solution, right = _in_double(a, x, b)
     for column in range(b.shape[1]):
         error = right[:, column : column + 1] - wide @ solution[:, column : column + 1]
         scale = _norm(wide) * _norm(solution[:, column : column + 1])
@@ -160,7 +160,7 @@ def assert_inverse(a: NDArray[Any], x: NDArray[Any]) -> None:
         It is not.
     """
     _typed(a.dtype, x=x)
-    wide, inverse = _wide(a, x)
+    wide, inverse = _in_double(a, x)
     scale = _norm(wide) * _norm(inverse)
     _gate("||I - A X|| / (n ||A|| ||X|| eps)", np.eye(len(a)) - wide @ inverse, scale, len(a), a.dtype)
 
@@ -181,7 +181,7 @@ def assert_least_squares(a: NDArray[Any], x: NDArray[Any], b: NDArray[Any]) -> N
         It does not.
     """
     _typed(a.dtype, x=x)
-    wide, solution, right = _wide(a, x, b)
+    wide, solution, right = _in_double(a, x, b)
     m, n = a.shape
     error = right - wide @ solution
     scale = _norm(wide) * _norm(solution) + _norm(right)
@@ -205,7 +205,7 @@ def assert_pseudoinverse(a: NDArray[Any], x: NDArray[Any]) -> None:
         One does not hold.
     """
     _typed(a.dtype, x=x)
-    wide, inverse = _wide(a, x)
+    wide, inverse = _in_double(a, x)
     left, right, n = wide @ inverse, inverse @ wide, max(a.shape)
     cond = _norm(wide) * _norm(inverse)
     _gate("||A X A - A||", left @ wide - wide, cond * _norm(wide), n, a.dtype)
@@ -238,8 +238,8 @@ def assert_eigh(
     _typed(a.dtype, v=v)
     _typed(a.real.dtype, w=w)
     assert (np.diff(w) >= 0).all(), "eigenvalues are not in ascending order"
-    n, (full, vectors, values) = len(a), _wide(a, v, w)
-    other = np.eye(n) if b is None else _wide(b)[0]
+    n, (full, vectors, values) = len(a), _in_double(a, v, w)
+    other = np.eye(n) if b is None else _in_double(b)[0]
     size = 1.0 if b is None else _norm(vectors)
     error = full @ vectors - other @ vectors * values
     _gate("||A V - B V W|| / (n ||A|| ||V|| eps)", error, _norm(full) * size, n, a.dtype)
@@ -269,7 +269,7 @@ def assert_svd(a: NDArray[Any], u: NDArray[Any], s: NDArray[Any], vh: NDArray[An
     _typed(a.dtype, u=u, vh=vh)
     _typed(a.real.dtype, s=s)
     assert (np.diff(s, append=0) <= 0).all(), "singular values are not in descending order"
-    (full, left, values, right), (m, n), k = _wide(a, u, s, vh), a.shape, len(s)
+    (full, left, values, right), (m, n), k = _in_double(a, u, s, vh), a.shape, len(s)
     _gate("||A - U S V^H|| / (n ||A|| eps)", full - left[:, :k] * values @ right[:k], _norm(full), max(m, n), a.dtype)
     for name, one in (("U^H U", left), ("V^H V", right.conj().T)):
         identity = np.eye(one.shape[1])
@@ -296,7 +296,7 @@ def assert_polar(a: NDArray[Any], u: NDArray[Any], p: NDArray[Any]) -> None:
         It is not.
     """
     _typed(a.dtype, u=u, p=p)
-    (full, unitary, hermitian), n = _wide(a, u, p), max(a.shape)
+    (full, unitary, hermitian), n = _in_double(a, u, p), max(a.shape)
     short = unitary if a.shape[0] >= a.shape[1] else unitary.conj().T
     _gate("||A - U P|| / (n ||A|| eps)", full - unitary @ hermitian, _norm(full), n, a.dtype)
     _gate("||I - U^H U|| / (n eps)", np.eye(short.shape[1]) - short.conj().T @ short, 1.0, n, a.dtype)

@@ -44,7 +44,7 @@ def gram(x: Any, **how: Unpack[ProductOptions]) -> Any:
         In the chunks of the columns of `x`. Its diagonal is real.
     """
     x = matrix("x", x)
-    return mirrored(batched.multiply(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
+    return mirrored(batched.multiply_batched(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
 
 
 @any_kind
@@ -77,7 +77,7 @@ def symm(
         `a` is not square, or the shapes do not fit each other.
     """
     whole = mirrored(_square(a), lower=lower, hermitian=hermitian)
-    return batched.multiply(parse(b, whole, **how) if right else parse(whole, b, **how))
+    return batched.multiply_batched(parse(b, whole, **how) if right else parse(whole, b, **how))
 
 
 @any_kind
@@ -106,10 +106,10 @@ def trmm(
     PlanError
         `a` is not square, or the shapes do not fit each other.
     """
-    triangle = _square(a).map_blocks(_triangle, lower, unit_diagonal, dtype=a.dtype, meta=a._meta)
+    triangle = _square(a).map_blocks(_chunk_triangle, lower, unit_diagonal, dtype=a.dtype, meta=a._meta)
     if right:
-        return batched.multiply(parse(b, triangle, op_b=trans, **how))
-    return batched.multiply(parse(triangle, b, op_a=trans, **how))
+        return batched.multiply_batched(parse(b, triangle, op_b=trans, **how))
+    return batched.multiply_batched(parse(triangle, b, op_a=trans, **how))
 
 
 def _square(a: Any) -> Array:
@@ -136,7 +136,7 @@ def _mirror(block: Any, other: Any, lower: bool, hermitian: bool, block_id: tupl
     return other.conj() if hermitian else other
 
 
-def _triangle(block: Any, lower: bool, unit: bool, block_info: Any = None) -> Any:
+def _chunk_triangle(block: Any, lower: bool, unit: bool, block_info: Any = None) -> Any:
     (rows, _), (cols, _) = block_info[0]["array-location"]
     offset: int = rows - cols
     if not unit:
