@@ -270,6 +270,16 @@ def test_a_shared_operand_makes_it_one_run(client, shared):
     assert explain(x, y, result_amax=True).runs == 6
 
 
+def test_plain_tasks_may_be_asked_for_where_the_configuration_names_an_engine(client):
+    x = da.ones((4, 8, 8), chunks=(2, 8, 8))
+    with dask.config.set({"distmm.engine": "numpy", "distmm.method": "allgather"}):
+        d = matmul(x, x, batch="items")
+        assert is_items(d)
+        assert (d.compute() == 8).all()
+        with pytest.raises(PlanError, match="engine='numpy'"):
+            matmul(x, x, batch="items", engine="numpy")
+
+
 def test_the_cost_model_chooses(client):
     small = da.ones((256, 64, 64), chunks=(32, 64, 64))
     made = explain(small, small)

@@ -135,11 +135,14 @@ class Request:
 
     @property
     def demands(self) -> list[str]:
-        """The options that only collective runs can meet, as text."""
-        found = [f"{name}={value!r}" for name, value in (("method", self.method), ("engine", self.engine))]
-        found = [text for text in found if not text.endswith("='auto'")]
-        found += [f"workers={self.workers!r}"] * (self.workers is not None)
-        found += [f"distributions={self.distributions!r}"] * any(self.distributions)
+        """The options that only collective runs can meet, as text; for plain tasks those of the call itself alone."""
+        if self.batch == "items":
+            found = list(self.named)
+        else:
+            found = [f"{name}={value!r}" for name, value in (("method", self.method), ("engine", self.engine))]
+            found = [text for text in found if not text.endswith("='auto'")]
+            found += [f"workers={self.workers!r}"] * (self.workers is not None)
+            found += [f"distributions={self.distributions!r}"] * any(self.distributions)
         return found + [f"compute_type={self.compute_type!r}"] * (self.compute_type is not None)
 
     def without_dropped(self, d: da.Array) -> da.Array:
