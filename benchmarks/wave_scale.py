@@ -23,8 +23,8 @@ from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.graph.waves import WavesLayer, build_waves
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
+from dask_distmm.runtime.chunk_tasks import pack_tasks
 from dask_distmm.runtime.keys import barrier_key
-from dask_distmm.runtime.sources import pack_tasks
 from dask_distmm.tools.bench import environment
 
 _ROWS, _COLS, _LIMIT = 1000, 500, 4 * 2**30

@@ -46,7 +46,7 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     """Pull from the next GPUs, all workers at the same time; return GB/s of this one."""
     import cupy
 
-    from dask_distmm.engines.gpu.kernels import copy_rectangles
+    from dask_distmm.engines.gpu.copy_kernels import copy_rectangles
     from dask_distmm.engines.peer.memory import Mappings
     from dask_distmm.engines.peer.offers import Allocation
     from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
@@ -135,7 +135,7 @@ def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str
     import cupy
 
     from benchmarks.gpu.batch import Batch
-    from dask_distmm.engines.gpu.kernels import copy_rectangles
+    from dask_distmm.engines.gpu.copy_kernels import copy_rectangles
     from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
     from dask_distmm.layout.rectangles import Span
 

@@ -9,7 +9,7 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.cublasmp.shuffle import Route, Shuffle
-from dask_distmm.engines.gpu.kernels import Launch, copy_rectangles
+from dask_distmm.engines.gpu.copy_kernels import Launch, copy_rectangles
 from dask_distmm.layout.rectangles import Span, Table
 
 if TYPE_CHECKING:

@@ -2,8 +2,9 @@
 
 `memory` exports and maps device memory, `offers` and `offering` describe it to others, and `remote` is the memory of
 others as one rank sees it. `schedule` and `schedule_builder` have the order of a rank's work, `buffers`, `loads`,
-`products` and `multiplication` do it, and `ahead` begins it before the vote. `sources` and `pulls` make and issue
-copies, `result` has the chunks of D, `job` is one participant's side of a run, and `trace` notes times.
+`products` and `multiplication` do it, and `ahead` begins it before the vote. `readable` and `pulls` make and issue
+copies, `result` has the chunks of D, which `downloads` copies to host memory, `job` is one participant's side of a run,
+and `trace` notes times.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.factor.outputs import TRIANGLES, needs_copy, output_part
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.peer.factor_panels import COLUMNS, EXTRAS, RESULTS, PulledPanels, flag_of, offered_by
 from dask_distmm.engines.peer.offering import add, add_flags
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Expected, Offer
-from dask_distmm.engines.peer.panels import COLUMNS, EXTRAS, RESULTS, PulledPanels, flag_of, offered_by
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.layout.redistribute import Copy

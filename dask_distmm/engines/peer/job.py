@@ -34,10 +34,10 @@ from dask_distmm.engines.peer.multiplication import Multiplication
 from dask_distmm.engines.peer.offering import make_offer
 from dask_distmm.engines.peer.offers import Expected
 from dask_distmm.engines.peer.products import Gemms
+from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import Result
 from dask_distmm.engines.peer.schedule_builder import make_schedule
-from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.planning import Plan

@@ -18,9 +18,9 @@ from dask_distmm.engines.peer.ahead import Ahead, Captured, Work, at_hand, captu
 from dask_distmm.engines.peer.downloads import Downloads
 from dask_distmm.engines.peer.loads import Loads
 from dask_distmm.engines.peer.products import Gemms
+from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.result import Result
 from dask_distmm.engines.peer.schedule import Product, ScheduleStep
-from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.planning.peer.block_schedule import PANELS
 

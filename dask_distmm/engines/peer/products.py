@@ -9,9 +9,9 @@ from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Sha
 from dask_distmm.engines.peer.ahead import Work
 from dask_distmm.engines.peer.buffers import OperandBuffers
 from dask_distmm.engines.peer.pulls import span_of
+from dask_distmm.engines.peer.readable import DeviceView, moved
 from dask_distmm.engines.peer.result import Result
 from dask_distmm.engines.peer.schedule import Product
-from dask_distmm.engines.peer.sources import DeviceView, moved
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.peer.block_schedule import extent_multiple
 from dask_distmm.planning.plan import Rect

@@ -10,7 +10,7 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.gpu.kernels import Launch, copy_rectangles
+from dask_distmm.engines.gpu.copy_kernels import Launch, copy_rectangles
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.layout.rectangles import (
     DST,

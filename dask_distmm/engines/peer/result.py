@@ -13,8 +13,8 @@ from dask_distmm.engines.base import ResultKey
 from dask_distmm.engines.gpu.finishing import Finishing
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.pulls import CopyBatch, Rectangle, make_copies, span_of, table_of
+from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.schedule import merged
-from dask_distmm.engines.peer.sources import Sources
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.layout.rectangles import Span, Table
 from dask_distmm.planning import Plan

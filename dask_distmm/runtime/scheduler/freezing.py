@@ -17,6 +17,7 @@ from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem,
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.problem import goes_on
+from dask_distmm.runtime.chunk_tasks import by_ranks, pack_tasks
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Run
 from dask_distmm.runtime.scheduler.barriers import Barrier
@@ -24,7 +25,6 @@ from dask_distmm.runtime.scheduler.holders import Holders
 from dask_distmm.runtime.scheduler.rank_groups import RankGroups
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.scheduler.voting import raise_if_ended
-from dask_distmm.runtime.sources import by_ranks, pack_tasks
 
 if TYPE_CHECKING:
     from distributed import Scheduler

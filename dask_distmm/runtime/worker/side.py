@@ -37,12 +37,12 @@ from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError
 from dask_distmm.planning import ENGINES, Placement, plan_from_wire
 from dask_distmm.runtime import messages
+from dask_distmm.runtime.chunk_tasks import SourceError, unpack_tasks
 from dask_distmm.runtime.chunks import check_chunks, other_orders, ready_event
 from dask_distmm.runtime.history import History
 from dask_distmm.runtime.messages import NAME, Aborted, Delivery, Done, Vote
 from dask_distmm.runtime.replicas import ReplicaStore
 from dask_distmm.runtime.run import summarize
-from dask_distmm.runtime.sources import SourceError, unpack_tasks
 from dask_distmm.runtime.transfers import DaskComm, address_of
 from dask_distmm.runtime.wire import Reply, answering, listening, post
 from dask_distmm.runtime.worker.chunk_store import ChunkStore
