@@ -34,7 +34,9 @@ class Downloads:
 
     def __init__(self, result: Result, steps: Sequence[ScheduleStep], stream: cp.cuda.Stream) -> None:
         self._type, self._stream = result.plan.problem.dtype, stream
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download")
+        # A thread begins with the first GPU that the process sees.
+        use = cp.cuda.Device().use
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download", initializer=use)
         self._begun: dict[int, Future[NDArray[Any]]] = {}
         # By the number of a step the chunks that no later step multiplies into.
         self._after: dict[int, list[tuple[int, Any]]] = collections.defaultdict(list)
