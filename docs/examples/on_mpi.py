@@ -7,8 +7,9 @@ workers.
 from __future__ import annotations
 
 import argparse
+import atexit
 
-from dask_mpi import initialize
+from dask_mpi import initialize, send_close_signal
 from distributed import Client
 from product import multiply
 
@@ -29,8 +30,14 @@ def main() -> None:
     )
     from mpi4py import MPI
 
-    with Client() as client:
-        multiply(client, MPI.COMM_WORLD.Get_size() - 2)
+    # dask-mpi ends the cluster when the interpreter ends, by a client of its own, whose thread Python 3.12 and later
+    # refuse to start then: end it here.
+    atexit.unregister(send_close_signal)
+    try:
+        with Client() as client:
+            multiply(client, MPI.COMM_WORLD.Get_size() - 2)
+    finally:
+        send_close_signal()
 
 
 if __name__ == "__main__":
