@@ -67,8 +67,10 @@ def test_an_error_comes_where_the_chunk_is_used_and_the_rest_is_not_made():
 def test_arrays_that_ranks_can_make(tmp_path):
     stored = da.from_zarr(zarr.create_array(str(tmp_path / "x.zarr"), data=np.ones((60, 6)), chunks=(5, 6)))
     generated = da.random.default_rng(1).random((60, 6), chunks=(5, 6))
-    for array in (stored, generated, stored.map_blocks(np.sin) + 1):
+    row = np.linspace(1, 2, 6)
+    for array in (stored, generated, stored.map_blocks(np.sin) + 1, generated * row, (stored - 1) * row):
         assert can_be_made(array)
     here = da.from_array(np.ones((60_000, 6)), chunks=(20_000, 6))
-    for array in (stored - stored.mean(axis=0), generated.rechunk((7, 6)), here, generated + stored):
+    split = generated.rechunk((5, 3))
+    for array in (stored - stored.mean(axis=0), generated.rechunk((7, 6)), split, here, stored[::-1] + stored):
         assert not can_be_made(array)

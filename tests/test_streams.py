@@ -12,7 +12,7 @@ from dask.local import get_sync
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.graph.streams import opened, stream
+from dask_distmm.graph.streams import opened, self_contained, stream
 
 
 def gates(count):
@@ -99,3 +99,20 @@ def test_what_is_fixed_is_used_as_it_is():
     assert all(task.dependencies == {"x"} for task in made.tasks.values())
     assert len(made.tasks) == 2
     assert not stream(upstream, [["z"]], [0], gates(1), "t").tasks
+
+
+def test_a_chain_is_one_task_that_makes_a_chunk():
+    array = (normal() - 1) * np.linspace(1, 2, 6)
+    upstream, keys = graph_of(array)
+    made = self_contained(upstream, keys)
+    assert list(made) == keys
+    expected = get_sync(dict(array.dask), keys)
+    for task, chunk in zip(made.values(), expected, strict=True):
+        assert not task.dependencies
+        np.testing.assert_array_equal(task(), chunk)
+
+
+def test_chunks_that_share_a_task_are_no_chains():
+    upstream = {"x": Task("x", int), "y": Task("y", abs, TaskRef("x")), "z": Task("z", abs, TaskRef("x"))}
+    assert self_contained(upstream, ["y"]) is not None
+    assert self_contained(upstream, ["y", "z"]) is None

@@ -45,28 +45,51 @@ class Streams:
 
 
 def self_contained(upstream: Mapping[Key, GraphNode], keys: Iterable[Key]) -> dict[Key, Task] | None:
-    """Return the tasks that make chunks, if each needs the result of no other task and is small; else None.
+    """Return tasks that make chunks from their sources, each a chain of tasks that no other chunk needs; else None.
 
     Parameters
     ----------
     upstream
-        The tasks that make the chunks, fused.
+        The tasks that lead to the chunks.
     keys
         The keys of the chunks.
     """
     found: dict[Key, Task] = {}
+    taken: set[Key] = set()
     for key in keys:
+        chain = _chain(upstream, key)
+        if chain is None or not taken.isdisjoint(chain.keys()):
+            return None
+        # What is no task, as an open store, is for all chunks.
+        taken.update(name for name, node in list(chain.items())[1:] if isinstance(node, Task))
+        last = next(iter(chain.values()))
+        found[key] = Task.fuse(*chain.values(), key=last.key) if len(chain) > 1 else last
+    return found
+
+
+def _chain(upstream: Mapping[Key, GraphNode], key: Key) -> dict[Key, Any] | None:
+    """Return the task that makes a chunk, the one that it needs, and so on; with small data beside them.
+
+    None where a task needs several others, or what is not in the graph: they would all be in memory at once.
+    """
+    found: dict[Key, GraphNode] = {}
+    while True:
         task = upstream.get(key)
         while isinstance(task, Alias):
             task = upstream.get(task.target)
         if not isinstance(task, Task):
             return None
-        # Such as an open store.
-        needed = [upstream.get(dependency) for dependency in task.dependencies]
-        if not all(isinstance(one, DataNode) for one in needed) or any(map(_has_data, (task, *needed))):
+        needed = {name: upstream.get(name) for name in task.dependencies}
+        others = [name for name, node in needed.items() if not isinstance(node, DataNode)]
+        data = {name: node for name, node in needed.items() if isinstance(node, DataNode)}
+        if len(others) > 1 or any(map(_has_data, (task, *data.values()))):
             return None
-        found[key] = Task.fuse(*needed, task, key=task.key) if needed else task
-    return found
+        found |= {task.key: task} | data
+        if not others:
+            return found
+        (key,) = others
+        if not isinstance(upstream.get(key), Task):
+            return None
 
 
 def _has_data(node: Any) -> bool:

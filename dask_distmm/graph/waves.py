@@ -256,7 +256,7 @@ def _needed(tasks: Mapping[Any, GraphNode], keys: Collection[Any]) -> dict[Any, 
 
 
 def can_be_made(*arrays: Any) -> bool:
-    """Whether ranks can make all chunks of lazy Dask arrays: each of them by one task that needs no other."""
+    """Whether ranks can make all chunks of lazy Dask arrays: each of them by a chain of tasks of its own."""
     keys = [key for array in arrays for key in flatten(array.__dask_keys__())]
     return _tasks_of(HighLevelGraph.merge(*(array.dask for array in arrays)), keys) is not None
 
