@@ -169,5 +169,7 @@ class Computation:
         raise NotImplementedError
 
     def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types."""
-        return {"kind": self.kind, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+        """As a dict of plain types; what follows from the rest is not in it."""
+        derived = {field.name for field in dataclasses.fields(self) if not field.init}  # type: ignore[arg-type]
+        every = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return {"kind": self.kind, **{name: value for name, value in every.items() if name not in derived}}

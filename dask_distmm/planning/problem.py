@@ -103,6 +103,12 @@ class Problem(Computation):
         The operand, ``"a"`` or ``"b"``, that every worker is to keep whole after the run; empty for none.
     by_ranks
         Whether ranks make the chunks of A and of B themselves when they need them; none is in memory before.
+
+    Attributes
+    ----------
+    m, n, k
+        Rows of A and D; columns of B and D; length of the contraction. Fields, as they are asked for thousands of
+        times while a scheme of waves is chosen, and a sum over a million chunks takes milliseconds.
     """
 
     kind: ClassVar[str] = "product"
@@ -132,29 +138,20 @@ class Problem(Computation):
     stationary: bool = False
     gathered: str = ""
     by_ranks: tuple[bool, bool] = (False, False)
+    m: int = dataclasses.field(init=False, repr=False, compare=False)
+    n: int = dataclasses.field(init=False, repr=False, compare=False)
+    k: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if sum(self.a_chunks[1]) != sum(self.b_chunks[0]):
-            raise PlanError(f"A has {sum(self.a_chunks[1])} columns, B {sum(self.b_chunks[0])} rows: they must agree")
-        for axis, size in enumerate((self.m, self.n)):
+        (m, k), (b_rows, n) = (tuple(map(sum, chunks)) for chunks in (self.a_chunks, self.b_chunks))
+        if k != b_rows:
+            raise PlanError(f"A has {k} columns, B {b_rows} rows: they must agree")
+        for axis, size in enumerate((m, n)):
             if sum(self.out_chunks[axis]) != size:
                 text = f"out_chunks[{axis}] adds up to {sum(self.out_chunks[axis])}, the result's shape says {size}"
                 raise PlanError(f"{text}: give chunk sizes that add up to it")
-
-    @property
-    def m(self) -> int:
-        """Rows of A and D."""
-        return sum(self.a_chunks[0])
-
-    @property
-    def n(self) -> int:
-        """Columns of B and D."""
-        return sum(self.b_chunks[1])
-
-    @property
-    def k(self) -> int:
-        """Length of the contraction."""
-        return sum(self.a_chunks[1])
+        for name, value in (("m", m), ("n", n), ("k", k)):
+            object.__setattr__(self, name, value)
 
     @property
     def flops(self) -> float:
