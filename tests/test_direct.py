@@ -15,7 +15,7 @@ import pytest
 from dask._task_spec import convert_legacy_graph
 from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker, wait
 from distributed.scheduler import TaskState, WorkerState, validate_state
-from run_events import events
+from run_events import events, events_after, newest_run
 
 from dask_distmm import EngineError, explain, matmul
 from dask_distmm._version import TESTED_DASK
@@ -172,9 +172,9 @@ def test_chunks_that_are_there_are_not_made_again(validated):
     d = matmul(x, y)
     top = d.blocks[0].persist()
     wait(top)
-    before = len(events(validated, "start"))
+    before = newest_run(validated)
     assert_product(a, b, d.compute())
-    after = [event["flops"] for event in events(validated, "start")[before:]]
+    after = [event["flops"] for event in events_after(validated, before, "start")]
     assert sum(after) <= 2 * 60 * 50 * 40
     validated.run_on_scheduler(check_state)
 
@@ -209,11 +209,11 @@ def test_a_lost_chunk_comes_back(validated):
             dask_scheduler.remove_replica(ts, ws) if ts.who_has and ws in ts.who_has else None
         dask_scheduler.transitions({key: "released"}, "test-lose")
 
-    before = len(events(validated, "start"))
+    before = newest_run(validated)
     validated.run_on_scheduler(lose)
     wait(d)
     assert_product(a, b, d.compute())
-    (start,) = events(validated, "start")[before:]
+    (start,) = events_after(validated, before, "start")
     assert start["flops"] < 2 * 60 * 50 * 40
     validated.run_on_scheduler(check_state)
 
@@ -312,9 +312,9 @@ def test_where_the_user_lets_it_run(validated):
 
 
 def test_the_first_of_several_by_priority(validated):
-    before = len(events(validated, "start"))
+    before = newest_run(validated)
     products = [matmul(*matrices()[2:]) for _ in range(6)]
     futures = [validated.compute(d, priority=number) for number, d in enumerate(products)]
     wait(futures)
-    names = [event["name"] for event in events(validated, "start")[before:]]
+    names = [event["name"] for event in events_after(validated, before, "start")]
     assert sorted(names) == sorted(d.name for d in products)

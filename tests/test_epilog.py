@@ -9,7 +9,7 @@ import pytest
 from epilog_cases import ALL, Case
 from hypothesis import given
 from hypothesis import strategies as st
-from run_events import events
+from run_events import newest_run, runs_after
 
 import dask_distmm
 from dask_distmm import matmul
@@ -71,21 +71,17 @@ def test_a_collective_graph_without_a_cluster(client):
     case.check(*dask.compute(d, aux, scheduler="threads"))
 
 
-def runs(client):
-    return len(events(client, "done"))
-
-
 def test_one_run_makes_all_outputs(client):
     case = Case("relu_aux_bias")
     d, aux = case.run()
-    before = runs(client)
+    before = newest_run(client)
     case.check(*dask.compute(d, aux))
-    assert runs(client) == before + 1
+    assert runs_after(client, before) == 1
     case = Case("gelu_aux")
     d, aux = case.run(result_amax=True)
-    before = runs(client)
+    before = newest_run(client)
     alone = aux["gelu_aux"].compute()
-    assert runs(client) == before + 1
+    assert runs_after(client, before) == 1
     amax = aux["result_amax"].compute()
     np.testing.assert_allclose(alone, case.aux["gelu_aux"].astype(float), rtol=1e-9, atol=1e-9)
     assert amax == pytest.approx(float(abs(case.d).max()), rel=1e-9)
@@ -145,9 +141,9 @@ def test_functions_of_the_user(client, method, dtype):
     inputs = {"shift": da.from_array(shift, chunks=13), "gate": da.from_array(gate, chunks=(11, 9))}
     d = matmul(a, b, alpha=0.5, epilog=scaled_swish, epilog_inputs=inputs, method=method)
     assert d.dtype == case.kind
-    before = runs(client)
+    before = newest_run(client)
     found = d.compute()
-    assert runs(client) == before + 1
+    assert runs_after(client, before) == 1
     x = case.d.astype(np.float64)
     slope = 1.5 + abs(shift)
     bound = (case.error + 32 * case.eps) * slope + case.own * abs(scaled_swish(x, shift, gate))

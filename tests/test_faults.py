@@ -11,15 +11,10 @@ import numpy as np
 import pytest
 from distributed import wait
 from matrices import operands
-from run_events import events
+from run_events import events_after, newest_run
 
 from dask_distmm import RunFailedError, matmul
 from dask_distmm.testing import assert_product, inject
-
-
-def starts(client):
-    """Operations of all runs that were started."""
-    return [event["flops"] for event in events(client, "start")]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +67,12 @@ def test_a_worker_dies_after_the_run_with_persisted_results(fault_client):
     c = matmul(x, y, method="allgather").persist()
     wait(c)
     address = sorted({found[0] for found in fault_client.who_has(c).values()})[0]
-    before = len(starts(fault_client))
+    before = newest_run(fault_client)
     kill(fault_client, address)
     assert_product(a, b, fault_client.compute(c).result(timeout=60))
     # Only what that worker had is made again.
-    (part,) = starts(fault_client)[before:]
-    assert part < 2 * 300 * 280 * 260
+    (part,) = events_after(fault_client, before, "start")
+    assert part["flops"] < 2 * 300 * 280 * 260
 
 
 def test_an_input_is_lost_after_the_run(fault_client):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
 from matrices import fresh
-from run_events import events
+from run_events import events, events_after, newest_run
 
 import dask_distmm
 from dask_distmm import Matmul, PlanError, Slab
@@ -43,12 +43,12 @@ def test_executions_move_what_the_method_moves(client, method):
         made = mm.plan()
         assert method in ("auto", made.method)
         assert "a" in made.where
-        before = len(runs(client))
+        before = newest_run(client)
         for _ in range(3):
             d = mm.execute()
             assert d.chunks == (a.chunks[0], b.chunks[1])
             assert_product(a.compute(), b.compute(), d.compute())
-        found = runs(client)[before:]
+        found = events_after(client, before)
         # Three runs, and what arrived is what the plan says: nothing is redistributed.
         assert [event["received_bytes"] for event in found] == [made.bytes_moved] * 3
         p, q, s = made.grid
