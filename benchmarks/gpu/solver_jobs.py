@@ -212,21 +212,23 @@ class Lu(Job):
 
     def set_up(self) -> None:
         """Allocate the pivots and the right-hand side."""
-        self.b = self.part(1)
+        self.b, self.right = self.part(1), self.v
         # As many as there are local columns; more do no harm.
         self.pivots = self.cp.zeros(self.n + self._case.block, np.int64)
         n, a, b, pivots = self.n, self.a.place, self.b.place, int(self.pivots.data.ptr)
         self.calls = [Call("getrf", (n, n, *a, pivots)), Call("getrs", (_NO_TRANSPOSE, n, 1, *a, pivots, *b))]
 
     def fill(self) -> None:
-        """Make A and b = v."""
+        """Make A, and b = A v once that is known."""
         super().fill()
         if len(self.b.cols):
-            self.b.local[0] = self.v[self.b.rows]
+            self.b.local[0] = self.right[self.b.rows]
 
     def expected(self) -> Any:
-        """Return v."""
-        return self.v
+        """Return A v, which is b, too: with b = v the solution would be large, and its residual with it."""
+        self.right = super().expected()
+        self.fill()
+        return self.right
 
     def found(self) -> Any:
         """Return A x."""

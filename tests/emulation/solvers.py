@@ -85,7 +85,7 @@ def bindings(world, grid_type, matrix_type):
         return matrix.local()[1]
 
     def potrf(handle, uplo, n, a, ia, ja, da, kind, *work):
-        (matrix, _), info = x = place(a, ia, ja, da, (n, n)), check(world.handles[da], work)
+        x, info = place(a, ia, ja, da, (n, n)), check(world.handles[da], work)
 
         def factor(whole):
             assert uplo == LOWER
@@ -93,7 +93,7 @@ def bindings(world, grid_type, matrix_type):
             whole[...] = np.tril(lower) + np.triu(np.full_like(whole, np.nan), 1)
             return failed
 
-        info[0] = together("potrf", [x[0]], factor)
+        info[0] = together("potrf", [x], factor)
 
     def potrs(handle, uplo, n, nrhs, a, ia, ja, da, b, ib, jb, db, kind, *work):
         x, y, info = place(a, ia, ja, da, (n, n)), place(b, ib, jb, db, (n, nrhs)), check(world.handles[da], work)
