@@ -1,20 +1,22 @@
-"""Factorizations beside SciPy or cuSOLVER on one device, and beside stock Dask: medians of one run.
+"""Factorizations beside SciPy, or cuSOLVER and cuSOLVERMp, and beside stock Dask.
 
     python -m benchmarks.linalg [--size 4096 8192] [--kinds cholesky lu solve qr tall gram] [--repeat 3] [--out FILE]
-    python -m benchmarks.linalg --gpu --size 16384 32768 --dtype float64
+    python -m benchmarks.linalg --gpu --size 16384 32768 --repeat 2 --peers ours one_gpu cusolvermp
 
 CPUs: two worker processes of one thread; SciPy has two threads in a process of its own; stock Dask has the better one
 of 4 x 4 and 8 x 8 chunks (qr: one column of chunks, of a matrix of which all columns are one chunk). GPUs: one worker a
-GPU; cuSOLVER has one GPU, and is called through CuPy, as gemm is. ``tall`` is the QR factorization of a matrix of 16 n
-rows and n / 16 columns, Q and R. ``gram`` is X^H X, beside the product of two matrices (``product``). ``run`` is the
-time of the run itself, ``wall`` that from ``persist()`` to all results in memory.
+GPU (``ours``); cuSOLVER has one GPU (``one_gpu``), and is called through CuPy, as gemm is; cuSOLVERMp has all of them,
+one process each, and its best grid and block size (`benchmarks.gpu_peers`). Figures of ours, SciPy and Dask are
+medians, those of peers on GPUs the best. ``tall`` is the QR factorization of a matrix of 16 n rows and n / 16 columns,
+Q and R. ``gram`` is X^H X, beside the product of two matrices (``product``). ``run`` is the time of the run itself,
+``wall`` that from ``persist()`` to all results in memory. Matrices are random; that of cholesky has a large diagonal.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import functools
 import multiprocessing
 import statistics
 import time
@@ -26,9 +28,12 @@ from typing import Any
 import dask
 import dask.array as da
 import numpy as np
-from distributed import Client, LocalCluster, wait
+from distributed import Client, LocalCluster, futures_of, wait
 
 import dask_distmm
+from benchmarks import gpu_peers
+from benchmarks.gpu.devices import find_gpus
+from benchmarks.gpu.one_gpu import shape_of
 from benchmarks.revision import revision
 from dask_distmm import linalg
 from dask_distmm.tools.bench import environment
@@ -41,18 +46,20 @@ def flops(kind: str, n: int) -> float:
     return {"cholesky": 1 / 3, "lu": 2 / 3, "solve": 2 / 3, "qr": 4 / 3, "tall": 1 / 4, "gram": 1}[kind] * n**3
 
 
-def shape_of(kind: str, n: int) -> tuple[int, int]:
-    """Return rows and columns of the matrix."""
-    return (16 * n, n // 16) if kind == "tall" else (n, n)
+# Seconds that the scheduler may take to note a run that has ended.
+_NOTING = 10.0
 
 
 def block(large: int, dtype: str, kind: str, block_info: Any = None, seed: int = 0) -> Any:
-    """Return a chunk of a random matrix; one that is to be positive definite has a large diagonal."""
+    """Return a chunk of a random matrix with a number added to its diagonal."""
     where, shape = block_info[None]["array-location"], block_info[None]["chunk-shape"]
     xp = module(kind)
-    found = xp.random.default_rng([seed, where[0][0], where[1][0]]).standard_normal(shape).astype(dtype)
-    rows, cols = xp.arange(*where[0]), xp.arange(*where[1])
-    return found + (rows[:, None] == cols) * xp.asarray(large, dtype)
+    found = xp.random.default_rng([seed, where[0][0], where[1][0]]).standard_normal(shape, dtype=dtype)
+    first, last = max(where[0][0], where[1][0]), min(where[0][1], where[1][1])
+    if large and first < last:
+        both = xp.arange(first, last)
+        found[both - where[0][0], both - where[1][0]] += large
+    return found
 
 
 def module(kind: str) -> Any:
@@ -64,13 +71,23 @@ def module(kind: str) -> Any:
     return cupy
 
 
-def matrix(shape: tuple[int, int], chunks: Any, dtype: str, kind: str, seed: int) -> da.Array:
-    """Return a persisted random matrix."""
+def matrix(
+    shape: tuple[int, int], chunks: Any, dtype: str, kind: str, seed: int, *, definite: bool = False
+) -> da.Array:
+    """Return a persisted random matrix; one that is to be positive definite has a large diagonal."""
     meta = module(kind).empty((0, 0), dtype)
-    sizes = da.core.normalize_chunks(chunks, shape)
-    made = da.map_blocks(block, 2 * shape[0], dtype, kind, chunks=sizes, dtype=dtype, meta=meta, seed=seed).persist()
-    wait(made)
+    sizes, large = da.core.normalize_chunks(chunks, shape), 2 * shape[0] if definite else 0
+    made = da.map_blocks(block, large, dtype, kind, chunks=sizes, dtype=dtype, meta=meta, seed=seed).persist()
+    finished(made)
     return made
+
+
+def finished(*made: Any) -> None:
+    """Wait for persisted collections, and raise what one of their tasks has raised."""
+    wait(made)
+    for future in futures_of(made):
+        if future.status == "error":
+            raise future.exception()
 
 
 OURS: dict[str, Callable[[da.Array], Any]] = {
@@ -93,11 +110,13 @@ DASKS: dict[str, Callable[[da.Array], Any]] = {
 
 def run_seconds(client: Client, before: int) -> float:
     """Return how long the newest run took, once the scheduler has noted it."""
-    while True:
+    end = time.monotonic() + _NOTING
+    while time.monotonic() < end:
         found = [event for _, event in client.get_events("distmm") if event["action"] == "done"]
         if len(found) > before:
             return float(found[-1]["seconds"])
         time.sleep(0.01)
+    raise TimeoutError("the scheduler has noted no run: Dask's own functions have computed this")
 
 
 def runs(client: Client) -> int:
@@ -109,7 +128,7 @@ def taken(call: Callable[[da.Array], Any], a: da.Array) -> float:
     """Return the seconds from the call to all results in memory."""
     started = time.perf_counter()
     made = dask.persist(call(a))
-    wait(made)
+    finished(*made)
     return time.perf_counter() - started
 
 
@@ -130,52 +149,26 @@ def scipy_seconds(n: int, dtype: str, kind: str, repeat: int) -> float:
         "gram": lambda a: a.T @ a,
     }
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
-        return _median(calls[kind], a, repeat, lambda: None)
+        return _median(calls[kind], a, repeat)
 
 
-def cusolver_seconds(n: int, dtype: str, kind: str, repeat: int) -> float:
-    """Return one GPU's median time, on a worker; of ``"gemm"``, too."""
-    import cupy as cp
-    import cupyx.scipy.linalg
-
-    a = cp.random.default_rng(0).standard_normal(shape_of(kind, n)).astype(dtype)
-    if kind == "cholesky":
-        a += 2 * n * cp.eye(n, dtype=dtype)
-    calls: dict[str, Callable[[Any], Any]] = {
-        "cholesky": cp.linalg.cholesky,
-        "lu": cupyx.scipy.linalg.lu_factor,
-        "solve": lambda a: cp.linalg.solve(a, a[:, 0]),
-        "qr": lambda a: cp.linalg.qr(a, mode="r"),
-        "tall": cp.linalg.qr,
-        "gram": lambda a: a.T @ a,
-        "gemm": lambda a: a @ a,
-    }
-    found = _median(calls[kind], a, repeat, cp.cuda.Device().synchronize)
-    del a
-    cp.get_default_memory_pool().free_all_blocks()
-    return found
-
-
-def _median(call: Callable[[Any], Any], a: Any, repeat: int, synchronize: Callable[[], Any]) -> float:
-    call(a)
-    synchronize()
+def _median(call: Callable[[Any], Any], a: Any, repeat: int) -> float:
     found = []
-    for _ in range(repeat):
+    for _ in range(repeat + 1):
         started = time.perf_counter()
         call(a)
-        synchronize()
         found.append(time.perf_counter() - started)
-    return statistics.median(found)
+    return statistics.median(found[1:])
 
 
-def measure(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the medians of one factorization."""
+def ours(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the medians of one factorization, one of matrices that are in memory."""
     count, array = len(client.scheduler_info(n_workers=-1)["workers"]), "cupy" if options.gpu else "numpy"
     rows, cols = shape_of(kind, n)
     chunks = -(-rows // count), cols if kind == "tall" else -(-cols // count)
     walls, times = [], []
     for turn in range(options.repeat + 1):
-        a = matrix((rows, cols), chunks, options.dtype, array, turn)
+        a = matrix((rows, cols), chunks, options.dtype, array, turn, definite=kind == "cholesky")
         before = runs(client)
         seconds = taken(OURS[kind], a)
         if turn:
@@ -184,21 +177,17 @@ def measure(client: Client, n: int, kind: str, options: argparse.Namespace) -> d
             times.append(seconds if kind == "tall" else run_seconds(client, before))
         del a
         time.sleep(0.2)
-    found = {"size": n, "kind": kind, "dtype": options.dtype, "wall": statistics.median(walls)}
-    found |= {"run": statistics.median(times), "gflops": flops(kind, n) / statistics.median(times) / 1e9}
+    found = {"run": statistics.median(times), "wall": statistics.median(walls)}
     if kind == "gram":
         found["product"] = product_seconds(client, n, chunks, options)
-    if options.gpu:
-        for name in (kind, "gemm"):
-            future = client.submit(cusolver_seconds, n, options.dtype, name, 2, pure=False)
-            found["one_gpu" if name == kind else "gemm"] = future.result()
-        rate = 2 * n**3 / found["gemm"]
-        found["share_of_gemm"] = flops(kind, n) / found["run"] / count / rate
-        return found
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found["scipy"] = pool.submit(scipy_seconds, n, options.dtype, kind, options.repeat).result()
-    found["dask"] = min(dask_seconds(n, kind, cut, options) for cut in (4, 8))
     return found
+
+
+def beside(n: int, kind: str, options: argparse.Namespace) -> dict[str, float]:
+    """Return the medians of SciPy, in a process of its own, and of stock Dask."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = {"scipy": pool.submit(scipy_seconds, n, options.dtype, kind, options.repeat).result()}
+    return found | {"dask": min(dask_seconds(n, kind, cut, options) for cut in (4, 8))}
 
 
 def product_seconds(client: Client, n: int, chunks: tuple[int, int], options: argparse.Namespace) -> float:
@@ -207,10 +196,11 @@ def product_seconds(client: Client, n: int, chunks: tuple[int, int], options: ar
     for turn in range(options.repeat + 1):
         a, b = (matrix((n, n), chunks, options.dtype, "cupy" if options.gpu else "numpy", turn + at) for at in (0, 1))
         before = runs(client)
-        wait((dask_distmm.matmul(a, b, op_a="T")).persist())
+        made = dask_distmm.matmul(a, b, op_a="T").persist()
+        finished(made)
         if turn:
             times.append(run_seconds(client, before))
-        del a, b
+        del a, b, made
         time.sleep(0.2)
     return statistics.median(times)
 
@@ -221,7 +211,7 @@ def dask_seconds(n: int, kind: str, cut: int, options: argparse.Namespace) -> fl
     chunks = shape[0] // cut, shape[1] if kind in ("qr", "tall") else shape[1] // cut
     found = []
     for turn in range(options.repeat + 1):
-        a = matrix(shape, chunks, options.dtype, "numpy", turn)
+        a = matrix(shape, chunks, options.dtype, "numpy", turn, definite=kind == "cholesky")
         seconds = taken(DASKS[kind], a)
         if turn:
             found.append(seconds)
@@ -249,23 +239,23 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs="+", default=[4096])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3, help="of ours, SciPy and Dask, after one that does not count")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--out", type=Path)
+    gpu_peers.add_options(parser)
     options = parser.parse_args()
-    results = []
-    with cluster(options.gpu) as client:
+    software = environment.software("numpy", "scipy", "dask", "distributed", "dask_distmm", *gpu_peers.DISTRIBUTIONS)
+    about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
+    if options.gpu:
+        names, gpu = find_gpus()
+        results = gpu_peers.Results(options, about | {"gpus": len(names), "gpu": gpu}, flops, len(names))
+        gpu_peers.measure(options, results, lambda: cluster(True), functools.partial(ours, options=options))
+        return
+    results = gpu_peers.Results(options, about, flops)
+    with cluster(False) as client:
         for n in options.size:
             for kind in options.kinds:
-                found = measure(client, n, kind, options)
-                results.append(found)
-                texts = [f"{name} {value:.4g}" for name, value in found.items() if isinstance(value, float)]
-                print(kind, n, options.dtype, *texts, flush=True)
-    if options.out is not None:
-        software = environment.software("numpy", "scipy", "dask", "distributed", "dask_distmm")
-        about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
-        report = {"about": about, "results": results}
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+                results.add(kind, n, "ours", ours(client, n, kind, options) | beside(n, kind, options))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
     python -m benchmarks.spectral [--size 2048 4096] [--kinds eigh svd ...] [--method auto] [--repeat 3] [--out FILE]
     python -m benchmarks.spectral --kinds compressed --rows 1000000 --columns 1000
-    python -m benchmarks.spectral --gpu --size 8192 16384
+    python -m benchmarks.spectral --gpu --size 8192 16384 --repeat 2 --peers ours one_gpu cusolvermp
 
 CPUs: two worker processes of one thread; SciPy and scikit-learn have two threads in a process of their own. GPUs: one
-worker a GPU; cuSOLVER has one GPU, and is called through CuPy. ``wall`` is the time from ``persist()`` to all results
-in memory; matrices are in memory before. All matrices are random.
+worker a GPU (``ours``); cuSOLVER has one GPU (``one_gpu``), and is called through CuPy; cuSOLVERMp has all of them, one
+process each, and its best grid and block size (`benchmarks.gpu_peers`); of these two the best time counts. ``wall`` is
+the time from ``persist()`` to all results in memory; matrices are in memory before. All matrices are random.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import multiprocessing
 import statistics
 import time
@@ -26,7 +26,9 @@ import dask.array as da
 import numpy as np
 from distributed import Client, wait
 
-from benchmarks.linalg import cluster, matrix, module, taken
+from benchmarks import gpu_peers
+from benchmarks.gpu.devices import find_gpus
+from benchmarks.linalg import cluster, matrix, taken
 from benchmarks.revision import revision
 from dask_distmm import linalg
 from dask_distmm.tools.bench import environment
@@ -44,31 +46,23 @@ OURS: dict[str, Callable[..., Any]] = {
 }
 
 
-def on_one(n: int, kind: str, dtype: str, repeat: int, gpu: bool) -> float:
-    """Return the median time of LAPACK with two threads in this process, or of cuSOLVER on the worker's GPU."""
+def by_scipy(n: int, kind: str, dtype: str, repeat: int) -> float:
+    """Return the median time of LAPACK with two threads in this process."""
     import scipy.linalg
     import threadpoolctl
 
-    xp = module("cupy" if gpu else "numpy")
-
-    def polar(a: Any) -> Any:
-        u, s, vh = xp.linalg.svd(a)
-        return u @ vh, (vh.T * s) @ vh
-
     calls: dict[str, Callable[[Any], Any]] = {
-        "eigh": xp.linalg.eigh,
-        "eigvalsh": xp.linalg.eigvalsh,
-        "svd": xp.linalg.svd if gpu else scipy.linalg.svd,
-        "svdvals": lambda a: xp.linalg.svd(a, compute_uv=False),
-        "polar": polar if gpu else scipy.linalg.polar,
+        "eigh": np.linalg.eigh,
+        "eigvalsh": np.linalg.eigvalsh,
+        "svd": scipy.linalg.svd,
+        "svdvals": lambda a: np.linalg.svd(a, compute_uv=False),
+        "polar": scipy.linalg.polar,
     }
-    a = xp.random.default_rng(0).standard_normal((n, n)).astype(dtype)
+    a = np.random.default_rng(0).standard_normal((n, n)).astype(dtype)
 
     def timed() -> float:
         started = time.perf_counter()
         calls[kind](a)
-        if gpu:
-            xp.cuda.Device().synchronize()
         return time.perf_counter() - started
 
     with threadpoolctl.threadpool_limits(2, user_api="blas"):
@@ -96,24 +90,21 @@ def apart(call: Callable[..., float], *arguments: Any) -> float:
         return pool.submit(call, *arguments).result()
 
 
-def square(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the medians of one decomposition of square matrices."""
+def ours(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the median of one decomposition of square matrices."""
     count, walls = len(client.scheduler_info(n_workers=-1)["workers"]), []
     for turn in range(options.repeat + 1):
         a = matrix((n, n), -(-n // count), options.dtype, "cupy" if options.gpu else "numpy", turn)
         seconds = taken(lambda a: OURS[kind](a, method=options.method), a)
         walls += [seconds] * bool(turn)
         del a
-    found = {"size": n, "kind": kind, "dtype": options.dtype, "method": options.method}
-    arguments = n, kind, options.dtype, options.repeat, options.gpu
-    alone = client.submit(on_one, *arguments, pure=False).result() if options.gpu else apart(on_one, *arguments)
-    return found | {"wall": statistics.median(walls), "alone": alone}
+    return {"method": options.method, "wall": statistics.median(walls)}
 
 
 def compressed(options: argparse.Namespace) -> dict[str, Any]:
     """Return the medians of the randomized SVD of a tall matrix, in chunks of rows."""
     calls = {"wall": linalg.svd_compressed, "dask": da.linalg.svd_compressed}
-    found: dict[str, Any] = {"kind": "compressed", "rows": options.rows, "columns": options.columns}
+    found: dict[str, Any] = {"rows": options.rows, "columns": options.columns}
     with cluster(gpu=False):
         shape, chunks = (options.rows, options.columns), (-(-options.rows // 16), options.columns)
         a = da.random.default_rng(0).standard_normal(shape, chunks=chunks).persist()
@@ -138,27 +129,29 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--gpu", action="store_true", help="without compressed")
     parser.add_argument("--out", type=Path)
+    gpu_peers.add_options(parser)
     options = parser.parse_args()
-    results = []
-
-    def note(found: dict[str, Any]) -> None:
-        results.append(found)
-        print(*(f"{name} {value:.4g}" if isinstance(value, float) else value for name, value in found.items()))
-
-    squares = [
+    own = ("numpy", "scipy", "scikit-learn", "dask", "distributed", "dask_distmm")
+    software = environment.software(*own, *gpu_peers.DISTRIBUTIONS)
+    about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
+    with_compressed = "compressed" in options.kinds
+    options.kinds = [
         kind for kind in options.kinds if kind != "compressed" and (kind != "eigh" or options.method != "columns")
     ]
-    if squares:
-        with cluster(options.gpu) as client:
+    if options.gpu:
+        names, gpu = find_gpus()
+        results = gpu_peers.Results(options, about | {"gpus": len(names), "gpu": gpu}, count=len(names))
+        gpu_peers.measure(options, results, lambda: cluster(True), functools.partial(ours, options=options))
+        return
+    results = gpu_peers.Results(options, about)
+    if options.kinds:
+        with cluster(False) as client:
             for n in options.size:
-                for kind in squares:
-                    note(square(client, n, kind, options))
-    if "compressed" in options.kinds and not options.gpu:
-        note(compressed(options))
-    if options.out is not None:
-        software = environment.software("numpy", "scipy", "scikit-learn", "dask", "distributed", "dask_distmm")
-        about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
-        options.out.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+                for kind in options.kinds:
+                    alone = {"alone": apart(by_scipy, n, kind, options.dtype, options.repeat)}
+                    results.add(kind, n, "ours", ours(client, n, kind, options) | alone)
+    if with_compressed:
+        results.add("compressed", options.rows, "ours", compressed(options))
 
 
 if __name__ == "__main__":

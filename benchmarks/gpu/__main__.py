@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,17 +16,11 @@ from typing import Any
 
 from benchmarks.gpu import report
 from benchmarks.gpu.cases import CLUSTER, ENGINES, PEERS, VARIANTS, Case, cases, scaling, sweep
+from benchmarks.gpu.devices import QUIET, find_gpus
 from benchmarks.gpu.team import NO_TIME, Crew, Team, describe, in_rounds
 from benchmarks.revision import revision
 from dask_distmm.tools.bench import environment
 
-# NVLink multicast stays off: on a shared host it can take all GPUs out of service.
-QUIET = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "CUBLASMP_DISABLE_MULTICAST": "1",
-}
 DISTRIBUTIONS = (
     *("numpy", "dask", "distributed", "dask_distmm", "dask-cuda", "distributed-ucxx-cu13", "ucxx-cu13", "rmm-cu13"),
     *("cupy-cuda13x", "nvmath-python", "nccl4py", "nvidia-cublasmp-cu13", "nvidia-nccl-cu13", "nvidia-cublas"),
@@ -69,26 +62,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if min(options.repeat, options.rounds, *options.sizes, *options.chunks, *options.counts) < 1:
         parser.error("--repeat, --rounds, --sizes, --chunks and --counts must be positive")
     return options
-
-
-def find_gpus() -> tuple[list[str], dict[str, Any]]:
-    """Return what CUDA_VISIBLE_DEVICES calls the GPUs, and what they are; this process stays clear of CUDA."""
-    fields = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        answer = ""
-    found = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.strip()]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(found) or len(list(Path("/dev").glob("nvidia[0-9]*")))
-    names = visible.split(",") if visible else [str(number) for number in range(count)]
-    return names, dict(zip(fields, found[0], strict=False)) if found else {}
 
 
 class Benchmark:

@@ -34,7 +34,7 @@ class Member(Protocol):
 
     info: dict[str, Any]
 
-    def measure(self, case: Case) -> dict[str, Any]:
+    def measure(self, case: Any) -> dict[str, Any]:
         """Return the seconds of each repetition and what else there is to say."""
 
     def healthy(self) -> bool:
@@ -116,7 +116,7 @@ class Team:
             raise
         self.info: dict[str, Any] = answers[0]
 
-    def ask(self, case: Case, timeout: float) -> tuple[dict[str, Any], bool]:
+    def ask(self, case: Any, timeout: float) -> tuple[dict[str, Any], bool]:
         """Return what was measured, the slowest rank in each repetition; and whether the team can go on."""
         for pipe in self._pipes:
             pipe.send(case)
@@ -191,8 +191,8 @@ class Crew:
         self._hopeless = ""
         self._ended: list[tuple[str, str]] = []
 
-    def ask(self, case: Case) -> dict[str, Any]:
-        """Return what was measured, or the failure."""
+    def ask(self, case: Any) -> dict[str, Any]:
+        """Return what was measured, or the failure, of a frozen dataclass with `peer`, `variant` and `deadline`."""
         if time.time() >= self._end:
             return {"failure": NO_TIME}
         if self._ended.count((case.peer, case.variant)) >= _MOST_ENDS:

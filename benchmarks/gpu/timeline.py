@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--chunks", nargs="+", default=[SLABS], help="or 4x4, 16x16 and so on")
     add("--method", default="auto")
     options = parser.parse_args(arguments)
-    from benchmarks.gpu.__main__ import find_gpus
     from benchmarks.gpu.clusters import Cluster
+    from benchmarks.gpu.devices import find_gpus
 
     devices = find_gpus()[0][: options.gpus]
     setup = {"gpus": options.gpus, "devices": devices, "protocol": "tcp", "rmm_pool_size": None}

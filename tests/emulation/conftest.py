@@ -150,6 +150,12 @@ def _small_pinned_buffers(monkeypatch):
 
 
 @pytest.fixture
+def forget():
+    yield
+    _forget()
+
+
+@pytest.fixture
 def make(monkeypatch):
     def make(host=False, shares_memory=True):
         world = devices.install(monkeypatch, shares_memory)

@@ -19,6 +19,7 @@ from queue import Queue
 import ml_dtypes
 import numpy as np
 import shared
+import solvers
 
 from dask_distmm.layout import numroc
 
@@ -320,6 +321,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
             stream, lambda: ctypes.memset(pointer, value, size)
         ),
         getDevice=lambda: 0,
+        getDeviceProperties=lambda number: {"name": b"stand-in"},
         deviceGetPCIBusId=lambda number: world.devices[number],
         deviceCanAccessPeer=lambda mine, other: int(world.devices[other] in world.reached),
         **(memory.runtime(CUDARuntimeError) if memory is not None else {}),
@@ -334,7 +336,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         runtime=runtime,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         get_elapsed_time=lambda first, last: 0.5,
-        Device=lambda: types.SimpleNamespace(
+        Device=lambda number=0: types.SimpleNamespace(
             compute_capability=world.compute_capability, use=lambda: memory is None or memory.make_current()
         ),
         alloc=lambda size: Pointer(np.empty(size, np.uint8).__array_interface__["data"][0]),
@@ -720,7 +722,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         matrix_layout_destroy=lambda number: world.handles.pop(number),
         matmul=lt_matmul,
     )
-    module("nvmath.bindings", cublas=blas, cublasLt=lt, cublasMp=mp)
+    module("nvmath.bindings", cublas=blas, cublasLt=lt, cublasMp=mp, cusolverMp=solvers.bindings(world, Grid, Matrix))
     module("nvmath", bindings=sys.modules["nvmath.bindings"])
     for name in [name for name in sys.modules if name.startswith(OVER_LIBRARIES)]:
         monkeypatch.delitem(sys.modules, name)
