@@ -92,10 +92,9 @@ class SharedExecution(Execution):
     def _cholesky(self, shared: Shared, a: Matrix, b: Matrix | None) -> None:
         n = a.shape[1]
         info = shared.solver("potrf", LOWER, n, a)
-        diagonal = self._diagonal()
-        if info or not (diagonal.real > 0).all():
-            # NaN is not above 0 either.
-            raise MatrixError(indefinite(info or 1 + int(np.argmin(diagonal.real > 0))))
+        wrong = self._diagonal().real <= 0
+        if info or wrong.any():
+            raise MatrixError(indefinite(info or 1 + int(np.argmax(wrong))))
         if b is not None:
             shared.solver("potrs", LOWER, n, b.shape[1], a, b)
 

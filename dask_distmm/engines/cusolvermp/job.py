@@ -64,7 +64,7 @@ class CusolverMpJob(GpuFactorJob):
         ready: Sequence[Any],
         engine: CusolverMpState,
     ) -> None:
-        super().__init__(plan, me, chunks, comm, progress, engine.solver(), ready, engine.stream)
+        super().__init__(plan, me, chunks, comm, progress, ready, engine)
         self._state, self._shared = engine, len(plan.ranks) > 1
         least = share(way_of(plan.problem.task), len(plan.ranks))
         self._entry = CollectiveEntry(plan, self.rank, comm, self.ended, least)

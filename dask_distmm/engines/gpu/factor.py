@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import cupy as cp
 import numpy as np
@@ -18,17 +18,30 @@ from dask_distmm.planning.factor.placement import FactorPlacement
 __all__ = ["GpuFactorJob"]
 
 
+class SolverState(Protocol):
+    """What an engine keeps between factorizations."""
+
+    @property
+    def stream(self) -> cp.cuda.Stream:
+        """The stream of the work."""
+        ...
+
+    def solver(self) -> Kernels:
+        """Return the kernels, on that stream."""
+        ...
+
+
 class GpuFactorJob(FactorJob):
     """One participant's side of a factorization on a GPU: chunks are there, and results are made there.
 
     Parameters
     ----------
-    plan, me, chunks, comm, progress, kernels
+    plan, me, chunks, comm, progress
         As `FactorJob` takes them.
     ready
         CUDA events after which the chunks are complete.
-    stream
-        The stream of the work.
+    state
+        What the engine keeps between runs: the stream of the work, and kernels.
     """
 
     def __init__(
@@ -38,12 +51,11 @@ class GpuFactorJob(FactorJob):
         chunks: Mapping[ChunkKey, Any],
         comm: Comm,
         progress: Callable[[float], None],
-        kernels: Kernels,
         ready: Sequence[Any],
-        stream: cp.cuda.Stream,
+        state: SolverState,
     ) -> None:
-        super().__init__(plan, me, chunks, comm, progress, kernels)
-        self._ready, self._stream = ready, stream
+        super().__init__(plan, me, chunks, comm, progress, state.solver())
+        self._ready, self._stream = ready, state.stream
 
     def _upload(self) -> None:
         """Bring the chunks to the device, in the type that is computed in."""

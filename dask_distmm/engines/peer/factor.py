@@ -58,7 +58,7 @@ class PeerFactorJob(GpuFactorJob):
         ready: Sequence[Any],
         state: PeerState,
     ) -> None:
-        super().__init__(plan, me, chunks, comm, progress, state.solver(), ready, state.stream)
+        super().__init__(plan, me, chunks, comm, progress, ready, state)
         self._state = state
         self._streams: tuple[cp.cuda.Stream, ...] = state.solver().streams
         self._address = plan.participants[me].address
