@@ -171,6 +171,22 @@ def test_persisted_operands_and_parts(inproc_client):
     assert_product(a @ b, b.T, again.compute())
 
 
+def test_a_graph_that_comes_before_the_plugin():
+    """Barriers run as ordinary tasks until the plugin is there; loads that wait for an idle worker go on."""
+    for _ in range(3):
+        with (
+            LocalCluster(
+                n_workers=4, threads_per_worker=1, processes=False, dashboard_address=None, memory_limit=0
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            rng = np.random.default_rng()
+            a, b = rng.standard_normal((6000, 60)), rng.standard_normal((60, 50))
+            kept = client.persist(da.from_array(b, chunks=30))
+            wait(kept)
+            assert_product(a, b, in_waves(lazy(a, 300), kept, "rows", (True, False)).compute())
+
+
 @pytest.mark.parametrize("by_ranks", [False, True])
 def test_without_a_cluster(tmp_path, by_ranks):
     rng = np.random.default_rng(9)
@@ -331,4 +347,28 @@ def test_larger_than_memory(small_cluster, tmp_path):
             matmul(x.T, x)
         with dask.config.set({"distmm.waves.mode": "maybe"}), pytest.raises(dask_distmm.PlanError, match="'off'"):
             matmul(x.T, x)
+        assert_nothing_left(client)
+
+
+def test_persisted_operands_that_dask_has_spilled(tmp_path):
+    """They are read back for their waves; nothing is killed, and neither operand is whole in memory."""
+    limits = {"distributed.worker.memory.target": 0.2, "distributed.worker.memory.monitor-interval": "50ms"}
+    with (
+        dask.config.set(limits),
+        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit="600MiB", dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        pids = client.run(process_id)
+        a, b = client.persist([da.random.default_rng(seed).random((5600, 5600), chunks=700) for seed in (1, 2)])
+        wait([a, b])
+        assert sum(client.run(spilled).values()) > 0
+        shown = dask_distmm.explain(a, b)
+        assert shown.method == "waves"
+        assert shown.scheme.streamed == (True, True)
+        da.to_zarr(matmul(a, b), str(tmp_path / "d.zarr"))
+        v = np.random.default_rng().standard_normal(5600)
+        found = da.from_zarr(str(tmp_path / "d.zarr"))
+        bound = 16 * np.finfo(float).eps * (a @ (b @ abs(v)))
+        assert (abs(found @ v - a @ (b @ v)) <= bound).all().compute()
+        assert client.run(process_id) == pids
         assert_nothing_left(client)

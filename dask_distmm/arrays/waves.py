@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -111,11 +112,18 @@ def _scheme(request: Request, problem: Problem, client: Client, budget: Budget) 
     if known is None:
         return None
     lazy_a, lazy_b = (where is None for where in known.placed)
+    can_a = lazy_a and can_be_made(arrays[0])
+    can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1])
+    given = problem, known.workers
     try:
-        can_a = lazy_a and can_be_made(arrays[0])
-        can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1])
-        lazy, can = (lazy_a, lazy_b), (can_a, can_b)
-        return choose_scheme(problem, known.workers, lazy, budget, dask_costs(), engine=known.engines, by_ranks=can)
+        return choose_scheme(
+            *given, (lazy_a, lazy_b), budget, dask_costs(), engine=known.engines, by_ranks=(can_a, can_b)
+        )
     except (PlanError, ProjectedMemoryError) as error:
-        request.logger.info("%s", error)
-        return None
+        reason = error
+    if not (lazy_a and lazy_b):
+        # Results that have no room in memory are on disk: Dask reads back those of a wave, and spills others for them.
+        with contextlib.suppress(PlanError, ProjectedMemoryError):
+            return choose_scheme(*given, (True, True), budget, dask_costs(), engine=known.engines)
+    request.logger.info("%s", reason)
+    return None

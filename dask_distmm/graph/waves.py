@@ -141,13 +141,14 @@ class WavesLayer(TasksLayer):
         streams = stream(upstream, streamed, self._visits(), gates, token, lambda task: isinstance(task, RunTask))
         found: dict[Any, GraphNode] = dict(streams.tasks)
         for number, (one, problem) in enumerate(self.waves):
-            inputs = []
+            inputs, loads = [], False
             for operand in problem.inputs:
                 keys = self._inputs(number, operand)
                 names = streams.names[number] if one.is_streamed(operand) else {}
+                loads |= any(names.get(key, key) != key for key in keys)
                 inputs.append(List(*(TaskRef(names.get(key, key)) for key in keys)))
             # Where nothing is loaded the runs themselves wait.
-            found.update(self._run_of(number, inputs, behind=not any(one.scheme.streamed)))
+            found.update(self._run_of(number, inputs, behind=not loads))
         return found | self._missing(found, upstream)
 
     def _missing(self, found: Mapping[Any, GraphNode], upstream: Mapping[Any, GraphNode]) -> dict[Any, GraphNode]:

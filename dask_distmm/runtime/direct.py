@@ -49,6 +49,8 @@ __all__ = [
     "park",
     "refresh",
     "restrict_workers",
+    "start_queued",
+    "unqueue",
 ]
 
 # An address that no worker has.
@@ -65,6 +67,7 @@ _CALLED = {
         "valid_workers": ("ts",),
         "worker_send": ("worker", "msg"),
         "request_acquire_replicas": ("addr", "keys", "stimulus_id"),
+        "stimulus_queue_slots_maybe_opened": ("stimulus_id",),
     },
     "worker": {"update_data": ("data", "stimulus_id"), "handle_stimulus": ("stims",)},
 }
@@ -115,6 +118,17 @@ def park(ts: TaskState) -> None:
     ts.worker_restrictions = {_NOWHERE}
     ts.host_restrictions = ts.resource_restrictions = None
     ts.loose_restrictions = False
+
+
+def unqueue(scheduler: Scheduler, tasks: Sequence[TaskState], stimulus_id: str) -> None:
+    """Take parked tasks out of the queue of tasks that wait for an idle worker: no worker may run them."""
+    queued = {ts.key: "released" for ts in tasks if ts.state == "queued"}
+    scheduler.transitions(queued, stimulus_id)
+
+
+def start_queued(scheduler: Scheduler, stimulus_id: str) -> None:
+    """Have idle workers run queued tasks. Dask itself does not look after a task that has asked to be rescheduled."""
+    scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
 
 
 def refresh(scheduler: Scheduler, ts: TaskState) -> None:

@@ -14,10 +14,11 @@ know what the other one has. So with UCX others get copies, in memory that is ne
 from __future__ import annotations
 
 import collections
+import functools
 import importlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import cupy as cp
@@ -33,6 +34,9 @@ __all__ = ["Exporter", "Mappings", "close_quietly", "maps_for_itself"]
 
 # Allocations of one exporter that stay mapped between runs; the least recently used leave.
 _MOST_MAPPED = 1024
+# Of the device's memory, the share of what is free and kept for the next run, and of what stays mapped between runs,
+# which its owner can't give back to the device: this many times smaller, each.
+_SHARE = 8
 # The driver's blocks.
 _BLOCK_BYTES = 2**21
 _Attribute = driver.CUpointer_attribute
@@ -56,9 +60,9 @@ class Exporter:
         self._pool = cp.cuda.MemoryPool(_allocate)
 
     def begin(self, address: str, most: int) -> None:
-        """Begin a run on the worker of this address; free what is kept beyond `most` bytes."""
+        """Begin a run on the worker of this address; free what is kept beyond `most` bytes, or a share of the device."""
         self.own_memory_only = maps_for_itself(address)
-        if self._pool.free_bytes() > most:
+        if self._pool.free_bytes() > min(most, _device_bytes() // _SHARE):
             self.free()
 
     def free(self) -> None:
@@ -115,8 +119,22 @@ class Exporter:
 
 
 def _allocate(size: int) -> Any:
-    """Return memory for a pool. The driver cuts smaller allocations, anybody's, out of blocks that it maps as one."""
-    return cp.cuda.MemoryPointer(cp.cuda.Memory(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES), 0)
+    """Return memory for a pool. The driver cuts smaller allocations, anybody's, out of blocks that it maps as one.
+
+    CuPy's own pool keeps what is freed, and knows nothing of this one: it has to give that back where none is left.
+    """
+    size = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+    try:
+        return cp.cuda.MemoryPointer(cp.cuda.Memory(size), 0)
+    except cp.cuda.runtime.CUDARuntimeError:
+        cp.get_default_memory_pool().free_all_blocks()
+    return cp.cuda.MemoryPointer(cp.cuda.Memory(size), 0)
+
+
+@functools.cache
+def _device_bytes() -> int:
+    """Return the bytes of the device."""
+    return int(cp.cuda.runtime.memGetInfo()[1])
 
 
 def maps_for_itself(address: str) -> bool:
@@ -145,6 +163,7 @@ class Mappings:
 
     def __init__(self) -> None:
         self._mapped: dict[bytes, collections.OrderedDict[int, int]] = {}
+        self._sizes: dict[int, int] = {}
         self._groups: dict[bytes, set[int]] = {}
 
     def __len__(self) -> int:
@@ -162,7 +181,8 @@ class Mappings:
         mapped = self._mapped.setdefault(process, collections.OrderedDict())
         if allocation.buffer_id not in mapped:
             try:
-                mapped[allocation.buffer_id] = int(cp.cuda.runtime.ipcOpenMemHandle(allocation.handle))
+                address = mapped[allocation.buffer_id] = int(cp.cuda.runtime.ipcOpenMemHandle(allocation.handle))
+                self._sizes[address] = allocation.size
             except cp.cuda.runtime.CUDARuntimeError as error:
                 raise EngineError(
                     f"memory of another GPU can't be mapped ({error}): the processes must share a host, its IPC "
@@ -182,14 +202,21 @@ class Mappings:
         """Note that a run of a group reads a process' memory; close what that process no longer has."""
         mapped, kept = self._mapped.setdefault(process, collections.OrderedDict()), set(alive)
         for buffer_id in [number for number in mapped if number not in kept]:
-            close_quietly(mapped.pop(buffer_id))
+            self._close(mapped.pop(buffer_id))
         self._groups.setdefault(process, set()).add(group)
 
     def trim(self) -> None:
-        """Close what is too much, when no run uses any of it."""
+        """Close what is too much, when no run uses any of it: too many of a process, or too large a share of memory."""
         for mapped in self._mapped.values():
-            while len(mapped) > _MOST_MAPPED:
-                close_quietly(mapped.popitem(last=False)[1])
+            while len(mapped) > _MOST_MAPPED or (mapped and self._bytes(mapped) > _device_bytes() // _SHARE):
+                self._close(mapped.popitem(last=False)[1])
+
+    def _bytes(self, mapped: Mapping[int, int]) -> int:
+        return sum(self._sizes[address] for address in mapped.values())
+
+    def _close(self, address: int) -> None:
+        del self._sizes[address]
+        close_quietly(address)
 
     def release(self, group: int) -> None:
         """Close what no other group reads."""
@@ -197,8 +224,8 @@ class Mappings:
             groups.discard(group)
             if not groups:
                 del self._groups[process]
-                for pointer in self._mapped.pop(process, {}).values():
-                    close_quietly(pointer)
+                for address in self._mapped.pop(process, {}).values():
+                    self._close(address)
 
 
 def close_quietly(pointer: int) -> None:

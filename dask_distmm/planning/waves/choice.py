@@ -81,7 +81,8 @@ def choose_scheme(
     workers
         Those that can be ranks.
     lazy
-        For A and B whether its chunks are still to be made: others are in memory, and stay there.
+        For A and B whether its chunks come for a wave and go after it: they are still to be made, or Dask reads them
+        back from disk. Others are in memory, and stay there.
     budget
         The memory that may be used.
     costs

@@ -19,6 +19,8 @@ __all__ = ["Gates"]
 _AHEAD = ("waiting", "no-worker", "processing", "queued")
 # Tasks in these states begin or end without any further wave.
 _AT_WORK = ("processing", "queued")
+# A gate in these states can be closed.
+_NOT_BEGUN = ("released", "waiting", "no-worker", "queued")
 # How often parked gates are kept from Dask's ``no-workers-timeout`` (seconds).
 _REFRESH = 0.5
 
@@ -50,14 +52,17 @@ class Gates:
         return len(self._closed)
 
     def close(self, keys: Iterable[Any]) -> None:
-        """Park those of new tasks that are gates; called before they make their first transitions."""
+        """Park those tasks that are gates and have not begun."""
         found = [key for key in keys if gate_barrier(key) is not None]
+        parked: list[TaskState] = []
         for key in found:
             ts = self._scheduler.tasks.get(key)
-            if ts is not None and ts.run_spec is not None and ts.state in ("released", "waiting", "no-worker"):
+            if ts is not None and ts.run_spec is not None and ts.state in _NOT_BEGUN:
                 direct.park(ts)
                 self._closed.add(key)
                 self._look_soon(key)
+                parked.append(ts)
+        direct.unqueue(self._scheduler, parked, "distmm-gates-close")
         if found and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.ensure_future(self._refresh())
 

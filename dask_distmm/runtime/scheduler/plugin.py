@@ -203,6 +203,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for barrier in sorted(parked, key=lambda barrier: barrier.ts.priority):
             if barrier.parked and (barrier.task is None or barrier.task.done()):
                 barrier.task = asyncio.ensure_future(self.coordinator.drive(barrier))
+        direct.start_queued(self.scheduler, "distmm-parked")
 
     def _look(self, barrier: Barrier) -> None:
         """End the run of a barrier that is over."""
