@@ -15,7 +15,8 @@ from dask_distmm.runtime.messages import Description
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.testing import make_problem
 
-GPUS = {"peer": {"cuda": "13000"}, "cublasmp": {"nccl": "2.30.7"}, "numpy": {"numpy": "2"}}
+GPUS = {name: {"nccl": "2.30.7"} for name in ("cublasmp", "cusolvermp")}
+GPUS |= {"peer": {"cuda": "13000"}, "numpy": {"numpy": "2"}}
 
 
 def roster(*said):
@@ -47,8 +48,8 @@ def cpu():
     return gpu(0) | {"engines": {"peer": missing, "cublasmp": missing, "numpy": {"numpy": "2"}}, "links": {}}
 
 
-def choose(found, engine="auto", array="cupy", wanted=None, dtype="float32"):
-    engines, workers = asyncio.run(found.choose(Demand(engine, array, (dtype,) * 3, wanted)))
+def choose(found, engine="auto", array="cupy", wanted=None, dtype="float32", kind="product"):
+    engines, workers = asyncio.run(found.choose(Demand(engine, array, (dtype,) * 3, wanted, kind=kind)))
     return engines, [worker.address for worker in workers]
 
 
@@ -76,6 +77,36 @@ def test_others_do_not_and_asking_for_it_says_why(said, reason):
     with pytest.raises(EngineError, match=f"engine 'peer' is for GPUs of one host.*{reason}.*workers="):
         choose(roster(*said), "peer")
     assert choose(roster(*said), "peer", wanted=("w0",)) == (("peer",), ["w0"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("array", ["cupy", "numpy"])
+def test_factorizations_of_one_host_and_of_several(array, dtype):
+    asked = {"array": array, "dtype": dtype, "kind": "factorization"}
+    assert choose(roster(gpu(0), gpu(1)), **asked) == (("peer", "cusolvermp"), ["w0", "w1"])
+    apart = roster(gpu(0), gpu(1, host="other"))
+    assert choose(apart, **asked) == (("cusolvermp",), ["w0", "w1"])
+    assert choose(apart, "cusolvermp", **asked) == (("cusolvermp",), ["w0", "w1"])
+    with pytest.raises(EngineError, match=r"w0 is on host 'h', w1 on 'other'. Use engine='cusolvermp', or name"):
+        choose(apart, "peer", **asked)
+    with pytest.raises(MissingEngineError, match="no engine multiplies"):
+        choose(apart, "cusolvermp", array=array, dtype=dtype)
+    lacking = GPUS | {"cusolvermp": {"error": "no cuSOLVERMp"}}
+    without = roster(gpu(0, engines=lacking), gpu(1, host="other", engines=lacking))
+    if array == "cupy":
+        with pytest.raises(EngineError, match=r"for GPUs of one host.*engine='cusolvermp'"):
+            choose(without, **asked)
+    else:
+        assert choose(without, **asked) == (("numpy",), ["w0", "w1"])
+
+
+def test_matrices_do_not_leave_a_host_where_encryption_is_required():
+    found = roster(gpu(0), gpu(1, host="other"))
+    found._scheduler.security.require_encryption = True
+    with pytest.raises(EngineError, match=r"engine 'cusolvermp' would send matrices between the hosts"):
+        choose(found, kind="factorization")
+    demand = Demand("auto", "cupy", ("float64",) * 3, None, plaintext_nccl=True, kind="factorization")
+    assert asyncio.run(found.choose(demand))[0] == ("cusolvermp",)
 
 
 def test_an_engine_that_more_workers_have_is_taken():

@@ -42,9 +42,9 @@ ORDER = [
     "__main__",
 ]
 PURE = {"errors", "layout", "numeric", "planning", "typing", "engines", "show"}
-ON_GPUS = {"cublasmp", "gpu", "peer"}
+ON_GPUS = {"cublasmp", "cusolvermp", "gpu", "peer"}
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
-ENGINES = {"numpy", "peer", "cublasmp"}
+ENGINES = {"numpy", "peer", "cublasmp", "cusolvermp"}
 
 TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 

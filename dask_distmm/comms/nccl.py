@@ -12,7 +12,10 @@ import nccl.core as nccl
 import numpy as np
 from nccl.bindings import nccl as bindings
 
-__all__ = ["NcclComm", "make_unique_id", "nccl_version"]
+__all__ = ["LEAST_NCCL", "NcclComm", "make_unique_id", "nccl_version"]
+
+# Older ones hang over InfiniBand between hosts.
+LEAST_NCCL = (2, 30, 7)
 
 # The longest text (bytes) that a rank can tell the others when they agree on going on.
 _MESSAGE_BYTES = 512

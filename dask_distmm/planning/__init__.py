@@ -10,6 +10,7 @@ rank needs, `replicas` keeps all of D or of an operand everywhere, `many` plans 
 from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.computation_kinds import plan_computation, plan_from_wire, problem_from_wire
 from dask_distmm.planning.cublasmp.abilities import CUBLASMP
+from dask_distmm.planning.cusolvermp.abilities import CUSOLVERMP
 from dask_distmm.planning.demand import Demand, Worker
 from dask_distmm.planning.display import Explanation
 from dask_distmm.planning.engines import ENGINES, Abilities, register
@@ -55,5 +56,5 @@ __all__ = [
 ]
 
 # In the order in which they are preferred: GPUs that read each other's memory, other GPUs, CPUs.
-for _abilities in (PEER, CUBLASMP, NUMPY):
+for _abilities in (PEER, CUBLASMP, CUSOLVERMP, NUMPY):
     register(_abilities)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from dask_distmm.errors import ProtocolError
+from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.factor.computation import FactorProblem
@@ -65,8 +66,15 @@ def plan_computation(
     engine: Sequence[str],
     sources: Sequence[Worker] = (),
 ) -> Placement:
-    """Choose how a computation of any kind runs, quickly; parameters and errors are those of `planner.plan`."""
-    if isinstance(problem, FactorProblem):
-        return plan_factorization(problem, roster, where, engine=engine[0], sources=sources)
-    assert isinstance(problem, Problem)
-    return plan(problem, roster, where, engine=engine, sources=sources, quickly=True)
+    """Choose how a computation of any kind runs, quickly; parameters and errors are those of `planner.plan`.
+
+    A factorization is for the first engine that can run it in the memory that there is.
+    """
+    if isinstance(problem, Problem):
+        return plan(problem, roster, where, engine=engine, sources=sources, quickly=True)
+    assert isinstance(problem, FactorProblem)
+    *first, last = engine
+    for name in first:
+        with contextlib.suppress(PlanError, ProjectedMemoryError):
+            return plan_factorization(problem, roster, where, engine=name, sources=sources)
+    return plan_factorization(problem, roster, where, engine=last, sources=sources)

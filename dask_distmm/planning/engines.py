@@ -37,6 +37,14 @@ class Abilities:
         The least and the most columns of a block of a factorization.
     carries
         Whether ranks of a factorization can hand on a right-hand side (`planning.factor.phases`).
+    decomposes
+        Returns whether its ranks compute a spectral decomposition (`Factorization`) together; otherwise one does.
+    share
+        Returns the share of a product's rate at which a factorization (``"cholesky"``, ``"lu"``, ``"qr"``, ``""`` for
+        triangular systems, ``"eigh"``, ``"svd"``, ``"values"``) runs on so many ranks; 0 for that of CPUs.
+    workspace
+        Returns the elements that its library holds on a rank beside the matrices of a `FactorPlan`, if it is
+        `collective`.
     on_gpus
         Whether it works in the memory of GPUs.
     reads_peers
@@ -94,6 +102,9 @@ class Abilities:
     computes: frozenset[str] = frozenset(["product"])
     widths: tuple[int, int] = (32, 256)
     carries: bool = False
+    decomposes: Callable[[Any], bool] = lambda task: False
+    share: Callable[[str, int], float] = lambda way, ranks: 0.0
+    workspace: Callable[[Any, int], int] = lambda work, rank: 0
     on_gpus: bool = False
     reads_peers: bool = False
     collective: bool = False
@@ -142,6 +153,10 @@ def abilities_of(names: Sequence[str]) -> list[Abilities]:
 
 
 def engine_alone(array: str, kind: str = "product") -> str:
-    """Return the name of the engine for chunks of a kind where there is no cluster to choose by: it needs no peers."""
+    """Return the name of the engine for chunks of a kind where there is no cluster to choose by: it needs no peers.
+
+    Factorizations by one process need none of the libraries that several share.
+    """
     found = [one for one in ENGINES.values() if one.on_gpus == (array == "cupy") and kind in one.computes]
-    return next((one.name for one in reversed(found) if one.collective), found[0].name)
+    shared = [one.name for one in found if one.collective and "product" in one.computes]
+    return shared[-1] if shared else found[0].name

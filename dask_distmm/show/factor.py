@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dask.utils import format_bytes, format_time
 
+from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.factor.placement import FactorPlacement
 
 __all__ = ["factor_text"]
@@ -14,9 +15,16 @@ _WHAT = {
 }
 
 
+def _method(plan: FactorPlacement) -> str:
+    if plan.work.collective:
+        return f"block columns are dealt out to the workers, which compute together by {ENGINES[plan.engine].library}"
+    return _WHAT[plan.method]
+
+
 def factor_text(plan: FactorPlacement) -> str:
     """Return the text of a plan."""
     problem, work = plan.problem, plan.work
+    blocks = sum(matrix.count for matrix in work.columns.matrices)
     matrices = [
         f"  {name.upper():10}{sum(rows)} x {sum(cols)} {problem.task.dtype}, {len(rows)} x {len(cols)} chunks"
         for name, (rows, cols) in zip(problem.operands, problem.chunks, strict=True)
@@ -29,8 +37,8 @@ def factor_text(plan: FactorPlacement) -> str:
         f"Plan: {problem.task.kind} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
         *matrices,
         f"  makes     {outputs}",
-        f"  method    {_WHAT[plan.method]}",
-        *([] if problem.task.spectral else [f"  blocks    {work.columns.count} of up to {plan.width} columns"]),
+        f"  method    {_method(plan)}",
+        *([f"  blocks    {blocks} of up to {plan.width} columns"] if work.phases or work.collective else []),
         f"  work      {problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers",
     ]
     if plan.projected_bytes:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import shared
 
+from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.planning import METHODS, Plan
 from dask_distmm.planning import gemm_sizes as extents
 from dask_distmm.testing import conformance
@@ -29,7 +30,7 @@ class Ranks:
         self.module, self.host, self.engines, self.jobs = module, host, {}, []
 
     def job(self, plan, me, chunks, comm, progress):
-        engine = self.engines.setdefault(me, self.module.CublasMpEngine())
+        engine = self.engines.get(me) or self.engines.setdefault(me, self.module.CublasMpEngine())
         plan = dataclasses.replace(plan, group=hash(plan.workers) % 1000 + 1)
         chunks = {key: chunk if self.host else chunk.view(devices.ndarray) for key, chunk in chunks.items()}
         self.jobs.append(engine.job(plan, me, chunks, comm, progress))
@@ -51,6 +52,22 @@ class Ranks:
                 assert not [job for job in made if job() is not None]
         finally:
             gc.enable()
+
+
+class SolverRanks(Ranks):
+    """The engine of factorizations that all ranks compute together, with LAPACK for what one computes alone."""
+
+    name = "cusolvermp"
+
+    def __init__(self, module, host, kernels):
+        super().__init__(module, host)
+        self.kernels = kernels
+
+    def job(self, plan, me, chunks, comm, progress):
+        if me not in self.engines:
+            self.engines[me] = self.module.CusolverMpEngine()
+            self.engines[me]._solver = self.kernels
+        return super().job(plan, me, chunks, comm, progress)
 
 
 class AsProcess:
@@ -162,6 +179,17 @@ def make(monkeypatch):
         engine = importlib.import_module("dask_distmm.engines.cublasmp.engine")
         _small_pinned_buffers(monkeypatch)
         return Ranks(engine, host), world
+
+    yield make
+    _forget()
+
+
+@pytest.fixture
+def make_solvers(monkeypatch):
+    def make(host=False):
+        world = devices.install(monkeypatch)
+        engine = importlib.import_module("dask_distmm.engines.cusolvermp.engine")
+        return SolverRanks(engine, host, LapackKernels()), world
 
     yield make
     _forget()

@@ -25,7 +25,8 @@ from dask_distmm.layout import numroc
 
 _TIMEOUT = 30
 # Modules that import the libraries, or those that do.
-OVER_LIBRARIES = tuple(f"dask_distmm.{x}" for x in ("engines.cublasmp", "engines.gpu", "engines.peer", "comms.nccl"))
+_ENGINES = ("cublasmp", "cusolvermp", "gpu", "peer")
+OVER_LIBRARIES = ("dask_distmm.comms.nccl", *(f"dask_distmm.engines.{name}" for name in _ENGINES))
 _SIZES = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long long": 8, "uint4": 16}
 EPILOGUES = {"ALLREDUCE": 1, "RELU": 2, "GELU": 3, "BIAS": 4, "RELU_BIAS": 5, "GELU_BIAS": 6}
 LT_EPILOGUES = {"RELU": 2, "GELU": 32, "BIAS": 4, "RELU_BIAS": 6, "GELU_BIAS": 36}
@@ -85,7 +86,7 @@ def zeros(shape, dtype=float, order="C"):
 
 
 class Stream:
-    ptr = 7
+    ptr, done = 7, True
 
     def __init__(self, non_blocking=False):
         pass
@@ -722,7 +723,9 @@ def install(monkeypatch, shares_memory=True, memory=None):
         matrix_layout_destroy=lambda number: world.handles.pop(number),
         matmul=lt_matmul,
     )
-    module("nvmath.bindings", cublas=blas, cublasLt=lt, cublasMp=mp, cusolverMp=solvers.bindings(world, Grid, Matrix))
+    triangular, solver = solvers.bindings(world, Grid, Matrix)
+    mp.__dict__.update(triangular)
+    module("nvmath.bindings", cublas=blas, cublasLt=lt, cublasMp=mp, cusolverMp=solver)
     module("nvmath", bindings=sys.modules["nvmath.bindings"])
     for name in [name for name in sys.modules if name.startswith(OVER_LIBRARIES)]:
         monkeypatch.delitem(sys.modules, name)

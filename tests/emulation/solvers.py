@@ -18,7 +18,7 @@ LOWER = 0
 
 
 def bindings(world, grid_type, matrix_type):
-    """Return the stand-in of ``nvmath.bindings.cusolverMp``."""
+    """Return the stand-in of ``nvmath.bindings.cusolverMp``, and what cuBLASMp's has for triangular systems."""
 
     def at(pointer, dtype, count):
         """Device memory as an array."""
@@ -30,11 +30,11 @@ def bindings(world, grid_type, matrix_type):
         return 4096 - 64 * matrix.rank, 256 + 16 * matrix.rank
 
     def check(matrix, work):
-        _, device, _, host, info = work
+        _, device, _, host, *info = work
         assert device >= 4096, "the workspace is not the largest of all ranks"
         assert host >= 256 + 16 * (matrix.grid.comm.nranks - 1)
         at(work[0], np.uint8, device)[...] = 0xFF
-        return at(info, np.int32, 1)
+        return at(info[0], np.int32, 1) if info else None
 
     def together(name, matrices, work, *more):
         """Let rank 0 call ``work`` with the whole matrices; put what it has left in them, and give all its answer.
@@ -204,6 +204,23 @@ def bindings(world, grid_type, matrix_type):
         together("polar", [x, y], decompose)
         info[0] = 0
 
+    def trsm(handle, side, uplo, trans, diag, m, n, alpha, a, ia, ja, da, b, ib, jb, db, compute, *work):
+        x, y = place(a, ia, ja, da), place(b, ib, jb, db)
+        check(x[0], work)
+        assert side == 0
+        assert world.handles[handle] == "cublasMp"
+        assert at(alpha, x[0].dtype, 1)[0] == 1
+        assert compute == (68 if x[0].dtype.char in "fF" else 70)
+
+        def solve(whole, rhs):
+            triangle, kind = whole[:m, :m], "NTC"[trans]
+            with np.errstate(all="ignore"):
+                rhs[:m] = scipy.linalg.solve_triangular(
+                    triangle, rhs[:m], kind, lower=uplo == LOWER, unit_diagonal=bool(diag), check_finite=False
+                )
+
+        together("trsm", [x, y], solve)
+
     # Which argument describes the first matrix.
     routines = {
         **{"potrf": (potrf, 6), "potrs": (potrs, 7), "getrf": (getrf, 6), "getrs": (getrs, 7), "geqrf": (geqrf, 6)},
@@ -215,7 +232,8 @@ def bindings(world, grid_type, matrix_type):
 
     found = {name: routine for name, (routine, _) in routines.items()}
     found |= {f"{name}_buffer_size": buffer_size(which) for name, (_, which) in routines.items()}
-    return types.SimpleNamespace(
+    triangular = {"trsm": trsm, "trsm_buffer_size": buffer_size(11)}
+    return triangular, types.SimpleNamespace(
         GridMapping=types.SimpleNamespace(COL_MAJOR=0, ROW_MAJOR=1),
         create=lambda device, stream: world.keep("handle", "cusolverMp"),
         destroy=lambda handle: world.drop("handle", handle),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.engines.cublasmp.gate import Gate
+from dask_distmm.engines.gpu.gate import Gate
 from dask_distmm.engines.watchdog import EXIT_STUCK, Watchdog
 from dask_distmm.runtime.scheduler.rank_groups import RankGroups
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,8 +18,16 @@ from gpu_products import N, check, on_gpus, random
 from run_events import events
 
 import dask_distmm
+from dask_distmm import linalg
 from dask_distmm.errors import RunFailedError
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import (
+    assert_cholesky,
+    assert_eigh,
+    assert_nothing_left,
+    assert_product,
+    assert_qr,
+    assert_solution,
+)
 
 # Faults and memory pools with as many ranks, where there are as many GPUs.
 COUNTS = (2, 4)
@@ -261,10 +270,9 @@ def test_workspaces_are_freed_on_demand(start):
         check(client, method="allgather")
 
 
-@pytest.mark.engines("cublasmp")
-@pytest.mark.gpus(2)
-def test_hosts_without_shared_memory(tmp_path):
-    """A scheduler and workers of their own, with preload, whose GPUs see each other by sockets only."""
+@contextlib.contextmanager
+def apart(tmp_path):
+    """Yield the client of a scheduler and workers, with preload, whose GPUs see each other by sockets only."""
     from distributed import Client
 
     with socket.socket() as free:
@@ -301,15 +309,7 @@ def test_hosts_without_shared_memory(tmp_path):
             )
         with Client(f"tcp://127.0.0.1:{port}", timeout=60) as client:
             client.wait_for_workers(2, timeout=60)
-
-            def shares(dask_worker):
-                from dask_distmm.engines.base import get_engine
-
-                return [group.comm.shares_memory for group in get_engine("cublasmp").groups.values()]
-
-            for method in ("allgather", "reducescatter", "allreduce", "summa"):
-                check(client, method=method)
-            assert all(found == [False] for found in client.run(shares).values())
+            yield client
     except BaseException:
         for path in sorted(tmp_path.glob("*.log")):
             print(path.read_text()[-3000:])
@@ -322,3 +322,65 @@ def test_hosts_without_shared_memory(tmp_path):
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def shares(dask_worker, engine):
+    """Whether the ranks of each group of an engine share memory."""
+    from dask_distmm.engines.base import get_engine
+
+    return [group.comm.shares_memory for group in get_engine(engine).groups.values()]
+
+
+@pytest.mark.engines("cublasmp")
+@pytest.mark.gpus(2)
+def test_products_on_hosts_without_shared_memory(tmp_path):
+    with apart(tmp_path) as client:
+        for method in ("allgather", "reducescatter", "allreduce", "summa"):
+            check(client, method=method)
+        assert all(found == [False] for found in client.run(shares, engine="cublasmp").values())
+
+
+@pytest.mark.engines("auto")
+@pytest.mark.gpus(2)
+def test_factorizations_on_hosts_without_shared_memory(tmp_path):
+    n = 900
+    a, b = random((n, n)), random((n, 7))
+    s = a @ a.T + n * np.eye(n)
+    with apart(tmp_path) as client:
+        shared = {"method": "columns"}
+        low = client.compute(linalg.cholesky(on_gpus(s, 200), lower=True, **shared), sync=True).get()
+        assert_cholesky(s, low)
+        x = client.compute(linalg.solve(on_gpus(a, 300), on_gpus(b, 300), **shared), sync=True).get()
+        assert_solution(a, x, b)
+        q, r = (client.compute(one, sync=True).get() for one in client.persist(linalg.qr(on_gpus(a, 300), **shared)))
+        assert_qr(a, q, r)
+        w, v = (client.compute(one, sync=True).get() for one in client.persist(linalg.eigh(on_gpus(s, 300), **shared)))
+        assert_eigh(s, w, v)
+        x = client.compute(linalg.solve_triangular(on_gpus(s, 300), on_gpus(b, 300), **shared), sync=True).get()
+        assert_solution(np.triu(s), x, b)
+        assert {event["engine"] for event in events(client, "start")} == {"cusolvermp"}
+        assert all(found == [False] for found in client.run(shares, engine="cusolvermp").values())
+        assert_nothing_left(client)
+
+
+@pytest.mark.engines("cusolvermp")
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("point", ["exchange", "solver"])
+def test_a_rank_killed_while_all_factorize(start, nworkers, point):
+    """The others wait for it in the library: their processes end themselves, and Dask begins again."""
+    from dask_distmm.testing import inject
+
+    quick = {"distmm.timeouts.grace": "3s", "distributed.deploy.lost-worker-timeout": "1h"}
+    s = random((900, 900))
+    s = s @ s.T + 900 * np.eye(900)
+    with dask.config.set(quick), start(nworkers, "tcp") as client:
+        victim = sorted(client.nthreads())[0]
+        for turn in range(2):
+            if not turn:
+                client.run(inject, point, "kill", workers=[victim])
+            began = time.monotonic()
+            found = client.compute(linalg.cholesky(on_gpus(s, 300), lower=True, method="columns"), sync=True).get()
+            assert time.monotonic() - began < 90
+            assert_cholesky(s, found)
+            client.wait_for_workers(nworkers, timeout=30)
+        assert_nothing_left(client)

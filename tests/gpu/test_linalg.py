@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -13,8 +12,12 @@ import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.testing import assert_eigh, assert_nothing_left, assert_svd
 
-pytestmark = pytest.mark.engines("peer")
+pytestmark = pytest.mark.engines("peer", "cusolvermp")
+# Of steps that are products, too, or of what one GPU computes alone.
+on_one_host = pytest.mark.engines("peer")
 COUNTS = range(1, 5)
+# All workers take part: by itself a matrix of this size goes to one.
+SHARED = {"method": "columns"}
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 # LAPACK's TESTING takes 30.
 GATE = 30
@@ -45,7 +48,7 @@ def test_cholesky(clusters, nworkers, dtype, n, lower):
     client, _ = clusters(nworkers)
     s = positive(np.random.default_rng(), n, dtype)
     before = finished(client)
-    found = computed(client, linalg.cholesky(on_gpus(s), lower=lower))
+    found = computed(client, linalg.cholesky(on_gpus(s), lower=lower, **SHARED))
     assert len(finished(client) - before) == 1
     low = found if lower else found.conj().T
     assert not np.triu(low, 1).any()
@@ -58,7 +61,7 @@ def test_cholesky(clusters, nworkers, dtype, n, lower):
 def test_lu(clusters, nworkers, dtype, shape):
     client, _ = clusters(nworkers)
     a = noise(np.random.default_rng(), shape, dtype)
-    p, low, up = (computed(client, x) for x in client.persist(linalg.lu(on_gpus(a), p_indices=True)))
+    p, low, up = (computed(client, x) for x in client.persist(linalg.lu(on_gpus(a), p_indices=True, **SHARED)))
     assert sorted(p.tolist()) == list(range(shape[0]))
     # Of complex numbers LAPACK takes the one of largest |real| + |imaginary|.
     assert abs(low).max() <= (2**0.5 if np.dtype(dtype).kind == "c" else 1) + 1e-6
@@ -72,10 +75,10 @@ def test_qr(clusters, nworkers, dtype, shape, mode):
     client, _ = clusters(nworkers)
     a = noise(np.random.default_rng(), shape, dtype)
     if mode == "r":
-        r = computed(client, linalg.qr(on_gpus(a), mode=mode))
+        r = computed(client, linalg.qr(on_gpus(a), mode=mode, **SHARED))
         assert residual(r.conj().T @ r, a.conj().T @ a, norm(a) ** 2, max(shape)) < GATE
         return
-    q, r = (computed(client, x) for x in client.persist(linalg.qr(on_gpus(a), mode=mode)))
+    q, r = (computed(client, x) for x in client.persist(linalg.qr(on_gpus(a), mode=mode, **SHARED)))
     assert residual(q @ r, a, norm(a), max(shape)) < GATE
     assert residual(q.conj().T @ q, np.eye(q.shape[1], dtype=dtype), 1, max(shape)) < GATE
     assert not np.tril(r, -1).any()
@@ -90,7 +93,7 @@ def test_solve(clusters, nworkers, dtype, assume_a, nrhs):
     n = 350
     a = positive(rng, n, dtype) if assume_a == "pos" else noise(rng, (n, n), dtype)
     b = noise(rng, (n, nrhs) if nrhs else (n,), dtype)
-    x = computed(client, linalg.solve(on_gpus(a), on_gpus(b), assume_a=assume_a))
+    x = computed(client, linalg.solve(on_gpus(a), on_gpus(b), assume_a=assume_a, **SHARED))
     assert x.shape == b.shape
     error = a.astype(np.complex128) @ x - b
     eps = np.finfo(dtype).eps
@@ -101,24 +104,25 @@ def test_other_results(clusters, nworkers):
     client, _ = clusters(nworkers)
     rng = np.random.default_rng()
     a, tall, b = noise(rng, (210, 210), "float64"), noise(rng, (400, 90), "float64"), noise(rng, (400, 7), "float64")
-    sign, logarithm = (computed(client, x) for x in client.persist(linalg.slogdet(on_gpus(a))))
+    sign, logarithm = (computed(client, x) for x in client.persist(linalg.slogdet(on_gpus(a), **SHARED)))
     expected = np.linalg.slogdet(a)
     assert sign == expected[0]
     np.testing.assert_allclose(logarithm, expected[1], rtol=1e-12)
-    inverse = computed(client, linalg.inv(on_gpus(a)))
+    inverse = computed(client, linalg.inv(on_gpus(a), **SHARED))
     assert residual(inverse @ a, np.eye(210), norm(a) * norm(inverse), 210) < GATE
-    x, residuals, rank, _ = linalg.lstsq(on_gpus(tall), on_gpus(b))
+    x, residuals, rank, _ = linalg.lstsq(on_gpus(tall), on_gpus(b), **SHARED)
     expected = np.linalg.lstsq(tall, b, rcond=None)
     np.testing.assert_allclose(computed(client, x), expected[0], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(computed(client, residuals), expected[1], rtol=1e-9)
     assert rank == 90
-    np.testing.assert_allclose(computed(client, linalg.pinv(on_gpus(tall))), np.linalg.pinv(tall), atol=1e-12)
-    factor = linalg.lu_factor(on_gpus(a))
-    x = computed(client, linalg.lu_solve(factor, on_gpus(a[:, :5].copy())))
+    np.testing.assert_allclose(computed(client, linalg.pinv(on_gpus(tall), **SHARED)), np.linalg.pinv(tall), atol=1e-12)
+    factor = linalg.lu_factor(on_gpus(a), **SHARED)
+    x = computed(client, linalg.lu_solve(factor, on_gpus(a[:, :5].copy()), **SHARED))
     np.testing.assert_allclose(x, np.eye(210)[:, :5], atol=1e-9)
     assert_nothing_left(client)
 
 
+@on_one_host
 def test_results_by_singular_values(clusters, nworkers):
     client, _ = clusters(nworkers)
     rng = np.random.default_rng()
@@ -145,6 +149,7 @@ def test_results_by_singular_values(clusters, nworkers):
     assert_nothing_left(client)
 
 
+@on_one_host
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_randomized_svd(clusters, nworkers, dtype):
     client, _ = clusters(nworkers)
@@ -160,6 +165,7 @@ def test_randomized_svd(clusters, nworkers, dtype):
     assert_nothing_left(client)
 
 
+@on_one_host
 def test_functions_of_dask_and_numpy(clusters, nworkers):
     """Under `enable()`; stock Dask's do not take CuPy chunks, or factorize no such chunks."""
     client, _ = clusters(nworkers)
@@ -182,24 +188,80 @@ def test_matrices_that_have_none(clusters, nworkers):
     client, _ = clusters(nworkers)
     a = -np.eye(300)
     with pytest.raises(np.linalg.LinAlgError, match="leading minor of order 1 "):
-        computed(client, linalg.cholesky(on_gpus(a)))
+        computed(client, linalg.cholesky(on_gpus(a), **SHARED))
     with pytest.raises(np.linalg.LinAlgError, match="singular"):
-        computed(client, linalg.inv(on_gpus(0 * a)))
+        computed(client, linalg.inv(on_gpus(0 * a), **SHARED))
     # And the workers are as good as before.
-    np.testing.assert_allclose(computed(client, linalg.inv(on_gpus(a))), a)
+    np.testing.assert_allclose(computed(client, linalg.inv(on_gpus(a), **SHARED)), a)
     assert_nothing_left(client)
 
 
 def test_numpy_chunks(clusters, nworkers):
-    """Chunks on the host are multiplied on GPUs and come back as NumPy's where a cluster has only the GPU engine."""
+    """Chunks on the host are factorized on GPUs and come back as NumPy's where a cluster has only the GPU engine."""
     client, _ = clusters(nworkers)
     s = positive(np.random.default_rng(), 300, "float64")
-    with dask.config.set({"distmm.engine": "peer"}):
-        low = client.compute(linalg.cholesky(da.from_array(s, chunks=77), lower=True), sync=True)
+    low = client.compute(linalg.cholesky(da.from_array(s, chunks=77), lower=True, **SHARED), sync=True)
     assert isinstance(low, np.ndarray)
     assert residual(low @ low.T, s, norm(s), 300) < GATE
 
 
+@pytest.mark.engines("cusolvermp")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lower", [True, False])
+def test_eigenvalues_by_all(clusters, nworkers, dtype, lower):
+    client, _ = clusters(nworkers)
+    a = noise(np.random.default_rng(), (701, 701), dtype)
+    h = a + a.conj().T
+    given = (np.tril if lower else np.triu)(h)
+    w, v = (computed(client, x) for x in client.persist(linalg.eigh(on_gpus(given), lower=lower, **SHARED)))
+    assert_eigh(h, w, v)
+    alone = computed(client, linalg.eigvalsh(on_gpus(given), lower=lower, **SHARED))
+    np.testing.assert_allclose(alone, w, rtol=0, atol=1e3 * np.finfo(dtype).eps * abs(w).max())
+
+
+@pytest.mark.engines("cusolvermp")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triangular_systems(clusters, nworkers, dtype):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    a, b = positive(rng, 350, dtype), noise(rng, (350, 40), dtype)
+    for lower, trans, right in ((True, "N", False), (False, "N", False), (True, "C", False), (False, "T", True)):
+        whole = (np.tril if lower else np.triu)(a)
+        given, side = on_gpus(a), on_gpus(b.T.copy() if right else b)
+        x = computed(client, linalg.solve_triangular(given, side, lower, trans, right=right, **SHARED))
+        op = {"N": whole, "T": whole.T, "C": whole.conj().T}[trans]
+        error = x @ op - b.T if right else op @ x - b
+        assert norm(error) / (norm(op) * norm(x) * np.finfo(dtype).eps * 350) < GATE
+
+
+@on_one_host
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_another_library_agrees(clusters, nworkers, dtype):
+    """cuSOLVERMp's factors are those of the engine `peer`: another code, other blocks, the same matrix."""
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    n, near = 900, {"rtol": 0, "atol": 1e4 * np.finfo(dtype).eps}
+    s, a = positive(rng, n, dtype), noise(rng, (n, n), dtype)
+
+    def both(function, x, **options):
+        found = []
+        for engine in ("peer", "cusolvermp"):
+            made = function(on_gpus(x), engine=engine, **SHARED, **options)
+            parts = made if isinstance(made, tuple) else (made,)
+            found.append([computed(client, one) for one in client.persist(parts)])
+        return zip(*found, strict=True)
+
+    for mine, theirs in both(linalg.cholesky, s, lower=True):
+        np.testing.assert_allclose(mine / norm(mine), theirs / norm(mine), **near)
+    (_, pivots), (_, others) = (list(pair) for pair in zip(*both(linalg.lu_factor, a), strict=True))
+    if np.dtype(dtype).kind == "f":
+        # What the largest complex number of a column is, libraries see differently.
+        np.testing.assert_array_equal(pivots, others)
+    for mine, theirs in both(linalg.qr, a, mode="r"):
+        np.testing.assert_allclose(abs(mine) / norm(mine), abs(theirs) / norm(mine), **near)
+
+
+@on_one_host
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eigenvalues_and_singular_values(clusters, nworkers, dtype):
     client, _ = clusters(nworkers)
@@ -215,6 +277,7 @@ def test_eigenvalues_and_singular_values(clusters, nworkers, dtype):
     assert_nothing_left(client)
 
 
+@on_one_host
 @pytest.mark.parametrize("dtype", [*DTYPES, "int64"])
 @pytest.mark.parametrize("condition", [1, 1e30])
 def test_tall_matrices(clusters, nworkers, dtype, condition):
@@ -232,6 +295,7 @@ def test_tall_matrices(clusters, nworkers, dtype, condition):
         np.testing.assert_allclose(x, np.eye(60, 5), atol=1e4 * np.finfo(q.dtype).eps)
 
 
+@on_one_host
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_with_a_triangle(clusters, nworkers, dtype):
     client, _ = clusters(nworkers)

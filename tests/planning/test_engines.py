@@ -111,7 +111,7 @@ def test_an_engine_in_one_module(toy):
 
 
 def test_an_unknown_engine_is_named():
-    with pytest.raises(EngineError, match="unknown engine 'toy'; known are 'peer', 'cublasmp', 'numpy'"):
+    with pytest.raises(EngineError, match="unknown engine 'toy'; known are 'peer', 'cublasmp', 'cusolvermp', 'numpy'"):
         abilities_of(["numpy", "toy"])
 
 

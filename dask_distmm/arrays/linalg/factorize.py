@@ -17,6 +17,7 @@ from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError
 from dask_distmm.graph.factor import build_factor_graph
+from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Output
 from dask_distmm.planning.factor import Factorization
 from dask_distmm.planning.factor.computation import FactorProblem
@@ -186,8 +187,14 @@ def plus_ones(block: Any, offset: int) -> Any:
 
 
 def times(a: Array, b: Array, how: RunOptions) -> Array:
-    """Return ``a @ b`` as a collective run on the workers of `how`; without a cluster as Dask's own tasks."""
+    """Return ``a @ b`` as a collective run on the workers of `how`; without a cluster as Dask's own tasks.
+
+    An engine that is for factorizations alone is left out.
+    """
     named: Any = {name: value for name, value in how.items() if name != "method"}
+    engine = ENGINES.get(named.get("engine") or "")
+    if engine is not None and "product" not in engine.computes:
+        del named["engine"]
     found: Array = multiply_matrices(parse(a, b, **(named if current_client() is not None else {})))
     return found
 

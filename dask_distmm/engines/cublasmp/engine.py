@@ -1,7 +1,7 @@
 """The engine for GPUs: one cuBLASMp multiply across dask-cuda workers, or cuBLAS where one GPU does.
 
 `shuffle` and `exchange` redistribute with NCCL, `replication` copies D to all ranks, `matrices` has the tiles,
-`library` calls cuBLASMp, `gate` and `entry` lead into the collective calls, `job` is one participant's side of a run.
+`library` calls cuBLASMp, `job` is one participant's side of a run.
 """
 
 from __future__ import annotations

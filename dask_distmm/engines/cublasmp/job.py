@@ -23,12 +23,12 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, contiguous, is_of_d, wait_checked
-from dask_distmm.engines.cublasmp.entry import CollectiveEntry
 from dask_distmm.engines.cublasmp.exchange import Exchange, InputExchange
 from dask_distmm.engines.cublasmp.library import Group
 from dask_distmm.engines.cublasmp.matrices import cut_bias, make_operand, make_result
 from dask_distmm.engines.cublasmp.replication import Replication, named
 from dask_distmm.engines.cublasmp.state import CublasMpState
+from dask_distmm.engines.gpu.entry import CollectiveEntry
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
 from dask_distmm.engines.gpu.host import in_type, to_host

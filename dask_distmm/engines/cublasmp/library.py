@@ -16,7 +16,7 @@ import cupy as cp
 import numpy as np
 from nvmath.bindings import cublasMp
 
-from dask_distmm.comms.nccl import NcclComm, nccl_version
+from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, nccl_version
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS, PLAIN, Kinds, Memory, Native, alpha_beta
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
@@ -27,7 +27,6 @@ from dask_distmm.planning.cublasmp.tiles import Stored, Tiles
 __all__ = ["Group", "check_versions"]
 
 _LEAST_CUBLASMP = 1000  # 0.10.0
-_LEAST_NCCL = (2, 30, 7)
 _MOST_DESCRIPTORS = 32
 
 _Attribute = cublasMp.MatmulDescriptorAttribute
@@ -42,9 +41,9 @@ def check_versions() -> dict[str, str]:
         A library is too old; the message says what to install.
     """
     mp, nccl = int(cublasMp.get_version()), nccl_version()
-    found, least = ".".join(map(str, nccl)), ".".join(map(str, _LEAST_NCCL))
+    found, least = ".".join(map(str, nccl)), ".".join(map(str, LEAST_NCCL))
     major = cp.cuda.runtime.runtimeGetVersion() // 1000
-    if mp < _LEAST_CUBLASMP or nccl < _LEAST_NCCL:
+    if mp < _LEAST_CUBLASMP or nccl < LEAST_NCCL:
         raise EngineError(
             f"cuBLASMp {mp} and NCCL {found} were found; needed are cuBLASMp 0.10 (1000) and NCCL {least} or newer: "
             f"{install_command(f'cu{major}')}"

@@ -30,7 +30,7 @@ from dask_distmm.planning.factor import (
     launch_order,
 )
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "indefinite", "singular"]
 
 
 class Execution:
@@ -192,10 +192,7 @@ class Execution:
 
             def look() -> None:
                 if info := int(self.kernels.host(made.info)[0]):
-                    raise MatrixError(
-                        f"the leading minor of order {place.start + info} is not positive: the matrix is not positive "
-                        "definite; give one that is, or factorize by lu or qr"
-                    )
+                    raise MatrixError(indefinite(place.start + info))
 
             self._look(look)
 
@@ -266,12 +263,21 @@ class Execution:
                 norms = np.hypot(kernels.host(above), kernels.host(inside))
                 least = max(self.plan.problem.a_shape) * np.finfo(norms.dtype).eps * norms
             if (size <= least).any():
-                at = start + int(np.argmax(size <= least))
-                raise MatrixError(
-                    f"column {at} depends on those before it: the matrix is not of full rank; give rtol, for singular "
-                    "values"
-                    if rank
-                    else f"the matrix is singular: diagonal element {at} of its triangular factor is exactly zero"
-                )
+                raise MatrixError(singular(start + int(np.argmax(size <= least)), rank=rank))
 
         self._look(look)
+
+
+def indefinite(order: int) -> str:
+    """Return the text for a matrix whose leading minor of some order is not positive."""
+    return (
+        f"the leading minor of order {order} is not positive: the matrix is not positive definite; give one that is, "
+        "or factorize by lu or qr"
+    )
+
+
+def singular(at: int, *, rank: bool) -> str:
+    """Return the text for a diagonal element of a triangular factor that is zero; `rank`: or rounding of its column."""
+    if rank:
+        return f"column {at} depends on those before it: the matrix is not of full rank; give rtol, for singular values"
+    return f"the matrix is singular: diagonal element {at} of its triangular factor is exactly zero"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -103,12 +103,10 @@ class FactorJob(Job[FactorPlacement]):
         assert self.rank is not None
         for number, name in enumerate(self.plan.problem.operands):
             turned = self.plan.problem.task.turned(name)
-            target, counts = self._execution.held(number), self.plan.problem.chunk_counts(name)
+            target = self._execution.held(number)
             here: list[tuple[Copy, Any]] = []
             remote: dict[int, list[tuple[Copy, tuple[int, ...]]]] = collections.defaultdict(list)
-            form, given = self.plan.problem.task.read(name), self.plan.gathered(name).for_dst(self.rank)
-            for copy in inside(form, given):
-                box = box_of(copy, counts, transposed=turned.transposed)
+            for copy, box in self._parts_of(name, self.rank):
                 holder = int(self.plan.where[name][box[0]])
                 index, r0, r1, c0, c1 = box
                 if (chunk := self._chunk(holder, name, index)) is None:
@@ -126,6 +124,12 @@ class FactorJob(Job[FactorPlacement]):
                 for (copy, _), part in zip(copies, wait_checked(answer, self.ended.check), strict=True):
                     part = self.kernels.xp.asarray(part)  # noqa: PLW2901
                     put(target, copy, part, turned.transposed, turned.conjugated)
+
+    def _parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
+        """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
+        task, counts = self.plan.problem.task, self.plan.problem.chunk_counts(name)
+        for copy in inside(task.read(name), self.plan.gathered(name).for_dst(rank)):
+            yield copy, box_of(copy, counts, transposed=task.turned(name).transposed)
 
     def _chunk(self, holder: int, name: str, index: int) -> Any:
         """Return a chunk of an operand whose memory this process can read, or None: it has to be fetched."""
@@ -149,29 +153,46 @@ class FactorJob(Job[FactorPlacement]):
     def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:
         """Return the chunks of an output that this rank puts together."""
         assert self.rank is not None
-        plan, (rows, cols) = self.plan, output.chunks
-        copies = plan.delivered(output.name)
-        if copies is None:
+        if self.plan.work.output_layout(output.name) is None:
             return self._taken_whole(output)
-        turned, form = plan.work.output(output.name).turned, plan.work.output(output.name).form
-        found: dict[ResultKey, Any] = {}
+        found = self._blanks(output)
         given: dict[int, list[tuple[int, Copy]]] = collections.defaultdict(list)
-        for index in plan.owned(output.name, self.rank):
-            i, j = divmod(index, len(cols))
-            order: Literal["C", "F"] = "C" if turned.transposed else "F"
-            found[output.name, index] = self._blank((rows[i], cols[j]), np.dtype(output.dtype), order, form)
-            held = j * len(rows) + i if turned.transposed else index
-            for copy in inside(form, copies.for_dst(held)):
-                given[copy.src].append((index, copy))
+        for index, copy in self._taken(output, self.rank):
+            given[copy.src].append((index, copy))
         # Not all ranks begin with the same one.
-        peers = sorted(given, key=lambda one: (one - (self.rank or 0)) % len(plan.ranks))
+        peers = sorted(given, key=lambda one: (one - (self.rank or 0)) % len(self.plan.ranks))
         asked = [self._ask_part(number, peer, [copy for _, copy in given[peer]]) for peer in peers]
         for peer, answer in zip(peers, asked, strict=True):
             for (index, copy), part in zip(given[peer], answer(), strict=True):
-                chunk = found[output.name, index]
-                made = triangle_of(self.kernels, form, part, copy.row, copy.col)
-                put(chunk.T if turned.transposed else chunk, copy, made, False, turned.conjugated)
+                self._store(output, found[output.name, index], copy, part)
         return found
+
+    def _blanks(self, output: Output) -> dict[ResultKey, Any]:
+        """Return new chunks for those of an output that this rank puts together."""
+        assert self.rank is not None
+        described, (rows, cols) = self.plan.work.output(output.name), output.chunks
+        order: Literal["C", "F"] = "C" if described.turned.transposed else "F"
+        places = {index: divmod(index, len(cols)) for index in self.plan.owned(output.name, self.rank)}
+        return {
+            (output.name, index): self._blank((rows[i], cols[j]), np.dtype(output.dtype), order, described.form)
+            for index, (i, j) in places.items()
+        }
+
+    def _taken(self, output: Output, rank: int) -> Iterator[tuple[int, Copy]]:
+        """Yield the parts of all ranks' block columns that the chunks of an output take on a rank, chunk by chunk."""
+        described, (rows, cols) = self.plan.work.output(output.name), output.chunks
+        copies = self.plan.delivered(output.name)
+        assert copies is not None
+        for index in self.plan.owned(output.name, rank):
+            i, j = divmod(index, len(cols))
+            held = j * len(rows) + i if described.turned.transposed else index
+            yield from ((index, copy) for copy in inside(described.form, copies.for_dst(held)))
+
+    def _store(self, output: Output, chunk: Any, copy: Copy, part: Any) -> None:
+        """Write a part of a rank's block columns of an output to its place in a chunk."""
+        described = self.plan.work.output(output.name)
+        made = triangle_of(self.kernels, described.form, part, copy.row, copy.col)
+        put(chunk.T if described.turned.transposed else chunk, copy, made, False, described.turned.conjugated)
 
     def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
         """Return a new chunk of an output, with zeros where no rank has a part of it."""

@@ -13,7 +13,7 @@ from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.layout.redistribute import Copy
-from dask_distmm.planning.factor import TaskOutput
+from dask_distmm.planning.factor import FactorPlan, TaskOutput
 
 # Forms with zeros in the other triangle.
 TRIANGLES = ("lower", "unit lower", "upper")
@@ -40,12 +40,13 @@ def block_columns(execution: Execution, name: str, out: Any = None) -> Any:
     return part
 
 
-def needs_copy(output: TaskOutput, kind: str) -> bool:
+def needs_copy(output: TaskOutput, plan: FactorPlan) -> bool:
     """Whether a rank's part of a result is not in its block columns as it is, but for the other triangle.
 
-    Rows of L are swapped by the panels that come after; residuals are norms of columns.
+    Rows of L are swapped by the panels that come after, unless a library has done so; residuals are norms of columns.
     """
-    return output.form == "residuals" or (kind == "lu" and output.form != "upper")
+    swapped = plan.problem.kind == "lu" and output.form != "upper" and not plan.collective
+    return output.form == "residuals" or swapped
 
 
 def output_part(execution: Execution, name: str, out: Any = None) -> Any:
@@ -58,7 +59,7 @@ def output_part(execution: Execution, name: str, out: Any = None) -> Any:
     """
     output, layout = execution.plan.output(name), execution.plan.output_layout(name)
     assert layout is not None
-    if needs_copy(output, execution.plan.problem.kind):
+    if needs_copy(output, execution.plan):
         return block_columns(execution, name, out)
     rows, cols = layout.local_shape(execution.rank)
     # A solution may have more rows than the right-hand sides.

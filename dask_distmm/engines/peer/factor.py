@@ -15,16 +15,15 @@ Chunks of workers whose memory this GPU can't read come over Dask's comms.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey, contiguous
-from dask_distmm.engines.factor.copies import assign
+from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey
 from dask_distmm.engines.factor.execution import Execution
-from dask_distmm.engines.factor.job import FactorJob
-from dask_distmm.engines.factor.outputs import TRIANGLES, needs_copy, output_part
+from dask_distmm.engines.factor.outputs import needs_copy, output_part
+from dask_distmm.engines.gpu.factor import GpuFactorJob
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.factor_panels import COLUMNS, EXTRAS, RESULTS, PulledPanels, flag_of, offered_by
 from dask_distmm.engines.peer.offering import add, add_flags
@@ -38,15 +37,13 @@ from dask_distmm.planning.factor.placement import FactorPlacement
 __all__ = ["PeerFactorJob"]
 
 
-class PeerFactorJob(FactorJob):
+class PeerFactorJob(GpuFactorJob):
     """One participant's side of a factorization on GPUs; see the text of the module.
 
     Parameters
     ----------
-    plan, me, chunks, comm, progress
-        As `FactorJob` takes them.
-    ready
-        CUDA events after which the chunks are complete.
+    plan, me, chunks, comm, progress, ready
+        As `GpuFactorJob` takes them.
     state
         The engine's streams, and memory that is kept between runs.
     """
@@ -61,8 +58,8 @@ class PeerFactorJob(FactorJob):
         ready: Sequence[Any],
         state: PeerState,
     ) -> None:
-        super().__init__(plan, me, chunks, comm, progress, state.solver())
-        self._state, self._ready, self._stream = state, ready, state.stream
+        super().__init__(plan, me, chunks, comm, progress, ready, state)
+        self._state = state
         self._streams: tuple[cp.cuda.Stream, ...] = state.solver().streams
         self._address = plan.participants[me].address
         self._offered: list[Any] = []
@@ -78,11 +75,9 @@ class PeerFactorJob(FactorJob):
 
     def prepare(self) -> None:
         """Bring chunks to the device, allocate, and make the offer."""
-        for event in self._ready:
-            cp.cuda.Stream.null.wait_event(event)
         problem, exporter = self.plan.problem, self._state.exporter
         exporter.begin(self._address, problem.options.keep_workspace_bytes)
-        self.chunks = {key: cp.asarray(chunk, problem.dtype) for key, chunk in self.chunks.items()}
+        self._upload()
         offer = Offer(exporter.process)
         if len(self.plan.participants) > 1:
             for (name, index), chunk in self.chunks.items():
@@ -111,7 +106,7 @@ class PeerFactorJob(FactorJob):
         for shape, output in zip(shapes[RESULTS:], plan.problem.outputs, strict=True):
             if work.output_layout(output.name) is None:
                 continue
-            if needs_copy(work.output(output.name), work.problem.kind):
+            if needs_copy(work.output(output.name), work):
                 self._parts[output.name] = exporter.empty(shape, np.dtype(output.dtype), "F")
             else:
                 self._parts[output.name] = output_part(self._execution, output.name)
@@ -153,9 +148,7 @@ class PeerFactorJob(FactorJob):
         self._stream.wait_event(record(cp.cuda.Stream.null))
         try:
             with self._stream:
-                made = super().execute()
-                if self.plan.problem.array == "numpy":
-                    made = {key: chunk.get(stream=self._stream) for key, chunk in made.items()}
+                made = self._given_back(super().execute())
         finally:
             for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
                 one.synchronize()
@@ -163,10 +156,6 @@ class PeerFactorJob(FactorJob):
         self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
         self._state.mappings.trim()
         return made
-
-    def _mark(self, marks: list[float]) -> None:
-        self._stream.synchronize()
-        super()._mark(marks)
 
     def _chunk(self, holder: int, name: str, index: int) -> Any:
         """Return a chunk of an operand whose memory this GPU can read, or None: it has to be fetched."""
@@ -186,14 +175,6 @@ class PeerFactorJob(FactorJob):
         pointer = self._flags.data.ptr + flag_of(self.plan, None) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, self._stream.ptr)
 
-    def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
-        """Return a new chunk of an output, with zeros where no rank has a part of it."""
-        with cp.cuda.Stream.null:  # the stream of those who will use it and free it
-            chunk = cp.empty(shape, dtype, order=order)
-        if form in TRIANGLES:
-            assign(chunk, 0)
-        return chunk
-
     def _ask_part(self, number: int, peer: int, copies: Sequence[Copy]) -> Callable[[], Sequence[Any]]:
         """Return the function that waits for a rank's part of an output, and returns what some copies take of it."""
         output, holder = self.plan.problem.outputs[number], self.plan.ranks[peer]
@@ -212,10 +193,9 @@ class PeerFactorJob(FactorJob):
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of the chunks that are here, or pivots, for peers that ask over Dask's comms."""
-        found = super().serve(kind, boxes, flat)
         if kind == "panel" and isinstance(self.exchange, PulledPanels):
+            self.ended.check()
+            found = self.exchange.published(boxes).result()
             self.exchange.made[self.exchange.key_of(boxes)].synchronize()
             return [x.get() for x in found]
-        found = contiguous(found)
-        cp.cuda.Stream.null.synchronize()
-        return found
+        return super().serve(kind, boxes, flat)

@@ -88,10 +88,14 @@ class Columns:
         A, and the second matrix if there is one.
     ranks
         Number of ranks.
+    aligned
+        Whether the second matrix begins on rank 0, too, as libraries want it: between the two there are as many blocks
+        without columns as it takes.
     """
 
     matrices: tuple[Matrix, ...]
     ranks: int
+    aligned: bool = False
 
     @property
     def rows(self) -> int:
@@ -101,11 +105,16 @@ class Columns:
     @property
     def count(self) -> int:
         """Number of all blocks."""
-        return sum(matrix.count for matrix in self.matrices)
+        return self.first(len(self.matrices))
 
     def first(self, matrix: int) -> int:
         """Return the number of the first block of a matrix, and behind the last matrix the number of all blocks."""
-        return sum(one.count for one in self.matrices[:matrix])
+        found = 0
+        for number, one in enumerate(self.matrices[:matrix], start=1):
+            found += one.count
+            if self.aligned and number < len(self.matrices):
+                found = -(-found // self.ranks) * self.ranks
+        return found
 
     def owner(self, block: int) -> int:
         """Return the rank that has a block."""
@@ -114,11 +123,12 @@ class Columns:
     @functools.cached_property
     def blocks(self) -> tuple[BlockColumn, ...]:
         """All blocks in the order of their numbers."""
-        return tuple(
-            BlockColumn(number, start, min(start + matrix.width, matrix.shape[1]))
-            for number, matrix in enumerate(self.matrices)
-            for start in range(0, matrix.shape[1], matrix.width)
-        )
+        found: list[BlockColumn] = []
+        for number, matrix in enumerate(self.matrices):
+            cols = matrix.shape[1]
+            found += (BlockColumn(number, at, min(at + matrix.width, cols)) for at in range(0, cols, matrix.width))
+            found += [BlockColumn(number, cols, cols)] * (self.first(number + 1) - len(found))
+        return tuple(found)
 
     def place(self, panel: int) -> DiagonalBlock:
         """Return where the diagonal block of a panel of A is."""

@@ -14,6 +14,7 @@ from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, chunks_from_wire
 from dask_distmm.planning.demand import Demand
+from dask_distmm.planning.engines import ENGINES, Abilities
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.part import Part
 
@@ -61,8 +62,10 @@ class FactorProblem(Computation):
     method: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.task.spectral and self.method == "columns":
-            raise PlanError(f"{self.task.kind} is computed by one worker: expected method 'auto' or 'local'")
+        if self.task.spectral and self.method == "columns" and not any(map(self._shared_by, ENGINES.values())):
+            raise PlanError(
+                f"{self.task.kind} in this form is computed by one worker: expected method 'auto' or 'local'"
+            )
         shapes = [self.task.a_shape, *([self.task.b_shape] if self.task.b_shape is not None else [])]
         for name, shape, chunks in zip(self.task.inputs, shapes, self.chunks, strict=True):
             if tuple(map(sum, chunks)) != shape:
@@ -74,6 +77,10 @@ class FactorProblem(Computation):
             expected = as_matrix(made[output.name].shape)
             if tuple(map(sum, output.chunks)) != expected:
                 raise PlanError(f"{output.name} is {expected}, its chunks are {output.chunks}")
+
+    def _shared_by(self, abilities: Abilities) -> bool:
+        """Whether ranks of an engine, if it is one of those asked for, compute a spectral decomposition together."""
+        return self.engine in ("auto", abilities.name) and abilities.decomposes(self.task)
 
     @property
     def operands(self) -> tuple[str, ...]:

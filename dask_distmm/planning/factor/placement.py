@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError
+from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.layout.redistribute import Copies
 from dask_distmm.planning.computation import Chunks, chunk_elements
@@ -29,13 +29,16 @@ from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.phases import factored
 from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan
+from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.placement import Estimate, Placement, Where, in_range, over_limit
 
-__all__ = ["PARTS", "SHARES", "FactorPlacement", "held_chunks", "plan_factorization"]
+__all__ = ["PARTS", "SHARES", "FactorPlacement", "held_chunks", "plan_factorization", "way_of"]
 
 # A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
 # spectral decomposition, and one of values alone: one thread, N = 1200.
 SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45, "values": 0.1}
+# A reduction to tridiagonal form, and the way back of the vectors, move so many times what a factorization does.
+_REDUCTIONS = 4
 # In a request for a panel, the part of it by its number.
 PARTS = ("lower", "upper", "pivots", "carried")
 
@@ -59,7 +62,7 @@ class FactorPlacement(Placement):
     @functools.cached_property
     def work(self) -> FactorPlan:
         """The layout of the matrices on the ranks, and each rank's steps."""
-        return factor_plan(self.problem.task, len(self.ranks), self.width, carries=ENGINES[self.engine].carries)
+        return _work(self.problem, self.engine, len(self.ranks), self.width)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -95,8 +98,12 @@ class FactorPlacement(Placement):
 
     def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
         """Refuse a peer's request for a part that this plan does not have."""
-        if kind not in ("input", "panel", "final") or not len(boxes):
+        if kind not in ("input", "panel", "final", "enter") or not len(boxes):
             raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
+        if kind == "enter":
+            if not 0 < boxes[0, 0] < len(self.ranks):
+                raise ProtocolError(f"rank {boxes[0, 0]} of {len(self.ranks)} wants to enter")
+            return
         if kind == "panel":
             part, panel = boxes[0, :2].tolist()
             if len(boxes) != 1 or not (0 <= part < len(PARTS) and 0 <= panel < self.work.columns.count):
@@ -146,6 +153,19 @@ class FactorPlacement(Placement):
             raise ProtocolError(f"malformed plan: width {self.width} or owners do not fit {len(self.ranks)} ranks")
 
 
+def _work(problem: FactorProblem, engine: str, count: int, width: int) -> FactorPlan:
+    """Return the layout and the steps of so many ranks of an engine."""
+    abilities = ENGINES[engine]
+    return factor_plan(problem.task, count, width, carries=abilities.carries, collective=abilities.collective)
+
+
+def way_of(task: Factorization) -> str:
+    """Return what A goes through, as `SHARES` and engines' own have it."""
+    if task.spectral:
+        return task.kind if task.vectors else "values"
+    return factored(task)
+
+
 def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
     """Return chunk sizes in the form that ranks hold of a matrix."""
     return (chunks[1], chunks[0]) if transposed else chunks
@@ -179,11 +199,18 @@ def plan_factorization(
     ------
     NoWorkersError
         There is no worker.
+    PlanError
+        All workers were to have block columns (``method="columns"``) of what the engine computes on one worker.
     ProjectedMemoryError
         Every number of workers projects more memory on some worker than it may hold.
     """
     if not roster:
         raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    if problem.method == "columns" and _alone(problem, engine):
+        raise PlanError(
+            f"{problem.task.kind} in this form is computed by one worker of engine {engine!r}: expected method 'auto' "
+            "or 'local'"
+        )
     participants, where = (*roster, *sources), where or {}
     counts = sorted(_rank_counts(problem, len(roster), engine))
     found = [_consider(problem, roster, sources, where, engine, count) for count in counts]
@@ -194,7 +221,7 @@ def plan_factorization(
             return dataclasses.replace(one, alternatives=alternatives)
     leanest = min(found, key=lambda one: max(one.projected_bytes.values()))
     limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
-    remedy = "a" if problem.task.spectral else "more workers or a"
+    remedy = "a" if _alone(problem, engine) else "more workers or a"
     raise ProjectedMemoryError(
         f"{problem.task.kind} of a matrix of {problem.task.a_shape} ({problem.task.dtype}) would hold "
         f"{max(leanest.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
@@ -207,13 +234,18 @@ def plan_factorization(
 
 def _rank_counts(problem: FactorProblem, workers: int, engine: str) -> set[int]:
     """Return the numbers of ranks that are considered."""
-    if problem.task.spectral:
+    if _alone(problem, engine):
         return {1}
     width = block_width(problem.task, workers, ENGINES[engine].widths)
-    blocks = factor_plan(problem.task, workers, width).columns.matrices[0].count
+    blocks = _work(problem, engine, workers, width).columns.matrices[0].count
     most = max(1, min(workers, blocks))
     every = {1, *(2**i for i in range(1, most.bit_length())), most}
     return {"local": {1}, "columns": {most}}.get(problem.method, every)
+
+
+def _alone(problem: FactorProblem, engine: str) -> bool:
+    """Whether one rank computes it, as it does spectral decompositions that the engine has no way to share."""
+    return problem.task.spectral and not ENGINES[engine].decomposes(problem.task)
 
 
 def _consider(
@@ -227,7 +259,7 @@ def _consider(
     """Return the plan on so many ranks of `roster`, with its estimate and its memory."""
     participants = (*roster, *sources)
     width = block_width(problem.task, count, ENGINES[engine].widths)
-    work = factor_plan(problem.task, count, width, carries=ENGINES[engine].carries)
+    work = _work(problem, engine, count, width)
     made = FactorPlacement(
         problem=problem,
         engine=engine,
@@ -250,16 +282,18 @@ def _consider(
     given = sum(math.prod(map(sum, chunks)) for chunks in problem.chunks)
     home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
     panels = work.columns.matrices[0].count
-    streamed = (count - 1) * given / 2 * sum(not phase.carried for phase in work.phases)
+    phases = sum(not phase.carried for phase in work.phases) if not problem.task.spectral else _REDUCTIONS
+    streamed = (count - 1) * given / 2 * phases
     results = sum(math.prod(map(sum, one.chunks)) for one in problem.outputs)
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
     machine = problem.options.machine(engine)
     threads = sum(participants[index].nthreads for index in made.ranks)
-    way = factored(problem.task)
-    if problem.task.spectral:
-        way = problem.task.kind if problem.task.vectors else "values"
-    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * SHARES[way])
-    transfer = moved / count / machine.bandwidth + (panels * machine.latency if count > 1 else 0.0)
+    way = way_of(problem.task)
+    share = ENGINES[engine].share(way, count) or SHARES[way]
+    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * share)
+    hosts = {participants[index].host for index in made.ranks}
+    bandwidth = (machine.network_bandwidth if len(hosts) > 1 else 0.0) or machine.bandwidth
+    transfer = moved / count / bandwidth + (panels * machine.latency if count > 1 else 0.0)
     made.projected_bytes.update(_projected(made))
     estimate = Estimate(
         method=made.method,
@@ -301,7 +335,7 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
 
     Its chunks of the operands; a rank also its block columns, two panels that are under way, and at the end its part
     of every output and its chunks of that. A spectral decomposition has a workspace, and its vectors, before they are
-    cut into chunks.
+    cut into chunks; a library has its workspace.
     """
     problem, size, npart = made.problem, made.problem.dtype.itemsize, len(made.participants)
     total = np.zeros(npart)
@@ -314,14 +348,18 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
     work = made.work
     for rank, index in enumerate(made.ranks):
         array = work.columns.rows * work.columns.local_cols(rank)
-        panels = _spectral_workspace(problem) if problem.task.spectral else 2 * work.columns.rows * made.width
+        panels = 2 * work.columns.rows * made.width
+        if work.collective:
+            panels = ENGINES[made.engine].workspace(work, rank)
+        elif problem.task.spectral:
+            panels = _spectral_workspace(problem)
         results = 0
         for output in problem.outputs:
             layout = work.output_layout(output.name)
             sizes = chunk_elements(output.chunks)
             results += int(sizes[made.owners[output.name] == rank].sum())
             # L is copied, as its rows are swapped in the end.
-            if layout is not None and factored(problem.task) == "lu":
+            if layout is not None and factored(problem.task) == "lu" and not work.collective:
                 results += math.prod(layout.local_shape(rank))
         total[index] += (array + panels + results) * size
     return {worker.address: int(total[index]) for index, worker in enumerate(made.participants)}

@@ -44,12 +44,14 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
     return max(least, min(most, -(-even // least) * least))
 
 
-def factor_plan(problem: Factorization, ranks: int, width: int = 0, *, carries: bool = False) -> FactorPlan:
+def factor_plan(
+    problem: Factorization, ranks: int, width: int = 0, *, carries: bool = False, collective: bool = False
+) -> FactorPlan:
     """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`.
 
     Parameters
     ----------
-    problem, ranks, width, carries
+    problem, ranks, width, carries, collective
         As `FactorPlan` has them.
 
     Raises
@@ -57,11 +59,11 @@ def factor_plan(problem: Factorization, ranks: int, width: int = 0, *, carries: 
     PlanError
         A number is out of range.
     """
-    if problem.spectral and ranks != 1:
+    if problem.spectral and ranks != 1 and not collective:
         raise PlanError(f"{problem.kind} on {ranks} ranks: expected one")
     if ranks < 1 or width < 0:
         raise PlanError(f"{ranks} ranks, blocks of {width} columns: expected at least one rank and a width above 0")
-    return FactorPlan(problem, ranks, width or block_width(problem, ranks), carries)
+    return FactorPlan(problem, ranks, width or block_width(problem, ranks), carries, collective and ranks > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +80,16 @@ class FactorPlan:
         Columns of a block of A.
     carries
         Whether a single right-hand side may go from rank to rank in a substitution (`Phase.carried`).
+    collective
+        Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0. It takes no
+        steps, and a spectral decomposition has block columns, too.
     """
 
     problem: Factorization
     ranks: int
     width: int
     carries: bool = False
+    collective: bool = False
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -97,12 +103,14 @@ class FactorPlan:
             second = (cols, rows) if problem.turned("b").transposed else (rows, cols)
         elif problem.b_order is not None:
             second = (m, problem.b_order)
+        elif problem.spectral and problem.vectors and self.collective:
+            second = a
         if second is None:
             return Columns((Matrix(a, self.width),), self.ranks)
         # The block columns of Q begin where those of A do. Of right-hand sides each rank gets some if it can.
         even = -(-second[1] // self.ranks)
-        width = self.width if problem.kind == "qr" else max(1, min(self.width, even))
-        return Columns((Matrix(a, self.width), Matrix(second, width)), self.ranks)
+        width = self.width if problem.kind == "qr" or self.collective else max(1, min(self.width, even))
+        return Columns((Matrix(a, self.width), Matrix(second, width)), self.ranks, self.collective)
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -135,7 +143,10 @@ class FactorPlan:
 
     def output(self, name: str) -> TaskOutput:
         """Return a result by its name."""
-        return next(one for one in self.problem.outputs if one.name == name)
+        found = next(one for one in self.problem.outputs if one.name == name)
+        if self.collective and found.form == "spectral" and len(found.shape) > 1:
+            return dataclasses.replace(found, matrix=1, form="full")
+        return found
 
     def output_layout(self, name: str) -> BlockCyclicLayout | None:
         """Return the layout of a result, of the form of it that ranks hold; None if it has no block columns."""

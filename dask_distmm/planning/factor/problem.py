@@ -218,20 +218,22 @@ class Factorization:
 
     def turned(self, name: str) -> Turned:
         """Return which form of ``"a"`` or ``"b"`` ranks are given."""
-        if name == "b":
+        if name == "b" and self.kind != "eigh":
             # X op(A) = B is op(A)^T X^T = B^T; and where op(A)^T is A's conjugate, A X^H = B^H.
             return Turned(self.right, self.right and self.op == "C")
         if self.hermitian:
             # Its lower triangle is the conjugate transpose of the upper one, and its transpose is its conjugate.
             other = self.kind == "solve" and self.op == "T"
             return Turned(not self.lower, self.lower == other)
+        if self.kind == "eigh":
+            return Turned(not self.lower, not self.lower)
         if self.kind == "solve":
             return Turned(self.op != "N", self.op == "C")
         return Turned(self.underdetermined, self.underdetermined)
 
     def read(self, name: str) -> Form:
         """Return which part of ``"a"`` or ``"b"`` is read, in the form that ranks are given: a triangle or all."""
-        if name == "a" and self.hermitian:
+        if self.kind == "eigh" or (name == "a" and self.hermitian):
             return "lower"
         if name == "a" and self.kind == "solve_triangular":
             return "lower" if self.lower else "upper"

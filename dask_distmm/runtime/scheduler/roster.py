@@ -98,16 +98,15 @@ class Roster:
         for name in fitting:
             found = [ws for address, ws in running.items() if self._has_engine(address, name)]
             able[name] = found[:wanted] if isinstance(wanted, int) else found
-        reasons = {name: self._unfit(name, found) for name, found in able.items()}
+        reasons = {name: self._unfit(name, found, demand.kind) for name, found in able.items()}
         fit = [name for name, reason in reasons.items() if reason is None]
         # GPUs where there are some; the engine that most workers have.
         chosen = max(
             [name for name in fit if ENGINES[name].on_gpus] or fit, key=lambda name: len(able[name]), default=None
         )
         if chosen is None:
-            alone = reasons.get(engine)
-            if alone:
-                raise EngineError(alone)
+            if unfit := [reason for reason in reasons.values() if reason]:
+                raise EngineError(unfit[0])
             if not running:
                 raise NoWorkersError("the cluster has no running worker: start some, or wait until they are there")
             raise MissingEngineError(self._why_none(fitting, demand, list(running)))
@@ -123,15 +122,16 @@ class Roster:
                 self._check_encryption(name, [ws.address for ws in able[chosen]])
         return engines, [self.worker(ws, chosen) for ws in able[chosen]]
 
-    def _unfit(self, engine: str, able: Sequence[WorkerState]) -> str | None:
+    def _unfit(self, engine: str, able: Sequence[WorkerState], kind: str) -> str | None:
         """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
         if not able:
             return ""
         if not (reason := ENGINES[engine].unfit([self.worker(ws, engine) for ws in able])):
             return None
+        others = [one.name for one in ENGINES.values() if one.on_gpus and one.collective and kind in one.computes]
         return (
             f"engine {engine!r} is for GPUs of one host that can read each other's memory: {reason}. Use "
-            "engine='cublasmp', or name workers that can with workers="
+            f"{' or '.join(f'engine={name!r}' for name in others)}, or name workers that can with workers="
         )
 
     def worker(self, ws: WorkerState, engine: str) -> Worker:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dask.utils import format_bytes
@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from dask_distmm._version import TESTED_DASK
 from dask_distmm.installing import install_command
-from dask_distmm.planning.engines import ENGINES
+from dask_distmm.tools.doctor.answers import answer_about, apart, computes, device_of, has, install_line
 from dask_distmm.tools.doctor.differences import differing, short
 
 __all__ = ["HERE", "Finding", "Report", "judge"]
@@ -84,14 +84,20 @@ class Report:
 
     def able(self, engine: str) -> list[str]:
         """Return the addresses of the workers that have an engine, and can use it together."""
-        found = [address for address, facts in self.answering.items() if "error" not in _engine(facts, engine)]
-        return [] if _has(engine, "reads_peers") and _apart([self.answering[address] for address in found]) else found
+        found = [address for address, facts in self.answering.items() if "error" not in answer_about(facts, engine)]
+        return [] if has(engine, "reads_peers") and apart([self.answering[address] for address in found]) else found
 
     @property
     def engine(self) -> str | None:
         """The engine that would multiply NumPy arrays here; None if there is none."""
-        asked = self.engines if self.wanted == "auto" else (self.wanted,)
+        asked = self.kinds["product"] if self.wanted == "auto" else (self.wanted,)
         return next((name for name in asked if self.able(name)), None)
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, ...]]:
+        """The engines of each kind of computation."""
+        kinds = "product", "factorization"
+        return {kind: tuple(name for name in self.engines if computes(name, kind)) for kind in kinds}
 
     @property
     def reason(self) -> str:
@@ -103,7 +109,7 @@ class Report:
             )
         if self.wanted != "auto":
             return f"the configuration asks for it: distmm.engine is {self.wanted!r}"
-        better = self.engines[: self.engines.index(name)]
+        better = self.kinds["product"][: self.kinds["product"].index(name)]
         if not better:
             return "the first choice, and it can run"
         causes: dict[str, list[str]] = {}
@@ -146,6 +152,7 @@ def judge(report: Report) -> Iterator[Finding]:
             yield Finding("error", f"could not be asked: {facts['error']}", "look at its log", (address,))
     yield from _package(report)
     yield from _engines(report)
+    yield from _factorizations(report)
     yield from _versions(report)
     yield from _tested(report)
     yield from _gpus(report)
@@ -190,8 +197,8 @@ def _engines(report: Report) -> Iterator[Finding]:
     if name is None:
         # Where all lack the package that has been said.
         if any("error" not in facts["engines"] for facts in report.answering.values()):
-            why = "; ".join(f"{engine}: {_why_not(report, engine)}" for engine in report.engines)
-            remedy = f"{install_command('cu13', elsewhere=True)}   # or cu12" if _has(report.wanted, "on_gpus") else ""
+            why = "; ".join(f"{engine}: {_why_not(report, engine)}" for engine in report.kinds["product"])
+            remedy = f"{install_command('cu13', elsewhere=True)}   # or cu12" if has(report.wanted, "on_gpus") else ""
             yield Finding("error", f"{report.reason}. {why}", remedy)
         return
     able = report.able(name)
@@ -205,19 +212,28 @@ def _engines(report: Report) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"only {len(able)} of {len(report.answering)} workers have engine {name!r}, the others don't multiply: "
-            f"{_engine(report.answering[without[0]], name).get('error', 'it is missing')}",
-            _install_line(report.answering[without[0]]) if _has(name, "on_gpus") else "",
+            f"{answer_about(report.answering[without[0]], name).get('error', 'it is missing')}",
+            install_line(report.answering[without[0]]) if has(name, "on_gpus") else "",
             tuple(without),
         )
-    libraries = {a: ", ".join(f"{k} {v}" for k, v in sorted(_engine(report.answering[a], name).items())) for a in able}
-    found = differing(libraries)
+    versions = {address: sorted(answer_about(report.answering[address], name).items()) for address in able}
+    found = differing({address: ", ".join(f"{k} {v}" for k, v in each) for address, each in versions.items()})
     if len(found) > 1:
         listed = "; ".join(f"{text or 'unknown'} on {short(who)}" for text, who in found.items())
         yield Finding(
             "error",
             f"workers have different libraries of engine {name!r}: {listed}",
-            _install_line(report.answering[able[0]]),
+            install_line(report.answering[able[0]]),
         )
+
+
+def _factorizations(report: Report) -> Iterator[Finding]:
+    """Yield a note where products run on GPUs, and factorizations can't."""
+    names = [name for name in report.kinds["factorization"] if has(name, "on_gpus")]
+    if has(report.engine, "on_gpus") and not any(map(report.able, names)):
+        why = "; ".join(f"{name}: {_why_not(report, name)}" for name in names)
+        remedy = install_line(next(iter(report.answering.values())))
+        yield Finding("note", f"no engine factorizes matrices on these GPUs: {why}", remedy)
 
 
 def _versions(report: Report) -> Iterator[Finding]:
@@ -257,7 +273,7 @@ def _gpus(report: Report) -> Iterator[Finding]:
     """Yield findings unless GPUs are used, each by one worker, and reach each other."""
     owners: dict[str, list[str]] = collections.defaultdict(list)
     seen: set[tuple[str, str]] = set()
-    for_gpus = [name for name in report.engines if _has(name, "on_gpus")]
+    for_gpus = [name for name in report.kinds["product"] if has(name, "on_gpus")]
     for address, facts in report.answering.items():
         gpus, host = facts["gpus"], str(facts["host"])
         if "error" in gpus:
@@ -268,24 +284,24 @@ def _gpus(report: Report) -> Iterator[Finding]:
             continue
         if not gpus["devices"]:
             continue
-        refused = [found for name in for_gpus if (found := _engine(facts, name).get("error"))]
-        if not _has(report.engine, "on_gpus") and len(refused) == len(for_gpus):
+        refused = [found for name in for_gpus if (found := answer_about(facts, name).get("error"))]
+        if not has(report.engine, "on_gpus") and len(refused) == len(for_gpus):
             if (host, "unused") not in seen:
                 seen.add((host, "unused"))
                 text = f"{host} has GPUs that are not used: {refused[-1]}"
-                yield Finding("warning", text, _install_line(facts), (address,))
+                yield Finding("warning", text, install_line(facts), (address,))
             continue
         driver, built = int(str(gpus["cuda"]).partition(".")[0]), facts["cuda_major"]
         if built and driver < built and (host, "driver") not in seen:
             seen.add((host, "driver"))
             text = f"{host}: the driver {gpus['driver']} is for CUDA {gpus['cuda']}, the libraries are for CUDA {built}"
-            yield Finding("error", text, _install_line(facts), (address,))
-        if (mine := _device(facts)) is not None:
+            yield Finding("error", text, install_line(facts), (address,))
+        if (mine := device_of(facts)) is not None:
             owners[f"{host} {mine}"].append(address)
-        apart = gpus["without_peer_access"]
-        if isinstance(apart, list) and apart and (host, "peers") not in seen:
+        without = gpus["without_peer_access"]
+        if isinstance(without, list) and without and (host, "peers") not in seen:
             seen.add((host, "peers"))
-            pairs = ", ".join(f"{i}-{j}" for i, j in apart[:6]) + ", ..." * (len(apart) > 6)
+            pairs = ", ".join(f"{i}-{j}" for i, j in without[:6]) + ", ..." * (len(without) > 6)
             text = (
                 f"{host}: GPUs without peer access: {pairs}; what they exchange takes the way through the host's memory"
             )
@@ -312,7 +328,7 @@ def _pool(address: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _machines(report: Report) -> Iterator[Finding]:
     """Yield findings unless threads and memory of the workers fit their machines."""
-    on_cpus = report.engine is not None and not _has(report.engine, "on_gpus")
+    on_cpus = report.engine is not None and not has(report.engine, "on_gpus")
     for address, facts in report.answering.items():
         if isinstance(facts["blas"], list) and not facts["blas"] and on_cpus:
             text = "no BLAS that threadpoolctl knows: the engine can't set its threads, NumPy may be slow"
@@ -344,49 +360,12 @@ def _machines(report: Report) -> Iterator[Finding]:
         yield Finding("note", "the plugin is not on the scheduler yet: the first multiply puts it in place")
 
 
-def _engine(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a worker's answer about an engine."""
-    engines: Mapping[str, Any] = facts["engines"]
-    if "error" in engines:
-        return engines
-    found: Mapping[str, Any] = engines.get(name, {"error": f"its dask_distmm has no engine {name!r}"})
-    return found
-
-
-def _has(engine: str | None, ability: str) -> bool:
-    """Return whether an engine that this process knows has an ability; no other engine has any."""
-    return bool(getattr(ENGINES.get(engine or ""), ability, False))
-
-
-def _apart(workers: Sequence[Mapping[str, Any]]) -> str:
-    """Say why the GPUs of workers can't read each other's memory; empty if they can."""
-    hosts = {str(facts["host"]) for facts in workers}
-    if len(hosts) > 1:
-        return f"its GPUs are on {len(hosts)} hosts"
-    return "not all GPUs have peer access" if any(facts["gpus"].get("without_peer_access") for facts in workers) else ""
-
-
 def _why_not(report: Report, engine: str) -> str:
     # Workers that can't even import the package say nothing about an engine.
     asked = sorted(report.answering.values(), key=lambda facts: "error" in facts["engines"])
-    reasons = [_engine(facts, engine).get("error") for facts in asked]
-    apart = _apart([facts for facts, error in zip(asked, reasons, strict=True) if not error])
-    return next((str(reason) for reason in reasons if reason), apart or "no worker could be asked")
-
-
-def _install_line(facts: Mapping[str, Any]) -> str:
-    """Return the command that installs the libraries for GPUs, for the CUDA of the driver."""
-    driver = str(facts["gpus"].get("cuda", "13"))
-    return install_command("cu12" if driver.startswith("12") else "cu13", elsewhere=True)
-
-
-def _device(facts: Mapping[str, Any]) -> str | None:
-    """Return the UUID of the GPU that a worker computes on: the first that it sees. None if that is not known."""
-    devices, visible = facts["gpus"]["devices"], facts["visible_devices"]
-    first = "0" if visible is None else str(visible).split(",")[0].strip()
-    if first.isdecimal():
-        return str(devices[int(first)]["uuid"]) if int(first) < len(devices) else None
-    return next((str(device["uuid"]) for device in devices if first and device["uuid"].startswith(first)), None)
+    reasons = [answer_about(facts, engine).get("error") for facts in asked]
+    separate = apart([facts for facts, error in zip(asked, reasons, strict=True) if not error])
+    return next((str(reason) for reason in reasons if reason), separate or "no worker could be asked")
 
 
 def _sum(values: Iterable[Any]) -> int:

@@ -18,6 +18,7 @@ _TITLES = {
     "dask_distmm": "dask_distmm",
     "python": "Python",
     "cublasmp": "cuBLASMp",
+    "cusolvermp": "cuSOLVERMp",
     "nccl": "NCCL",
     "nvmath": "nvmath-python",
     "cupy": "CuPy",

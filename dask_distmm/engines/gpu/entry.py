@@ -12,9 +12,9 @@ import numpy as np
 
 from dask_distmm.comms.nccl import make_unique_id
 from dask_distmm.engines.base import Comm, Ended
-from dask_distmm.engines.cublasmp.gate import Gate
+from dask_distmm.engines.gpu.gate import Gate
 from dask_distmm.engines.watchdog import Watchdog
-from dask_distmm.planning import Plan
+from dask_distmm.planning.placement import Placement
 
 __all__ = ["CollectiveEntry"]
 
@@ -32,6 +32,8 @@ class CollectiveEntry:
         Dask's comms to the other participants.
     ended
         Whether the run has been ended.
+    share
+        The share of the cost model's rate that the library has at least.
 
     Attributes
     ----------
@@ -39,8 +41,8 @@ class CollectiveEntry:
         After `enter`: the id under which the ranks make their communicator; empty if they have one.
     """
 
-    def __init__(self, plan: Plan, rank: int | None, comm: Comm, ended: Ended) -> None:
-        self._plan, self._rank, self._comm, self._ended = plan, rank, comm, ended
+    def __init__(self, plan: Placement, rank: int | None, comm: Comm, ended: Ended, share: float = 1.0) -> None:
+        self._plan, self._rank, self._comm, self._ended, self._share = plan, rank, comm, ended, share
         self._gate = Gate(len(plan.ranks))
         self.unique_id = b""
         self._committed = self._over = False
@@ -103,7 +105,7 @@ class CollectiveEntry:
     def _watch(self) -> None:
         """End the process if the library does not return within its own time and the grace time."""
         options = self._plan.problem.options
-        estimate = self._plan.flops / options.machine(self._plan.engine).rate("other")
+        estimate = self._plan.flops / (self._share * options.machine(self._plan.engine).rate("other"))
         with self._lock:
             if self._over or self._watchdog is not None:
                 return

@@ -1,0 +1,1 @@
+"""The engine for factorizations on GPUs of several hosts: cuSOLVERMp and cuBLASMp; see `engine`."""

@@ -1,0 +1,1 @@
+"""What the engine `cusolvermp` can do, and what that costs."""

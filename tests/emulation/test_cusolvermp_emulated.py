@@ -1,0 +1,311 @@
+"""Factorizations by cuSOLVERMp over the stand-ins: layouts, pivots, order of collective calls. LAPACK computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from matrices import noise
+
+from dask_distmm.config import read_options
+from dask_distmm.errors import EngineError, MatrixError
+from dask_distmm.planning import ENGINES, Worker
+from dask_distmm.planning.computation import Output
+from dask_distmm.planning.factor import Factorization
+from dask_distmm.planning.factor.computation import FactorProblem, as_matrix
+from dask_distmm.planning.factor.placement import FactorPlacement, plan_factorization
+from dask_distmm.testing import (
+    assert_cholesky,
+    assert_eigh,
+    assert_inverse,
+    assert_least_squares,
+    assert_lu,
+    assert_pseudoinverse,
+    assert_qr,
+    assert_solution,
+    random_chunks,
+    run_jobs,
+)
+
+DTYPES = ["float32", "float64", "complex64", "complex128"]
+RANKS = [1, 2, 3]
+CASES = [*((3, dtype) for dtype in DTYPES), (1, "float64"), (2, "complex128")]
+
+
+class Solvers:
+    """Runs factorizations on stand-ins of GPUs, from chunks of any sizes that lie anywhere."""
+
+    def __init__(self, ranks, world):
+        self.ranks, self.world = ranks, world
+
+    def __call__(self, kind, nranks, *matrices, sources=0, host=False, **options):
+        self.ranks.host = host
+        rng = np.random.default_rng()
+        given = [x.shape for x in matrices]
+        task = Factorization(kind, given[0], matrices[0].dtype.name, *given[1:], **options)
+
+        def cut(shape):
+            rows, cols = (random_chunks(rng, size, 4) for size in shape)
+            return rows, cols
+
+        chunks = tuple(map(cut, given))
+        outputs = tuple(Output(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
+        shared = "columns" if nranks > 1 else "auto"
+        problem = FactorProblem(
+            "test",
+            task,
+            chunks,
+            (task.dtype,) * len(given),
+            outputs,
+            "cusolvermp",
+            None,
+            read_options(),
+            "numpy" if host else "cupy",
+            shared,
+        )
+        parts, where = {}, {}
+        for name, x, (rows, cols) in zip(problem.operands, matrices, chunks, strict=True):
+            edges = [np.cumsum((0, *sizes)) for sizes in (rows, cols)]
+            for number in range(len(rows) * len(cols)):
+                i, j = divmod(number, len(cols))
+                part = x[edges[0][i] : edges[0][i + 1], edges[1][j] : edges[1][j + 1]]
+                parts[name, number] = part.copy(order=rng.choice(["C", "F"]))
+            where[name] = rng.integers(0, nranks + sources, len(rows) * len(cols)).astype(np.int32)
+        workers = [Worker(f"w{index}") for index in range(nranks)]
+        others = [Worker(f"s{index}") for index in range(sources)]
+        made = plan_factorization(problem, workers, where, engine="cusolvermp", sources=others)
+        assert len(made.ranks) == nranks
+        before = {key: part.copy() for key, part in parts.items()}
+        found = run_jobs(self.ranks, FactorPlacement.from_wire(made.to_wire()), parts)
+        for key, part in parts.items():
+            np.testing.assert_array_equal(part, before[key])
+        assert self.world.open["descriptor"] == 0
+        results = {}
+        for one in outputs:
+            counts, numbers = one.counts, iter(range(one.count))
+            blocks = [[np.asarray(found[one.name, next(numbers)]) for _ in range(counts[1])] for _ in range(counts[0])]
+            results[one.name] = np.block(blocks)
+            assert results[one.name].dtype == one.dtype
+        return results
+
+    def release(self):
+        """Free the group on all ranks, which is collective."""
+        threads = [
+            threading.Thread(target=engine.release, args=(number,))
+            for engine in self.ranks.engines.values()
+            for number in list(engine.groups)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture
+def factorize(make_solvers, monkeypatch):
+    monkeypatch.setitem(ENGINES, "cusolvermp", dataclasses.replace(ENGINES["cusolvermp"], widths=(8, 8)))
+    found = Solvers(*make_solvers())
+    yield found
+    found.release()
+    for kind in ("communicator", "grid", "descriptor"):
+        assert found.world.open[kind] == 0, kind
+
+
+def positive(rng, n, dtype):
+    x = noise(rng, (n, n), dtype)
+    return (x @ x.conj().T + np.eye(n)).astype(dtype)
+
+
+def triangle(a, lower):
+    """A matrix of which only one triangle is given."""
+    nothing = np.full_like(a, np.nan)
+    return np.tril(a) + np.triu(nothing, 1) if lower else np.triu(a) + np.tril(nothing, -1)
+
+
+@pytest.mark.parametrize(("nranks", "dtype"), CASES)
+def test_cholesky(factorize, nranks, dtype):
+    rng = np.random.default_rng()
+    for lower, n in itertools.product((True, False), (25, 70)):
+        a = positive(rng, n, dtype)
+        (factor,) = factorize("cholesky", nranks, triangle(a, lower), lower=lower).values()
+        assert_cholesky(a, factor, lower=lower)
+
+
+@pytest.mark.parametrize(("nranks", "dtype"), CASES)
+@pytest.mark.parametrize("shape", [(60, 60), (70, 41), (41, 70)], ids=str)
+def test_lu(factorize, nranks, dtype, shape):
+    a = noise(np.random.default_rng(), shape, dtype)
+    found = factorize("lu", nranks, a)
+    assert_lu(a, found["l"], found["u"], found["p"][0])
+    k = min(shape)
+    np.testing.assert_array_equal(np.tril(found["lu"], -1)[:, :k], np.tril(found["l"], -1))
+    rows = np.arange(len(a))
+    for i, other in enumerate(found["piv"][0].tolist()):
+        rows[[i, other]] = rows[[other, i]]
+    np.testing.assert_array_equal(rows, found["p"][0])
+
+
+@pytest.mark.parametrize(("nranks", "dtype"), CASES)
+@pytest.mark.parametrize("shape", [(60, 60), (70, 41), (41, 70)], ids=str)
+def test_qr(factorize, nranks, dtype, shape):
+    a = noise(np.random.default_rng(), shape, dtype)
+    for mode in ("reduced", "complete"):
+        found = factorize("qr", nranks, a, mode=mode)
+        assert_qr(a, found["q"], found["r"])
+    (r,) = factorize("qr", nranks, a, mode="r").values()
+    np.testing.assert_allclose(abs(r), abs(found["r"][: len(r)]), rtol=0, atol=1e-3 * abs(r).max())
+
+
+@pytest.mark.parametrize(("nranks", "dtype"), CASES)
+@pytest.mark.parametrize("nrhs", [1, 30])
+def test_equations(factorize, nranks, dtype, nrhs):
+    rng = np.random.default_rng()
+    a, s, b = noise(rng, (50, 50), dtype), positive(rng, 50, dtype), noise(rng, (50, nrhs), dtype)
+    for op, of in (("N", lambda x: x), ("T", lambda x: x.T), ("C", lambda x: x.conj().T)):
+        assert_solution(of(a), factorize("solve", nranks, a, b, op=op)["x"], b)
+        lower = bool(rng.integers(2))
+        found = factorize("solve", nranks, triangle(s, lower), b, assume_a="pos", lower=lower, op=op)
+        assert_solution(of(s), found["x"], b)
+        well = a + 8 * np.eye(50, dtype=dtype)
+        for right in (True, False):
+            side = b.T.copy() if right else b
+            given = triangle(well, lower)
+            (x,) = factorize("solve_triangular", nranks, given, side, lower=lower, op=op, right=right).values()
+            whole = of(np.tril(well) if lower else np.triu(well))
+            assert_solution(whole.T if right else whole, x.T if right else x, b)
+
+
+@pytest.mark.parametrize(("nranks", "dtype"), CASES)
+def test_inverses_and_determinants(factorize, nranks, dtype):
+    rng = np.random.default_rng()
+    a, s = noise(rng, (45, 45), dtype), positive(rng, 45, dtype)
+    assert_inverse(a, factorize("inv", nranks, a)["x"])
+    assert_inverse(s, factorize("inv", nranks, triangle(s, False), assume_a="pos", lower=False)["x"])
+    close = {"rtol": 1e-3 if np.dtype(dtype).itemsize <= 8 and dtype != "float64" else 1e-9}
+    wide = a.astype(np.result_type(a.dtype, np.float64))
+    np.testing.assert_allclose(factorize("det", nranks, a)["det"][0, 0], np.linalg.det(wide), **close)
+    found, (sign, logarithm) = factorize("slogdet", nranks, a), np.linalg.slogdet(wide)
+    np.testing.assert_allclose(found["sign"][0, 0], sign, **close)
+    np.testing.assert_allclose(found["logdet"][0, 0], logarithm, **close)
+
+
+@pytest.mark.parametrize(("nranks", "dtype"), CASES)
+@pytest.mark.parametrize("shape", [(70, 33), (33, 70), (40, 40)], ids=str)
+def test_least_squares(factorize, nranks, dtype, shape):
+    rng = np.random.default_rng()
+    a, b = noise(rng, shape, dtype), noise(rng, (shape[0], 5), dtype)
+    found = factorize("lstsq", nranks, a, b)
+    assert_least_squares(a, found["x"], b)
+    if shape[0] > shape[1]:
+        expected = np.linalg.norm(a @ found["x"] - b, axis=0) ** 2
+        np.testing.assert_allclose(found["residuals"][0], expected, rtol=1e-3)
+    assert_pseudoinverse(a, factorize("pinv", nranks, a)["x"])
+
+
+@pytest.mark.parametrize(("nranks", "dtype"), CASES)
+def test_eigenvalues(factorize, nranks, dtype):
+    rng = np.random.default_rng()
+    x = noise(rng, (52, 52), dtype)
+    a = (x + x.conj().T) / 2
+    for lower in (True, False):
+        found = factorize("eigh", nranks, triangle(a, lower), lower=lower)
+        assert_eigh(a, found["w"][0], found["v"])
+    (w,) = factorize("eigh", nranks, triangle(a, True), vectors=False).values()
+    np.testing.assert_allclose(w[0], found["w"][0], rtol=0, atol=1e-5 * abs(w).max())
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_chunks_of_workers_that_are_no_ranks(factorize, host):
+    rng = np.random.default_rng()
+    a, b = noise(rng, (80, 80), "float64"), noise(rng, (80, 12), "float64")
+    for nranks in RANKS:
+        assert_solution(a, factorize("solve", nranks, a, b, sources=2, host=host)["x"], b)
+    assert any(job.received_bytes > job.comm.received_bytes for job in factorize.ranks.jobs)
+
+
+def test_few_rows_more_columns_than_one_batch(factorize, monkeypatch):
+    import sys
+
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.cusolvermp.trade"].batches, "__defaults__", (300,))
+    a = noise(np.random.default_rng(), (90, 90), "float64")
+    found = factorize("lu", 3, a)
+    assert_lu(a, found["l"], found["u"], found["p"][0])
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+def test_matrices_that_have_no_such_factor(factorize, nranks):
+    rng = np.random.default_rng()
+    a, b = positive(rng, 60, "float64"), noise(rng, (60, 3), "float64")
+    a[37, 37] = -1
+    with pytest.raises(MatrixError, match="order 38 is not positive"):
+        factorize("cholesky", nranks, a)
+    a[37, 37] = np.nan
+    assert np.isnan(factorize("solve", nranks, a, b, assume_a="pos")["x"]).any()
+    with pytest.raises(MatrixError, match="NaN or infinite"):
+        factorize("eigh", nranks, a)
+    singular = noise(rng, (60, 60), "float64")
+    singular[:, 41] = 0
+    for kind in ("solve", "inv"):
+        with pytest.raises(MatrixError, match="element 41 of"):
+            factorize(kind, nranks, *((singular, b) if kind == "solve" else (singular,)))
+    assert factorize("det", nranks, singular)["det"] == 0
+    with pytest.raises(MatrixError, match="element 20 of"):
+        factorize("solve_triangular", nranks, np.tril(noise(rng, (60, 60), "float64")) * (np.arange(60) != 20), b)
+    deficient = noise(rng, (70, 40), "float64")
+    deficient[:, 29] = deficient[:, 3] - deficient[:, 11]
+    for kind, given in (("lstsq", (deficient, noise(rng, (70, 3), "float64"))), ("pinv", (deficient.T.copy(),))):
+        with pytest.raises(MatrixError, match="column 29 depends"):
+            factorize(kind, nranks, *given)
+
+
+def test_nan_stays_nan(factorize):
+    a = noise(np.random.default_rng(), (40, 40), "float64")
+    a[7, 5] = np.nan
+    found = factorize("lu", 2, a)
+    assert np.isnan(found["u"]).any()
+    assert sorted(found["p"][0].tolist()) == list(range(40))
+
+
+def test_a_library_that_refuses(factorize):
+    import sys
+
+    solver = sys.modules["nvmath.bindings"].cusolverMp
+    sizes, a = solver.potrf_buffer_size, positive(np.random.default_rng(), 40, "float64")
+
+    def refuses(handle, uplo, n, pointer, ia, ja, descriptor, kind):
+        if factorize.world.handles[descriptor].rank == 1:
+            raise RuntimeError("NOT_SUPPORTED")
+        return sizes(handle, uplo, n, pointer, ia, ja, descriptor, kind)
+
+    solver.potrf_buffer_size = refuses
+    with pytest.raises(EngineError, match="w1: RuntimeError: potrf: NOT_SUPPORTED"):
+        factorize("cholesky", 2, a)
+    solver.potrf_buffer_size = sizes
+    getrf = solver.getrf
+
+    def other_pivots(handle, m, n, pointer, ia, ja, descriptor, pivots, *more):
+        getrf(handle, m, n, pointer, ia, ja, descriptor, pivots, *more)
+        import ctypes
+
+        (ctypes.c_int64 * 8).from_address(pivots)[:] = [0] * 8
+
+    solver.getrf = other_pivots
+    with pytest.raises(EngineError, match="has swapped row 0 with row -1"):
+        factorize("lu", 2, a)
+    solver.getrf = getrf
+    (factor,) = factorize("cholesky", 2, a).values()
+    assert_cholesky(a, factor)
+
+
+def test_what_one_rank_computes_needs_no_library(factorize):
+    before = len(factorize.world.calls)
+    a = noise(np.random.default_rng(), (30, 20), "float64")
+    found = factorize("svd", 1, a)
+    np.testing.assert_allclose((found["u"] * found["s"]) @ found["vh"], a, atol=1e-12)
+    s = a.T @ a
+    found = factorize("eigh", 1, s, subset=(3, 9))
+    assert_eigh(s, found["w"][0], found["v"], first=3)
+    assert len(factorize.world.calls) == before

@@ -1,0 +1,101 @@
+"""Plans of factorizations that a library computes on all ranks together."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_distmm import linalg
+from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
+from dask_distmm.layout import numroc
+from dask_distmm.planning import ENGINES, Worker, plan_computation
+from dask_distmm.planning.factor import Columns, Matrix
+from dask_distmm.planning.factor.placement import FactorPlacement, plan_factorization
+
+HOSTS = [Worker(f"w{i}", memory_limit=2**36, host=f"h{i}") for i in range(4)]
+
+
+def problem(function, *shapes, **options):
+    made = function(*(da.zeros(shape, chunks=2048) for shape in shapes), **options)
+    return problem_of(made[0] if isinstance(made, tuple) else made)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_matrices_lie_as_the_library_wants_them(ranks):
+    rng = np.random.default_rng()
+    for _ in range(20):
+        width = int(rng.integers(1, 9))
+        shapes = [(40, int(rng.integers(1, 60))) for _ in range(2)]
+        columns = Columns(tuple(Matrix(shape, width) for shape in shapes), ranks, aligned=True)
+        for number, (_, cols) in enumerate(shapes):
+            first, stop = columns.first(number), columns.first(number + 1)
+            assert first % ranks == 0
+            for rank in range(ranks):
+                local = columns.local(rank, first, stop)
+                assert local.stop - local.start == numroc(cols, width, rank, 0, ranks)
+                owned = [columns.blocks[block] for block in columns.owned(rank, first, stop)]
+                assert sum(block.stop - block.start for block in owned) == local.stop - local.start
+            assert columns.layout(number).source == (0, 0)
+        assert sum(columns.local_cols(rank) for rank in range(ranks)) == sum(cols for _, cols in shapes)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (linalg.cholesky, [(16384, 16384)]),
+        (linalg.lu, [(16384, 8192)]),
+        (linalg.qr, [(8192, 16384)]),
+        (linalg.solve, [(16384, 16384), (16384, 5)]),
+        (linalg.solve_triangular, [(16384, 16384), (16384, 5)]),
+        (linalg.lstsq, [(8192, 16384), (8192, 3)]),
+        (linalg.eigh, [(16384, 16384)]),
+        (linalg.eigvalsh, [(16384, 16384)]),
+    ],
+)
+def test_all_hosts_take_part_if_they_are_to(function, shapes):
+    task = problem(function, *shapes, method="columns", engine="cusolvermp")
+    made = plan_factorization(task, HOSTS, engine="cusolvermp")
+    assert len(made.ranks) == 4
+    again = FactorPlacement.from_wire(made.to_wire())
+    assert again.work == made.work
+    assert again.work.collective
+    assert {one.name: again.work.output_layout(one.name) for one in task.outputs} == {
+        one.name: made.work.output_layout(one.name) for one in task.outputs
+    }
+    assert "cuSOLVERMp" in repr(made)
+    again.check_boxes("enter", np.array([[3, 0, 0, 0, 0, 0]]))
+    with pytest.raises(ProtocolError, match="wants to enter"):
+        again.check_boxes("enter", np.array([[4, 0, 0, 0, 0, 0]]))
+
+
+def test_the_network_counts():
+    near = [Worker(w.address, memory_limit=w.memory_limit, host="h") for w in HOSTS]
+    task = problem(linalg.qr, (16384, 16384), method="columns")
+    apart, together = (plan_factorization(task, some, engine="cusolvermp").estimate for some in (HOSTS, near))
+    assert apart.transfer_seconds > together.transfer_seconds
+    assert apart.compute_seconds == together.compute_seconds
+
+
+def test_what_one_engine_can_not_hold_another_one_shares():
+    small = [Worker(w.address, memory_limit=10 * 2**30, host="h") for w in HOSTS]
+    task = problem(linalg.eigh, (16384, 16384))
+    with pytest.raises(ProjectedMemoryError):
+        plan_factorization(task, small, engine="peer")
+    made = plan_computation(task, small, engine=("peer", "cusolvermp"))
+    assert (made.engine, len(made.ranks)) == ("cusolvermp", 4)
+    assert plan_computation(task, HOSTS, engine=("peer", "cusolvermp")).engine == "peer"
+    # Whoever asks for block columns gets them from the engine that has a way.
+    asked = problem(linalg.eigh, (4096, 4096), method="columns")
+    assert plan_computation(asked, HOSTS, engine=("peer", "cusolvermp")).engine == "cusolvermp"
+    with pytest.raises(PlanError, match=r"one worker of engine 'peer': expected method 'auto' or 'local'"):
+        plan_computation(asked, HOSTS, engine=("peer",))
+
+
+def test_what_ranks_share():
+    decomposes = ENGINES["cusolvermp"].decomposes
+    assert decomposes(problem(linalg.eigh, (9, 9)).task)
+    assert not decomposes(problem(linalg.eigh, (9, 9), (9, 9)).task)
+    assert not decomposes(problem(linalg.eigh, (9, 9), subset_by_index=(0, 1)).task)
+    assert not decomposes(problem(linalg.svd, (9, 9), method="local").task)
