@@ -15,7 +15,7 @@ from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import abilities_of
-from dask_distmm.planning.footprint import chunk_bytes, held_bytes
+from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import METHODS, Chunks, Problem
@@ -252,7 +252,9 @@ class _Fitting:
             else:
                 low = middle + 1
         if self.sketch.by_ranks:
-            fine = min(segments, max(low, self.fewest // 2, math.ceil(found.seconds / _LONGEST)))
+            fine = max(self.fewest // 2, math.ceil(found.seconds / _LONGEST))
+            # Each rank needs chunks of its own in each wave.
+            fine = max(low, min(fine, max(1, segments // len(self.workers))))
             return self._try(fine, method) or found
         better = self._try(min(segments, max(self.fewest, low)), method)
         if better is not None and better.run_seconds / len(better.waves) > _SHORTEST:
@@ -321,7 +323,9 @@ class _Fitting:
 
     def _estimated(self, scheme: Scheme, plans: Sequence[Plan], beside: float) -> Scheme:
         problem, count = self.problem, len(self.workers)
-        read = 0.0
+        one, estimate = plans[0].problem, plans[0].estimate
+        share = sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
+        read = made_bytes(plans[0]) * share if scheme.by_ranks else 0.0
         shares = {
             "a": [(wave.rows, wave.depth) for wave in scheme.waves],
             "b": [(wave.depth, wave.cols) for wave in scheme.waves],
@@ -329,16 +333,13 @@ class _Fitting:
         for operand, lazy, streamed in zip("ab", self.lazy, scheme.streamed, strict=True):
             if not lazy or (operand == "b" and problem.shared and scheme.name == "sums"):
                 continue
-            if streamed:
+            if streamed and not scheme.by_ranks:
                 elements = sum(math.prod(stop - start for start, stop in box) for box in shares[operand])
-                # Ranks that need the same chunk make it each for itself.
-                times = plans[0].grid["ba".index(operand)] if scheme.by_ranks else 1
-                read += float(elements) * problem.itemsize(operand) * times
-            else:
+                read += float(elements) * problem.itemsize(operand)
+            elif not streamed:
                 read += float(chunk_bytes(problem, operand).sum())
-        one, estimate = plans[0].problem, plans[0].estimate
         run = 0.0 if estimate is None else estimate.compute_seconds if scheme.by_ranks else estimate.seconds
-        run *= sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
+        run *= share
         around_all = len(scheme.waves) * product_overhead(one, self.costs)
         return dataclasses.replace(
             scheme,
