@@ -93,7 +93,8 @@ def waves_now(request: Request, problem: Problem, client: Client, made: Plan | N
 def budget_now() -> Budget | None:
     """Return the memory that waves may take; None if the configuration says that there are to be none."""
     settings = wave_settings()
-    return Budget(settings.managed, settings.process, settings.read_bandwidth) if settings.enabled else None
+    rates = settings.read_bandwidth, settings.device_bandwidth
+    return Budget(settings.managed, settings.process, *rates) if settings.enabled else None
 
 
 def _spills(made: Plan, budget: Budget) -> bool:

@@ -22,6 +22,7 @@ from dask_distmm.planning.problem import Problem, is_gram
 
 __all__ = [
     "chunk_bytes",
+    "chunk_edges",
     "held_bytes",
     "is_by_ranks",
     "made_ahead",
@@ -100,9 +101,9 @@ def upload_seconds(plan: Plan) -> float:
     problem, bandwidth = plan.problem, plan.problem.options.machine(plan.engine).host_bandwidth
     if problem.array != "numpy" or plan.from_host or not bandwidth:
         return 0.0
-    found = spread(plan, "a", chunk_bytes(problem, "a"))
-    if not problem.shared:
-        found = found + spread(plan, "b", chunk_bytes(problem, "b"))
+    # Those that ranks make are copied while others are multiplied.
+    before = [name for name in ("a" if problem.shared else "ab") if not is_by_ranks(problem, name)]
+    found = sum((spread(plan, name, chunk_bytes(problem, name)) for name in before), np.zeros(1))
     return float(found.max()) / bandwidth
 
 
@@ -158,13 +159,14 @@ def made_bytes(plan: Plan) -> float:
     return found
 
 
-def _in_whole_chunks(sizes: Sequence[int], cuts: Bounds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _in_whole_chunks(sizes: tuple[int, ...], cuts: Bounds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return where the parts between cuts begin and end if they are made larger, to whole chunks."""
-    edges = _chunk_edges(tuple(sizes))
+    edges = chunk_edges(sizes)
     starts = edges[np.searchsorted(edges, cuts[:-1], "right") - 1]
     return starts, edges[np.searchsorted(edges, cuts[1:], "left")]
 
 
 @functools.lru_cache(maxsize=16)
-def _chunk_edges(sizes: tuple[int, ...]) -> NDArray[np.int64]:
+def chunk_edges(sizes: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return where chunks of certain sizes begin, from 0 on, and where the last one ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
