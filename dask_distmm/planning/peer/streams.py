@@ -158,16 +158,15 @@ def stream_cuts(plan: Plan, rank: int, stream: Stream) -> tuple[Bounds, Bounds]:
     stream
         The rank's one of `streams`.
     """
-    depth = _cut(_edges(plan, rank, stream.made, None).tolist(), stream.least[1], stream.most[1])
-    operand, multiple = stream.made[0], extent_multiple(plan.problem)
-    r0, r1, c0, c1 = plan.region(rank)
-    start, stop = (r0, r1) if operand == 0 else (c0, c1)
+    along_k, own = _edges(plan, rank, stream.made, None), _edges(plan, rank, stream.made, stream.made[0])
     if all(plan.problem.by_ranks):
-        return (start, stop), depth
-    own = _edges(plan, rank, stream.made, operand)
-    # Padding after one part must not be multiplied into the next.
-    own = np.unique(np.append(start + (own[:-1] - start) // multiple * multiple, stop))
-    return _cut(own.tolist(), stream.least[0], stream.most[0] // multiple * multiple, multiple), depth
+        return (int(own[0]), int(own[-1])), _cut(along_k.tolist(), stream.least[1], stream.most[1])
+    multiple, found = extent_multiple(plan.problem), []
+    for edges, least, most in zip((own, along_k), stream.least, stream.most, strict=True):
+        # The padding behind one part must be neither part of the next one nor multiplied with it.
+        at = np.append(edges[0] + (edges[:-1] - edges[0]) // multiple * multiple, edges[-1])
+        found.append(_cut(np.unique(at).tolist(), least, most // multiple * multiple, multiple))
+    return found[0], found[1]
 
 
 def _cut(edges: Sequence[int], least: int, most: int, step: int = 1) -> Bounds:
