@@ -206,6 +206,7 @@ class Memory:
 
 
 _streams = weakref.WeakValueDictionary()
+_current = threading.local()
 # Threads of one process may wait for one stream.
 _order = threading.RLock()
 
@@ -307,13 +308,23 @@ class Stream:
         while self.queue:
             self.some()
 
+    def use(self):
+        _current.stream = self
+        return self
+
     def __enter__(self):
         # What arrays do is done at once: after all that is queued here.
         self.synchronize()
-        return self
+        self.before = getattr(_current, "stream", None)
+        return self.use()
 
     def __exit__(self, *args):
-        pass
+        _current.stream = self.before
+
+
+def current_stream(default):
+    """Return the current stream of this thread."""
+    return getattr(_current, "stream", None) or default
 
 
 class Graph:

@@ -122,12 +122,14 @@ class DeviceMaker:
         if type_name != goal:
             order = "F" if lying(chunk, "F") and not lying(chunk, "C") else "C"
             source, chunk = chunk, cp.empty(chunk.shape, carried(goal, "cupy"), order=order)
-            chunk[...] = in_type(source, type_name, chunk.dtype)
+            with stream:
+                chunk[...] = in_type(source, type_name, chunk.dtype)
         # The library conjugates what it transposes.
         wanted = "F" if problem.conjugated["ab".index(operand)] else ""
         if (view := lying(chunk, wanted)) is None:
             source, chunk = chunk, cp.empty(chunk.shape, chunk.dtype, order=wanted or "C")
-            chunk[...] = source
+            with stream:
+                chunk[...] = source
             view = lying(chunk, wanted)
         assert view is not None
         return chunk, view
