@@ -24,6 +24,7 @@ FAULT_POINTS = {
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
     "panel": ("dask_distmm.engines.peer.multiplication", "Multiplication", "_multiply"),
+    "step": ("dask_distmm.engines.peer.streaming", "Streaming", "_multiply"),
     "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }
 

@@ -76,8 +76,8 @@ def run_jobs(
     try:
         for me in range(len(made.participants)):
             mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}
-            own = sources(made.ranks.index(me)) if me in made.ranks else {}
-            jobs.append(engine.job(made, me, {**mine, **own}, comm, lambda share: None))
+            making = sources(made.ranks.index(me)) if me in made.ranks else {}
+            jobs.append(engine.job(made, me, {**mine, **making}, comm, lambda share: None))
         for job in jobs:
             job.prepare()
         offers = [job.offer for job in jobs]

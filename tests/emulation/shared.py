@@ -315,11 +315,19 @@ class Stream:
     def __enter__(self):
         # What arrays do is done at once: after all that is queued here.
         self.synchronize()
-        self.before = getattr(_current, "stream", None)
+        _stack().append(self)
         return self.use()
 
     def __exit__(self, *args):
-        _current.stream = self.before
+        # As CuPy's: what `use` has set is forgotten.
+        _stack().pop()
+        _current.stream = _stack()[-1] if _stack() else None
+
+
+def _stack():
+    if not hasattr(_current, "stack"):
+        _current.stack = []
+    return _current.stack
 
 
 def current_stream(default):

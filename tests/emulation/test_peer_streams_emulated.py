@@ -430,7 +430,9 @@ def test_few_chunks_are_there_at_a_time(make_peers, sizes, monkeypatch):
     assert 0 < most[0] <= stream.held_bytes + stream.making_bytes < x.nbytes / 8
 
 
-def test_tasks_that_change_their_threads_stream(make_peers):
+@pytest.mark.parametrize("how", ["use", "with"])
+def test_tasks_that_change_their_threads_stream(make_peers, how):
+    """For good, or for a while, after which CuPy forgets what `use` had set before."""
     ranks, _ = make_peers()
     problem, kernels = few_chunks(), Kernels()
     real = kernels.source
@@ -441,7 +443,12 @@ def test_tasks_that_change_their_threads_stream(make_peers):
         def make():
             cupy = sys.modules["cupy"]
             with ranks.memory.as_process("w0"):
-                cupy.cuda.Stream().use()
+                stream = cupy.cuda.Stream()
+            if how == "use":
+                stream.use()
+            else:
+                with stream:
+                    pass
             return made.make()
 
         return Source(make)

@@ -92,20 +92,21 @@ class DeviceMaker:
     def begin(self) -> None:
         """Give a thread its stream."""
         self._use_device()
-        stream = self._own.stream = self._free.pop()
-        stream.wait_event(self._event)
-        stream.use()
+        self._own.stream = self._free.pop()
+        self._own.stream.wait_event(self._event)
 
     def make(self, source: Source, chunks: Sequence[SourceChunk]) -> dict[SourceChunk, Made]:
         """Run the task of a source; return those of its chunks that are used."""
         stream = self._own.stream
-        made = source.make()
-        current = cp.cuda.get_current_stream()
-        if current.ptr != stream.ptr:
-            # The task has left its thread with another one.
-            stream.wait_event(record(current))
-            stream.use()
-        arrays = {chunk: self._on_device(*self._keys[chunk], chunk.view(made), stream) for chunk in chunks}
+        # Not by `use`: a task that has a stream of its own for a while would leave its thread on the default stream.
+        with stream:
+            made = source.make()
+            current = cp.cuda.get_current_stream()
+            if current.ptr != stream.ptr:
+                # The task has left its thread with another one.
+                stream.wait_event(record(current))
+            with stream:
+                arrays = {chunk: self._on_device(*self._keys[chunk], chunk.view(made), stream) for chunk in chunks}
         complete = record(stream)
         return {chunk: Made(*found, complete) for chunk, found in arrays.items()}
 
@@ -122,14 +123,12 @@ class DeviceMaker:
         if type_name != goal:
             order = "F" if lying(chunk, "F") and not lying(chunk, "C") else "C"
             source, chunk = chunk, cp.empty(chunk.shape, carried(goal, "cupy"), order=order)
-            with stream:
-                chunk[...] = in_type(source, type_name, chunk.dtype)
+            chunk[...] = in_type(source, type_name, chunk.dtype)
         # The library conjugates what it transposes.
         wanted = "F" if problem.conjugated["ab".index(operand)] else ""
         if (view := lying(chunk, wanted)) is None:
             source, chunk = chunk, cp.empty(chunk.shape, chunk.dtype, order=wanted or "C")
-            with stream:
-                chunk[...] = source
+            chunk[...] = source
             view = lying(chunk, wanted)
         assert view is not None
         return chunk, view

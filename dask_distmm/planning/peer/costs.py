@@ -80,7 +80,7 @@ def project(plan: Plan) -> dict[str, int]:
     buffers = [one.buffer_bytes for one in found] or [one.bytes for one in streams(plan)]
     if not found:
         # All that they need of an operand that they do not make is there from the start.
-        total[list(plan.ranks)] += sum(_multiplied_bytes(plan, name) for name in "ab" if not is_by_ranks(problem, name))
+        total[list(plan.ranks)] += [_bytes_of(plan, rank, made=False) for rank in range(len(plan.ranks))]
     for rank, index in enumerate(plan.ranks):
         total[index] += buffers[rank]
         lying = in_place(plan, rank)
@@ -124,15 +124,14 @@ def estimate(
     compute = problem.flops * area * depth / (problem.m * problem.n * problem.k) / rate(plan)
     if extent_multiple(problem) == 1:
         compute *= slowdown(problem, in_chunks=True)
-    made: NDArray[np.float64] = sum(
-        (_multiplied_bytes(plan, name) for name in "ab" if is_by_ranks(problem, name)), np.zeros(len(plan.ranks))
-    )
-    if problem.array == "numpy" and machine.host_bandwidth:
-        # They are copied to the GPU while others are multiplied.
-        compute = np.maximum(compute, made / machine.host_bandwidth)
+    if any(problem.by_ranks) and problem.array == "numpy" and machine.host_bandwidth:
+        # Chunks are copied to the GPU while others are multiplied.
+        uploaded = [_uploaded(plan, rank, one.made) for rank, one in enumerate(streams(plan))]
+        compute = np.maximum(compute, np.array(uploaded) / machine.host_bandwidth)
 
     final = np.array([sum(map(_area, plan.final_rects(rank))) for rank in ranks], float)
-    needed = needed - made
+    # What ranks make is nobody's.
+    needed = needed - [_bytes_of(plan, rank, made=True) for rank in ranks]
     away = 1 - home / np.maximum(needed, 1.0)
     pulled = needed - home
     bandwidth = machine.bandwidth
@@ -177,13 +176,23 @@ def _multiplied(plan: Plan, rank: int, epilog: str | None) -> int:
     return _area(plan.region(rank)) - (sum(map(_area, triangle.copied())) if triangle is not None else 0)
 
 
-def _multiplied_bytes(plan: Plan, operand: str) -> NDArray[np.float64]:
-    """Bytes of each rank's part of an operand, as it is multiplied."""
-    at = "ab".index(operand)
-    size, parts = multiplied_sizes(plan.problem)[at], [plan.region(rank) for rank in range(len(plan.ranks))]
-    own = [(r1 - r0, c1 - c0)[at] for r0, r1, c0, c1 in parts]
-    depth = [np.diff(plan.k_range(rank))[0] for rank in range(len(plan.ranks))]
-    return np.multiply(own, depth) * float(size)
+def _elements(plan: Plan, rank: int) -> tuple[float, float]:
+    """Elements of a rank's parts of A and of B."""
+    (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
+    return float(r1 - r0) * (k1 - k0), float(k1 - k0) * (c1 - c0)
+
+
+def _uploaded(plan: Plan, rank: int, operands: Sequence[int]) -> float:
+    """Bytes of a rank's parts of some operands as they are made."""
+    return sum(_elements(plan, rank)[operand] * plan.problem.itemsize("ab"[operand]) for operand in operands)
+
+
+def _bytes_of(plan: Plan, rank: int, *, made: bool) -> float:
+    """Bytes of a rank's parts of operands: of those that it makes as they are made, of others as they are multiplied."""
+    problem = plan.problem
+    sizes = (problem.itemsize("a"), problem.itemsize("b")) if made else multiplied_sizes(problem)
+    every = zip(_elements(plan, rank), sizes, problem.by_ranks, strict=True)
+    return sum(count * size for count, size, by_rank in every if by_rank == made)
 
 
 def _streamed_bytes(plan: Plan, rank: int, stationary: int) -> float:
