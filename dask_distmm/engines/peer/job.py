@@ -167,10 +167,9 @@ class PeerJob(Job[Plan]):
             self._bias = NativeBias(plan, self.me, self.rank, self.chunks, cut)
         gemms = Gemms(self._kinds, self._buffers, self._result, self._epilog, self._bias)
         if isinstance(work, StreamSteps):
-            assert stream is not None
             rects = [[step.rect] for step in work.steps]
             self._multiplication = Streaming(
-                work, stream, self._buffers, gemms, self._result, self._sources, self.engine, self._trace
+                work, self._buffers, gemms, self._result, self._sources, self.engine, self._trace
             )
         else:
             rects = [[product.rect for product in step.products] for step in work.steps]

@@ -50,11 +50,14 @@ class StreamSteps(NamedTuple):
         For each buffer the largest extents (own axis, k) of what it holds.
     resident
         All that the rank needs of an operand whose chunks it does not make; None where it makes those of both.
+    stream
+        What they were made by.
     """
 
     steps: list[StreamStep]
     slots: dict[Slot, tuple[int, int]]
     resident: Load | None
+    stream: Stream
 
 
 def made_orders(plan: Plan) -> tuple[str, str]:
@@ -108,7 +111,7 @@ def make_steps(plan: Plan, rank: int, stream: Stream, lies: Callable[[int, Rect]
             part = (*own, *region[2:]) if stream.made[0] == 0 else (*region[:2], *own)
         loads = tuple(load(operand, part, depth, len(steps) % PANELS) for operand in stream.made)
         steps.append(StreamStep(loads, part, depth, depth != depth_cuts[0]))
-    return StreamSteps(steps, slots, resident)
+    return StreamSteps(steps, slots, resident, stream)
 
 
 def _edges(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -36,7 +36,6 @@ from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning.peer.block_schedule import PANELS
-from dask_distmm.planning.peer.streams import Stream
 
 __all__ = ["Streaming"]
 
@@ -55,8 +54,6 @@ class Streaming:
     ----------
     work
         The steps.
-    stream
-        The rank's one of `planning.peer.streams.streams`.
     buffers
         Where parts of several chunks are put together, and what the rank does not make.
     gemms
@@ -85,7 +82,6 @@ class Streaming:
     def __init__(
         self,
         work: StreamSteps,
-        stream: Stream,
         buffers: OperandBuffers,
         gemms: Gemms,
         result: Result,
@@ -94,7 +90,7 @@ class Streaming:
         trace: Trace,
     ) -> None:
         self.steps, self.rank = work.steps, result.rank
-        self._stream, self._buffers, self._gemms, self._result = stream, buffers, gemms, result
+        self._limits, self._buffers, self._gemms, self._result = work.stream, buffers, gemms, result
         self._sources, self._engine, self._trace = sources, engine, trace
         self._resident, self._product, steps = work.resident, None, []
         if self._resident is not None and self._resident.slot is not None:
@@ -148,7 +144,7 @@ class Streaming:
             plan.problem, self._chunks, self._engine.making(threads), record(cp.cuda.get_current_stream())
         )
         uses = [chunk for step in self.steps for chunk in self._chunks_of(step)]
-        loader = ChunkLoader(uses, threads, self._stream.ahead, maker.make, maker.begin)
+        loader = ChunkLoader(uses, threads, self._limits.ahead, maker.make, maker.begin)
         try:
             self.loads.begin()
             if self._product is not None:
@@ -180,7 +176,7 @@ class Streaming:
         """Drop the chunks of steps that are over; wait for such where too many would be held."""
         more = sum(self._sizes[chunk] for chunk in set(self._chunks_of(step)) if not self._held[chunk])
         while self._over:
-            full = self._held_bytes + more > self._stream.held_bytes or len(self._over) > 2 * PANELS
+            full = self._held_bytes + more > self._limits.held_bytes or len(self._over) > 2 * PANELS
             if full:
                 self._sources.ended.wait(self._over[0].event)
             elif not self._over[0].event.done:
@@ -246,7 +242,7 @@ class Streaming:
     def _other(self, operand: int, step: StreamStep, view: DeviceView | None) -> DeviceView:
         """Return the part of an operand that is not made for itself: it is here, or the transpose of the other one."""
         if self._resident is None:
-            assert self._stream.twin
+            assert self._limits.twin
             assert view is not None
             (pointer, down, across), order = view
             return DeviceView(Span(pointer, across, down), "F" if order == "C" else "C")

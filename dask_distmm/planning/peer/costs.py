@@ -188,7 +188,7 @@ def _uploaded(plan: Plan, rank: int, operands: Sequence[int]) -> float:
 
 
 def _bytes_of(plan: Plan, rank: int, *, made: bool) -> float:
-    """Bytes of a rank's parts of operands: of those that it makes as they are made, of others as they are multiplied."""
+    """Bytes of a rank's parts of operands: of those that it makes as they are made, of others as multiplied."""
     problem = plan.problem
     sizes = (problem.itemsize("a"), problem.itemsize("b")) if made else multiplied_sizes(problem)
     every = zip(_elements(plan, rank), sizes, problem.by_ranks, strict=True)
