@@ -33,8 +33,8 @@ _SHORTEST = 0.1
 _LONGEST = 4.0
 # The finest waves are looked at first where they are no more than this: mostly they tell that none fit.
 _FEW = 500
-# A panel in flight takes this share of the budget at most.
-_PANEL_SHARE = 16
+# A panel in flight takes this share of the budget at most, and the buffers of a GPU this one of its memory.
+_PANEL_SHARE, _BUFFER_SHARE = 16, 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -278,10 +278,13 @@ class _Fitting:
     def _try(self, count: int, method: str) -> Scheme | None:
         """Return the scheme with `count` waves along the axis, or None if it does not fit."""
         waves = tuple(_waves(self.sketch, grouped(self._edges, count)))
-        panel = int(min(self.problem.options.panel_bytes, self._room / _PANEL_SHARE))
+        options = self.problem.options
+        panel = int(min(options.panel_bytes, self._room / _PANEL_SHARE))
+        most = min((worker.memory_limit for worker in self.workers if worker.memory_limit), default=math.inf)
+        buffers = int(min(options.buffer_bytes, most / _BUFFER_SHARE))
         room = int(self._room) if math.isfinite(self._room) else 0
         how = self.sketch.name, waves, self.sketch.streamed, self.sketch.by_ranks
-        scheme = Scheme(*how, method, panel, 0, 0.0, 0.0, 0, room)
+        scheme = Scheme(*how, method, panel, buffers, 0, 0.0, 0.0, 0, room)
         largest = max(range(len(waves)), key=lambda w: (_volume(waves[w]), not waves[w].first))
         beside = self._beside(scheme, largest)
         # The run has what is left.
