@@ -25,6 +25,7 @@ FAULT_POINTS = {
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
     "solver": ("dask_distmm.engines.cusolvermp.library", "Group", "call"),
     "panel": ("dask_distmm.engines.peer.multiplication", "Multiplication", "_multiply"),
+    "step": ("dask_distmm.engines.peer.streaming", "Streaming", "_multiply"),
     "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }
 
