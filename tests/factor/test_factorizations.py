@@ -108,6 +108,16 @@ def test_updates_of_several_block_columns(monkeypatch, dtype, ranks, n, width):
     assert counts[2] < counts[0] or (n, ranks) in ((64, 2), (64, 3))
 
 
+@pytest.mark.parametrize("columns", [1, 70])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_solutions_with_updates_of_several_block_columns(ranks, columns):
+    """Some ranks have right-hand sides alone in the end."""
+    rng = np.random.default_rng()
+    a, b = positive(rng, 90, "float64"), noise(rng, (90, columns), "float64")
+    plan = factor_plan(Factorization("solve", a.shape, "float64", b.shape, assume_a="pos"), ranks, 8)
+    assert_solution(a, run_factorization(plan, a, b, kernels=Device())["x"], b)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reflections_in_parts(monkeypatch, dtype):
     monkeypatch.setattr(operations, "_DEPTH", 16)

@@ -109,6 +109,8 @@ def update_lower(
         For each block column, its first column of A and its last + 1.
     """
     rows, at = panel[0], 0
+    if not blocks:
+        return
     if kernels.asynchronous:
         # Calls cost time, too: one for several block columns, and some operations too many around the diagonal.
         beside = _rows_of(kernels, rows, place.start, blocks)
