@@ -176,7 +176,7 @@ def test_a_graph_that_comes_before_the_plugin():
     for _ in range(3):
         with (
             LocalCluster(
-                n_workers=4, threads_per_worker=1, processes=False, dashboard_address=None, memory_limit=0
+                n_workers=4, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", memory_limit=0
             ) as cluster,
             Client(cluster) as client,
         ):
@@ -355,7 +355,9 @@ def test_persisted_operands_that_dask_has_spilled(tmp_path):
     limits = {"distributed.worker.memory.target": 0.2, "distributed.worker.memory.monitor-interval": "50ms"}
     with (
         dask.config.set(limits),
-        LocalCluster(n_workers=2, threads_per_worker=1, memory_limit="600MiB", dashboard_address=None) as cluster,
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, memory_limit="600MiB", dashboard_address="127.0.0.1:0"
+        ) as cluster,
         Client(cluster) as client,
     ):
         pids = client.run(process_id)
