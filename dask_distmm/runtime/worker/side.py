@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import logging
 import math
 import platform
@@ -97,6 +98,7 @@ class WorkerSide:
         listeners = {
             **listening(messages.End, lambda end: self.end(end.run_id, end.reason)),
             **listening(messages.Finish, lambda finish: self.finish(finish.run_id)),
+            **listening(messages.Forget, self.forget),
             **listening(messages.Gone, self.gone),
             **listening(messages.Abandon, self.abandon),
             **listening(messages.DropReplicas, lambda drop: self.replicas.drop(drop.name, drop.run_id)),
@@ -173,6 +175,9 @@ class WorkerSide:
         try:
             started = loop.time()
             self.chunks.consume(run_id)
+            if plan.problem.given_up:
+                told = functools.partial(self.worker.batched_send, post(messages.Gathered(run_id)))
+                job.on_gathered = lambda: loop.call_soon_threadsafe(told)
             made = await loop.run_in_executor(self.engine_thread, _execute, job, request.offers)
             result = await self.replicas.share(run_id, plan, made, job.timings)
             missing = set(job.missing)
@@ -258,6 +263,12 @@ class WorkerSide:
         self.runs.pop(run_id, None)
         self.chunks.hand_over(run_id)
         self.replicas.end(run_id)
+
+    def forget(self, message: messages.Forget) -> None:
+        """Hold the chunks of operands no longer that the user gives up: all ranks have read them."""
+        if message.run_id in self.runs:
+            plan, job = self.runs[message.run_id]
+            job.forget(plan.problem.given_up)
 
     def gone(self, message: messages.Gone) -> None:
         """Let a run go on without a participant, which has left."""
