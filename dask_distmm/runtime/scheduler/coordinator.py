@@ -31,7 +31,7 @@ from dask_distmm.planning import ENGINES, Computation, Problem
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
-from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gone, Prepare, Start, Vote
+from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gathered, Gone, Prepare, Start, Vote
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Released, Replan, Run, summarize
 from dask_distmm.runtime.scheduler.barriers import Barrier, unwanted
@@ -197,9 +197,10 @@ class Coordinator:
             self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout
         )
 
-    def gathered(self, run: Run, worker: str) -> None:
+    def gathered(self, message: Gathered) -> None:
         """Note that a rank has read all it needs; when all have, chunks that the user gives up go."""
-        if run.gathered(worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
+        run = self.queue.get(message.run_id)
+        if run is not None and run.gathered(message.worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
             direct.give_up(self.scheduler, ts, run.giving_up, f"distmm-given-up-{run.run_id}")
             self.tell(sorted(run.participants - run.gone), Forget(run.run_id))
 

@@ -77,7 +77,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             **answering(questions.ProgressQuestion, self.answer_progress),
         }
         scheduler.stream_handlers |= listening(messages.Progress, self.hear_progress)
-        scheduler.stream_handlers |= listening(messages.Gathered, self.hear_gathered)
+        scheduler.stream_handlers |= listening(messages.Gathered, self.coordinator.gathered)
         # So that `Client.dump_cluster_state()` finds it.
         scheduler.extensions[NAME] = self
         self.records = Records()
@@ -142,11 +142,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         run.report(message.worker, message.share, time(), message.received_bytes)
         if int(100 * run.share) > int(100 * before):
             self._event("progress", run, share=run.share, received_bytes=run.received_bytes)
-
-    def hear_gathered(self, message: messages.Gathered) -> None:
-        """Note that a rank has read the operands."""
-        if (run := self.queue.get(message.run_id)) is not None:
-            self.coordinator.gathered(run, message.worker)
 
     # Barriers
 
