@@ -294,14 +294,15 @@ class WaveSettings:
         Whether a product that does not fit into memory is made in waves.
     managed, process
         Shares of a worker's memory limit from which Dask spills: of results in memory, and of the process.
-    read_bandwidth
-        Bytes of chunks that one worker loads or makes in a second.
+    read_bandwidth, device_bandwidth
+        Bytes of NumPy chunks, and of CuPy chunks, that one worker loads or makes in a second.
     """
 
     enabled: bool
     managed: float
     process: float
     read_bandwidth: float
+    device_bandwidth: float
 
 
 def wave_settings() -> WaveSettings:
@@ -315,13 +316,14 @@ def wave_settings() -> WaveSettings:
     mode = setting("waves.mode")
     if mode not in ("auto", "off"):
         raise PlanError(f"config distmm.waves.mode is {mode!r}; expected 'auto' or 'off'")
-    bandwidth = float(parsed("waves.read-bandwidth", float))
-    if not bandwidth > 0:
-        raise PlanError(f"config distmm.waves.read-bandwidth is {bandwidth!r}; expected a number above 0")
+    rates = {key: float(parsed(f"waves.{key}", float)) for key in ("read-bandwidth", "device-bandwidth")}
+    for key, rate in rates.items():
+        if not rate > 0:
+            raise PlanError(f"config distmm.waves.{key} is {rate!r}; expected a number above 0")
     most = float(setting("memory.limit-fraction"))
     # Without spilling a worker may hold what a run may.
     target, spill = (dask.config.get(f"distributed.worker.memory.{key}", None) or most for key in ("target", "spill"))
-    return WaveSettings(mode == "auto", min(most, float(target)), min(most, float(spill)), bandwidth)
+    return WaveSettings(mode == "auto", min(most, float(target)), min(most, float(spill)), *rates.values())
 
 
 def parsed(key: str, parse: Callable[[Any], Any]) -> Any:

@@ -6,7 +6,9 @@ import ctypes
 import errno
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
@@ -14,6 +16,8 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dask_distmm import matmul
 from dask_distmm.comms import cross_memory
@@ -95,6 +99,42 @@ def test_more_than_one_call_reads(lender, monkeypatch):
     monkeypatch.setattr(cross_memory, "_libc", lambda: Short)
     for found, expected in zip(cross_memory.borrow(loan), _arrays(7), strict=True):
         assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [5_000, 70_000, 2**24])
+def test_large_reads_are_shared_by_threads(lender, monkeypatch, size):
+    used, read = set(), cross_memory._read_part
+
+    def read_part(process, target, stretches):
+        used.add(threading.get_ident())
+        read(process, target, stretches)
+
+    with ThreadPoolExecutor(3) as pool:
+        monkeypatch.setattr(cross_memory, "_PART_BYTES", size)
+        monkeypatch.setattr(cross_memory, "_readers", lambda: pool)
+        monkeypatch.setattr(cross_memory, "_read_part", read_part)
+        loan = _ask(lender, cross_memory.process_name())
+        for found, expected in zip(cross_memory.borrow(loan), _arrays(7), strict=True):
+            assert found.tobytes() == expected.tobytes()
+        assert (len(used) > 1) == (size < 2**24)
+        # An error of one thread is that of the read.
+        _, *gone = loan
+        with pytest.raises(OSError, match="can't be read"):
+            cross_memory.borrow([2**22 + 1, *gone])
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 30))
+def test_parts_of_reads_cover_them_once(lengths, size):
+    starts = np.cumsum(lengths) * 10
+    expected = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+    found = np.full(sum(lengths), -1)
+    stretches = np.stack([starts, lengths], 1)
+    for at, count, some in cross_memory._parts(stretches, size):
+        values = np.concatenate([np.arange(s, s + n) for s, n in some.tolist()])
+        assert len(values) == count < 2 * size
+        assert (found[at : at + count] == -1).all()
+        found[at : at + count] = values
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_nothing_is_lent_to_others(lender):

@@ -140,8 +140,14 @@ def _why_slower(made: Plan) -> str:
     return "its own tasks are expected to take {}, a run {}".format(*seconds)
 
 
-def _streams_alone(problem: Problem, scheme: str) -> bool:
-    """Whether Dask's own tasks use each loaded chunk at one time: then they need little memory, and no waves."""
+def _streams_alone(problem: Problem, decision: Decision) -> bool:
+    """Whether Dask's own tasks use each loaded chunk at one time: then they need little memory, and no waves.
+
+    Ranks on GPUs that make the chunks themselves are quicker: no task for each, and GPUs multiply meanwhile.
+    """
+    if decision.scheme is None or (decision.scheme.by_ranks and decision.on_gpus):
+        return False
+    scheme = decision.scheme.name
     return scheme in ("rows", "cols") or (scheme == "sums" and problem.chunk_counts("d") == (1, 1))
 
 
@@ -165,7 +171,7 @@ def product_or_reason(a: da.Array, b: da.Array) -> da.Array | str:
     decision = _decide_now(request, problem)
     if decision.plan is not None and (left := _why_slower(decision.plan)):
         return left
-    if decision.scheme is not None and minimum_flops() is None and _streams_alone(problem, decision.scheme.name):
+    if minimum_flops() is None and _streams_alone(problem, decision):
         return "it does not fit into memory, and its own tasks use each chunk once, so that they stream by themselves"
     return request.without_dropped(cast(da.Array, run_outputs(problem, request.a, request.b, [], decision.scheme)))
 

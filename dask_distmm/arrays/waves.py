@@ -12,6 +12,7 @@ from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning.engines import abilities_of
 from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.waves import Budget, Scheme, WavePlan, choose_scheme, in_host, in_host_memory
 from dask_distmm.runtime.client import Snapshot, snapshot
@@ -24,10 +25,14 @@ __all__ = ["Decision", "budget_now", "decide", "run_or_waves", "waves_now"]
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How a product is made: by a plan for one run, or in waves; neither where nothing is known of the cluster."""
+    """How a product is made: by a plan for one run, or in waves; neither where nothing is known of the cluster.
+
+    `on_gpus` says whether GPUs multiply.
+    """
 
     plan: Plan | None = None
     scheme: Scheme | None = None
+    on_gpus: bool = False
 
 
 def decide(request: Request, problem: Problem, client: Client, known: Snapshot) -> Decision:
@@ -47,7 +52,8 @@ def decide(request: Request, problem: Problem, client: Client, known: Snapshot) 
     """
     made = run_or_waves(request, problem, client, known)
     request.logger.info("%s, lazy\n%r", problem.name, made)
-    return Decision(scheme=made.scheme) if isinstance(made, WavePlan) else Decision(made)
+    on_gpus = all(one.on_gpus for one in abilities_of(known.engines))
+    return Decision(scheme=made.scheme, on_gpus=on_gpus) if isinstance(made, WavePlan) else Decision(made)
 
 
 def run_or_waves(request: Request, problem: Problem, client: Client | None, known: Snapshot) -> Plan | WavePlan:
@@ -94,7 +100,8 @@ def waves_now(request: Request, problem: Problem, client: Client, made: Plan | N
 def budget_now() -> Budget | None:
     """Return the memory that waves may take; None if the configuration says that there are to be none."""
     settings = wave_settings()
-    return Budget(settings.managed, settings.process, settings.read_bandwidth) if settings.enabled else None
+    rates = settings.read_bandwidth, settings.device_bandwidth
+    return Budget(settings.managed, settings.process, *rates) if settings.enabled else None
 
 
 def _spills(made: Plan, budget: Budget) -> bool:

@@ -8,13 +8,23 @@ from typing import NamedTuple
 
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning import Chunks, Plan
-from dask_distmm.planning.cuts import overlaps, padded
+from dask_distmm.planning.cuts import Bounds, overlaps, padded
 from dask_distmm.planning.footprint import operand_grids, panel_width
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import is_gram
 
-__all__ = ["ChunkBlock", "Panel", "chunk_blocks_of", "coalesce", "pairs", "panels", "split_at_chunks", "twins"]
+__all__ = [
+    "ChunkBlock",
+    "Panel",
+    "blocks_between",
+    "chunk_blocks_of",
+    "coalesce",
+    "pairs",
+    "panels",
+    "split_at_chunks",
+    "twins",
+]
 
 
 class ChunkBlock(NamedTuple):
@@ -160,6 +170,12 @@ def split_at_chunks(plan: Plan, rect: Rect) -> Iterator[tuple[int, Rect]]:
 def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect) -> list[ChunkBlock]:
     """Cut a part of a matrix at its chunks; places are counted from the part's first element."""
     rows, cols = (tuple(itertools.accumulate(sizes, initial=0)) for sizes in chunks)
+    return blocks_between((rows, cols), operand, rect)
+
+
+def blocks_between(edges: tuple[Bounds, Bounds], operand: int, rect: Rect) -> list[ChunkBlock]:
+    """Cut a part of a matrix as `chunk_blocks_of` does, at edges of chunks along rows and columns."""
+    rows, cols = edges
     ncols = len(cols) - 1
     return [
         ChunkBlock(operand, i * ncols + j, r0 - rows[i], c0 - cols[j], r1 - r0, c1 - c0, r0 - rect[0], c0 - rect[2])

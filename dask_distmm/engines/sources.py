@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -66,16 +66,30 @@ class ChunkLoader:
         The chunks in the order of their uses; one that is used often is there often.
     threads, ahead
         So many are made at a time, and so many at most wait for their first use.
+    make
+        Returns, in one of the threads, the chunks that are used of a source, from the source and these.
+    begin
+        Called in each thread before it makes anything.
     """
 
-    def __init__(self, uses: Sequence[SourceChunk], threads: int, ahead: int) -> None:
+    def __init__(
+        self,
+        uses: Sequence[SourceChunk],
+        threads: int,
+        ahead: int,
+        make: Callable[[Source, Sequence[SourceChunk]], Mapping[SourceChunk, Any]] | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
         self._uses = collections.Counter(chunk.source for chunk in uses)
-        self._todo = collections.deque(dict.fromkeys(chunk.source for chunk in uses))
-        self._made: dict[Source, Future[Any]] = {}
+        self._chunks: dict[Source, list[SourceChunk]] = {}
+        for chunk in dict.fromkeys(uses):
+            self._chunks.setdefault(chunk.source, []).append(chunk)
+        self._todo = collections.deque(self._chunks)
+        self._made: dict[Source, Future[Mapping[SourceChunk, Any]]] = {}
         # Those that wait for their first use.
         self._new: set[Source] = set()
-        self._ahead = ahead
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="distmm-load")
+        self._ahead, self._make = ahead, make or _views
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="distmm-load", initializer=begin)
         self._begin()
 
     def take(self, chunk: SourceChunk, check: Callable[[], None]) -> Any:
@@ -87,7 +101,7 @@ class ChunkLoader:
         self._uses[chunk.source] -= 1
         if not self._uses[chunk.source]:
             del self._made[chunk.source]
-        return chunk.view(found)
+        return found[chunk]
 
     def close(self) -> None:
         """Drop all chunks, and make no more."""
@@ -98,4 +112,10 @@ class ChunkLoader:
         while self._todo and len(self._new) < self._ahead:
             source = self._todo.popleft()
             self._new.add(source)
-            self._made[source] = self._threads.submit(source.make)
+            self._made[source] = self._threads.submit(self._make, source, self._chunks.pop(source))
+
+
+def _views(source: Source, chunks: Sequence[SourceChunk]) -> dict[SourceChunk, Any]:
+    """Make chunks as they are."""
+    made = source.make()
+    return {chunk: chunk.view(made) for chunk in chunks}

@@ -98,8 +98,8 @@ class WavesLayer(TasksLayer):
         tasks: dict[Any, Task] = {}
         for name in "ab":
             # Each operand by itself, as `can_be_made` has looked at it: what both are made of is made for each.
-            streamed = set().union(*self._streamed(name)) - tasks.keys()
-            tasks |= _tasks_of(self.upstream, list(streamed)) or {}
+            if streamed := set().union(*self._streamed(name)) - tasks.keys():
+                tasks |= _tasks_of(self.upstream, list(streamed)) or {}
         found: dict[Any, GraphNode] = {}
         for number, (one, problem) in enumerate(self.waves):
             inputs = []

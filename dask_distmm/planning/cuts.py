@@ -32,9 +32,11 @@ Bounds = tuple[int, ...]
 
 # The largest part may exceed an even share by this factor for the sake of whole chunks.
 _IMBALANCE = 1.05
+# A chunk that ranks make and that is cut is made by both of them, which takes as long as a whole chunk more for one.
+_IMBALANCE_MADE = 2.0
 
 
-def cut(length: int, parts: int, *chunkings: Sequence[int]) -> Bounds:
+def cut(length: int, parts: int, *chunkings: Sequence[int], imbalance: float = _IMBALANCE) -> Bounds:
     """Cut ``range(length)`` into `parts` parts of about the same size, none empty.
 
     Parameters
@@ -43,6 +45,8 @@ def cut(length: int, parts: int, *chunkings: Sequence[int]) -> Bounds:
         ``1 <= parts <= length``.
     chunkings
         Chunk sizes whose edges are preferred, where all of them agree on one.
+    imbalance
+        How many times as large as an even share the largest part may be for the sake of whole chunks.
 
     Returns
     -------
@@ -60,7 +64,7 @@ def cut(length: int, parts: int, *chunkings: Sequence[int]) -> Bounds:
         snapped = np.where(even - edges[left] < edges[right] - even, edges[left], edges[right])
         snapped[0], snapped[-1] = 0, length
         sizes_ = np.diff(snapped)
-        if sizes_.min() > 0 and sizes_.max() <= _IMBALANCE * -(-length // parts):
+        if sizes_.min() > 0 and sizes_.max() <= imbalance * -(-length // parts):
             even = snapped
     return tuple(even.tolist())
 
@@ -89,10 +93,11 @@ def grid_cuts(problem: Problem, grid: tuple[int, int, int]) -> tuple[Bounds, Bou
         # As they were asked for: slabs of one size.
         m, n, k = (uniform_cut(x, parts) for x, parts in zip((problem.m, problem.n, problem.k), grid, strict=True))
         return m, n, k
+    most = _IMBALANCE_MADE if any(problem.by_ranks) else _IMBALANCE
     return (
-        cut(problem.m, p, problem.out_chunks[0], problem.a_chunks[0]),
-        cut(problem.n, q, problem.out_chunks[1], problem.b_chunks[1]),
-        cut(problem.k, s, problem.a_chunks[1], problem.b_chunks[0]),
+        cut(problem.m, p, problem.out_chunks[0], problem.a_chunks[0], imbalance=most),
+        cut(problem.n, q, problem.out_chunks[1], problem.b_chunks[1], imbalance=most),
+        cut(problem.k, s, problem.a_chunks[1], problem.b_chunks[0], imbalance=most),
     )
 
 

@@ -27,8 +27,9 @@ _SUMMED = 4
 
 
 def product_overhead(problem: Problem, costs: DaskCosts) -> float:
-    """Return the seconds that Dask takes around a run."""
-    names = (*(name for name in problem.inputs if name != "b" or not problem.shared), "d")
+    """Return the seconds that Dask takes around a run; it knows nothing of chunks that ranks make."""
+    made = {name for name, yes in zip("ab", problem.by_ranks, strict=True) if yes}
+    names = (*(name for name in problem.inputs if name not in made and (name != "b" or not problem.shared)), "d")
     return costs.run + costs.chunk * sum(math.prod(problem.chunk_counts(name)) for name in names)
 
 

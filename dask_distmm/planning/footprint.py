@@ -6,6 +6,7 @@ C-ordered, unless they are small or have another type than is computed in.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,13 +18,15 @@ from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.cuts import Bounds
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Packing, Plan, Rect
-from dask_distmm.planning.problem import Problem
+from dask_distmm.planning.problem import Problem, is_gram
 
 __all__ = [
     "chunk_bytes",
+    "chunk_edges",
     "held_bytes",
     "is_by_ranks",
     "made_ahead",
+    "made_bytes",
     "operand_grids",
     "packing",
     "panel_width",
@@ -98,9 +101,9 @@ def upload_seconds(plan: Plan) -> float:
     problem, bandwidth = plan.problem, plan.problem.options.machine(plan.engine).host_bandwidth
     if problem.array != "numpy" or plan.from_host or not bandwidth:
         return 0.0
-    found = spread(plan, "a", chunk_bytes(problem, "a"))
-    if not problem.shared:
-        found = found + spread(plan, "b", chunk_bytes(problem, "b"))
+    # Those that ranks make are copied while others are multiplied.
+    before = [name for name in ("a" if problem.shared else "ab") if not is_by_ranks(problem, name)]
+    found = sum((spread(plan, name, chunk_bytes(problem, name)) for name in before), np.zeros(1))
     return float(found.max()) / bandwidth
 
 
@@ -133,3 +136,37 @@ def is_by_ranks(problem: Problem, operand: str) -> bool:
 def made_ahead(threads: int) -> int:
     """Return how many chunks a rank of so many threads makes before it needs them."""
     return threads + 1
+
+
+def made_bytes(plan: Plan) -> float:
+    """Return the bytes of all chunks that ranks make themselves; a chunk that several need is made by each of them."""
+    problem, found = plan.problem, 0.0
+    spans = {
+        "a": (_in_whole_chunks(problem.a_chunks[0], plan.rows), _in_whole_chunks(problem.a_chunks[1], plan.depth)),
+        "b": (_in_whole_chunks(problem.b_chunks[1], plan.cols), _in_whole_chunks(problem.b_chunks[0], plan.depth)),
+    }
+    if all(problem.by_ranks) and is_gram(problem):
+        # A rank makes a chunk once, and has it on both sides.
+        (starts, stops), along_k = spans["a"]
+        first, last = (axis[None] for axis in spans["b"][0])
+        both = np.minimum(stops[:, None], last) - np.maximum(starts[:, None], first)
+        own = (stops - starts)[:, None] + (last - first) - np.maximum(0, both)
+        return float(own.sum()) * float(np.sum(along_k[1] - along_k[0])) * problem.itemsize("a")
+    for name, times in (("a", len(plan.cols) - 1), ("b", len(plan.rows) - 1)):
+        if is_by_ranks(problem, name):
+            own, depth = (float(np.sum(stops - starts)) for starts, stops in spans[name])
+            found += own * depth * times * problem.itemsize(name)
+    return found
+
+
+def _in_whole_chunks(sizes: tuple[int, ...], cuts: Bounds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where the parts between cuts begin and end if they are made larger, to whole chunks."""
+    edges = chunk_edges(sizes)
+    starts = edges[np.searchsorted(edges, cuts[:-1], "right") - 1]
+    return starts, edges[np.searchsorted(edges, cuts[1:], "left")]
+
+
+@functools.lru_cache(maxsize=16)
+def chunk_edges(sizes: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return where chunks of certain sizes begin, from 0 on, and where the last one ends."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])

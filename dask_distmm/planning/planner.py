@@ -99,8 +99,7 @@ def plan(
     where = where or {}
     found: list[Plan] = []
     failure: PlanError | ProjectedMemoryError | None = None
-    names = (engine,) if isinstance(engine, str) else tuple(engine)
-    abilities_of(names)
+    names = _able(problem, (engine,) if isinstance(engine, str) else tuple(engine))
     # The same multiply comes again and again in a loop: only its name differs.
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
     sources, groups = tuple(more.get("sources", ())), tuple(sorted(more.get("groups", ())))
@@ -123,6 +122,17 @@ def plan(
         assert failure is not None
         raise failure
     return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+
+
+def _able(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of some engines that can make chunks, if a problem asks for it; all if it does not."""
+    found = tuple(one.name for one in abilities_of(names) if one.makes or not any(problem.by_ranks))
+    if names and not found:
+        raise PlanError(
+            f"chunks of {problem.name} were to be made by the ranks that multiply them, which engine {names[0]!r} does "
+            "not do: make the product anew on the cluster as it is now"
+        )
+    return found
 
 
 def _raw(where: Where) -> tuple[bytes | None, bytes | None, bytes | None]:
@@ -269,7 +279,7 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
 
 def _may_stay(problem: Problem) -> bool:
     """Whether chunks of A and B are in host memory, and are not to be copied to all GPUs."""
-    return problem.array == "numpy" and not problem.replicated
+    return problem.array == "numpy" and not problem.replicated and not any(problem.by_ranks)
 
 
 def _begun(made: Plan, nroster: int) -> NDArray[np.float64]:

@@ -26,6 +26,7 @@ FAULT_POINTS = {
     "steps": ("dask_distmm.engines.factor.execution", "Execution", "execute"),
     "solver": ("dask_distmm.engines.cusolvermp.library", "Group", "call"),
     "panel": ("dask_distmm.engines.peer.multiplication", "Multiplication", "_multiply"),
+    "step": ("dask_distmm.engines.peer.streaming", "Streaming", "_multiply"),
     "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import GATHERED, REPLICA, Boxes, ChunkKey, Engine, Job, ResultKey
+from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import EVERYWHERE, Placement
 
 __all__ = ["LocalComm", "run_jobs"]
@@ -58,11 +59,16 @@ class LocalComm:
 
 
 def run_jobs(
-    engine: Engine, made: Placement, chunks: Mapping[ChunkKey, NDArray[Any]], timeout: float = 60.0
+    engine: Engine,
+    made: Placement,
+    chunks: Mapping[ChunkKey, NDArray[Any]],
+    timeout: float = 60.0,
+    sources: Callable[[int], Mapping[ChunkKey, SourceChunk]] = lambda rank: {},
 ) -> dict[ResultKey, NDArray[Any]]:
     """Run a plan with one thread a participant; return the chunks of its outputs by name and number, D's name is "".
 
     Replicas that ranks bring are compared with the chunks of the owners, gathered chunks with those that were given.
+    `sources` returns the chunks that a rank makes itself.
     """
     jobs: list[Job[Any]] = []
     comm = LocalComm(jobs)
@@ -70,7 +76,8 @@ def run_jobs(
     try:
         for me in range(len(made.participants)):
             mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}
-            jobs.append(engine.job(made, me, mine, comm, lambda share: None))
+            making = sources(made.ranks.index(me)) if me in made.ranks else {}
+            jobs.append(engine.job(made, me, {**mine, **making}, comm, lambda share: None))
         for job in jobs:
             job.prepare()
         offers = [job.offer for job in jobs]

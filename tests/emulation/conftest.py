@@ -16,6 +16,7 @@ import pytest
 import shared
 
 from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import METHODS, Plan
 from dask_distmm.planning import gemm_sizes as extents
 from dask_distmm.testing import conformance
@@ -112,7 +113,8 @@ class PeerRanks(Ranks):
             plan = dataclasses.replace(plan, group=1)
             if isinstance(plan, Plan):
                 plan = dataclasses.replace(plan, from_host=self.from_host)
-            chunks = {key: chunk if self.host else self.on_device(chunk) for key, chunk in chunks.items()}
+            made = {key for key, chunk in chunks.items() if isinstance(chunk, SourceChunk)}
+            chunks = {key: x if self.host or key in made else self.on_device(x) for key, x in chunks.items()}
             job = engine.job(plan, me, chunks, comm, progress)
         if process in self.silent:
             job._make_offer = lambda: None

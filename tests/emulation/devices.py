@@ -337,6 +337,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         runtime=runtime,
         memory=types.SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         get_elapsed_time=lambda first, last: 0.5,
+        get_current_stream=lambda: shared.current_stream(stream_type.null),
         Device=lambda number=0: types.SimpleNamespace(
             compute_capability=world.compute_capability, use=lambda: memory is None or memory.make_current()
         ),

@@ -206,6 +206,7 @@ class Memory:
 
 
 _streams = weakref.WeakValueDictionary()
+_current = threading.local()
 # Threads of one process may wait for one stream.
 _order = threading.RLock()
 
@@ -307,13 +308,31 @@ class Stream:
         while self.queue:
             self.some()
 
+    def use(self):
+        _current.stream = self
+        return self
+
     def __enter__(self):
         # What arrays do is done at once: after all that is queued here.
         self.synchronize()
-        return self
+        _stack().append(self)
+        return self.use()
 
     def __exit__(self, *args):
-        pass
+        # As CuPy's: what `use` has set is forgotten.
+        _stack().pop()
+        _current.stream = _stack()[-1] if _stack() else None
+
+
+def _stack():
+    if not hasattr(_current, "stack"):
+        _current.stack = []
+    return _current.stack
+
+
+def current_stream(default):
+    """Return the current stream of this thread."""
+    return getattr(_current, "stream", None) or default
 
 
 class Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -17,6 +18,13 @@ from distributed import Client, LocalCluster, Status
 from run_events import events
 
 import dask_distmm
+from dask_distmm import ProjectedMemoryError
+from dask_distmm.arrays.outputs import run_outputs
+from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.config import dask_costs
+from dask_distmm.graph.waves import can_be_made
+from dask_distmm.planning import Worker
+from dask_distmm.planning.waves import Budget, choose_scheme
 from dask_distmm.testing import assert_nothing_left, assert_product, inject, remove_faults
 
 FOLDER = str(Path(__file__).parent)
@@ -183,4 +191,71 @@ def test_products_from_host_memory(client):
             assert_product(a, b, d.compute())
     assert events(client, "done")[-1]["received_bytes"] > 0
     del x, y, d
+    assert_nothing_left(client)
+
+
+def streamed(x, y=None, **options):
+    """Return a product in waves whose chunks ranks make, as of GPU workers with little host memory, and the waves."""
+    a, b = (x.T, x) if y is None else (x, y)
+    request = parse(a, b, engine="peer", **options)
+    problem = problem_of_request(request)
+    can = tuple(map(can_be_made, (a, b)))
+    for exponent in range(32, 60):
+        names = ["0", "1", "2"]
+        host = int(2 ** (exponent / 2))
+        workers = [Worker(f"tcp://{n}", 1, 2**36, "host", n, tuple({*names} - {n}), host_limit=host) for n in names]
+        with contextlib.suppress(ProjectedMemoryError):
+            scheme = choose_scheme(
+                problem, workers, can, Budget(0.6, 0.7, 1e6), dask_costs(), engine="peer", by_ranks=can
+            )
+            if scheme.by_ranks:
+                return run_outputs(problem, request.a, request.b, [], scheme), scheme
+    raise AssertionError("never by ranks")
+
+
+def test_ranks_make_chunks(client):
+    """Tasks travel with the runs. A task that fails, a rank that dies, and a cancelled product leave nothing."""
+    works(client)
+    x = da.random.default_rng(3).random((4000, 60), chunks=(100, 60))
+    values, right = x.compute(scheduler="sync"), np.random.default_rng().standard_normal((60, 50))
+    for exact, (d, scheme) in (
+        ((values.T, values), streamed(x)),
+        ((values, right), streamed(x, da.from_array(right, chunks=25).persist())),
+    ):
+        before = len(events(client, "start"))
+        assert_product(*exact, d.compute())
+        assert len(events(client, "start")) == before + len(scheme.waves)
+        assert {event["engine"] for event in events(client, "start")[before:]} == {"peer"}
+    # Dask has seen none of its chunks.
+    assert client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)) < 10
+    del d, scheme
+
+    def torn(part, block_info=None):
+        if block_info[0]["chunk-location"][0] == 13:
+            raise OSError("it is torn")
+        return part
+
+    with pytest.raises(OSError, match="it is torn") as found:
+        streamed(x.map_blocks(torn, dtype=float))[0].compute()
+    assert found.value.__notes__ == ["chunk (0, 13) of A can't be made: OSError: it is torn"]
+
+    def slowly(part):
+        time.sleep(0.02)
+        return part
+
+    slow = x.map_blocks(slowly, dtype=float)
+    future = client.compute(streamed(slow)[0].persist())
+    starts = len(events(client, "start"))
+    wait_for(lambda: len(events(client, "start")) > starts)
+    time.sleep(0.2)
+    future.release()
+    del future
+    wait_for(lambda: not client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)), 10)
+
+    victim = sorted(client.nthreads())[0]
+    not_again(client, victim)
+    client.run(inject, "step", "kill", 2, workers=[victim])
+    restarts = len(events(client, "restart"))
+    assert_product(values.T, values, streamed(slow)[0].compute())
+    assert len(events(client, "restart")) > restarts
     assert_nothing_left(client)

@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import noise
 
+from dask_distmm.engines.factor import operations
+from dask_distmm.engines.factor.operations import is_short
+from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor import Factorization, factor_plan
 from dask_distmm.testing import (
@@ -80,6 +83,45 @@ def test_cholesky(ranks, dtype, what, lower):
         # The other triangle is not read.
         given = np.tril(a) + np.triu(np.full_like(a, np.nan), 1) if lower else np.triu(a) + np.tril(a * np.nan, -1)
         assert_cholesky(a, run("cholesky", ranks, width, given, lower=lower)["l" if lower else "u"], lower=lower)
+
+
+class Device(LapackKernels):
+    asynchronous = True
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("n", "width"), [(90, 8), (83, 4), (64, 16)])
+def test_updates_of_several_block_columns(monkeypatch, dtype, ranks, n, width):
+    """As on GPUs: with more or fewer elements above the diagonal, which nobody reads; in fewer calls."""
+    a = positive(np.random.default_rng(), n, dtype)
+    given = np.tril(a) + np.triu(np.full_like(a, np.nan), 1)
+    plan = factor_plan(Factorization("cholesky", a.shape, dtype), ranks, width)
+    counts = []
+    for beside in (0, 1 / 4, 1):
+        calls = []
+        monkeypatch.setattr(operations, "_BESIDE", beside)
+        monkeypatch.setattr(Device, "gemm", lambda self, *a, **k: calls.append(a) or LapackKernels.gemm(self, *a, **k))
+        assert_cholesky(a, run_factorization(plan, given, kernels=Device())["l"])
+        counts.append(len(calls))
+    assert counts == sorted(counts, reverse=True)
+    assert counts[2] < counts[0] or (n, ranks) in ((64, 2), (64, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reflections_in_parts(monkeypatch, dtype):
+    monkeypatch.setattr(operations, "_DEPTH", 16)
+    monkeypatch.setattr(operations, "_WIDE", 20)
+    a = noise(np.random.default_rng(), (130, 70), dtype)
+    found = run_factorization(factor_plan(Factorization("qr", a.shape, dtype), 2, 8), a, kernels=Device())
+    assert_qr(a, found["q"], found["r"])
+
+
+@pytest.mark.parametrize("name", ["cholesky", "lu", "qr"])
+def test_short_updates(name):
+    """An update is short from some number of columns down, whatever the number of rows is."""
+    assert is_short(name, 4096, 512)
+    assert not is_short(name, 65536, 16384)
 
 
 @pytest.mark.parametrize(("ranks", "dtype", "what"), CASES)

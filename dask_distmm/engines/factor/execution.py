@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.factor.operations import apply, factor_panel, update_lower
+from dask_distmm.engines.factor.operations import apply, factor_panel, is_short, update_lower
 from dask_distmm.engines.factor.spectral import decompose
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor import (
@@ -116,7 +116,7 @@ class Execution:
         steps = self.plan.steps(self.rank)
         if self.kernels.asynchronous and self._factored == "qr":
             # The thread waits for what is found out about the Gram matrix of a panel.
-            steps = tuple(launch_order(steps))
+            steps = tuple(launch_order(steps, self._is_short))
         for number, step in enumerate(steps, start=1):
             self._check()
             self._take(step)
@@ -224,8 +224,8 @@ class Execution:
     def _apply(self, step: Apply) -> None:
         operation, key, first, stop, ahead = step
         panel = self._here[key] if key in self._here else self._own(key)
-        if key not in self._here and self._fresh and not ahead:
-            # It was made ahead.
+        if self._fresh and not ahead and (key not in self._here or self._is_short(step)):
+            # The panel was made ahead; or the next one is, which others wait for: it has the device to itself.
             self.kernels.join()
             self._fresh = False
         place, boundary = self.columns.place(key.panel), self.columns.first(1)
@@ -239,6 +239,12 @@ class Execution:
             columns = self._right_hand_side()
         if columns.shape[1]:
             apply(self.kernels, operation, place, panel, columns)
+
+    def _is_short(self, step: Apply) -> bool:
+        """Whether an update takes no longer than the next panel alone."""
+        name, start = step.operation.name, self.columns.place(step.key.panel).start
+        columns = self.columns.local(self.rank, step.first, step.stop)
+        return name == self._factored and is_short(name, self.columns.rows - start, columns.stop - columns.start)
 
     def _check_diagonal(self, panel: int, rank: bool) -> None:
         kernels, (start, stop, _) = self.kernels, self.columns.place(panel)

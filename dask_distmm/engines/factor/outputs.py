@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import scipy.linalg
 from numpy.typing import NDArray
 
 from dask_distmm.engines.factor.copies import assign
@@ -134,49 +135,53 @@ def block_column(execution: Execution, output: TaskOutput, number: int) -> Any:
         return kernels.norms(held[order : execution.plan.problem.a_shape[0]])[None] ** 2
     if output.matrix == 1:
         return held[:rows]
-    block = kernels.empty((rows, held.shape[1]), held.dtype)
-    assign(block, held[:rows])
-    if execution.plan.problem.kind == "lu" and output.form != "upper":
-        _swap_later(execution, stop, block)
+    swapped = execution.plan.problem.kind == "lu" and output.form != "upper"
+    block, diagonal = kernels.empty((rows, held.shape[1]), held.dtype), held[start:stop]
     if output.form == "full":
-        return block
-    diagonal = block[start:stop]
-    lower = output.form != "upper"
-    assign(block[:start] if lower else block[stop:], 0)
-    diagonal[...] = kernels.triangle(diagonal, lower=lower, unit=output.form == "unit lower")
+        assign(block[:stop], held[:stop])
+    else:
+        lower = output.form != "upper"
+        assign(block[start:stop], kernels.triangle(diagonal, lower=lower, unit=output.form == "unit lower"))
+        if lower:
+            assign(block[:start], 0)
+        else:
+            assign(block[:start], held[:start])
+            assign(block[stop:], 0)
+            return block
+    assign(block[stop:], _rows_at_last(execution, stop, held[stop:rows]) if swapped else held[stop:rows])
     return block
 
 
-def _swap_later(execution: Execution, stop: int, block: Any) -> None:
-    """Swap the rows of L below a panel, as the panels after it have swapped theirs."""
+def _rows_at_last(execution: Execution, stop: int, below: Any) -> Any:
+    """Return the rows of L below a panel in the order into which the panels after it have swapped theirs."""
     if stop >= execution.columns.place(0).order:
-        return
+        return below
     if execution.kernels.asynchronous:
         # So many swaps, one after the other, take longer on a GPU than to pick all rows at once.
-        xp, below = execution.kernels.xp, block[stop:]
-        assign(below, xp.take(below.T, xp.asarray(_rows_later(execution)[stop]), axis=1).T)
-    else:
-        execution.kernels.laswp(block[stop:], _pivots(execution)[stop:] - np.int32(stop))
+        xp = execution.kernels.xp
+        return xp.take(below.T, xp.asarray(_rows_later(execution)[stop]), axis=1).T
+    found = execution.kernels.empty(below.shape, below.dtype)
+    assign(found, below)
+    execution.kernels.laswp(found, _pivots(execution)[stop:] - np.int32(stop))
+    return found
 
 
 def _rows_later(execution: Execution) -> dict[int, NDArray[np.int64]]:
     """Return, for the end of each panel of this rank, the order of the rows below it after all later swaps."""
     if not execution.rows_later:
         columns, pivots, then = execution.columns, _pivots(execution), dict[int, NDArray[np.int64]]()
-        # Row i is row `rows[i]` of the matrix as it was, which has come to row `places[rows[i]]`.
-        rows = np.arange(columns.rows, dtype=np.int64)
-        places = rows.copy()
+        # Row i is row `rows[i]` of the matrix as it was, which has come to row `places[rows[i]]`. LAPACK swaps numbers.
+        rows, places = np.arange(columns.rows, dtype=np.float64), np.empty(columns.rows, np.int64)
         for panel in sorted(execution.pivots):
             start, stop, _ = columns.place(panel)
-            moved: dict[int, int] = {}
-            for row, other in enumerate(pivots[start:stop].tolist(), start):
-                moved[row], moved[other] = moved.get(other, other), moved.get(row, row)
-            here = np.fromiter(moved, np.int64, len(moved))
-            rows[here] = rows[np.fromiter(moved.values(), np.int64, len(moved))]
-            places[rows[here]] = here
+            if stop > start:
+                swapped = scipy.linalg.lapack.dlaswp(rows[start:, None], pivots[start:stop] - start, overwrite_a=True)
+                rows[start:] = swapped[:, 0]
             if columns.owner(panel) == execution.rank:
+                places[rows.astype(np.int64)] = np.arange(columns.rows)
                 then[stop] = places.copy()
-        execution.rows_later = {stop: found[rows[stop:]] - stop for stop, found in then.items()}
+        last = rows.astype(np.int64)
+        execution.rows_later = {stop: found[last[stop:]] - stop for stop, found in then.items()}
     return execution.rows_later
 
 
@@ -198,10 +203,8 @@ def whole(execution: Execution, output: TaskOutput) -> Any:
     if output.form == "pivots":
         return pivots
     if output.form == "permutation":
-        rows = list(range(output.shape[0]))
-        for row, other in enumerate(pivots.tolist()):
-            rows[row], rows[other] = rows[other], rows[row]
-        return np.array(rows, np.int64)
+        rows = np.arange(output.shape[0], dtype=np.float64)[:, None]
+        return (scipy.linalg.lapack.dlaswp(rows, pivots) if len(pivots) else rows)[:, 0].astype(np.int64)
     panels = execution.pivots
     diagonal = np.concatenate(
         [execution.kernels.host(panels[panel][1]) for panel in sorted(panels)] or [np.ones(0, output.dtype)]

@@ -42,9 +42,9 @@ class _Buffers:
         return self._memory[at], self._events[at]
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=3)
 def _buffers(way: str) -> _Buffers:
-    """Return the buffers of a way, ``"up"`` or ``"down"``: one thread uses each."""
+    """Return the buffers of a way, ``"up"``, ``"down"`` or ``"made"``: one thread at a time uses each."""
     return _Buffers()
 
 
@@ -90,10 +90,12 @@ class Uploads:
         The stream of the copies.
     staged
         What `staging` returned, for matrices of another memory order or type than their targets; None without such.
+    way
+        Whose pinned buffers it takes.
     """
 
-    def __init__(self, stream: cp.cuda.Stream, staged: cp.ndarray | None = None) -> None:
-        self._stream, self._staged = stream, staged
+    def __init__(self, stream: cp.cuda.Stream, staged: cp.ndarray | None = None, way: str = "up") -> None:
+        self._stream, self._staged, self._way = stream, staged, way
         self._waiting: collections.deque[_Piece] = collections.deque()
 
     def put(self, source: NDArray[Any], target: cp.ndarray, type_name: str = "") -> None:
@@ -112,7 +114,7 @@ class Uploads:
             source, target = source.T, target.T
         if source.flags.c_contiguous and target.flags.c_contiguous:
             source, target = source.reshape(1, -1), target.reshape(1, -1)
-        buffers, most = _buffers("up"), _BUFFER_BYTES // source.itemsize
+        buffers, most = _buffers(self._way), _BUFFER_BYTES // source.itemsize
         width = min(most, source.shape[1])
         height = max(1, most // max(1, width))
         for row, col in itertools.product(range(0, source.shape[0], height), range(0, source.shape[1], width)):
@@ -154,9 +156,9 @@ class Uploads:
         one.event.record(stream)
 
 
-def to_device(chunk: NDArray[Any], target: cp.ndarray, stream: cp.cuda.Stream) -> None:
+def to_device(chunk: NDArray[Any], target: cp.ndarray, stream: cp.cuda.Stream, way: str = "up") -> None:
     """Copy a NumPy array into what `device_like` gave for it, on a stream."""
-    uploads = Uploads(stream)
+    uploads = Uploads(stream, way=way)
     uploads.put(chunk, target)
     uploads.finish()
 

@@ -29,6 +29,8 @@ class OperandBuffers:
         The plan of the run.
     sources
         The chunks that this rank can read.
+    orders
+        Memory orders of the buffers for A and for B; None for those of most chunks.
 
     Attributes
     ----------
@@ -38,10 +40,10 @@ class OperandBuffers:
         Bytes of an element of A and of B as they are multiplied.
     """
 
-    def __init__(self, plan: Plan, sources: Sources) -> None:
+    def __init__(self, plan: Plan, sources: Sources, orders: tuple[str, str] | None = None) -> None:
         self._plan, self._sources = plan, sources
         self._multiple = extent_multiple(plan.problem)
-        self._orders = ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
+        self._orders = ("C", "F") if plan.problem.fp8 else orders or (plan.order_a, plan.order_b)
         self.itemsizes = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
         self.arrays: dict[Slot, Any] = {}
 

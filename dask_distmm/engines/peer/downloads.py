@@ -8,13 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import cupy as cp
+import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import ResultKey
 from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.peer.result import Result
-from dask_distmm.engines.peer.schedule import ScheduleStep
 from dask_distmm.numeric.types import typed
+from dask_distmm.planning.plan import Rect
 
 __all__ = ["Downloads"]
 
@@ -27,12 +28,12 @@ class Downloads:
     result
         The rank's chunks of D.
     steps
-        The steps of its schedule.
+        For each step the parts of D that it multiplies into.
     stream
         The stream of the copies.
     """
 
-    def __init__(self, result: Result, steps: Sequence[ScheduleStep], stream: cp.cuda.Stream) -> None:
+    def __init__(self, result: Result, steps: Sequence[Sequence[Rect]], stream: cp.cuda.Stream) -> None:
         self._type, self._stream = result.plan.problem.dtype, stream
         # A thread begins with the first GPU that the process sees.
         use = cp.cuda.Device().use
@@ -40,14 +41,12 @@ class Downloads:
         self._begun: dict[int, Future[NDArray[Any]]] = {}
         # By the number of a step the chunks that no later step multiplies into.
         self._after: dict[int, list[tuple[int, Any]]] = collections.defaultdict(list)
+        rects = np.array([rect for step in steps for rect in step], np.int64).reshape(-1, 4)
+        numbers = np.repeat(np.arange(len(steps)), [len(step) for step in steps])
         for index, (top, bottom, left, right), chunk in result.complete_in_place():
-            touching = [
-                number
-                for number, step in enumerate(steps)
-                for r0, r1, c0, c1 in (product.rect for product in step.products)
-                if max(top, r0) < min(bottom, r1) and max(left, c0) < min(right, c1)
-            ]
-            self._after[max(touching)].append((index, chunk))
+            r0, r1, c0, c1 = rects.T
+            touching = (r0 < bottom) & (r1 > top) & (c0 < right) & (c1 > left)
+            self._after[int(numbers[touching].max())].append((index, chunk))
 
     def begin(self, step: int, over: cp.cuda.Event) -> None:
         """Begin the copies of the chunks that are complete after a step, when an event is done."""

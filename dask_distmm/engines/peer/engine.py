@@ -2,7 +2,8 @@
 
 `memory` exports and maps device memory, `offers` and `offering` describe it to others, and `remote` is the memory of
 others as one rank sees it. `schedule` and `schedule_builder` have the order of a rank's work, `buffers`, `loads`,
-`products` and `multiplication` do it, and `ahead` begins it before the vote. `readable` and `pulls` make and issue
+`products` and `multiplication` do it, and `ahead` begins it before the vote. Where a rank makes chunks itself, `making`
+does that, and `stream_steps` and `streaming` multiply them. `readable` and `pulls` make and issue
 copies, `result` has the chunks of D, which `downloads` copies to host memory, `job` is one participant's side of a run,
 and `trace` notes times.
 """
@@ -21,6 +22,7 @@ from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.job import PeerJob
 from dask_distmm.engines.peer.state import PeerState
+from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Plan
 from dask_distmm.planning.factor.placement import FactorPlacement
@@ -68,7 +70,7 @@ class PeerEngine(PeerState, Engine):
         ready: Sequence[Any] = (),
     ) -> PeerJob | PeerFactorJob:
         """Return participant `me`'s side of a run."""
-        check_arrays(self.name, chunks)
+        check_arrays(self.name, {key: chunk for key, chunk in chunks.items() if not isinstance(chunk, SourceChunk)})
         if isinstance(plan, FactorPlacement):
             return PeerFactorJob(plan, me, chunks, comm, progress, ready, self)
         return PeerJob(plan, me, chunks, comm, progress, ready, self)

@@ -37,12 +37,17 @@ from dask_distmm.engines.peer.products import Gemms
 from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import Result
+from dask_distmm.engines.peer.schedule import Schedule
 from dask_distmm.engines.peer.schedule_builder import make_schedule
 from dask_distmm.engines.peer.state import PeerState
+from dask_distmm.engines.peer.stream_steps import StreamSteps, made_orders, make_steps
+from dask_distmm.engines.peer.streaming import Streaming
 from dask_distmm.engines.peer.trace import Trace
+from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import Plan
 from dask_distmm.planning.peer.block_schedule import block_schedules, native, sums_in
 from dask_distmm.planning.peer.reads import peer_reads
+from dask_distmm.planning.peer.streams import streams
 from dask_distmm.planning.peer.triangle import square_on_diagonal
 
 __all__ = ["PeerJob"]
@@ -80,7 +85,7 @@ class PeerJob(Job[Plan]):
         self._epilog = native(plan, self._block_schedules)
         self._kinds = Kinds(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
         self._expected: Expected | None = None
-        self._multiplication: Multiplication | None = None
+        self._multiplication: Multiplication | Streaming | None = None
         self._downloads: Downloads | None = None
         self.lends = plan.from_host
         self._trace = Trace(on=engine.trace is not None)
@@ -111,7 +116,8 @@ class PeerJob(Job[Plan]):
         self._kinds.compute_type  # noqa: B018 - the library must have it
         self.engine.exporter.begin(self._address, problem.options.keep_workspace_bytes)
         stays = ("a", "b") if self.plan.from_host else ()
-        self._on_device = DeviceChunks(problem, {key: x for key, x in self.chunks.items() if key[0] not in stays})
+        there = {key: x for key, x in self.chunks.items() if key[0] not in stays and not isinstance(x, SourceChunk)}
+        self._on_device = DeviceChunks(problem, there)
         self.chunks |= self._on_device.arrays
         self._sources.chunks = self.chunks
         if self.rank is not None:
@@ -140,11 +146,16 @@ class PeerJob(Job[Plan]):
         """Allocate buffers and D, and make all GEMMs."""
         assert self.rank is not None
         plan = self.plan
-        self._buffers = OperandBuffers(plan, self._sources)
+        stream = streams(plan)[self.rank] if any(plan.problem.by_ranks) else None
+        self._buffers = OperandBuffers(plan, self._sources, None if stream is None else made_orders(plan))
         if plan.from_host:
             self._sources.allocate()
-        schedule = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.lies)
-        self._buffers.allocate(schedule.slots)
+        work: Schedule | StreamSteps
+        if stream is not None:
+            work = make_steps(plan, self.rank, stream, self._buffers.lies)
+        else:
+            work = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.lies)
+        self._buffers.allocate(work.slots)
         triangle = square_on_diagonal(plan, self.rank, self._epilog)
         by_library = self._epilog is not None
         self._result = Result(plan, self.rank, self._sums, by_library, self._sources, self.engine, triangle)
@@ -155,12 +166,19 @@ class PeerJob(Job[Plan]):
             cut = BiasCut(1, sizes, parts, sizes[parts[self.rank]])
             self._bias = NativeBias(plan, self.me, self.rank, self.chunks, cut)
         gemms = Gemms(self._kinds, self._buffers, self._result, self._epilog, self._bias)
-        loads = Loads(schedule.steps, self._buffers, self._sources, self._trace)
-        self._multiplication = Multiplication(
-            schedule.steps, loads, gemms, self._result, self._sources, self._stream, self._trace
-        )
+        if isinstance(work, StreamSteps):
+            rects = [[step.rect] for step in work.steps]
+            self._multiplication = Streaming(
+                work, self._buffers, gemms, self._result, self._sources, self.engine, self._trace
+            )
+        else:
+            rects = [[product.rect for product in step.products] for step in work.steps]
+            loads = Loads(work.steps, self._buffers, self._sources, self._trace)
+            self._multiplication = Multiplication(
+                work.steps, loads, gemms, self._result, self._sources, self._stream, self._trace
+            )
         if plan.problem.array == "numpy":
-            self._downloads = Downloads(self._result, schedule.steps, self.engine.downloads)
+            self._downloads = Downloads(self._result, rects, self.engine.downloads)
 
     def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
         result = self._result if self.rank is not None else None
@@ -205,6 +223,8 @@ class PeerJob(Job[Plan]):
                 stream.synchronize()
         for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
+        if isinstance(self._multiplication, Streaming):
+            self.timings["load"] = self._multiplication.waited
         early = self._multiplication.early
         if early is not None:
             seconds, self.timings["ahead"] = early.over(self._trace, self._began)
@@ -222,7 +242,8 @@ class PeerJob(Job[Plan]):
         buffers = self._buffers.arrays.values()
         arrays = [*self._on_device.all_arrays, *buffers, *self._sources.kept, *self._result.arrays]
         arrays += self._bias.arrays if self._bias is not None else []
-        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
+        streamed = self._multiplication.most_held if isinstance(self._multiplication, Streaming) else 0
+        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values()) + streamed
 
     # Messages between participants
 

@@ -34,12 +34,14 @@ class Loads:
 
     Attributes
     ----------
+    steps
+        The steps.
     before_vote
         Numbers of the loads that are complete before the vote: all of their chunks are on this GPU.
     """
 
     def __init__(self, steps: Sequence[ScheduleStep], buffers: OperandBuffers, sources: Sources, trace: Trace) -> None:
-        self._steps, self._buffers, self._sources, self._trace = steps, buffers, sources, trace
+        self.steps, self._buffers, self._sources, self._trace = steps, buffers, sources, trace
         self.before_vote: set[int] = set()
         # For each other load its chunk blocks, and the copies of those on this GPU unless these copies are done.
         self._parts: dict[int, tuple[Parts, list[CopyBatch]]] = {}
@@ -61,7 +63,7 @@ class Loads:
             The stream of the GEMMs.
         """
         used: set[Slot | None] = set()
-        for step in self._steps:
+        for step in self.steps:
             for load in step.loads:
                 target, size = self._buffers.target(load).span, self._buffers.itemsizes[load.operand]
                 parts = self._sources.parts(load.operand, load.chunk_blocks, target, size)
@@ -91,7 +93,7 @@ class Loads:
 
     def begin(self) -> None:
         """Begin to issue: all loads that are not complete are pending."""
-        self._pending.extend(one for one in pending_loads(self._steps) if one.load.number not in self.before_vote)
+        self._pending.extend(one for one in pending_loads(self.steps) if one.load.number not in self.before_vote)
 
     def issue_for(self, product: Product) -> None:
         """Issue pending loads, in their order, until those that a product needs are among them."""

@@ -60,7 +60,7 @@ class Exporter:
         self._pool = cp.cuda.MemoryPool(_allocate)
 
     def begin(self, address: str, most: int) -> None:
-        """Begin a run on the worker of this address; free what is kept beyond `most` bytes, or a share of the device."""
+        """Begin a run on the worker of this address; free what is kept beyond `most` bytes or a share of the device."""
         self.own_memory_only = maps_for_itself(address)
         if self._pool.free_bytes() > min(most, _device_bytes() // _SHARE):
             self.free()

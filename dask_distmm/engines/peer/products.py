@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import numpy as np
 
 from dask_distmm.engines.gpu.finishing import NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape
@@ -41,35 +41,53 @@ class Gemms:
     ) -> None:
         self._problem, self._kinds, self._buffers = result.plan.problem, kinds, buffers
         self._blocks, self._triangle = result.blocks, result.triangle
+        self._rects = np.array([rect for rect, _ in result.blocks], np.int64).reshape(-1, 4)
         self._epilog, self._bias = epilog, bias
         self._first_column = result.plan.region(result.rank)[2]
         self._multiple = extent_multiple(self._problem)
 
     def of(self, product: Product) -> list[Work]:
         """Return a product as GEMMs: one or some for each block of D that it is multiplied into."""
-        r0, r1, c0, c1 = product.rect
+        a, b = self._buffers.view(product.a[0]), self._buffers.view(product.b[0])
+        return self.between(product.rect, product.a[0].kk, a, b, add=product.add)
+
+    def between(self, rect: Rect, kk: int, a: DeviceView, b: DeviceView, *, add: bool) -> list[Work]:
+        """Return the product of matrices on this GPU as GEMMs, as `of` does.
+
+        Parameters
+        ----------
+        rect
+            The part of D that it is.
+        kk
+            Columns of A and rows of B.
+        a, b
+            Where the rows of A and the columns of B of that part lie.
+        add
+            Whether it is added to D.
+        """
         found = list[Work]()
-        for (top, bottom, left, right), array in self._blocks:
-            i0, i1, j0, j1 = rect = max(top, r0), min(bottom, r1), max(left, c0), min(right, c1)
-            if i0 >= i1 or j0 >= j1:
-                continue
-            for part in self._triangle.kept(rect) if self._triangle is not None else (rect,):
-                found.append(self._gemm(product, part, (top, left), array))
+        for number in self._touched(rect):
+            (top, bottom, left, right), array = self._blocks[number]
+            part = max(top, rect[0]), min(bottom, rect[1]), max(left, rect[2]), min(right, rect[3])
+            for i0, i1, j0, j1 in self._triangle.kept(part) if self._triangle is not None else (part,):
+                rows, cols = (
+                    moved(x, axis, at, self._buffers.itemsizes[axis])
+                    for x, axis, at in ((a, 0, i0 - rect[0]), (b, 1, j0 - rect[2]))
+                )
+                m, n, k = (padded(extent, self._multiple) for extent in (i1 - i0, j1 - j0, kk))
+                shape = Shape(m, n, k, True, (self._op(1, b), self._op(0, a)))
+                at = span_of(array)
+                start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
+                d = Memory(start, max(1, at.row_stride // array.dtype.itemsize))
+                found.append(Gemm(shape, self._kinds, rows, cols, d, add=add, native=self._native(j0)))
         return found
 
-    def _gemm(self, product: Product, rect: Rect, corner: tuple[int, int], array: Any) -> Gemm:
-        """Return a product as far as it goes into a rectangle of D, in the block that begins at a corner."""
-        multiple, (i0, i1, j0, j1), (top, left) = self._multiple, rect, corner
-        a, b = self._buffers.view(product.a[0]), self._buffers.view(product.b[0])
-        kk = padded(product.a[0].kk, multiple)
-        ops = self._op(1, b), self._op(0, a)
-        size_a, size_b = self._buffers.itemsizes
-        at = span_of(array)
-        start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
-        shape = Shape(padded(i1 - i0, multiple), padded(j1 - j0, multiple), kk, True, ops)
-        rows, cols = moved(a, 0, i0 - product.rect[0], size_a), moved(b, 1, j0 - product.rect[2], size_b)
-        d = Memory(start, max(1, at.row_stride // array.dtype.itemsize))
-        return Gemm(shape, self._kinds, rows, cols, d, add=product.add, native=self._native(j0))
+    def _touched(self, rect: Rect) -> list[int]:
+        """Return the numbers of the blocks of D that a part of it overlaps."""
+        top, bottom, left, right = self._rects.T
+        here = (top < rect[1]) & (bottom > rect[0]) & (left < rect[3]) & (right > rect[2])
+        found: list[int] = np.flatnonzero(here).tolist()
+        return found
 
     def _native(self, column: int) -> Native:
         """Return the library's factor, epilog and bias for a product whose first column is this one of D."""

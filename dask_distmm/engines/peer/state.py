@@ -28,6 +28,7 @@ class PeerState:
         self.mappings = Mappings()
         self._streams: list[cp.cuda.Stream] = []
         self._pulling: list[cp.cuda.Stream] = []
+        self._making: list[cp.cuda.Stream] = []
         self._solver: Any = None
         # The target of reads that only wake a link.
         self._read: Any = None
@@ -63,6 +64,11 @@ class PeerState:
         wanted = min(max(1, others), _MOST_PULLING)
         self._pulling += [cp.cuda.Stream(non_blocking=True) for _ in range(wanted - len(self._pulling))]
         return self._pulling[:wanted]
+
+    def making(self, threads: int) -> list[cp.cuda.Stream]:
+        """Return the streams of threads that make chunks, which wait for the default stream: see `making`."""
+        self._making += [cp.cuda.Stream() for _ in range(threads - len(self._making))]
+        return self._making[:threads]
 
     def solver(self) -> Any:
         """Return the kernels of factorizations (`SolverKernels`), on the stream of GEMMs."""

@@ -10,7 +10,7 @@ blocks. Meanwhile the other ranks update theirs, and the next panel travels::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dask_distmm.planning.factor.columns import Columns
 from dask_distmm.planning.factor.phases import Phase
@@ -40,11 +40,18 @@ def steps_of(
     return tuple(_Builder(rank, phases, columns, check, frozenset(pivots_on)).build())
 
 
-def launch_order(steps: Iterable[Step]) -> Iterator[Step]:
+def launch_order(steps: Iterable[Step], is_short: Callable[[Apply], bool] = lambda step: False) -> Iterator[Step]:
     """Yield the steps of a rank in an order for devices that only put them on streams, and panels that are waited for.
 
     What a panel is applied to besides the next one comes before that is factorized, so that the device has it to do
     while the thread waits.
+
+    Parameters
+    ----------
+    steps
+        In the order of the plan.
+    is_short
+        Whether an update takes so little time that it keeps its place: others wait for the panel.
     """
     later: list[Step] = []
     ahead: Apply | None = None
@@ -52,7 +59,7 @@ def launch_order(steps: Iterable[Step]) -> Iterator[Step]:
         if ahead and isinstance(step, Factor | Check | Publish):
             later.append(step)
             continue
-        rest = ahead is not None and isinstance(step, Apply) and step[:2] == ahead[:2]
+        rest = ahead is not None and isinstance(step, Apply) and step[:2] == ahead[:2] and not is_short(step)
         if rest:
             yield step
         yield from later

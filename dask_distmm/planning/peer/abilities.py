@@ -10,6 +10,7 @@ from dask_distmm.planning.peer.access import out_of_reach
 from dask_distmm.planning.peer.block_schedule import block_schedules, extent_multiple, native
 from dask_distmm.planning.peer.costs import estimate, project
 from dask_distmm.planning.peer.reads import independent
+from dask_distmm.planning.peer.streams import streams
 from dask_distmm.planning.plan import Plan
 
 __all__ = ["PEER"]
@@ -17,6 +18,11 @@ __all__ = ["PEER"]
 
 def _buffer_line(plan: Plan) -> list[str]:
     """Return the line that tells the stationary and the streamed operand of the rank with the largest buffers."""
+    if any(plan.problem.by_ranks):
+        most = max(streams(plan), key=lambda one: one.bytes)
+        made = " and ".join("AB"[operand] for operand in most.made)
+        size, buffers = (format_bytes(n) for n in (most.held_bytes + most.making_bytes, most.buffer_bytes))
+        return [f"  makes     chunks of {made}, up to {most.ahead} ahead, {size} at a time; buffers of {buffers}"]
     schedule = max(block_schedules(plan), key=lambda one: one.buffer_bytes)
     names = ("A", "B")[:: -1 if schedule.stationary else 1]
     what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
@@ -41,6 +47,7 @@ PEER = Abilities(
     reads_peers=True,
     keeps=True,
     minds_order=True,
+    makes=True,
     reads_host=True,
     library="cuBLASLt",
     unfit=out_of_reach,

@@ -37,6 +37,7 @@ __all__ = [
     "blocks",
     "extent_multiple",
     "in_place",
+    "longest_depth",
     "multiplied_sizes",
     "native",
     "stored_again",
@@ -124,7 +125,9 @@ def extent_multiple(problem: Problem) -> int:
 
 
 def block_schedules(plan: Plan) -> list[BlockSchedule]:
-    """Return the block schedule of each rank of a plan, in the order of the ranks."""
+    """Return the block schedule of each rank of a plan, in the order of the ranks; none where they make chunks."""
+    if any(plan.problem.by_ranks):
+        return []  # see `streams`
     return [_block_schedule(plan, rank) for rank in range(len(plan.ranks))]
 
 
@@ -152,8 +155,7 @@ def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
         # What is streamed again comes from host memory again: sums that take more memory are the lesser evil.
         wide = problem.sum_type != problem.compute_type and not plan.from_host
         rows, depth = _fit(own, kk, sizes[stationary], room // 2, wide, multiple)
-    if 2 in sizes and extents[0] * extents[1] >= _LEAST_BLOCK**2:
-        depth = min(depth, _MOST_DEPTH)
+    depth = min(depth, longest_depth(problem, extents))
     if not lies[stationary] or multiple > 1:
         stationary_bytes = padded(rows, multiple) * padded(depth, multiple) * sizes[stationary]
     parts, cuts = _even(r0 if stationary == 0 else c0, own, rows), _even(k0, kk, depth)
@@ -171,6 +173,12 @@ def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
     again = (len(parts) - 1) * (len(cuts) - 1) > 1
     panels = PANELS if again else min(PANELS, -(-extents[streamed] // width))
     return BlockSchedule(stationary, parts, cuts, width, lies, others, stationary_bytes, panel_bytes, panels)
+
+
+def longest_depth(problem: Problem, extents: tuple[int, int]) -> int:
+    """Return the longest k of a GEMM into a block of D of certain extents."""
+    large = 2 in multiplied_sizes(problem) and extents[0] * extents[1] >= _LEAST_BLOCK**2
+    return min(problem.k, _MOST_DEPTH) if large else problem.k
 
 
 def multiplied_sizes(problem: Problem) -> tuple[int, int]:
@@ -258,7 +266,8 @@ def sums_in(plan: Plan, found: Sequence[BlockSchedule]) -> np.dtype:
 
 def _several(plan: Plan, found: Sequence[BlockSchedule]) -> bool:
     """Whether an element of D is the sum of several products."""
-    return plan.grid[2] > 1 or any(len(one.depth) > 2 for one in found)
+    by_steps = any(plan.problem.by_ranks) or any(len(one.depth) > 2 for one in found)
+    return plan.grid[2] > 1 or by_steps
 
 
 def native(plan: Plan, found: Sequence[BlockSchedule]) -> str | None:

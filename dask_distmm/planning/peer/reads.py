@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.footprint import chunk_bytes
+from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan
 
@@ -45,6 +45,9 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
             needed = np.ones(1, bool)
         if plan.from_host and name in ("a", "b"):
             needed = np.zeros(1, bool)  # they are not on GPUs
+        if is_by_ranks(problem, name):
+            found[name] = np.zeros((len(plan.participants), len(chunk_bytes(problem, name))), bool)
+            continue
         found[name] = needed & (np.asarray(plan.where[name]) == mine) & (chunk_bytes(problem, name) > 0)
     return found
 

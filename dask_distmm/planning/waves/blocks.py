@@ -62,7 +62,7 @@ def choose_blocks(
         waves = tuple(Wave(down, across, (0, problem.k), True, True, visit) for visit, (down, across) in blocks)
         read = sizes[0] * cols + sizes[1] * rows
         how = "host", waves, (False, False), False, problem.method
-        scheme = Scheme(*how, problem.options.panel_bytes, read, 0.0, 0.0, 0, 0)
+        scheme = Scheme(*how, problem.options.panel_bytes, problem.options.buffer_bytes, read, 0.0, 0.0, 0, 0)
         areas = [np.prod([stop - start for start, stop in (wave.rows, wave.cols)]) for wave in waves]
         try:
             made = plan(wave_problem(problem, scheme, int(np.argmax(areas))), some, engine=names)

@@ -14,8 +14,8 @@ from dask_distmm.config import DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.engines import abilities_of
-from dask_distmm.planning.footprint import chunk_bytes, held_bytes
+from dask_distmm.planning.engines import ENGINES, abilities_of
+from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import METHODS, Chunks, Problem
@@ -33,8 +33,8 @@ _SHORTEST = 0.1
 _LONGEST = 4.0
 # The finest waves are looked at first where they are no more than this: mostly they tell that none fit.
 _FEW = 500
-# A panel in flight takes this share of the budget at most.
-_PANEL_SHARE = 16
+# A panel in flight takes this share of the budget at most, and the buffers of a GPU this one of its memory.
+_PANEL_SHARE, _BUFFER_SHARE = 16, 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,13 +47,14 @@ class Budget:
         Share of the memory limit up to which Dask keeps results in memory.
     process
         Share of the memory limit up to which Dask does not look for something to spill.
-    read_bandwidth
-        Bytes of chunks that one worker loads or makes in a second, for the estimate.
+    read_bandwidth, device_bandwidth
+        Bytes of NumPy chunks and of CuPy chunks that one worker loads or makes in a second, for the estimate.
     """
 
     managed: float
     process: float
     read_bandwidth: float
+    device_bandwidth: float = 1e11
 
     def of(self, worker: Worker) -> float:
         """Return the bytes that a worker may hold."""
@@ -118,13 +119,17 @@ def choose_scheme(
     found: list[Scheme] = []
     methods = METHODS if problem.method == "auto" else (problem.method,)
     fewest = -(-_FEWEST // products)
-    for sketch in _sketches(problem, lazy, by_ranks if _make(engine) else (False, False)):
+    names = [one.name for one in abilities_of([engine] if isinstance(engine, str) else engine)]
+    makers = [name for name in names if ENGINES[name].makes]
+    for sketch in _sketches(problem, lazy, _makeable(problem, makers, by_ranks)):
         if products > 1 and sketch.streamed != lazy:
             continue
         similar = [one for one in found if one.name == sketch.name]
         if any(one.by_ranks == sketch.by_ranks or sketch.name != "blocks" for one in similar):
             continue  # it reads more blocks, or loads what ranks can make
-        fitting = _Fitting(problem, workers, holders, budget, costs, engine, lazy, sketch, fewest)
+        fitting = _Fitting(
+            problem, workers, holders, budget, costs, makers if sketch.by_ranks else names, lazy, sketch, fewest
+        )
         schemes = [fitting.scheme(method) for method in methods] if fitting.may_fit() else []
         found += [scheme for scheme in schemes if scheme is not None]
     if not found:
@@ -136,7 +141,8 @@ def choose_scheme(
             {},
             limits,
         )
-    return min(found, key=lambda scheme: scheme.seconds)
+    # Where one of loading and multiplying decides it, the other one may still be less.
+    return min(found, key=lambda scheme: (scheme.seconds, scheme.read_seconds + scheme.run_seconds))
 
 
 def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str:
@@ -162,16 +168,17 @@ class _Sketch:
     by_ranks: bool = False
 
 
-def _make(engine: str | Sequence[str]) -> bool:
-    """Whether the engines that may multiply can make chunks themselves."""
-    return all(one.makes for one in abilities_of([engine] if isinstance(engine, str) else engine))
+def _makeable(problem: Problem, makers: Sequence[str], by_ranks: tuple[bool, bool]) -> tuple[bool, bool]:
+    """Return for A and B whether its chunks can be made by ranks of some engines, and are fit for that."""
+    # BLAS is slow on chunks one by one that are small, where the engine does not join them.
+    joined = not any(ENGINES[name].packs for name in makers)
+    sizes = zip(by_ranks, (problem.a_chunks, problem.b_chunks), strict=True)
+    a, b = (bool(makers) and can and (joined or _are_large(problem, chunks)) for can, chunks in sizes)
+    return a, b
 
 
-def _sketches(problem: Problem, lazy: tuple[bool, bool], by_ranks: tuple[bool, bool]) -> Iterator[_Sketch]:
+def _sketches(problem: Problem, lazy: tuple[bool, bool], able: tuple[bool, bool]) -> Iterator[_Sketch]:
     """Yield the schemes to look at, those first in which ranks make the chunks that are streamed."""
-    # BLAS is slow on chunks one by one that are small.
-    large = [_are_large(problem, sizes) for sizes in (problem.a_chunks, problem.b_chunks)]
-    able = [can and fit for can, fit in zip(by_ranks, large, strict=True)]
     for sketch in _schemes(problem, lazy):
         if all(can for can, streamed in zip(able, sketch.streamed, strict=True) if streamed):
             yield dataclasses.replace(sketch, by_ranks=True)
@@ -210,7 +217,7 @@ class _Fitting:
     holders: Sequence[Worker]
     budget: Budget
     costs: DaskCosts
-    engine: str | Sequence[str]
+    engines: Sequence[str]
     lazy: tuple[bool, bool]
     sketch: _Sketch
     fewest: int
@@ -222,6 +229,11 @@ class _Fitting:
     @functools.cached_property
     def _room(self) -> float:
         return min(self.budget.of(worker) for worker in self.holders)
+
+    @property
+    def _read_bandwidth(self) -> float:
+        """Bytes of chunks that a worker loads or makes in a second."""
+        return self.budget.device_bandwidth if self.problem.array == "cupy" else self.budget.read_bandwidth
 
     @property
     def _apart(self) -> bool:
@@ -253,7 +265,11 @@ class _Fitting:
             else:
                 low = middle + 1
         if self.sketch.by_ranks:
-            fine = min(segments, max(low, self.fewest // 2, math.ceil(found.seconds / _LONGEST)))
+            # On GPUs a wave is over so soon that the time around the runs would count.
+            fewest = 1 if ENGINES[self.engines[0]].on_gpus else self.fewest // 2
+            fine = max(fewest, math.ceil(found.seconds / _LONGEST))
+            # Each rank needs chunks of its own in each wave.
+            fine = max(low, min(fine, max(1, segments // len(self.workers))))
             return self._try(fine, method) or found
         better = self._try(min(segments, max(self.fewest, low)), method)
         if better is not None and better.run_seconds / len(better.waves) > _SHORTEST:
@@ -263,10 +279,13 @@ class _Fitting:
     def _try(self, count: int, method: str) -> Scheme | None:
         """Return the scheme with `count` waves along the axis, or None if it does not fit."""
         waves = tuple(_waves(self.sketch, grouped(self._edges, count)))
-        panel = int(min(self.problem.options.panel_bytes, self._room / _PANEL_SHARE))
+        options = self.problem.options
+        panel = int(min(options.panel_bytes, self._room / _PANEL_SHARE))
+        most = min((worker.memory_limit for worker in self.workers if worker.memory_limit), default=math.inf)
+        buffers = int(min(options.buffer_bytes, most / _BUFFER_SHARE))
         room = int(self._room) if math.isfinite(self._room) else 0
         how = self.sketch.name, waves, self.sketch.streamed, self.sketch.by_ranks
-        scheme = Scheme(*how, method, panel, 0, 0.0, 0.0, 0, room)
+        scheme = Scheme(*how, method, panel, buffers, 0, 0.0, 0.0, 0, room)
         largest = max(range(len(waves)), key=lambda w: (_volume(waves[w]), not waves[w].first))
         beside = self._beside(scheme, largest)
         # The run has what is left.
@@ -290,7 +309,7 @@ class _Fitting:
         sub = wave_problem(self.problem, scheme, number)
         if not self._apart:
             sub = dataclasses.replace(sub, options=dataclasses.replace(sub.options, limit_fraction=1.0))
-        return plan(sub, workers, engine=self.engine)
+        return plan(sub, workers, engine=self.engines)
 
     def _beside(self, scheme: Scheme, number: int) -> float:
         """Return the bytes on a worker that are no part of the largest run."""
@@ -322,7 +341,9 @@ class _Fitting:
 
     def _estimated(self, scheme: Scheme, plans: Sequence[Plan], beside: float) -> Scheme:
         problem, count = self.problem, len(self.workers)
-        read = 0.0
+        one, estimate = plans[0].problem, plans[0].estimate
+        share = sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
+        read = made_bytes(plans[0]) * share if scheme.by_ranks else 0.0
         shares = {
             "a": [(wave.rows, wave.depth) for wave in scheme.waves],
             "b": [(wave.depth, wave.cols) for wave in scheme.waves],
@@ -330,21 +351,18 @@ class _Fitting:
         for operand, lazy, streamed in zip("ab", self.lazy, scheme.streamed, strict=True):
             if not lazy or (operand == "b" and problem.shared and scheme.name == "sums"):
                 continue
-            if streamed:
+            if streamed and not scheme.by_ranks:
                 elements = sum(math.prod(stop - start for start, stop in box) for box in shares[operand])
-                # Ranks that need the same chunk make it each for itself.
-                times = plans[0].grid["ba".index(operand)] if scheme.by_ranks else 1
-                read += float(elements) * problem.itemsize(operand) * times
-            else:
+                read += float(elements) * problem.itemsize(operand)
+            elif not streamed:
                 read += float(chunk_bytes(problem, operand).sum())
-        one, estimate = plans[0].problem, plans[0].estimate
         run = 0.0 if estimate is None else estimate.compute_seconds if scheme.by_ranks else estimate.seconds
-        run *= sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
+        run *= share
         around_all = len(scheme.waves) * product_overhead(one, self.costs)
         return dataclasses.replace(
             scheme,
             read_bytes=int(read),
-            read_seconds=read / ((len(plans[0].ranks) if scheme.by_ranks else count) * self.budget.read_bandwidth),
+            read_seconds=read / ((len(plans[0].ranks) if scheme.by_ranks else count) * self._read_bandwidth),
             run_seconds=run + around_all,
             peak_bytes=int(beside + max(self._peak(made) for made in plans)),
         )

@@ -55,8 +55,8 @@ class Scheme:
         Whether ranks make the chunks that are streamed when they need them; else Dask loads those of the next wave.
     method
         Of each run.
-    panel_bytes
-        Of a panel in flight between workers.
+    panel_bytes, buffer_bytes
+        Of a panel in flight between workers, and of the buffers of a GPU.
     read_bytes, read_seconds, run_seconds
         Bytes that are loaded in all; estimated seconds of that, and of the runs.
     peak_bytes, budget_bytes
@@ -72,6 +72,7 @@ class Scheme:
     by_ranks: bool
     method: str
     panel_bytes: int
+    buffer_bytes: int
     read_bytes: int
     read_seconds: float
     run_seconds: float
@@ -183,7 +184,7 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int) -> Problem:
         dtype=problem.dtype if wave.last else sums,
         method=scheme.method,
         same=False,
-        options=dataclasses.replace(problem.options, panel_bytes=scheme.panel_bytes),
+        options=dataclasses.replace(problem.options, panel_bytes=scheme.panel_bytes, buffer_bytes=scheme.buffer_bytes),
         extras=tuple(extras),
         formula=dataclasses.replace(formula, partial=not wave.first),
         arrays=(f"{problem.name}-stream",) * 2 if shared else ("", ""),
