@@ -90,11 +90,11 @@ def finished(*made: Any) -> None:
             raise future.exception()
 
 
-OURS: dict[str, Callable[[da.Array], Any]] = {
-    "cholesky": lambda a: linalg.cholesky(a, lower=True),
-    "lu": lambda a: linalg.lu(a, p_indices=True)[1:],
-    "solve": lambda a: linalg.solve(a, a[:, 0]),
-    "qr": lambda a: linalg.qr(a, mode="r"),
+OURS: dict[str, Callable[..., Any]] = {
+    "cholesky": lambda a, **how: linalg.cholesky(a, lower=True, **how),
+    "lu": lambda a, **how: linalg.lu(a, p_indices=True, **how)[1:],
+    "solve": lambda a, **how: linalg.solve(a, a[:, 0], **how),
+    "qr": lambda a, **how: linalg.qr(a, mode="r", **how),
     "tall": linalg.qr,
     "gram": linalg.gram,
 }
@@ -166,11 +166,13 @@ def ours(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict
     count, array = len(client.scheduler_info(n_workers=-1)["workers"]), "cupy" if options.gpu else "numpy"
     rows, cols = shape_of(kind, n)
     chunks = -(-rows // count), cols if kind == "tall" else -(-cols // count)
+    asked = options.engine is not None and kind not in ("tall", "gram")
+    how = {"engine": options.engine, "method": "columns"} if asked else {}
     walls, times = [], []
     for turn in range(options.repeat + 1):
         a = matrix((rows, cols), chunks, options.dtype, array, turn, definite=kind == "cholesky")
         before = runs(client)
-        seconds = taken(OURS[kind], a)
+        seconds = taken(functools.partial(OURS[kind], **how), a)
         if turn:
             walls.append(seconds)
             # Tall matrices are factorized by plain tasks.
@@ -240,6 +242,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
     parser.add_argument("--repeat", type=int, default=3, help="of ours, SciPy and Dask, after one that does not count")
+    parser.add_argument("--engine", help="of ours, on all workers; as chosen, on as many as are best, if not given")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--out", type=Path)
     gpu_peers.add_options(parser)

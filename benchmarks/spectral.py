@@ -93,9 +93,10 @@ def apart(call: Callable[..., float], *arguments: Any) -> float:
 def ours(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the median of one decomposition of square matrices."""
     count, walls = len(client.scheduler_info(n_workers=-1)["workers"]), []
+    how = {"engine": options.engine} if options.engine is not None else {}
     for turn in range(options.repeat + 1):
         a = matrix((n, n), -(-n // count), options.dtype, "cupy" if options.gpu else "numpy", turn)
-        seconds = taken(lambda a: OURS[kind](a, method=options.method), a)
+        seconds = taken(functools.partial(OURS[kind], method=options.method, **how), a)
         walls += [seconds] * bool(turn)
         del a
     return {"method": options.method, "wall": statistics.median(walls)}
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--gpu", action="store_true", help="without compressed")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--engine", help="of ours; as chosen if not given")
     gpu_peers.add_options(parser)
     options = parser.parse_args()
     own = ("numpy", "scipy", "scikit-learn", "dask", "distributed", "dask_distmm")
@@ -136,7 +138,9 @@ def main() -> None:
     about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
     with_compressed = "compressed" in options.kinds
     options.kinds = [
-        kind for kind in options.kinds if kind != "compressed" and (kind != "eigh" or options.method != "columns")
+        kind
+        for kind in options.kinds
+        if kind != "compressed" and (kind != "eigh" or options.method != "columns" or options.engine)
     ]
     if options.gpu:
         names, gpu = find_gpus()

@@ -105,6 +105,8 @@ class Job(Generic[P]):
         After `prepare`: the inputs in whose memory it makes D, which are of no use after `execute` has begun.
     missing
         After `execute`: numbers of the chunks of D that could not be made without the participants that are gone.
+    on_gathered
+        Called by `execute` of jobs that copy operands before they work on them, when this rank has read all it needs.
     lends
         Whether peers may read what `serve` returns in this process' memory: matrices that it serves without `flat` are
         then parts of memory that it keeps as it is until the end of the run.
@@ -124,6 +126,7 @@ class Job(Generic[P]):
         self.offer: Any = None
         self.consumed: list[ChunkKey] = []
         self.missing: list[int] = []
+        self.on_gathered: Callable[[], Any] = lambda: None
         self._inputs: Future[None] = Future()
         self._inputs.set_result(None)
 
@@ -165,6 +168,10 @@ class Job(Generic[P]):
 
         Called where ranks need only chunks that others offered before the run (`planning.peer.reads.independent`).
         """
+
+    def forget(self, operands: Sequence[str]) -> None:
+        """Hold the chunks of some operands no longer: all ranks have read them. Any thread."""
+        self.chunks = {key: chunk for key, chunk in self.chunks.items() if key[0] not in operands}
 
     def abort(self, error: BaseException) -> None:
         """Make `execute` and everything that waits end with `error`, soon. Any thread; may be repeated."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +115,15 @@ class Computation:
     def inputs(self) -> tuple[str, ...]:
         """Names of the operands whose chunks a run is given: one that is the same as another is not among them."""
         return self.operands
+
+    @property
+    def given_up(self) -> tuple[str, ...]:
+        """Names of the operands that are of no use to the user once all ranks have read them."""
+        return ()
+
+    def keeping(self) -> Self:
+        """Return the same computation, by which nothing is given up."""
+        return self
 
     @property
     def outputs(self) -> tuple[Output, ...]:

@@ -41,6 +41,7 @@ __all__ = [
     "find_unset",
     "free",
     "free_restricted",
+    "give_up",
     "keep",
     "let_go",
     "lose",
@@ -51,6 +52,7 @@ __all__ = [
     "restrict_workers",
     "start_queued",
     "unqueue",
+    "wait_again",
 ]
 
 # An address that no worker has.
@@ -80,7 +82,7 @@ _TASK = (
 _WORKER = ("address", "nthreads", "memory_limit", "memory", "status", "executing", "processing", "has_what")
 _SCHEDULER = (
     *("tasks", "workers", "clients", "plugins", "extensions", "handlers", "stream_handlers", "unrunnable", "rpc"),
-    *("no_workers_timeout", "transition_counter", "task_prefixes", "_ongoing_background_tasks", "security"),
+    *("no_workers_timeout", "transition_counter", "task_prefixes", "_ongoing_background_tasks", "security", "validate"),
 )
 
 
@@ -308,6 +310,30 @@ def lose(scheduler: Scheduler, keys: Iterable[Any], stimulus_id: str) -> None:
             free(scheduler, ws.address, [key], stimulus_id)
         recommendations[key] = "released"
     scheduler.transitions(recommendations, stimulus_id)
+
+
+def give_up(scheduler: Scheduler, barrier: TaskState, keys: Iterable[Any], stimulus_id: str) -> None:
+    """Let a parked task want some of its inputs no longer; those that nobody else wants go.
+
+    A scheduler that checks itself (`validate`) holds that a parked task has all of its inputs: there they stay.
+    """
+    if scheduler.validate:
+        return
+    recommendations: dict[Any, Any] = {}
+    for key in keys:
+        ts = scheduler.tasks.get(key)
+        if ts is None or ts.state != "memory" or not ts.run_spec:
+            continue
+        ts.waiters.discard(barrier)
+        if not ts.waiters and not ts.who_wants:
+            recommendations[key] = "released"
+    scheduler.transitions(recommendations, stimulus_id)
+
+
+def wait_again(scheduler: Scheduler, barrier: TaskState, stimulus_id: str) -> None:
+    """Let a parked task wait for inputs that it has given up: Dask makes them again."""
+    if barrier.state == "no-worker":
+        scheduler.transitions({barrier.key: "waiting"}, stimulus_id)
 
 
 def free_restricted(scheduler: Scheduler, tasks: Iterable[TaskState], stimulus_id: str) -> None:

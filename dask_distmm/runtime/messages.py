@@ -3,8 +3,8 @@
 ::
 
     scheduler  Describe, Prepare, Start, Abort, Release                  -> worker
-               Finish, End, Gone, Abandon, DropReplicas  (no answer)     -> worker
-    worker     Progress                                  (no answer)     -> scheduler
+               Finish, Forget, End, Gone, Abandon, DropReplicas  (no answer)  -> worker
+    worker     Progress, Gathered                        (no answer)     -> scheduler
                Fetch                                                     -> worker
 
 `dask_distmm.runtime.wire` sends and checks them. `dask_distmm.runtime.questions` has those of clients and tasks.
@@ -32,6 +32,8 @@ __all__ = [
     "End",
     "Fetch",
     "Finish",
+    "Forget",
+    "Gathered",
     "Gone",
     "Prepare",
     "Progress",
@@ -212,6 +214,14 @@ class End(Message):
 
 
 @dataclasses.dataclass(frozen=True)
+class Forget(Message):
+    """All ranks have read the operands that the user gives up: participants hold their chunks no longer."""
+
+    operation = "distmm-forget"
+    run_id: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Gone(Message):
     """A run goes on without the participant of an address, which has left the cluster."""
 
@@ -239,6 +249,15 @@ class DropReplicas(Message):
 
 
 # From a worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered(Message):
+    """A rank has read all that it needs of the operands' chunks. Dask adds the address of the `worker` on arrival."""
+
+    operation = "distmm-gathered"
+    run_id: int
+    worker: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

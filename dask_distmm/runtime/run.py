@@ -102,6 +102,10 @@ class Run:
     # Whether the others finish their parts when some are gone, and which are.
     independent: bool = False
     gone: set[str] = dataclasses.field(default_factory=set)
+    # Keys of the chunks that may go when all ranks have read them, the ranks that have not, and whether they went.
+    giving_up: Sequence[Any] = ()
+    reading: set[str] = dataclasses.field(default_factory=set)
+    given_up: bool = False
 
     @property
     def live(self) -> bool:
@@ -153,6 +157,14 @@ class Run:
         if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):
             self.shares[address] = share
             self.moved = now
+
+    def gathered(self, address: str) -> bool:
+        """Note that a rank has read all it needs of the operands; return whether chunks may go now."""
+        if self.phase != "running" or self.given_up or not self.giving_up:
+            return False
+        self.reading.discard(address)
+        self.given_up = not self.reading
+        return self.given_up
 
     @property
     def received_bytes(self) -> int:

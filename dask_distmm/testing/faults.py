@@ -23,6 +23,7 @@ FAULT_POINTS = {
     "place": ("dask_distmm.runtime.worker.chunk_store", "ChunkStore", "place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
+    "steps": ("dask_distmm.engines.factor.execution", "Execution", "execute"),
     "solver": ("dask_distmm.engines.cusolvermp.library", "Group", "call"),
     "panel": ("dask_distmm.engines.peer.multiplication", "Multiplication", "_multiply"),
     "step": ("dask_distmm.engines.peer.streaming", "Streaming", "_multiply"),

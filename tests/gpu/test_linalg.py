@@ -196,6 +196,20 @@ def test_matrices_that_have_none(clusters, nworkers):
     assert_nothing_left(client)
 
 
+def test_matrices_that_are_given_up(clusters, nworkers):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    s, a, b = positive(rng, 701, "float64"), noise(rng, (701, 701), "float64"), noise(rng, (701, 3), "float64")
+    low = computed(client, linalg.cholesky(on_gpus(s), lower=True, overwrite_a=True, **SHARED))
+    assert residual(low @ low.T, s, norm(s), 701) < GATE
+    kept = on_gpus(a).persist()
+    x = computed(client, linalg.solve(kept, on_gpus(b), overwrite_a=True, **SHARED))
+    assert norm(a @ x - b) / (norm(a) * norm(x) * np.finfo("float64").eps * 701) < GATE
+    np.testing.assert_array_equal(computed(client, kept), a)
+    del kept
+    assert_nothing_left(client)
+
+
 def test_numpy_chunks(clusters, nworkers):
     """Chunks on the host are factorized on GPUs and come back as NumPy's where a cluster has only the GPU engine."""
     client, _ = clusters(nworkers)

@@ -44,11 +44,15 @@ class RunOptions(TypedDict, total=False):
 
     `method` is ``"auto"``, ``"local"`` (one worker has the whole matrix) or ``"columns"`` (all workers have block
     columns); of qr and lstsq also ``"rows"``, which is no run (`dask_distmm.arrays.linalg.tall`).
+
+    `overwrite_a`: A is given up. Its chunks go as soon as all workers have read them, unless they are wanted by others:
+    a client that holds them, other tasks.
     """
 
     engine: str | None
     workers: Sequence[str] | int | None
     method: Literal["auto", "local", "columns", "rows"]
+    overwrite_a: bool
 
 
 _TYPES = {"e": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
@@ -154,9 +158,11 @@ def factorize(
     array = "cupy" if "cupy" in kinds else "numpy"
     chunks, dtypes = tuple(array.chunks for array in arrays), tuple(array.dtype.name for array in arrays)
     names = [array.name for array in arrays]
-    people, settings = check_workers(how.get("workers")), read_options()
-    token = tokenize(repr((names, task, chunks, dtypes, outputs, engine, people, settings, array, method)))
-    problem = FactorProblem(f"{kind}-{token}", task, chunks, dtypes, outputs, engine, people, settings, array, method)
+    people, settings, overwrite = check_workers(how.get("workers")), read_options(), how.get("overwrite_a", False)
+    if not isinstance(overwrite, bool):
+        raise PlanError(f"overwrite_a={overwrite!r}; expected True or False")
+    described = task, chunks, dtypes, outputs, engine, people, settings, array, method, overwrite
+    problem = FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described)
     graph = build_factor_graph(problem, arrays)
     prototype = next(x._meta for x in arrays if array_kind(x._meta) == array)
     return {
@@ -191,7 +197,7 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
 
     An engine that is for factorizations alone is left out.
     """
-    named: Any = {name: value for name, value in how.items() if name != "method"}
+    named: Any = {name: value for name, value in how.items() if name not in ("method", "overwrite_a")}
     engine = ENGINES.get(named.get("engine") or "")
     if engine is not None and "product" not in engine.computes:
         del named["engine"]

@@ -75,6 +75,7 @@ class FactorJob(Job[FactorPlacement]):
         marks = [time.perf_counter()]
         self._gather()
         self._mark(marks)
+        self.on_gathered()
         self._execution.execute()
         self._mark(marks)
         self._complete_parts()

@@ -62,7 +62,7 @@ class PeerFactorJob(GpuFactorJob):
         self._state = state
         self._streams: tuple[cp.cuda.Stream, ...] = state.solver().streams
         self._address = plan.participants[me].address
-        self._offered: list[Any] = []
+        self._offered: list[tuple[int, Any]] = []
         self._remote: Remote | None = None
 
     @property
@@ -118,12 +118,18 @@ class PeerFactorJob(GpuFactorJob):
             if output.name in self._parts:
                 self._offer(offer, BLOCKS, RESULTS + number, self._parts[output.name])
         add_flags(offer, exporter, flags)
-        self._offered.append(flags)
+        self._offered.append((BLOCKS, flags))
 
     def _offer(self, offer: Offer, operand: int, number: int, array: Any) -> None:
         if array.size:
             add(offer, self._state.exporter, operand, number, array)
-            self._offered.append(array)
+            self._offered.append((operand, array))
+
+    def forget(self, operands: Sequence[str]) -> None:
+        """Hold the chunks of some operands no longer: all ranks have read them. Any thread."""
+        super().forget(operands)
+        numbers = [self.plan.problem.operands.index(name) for name in operands]
+        self._offered = [one for one in self._offered if one[0] not in numbers]
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer."""
@@ -152,7 +158,7 @@ class PeerFactorJob(GpuFactorJob):
         finally:
             for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
                 one.synchronize()
-        arrays = [self._execution.array, *self._offered, *made.values()]
+        arrays = [self._execution.array, *(array for _, array in self._offered), *made.values()]
         self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
         self._state.mappings.trim()
         return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,8 @@ class FactorProblem(Computation):
         What the chunks are: ``"numpy"`` or ``"cupy"``.
     method
         As asked for: ``"auto"``, ``"local"`` or ``"columns"``.
+    overwrite_a
+        Whether the user gives A up: its chunks may go as soon as all ranks have read them.
     """
 
     kind: ClassVar[str] = "factorization"
@@ -60,6 +62,7 @@ class FactorProblem(Computation):
     options: Options
     array: str = "numpy"
     method: str = "auto"
+    overwrite_a: bool = False
 
     def __post_init__(self) -> None:
         if self.task.spectral and self.method == "columns" and not any(map(self._shared_by, ENGINES.values())):
@@ -86,6 +89,15 @@ class FactorProblem(Computation):
     def operands(self) -> tuple[str, ...]:
         """Names of the matrices that are read."""
         return self.task.inputs
+
+    @property
+    def given_up(self) -> tuple[str, ...]:
+        """A, if it is to be overwritten."""
+        return ("a",) if self.overwrite_a else ()
+
+    def keeping(self) -> Self:
+        """Return the same computation, by which A is not given up."""
+        return dataclasses.replace(self, overwrite_a=False)
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -165,6 +177,7 @@ class FactorProblem(Computation):
                 options=options_from_wire(wire["options"]),
                 array=str(wire["array"]),
                 method=str(wire["method"]),
+                overwrite_a=bool(wire["overwrite_a"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"malformed problem: {error!r}") from error

@@ -334,17 +334,20 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
     """Return the bytes that each participant holds at most.
 
     Its chunks of the operands; a rank also its block columns, two panels that are under way, and at the end its part
-    of every output and its chunks of that. A spectral decomposition has a workspace, and its vectors, before they are
+    of every output and its chunks of that. Chunks of an operand that is given up are gone before there are any of the
+    outputs. A spectral decomposition has a workspace, and its vectors, before they are
     cut into chunks; a library has its workspace.
     """
     problem, size, npart = made.problem, made.problem.dtype.itemsize, len(made.participants)
-    total = np.zeros(npart)
+    total, going = np.zeros(npart), np.zeros(npart)
     for name in problem.operands:
         sizes = chunk_elements(problem.chunks_of(name)) * size
+        held = going if name in problem.given_up else total
         if name in made.where:
-            total += np.bincount(made.where[name], sizes, npart)
+            held += np.bincount(made.where[name], sizes, npart)
         else:
-            total += sizes.sum() / npart
+            held += sizes.sum() / npart
+    at_the_end = np.zeros(npart)
     work = made.work
     for rank, index in enumerate(made.ranks):
         array = work.columns.rows * work.columns.local_cols(rank)
@@ -361,7 +364,9 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
             # L is copied, as its rows are swapped in the end.
             if layout is not None and factored(problem.task) == "lu" and not work.collective:
                 results += math.prod(layout.local_shape(rank))
-        total[index] += (array + panels + results) * size
+        total[index] += (array + panels) * size
+        at_the_end[index] = results * size
+    total += np.maximum(going, at_the_end) if problem.given_up else at_the_end
     return {worker.address: int(total[index]) for index, worker in enumerate(made.participants)}
 
 

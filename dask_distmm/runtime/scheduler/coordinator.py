@@ -31,7 +31,7 @@ from dask_distmm.planning import ENGINES, Computation, Problem
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
-from dask_distmm.runtime.messages import Abort, Done, End, Finish, Gone, Prepare, Start, Vote
+from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gathered, Gone, Prepare, Start, Vote
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Released, Replan, Run, summarize
 from dask_distmm.runtime.scheduler.barriers import Barrier, unwanted
@@ -122,6 +122,8 @@ class Coordinator:
                 await self._end(run, str(reason))
                 self.replicas.drop(*reason.replicas)
                 self._lose(barrier, run, str(reason), counts=not reason.replicas)
+                if run.given_up:
+                    direct.wait_again(self.scheduler, barrier.ts, f"distmm-again-{run.run_id}")
             except BaseException as error:
                 running = run.phase == "running"
                 told = await self._end(run, str(error))
@@ -162,6 +164,7 @@ class Coordinator:
     async def _start(self, run: Run, barrier: Barrier, frozen: FrozenPlan, offers: Sequence[Any]) -> None:
         made = frozen.plan
         run.begin_running(time())
+        run.giving_up, run.reading = frozen.given_up, set(made.workers)
         run.expected_bytes = 0 if ENGINES[made.engine].collective else made.bytes_moved
         began = time()
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
@@ -193,6 +196,13 @@ class Coordinator:
         self.releases.begin(
             self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout
         )
+
+    def gathered(self, message: Gathered) -> None:
+        """Note that a rank has read all it needs; when all have, chunks that the user gives up go."""
+        run = self.queue.get(message.run_id)
+        if run is not None and run.gathered(message.worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
+            direct.give_up(self.scheduler, ts, run.giving_up, f"distmm-given-up-{run.run_id}")
+            self.tell(sorted(run.participants - run.gone), Forget(run.run_id))
 
     async def _end(self, run: Run, reason: str) -> dict[str, str]:
         """Make all participants drop a run that did not succeed; return their histories of it by address."""

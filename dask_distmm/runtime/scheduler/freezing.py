@@ -65,6 +65,12 @@ class FrozenPlan:
     sources: dict[str, bytes]
 
     @property
+    def given_up(self) -> list[Any]:
+        """Keys of the chunks that are of no use once all ranks have read them."""
+        names = self.plan.problem.given_up
+        return [key for keys in self.keys.values() for name in names for key in keys.get(name, ())]
+
+    @property
     def consumed(self) -> list[Any]:
         """Keys of the chunks that are of no use once the run has begun."""
         problem = self.plan.problem
@@ -121,6 +127,8 @@ class Freezer:
         if isinstance(problem, Problem):
             made, keys, held = await self._plan_product(barrier, problem, (engines, workers, sources), keys, held)
         else:
+            if not self._may_give_up(barrier, problem, keys):
+                problem = problem.keeping()
             made = await asyncio.to_thread(plan_computation, problem, workers, held, engine=engines, sources=sources)
         # Workers that neither multiply nor hold a chunk have no part in it.
         needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *held.values()]))
@@ -180,6 +188,14 @@ class Freezer:
             quickly=True,
         )
         return made, keys, held
+
+    def _may_give_up(self, barrier: Barrier, problem: Computation, keys: Mapping[str, Sequence[Any]]) -> bool:
+        """Whether nobody else wants the chunks of the operands that are given up, and Dask could make them again."""
+        found = (self._scheduler.tasks.get(key) for name in problem.given_up for key in keys[name])
+        return all(
+            ts is not None and ts.run_spec and not ts.who_wants and set(ts.waiters or ()) <= {barrier.ts}
+            for ts in found
+        )
 
     async def _workers(
         self, run: Run, problem: Computation, wanted: Iterable[Any]

@@ -77,6 +77,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             **answering(questions.ProgressQuestion, self.answer_progress),
         }
         scheduler.stream_handlers |= listening(messages.Progress, self.hear_progress)
+        scheduler.stream_handlers |= listening(messages.Gathered, self.coordinator.gathered)
         # So that `Client.dump_cluster_state()` finds it.
         scheduler.extensions[NAME] = self
         self.records = Records()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import logging
 import math
 import platform
@@ -97,6 +98,7 @@ class WorkerSide:
         listeners = {
             **listening(messages.End, lambda end: self.end(end.run_id, end.reason)),
             **listening(messages.Finish, lambda finish: self.finish(finish.run_id)),
+            **listening(messages.Forget, functools.partial(_forget, self.runs)),
             **listening(messages.Gone, self.gone),
             **listening(messages.Abandon, self.abandon),
             **listening(messages.DropReplicas, lambda drop: self.replicas.drop(drop.name, drop.run_id)),
@@ -173,6 +175,8 @@ class WorkerSide:
         try:
             started = loop.time()
             self.chunks.consume(run_id)
+            if plan.problem.given_up:
+                job.on_gathered = functools.partial(_tell_gathered, self.worker, run_id, loop)
             made = await loop.run_in_executor(self.engine_thread, _execute, job, request.offers)
             result = await self.replicas.share(run_id, plan, made, job.timings)
             missing = set(job.missing)
@@ -217,13 +221,8 @@ class WorkerSide:
 
     async def release(self, request: messages.Release) -> Reply:
         """Free the memory that a group keeps between runs; the scheduler asks all ranks at the same time."""
-
-        def free() -> None:
-            with Watchdog(request.grace, f"freeing group {request.group} of engine {request.engine}"):
-                get_engine(request.engine).release(request.group)
-
         if not self._closed:
-            await asyncio.get_running_loop().run_in_executor(self.engine_thread, free)
+            await asyncio.get_running_loop().run_in_executor(self.engine_thread, _release, request)
         return Reply("OK")
 
     def abandon(self, message: messages.Abandon) -> None:
@@ -340,6 +339,23 @@ def _process_facts(data: Any) -> messages.Description:
     return messages.Description(
         "OK", version=__version__, engines=engines, memory=memory, links=links, host=platform.node()
     )
+
+
+def _release(request: messages.Release) -> None:
+    with Watchdog(request.grace, f"freeing group {request.group} of engine {request.engine}"):
+        get_engine(request.engine).release(request.group)
+
+
+def _tell_gathered(worker: Worker, run_id: int, loop: asyncio.AbstractEventLoop) -> None:
+    """Tell the scheduler that this rank has read the operands. Any thread."""
+    loop.call_soon_threadsafe(worker.batched_send, post(messages.Gathered(run_id)))
+
+
+def _forget(runs: Mapping[int, tuple[Placement, Job[Any]]], message: messages.Forget) -> None:
+    """Have a run's job hold the chunks no longer that the user gives up: all ranks have read them."""
+    if message.run_id in runs:
+        plan, job = runs[message.run_id]
+        job.forget(plan.problem.given_up)
 
 
 def _execute(job: Job[Any], offers: Any) -> Mapping[ResultKey, Any]:
