@@ -139,7 +139,7 @@ class Streaming:
         """
         assert bias is None
         plan, ended = self._result.plan, self._sources.ended
-        threads = plan.participants[self._sources.me].nthreads
+        threads = self._limits.threads
         maker = DeviceMaker(
             plan.problem, self._chunks, self._engine.making(threads), record(cp.cuda.get_current_stream())
         )

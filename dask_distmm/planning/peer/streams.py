@@ -36,6 +36,8 @@ _LEAST_SECONDS = 2e-4
 _LEAST_EXTENT = 512
 # Shares of ``distmm.peer.buffer-bytes``: for buffers, and for chunks that are made ahead; and the most of these.
 _BUFFERS, _AHEAD, _MOST_AHEAD = 0.5, 0.25, 64
+# Threads that make chunks are fewer than a worker has where their chunks would take more than this part of its memory.
+_THREAD_SHARE = 12
 # Steps whose chunks are held: one is multiplied, and the next one is ready.
 _STEPS_HELD = 2
 
@@ -55,8 +57,10 @@ class Stream:
         they have more than `most`. The own axis is not cut where both are made.
     buffer_bytes
         Of all buffers in which parts are put together.
+    threads
+        So many chunks are made at a time.
     ahead
-        So many chunks are made before they are used.
+        So many are made before they are used.
     held_bytes
         The bytes of chunks that may be in use.
     making_bytes
@@ -68,6 +72,7 @@ class Stream:
     least: tuple[int, int]
     most: tuple[int, int]
     buffer_bytes: int
+    threads: int
     ahead: int
     held_bytes: int
     making_bytes: int
@@ -123,10 +128,12 @@ def _stream(plan: Plan, rank: int) -> Stream:
             buffer += padded(extent, multiple) * padded(deep, multiple) * sizes[operand]
         panel, largest = panel + extent * deep * size, max(largest, chunk)
         place += chunk * (len(own) if both else 1)
-    threads = plan.participants[plan.ranks[rank]].nthreads
+    worker = plan.participants[plan.ranks[rank]]
+    most_threads = max(1, worker.memory_limit // _THREAD_SHARE // largest) if worker.memory_limit else worker.nthreads
+    threads = min(worker.nthreads, most_threads)
     ahead = max(made_ahead(threads), min(_MOST_AHEAD, int(_AHEAD * problem.options.buffer_bytes) // largest))
     held = _STEPS_HELD * max(place, panel if buffer else 0)
-    return Stream(made, twin, least, most, PANELS * buffer, ahead, held, (ahead + threads) * largest)
+    return Stream(made, twin, least, most, PANELS * buffer, threads, ahead, held, (ahead + threads) * largest)
 
 
 def _edges(plan: Plan, rank: int, operands: Sequence[int], own: int | None) -> NDArray[np.int64]:
