@@ -135,6 +135,7 @@ def multiplied(rows: int, cols: int, dtype: str) -> dict[str, float]:
         }
         for name, work in ways.items():
             found[name] = min(found.get(name, np.inf), _timed(work) / many)
+        del left, d, ways
     return found
 
 

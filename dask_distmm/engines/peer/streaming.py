@@ -25,7 +25,7 @@ from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.buffers import OperandBuffers
 from dask_distmm.engines.peer.downloads import Downloads
 from dask_distmm.engines.peer.loads import Loads
-from dask_distmm.engines.peer.making import DeviceMaker, Made
+from dask_distmm.engines.peer.making import DeviceMaker, Made, bits
 from dask_distmm.engines.peer.products import Gemms
 from dask_distmm.engines.peer.readable import DeviceView, Sources
 from dask_distmm.engines.peer.result import Result
@@ -232,9 +232,10 @@ class Streaming:
         for block in load.chunk_blocks:
             made = taken[self._chunk(load, block.chunk)]
             stream.wait_event(made.complete)
-            rows, cols = slice(block.row, block.row + block.rows), slice(block.col, block.col + block.cols)
+            target = buffer[block.row : block.row + block.rows, block.col : block.col + block.cols]
+            part = made.array[block.r0 : block.r0 + block.rows, block.c0 : block.c0 + block.cols]
             with stream:
-                buffer[rows, cols] = made.array[block.r0 : block.r0 + block.rows, block.c0 : block.c0 + block.cols]
+                bits(target)[...] = bits(part)
         self._buffers.complete(load, stream)
         self._engine.stream.wait_event(record(stream))
         return self._buffers.target(load)
