@@ -4,7 +4,7 @@
 
 One worker a GPU, started by dask-cuda with a ``device_memory_limit``. A, B and D are NumPy arrays. ``engine bound`` is
 the time of the operations at gemm's rate (cuBLAS through CuPy, from the GPU's own memory), ``bus bound`` the time of
-reading A and B, and writing D, once by all GPUs, from and to pinned memory; both on all GPUs at the same time. ``reads``
+reading A and B, and writing D, once by all GPUs, from and to pinned memory; both on all GPUs at a time. ``reads``
 is the time in which a GPU reads its parts of A and B as they are planned: of several GPUs each needs parts of which
 others need the same. ``share`` is the larger bound by the wall time from ``persist()`` to all of D in host memory.
 ``error`` is that of one row, where 1 is the bound for sums of k products.
