@@ -35,9 +35,11 @@ from dask_distmm.engines.peer.stream_steps import StreamStep, StreamSteps
 from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span
-from dask_distmm.planning.peer.block_schedule import PANELS
 
 __all__ = ["Streaming"]
+
+# Steps on their streams that the host has not seen the end of.
+_MOST_STEPS = 8
 
 
 class _Over(NamedTuple):
@@ -176,7 +178,7 @@ class Streaming:
         """Drop the chunks of steps that are over; wait for such where too many would be held."""
         more = sum(self._sizes[chunk] for chunk in set(self._chunks_of(step)) if not self._held[chunk])
         while self._over:
-            full = self._held_bytes + more > self._limits.held_bytes or len(self._over) > 2 * PANELS
+            full = self._held_bytes + more > self._limits.held_bytes or len(self._over) > _MOST_STEPS
             if full:
                 self._sources.ended.wait(self._over[0].event)
             elif not self._over[0].event.done:
