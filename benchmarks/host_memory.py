@@ -4,9 +4,10 @@
 
 One worker a GPU, started by dask-cuda with a ``device_memory_limit``. A, B and D are NumPy arrays. ``engine bound`` is
 the time of the operations at gemm's rate (cuBLAS through CuPy, from the GPU's own memory), ``bus bound`` the time of
-reading A and B, and writing D, once by all GPUs, from and to pinned memory. ``share`` is the larger bound by the wall
-time from ``persist()`` to all of D in host memory. ``error`` is that of one row, where 1 is the bound for sums of k
-products.
+reading A and B, and writing D, once by all GPUs, from and to pinned memory; both on all GPUs at a time. ``reads``
+is the time in which a GPU reads its parts of A and B as they are planned: of several GPUs each needs parts of which
+others need the same. ``share`` is the larger bound by the wall time from ``persist()`` to all of D in host memory.
+``error`` is that of one row, where 1 is the bound for sums of k products.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from distributed import Client, wait
 
 import dask_distmm
 from benchmarks.revision import revision
+from dask_distmm.planning import Plan
 from dask_distmm.tools.bench import environment
 
 
@@ -97,6 +99,9 @@ def measure(client: Client, n: int, dtype: str, chunks: int, repeat: int) -> dic
             del d
             time.sleep(0.2)
     found = {"n": n, "dtype": dtype, "method": made.method, "runs": len(events), "error": check(a, b, d)}
+    if isinstance(made, Plan):
+        p, q, s = made.grid
+        found["read_bytes"] = n * n * np.dtype(dtype).itemsize * (1 / p + 1 / q) / s
     found |= {"wall": float(np.median(walls[1:])), "run": float(np.median(runs[1:])), "plan": repr(made)}
     return found | {"last": {name: value for name, value in events[-1].items() if isinstance(value, float | dict)}}
 
@@ -116,6 +121,7 @@ def on_cluster(options: argparse.Namespace, limit: str, results: list[dict[str, 
                 size = n * n * np.dtype(dtype).itemsize / gpus
                 one |= {"limit": limit, "gpus": gpus, "engine_bound": 2 * n**3 / rate["gemm"] / gpus}
                 one["bus_bound"] = 2 * size / rate["to_device"] + size / rate["to_host"]
+                one["reads"] = one.get("read_bytes", 2 * size) / rate["to_device"]
                 one["share"] = max(one["engine_bound"], one["bus_bound"]) / one["wall"]
                 results.append(one)
                 if options.verbose:

@@ -135,6 +135,7 @@ def multiplied(rows: int, cols: int, dtype: str) -> dict[str, float]:
         }
         for name, work in ways.items():
             found[name] = min(found.get(name, np.inf), _timed(work) / many)
+        del left, d, ways
     return found
 
 
@@ -167,13 +168,20 @@ def measure(client: Client, way: str, x: da.Array, limit: float) -> tuple[float 
     return (seconds, made) if good else (None, None)
 
 
+def on_host(x: da.Array) -> Any:
+    """Return an array as NumPy's."""
+    found = x.compute()
+    return found.get() if hasattr(found, "get") else found
+
+
 def check(x: da.Array, d: Any) -> float:
     """Return the largest error of D times a vector, in units of its bound."""
     v = np.random.default_rng().standard_normal(x.shape[1])
     sizes = (1,) * x.numblocks[0], (2,), (x.shape[1],)
-    parts = x.astype(float).map_blocks(project, vector=v, chunks=sizes, new_axis=2)
-    exact, bound = parts.sum(axis=0).compute().get()
-    found = d.compute().get().astype(float) @ v
+    meta = x._meta.astype(float).reshape(0, 0, 0)
+    parts = x.astype(float).map_blocks(project, vector=v, chunks=sizes, new_axis=2, meta=meta)
+    exact, bound = on_host(parts.sum(axis=0))
+    found = on_host(d).astype(float) @ v
     return float(np.max(abs(found - exact) / (16 * np.finfo(d.dtype).eps * bound)))
 
 
@@ -191,7 +199,7 @@ def case(client: Client, options: argparse.Namespace, source: str, megabytes: fl
     """Return the figures of one kind of chunks."""
     dtype, cols = options.dtype, options.columns
     line = cols * np.dtype(dtype).itemsize
-    rows = max(1, round(megabytes * 1e6 / line))
+    rows = 128 * max(1, round(megabytes * 1e6 / line / 128))
     count = max(len(client.nthreads()), round(options.gigabytes * 1e9 / (rows * line)))
     shape = rows * count, cols
     found: dict[str, Any] = {"source": source, "rows": rows, "chunks": count, "gigabytes": shape[0] * line / 1e9}

@@ -8,11 +8,15 @@ import dask.array as da
 import numpy as np
 import pytest
 import zarr
+from dask._task_spec import Task
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.graph.waves import can_be_made
+from dask_distmm.planning import Worker, plan
+from dask_distmm.runtime.chunk_tasks import pack_tasks, unpack_tasks
+from dask_distmm.testing import make_problem
 
 
 def never():
@@ -74,3 +78,15 @@ def test_arrays_that_ranks_can_make(tmp_path):
     split = generated.rechunk((5, 3))
     for array in (stored - stored.mean(axis=0), generated.rechunk((7, 6)), split, here, stored[::-1] + stored):
         assert not can_be_made(array)
+
+
+@pytest.mark.parametrize("gram", [True, False])
+def test_a_chunk_of_both_operands_is_made_once_where_both_use_it_together(gram):
+    sizes = (4, 4), (4, 4)
+    names = {"arrays": ("x", "x"), "turned": (True, False)} if gram else {}
+    problem = make_problem(*(sizes,) * 2, by_ranks=(True, True), **names)
+    made = plan(problem, [Worker("w")])
+    tasks = [Task(("x", number), np.full, (4, 4), float(number)) for number in range(4)]
+    of_a = [tasks[0], tasks[2], tasks[1], tasks[3]] if gram else tasks
+    chunks = unpack_tasks(made, pack_tasks(made, {"a": of_a, "b": tasks})["w"], None)
+    assert len({chunk.source for chunk in chunks.values()}) == (4 if gram else 8)

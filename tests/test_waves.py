@@ -127,6 +127,15 @@ def test_operands_of_one_source_by_ranks(inproc_client):
     assert_product(expected.T + 1, expected * 2, d.compute())
 
 
+@pytest.mark.parametrize("by_ranks", [False, True])
+def test_an_array_times_itself(inproc_client, tmp_path, by_ranks):
+    """Its chunks are A's and B's at different places of k."""
+    x = np.random.default_rng(7).standard_normal((240, 240))
+    lazy_x = stored(x, (60, 60), tmp_path)
+    lazy_x = lazy_x if by_ranks else lazy_x + lazy_x.min() * 0
+    assert_product(x, x, in_waves(lazy_x, lazy_x, "blocks", by_ranks=by_ranks).compute())
+
+
 def test_gram_of_centered_columns(inproc_client):
     """The mean is shared, the transpose is a view, each chunk is loaded for the mean and for its wave."""
     rng = np.random.default_rng(6)

@@ -9,8 +9,6 @@ product of too few elements leaves multiprocessors idle: with k = 8192 and 16384
 
 from __future__ import annotations
 
-import itertools
-
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.problem import Problem
 
@@ -58,7 +56,9 @@ def slowdown(problem: Problem, *, in_chunks: bool) -> float:
     # As in C order. In F order, where m counts too, products are as quick as their chunks allow.
     sizes: tuple[int, ...] = (problem.n, problem.k)
     if in_chunks:
-        sizes = (*problem.a_chunks[1], *itertools.chain(*problem.b_chunks), *problem.out_chunks[1])
+        # In chunks of X.T @ Y as they lie no row is along k.
+        along_k = () if problem.turned == (True, False) else (*problem.a_chunks[1], *problem.b_chunks[0])
+        sizes = (*along_k, *problem.b_chunks[1], *problem.out_chunks[1])
     step = ALIGNED_BYTES // dtype_from_name(name).itemsize
     if not any(size % step for size in sizes):
         return 1.0

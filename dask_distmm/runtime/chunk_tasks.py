@@ -64,13 +64,15 @@ def _needed_chunks(plan: Plan, rank: int, operand: str) -> NDArray[np.int64]:
 
 def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKey, SourceChunk]:
     """Return the chunks that a rank on a worker makes itself, from what `pack_tasks` gave."""
-    made: dict[int, Source] = {}
+    made: dict[Any, Source] = {}
     chunks: dict[ChunkKey, SourceChunk] = {}
+    # A chunk of both operands is used by both at one place of k, or else made anew: it would have to be kept.
+    together = isinstance(plan.problem, Problem) and plan.problem.shared
     for operand, (numbers, tasks) in (loads(packed) if packed else {}).items():
         for number, task in zip(numbers, tasks, strict=True):
             where = plan.problem.place_of(operand, number)
             make = functools.partial(_make_chunk, task, worker, f"chunk {where} of {operand.upper()}")
-            source = made.setdefault(id(task), Source(make))
+            source = made.setdefault((id(task), together or operand), Source(make))
             chunks[operand, number] = SourceChunk(source, functools.partial(_view, plan, operand, number))
     return chunks
 

@@ -28,6 +28,7 @@ def waves_text(made: WavePlan) -> str:
         f"  D         {problem.m} x {problem.n} {problem.dtype}",
         f"  scheme    {scheme.name}: {_HOW[scheme.name]}",
         f"  a wave    {scheme.method}: {WHAT[scheme.method]}",
+        *(["  chunks    made by the ranks that multiply them, each a little ahead"] if scheme.by_ranks else []),
         f"  work      {problem.flops:.3g} flops, {format_bytes(scheme.read_bytes)} loaded",
         f"  memory    up to {format_bytes(scheme.peak_bytes)} a worker, of {format_bytes(scheme.budget_bytes)} without "
         "spilling",

@@ -252,10 +252,13 @@ def test_ranks_make_chunks(client):
     del future
     wait_for(lambda: not client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)), 10)
 
-    victim = sorted(client.nthreads())[0]
-    not_again(client, victim)
-    client.run(inject, "step", "kill", 2, workers=[victim])
-    restarts = len(events(client, "restart"))
-    assert_product(values.T, values, streamed(slow)[0].compute())
-    assert len(events(client, "restart")) > restarts
+    resident = da.from_array(right, chunks=25).persist()
+    for exact, operands in (((values.T, values), (slow,)), ((values, right), (slow, resident))):
+        victim = sorted(client.nthreads())[0]
+        not_again(client, victim)
+        client.run(inject, "step", "kill", 2, workers=[victim])
+        restarts = len(events(client, "restart"))
+        assert_product(*exact, streamed(*operands)[0].compute())
+        assert len(events(client, "restart")) > restarts
+    del resident, operands
     assert_nothing_left(client)

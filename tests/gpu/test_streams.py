@@ -81,6 +81,11 @@ def lazy(shape, chunks, dtype="float64", cycles=10**6, kind="cupy"):
     return array, values(np, seed, (0, shape[0]), (0, shape[1]), dtype)
 
 
+def small(client):
+    """Multiply something, so that all plugins are there."""
+    client.compute(dask_distmm.matmul(*(da.ones((8, 8), chunks=4) for _ in "ab")), sync=True)
+
+
 @pytest.fixture
 def little(clusters, nworkers):
     """Return a client, and a function that gives each GPU so many bytes, with small buffers."""
@@ -90,7 +95,7 @@ def little(clusters, nworkers):
         limit_device_memory(client, size)
         return dask.config.set({"distmm.peer.buffer-bytes": 2**23})
 
-    dask_distmm.matmul(*(da.ones((8, 8), chunks=4) for _ in "ab")).compute()
+    small(client)
     yield client, of
     limit_device_memory(client, 0)
 
@@ -142,19 +147,19 @@ def test_enabled_takes_it(little):
 def test_tall_by_small(little, order, dtype, size):
     client, of = little
     x, exact = lazy((40_000, 320), (size, 320), dtype)
-    small = random((320, 64)).astype(dtype)
+    few = random((320, 64)).astype(dtype)
     import cupy
 
-    y = da.from_array(small, chunks=(100, 64)).map_blocks(cupy.asarray, meta=cupy.empty((0, 0), small.dtype)).persist()
+    y = da.from_array(few, chunks=(100, 64)).map_blocks(cupy.asarray, meta=cupy.empty((0, 0), few.dtype)).persist()
     a, b = (x, y) if order == "rows" else (y.T, x.T)
     with of(exact.nbytes / 3):
         made = dask_distmm.explain(a, b)
         found = whole(client, dask_distmm.matmul(a, b))
     assert (made.scheme.name, made.scheme.by_ranks) == (order, True), made
     if order == "rows":
-        assert_right(exact, small, found)
+        assert_right(exact, few, found)
     else:
-        assert_right(small.T, exact.T, found)
+        assert_right(few.T, exact.T, found)
 
 
 @pytest.mark.parametrize("options", [{}, {"epilog": "relu"}, {"alpha": -2.0}], ids=str)
@@ -198,6 +203,7 @@ def test_numpy_chunks_are_copied_to_the_gpu(little, nworkers, dtype, size):
 def test_a_worker_with_several_threads(start):
     with dask.config.set({"distmm.peer.buffer-bytes": 2**23}), start(1, "tcp", threads_per_worker=4) as client:
         x, exact = lazy((40_000, 384), (500, 384))
+        small(client)
         limit_device_memory(client, exact.nbytes / 2)
         for _ in range(3):
             assert_right(exact.T, exact, whole(client, dask_distmm.matmul(x.T, x)))
@@ -259,6 +265,7 @@ def test_a_rank_that_is_killed(start, point):
     quiet = {"distributed.deploy.lost-worker-timeout": "1h", "distmm.peer.buffer-bytes": 2**23}
     with dask.config.set(quiet), start(2, "tcp") as client:
         x, exact = lazy((40_000, 256), (500, 256))
+        small(client)
         limit_device_memory(client, exact.nbytes / 2)
         whole(client, dask_distmm.matmul(x.T, x))
         victim = sorted(client.nthreads())[0]

@@ -47,6 +47,16 @@ def test_chunks_count_where_they_are_multiplied_as_they_are():
     assert slowdown(found, in_chunks=False) == 1
 
 
+def test_in_chunks_of_a_transpose_no_row_is_along_k():
+    found = problem(4096, 4096, 4099)
+    assert slowdown(found, in_chunks=True) == 6
+    turned = problem(4096, 4096, 4099, turned=(True, False))
+    assert slowdown(turned, in_chunks=True) == extent_multiple(turned) == 1
+    assert slowdown(problem(4096, 4099, 4096, turned=(True, False)), in_chunks=True) == 6
+    # A library that lays matrices out anew may have rows along k.
+    assert slowdown(turned, in_chunks=False) == 6
+
+
 def test_products_for_which_copies_take_longer_are_left_as_they_are():
     assert extent_multiple(problem(4096, 101, 4096)) == 1
     assert extent_multiple(problem(131001, 131001, 4096)) == 1  # there is no room for two D

@@ -93,7 +93,7 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
                             most = max(most, (axis[1] - axis[0]) * (stop - start))
                 needed += block_schedule.PANELS * most * size
             assert needed <= stream.buffer_bytes
-            assert stream.ahead > made.participants[made.ranks[rank]].nthreads
+            assert stream.ahead > stream.threads >= 1
         assert max(made.projected_bytes.values()) >= max(stream.bytes for stream in streams.streams(made))
 
 
@@ -140,6 +140,15 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
     assert stream.twin
     assert not stream.buffer_bytes
     assert "makes     chunks of B" in repr(made)
+
+
+@pytest.mark.parametrize(("size", "threads"), [(2**14, 8), (2**16, 3), (2**18, 1)])
+def test_large_chunks_are_made_by_few_threads(size, threads):
+    problem = dataclasses.replace(gram(2**22, 1024, size), by_ranks=(True, True))
+    made = plan(problem, gpus(1, threads=8), engine="peer")
+    (stream,) = streams.streams(made)
+    assert stream.threads == threads
+    assert stream.threads * size * 1024 * 8 <= max(25e9 / 12, size * 1024 * 8)
 
 
 def test_small_chunks_are_joined():

@@ -37,7 +37,7 @@ from dask_distmm.layout.rectangles import Span
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Problem
 
-__all__ = ["DeviceMaker", "Made", "lying"]
+__all__ = ["DeviceMaker", "Made", "bits", "lying"]
 
 # One thread at a time copies to the GPU: several have no more of the bus, and the pinned buffers are for one.
 _copying = threading.Lock()
@@ -128,10 +128,15 @@ class DeviceMaker:
         wanted = "F" if problem.conjugated["ab".index(operand)] else ""
         if (view := lying(chunk, wanted)) is None:
             source, chunk = chunk, cp.empty(chunk.shape, chunk.dtype, order=wanted or "C")
-            chunk[...] = source
+            bits(chunk)[...] = bits(source)
             view = lying(chunk, wanted)
         assert view is not None
         return chunk, view
+
+
+def bits(array: Any) -> Any:
+    """Return an array to be copied as it is: CuPy has no kernels for some types of two bytes."""
+    return array.view(np.uint16) if array.dtype.kind == "V" and array.dtype.itemsize == 2 else array
 
 
 def lying(array: Any, wanted: str = "") -> DeviceView | None:

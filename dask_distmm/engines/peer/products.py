@@ -84,6 +84,8 @@ class Gemms:
 
     def _touched(self, rect: Rect) -> list[int]:
         """Return the numbers of the blocks of D that a part of it overlaps."""
+        if len(self._blocks) == 1:
+            return [0]
         top, bottom, left, right = self._rects.T
         here = (top < rect[1]) & (bottom > rect[0]) & (left < rect[3]) & (right > rect[2])
         found: list[int] = np.flatnonzero(here).tolist()

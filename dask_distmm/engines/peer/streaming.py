@@ -25,7 +25,7 @@ from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.buffers import OperandBuffers
 from dask_distmm.engines.peer.downloads import Downloads
 from dask_distmm.engines.peer.loads import Loads
-from dask_distmm.engines.peer.making import DeviceMaker, Made
+from dask_distmm.engines.peer.making import DeviceMaker, Made, bits
 from dask_distmm.engines.peer.products import Gemms
 from dask_distmm.engines.peer.readable import DeviceView, Sources
 from dask_distmm.engines.peer.result import Result
@@ -35,9 +35,11 @@ from dask_distmm.engines.peer.stream_steps import StreamStep, StreamSteps
 from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span
-from dask_distmm.planning.peer.block_schedule import PANELS
 
 __all__ = ["Streaming"]
+
+# Steps on their streams that the host has not seen the end of.
+_MOST_STEPS = 8
 
 
 class _Over(NamedTuple):
@@ -139,7 +141,7 @@ class Streaming:
         """
         assert bias is None
         plan, ended = self._result.plan, self._sources.ended
-        threads = plan.participants[self._sources.me].nthreads
+        threads = self._limits.threads
         maker = DeviceMaker(
             plan.problem, self._chunks, self._engine.making(threads), record(cp.cuda.get_current_stream())
         )
@@ -176,7 +178,7 @@ class Streaming:
         """Drop the chunks of steps that are over; wait for such where too many would be held."""
         more = sum(self._sizes[chunk] for chunk in set(self._chunks_of(step)) if not self._held[chunk])
         while self._over:
-            full = self._held_bytes + more > self._limits.held_bytes or len(self._over) > 2 * PANELS
+            full = self._held_bytes + more > self._limits.held_bytes or len(self._over) > _MOST_STEPS
             if full:
                 self._sources.ended.wait(self._over[0].event)
             elif not self._over[0].event.done:
@@ -232,9 +234,10 @@ class Streaming:
         for block in load.chunk_blocks:
             made = taken[self._chunk(load, block.chunk)]
             stream.wait_event(made.complete)
-            rows, cols = slice(block.row, block.row + block.rows), slice(block.col, block.col + block.cols)
+            target = buffer[block.row : block.row + block.rows, block.col : block.col + block.cols]
+            part = made.array[block.r0 : block.r0 + block.rows, block.c0 : block.c0 + block.cols]
             with stream:
-                buffer[rows, cols] = made.array[block.r0 : block.r0 + block.rows, block.c0 : block.c0 + block.cols]
+                bits(target)[...] = bits(part)
         self._buffers.complete(load, stream)
         self._engine.stream.wait_event(record(stream))
         return self._buffers.target(load)

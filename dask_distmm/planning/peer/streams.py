@@ -34,10 +34,14 @@ __all__ = ["Stream", "rate", "stream_cuts", "streams"]
 _LEAST_SECONDS = 2e-4
 # The shortest part that the room for buffers may lead to.
 _LEAST_EXTENT = 512
-# Shares of ``distmm.peer.buffer-bytes``: for buffers, and for chunks that are made ahead; and the most of these.
+# Shares of ``distmm.peer.buffer-bytes``: for buffers, and for chunks that are made ahead, and as much for those in use;
+# and the most that are made ahead.
 _BUFFERS, _AHEAD, _MOST_AHEAD = 0.5, 0.25, 64
-# Steps whose chunks are held: one is multiplied, and the next one is ready.
-_STEPS_HELD = 2
+# Threads that make chunks are fewer than a worker has where their chunks would take more than this part of its memory.
+_THREAD_SHARE = 12
+# Steps whose chunks are held at least: one is multiplied, and the next one is ready. And at most, where they are small:
+# the host has to see the end of one before it is taken off.
+_STEPS_HELD, _MOST_HELD = 2, 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,8 +59,10 @@ class Stream:
         they have more than `most`. The own axis is not cut where both are made.
     buffer_bytes
         Of all buffers in which parts are put together.
+    threads
+        So many chunks are made at a time.
     ahead
-        So many chunks are made before they are used.
+        So many are made before they are used.
     held_bytes
         The bytes of chunks that may be in use.
     making_bytes
@@ -68,6 +74,7 @@ class Stream:
     least: tuple[int, int]
     most: tuple[int, int]
     buffer_bytes: int
+    threads: int
     ahead: int
     held_bytes: int
     making_bytes: int
@@ -123,10 +130,13 @@ def _stream(plan: Plan, rank: int) -> Stream:
             buffer += padded(extent, multiple) * padded(deep, multiple) * sizes[operand]
         panel, largest = panel + extent * deep * size, max(largest, chunk)
         place += chunk * (len(own) if both else 1)
-    threads = plan.participants[plan.ranks[rank]].nthreads
-    ahead = max(made_ahead(threads), min(_MOST_AHEAD, int(_AHEAD * problem.options.buffer_bytes) // largest))
-    held = _STEPS_HELD * max(place, panel if buffer else 0)
-    return Stream(made, twin, least, most, PANELS * buffer, ahead, held, (ahead + threads) * largest)
+    worker = plan.participants[plan.ranks[rank]]
+    most_threads = max(1, worker.memory_limit // _THREAD_SHARE // largest) if worker.memory_limit else worker.nthreads
+    threads = min(worker.nthreads, most_threads)
+    share, step = int(_AHEAD * problem.options.buffer_bytes), max(place, panel if buffer else 0)
+    ahead = max(made_ahead(threads), min(_MOST_AHEAD, share // largest))
+    held = max(_STEPS_HELD * step, min(_MOST_HELD * step, share))
+    return Stream(made, twin, least, most, PANELS * buffer, threads, ahead, held, (ahead + threads) * largest)
 
 
 def _edges(plan: Plan, rank: int, operands: Sequence[int], own: int | None) -> NDArray[np.int64]:
