@@ -232,7 +232,7 @@ def test_errors_and_cancelled_products_leave_nothing(little):
     with of(exact.nbytes / 2):
         whole(client, dask_distmm.matmul(x.T, x))
         before = client.run(used)
-        bad = x.map_blocks(torn, dtype=float)
+        bad = x.map_blocks(torn, dtype=float, meta=x._meta)
         with pytest.raises(OSError, match="it is torn") as found:
             whole(client, dask_distmm.matmul(bad.T, bad))
         assert "chunk (0, 7) of A can't be made" in found.value.__notes__[0]
