@@ -91,10 +91,18 @@ class SharedExecution(Execution):
 
     def _cholesky(self, shared: Shared, a: Matrix, b: Matrix | None) -> None:
         n = a.shape[1]
-        info = shared.solver("potrf", LOWER, n, a)
-        wrong = self._diagonal().real <= 0
+        info, failure = 0, None
+        try:
+            info = shared.solver("potrf", LOWER, n, a)
+        except EngineError as error:
+            # Of a matrix that is not positive definite the library says INTERNAL_ERROR (0.9.1), on all ranks.
+            failure = error
+        diagonal = self._diagonal().real
+        wrong = diagonal <= 0 if failure is None else ~(diagonal > 0)
         if info or wrong.any():
-            raise MatrixError(indefinite(info or 1 + int(np.argmax(wrong))))
+            raise MatrixError(indefinite(info or 1 + int(np.argmax(wrong)))) from failure
+        if failure is not None:
+            raise failure
         if b is not None:
             shared.solver("potrs", LOWER, n, b.shape[1], a, b)
 
