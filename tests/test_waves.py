@@ -24,9 +24,9 @@ from dask_distmm.arrays.outputs import run_outputs
 from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.config import dask_costs
 from dask_distmm.graph.waves import can_be_made
-from dask_distmm.planning import Worker
+from dask_distmm.planning import Plan, Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
-from dask_distmm.runtime.keys import gate_barrier
+from dask_distmm.runtime.keys import barrier_name, gate_barrier, wave_of
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 
@@ -165,6 +165,31 @@ def test_formula_and_outputs(inproc_client, tmp_path, by_ranks):
         np.testing.assert_allclose(got, np.maximum(x, 0), atol=1e-10)
         clear = abs(x) > 1e-9
         np.testing.assert_array_equal(mask[clear], (x > 0)[clear])
+
+
+def test_lazy_operands_that_fit(client, tmp_path):
+    """Ranks make their chunks while they multiply, if that takes long; under enable() Dask does what it streams."""
+    a, b = np.random.default_rng().standard_normal((2, 600, 600))
+    x, y = stored(a, (100, 200), tmp_path), stored(b, (200, 150), tmp_path)
+    kept = client.persist(y)
+    wait(kept)
+    with dask.config.set({"distmm.waves.read-bandwidth": 1e6}):
+        assert isinstance(dask_distmm.explain(kept, kept), Plan)
+        for right in (y, kept):
+            shown = dask_distmm.explain(x, right)
+            assert shown.scheme.by_ranks
+            d = matmul(x, right)
+            assert any(wave_of(key) for key in map(barrier_name, dict(d.dask)) if key)
+            assert_product(a, b, d.compute())
+        # What others have a use for, too, is loaded once.
+        assert isinstance(dask_distmm.explain(x - x.mean(axis=0), kept), Plan)
+        with dask_distmm.enabled():
+            small = da.from_array(b[:, :20].copy(), chunks=-1)
+            assert not any(barrier_name(key) is not None for key in dict((x @ small).dask))
+            with dask.config.set({"distmm.minimum-flops": 0}):
+                assert any(barrier_name(key) is not None for key in dict((x @ small).dask))
+                assert any(wave_of(key) for key in map(barrier_name, dict((x @ y).dask)) if key)
+    assert_nothing_left(client)
 
 
 def test_persisted_operands_and_parts(inproc_client):

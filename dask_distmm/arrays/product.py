@@ -15,14 +15,17 @@ from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import run_outputs, without_a_run
 from dask_distmm.arrays.request import Request, parse, problem_of_request, result_chunks
 from dask_distmm.arrays.stock import dask_matmul
-from dask_distmm.arrays.views import under
-from dask_distmm.arrays.waves import Decision, decide, waves_now
+from dask_distmm.arrays.views import is_lazy, under
+from dask_distmm.arrays.waves import Decision, decide, pipelined, waves_now
 from dask_distmm.config import minimum_flops
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
 from dask_distmm.planning import Plan, Problem, Worker
 from dask_distmm.planning.display import Explanation
+from dask_distmm.planning.engines import abilities_of
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot, snapshot
+
+_ONCE = "its own tasks use each chunk once, so that they stream by themselves"
 
 __all__ = ["NotCollective", "explain_matrices", "multiply_matrices", "product_or_reason", "why_not_run"]
 
@@ -122,8 +125,10 @@ def explain_matrices(request: Request) -> Plan | WavePlan | NotCollective:
         if client is None or (waves := waves_now(request, problem, client, None)) is None:
             raise
         return waves
-    if client is not None and (waves := waves_now(request, problem, client, made)) is not None:
-        return waves
+    if client is not None:
+        waves = waves_now(request, problem, client, made) or pipelined(request, problem, client, made)
+        if waves is not None:
+            return waves
     return dataclasses.replace(made, left=_why_left(request, made)) if request.plain and not request.named else made
 
 
@@ -140,12 +145,19 @@ def _why_slower(made: Plan) -> str:
     return "its own tasks are expected to take {}, a run {}".format(*seconds)
 
 
+def _used_once(request: Request, problem: Problem) -> bool:
+    """Whether there are lazy operands, and Dask's own tasks use each chunk of these for one chunk of D."""
+    lazy = is_lazy(request.a), is_lazy(request.b)
+    rows, cols = problem.chunk_counts("d")
+    return any(lazy) and (cols == 1 or not lazy[0]) and (rows == 1 or not lazy[1])
+
+
 def _streams_alone(problem: Problem, decision: Decision) -> bool:
     """Whether Dask's own tasks use each loaded chunk at one time: then they need little memory, and no waves.
 
     Ranks on GPUs that make the chunks themselves are quicker: no task for each, and GPUs multiply meanwhile.
     """
-    if decision.scheme is None or (decision.scheme.by_ranks and decision.on_gpus):
+    if decision.plan is not None or decision.scheme is None or (decision.scheme.by_ranks and decision.on_gpus):
         return False
     scheme = decision.scheme.name
     return scheme in ("rows", "cols") or (scheme == "sums" and problem.chunk_counts("d") == (1, 1))
@@ -168,16 +180,20 @@ def product_or_reason(a: da.Array, b: da.Array) -> da.Array | str:
     if request.empty:
         return cast(da.Array, multiply_matrices(request))
     problem = problem_of_request(request)
-    decision = _decide_now(request, problem)
+    decision = _decide_now(request, problem, enabled=True)
+    if decision.left:
+        return decision.left
     if decision.plan is not None and (left := _why_slower(decision.plan)):
         return left
     if minimum_flops() is None and _streams_alone(problem, decision):
-        return "it does not fit into memory, and its own tasks use each chunk once, so that they stream by themselves"
+        return f"it does not fit into memory, and {_ONCE}"
     return request.without_dropped(cast(da.Array, run_outputs(problem, request.a, request.b, [], decision.scheme)))
 
 
-def _decide_now(request: Request, problem: Problem) -> Decision:
+def _decide_now(request: Request, problem: Problem, *, enabled: bool = False) -> Decision:
     """Return how a product is made on the cluster as it is now, and log it; no decision if no scheduler can be asked.
+
+    Under `enable` a product of chunks that are still to be made may be left to Dask.
 
     Raises
     ------
@@ -191,4 +207,7 @@ def _decide_now(request: Request, problem: Problem) -> Decision:
         return Decision()  # There may be some when it is computed.
     if client is None or known is None:
         return Decision()
+    on_gpus = all(one.on_gpus for one in abilities_of(known.engines))
+    if enabled and not on_gpus and minimum_flops() is None and _used_once(request, problem):
+        return Decision(left=f"chunks are still to be made, and {_ONCE}")
     return decide(request, problem, client, known)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import dask.array as da
 from dask.array.core import Array
+from distributed import Future
 
 from dask_distmm.errors import PlanError
 
-__all__ = ["MatrixView", "apply_op", "under", "view_of"]
+__all__ = ["MatrixView", "apply_op", "is_lazy", "under", "view_of"]
 
 
 class MatrixView(NamedTuple):
@@ -52,6 +53,15 @@ def apply_op(name: str, array: da.Array, op: str) -> da.Array:
 def under(x: da.Array, name: str, turned: bool) -> da.Array:
     """Return the array of that name, which `view_of` has found under a matrix."""
     return x if x.name == name else Array(x.dask, name, x.chunks[::-1] if turned else x.chunks, meta=x._meta)
+
+
+def is_lazy(x: da.Array) -> bool:
+    """Whether an array's chunks are still to be made, as far as its graph tells: they are no futures and no data."""
+    layer = x.dask.layers.get(x.name)
+    if layer is None or not layer.is_materialized():
+        return True
+    first = next(iter(layer.values()), None)
+    return not isinstance(first, Future) and not hasattr(first, "shape")
 
 
 def view_of(x: da.Array) -> MatrixView:

@@ -1,13 +1,14 @@
-"""Whether a product is one run, or a sequence of them because its lazy operands do not fit into memory together."""
+"""Whether a product is one run, or waves: its operands do not fit into memory together, or are made meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 from dask_distmm.arrays.request import Request
-from dask_distmm.arrays.views import under
+from dask_distmm.arrays.views import is_lazy, under
 from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.waves import can_be_made
@@ -20,19 +21,25 @@ from dask_distmm.runtime.client import Snapshot, snapshot
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Decision", "budget_now", "decide", "run_or_waves", "waves_now"]
+__all__ = ["Decision", "budget_now", "decide", "pipelined", "run_or_waves", "waves_now"]
+
+# Chunks that take so long to make (seconds) may be made by ranks, while they multiply. Whether that can be is seen in
+# the graph, of which 1,500 chunks take half a second.
+_LONG = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How a product is made: by a plan for one run, or in waves; neither where nothing is known of the cluster.
+    """How a product is made: in waves, or by a plan for one run; neither where nothing is known of the cluster.
 
-    `on_gpus` says whether GPUs multiply.
+    With waves there is a plan if one run would do, too. `on_gpus` says whether GPUs multiply, `left` why the product is
+    left to Dask.
     """
 
     plan: Plan | None = None
     scheme: Scheme | None = None
     on_gpus: bool = False
+    left: str = ""
 
 
 def decide(request: Request, problem: Problem, client: Client, known: Snapshot) -> Decision:
@@ -51,9 +58,12 @@ def decide(request: Request, problem: Problem, client: Client, known: Snapshot) 
         It does not fit, nor does it in waves.
     """
     made = run_or_waves(request, problem, client, known)
+    whole = None if isinstance(made, WavePlan) else made
+    if whole is not None:
+        made = pipelined(request, problem, client, whole) or whole
     request.logger.info("%s, lazy\n%r", problem.name, made)
     on_gpus = all(one.on_gpus for one in abilities_of(known.engines))
-    return Decision(scheme=made.scheme, on_gpus=on_gpus) if isinstance(made, WavePlan) else Decision(made)
+    return Decision(whole, made.scheme if isinstance(made, WavePlan) else None, on_gpus)
 
 
 def run_or_waves(request: Request, problem: Problem, client: Client | None, known: Snapshot) -> Plan | WavePlan:
@@ -95,6 +105,31 @@ def waves_now(request: Request, problem: Problem, client: Client, made: Plan | N
         return None
     scheme = _scheme(request, problem, client, budget)
     return None if scheme is None else WavePlan(problem, scheme)
+
+
+def pipelined(request: Request, problem: Problem, client: Client, made: Plan) -> WavePlan | None:
+    """Return waves in which ranks make the chunks of a product that fits, unless that is expected to take longer.
+
+    It takes less memory, too: chunks are dropped as soon as they are multiplied.
+
+    Parameters
+    ----------
+    request, problem, client
+        As for `decide`.
+    made
+        The plan for one run.
+    """
+    if (budget := budget_now()) is None:
+        return None
+    lazy = [is_lazy(request.a), not problem.shared and is_lazy(request.b)]
+    sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
+    loading = sum(itertools.compress(sizes, lazy)) / (len(made.participants) * budget.rate(problem.array))
+    if loading < _LONG or not all(one.makes for one in abilities_of([made.engine])):
+        return None
+    scheme = _scheme(request, problem, client, budget)
+    if scheme is None or not scheme.by_ranks or scheme.seconds > loading + made.seconds:
+        return None
+    return WavePlan(problem, scheme)
 
 
 def budget_now() -> Budget | None:

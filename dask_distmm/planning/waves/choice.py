@@ -56,6 +56,10 @@ class Budget:
     read_bandwidth: float
     device_bandwidth: float = 1e11
 
+    def rate(self, array: str) -> float:
+        """Return the bytes of chunks, ``"numpy"`` or ``"cupy"``, that one worker loads or makes in a second."""
+        return self.device_bandwidth if array == "cupy" else self.read_bandwidth
+
     def of(self, worker: Worker) -> float:
         """Return the bytes that a worker may hold."""
         limit = worker.memory_limit
@@ -233,7 +237,7 @@ class _Fitting:
     @property
     def _read_bandwidth(self) -> float:
         """Bytes of chunks that a worker loads or makes in a second."""
-        return self.budget.device_bandwidth if self.problem.array == "cupy" else self.budget.read_bandwidth
+        return self.budget.rate(self.problem.array)
 
     @property
     def _apart(self) -> bool:
