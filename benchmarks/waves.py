@@ -1,18 +1,24 @@
-"""Products larger than memory, in waves and as Dask's own tasks: seconds, bytes a second, memory and what is spilled.
+"""Products larger than memory, in waves, as Dask's own tasks and by cubed: seconds, memory and what is spilled.
 
     python -m benchmarks.waves [--memory 500MiB] [--gram 4] [--tall 2] [--square 1.2] [--limit 120] [--json FILE]
 
 Two worker processes with little memory each. By turns in one run: a Gram matrix of generated and of stored data, a tall
-matrix times a small one to Zarr, a square product to Zarr; sizes are GB of an operand. Beside these: reading the same
-data alone, and the engine's speed on data in memory. A case that takes longer than the limit is ended, and said to be.
+matrix times a small one to Zarr, a square product to Zarr, and one of persisted operands that Dask has spilled; sizes
+are GB of an operand. Beside these: reading the same data alone, and the engine's speed on data in memory. cubed, where
+it is installed, has two processes and writes what it makes on the way to the same disk. A case that takes longer than
+the limit is ended, and said to be.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
+import math
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -133,6 +139,13 @@ def cases(options: argparse.Namespace, folder: Path) -> Iterator[Case]:
         return da.random.default_rng(seed).random((side, side), chunks=1000)
 
     yield "square, to Zarr", 2 * side * side * 8e-9, lambda product: to_store(product(square(3), square(4)))
+
+    def spilled(product: Any) -> Callable[[], Any]:
+        a, b = (square(seed).persist() for seed in (5, 6))
+        wait([a, b])
+        return lambda: to_store(product(a, b))
+
+    yield "square, persisted, to Zarr", 2 * side * side * 8e-9, spilled
     yield (
         "reading alone, generated",
         rows * cols * 8e-9,
@@ -155,6 +168,36 @@ def cases(options: argparse.Namespace, folder: Path) -> Iterator[Case]:
     yield "multiplying alone", few * cols * 8e-9, multiplied
 
 
+def by_cubed(case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
+    """Return what cubed takes for a case, in processes of its own; None if it is not installed or has no such case."""
+    name, _, source = case.lower().partition(" ")
+    kind = name.strip(",")
+    if kind not in ("gram", "tall", "square") or "persisted" in case or importlib.util.find_spec("cubed") is None:
+        return None
+    side = int((options.square * 1e9 / 8) ** 0.5) // 1000 * 1000
+    rows = {"gram": options.gram, "tall": options.tall, "square": 0.0}[kind] * 1e9 / 8 / 1000 // 2000 * 2000
+    shape = (side, side) if kind == "square" else (int(rows), 1000)
+    stored = ["--zarr", str(folder / "x.zarr")] if "zarr" in source and kind == "gram" else []
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.peers.by_cubed",
+            kind,
+            *map(str, (*shape, parse_bytes(options.memory))),
+            work,
+        ]
+        try:
+            ended = subprocess.run(
+                [*command, *stored], capture_output=True, text=True, timeout=options.limit, check=True
+            )
+        except subprocess.TimeoutExpired:
+            return {"outcome": f"ended after {options.limit:g} s", "seconds": options.limit}
+        except subprocess.CalledProcessError as error:
+            return {"outcome": error.stderr.strip().splitlines()[-1][:200], "seconds": math.nan}
+    return {"outcome": "done", **json.loads(ended.stdout.splitlines()[-1])}
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -174,8 +217,14 @@ def main() -> None:
             ways = {"waves": matmul, "dask": dask_matmul}
             if "alone" in case:
                 ways = {"waves": matmul} if case.startswith("multiplying") else {"dask": dask_matmul}
-            for way, product in ways.items():
-                figures = measure(functools.partial(program, product), memory, options.limit)
+            calls: dict[str, Callable[[], dict[str, Any] | None]] = {
+                way: functools.partial(measure, functools.partial(program, product), memory, options.limit)
+                for way, product in ways.items()
+            }
+            calls["cubed"] = functools.partial(by_cubed, case, options, Path(name))
+            for way, call in calls.items():
+                if (figures := call()) is None:
+                    continue
                 found[f"{case}: {way}"] = {**figures, "gigabytes": size}
                 print(
                     f"{case:26s} {way:6s} {figures['seconds']:7.1f} s {size / figures['seconds']:6.2f} GB/s  peak "
