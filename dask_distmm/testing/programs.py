@@ -69,6 +69,7 @@ class _Ranks:
         self.asked: list[dict[Key, int]] = [{} for _ in self.todo]
         self.holder = self.columns.owner(self.columns.first(1))
         self.here: list[set[Key]] = [set() for _ in self.todo]
+        self.pivots: list[set[int]] = [set() for _ in self.todo]
         self.made: set[int] = set()
         # For each block column, the panels that it has got in each phase.
         self.got: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
@@ -131,6 +132,9 @@ class _Ranks:
                 if self.asked[rank].pop(key) == self.holder and key.part == "carried":
                     self.holder = rank
                 self.here[rank].add(key)
+                if key.part in ("lower", "pivots"):
+                    # Pivots come with the lower part of a panel of LU, and stay.
+                    self.pivots[rank].add(key.panel)
             case Drop(key):
                 self.here[rank].remove(key)
             case Apply():
@@ -177,7 +181,7 @@ class _Ranks:
             assert not left, f"rank {rank} keeps {left}"
             if rank in self.plan.holders:
                 needed = {p for p in self.plan.phases[0].panels if self.columns.owner(p) != rank}
-                assert {key.panel for key in here if key.part == "pivots"} == needed, f"rank {rank} lacks pivots"
+                assert self.pivots[rank] == needed, f"rank {rank} lacks pivots"
 
 
 def _check_lookahead(plan: FactorPlan, rank: int) -> None:

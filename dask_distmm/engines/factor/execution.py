@@ -167,6 +167,10 @@ class Execution:
                     self._right_hand_side()[...] = arrays[0]
                 else:
                     self._here[key] = arrays
+                    if self._factored == "lu" and key.part == "lower" and self.rank in self.plan.holders:
+                        # The panel goes, its pivots stay.
+                        diagonal = self.kernels.diagonal(arrays[0])
+                        self.pivots[key.panel] = arrays[1].copy(), diagonal
             case Apply():
                 if step.ahead:
                     with self.kernels.ahead():

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Kernels"]
+__all__ = ["Kernels", "solve_by_halves"]
 
 
 class Kernels(Protocol):
@@ -130,3 +130,19 @@ class Kernels(Protocol):
     def host(self, a: Any) -> NDArray[Any]:
         """Return an array of any shape on the host."""
         ...
+
+
+def solve_by_halves(kernels: Kernels, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool) -> None:
+    """Do what `Kernels.trsm` does by two triangles of half the order, and a product, which is quicker."""
+    half = len(a) // 2
+    low, high = slice(0, half), slice(half, len(a))
+    # With which half of the unknowns the solution begins.
+    i, j = (high, low) if right == (lower == (op == "N")) else (low, high)
+    beside = a[high, low] if lower else a[low, high]
+    known, left = (b[:, i], b[:, j]) if right else (b[i], b[j])
+    kernels.trsm(a[i, i], known, right=right, lower=lower, op=op, unit=unit)
+    if right:
+        kernels.gemm(known, beside, left, "N", op, alpha=-1, beta=1)
+    else:
+        kernels.gemm(beside, known, left, op, alpha=-1, beta=1)
+    kernels.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit)

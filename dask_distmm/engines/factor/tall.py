@@ -82,18 +82,22 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
         return None
     q = kernels.empty((m, n), a.dtype)
     assign(q, a)
-    if (first := _gram_factor(kernels, q)) is None:
-        return None
-    _divide(kernels, q, first)
-    if (second := _gram_factor(kernels, q, near=True)) is None:
-        return None
-    top = kernels.empty((n, n), a.dtype)
-    top[...] = q[:n]
-    _divide(kernels, top, second)
-    signs = xp.where(kernels.diagonal(top).real > 0, -1, 1).astype(a.dtype)
-    top -= xp.diag(signs)
-    pivots = kernels.host(kernels.getrf(top))
-    if (pivots != np.arange(n)).any() or not (abs(kernels.host(kernels.diagonal(top))) > _AWAY).all():
+    # Each look at a device is a wait for it: it computes all, and is asked once whether that was safe.
+    with np.errstate(all="ignore"):
+        first = _gram(kernels, q)
+        good = kernels.potrf(first)[0] == 0
+        _divide(kernels, q, first)
+        second = _gram(kernels, q)
+        good &= _near_identity(kernels, second)
+        good &= kernels.potrf(second)[0] == 0
+        top = kernels.empty((n, n), a.dtype)
+        top[...] = q[:n]
+        _divide(kernels, top, second)
+        signs = xp.where(kernels.diagonal(top).real > 0, -1, 1).astype(a.dtype)
+        top -= xp.diag(signs)
+        good &= (kernels.getrf(top) == xp.arange(n)).all()
+        good &= (abs(kernels.diagonal(top)) > _AWAY).all()
+    if not bool(kernels.host(good)):
         return None
     r1, r2 = (kernels.triangle(lower, lower=True, unit=False).conj().T for lower in (first, second))
     upper, divisor = kernels.triangle(top, lower=False, unit=False), kernels.empty((n, n), a.dtype)
@@ -117,6 +121,14 @@ def _gram_factor(kernels: Kernels, q: Any, *, near: bool = False) -> Any:
     near
         Whether Q is to be orthonormal already, but for a small error; if it is not, None is returned.
     """
+    gram = _gram(kernels, q)
+    if near and not bool(kernels.host(_near_identity(kernels, gram))):
+        return None
+    return None if int(kernels.host(kernels.potrf(gram))[0]) else gram
+
+
+def _gram(kernels: Kernels, q: Any) -> Any:
+    """Return the lower triangle of ``Q^H Q``, in a column-major matrix; of a row-major Q the conjugate of that."""
     n, columns = q.shape[1], q.strides[0] < q.strides[1]
     gram = kernels.empty((n, n), q.dtype)
     if columns or kernels.asynchronous:
@@ -133,9 +145,7 @@ def _gram_factor(kernels: Kernels, q: Any, *, near: bool = False) -> Any:
         kernels.herk(q.T, gram)
         # To multiply a complex infinity by -1 is an invalid operation, to turn its sign is none.
         kernels.xp.negative(gram, out=gram)
-    if near and not _near_identity(kernels, gram):
-        return None
-    return None if int(kernels.host(kernels.potrf(gram))[0]) else gram
+    return gram
 
 
 def _divide(kernels: Kernels, q: Any, factor: Any) -> None:
@@ -146,9 +156,9 @@ def _divide(kernels: Kernels, q: Any, factor: Any) -> None:
         kernels.trsm(factor, q.T, right=False, lower=True, op="N", unit=False)
 
 
-def _near_identity(kernels: Kernels, gram: Any) -> bool:
-    """Whether a Hermitian matrix, of which the lower triangle is given, is near to the identity. NaN is not."""
+def _near_identity(kernels: Kernels, gram: Any) -> Any:
+    """Return whether a Hermitian matrix, its lower triangle, is near to the identity, on its device. NaN is not."""
     with np.errstate(all="ignore"):
         # Each element below the diagonal stands for two.
         error = 2 * (abs(kernels.xp.tril(gram, -1)) ** 2).sum() + (abs(kernels.diagonal(gram) - 1) ** 2).sum()
-        return bool(kernels.host(error) < _NEAR**2)
+        return error < _NEAR**2

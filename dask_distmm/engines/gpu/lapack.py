@@ -12,12 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from nvmath.bindings import cublas, cusolverDn
 
+from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
 from dask_distmm.engines.gpu.operands import record
 
 __all__ = ["SolverKernels"]
 
 _WORKSPACE_BYTES = 2**25
+# Triangles of a larger order are solved with by halves.
+_SOLVED = 4096
 # Priority of a stream whose kernels go before those of others.
 _FIRST = -5
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
@@ -103,7 +106,9 @@ class SolverKernels:
 
     def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool) -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""
-        if b.size:
+        if len(a) > _SOLVED:
+            solve_by_halves(self, a, b, right=right, lower=lower, op=op, unit=unit)
+        elif b.size:
             modes = _RIGHT if right else _LEFT, _LOWER if lower else _UPPER, OPS[op], _UNIT if unit else _NON_UNIT
             one = _scalar(1, b.dtype)
             function = getattr(cublas, f"{_LETTERS[b.dtype.name]}trsm")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.numpy.routines import column_major, ld_of, routine
 from dask_distmm.errors import EngineError
 
@@ -80,19 +81,8 @@ class LapackKernels:
 
         By halves: OpenBLAS multiplies quicker than it solves.
         """
-        size = len(a)
-        if size > _SOLVED:
-            low, high = slice(0, size // 2), slice(size // 2, size)
-            # With which half of the unknowns the solution begins.
-            i, j = (high, low) if right == (lower == (op == "N")) else (low, high)
-            beside = a[high, low] if lower else a[low, high]
-            known, left = (b[:, i], b[:, j]) if right else (b[i], b[j])
-            self.trsm(a[i, i], known, right=right, lower=lower, op=op, unit=unit)
-            if right:
-                self.gemm(known, beside, left, "N", op, alpha=-1, beta=1)
-            else:
-                self.gemm(beside, known, left, op, alpha=-1, beta=1)
-            self.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit)
+        if len(a) > _SOLVED:
+            solve_by_halves(self, a, b, right=right, lower=lower, op=op, unit=unit)
         elif b.size:
             a = _as_column_major(a)
             letters = b"R" if right else b"L", b"L" if lower else b"U", op.encode(), b"U" if unit else b"N"

@@ -84,7 +84,13 @@ class _Builder:
         for phase in self.phases:
             yield from self.phase(phase)
         if self.rank in self.pivots_on:
-            missing = [panel for panel in self.phases[0].panels if not self.mine(panel)]
+            # Pivots come with the panels that are applied here.
+            applied = {
+                panel
+                for panel, targets in zip(self.phases[0].panels, self.phases[0].targets, strict=True)
+                if self.columns.owned(self.rank, *targets)
+            }
+            missing = [panel for panel in self.phases[0].panels if not self.mine(panel) and panel not in applied]
             keys = [(Key("pivots", panel), self.columns.owner(panel)) for panel in missing]
             yield from (Ask(key, owner) for key, owner in keys)
             yield from (Get(key) for key, _ in keys)
