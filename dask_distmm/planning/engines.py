@@ -37,6 +37,10 @@ class Abilities:
         The least and the most columns of a block of a factorization.
     carries
         Whether ranks of a factorization can hand on a right-hand side (`planning.factor.phases`).
+    shares_eigh_from
+        From this order of a matrix on ``method="auto"`` lets several ranks share its eigenvalues; 0 for never.
+    column_seconds
+        Where they do, what a column takes beside reads of memory; 0 for two messages.
     on_gpus
         Whether it works in the memory of GPUs.
     reads_peers
@@ -94,6 +98,8 @@ class Abilities:
     computes: frozenset[str] = frozenset(["product"])
     widths: tuple[int, int] = (32, 256)
     carries: bool = False
+    shares_eigh_from: int = 0
+    column_seconds: float = 0.0
     on_gpus: bool = False
     reads_peers: bool = False
     collective: bool = False

@@ -11,6 +11,7 @@ __all__ = ["factor_text"]
 _WHAT = {
     "local": "one worker has the whole matrix",
     "columns": "block columns are dealt out to the workers; the owner of a panel factorizes it, others fetch it",
+    "eigh": "block columns are dealt out to the workers; they reduce the matrix to a tridiagonal one, and divide that",
 }
 
 
@@ -29,8 +30,12 @@ def factor_text(plan: FactorPlacement) -> str:
         f"Plan: {problem.task.kind} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
         *matrices,
         f"  makes     {outputs}",
-        f"  method    {_WHAT[plan.method]}",
-        *([] if problem.task.spectral else [f"  blocks    {work.columns.count} of up to {plan.width} columns"]),
+        f"  method    {_WHAT['eigh' if work.shared else plan.method]}",
+        *(
+            []
+            if problem.task.spectral and not work.shared
+            else [f"  blocks    {work.columns.count} of up to {plan.width} columns"]
+        ),
         f"  work      {problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers",
     ]
     if plan.projected_bytes:

@@ -14,7 +14,7 @@ from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor import Factorization
 
-__all__ = ["decompose"]
+__all__ = ["decompose", "factors", "not_finite"]
 
 
 def decompose(kernels: Kernels, task: Factorization, a: Any, b: Any = None) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _svd(kernels: Kernels, task: Factorization, a: Any) -> dict[str, Any]:
     u, s, vh = svd(a, full_matrices=task.mode == "complete")
     # Both vectors of a pair get the factor that makes the shorter one right: it cancels in u s v^H.
     pairs, (m, n) = len(s), a.shape
-    left, right = _factors(kernels, u), _factors(kernels, vh.conj().T)
+    left, right = factors(kernels, u), factors(kernels, vh.conj().T)
     left[:pairs] = right[:pairs] = right[:pairs] if m >= n else left[:pairs]
     u *= left
     vh *= right.conj()[:, None]
@@ -62,7 +62,7 @@ def _svd(kernels: Kernels, task: Factorization, a: Any) -> dict[str, Any]:
 def _eigh(kernels: Kernels, task: Factorization, a: Any, b: Any) -> dict[str, Any]:
     for name, x in (("A", a), ("B", b)):
         if x is not None:
-            _complete(kernels, x, lower=task.lower)
+            _complete(kernels, x)
             _check_finite(kernels, name, x)
     if b is not None:
         # A v = w B v with B = L L^H is (L^-1 A L^-H) y = w y with y = L^H v.
@@ -78,25 +78,28 @@ def _eigh(kernels: Kernels, task: Factorization, a: Any, b: Any) -> dict[str, An
     if b is not None:
         v = kernels.xp.asfortranarray(v)
         kernels.trsm(b, v, right=False, lower=True, op="C", unit=False)
-    v *= _factors(kernels, v)
+    v *= factors(kernels, v)
     return {"w": w, "v": v}
 
 
-def _complete(kernels: Kernels, a: Any, *, lower: bool) -> None:
-    """Overwrite one triangle of a Hermitian matrix with the mirror image of the one that is given."""
-    xp = kernels.xp
-    given = xp.tril(a) if lower else xp.triu(a)
-    beyond = xp.tril(a, -1) if lower else xp.triu(a, 1)
-    a[...] = given
-    a += beyond.conj().T
+def _complete(kernels: Kernels, a: Any) -> None:
+    """Overwrite the upper triangle of a Hermitian matrix with the mirror image of the lower one, which is given."""
+    below = kernels.xp.tril(a, -1)
+    a[...] = kernels.xp.tril(a)
+    a += below.conj().T
 
 
 def _check_finite(kernels: Kernels, name: str, a: Any) -> None:
     if not kernels.host(kernels.xp.isfinite(a).all()):
-        raise MatrixError(f"{name} has elements that are NaN or infinite: replace or remove them first")
+        raise not_finite(name)
 
 
-def _factors(kernels: Kernels, v: Any) -> Any:
+def not_finite(name: str) -> MatrixError:
+    """Return the error of a matrix by its name."""
+    return MatrixError(f"{name} has elements that are NaN or infinite: replace or remove them first")
+
+
+def factors(kernels: Kernels, v: Any) -> Any:
     """Return the factors of modulus one that make the largest component of each column real and positive."""
     xp = kernels.xp
     if not v.size:

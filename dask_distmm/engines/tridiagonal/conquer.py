@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.engines.tridiagonal.deflation import Merge, deflate
 from dask_distmm.engines.tridiagonal.kernels import Merging, Solved
+from dask_distmm.planning.factor import Part
 
 __all__ = ["Conquest", "Ends", "Products", "Talk", "row_bounds"]
 
@@ -52,11 +53,11 @@ class Ends(NamedTuple):
 class Talk(Protocol):
     """The way of small arrays between ranks; they are named by what they are and a number."""
 
-    def publish(self, part: str, number: int, arrays: Sequence[Vector]) -> None:
+    def publish(self, part: Part, number: int, arrays: Sequence[Vector]) -> None:
         """Let other ranks have arrays."""
         ...
 
-    def fetch(self, part: str, number: int, owner: int) -> Sequence[Vector]:
+    def fetch(self, part: Part, number: int, owner: int) -> Sequence[Vector]:
         """Return arrays that a rank publishes, now or later."""
         ...
 
@@ -186,10 +187,11 @@ class Conquest:
         values = self._across(*mine, leaves)
         start, cut, stop = self._bounds[low], self._bounds[middle], self._bounds[high]
         ends = []
-        for part, owner, row, columns in (
+        sides: tuple[tuple[Part, int, int, slice], ...] = (
             ("above", middle - 1, cut - 1, slice(start, cut)),
             ("below", middle, cut, slice(cut, stop)),
-        ):
+        )
+        for part, owner, row, columns in sides:
             if owner == self._rank:
                 ends.append(Ends(values, self._row(row, columns)))
                 self._talk.publish(part, middle, ends[-1])

@@ -20,6 +20,9 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
 
 __all__ = ["BlockColumn", "Columns", "DiagonalBlock", "Matrix"]
@@ -88,10 +91,13 @@ class Columns:
         A, and the second matrix if there is one.
     ranks
         Number of ranks.
+    below
+        Rows below the diagonal at which panels begin: 1 for the reflectors of a tridiagonal reduction.
     """
 
     matrices: tuple[Matrix, ...]
     ranks: int
+    below: int = 0
 
     @property
     def rows(self) -> int:
@@ -121,10 +127,10 @@ class Columns:
         )
 
     def place(self, panel: int) -> DiagonalBlock:
-        """Return where the diagonal block of a panel of A is."""
+        """Return where the diagonal block of a panel of A is, or the block `below` it."""
         order = min(self.matrices[0].shape)
         _, start, stop = self.blocks[panel]
-        return DiagonalBlock(start, min(stop, order), order)
+        return DiagonalBlock(start + self.below, min(stop + self.below, order), order)
 
     def owned(self, rank: int, first: int = 0, stop: int | None = None) -> range:
         """Return the numbers of a rank's blocks in ``range(first, stop)``; without `stop`, of all from `first`."""
@@ -151,6 +157,11 @@ class Columns:
             return slice(0, 0)
         last = self.blocks[owned[-1]]
         return slice(self._starts[owned[0]], self._starts[owned[-1]] + last.stop - last.start)
+
+    def held(self, matrix: int, rank: int) -> NDArray[np.int64]:
+        """Return which columns of a matrix a rank's array has, in the order in which they lie there."""
+        blocks = (self.blocks[block] for block in self.owned(rank, self.first(matrix), self.first(matrix + 1)))
+        return np.concatenate([np.arange(0), *(np.arange(start, stop) for _, start, stop in blocks)])
 
     def layout(self, matrix: int, shape: tuple[int, int] | None = None) -> BlockCyclicLayout:
         """Return the layout of a matrix, or of one of `shape` whose block columns lie as those of that matrix do."""

@@ -61,8 +61,9 @@ class FactorProblem(Computation):
     method: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.task.spectral and self.method == "columns":
-            raise PlanError(f"{self.task.kind} is computed by one worker: expected method 'auto' or 'local'")
+        if self.task.spectral and self.method == "columns" and not (self.task.shareable or not self.task.a_shape[0]):
+            what = f"{self.task.kind} of a pair of matrices" if self.task.b_shape else self.task.kind
+            raise PlanError(f"{what} is computed by one worker: expected method 'auto' or 'local'")
         shapes = [self.task.a_shape, *([self.task.b_shape] if self.task.b_shape is not None else [])]
         for name, shape, chunks in zip(self.task.inputs, shapes, self.chunks, strict=True):
             if tuple(map(sum, chunks)) != shape:

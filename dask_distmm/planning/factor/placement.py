@@ -3,7 +3,7 @@
 ::
 
     seconds    = compute + panels + transfer
-    compute    = flops / (ranks * rate * share of a product's rate)
+    compute    = flops / (ranks * rate * share of a product's rate); of shared eigenvalues see `sharing`
     panels     = a message for each panel
     transfer   = (operands from their holders + panels of others + chunks of outputs from other ranks) / bandwidth
 """
@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,8 @@ from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.phases import factored
 from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan
+from dask_distmm.planning.factor.sharing import shared_bytes, shared_seconds
+from dask_distmm.planning.factor.steps import Part
 from dask_distmm.planning.placement import Estimate, Placement, Where, in_range, over_limit
 
 __all__ = ["PARTS", "SHARES", "FactorPlacement", "held_chunks", "plan_factorization"]
@@ -37,7 +39,7 @@ __all__ = ["PARTS", "SHARES", "FactorPlacement", "held_chunks", "plan_factorizat
 # spectral decomposition, and one of values alone: one thread, N = 1200.
 SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45, "values": 0.1}
 # In a request for a panel, the part of it by its number.
-PARTS = ("lower", "upper", "pivots", "carried")
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -59,7 +61,8 @@ class FactorPlacement(Placement):
     @functools.cached_property
     def work(self) -> FactorPlan:
         """The layout of the matrices on the ranks, and each rank's steps."""
-        return factor_plan(self.problem.task, len(self.ranks), self.width, carries=ENGINES[self.engine].carries)
+        carries, shared = ENGINES[self.engine].carries, self.method == "columns"
+        return factor_plan(self.problem.task, len(self.ranks), self.width, carries=carries, shared=shared)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -99,7 +102,7 @@ class FactorPlacement(Placement):
             raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
         if kind == "panel":
             part, panel = boxes[0, :2].tolist()
-            if len(boxes) != 1 or not (0 <= part < len(PARTS) and 0 <= panel < self.work.columns.count):
+            if len(boxes) != 1 or not (0 <= part < len(PARTS) and 0 <= panel < self.work.numbers(PARTS[part])):
                 raise ProtocolError(f"there is no part {part} of a panel {panel}")
             return
         for matrix, index, r0, r1, c0, c1 in boxes.tolist():
@@ -187,14 +190,16 @@ def plan_factorization(
     participants, where = (*roster, *sources), where or {}
     counts = sorted(_rank_counts(problem, len(roster), engine))
     found = [_consider(problem, roster, sources, where, engine, count) for count in counts]
-    found.sort(key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+    # Eigenvalues of small matrices are shared only if one worker can't hold them.
+    small = problem.method == "auto" and problem.task.a_shape[0] < ENGINES[engine].shares_eigh_from
+    found.sort(key=lambda one: (one.work.shared and small, one.estimate.seconds if one.estimate else 0.0))
     alternatives = tuple(one.estimate for one in found if one.estimate)
     for one in found:
         if not over_limit(one):
             return dataclasses.replace(one, alternatives=alternatives)
     leanest = min(found, key=lambda one: max(one.projected_bytes.values()))
     limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
-    remedy = "a" if problem.task.spectral else "more workers or a"
+    remedy = "a" if counts == [1] and problem.task.spectral else "more workers or a"
     raise ProjectedMemoryError(
         f"{problem.task.kind} of a matrix of {problem.task.a_shape} ({problem.task.dtype}) would hold "
         f"{max(leanest.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
@@ -207,11 +212,14 @@ def plan_factorization(
 
 def _rank_counts(problem: FactorProblem, workers: int, engine: str) -> set[int]:
     """Return the numbers of ranks that are considered."""
-    if problem.task.spectral:
+    shared = problem.task.shareable
+    if problem.task.spectral and not shared:
         return {1}
-    width = block_width(problem.task, workers, ENGINES[engine].widths)
-    blocks = factor_plan(problem.task, workers, width).columns.matrices[0].count
+    width = block_width(problem.task, workers, ENGINES[engine].widths, shared=shared)
+    blocks = factor_plan(problem.task, workers, width, shared=shared).columns.matrices[0].count
     most = max(1, min(workers, blocks))
+    if shared and problem.method == "auto":
+        return {1, most} if ENGINES[engine].shares_eigh_from else {1}
     every = {1, *(2**i for i in range(1, most.bit_length())), most}
     return {"local": {1}, "columns": {most}}.get(problem.method, every)
 
@@ -226,12 +234,13 @@ def _consider(
 ) -> FactorPlacement:
     """Return the plan on so many ranks of `roster`, with its estimate and its memory."""
     participants = (*roster, *sources)
-    width = block_width(problem.task, count, ENGINES[engine].widths)
-    work = factor_plan(problem.task, count, width, carries=ENGINES[engine].carries)
+    # One rank, too, can go by way of block columns.
+    shared = problem.task.shareable and (count > 1 or problem.method == "columns")
+    width = block_width(problem.task, count, ENGINES[engine].widths, shared=shared)
     made = FactorPlacement(
         problem=problem,
         engine=engine,
-        method="columns" if count > 1 else "local",
+        method="columns" if count > 1 or shared else "local",
         participants=participants,
         ranks=tuple(range(count)),
         where=where,
@@ -246,7 +255,7 @@ def _consider(
         best = max(range(len(roster)), key=lambda index: (roster[index].nthreads, held[0, index]))
         made = dataclasses.replace(made, ranks=(best,))
     made = dataclasses.replace(made, owners=_owners(made))
-    size = problem.dtype.itemsize
+    work, size = made.work, problem.dtype.itemsize
     given = sum(math.prod(map(sum, chunks)) for chunks in problem.chunks)
     home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
     panels = work.columns.matrices[0].count
@@ -259,6 +268,8 @@ def _consider(
     if problem.task.spectral:
         way = problem.task.kind if problem.task.vectors else "values"
     compute = problem.flops / (machine.rate(problem.task.dtype) * threads * SHARES[way])
+    if work.shared:
+        compute = shared_seconds(problem.task, count, threads, machine, ENGINES[engine].column_seconds)
     transfer = moved / count / machine.bandwidth + (panels * machine.latency if count > 1 else 0.0)
     made.projected_bytes.update(_projected(made))
     estimate = Estimate(
@@ -314,7 +325,11 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
     work = made.work
     for rank, index in enumerate(made.ranks):
         array = work.columns.rows * work.columns.local_cols(rank)
-        panels = _spectral_workspace(problem) if problem.task.spectral else 2 * work.columns.rows * made.width
+        beside = 2 * work.columns.rows * made.width * size
+        if work.shared:
+            beside = shared_bytes(problem.task, len(made.ranks), size, made.width)
+        elif problem.task.spectral:
+            beside = _spectral_workspace(problem) * size
         results = 0
         for output in problem.outputs:
             layout = work.output_layout(output.name)
@@ -323,7 +338,7 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
             # L is copied, as its rows are swapped in the end.
             if layout is not None and factored(problem.task) == "lu":
                 results += math.prod(layout.local_shape(rank))
-        total[index] += (array + panels + results) * size
+        total[index] += (array + results) * size + beside
     return {worker.address: int(total[index]) for index, worker in enumerate(made.participants)}
 
 

@@ -11,7 +11,7 @@ from dask_distmm.planning.factor.columns import Columns, Matrix
 from dask_distmm.planning.factor.lookahead import steps_of
 from dask_distmm.planning.factor.phases import Phase, carrying, factored, phases
 from dask_distmm.planning.factor.problem import Factorization, TaskOutput
-from dask_distmm.planning.factor.steps import Decompose, Step
+from dask_distmm.planning.factor.steps import Decompose, Diagonalize, Orient, Part, Step, Tridiagonalize
 
 __all__ = ["FactorPlan", "block_width", "factor_plan"]
 
@@ -19,9 +19,11 @@ __all__ = ["FactorPlan", "block_width", "factor_plan"]
 _WIDTHS = (32, 256)
 # So many blocks a rank should have, or ranks finish far apart.
 _BLOCKS = 8
+# The most columns of a block where all ranks read their whole share for each column that is eliminated.
+_EVEN = 256
 
 
-def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _WIDTHS) -> int:
+def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _WIDTHS, *, shared: bool = False) -> int:
     """Return the columns of a block of A.
 
     Parameters
@@ -30,21 +32,27 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
         What is computed, by how many.
     widths
         The least and the most columns of a block, of an engine.
+    shared
+        As `FactorPlan` has it.
     """
     least, most = widths
-    if ranks == 1:
+    if shared:
+        most = max(least, min(most, _EVEN))
+    elif ranks == 1:
         # LAPACK cuts a matrix better than we do; of a QR factorization each block has a triangle T of its width.
         return most if factored(problem) == "qr" else max(most, *problem.a_shape)
     even = -(-min(problem.a_shape) // (ranks * _BLOCKS))
     return max(least, min(most, -(-even // least) * least))
 
 
-def factor_plan(problem: Factorization, ranks: int, width: int = 0, *, carries: bool = False) -> FactorPlan:
+def factor_plan(
+    problem: Factorization, ranks: int, width: int = 0, *, carries: bool = False, shared: bool = False
+) -> FactorPlan:
     """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`.
 
     Parameters
     ----------
-    problem, ranks, width, carries
+    problem, ranks, width, carries, shared
         As `FactorPlan` has them.
 
     Raises
@@ -52,11 +60,12 @@ def factor_plan(problem: Factorization, ranks: int, width: int = 0, *, carries: 
     PlanError
         A number is out of range.
     """
-    if problem.spectral and ranks != 1:
+    shared = shared and problem.shareable
+    if problem.spectral and not shared and ranks != 1:
         raise PlanError(f"{problem.kind} on {ranks} ranks: expected one")
     if ranks < 1 or width < 0:
         raise PlanError(f"{ranks} ranks, blocks of {width} columns: expected at least one rank and a width above 0")
-    return FactorPlan(problem, ranks, width or block_width(problem, ranks), carries)
+    return FactorPlan(problem, ranks, width or block_width(problem, ranks, shared=shared), carries, shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +82,15 @@ class FactorPlan:
         Columns of a block of A.
     carries
         Whether a single right-hand side may go from rank to rank in a substitution (`Phase.carried`).
+    shared
+        Whether the block columns of a matrix whose eigenvalues are wanted are dealt out; otherwise one rank has it all.
     """
 
     problem: Factorization
     ranks: int
     width: int
     carries: bool = False
+    shared: bool = False
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -92,12 +104,15 @@ class FactorPlan:
             second = (cols, rows) if problem.turned("b").transposed else (rows, cols)
         elif problem.b_order is not None:
             second = (m, problem.b_order)
+        elif self.shared and problem.vectors:
+            second = next(one.shape for one in problem.outputs if one.name == "v")  # type: ignore[assignment]
+        below = int(self.shared)
         if second is None:
-            return Columns((Matrix(a, self.width),), self.ranks)
+            return Columns((Matrix(a, self.width),), self.ranks, below)
         # The block columns of Q begin where those of A do. Of right-hand sides each rank gets some if it can.
         even = -(-second[1] // self.ranks)
         width = self.width if problem.kind == "qr" else max(1, min(self.width, even))
-        return Columns((Matrix(a, self.width), Matrix(second, width)), self.ranks)
+        return Columns((Matrix(a, self.width), Matrix(second, width)), self.ranks, below)
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -115,6 +130,9 @@ class FactorPlan:
     @functools.lru_cache(maxsize=16)  # noqa: B019 - plans are few, and small
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the program of a rank."""
+        if self.shared:
+            applied = steps_of(rank, self.phases, self.columns)
+            return (Tridiagonalize(), Diagonalize(), *applied, *([Orient()] if self.problem.vectors else []))
         if self.problem.spectral:
             return (Decompose(),)
         kind, checked = self.problem.kind, ""
@@ -124,13 +142,23 @@ class FactorPlan:
             checked = "zero" if factored(self.problem) != "cholesky" else ""
         return steps_of(rank, self.phases, self.columns, check=checked, pivots_on=self.holders)
 
+    def numbers(self, part: Part) -> int:
+        """Return how many arrays there are of what ranks ask each other for; they are numbered from 0."""
+        if part in ("lower", "upper", "pivots", "carried"):
+            return self.columns.count
+        if part in ("vector", "product", "reflectors"):
+            return self.problem.a_shape[0]
+        return self.ranks
+
     def input_layout(self, name: str) -> BlockCyclicLayout:
         """Return the layout of ``"a"`` or ``"b"``, of the form of it that ranks are given (`Factorization.turned`)."""
         return self.columns.layout("ab".index(name))
 
     def output(self, name: str) -> TaskOutput:
         """Return a result by its name."""
-        return next(one for one in self.problem.outputs if one.name == name)
+        found = next(one for one in self.problem.outputs if one.name == name)
+        # The block columns of eigenvectors are dealt out as those of a second matrix.
+        return dataclasses.replace(found, matrix=1, form="full") if self.shared and name == "v" else found
 
     def output_layout(self, name: str) -> BlockCyclicLayout | None:
         """Return the layout of a result, of the form of it that ranks hold; None if it has no block columns."""

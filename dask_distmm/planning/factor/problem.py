@@ -173,6 +173,11 @@ class Factorization:
         return self.kind in _SPECTRAL
 
     @property
+    def shareable(self) -> bool:
+        """Whether it is a spectral decomposition that several ranks can share, by way of a tridiagonal matrix."""
+        return self.kind == "eigh" and self.b_shape is None and self.a_shape[0] > 0
+
+    @property
     def underdetermined(self) -> bool:
         """Whether it is a least-squares problem with fewer equations than unknowns: there A^H is factorized."""
         return self.kind in ("lstsq", "pinv") and self.a_shape[0] < self.a_shape[1]
@@ -218,6 +223,8 @@ class Factorization:
 
     def turned(self, name: str) -> Turned:
         """Return which form of ``"a"`` or ``"b"`` ranks are given."""
+        if self.kind == "eigh":
+            return Turned(not self.lower, not self.lower)
         if name == "b":
             # X op(A) = B is op(A)^T X^T = B^T; and where op(A)^T is A's conjugate, A X^H = B^H.
             return Turned(self.right, self.right and self.op == "C")
@@ -231,7 +238,7 @@ class Factorization:
 
     def read(self, name: str) -> Form:
         """Return which part of ``"a"`` or ``"b"`` is read, in the form that ranks are given: a triangle or all."""
-        if name == "a" and self.hermitian:
+        if self.kind == "eigh" or (name == "a" and self.hermitian):
             return "lower"
         if name == "a" and self.kind == "solve_triangular":
             return "lower" if self.lower else "upper"

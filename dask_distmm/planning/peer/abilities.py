@@ -14,6 +14,11 @@ from dask_distmm.planning.plan import Plan
 
 __all__ = ["PEER"]
 
+# From this order on two GPUs are expected to have the eigenvalues of a matrix sooner than cuSOLVER on one of them.
+_SHARED_EIGH = 16384
+# Launches of kernels and an exchange between GPUs, for each column of a matrix that is reduced to a tridiagonal one.
+_COLUMN_SECONDS = 4e-5
+
 
 def _buffer_line(plan: Plan) -> list[str]:
     """Return the line that tells the stationary and the streamed operand of the rank with the largest buffers."""
@@ -37,6 +42,8 @@ PEER = Abilities(
     takes_on_gpus,
     frozenset(["product", "factorization"]),
     (128, 512),
+    shares_eigh_from=_SHARED_EIGH,
+    column_seconds=_COLUMN_SECONDS,
     on_gpus=True,
     reads_peers=True,
     keeps=True,
