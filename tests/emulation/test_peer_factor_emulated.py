@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 
 import devices
@@ -18,6 +19,7 @@ from dask_distmm.planning.factor.computation import FactorProblem, as_matrix
 from dask_distmm.planning.factor.placement import FactorPlacement, plan_factorization
 from dask_distmm.testing import (
     assert_cholesky,
+    assert_eigh,
     assert_lu,
     assert_qr,
     assert_solution,
@@ -32,6 +34,7 @@ class QueuedKernels(LapackKernels):
 
     def __init__(self, stream):
         self.streams = (stream, stream)
+        self.merging = importlib.import_module("dask_distmm.engines.gpu.merging").DeviceMerging()
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
@@ -136,3 +139,20 @@ def test_chunks_of_workers_that_offer_nothing(factorize, matrix, nrhs):
     a, b = matrix(80, 80), matrix(80, nrhs)
     assert_solution(a, factorize("solve", 2, a, b, sources=1)["x"], b)
     assert_solution(a, factorize("solve", 2, a, b, host=True)["x"], b)
+
+
+@pytest.fixture
+def hermitian(matrix):
+    def make(n, dtype="float64"):
+        a = matrix(n, n) + (1j * matrix(n, n) if np.dtype(dtype).kind == "c" else 0)
+        return (a + a.conj().T).astype(dtype)
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("nranks", [1, 2, 3])
+def test_eigh(factorize, hermitian, nranks, dtype):
+    a = hermitian(90, dtype)
+    found = factorize("eigh", nranks, a)
+    assert_eigh(a, found["w"][0], found["v"])

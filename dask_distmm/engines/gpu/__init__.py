@@ -1,5 +1,7 @@
 """The parts that both engines on GPUs use.
 
-`kernels` copy many rectangles at once, `host` moves NumPy chunks to the device and back, `operands` brings chunks into
-the type that is multiplied, `gemm` calls cuBLAS and cuBLASLt on one GPU, `finishing` applies the formula.
+`copy_kernels` copy many rectangles at once, `host` moves NumPy chunks to the device and back, `operands` brings chunks
+into the type that is multiplied, `gemm` calls cuBLAS and cuBLASLt on one GPU, `finishing` applies the formula. `lapack`
+has the kernels of factorizations, `reduction` and `merging` those of eigenvalues that ranks share; `sources` compiles
+their CUDA sources, the files ``*.cu``.
 """

@@ -26,10 +26,21 @@ from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.factor.outputs import TRIANGLES, needs_copy, output_part
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.peer.factor_panels import COLUMNS, EXTRAS, RESULTS, PulledPanels, flag_of, offered_by
+from dask_distmm.engines.peer.factor_panels import (
+    COLUMNS,
+    EXCHANGE,
+    EXTRAS,
+    RESULTS,
+    ROWS,
+    PulledPanels,
+    flag_count,
+    flag_of,
+    offered_by,
+)
 from dask_distmm.engines.peer.offering import add, add_flags
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Expected, Offer
 from dask_distmm.engines.peer.remote import Remote
+from dask_distmm.engines.peer.shares import PeerShares
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
@@ -67,6 +78,8 @@ class PeerFactorJob(FactorJob):
         self._address = plan.participants[me].address
         self._offered: list[Any] = []
         self._remote: Remote | None = None
+        # Where ranks share eigenvalues.
+        self._shares: PeerShares | None = None
 
     @property
     def received_bytes(self) -> int:
@@ -100,7 +113,7 @@ class PeerFactorJob(FactorJob):
         plan, work, exporter = self.plan, self.plan.work, self._state.exporter
         shapes: list[tuple[int, int]] = [(rows, cols) for rows, cols, _ in offered_by(plan, self.rank).tolist()]
         extras = exporter.empty(shapes[EXTRAS], np.dtype(np.uint8), "F")
-        flags = exporter.empty((flag_of(plan, None) + 1,), np.dtype(np.int32))
+        flags = exporter.empty((flag_count(plan),), np.dtype(np.int32))
         flags[...] = 0
         self.exchange = PulledPanels(plan, self.comm, self._state, self._streams, flags, extras)
         array = exporter.empty(shapes[COLUMNS], plan.problem.dtype, "F")
@@ -108,6 +121,9 @@ class PeerFactorJob(FactorJob):
             work, self.rank, self.kernels, self.exchange, self.ended.check, self.progress, array=array
         )
         self._flags = flags
+        if work.shared:
+            self._shares = PeerShares(plan, self.rank, self.kernels, exporter, flags)
+            self._execution.eigen.shares = self._shares
         for shape, output in zip(shapes[RESULTS:], plan.problem.outputs, strict=True):
             if work.output_layout(output.name) is None:
                 continue
@@ -119,6 +135,9 @@ class PeerFactorJob(FactorJob):
             return
         self._offer(offer, BLOCKS, COLUMNS, array)
         self._offer(offer, BLOCKS, EXTRAS, extras)
+        if self._shares is not None:
+            self._offer(offer, BLOCKS, EXCHANGE, self._shares.exchange)
+            self._offer(offer, BLOCKS, ROWS, self._shares.rows)
         for number, output in enumerate(plan.problem.outputs):
             if output.name in self._parts:
                 self._offer(offer, BLOCKS, RESULTS + number, self._parts[output.name])
@@ -139,10 +158,12 @@ class PeerFactorJob(FactorJob):
             read = {name: (plan.where[name] == participants) & some for name, some in filled.items()}
             blocks = [offered_by(plan, rank) for rank in range(len(plan.ranks))]
             sizes = dict.fromkeys(problem.operands, problem.dtype.itemsize)
-            expected = Expected(plan, self.me, read, sizes, blocks, flag_of(plan, None) + 1)
+            expected = Expected(plan, self.me, read, sizes, blocks, flag_count(plan))
             self._remote = Remote(plan, expected.read(offers), self._state)
             assert isinstance(self.exchange, PulledPanels)
             self.exchange.remote = self._remote
+            if self._shares is not None:
+                self._shares.remote = self._remote
 
     # The work
 
@@ -214,8 +235,17 @@ class PeerFactorJob(FactorJob):
         """Return boxes of the chunks that are here, or pivots, for peers that ask over Dask's comms."""
         found = super().serve(kind, boxes, flat)
         if kind == "panel" and isinstance(self.exchange, PulledPanels):
-            self.exchange.made[self.exchange.key_of(boxes)].synchronize()
+            key = self.exchange.key_of(boxes)
+            if key.part != "pivots":
+                return found
+            self.exchange.made[key].synchronize()
             return [x.get() for x in found]
         found = contiguous(found)
         cp.cuda.Stream.null.synchronize()
         return found
+
+    def abort(self, error: BaseException) -> None:
+        """End everything with `error`, kernels that wait for other ranks, too."""
+        super().abort(error)
+        if self._shares is not None:
+            self._shares.abort()
