@@ -116,6 +116,11 @@ class DeviceReduction:
         self._words[...] = 0
         self._sequence = 0
 
+    @property
+    def arrays(self) -> list[Any]:
+        """All device memory that it holds."""
+        return list(self._memory.values())
+
     def abort(self) -> None:
         """Let kernels that wait for other ranks end; any thread."""
         self._words[0] = 1
@@ -232,10 +237,12 @@ class DeviceReduction:
             blocks = min(_BLOCKS, -(-(order - stop // 32 * 32) // 32))
             ended = parameters, at, np.int32(stop - start), one, none, np.int32(rows)
             finish_and_begin((blocks,), block_shape, ended)
-        if owner == self._rank:
-            # Later the reflectors of a whole block column are one panel.
+        if owner == self._rank and (made := min(stop, order - 1) - start):
+            # Ranks have met since they read the panel, if it has a reflector. Later those of a whole block column are
+            # one panel.
+            columns = slice(place, place + made)
             assign(array[block * self._width : start, columns], 0)
-            assign(array[start:order, columns], self._memory["reflectors"][start:, : stop - start])
+            assign(array[start:order, columns], self._memory["reflectors"][start:, :made])
 
     def _update(self, start: int, array: Any, kernels: Kernels) -> None:
         """Update the lower triangle of this rank's columns behind a panel: ``A - [V W] [W V]^H``."""

@@ -181,6 +181,7 @@ class PeerFactorJob(FactorJob):
             for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
                 one.synchronize()
         arrays = [self._execution.array, *self._offered, *made.values()]
+        arrays += self._shares.arrays if self._shares is not None else []
         self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
         self._state.mappings.trim()
         return made

@@ -60,6 +60,11 @@ class PeerShares:
         self._check: Callable[[], None] = lambda: None
         self.remote: Remote | None = None
 
+    @property
+    def arrays(self) -> list[Any]:
+        """The large arrays that it holds."""
+        return [self.exchange, self.rows, self._spare, *self._reduction.arrays]
+
     def abort(self) -> None:
         """Let kernels that wait for other ranks end; any thread."""
         self._reduction.abort()
