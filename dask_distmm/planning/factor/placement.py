@@ -190,9 +190,9 @@ def plan_factorization(
     participants, where = (*roster, *sources), where or {}
     counts = sorted(_rank_counts(problem, len(roster), engine))
     found = [_consider(problem, roster, sources, where, engine, count) for count in counts]
-    # Eigenvalues of small matrices are shared only if one worker can't hold them.
-    small = problem.method == "auto" and problem.task.a_shape[0] < ENGINES[engine].shares_eigh_from
-    found.sort(key=lambda one: (one.work.shared and small, one.estimate.seconds if one.estimate else 0.0))
+    # The order says whether eigenvalues are shared; the other way is taken where memory is short.
+    large = problem.task.shareable and problem.task.a_shape[0] >= ENGINES[engine].shares_eigh_from
+    found.sort(key=lambda one: (one.work.shared != large, one.estimate.seconds if one.estimate else 0.0))
     alternatives = tuple(one.estimate for one in found if one.estimate)
     for one in found:
         if not over_limit(one):
