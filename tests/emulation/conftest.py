@@ -14,9 +14,9 @@ import msgpack
 import numpy as np
 import pytest
 import shared
+from lapack_kernels import QueuedKernels
 
 from dask_distmm.config import read_options
-from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.planning import ENGINES, METHODS, Plan, Worker
 from dask_distmm.planning import gemm_sizes as extents
 from dask_distmm.planning.computation import Output
@@ -199,23 +199,6 @@ def make_peers(peer_engine):
     assert not world.memory.mapped
     world.compute_capability = "90"
     world.memory.not_exportable.clear()
-
-
-class QueuedKernels(LapackKernels):
-    """LAPACK in place of cuSOLVER: each call comes after all that is queued on the stream of the work."""
-
-    def __init__(self, stream):
-        self.streams = (stream, stream)
-        self.merging = importlib.import_module("dask_distmm.engines.gpu.merging").DeviceMerging()
-
-    def __getattribute__(self, name):
-        found = super().__getattribute__(name)
-        if callable(found):
-            self.streams[0].synchronize()
-        return found
-
-    def getrf(self, a):
-        return super().getrf(a).view(devices.ndarray)
 
 
 @pytest.fixture

@@ -350,6 +350,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         zeros=zeros,
         uint8=np.uint8,
         asarray=lambda x, dtype=None: np.array(x, dtype, copy=True, order="K").view(ndarray),
+        array=lambda x, dtype=None, order="K": np.array(x, dtype, order=order).view(ndarray),
         RawKernel=RawKernel,
         RawModule=compiled.RawModule,
         fuse=lambda: lambda function: function,
