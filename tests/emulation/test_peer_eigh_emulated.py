@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from test_spectral import SPECTRA, hermitian
 
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import conquer
+from dask_distmm.engines.tridiagonal.kernels import HostMerging
 from dask_distmm.engines.tridiagonal.reduction import HostReduction
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
@@ -133,6 +135,59 @@ def test_reductions_beside_numpys(reduction, monkeypatch, dtype, width, n):
     assert found.factors.dtype == a.dtype
     # The first panel, before rounding has grown.
     np.testing.assert_allclose(found.d[:5], expected.d[:5], rtol=1e3 * np.finfo(dtype).eps)
+
+
+@pytest.fixture
+def merging(reduction):
+    return importlib.import_module("dask_distmm.engines.gpu.merging").DeviceMerging()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 40, 150])
+@pytest.mark.parametrize("spread", [0, 6, 12])
+def test_secular_equations_beside_numpys(merging, n, spread):
+    rng = np.random.default_rng()
+    poles = np.sort(rng.uniform(1, 2, n)) * 10.0 ** np.sort(rng.uniform(-spread, 0, n))
+    weights = rng.standard_normal(n) * 10.0 ** -rng.uniform(0, spread, n)
+    weights /= np.linalg.norm(weights)
+    found, expected = merging.secular(poles, weights, 0.7), HostMerging().secular(poles, weights, 0.7)
+    np.testing.assert_allclose(found.values, expected.values, rtol=1e-13)
+    rows, which = rng.permutation(n), np.arange(n // 3, n)
+    vectors = [np.empty((n, len(which)), order="F").view(devices.ndarray) for _ in range(2)]
+    for one, out in zip((found, expected), vectors, strict=True):
+        one.vectors(rows, which, out)
+    np.testing.assert_allclose(*vectors, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(vectors[0].T @ vectors[0], np.eye(len(which)), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [1, 2, 70])
+def test_bisection_beside_numpys(merging, n):
+    rng = np.random.default_rng()
+    for d, e in (
+        (rng.standard_normal(n), rng.standard_normal(n - 1)),
+        (np.full(n, 2.0), np.full(n - 1, -1.0)),
+        (np.geomspace(1, 1e-15, n), np.geomspace(1, 1e-15, n)[1:]),
+        (np.ones(n), np.zeros(n - 1)),
+    ):
+        first, last = np.sort(rng.integers(0, n, 2)).tolist()
+        found = merging.eigenvalues(d, e, first, last)
+        np.testing.assert_allclose(found, HostMerging().eigenvalues(d, e, first, last), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_that_are_taken_and_rotated(merging, dtype):
+    rng = np.random.default_rng()
+    around = np.asfortranarray(rng.standard_normal((300, 20))).view(devices.ndarray)
+    source, columns = around[7:290, 3:], rng.integers(0, 17, 9)
+    frame = np.full((290, 12), 7, dtype, order="F").view(devices.ndarray)
+    merging.take(source, columns, frame[4:287, 1:10])
+    np.testing.assert_array_equal(frame[4:287, 1:10], source[:, columns].astype(dtype))
+    frame[4:287, 1:10] = 7
+    assert (frame == 7).all()
+    pairs, angles = np.array([[0, 1], [1, 2], [2, 9], [0, 9]]), rng.uniform(0, 6, 4)
+    factors, expected = np.stack([np.cos(angles), np.sin(angles)], 1), np.array(source)
+    HostMerging().rotate(expected, pairs, factors)
+    merging.rotate(source, pairs, factors)
+    np.testing.assert_allclose(source, expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which compiles for GPUs without one")

@@ -267,7 +267,10 @@ class Conquest:
             solved.vectors(merge.order, which, u)
             # In the rows of each part the columns of the other one are zero.
             for rows, some in ((slice(0, cut), slice(0, alone + both)), (slice(cut, None), slice(alone, count))):
-                self._kernels.gemm(source[rows, some], u[some], target[rows, places], alpha=1, beta=0)
+                if some.start < some.stop:
+                    self._kernels.gemm(source[rows, some], u[some], target[rows, places], alpha=1, beta=0)
+                else:
+                    target[rows, places].T[...] = 0
 
 
 def _leaves(start: int, stop: int) -> Iterator[tuple[int, int]]:
