@@ -33,8 +33,8 @@ _NARROW, _ROWS, _THREADS, _COLS, _WARPS, _MOST_TILES, _HEADER = 64, 512, 128, 8,
 _LATE, _DIFFERENT = 2, 3
 # Blocks of the kernels on vectors, at most. The same on all ranks: sums must have the same order.
 _BLOCKS = 256
-# Blocks of the products for each multiprocessor.
-_OCCUPANCY = 4
+# Blocks of the products for each multiprocessor: as many as it has registers for, so that all run at the same time.
+_RESIDENT, _RESIDENT_COMPLEX128 = 4, 2
 # Panels whose launches are on the stream.
 _AHEAD = 2
 # Seconds between two looks at an event.
@@ -93,7 +93,8 @@ class DeviceReduction:
                 f"up to {_ROWS * _MOST_TILES} and blocks of a multiple of {_COLS} columns; give method='local'"
             )
         processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
-        self._grid, count = _OCCUPANCY * processors, len(columns.held(0, rank))
+        resident = _RESIDENT_COMPLEX128 if dtype.name == "complex128" else _RESIDENT
+        self._grid, count = resident * processors, len(columns.held(0, rank))
         self._units = self._work()
         self._memory = {
             "reflectors": cp.empty((self._order, 3 * self._narrow), dtype, order="F"),

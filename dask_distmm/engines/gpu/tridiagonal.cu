@@ -15,6 +15,12 @@
 #define THREADS 128
 #define PER_THREAD (ROWS / THREADS)
 #define COLS 8
+// Blocks of `multiply` that a multiprocessor has registers for.
+#if COMPLEX && REAL_BYTES == 8
+#define RESIDENT 2
+#else
+#define RESIDENT 4
+#endif
 #define MOST_TILES 1024
 // Warps of the blocks of the other kernels, and how many columns of a panel each has.
 #define WARPS 8
@@ -88,11 +94,12 @@ __device__ __forceinline__ Reflector found_reflector(const Params& p) {
   return found;
 }
 
-// An element of v, which begins with 1 in row `first`.
+// An element of v, which begins with 1 in row `first`. There is no branch: the loads of several elements go out together.
 __device__ __forceinline__ T element(const Params& p, const Reflector& reflector, long long first, long long row) {
-  if (row == first) return number(1, 0);
-  if (row < first || row >= p.n) return number(0, 0);
-  return p.x[row] * reflector.scale;
+  long long safe = row < first ? first : row < p.n ? row : p.n - 1;
+  T value = p.x[safe] * reflector.scale;
+  value = row == safe ? value : number(0, 0);
+  return row == first ? number(1, 0) : value;
 }
 
 // One block says that this rank's work is done up to `sequence`, and waits for the others. It ends in any case: if the
@@ -187,16 +194,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     long long row = group + lane;
     bool inside = row >= column && row < p.n;
     T below = number(0, 0), beside = number(0, 0), here_v[PER_WARP], here_w[PER_WARP];
+    // All loads go out before the first one is used, without branches: those that do not count are of other elements.
+    long long safe = inside ? row : column;
 #pragma unroll
     for (int u = 0; u < PER_WARP; ++u) {
-      int k = warp + WARPS * u;
-      here_v[u] = here_w[u] = number(0, 0);
-      if (inside && k < last) {
-        here_v[u] = v[row + k * p.n];
-        here_w[u] = w[row + k * p.n];
-        below = plus_product(plus_product(below, here_v[u], of_w[k]), here_w[u], of_v[k]);
-        beside = plus_product(plus_product(beside, here_v[u], row_w[k]), here_w[u], row_v[k]);
-      }
+      long long from = warp + WARPS * u < last ? warp + WARPS * u : 0;
+      here_v[u] = v[safe + from * p.n];
+      here_w[u] = w[safe + from * p.n];
     }
     T latest = number(0, 0);
     if (warp == 0 && inside) {
@@ -206,6 +210,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         beside = plus_product(beside, latest, conjugate(first_w));
       }
       if (begin) beside = beside - p.panel[row + i * p.n];
+    }
+#pragma unroll
+    for (int u = 0; u < PER_WARP; ++u) {
+      int k = warp + WARPS * u;
+      bool counts = inside && k < last;
+      here_v[u] = counts ? here_v[u] : number(0, 0);
+      here_w[u] = counts ? here_w[u] : number(0, 0);
+      if (k < last) {
+        below = plus_product(plus_product(below, here_v[u], of_w[k]), here_w[u], of_v[k]);
+        beside = plus_product(plus_product(beside, here_v[u], row_w[k]), here_w[u], row_v[k]);
+      }
     }
     sums[0][warp][lane] = below;
     sums[1][warp][lane] = beside;
@@ -254,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 }
 
 // The reflector of column i of a panel, and this rank's part of A v in pieces. `pieces`: of the norm of x.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     multiply(const Params* __restrict__ params, int start, int i, int pieces) {
   Params p = *params;
   int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -336,17 +351,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
       } else {
 #pragma unroll
-        for (int k = 0; k < COLS; ++k) {
+        for (int m = 0; m < PER_THREAD; ++m) {
+          long long begin = (long long)tile * ROWS + m * THREADS, row = begin + thread;
+          // Of a part that is on the diagonal, or at an end of the matrix, all is loaded; what is above the diagonal may
+          // be anything, and does not count; on it only the real part does.
+          if (begin + THREADS > global && begin < p.n) {
+            const T* line = p.a + local * p.ld + (row < p.n ? row : p.n - 1);
+            T ones[COLS];
 #pragma unroll
-          for (int m = 0; m < PER_THREAD; ++m) {
-            long long row = top + m * THREADS;
-            // What is above the diagonal may be anything; on it only the real part counts.
-            if (row < p.n && row >= global + k) {
-              T one = load_once(source + k * p.ld + m * THREADS);
-              bool diagonal = row == global + k;
-              if (diagonal) one = number(real_of(one), 0);
+            for (int k = 0; k < COLS; ++k) ones[k] = load_once(line + (global + k < p.n ? k : 0) * p.ld);
+#pragma unroll
+            for (int k = 0; k < COLS; ++k) {
+              bool counts = row < p.n && row >= global + k, diagonal = row == global + k;
+              T one = counts ? ones[k] : number(0, 0);
+              one = diagonal ? number(real_of(one), 0) : one;
               row_sums[m] = plus_product(row_sums[m], one, in_cols[k]);
-              if (!diagonal) col_sums[k] = plus_adjoint_product(col_sums[k], one, in_rows[m]);
+              one = diagonal ? number(0, 0) : one;
+              col_sums[k] = plus_adjoint_product(col_sums[k], one, in_rows[m]);
             }
           }
         }
@@ -407,12 +428,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if (high > low) {
           // The blocks whose units include the first and the last one of the tile.
           long long from = ((low + 1) * blocks - 1) / total, to = (high * blocks - 1) / total;
+#pragma unroll 4
           for (long long at = from + warp; at <= to; at += WARPS)
             sum = sum + p.row_pieces[(at + tile) * ROWS + row % ROWS];
         }
         long long block = row / p.width;
         if (block % p.ranks == p.rank) {
           long long local = block / p.ranks * p.width + row % p.width;
+#pragma unroll 4
           for (long long at = tile + warp; at < p.tiles; at += WARPS) sum = sum + p.col_pieces[at * p.columns + local];
         }
       }
@@ -440,6 +463,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     int number_of = (blockIdx.x - rows) * 16 + thread % 16, slice = thread / 16;
     T sum = number(0, 0);
     if (number_of < 2 * i)
+#pragma unroll 4
       for (int at = slice; at < pieces; at += 16) sum = sum + p.dot_pieces[(long long)at * NARROW * 2 + number_of];
     T* shared = &sums[0][0];
     shared[slice * 16 + thread % 16] = sum;
