@@ -210,10 +210,15 @@ class Results:
         print(f"{kind} {n} {self._options.dtype} {peer}:", *texts, flush=True)
         self.write()
 
+    @property
+    def known(self) -> list[dict[str, Any]]:
+        """What is known of each kind and size."""
+        return list(self._known.values())
+
     def write(self) -> None:
         """Write all that is known to the file, if there is one."""
         if self._options.out is not None:
-            report = {"about": self._about, "results": list(self._known.values())}
+            report = {"about": self._about, "results": self.known}
             self._options.out.write_text(json.dumps(report, indent=1) + "\n")
 
     def table(self) -> str:

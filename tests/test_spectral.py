@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import dask
@@ -18,7 +19,7 @@ from dask_distmm import PlanError, ProjectedMemoryError, linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.qdwh import weights
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.factor.placement import plan_factorization
+from dask_distmm.planning.factor.planner import plan_factorization
 from dask_distmm.testing import (
     assert_eigh,
     assert_nothing_left,
@@ -140,6 +141,47 @@ def test_on_workers(client, dtype):
     assert_nothing_left(client)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eigenvalues_that_workers_share(client, dtype):
+    n = int(np.random.default_rng().integers(100, 140))
+    a = hermitian("random", n, dtype)
+    for lower in (True, False):
+        given = np.tril(a) + np.triu(a * np.nan, 1) if lower else np.triu(a) + np.tril(a * np.nan, -1)
+        w, v = linalg.eigh(lazy(given), lower=lower, method="columns")
+        made = linalg.explain(w)
+        assert (made.method, len(made.ranks)) == ("columns", 3)
+        assert "reduce the matrix to a tridiagonal one" in repr(made)
+        assert_eigh(a, *dask.compute(w, v))
+    w, v = dask.compute(*linalg.eigh(lazy(a), subset_by_index=(7, 20), method="columns"))
+    assert_eigh(a, w, v, first=7)
+    values = linalg.eigvalsh(lazy(a), subset_by_index=(7, 20), method="columns").compute()
+    np.testing.assert_allclose(values, w, rtol=0, atol=n * 30 * np.finfo(dtype).eps * abs(a).max())
+    a[5, 3] = a[3, 5] = np.nan
+    with pytest.raises(np.linalg.LinAlgError, match="NaN or infinite"):
+        linalg.eigh(lazy(a), method="columns")[1].compute()
+    assert_nothing_left(client)
+
+
+def test_which_orders_workers_share(monkeypatch):
+    """On GPUs large ones; on any those alone that one worker can't hold; never on CPUs."""
+    roster = [Worker("a"), Worker("b")]
+    for engine, n, method, limit, expected in (
+        ("peer", 20_000, "auto", None, "columns"),
+        ("peer", 1000, "auto", None, "local"),
+        ("peer", 1000, "columns", None, "columns"),
+        ("peer", 20_000, "local", None, "local"),
+        ("peer", 10_000, "auto", 6 * 10**9, "columns"),
+        ("numpy", 20_000, "auto", None, "local"),
+    ):
+        problem = problem_of(linalg.eigh(da.zeros((n, n), chunks=n), method=method)[0])
+        workers = [dataclasses.replace(one, memory_limit=limit) for one in roster] if limit else roster
+        where = {"a": np.zeros(1, np.int32)}
+        made = plan_factorization(problem, workers, where, engine=engine)
+        assert made.method == expected, (engine, n, method)
+    pair = da.zeros((20_000, 20_000), chunks=20_000)
+    assert plan_factorization(problem_of(linalg.eigh(pair, pair)[0]), roster, engine="peer").method == "local"
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 12), st.integers(0, 12), st.booleans(), st.sampled_from(["auto", "columns"]))
 def test_small_and_empty_matrices(m, n, full, method):
@@ -150,7 +192,7 @@ def test_small_and_empty_matrices(m, n, full, method):
     assert_svd(a, u, s, vh)
     assert linalg.matrix_rank(lazy(a)).compute() == min(m, n)
     square = hermitian("random", m, "float64")
-    assert_eigh(square, *dask.compute(*linalg.eigh(lazy(square))))
+    assert_eigh(square, *dask.compute(*linalg.eigh(lazy(square), method=method)))
 
 
 def test_how_many_runs(client):
@@ -222,8 +264,7 @@ def test_mistakes():
         (lambda: linalg.eigh(square, subset_by_index=(3, 30)), "last < 30"),
         (lambda: linalg.eigh(square, subset_by_index=(3, 2)), "first <= last"),
         (lambda: linalg.eigh(square, subset_by_index=3), "two integers"),
-        (lambda: linalg.eigh(square, method="columns", engine="numpy"), "one worker"),
-        (lambda: linalg.eigh(square, subset_by_index=(0, 3), method="columns"), "one worker"),
+        (lambda: linalg.eigh(square, square, method="columns"), "a pair of matrices is computed by one worker"),
         (lambda: linalg.svd(a, full_matrices=True, method="columns"), "one worker"),
         (lambda: linalg.svd(a[0]), "1 dimensions"),
         (lambda: linalg.polar(a, "up"), "side="),

@@ -10,7 +10,7 @@ on workers, from `Abilities.module`. So a new engine is one module, which regist
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dask_distmm.errors import EngineError
@@ -38,13 +38,21 @@ class Abilities:
     carries
         Whether ranks of a factorization can hand on a right-hand side (`planning.factor.phases`).
     decomposes
-        Returns whether its ranks compute a spectral decomposition (`Factorization`) together; otherwise one does.
+        Returns whether several of its ranks can compute a spectral decomposition (`Factorization`); otherwise one does.
     share
         Returns the share of a product's rate at which a factorization (``"cholesky"``, ``"lu"``, ``"qr"``, ``""`` for
         triangular systems, ``"eigh"``, ``"svd"``, ``"values"``) runs on so many ranks; 0 for that of CPUs.
     workspace
         Returns the elements that its library holds on a rank beside the matrices of a `FactorPlan`, if it is
         `collective`.
+    panel_seconds
+        For each factorization (``"cholesky"``, ``"lu"``, ``"qr"``) what a panel of the widest takes until the next one
+        can begin on another rank: the panel itself, its way there, what it is applied to first.
+    shares_eigh_from
+        From this order of a matrix on ``method="auto"`` lets several ranks share its eigenvalues; 0 for never. Of an
+        engine that is not `collective`.
+    column_seconds
+        Where they do, what a column takes beside reads of memory; 0 for two messages.
     on_gpus
         Whether it works in the memory of GPUs.
     reads_peers
@@ -105,6 +113,9 @@ class Abilities:
     decomposes: Callable[[Any], bool] = lambda task: False
     share: Callable[[str, int], float] = lambda way, ranks: 0.0
     workspace: Callable[[Any, int], int] = lambda work, rank: 0
+    panel_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    shares_eigh_from: int = 0
+    column_seconds: float = 0.0
     on_gpus: bool = False
     reads_peers: bool = False
     collective: bool = False

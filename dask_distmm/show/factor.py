@@ -12,10 +12,13 @@ __all__ = ["factor_text"]
 _WHAT = {
     "local": "one worker has the whole matrix",
     "columns": "block columns are dealt out to the workers; the owner of a panel factorizes it, others fetch it",
+    "eigh": "block columns are dealt out to the workers; they reduce the matrix to a tridiagonal one, and divide that",
 }
 
 
 def _method(plan: FactorPlacement) -> str:
+    if plan.work.shared:
+        return _WHAT["eigh"]
     if plan.work.collective:
         return f"block columns are dealt out to the workers, which compute together by {ENGINES[plan.engine].library}"
     return _WHAT[plan.method]
@@ -25,6 +28,7 @@ def factor_text(plan: FactorPlacement) -> str:
     """Return the text of a plan."""
     problem, work = plan.problem, plan.work
     blocks = sum(matrix.count for matrix in work.columns.matrices)
+    dealt = work.phases or work.collective or work.shared
     matrices = [
         f"  {name.upper():10}{sum(rows)} x {sum(cols)} {problem.task.dtype}, {len(rows)} x {len(cols)} chunks"
         for name, (rows, cols) in zip(problem.operands, problem.chunks, strict=True)
@@ -38,7 +42,7 @@ def factor_text(plan: FactorPlacement) -> str:
         *matrices,
         f"  makes     {outputs}",
         f"  method    {_method(plan)}",
-        *([f"  blocks    {blocks} of up to {plan.width} columns"] if work.phases or work.collective else []),
+        *([f"  blocks    {blocks} of up to {plan.width} columns"] if dealt else []),
         f"  work      {problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers",
     ]
     if plan.projected_bytes:

@@ -9,14 +9,17 @@ from dask_distmm.planning.factor import (
     Apply,
     Ask,
     Check,
+    Diagonalize,
     Drop,
     Factor,
     FactorPlan,
     Get,
     Key,
+    Orient,
     Phase,
     Publish,
     Step,
+    Tridiagonalize,
     launch_order,
 )
 
@@ -36,6 +39,8 @@ def check_programs(plan: FactorPlan) -> int:
     - a panel is factorized when all panels before it have been applied to it, and never changes afterwards;
     - all that a rank applies is here and complete; nothing is asked for twice, or left behind;
     - a rank holds at most two panels of others at a time;
+    - what ranks do together, each of them does once, and in this order: the reduction, the eigenvalues of its result;
+      vectors are given their factors when they are complete;
     - a right-hand side that is carried is changed by the rank alone that has it, and comes home;
     - the next panel is published before its owner updates other blocks.
 
@@ -74,7 +79,10 @@ class _Ranks:
         # For each block column, the panels that it has got in each phase.
         self.got: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
         self.travelled = 0
-        if plan.phases and not plan.phases[0].factors:
+        # What each rank has done together with all others, and whether it has oriented vectors.
+        self.together: list[list[type]] = [[] for _ in self.todo]
+        self.oriented: set[int] = set()
+        if plan.phases and not plan.phases[0].factors and not plan.shared:
             self.made |= set(plan.phases[0].panels)
 
     def run(self, order: str) -> int:
@@ -102,6 +110,14 @@ class _Ranks:
     def take(self, rank: int, step: Step) -> None:
         """Check a step and do it."""
         match step:
+            case Tridiagonalize() | Diagonalize():
+                self.together[rank].append(type(step))
+                assert self.together[rank] == [Tridiagonalize, Diagonalize][: len(self.together[rank])]
+                if self.plan.phases:
+                    self.made |= set(self.columns.owned(rank, 0, len(self.plan.phases[0].panels)))
+            case Orient():
+                assert rank not in self.oriented, f"rank {rank} orients its vectors twice"
+                self.oriented.add(rank)
             case Factor(_, panel):
                 self.check_own(rank, panel)
                 assert panel not in self.made, f"panel {panel} is factorized twice"
@@ -149,6 +165,8 @@ class _Ranks:
         assert own or key in self.here[rank], f"rank {rank} applies {key}, which is not there"
         assert not own or key.panel in self.made, f"rank {rank} applies its panel {key.panel} before it is made"
         number = self.phase_of(step)
+        assert rank not in self.oriented, f"rank {rank} changes vectors that have their factors"
+        assert not self.plan.shared or len(self.together[rank]) == 2, f"rank {rank} applies {key} to no vectors"
         assert self.plan.phases[number].part == key.part
         blocks = self.columns.owned(rank, step.first, step.stop)
         if self.plan.phases[number].carried:
@@ -179,7 +197,10 @@ class _Ranks:
             assert not asked, f"rank {rank} asked for {asked} and never got it"
             left = {key for key in here if key.part in ("lower", "upper")}
             assert not left, f"rank {rank} keeps {left}"
-            if rank in self.plan.holders:
+            if self.plan.shared:
+                assert len(self.together[rank]) == 2, f"rank {rank} has no eigenvalues"
+                assert (rank in self.oriented) == self.plan.problem.vectors
+            elif rank in self.plan.holders:
                 needed = {p for p in self.plan.phases[0].panels if self.columns.owner(p) != rank}
                 assert self.pivots[rank] == needed, f"rank {rank} lacks pivots"
 

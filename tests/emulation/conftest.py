@@ -14,12 +14,19 @@ import msgpack
 import numpy as np
 import pytest
 import shared
+from lapack_kernels import QueuedKernels
 
+from dask_distmm.config import read_options
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.sources import SourceChunk
-from dask_distmm.planning import METHODS, Plan
+from dask_distmm.planning import ENGINES, METHODS, Plan, Worker
 from dask_distmm.planning import gemm_sizes as extents
-from dask_distmm.testing import conformance
+from dask_distmm.planning.computation import Output
+from dask_distmm.planning.factor import Factorization
+from dask_distmm.planning.factor.computation import FactorProblem, as_matrix
+from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.testing import conformance, random_chunks, run_jobs
 
 
 class Ranks:
@@ -229,3 +236,65 @@ def make_peers(peer_engine):
     assert not world.memory.mapped
     world.compute_capability = "90"
     world.memory.not_exportable.clear()
+
+
+@pytest.fixture
+def factorize(make_peers, monkeypatch):
+    ranks, world = make_peers()
+    monkeypatch.setitem(ENGINES, "peer", dataclasses.replace(ENGINES["peer"], widths=(16, 16)))
+
+    def solver(state):
+        # Panels are published on the stream of the work.
+        monkeypatch.setattr(sys.modules["cupy"].cuda, "get_current_stream", streams.__getitem__, raising=False)
+        return QueuedKernels(state.stream)
+
+    streams = type("Streams", (), {"__getitem__": lambda self: ranks.engines[world.memory.process].stream})()
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.state"].PeerState, "solver", solver)
+
+    def run(kind, nranks, *matrices, sources=0, host=False, config=None, **options):
+        ranks.host = host
+        rng = np.random.default_rng()
+        given = [x.shape for x in matrices]
+        task = Factorization(kind, given[0], matrices[0].dtype.name, *given[1:], **options)
+
+        def cut(shape):
+            rows, cols = (random_chunks(rng, size, 4) for size in shape)
+            return rows, cols
+
+        chunks = tuple(map(cut, given))
+        outputs = tuple(Output(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
+        problem = FactorProblem(
+            *(
+                "test",
+                task,
+                chunks,
+                (task.dtype,) * len(given),
+                outputs,
+                "peer",
+                None,
+                dataclasses.replace(read_options(), **(config or {})),
+                "cupy",
+                "columns",
+            )
+        )
+        parts, where = {}, {}
+        for name, x, (rows, cols) in zip(problem.operands, matrices, chunks, strict=True):
+            edges = [np.cumsum((0, *sizes)) for sizes in (rows, cols)]
+            for number in range(len(rows) * len(cols)):
+                i, j = divmod(number, len(cols))
+                parts[name, number] = x[edges[0][i] : edges[0][i + 1], edges[1][j] : edges[1][j + 1]].copy()
+            where[name] = rng.integers(0, nranks + sources, len(rows) * len(cols)).astype(np.int32)
+        workers = [Worker(f"w{index}") for index in range(nranks)]
+        others = [Worker(f"s{index}") for index in range(sources)]
+        made = plan_factorization(problem, workers, where, engine="peer", sources=others)
+        found = run_jobs(ranks, FactorPlacement.from_wire(made.to_wire()), parts)
+        results = {}
+        for one in outputs:
+            counts, numbers = one.counts, iter(range(one.count))
+            results[one.name] = np.block(
+                [[np.asarray(found[one.name, next(numbers)]) for _ in range(counts[1])] for _ in range(counts[0])]
+            )
+        return results
+
+    run.ranks = ranks
+    return run

@@ -16,6 +16,7 @@ import types
 from collections import defaultdict
 from queue import Queue
 
+import compiled
 import ml_dtypes
 import numpy as np
 import shared
@@ -339,7 +340,9 @@ def install(monkeypatch, shares_memory=True, memory=None):
         get_elapsed_time=lambda first, last: 0.5,
         get_current_stream=lambda: shared.current_stream(stream_type.null),
         Device=lambda number=0: types.SimpleNamespace(
-            compute_capability=world.compute_capability, use=lambda: memory is None or memory.make_current()
+            compute_capability=world.compute_capability,
+            use=lambda: memory is None or memory.make_current(),
+            attributes={"MultiProcessorCount": 1},
         ),
         alloc=lambda size: Pointer(np.empty(size, np.uint8).__array_interface__["data"][0]),
     )
@@ -351,7 +354,9 @@ def install(monkeypatch, shares_memory=True, memory=None):
         zeros=zeros,
         uint8=np.uint8,
         asarray=lambda x, dtype=None: np.array(x, dtype, copy=True, order="K").view(ndarray),
+        array=lambda x, dtype=None, order="K": np.array(x, dtype, order=order).view(ndarray),
         RawKernel=RawKernel,
+        RawModule=compiled.RawModule,
         fuse=lambda: lambda function: function,
         __getattr__=lambda name: getattr(np, name),
         get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),

@@ -16,7 +16,8 @@ from dask_distmm.planning import ENGINES, Worker
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor import Factorization
 from dask_distmm.planning.factor.computation import FactorProblem, as_matrix
-from dask_distmm.planning.factor.placement import FactorPlacement, plan_factorization
+from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.planner import plan_factorization
 from dask_distmm.testing import (
     assert_cholesky,
     assert_eigh,

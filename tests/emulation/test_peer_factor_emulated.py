@@ -2,107 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-
-import devices
 import numpy as np
 import pytest
 
-from dask_distmm.config import read_options
-from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.planning import ENGINES, Worker
-from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor import Factorization
-from dask_distmm.planning.factor.computation import FactorProblem, as_matrix
-from dask_distmm.planning.factor.placement import FactorPlacement, plan_factorization
-from dask_distmm.testing import (
-    assert_cholesky,
-    assert_lu,
-    assert_qr,
-    assert_solution,
-    random_chunks,
-    random_matrix,
-    run_jobs,
-)
-
-
-class QueuedKernels(LapackKernels):
-    """LAPACK in place of cuSOLVER: each call comes after all that is queued on the stream of the work."""
-
-    def __init__(self, stream):
-        self.streams = (stream, stream)
-
-    def __getattribute__(self, name):
-        found = super().__getattribute__(name)
-        if callable(found):
-            self.streams[0].synchronize()
-        return found
-
-    def getrf(self, a):
-        return super().getrf(a).view(devices.ndarray)
-
-
-@pytest.fixture
-def factorize(make_peers, monkeypatch):
-    ranks, world = make_peers()
-    monkeypatch.setitem(ENGINES, "peer", dataclasses.replace(ENGINES["peer"], widths=(16, 16)))
-
-    def solver(state):
-        # Panels are published on the stream of the work.
-        monkeypatch.setattr(sys.modules["cupy"].cuda, "get_current_stream", streams.__getitem__, raising=False)
-        return QueuedKernels(state.stream)
-
-    streams = type("Streams", (), {"__getitem__": lambda self: ranks.engines[world.memory.process].stream})()
-    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.state"].PeerState, "solver", solver)
-
-    def run(kind, nranks, *matrices, sources=0, host=False, **options):
-        ranks.host = host
-        rng = np.random.default_rng()
-        given = [x.shape for x in matrices]
-        task = Factorization(kind, given[0], matrices[0].dtype.name, *given[1:], **options)
-
-        def cut(shape):
-            rows, cols = (random_chunks(rng, size, 4) for size in shape)
-            return rows, cols
-
-        chunks = tuple(map(cut, given))
-        outputs = tuple(Output(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
-        problem = FactorProblem(
-            *(
-                "test",
-                task,
-                chunks,
-                (task.dtype,) * len(given),
-                outputs,
-                "peer",
-                None,
-                read_options(),
-                "cupy",
-                "columns",
-            )
-        )
-        parts, where = {}, {}
-        for name, x, (rows, cols) in zip(problem.operands, matrices, chunks, strict=True):
-            edges = [np.cumsum((0, *sizes)) for sizes in (rows, cols)]
-            for number in range(len(rows) * len(cols)):
-                i, j = divmod(number, len(cols))
-                parts[name, number] = x[edges[0][i] : edges[0][i + 1], edges[1][j] : edges[1][j + 1]].copy()
-            where[name] = rng.integers(0, nranks + sources, len(rows) * len(cols)).astype(np.int32)
-        workers = [Worker(f"w{index}") for index in range(nranks)]
-        others = [Worker(f"s{index}") for index in range(sources)]
-        made = plan_factorization(problem, workers, where, engine="peer", sources=others)
-        found = run_jobs(ranks, FactorPlacement.from_wire(made.to_wire()), parts)
-        results = {}
-        for one in outputs:
-            counts, numbers = one.counts, iter(range(one.count))
-            results[one.name] = np.block(
-                [[np.asarray(found[one.name, next(numbers)]) for _ in range(counts[1])] for _ in range(counts[0])]
-            )
-        return results
-
-    run.ranks = ranks
-    return run
+from dask_distmm.testing import assert_cholesky, assert_lu, assert_qr, assert_solution, random_matrix
 
 
 @pytest.fixture

@@ -67,6 +67,20 @@ def test_programs_are_right(way, m, n, nrhs, ranks, width, carries):
     check_programs(factor_plan(problem(way, m, n, nrhs), ranks, width, carries=carries))
 
 
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 12), st.booleans(), st.integers(0), st.integers(0))
+@settings(max_examples=200, deadline=None)
+def test_programs_of_shared_eigenvalues(n, ranks, width, vectors, first, count):
+    subset = (first % n, min(n - 1, first % n + count % n))
+    problem = Factorization("eigh", (n, n), "float64", vectors=vectors, subset=subset)
+    plan = factor_plan(problem, ranks, width, shared=True)
+    travelled = check_programs(plan)
+    assert plan.shared
+    assert (travelled == 0) or (vectors and ranks > 1)
+    # Reflectors are one fewer than columns.
+    assert len(plan.phases[0].panels if plan.phases else ()) == (-(-(n - 1) // width) if vectors else 0)
+    assert plan.output("w").matrix is None
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("way", [way for way in WAYS if way["kind"] in ("solve", "solve_triangular", "lstsq")], ids=str)
 def test_one_right_hand_side_travels_in_place_of_panels(way, ranks):

@@ -8,11 +8,12 @@ import pytest
 
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
-from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
+from dask_distmm.errors import ProtocolError
 from dask_distmm.layout import numroc
 from dask_distmm.planning import ENGINES, Worker, plan_computation
 from dask_distmm.planning.factor import Columns, Matrix
-from dask_distmm.planning.factor.placement import FactorPlacement, plan_factorization
+from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.planner import plan_factorization
 
 HOSTS = [Worker(f"w{i}", memory_limit=2**36, host=f"h{i}") for i in range(4)]
 
@@ -78,19 +79,25 @@ def test_the_network_counts():
     assert apart.compute_seconds == together.compute_seconds
 
 
-def test_what_one_engine_can_not_hold_another_one_shares():
-    small = [Worker(w.address, memory_limit=10 * 2**30, host="h") for w in HOSTS]
-    task = problem(linalg.eigh, (16384, 16384))
-    with pytest.raises(ProjectedMemoryError):
-        plan_factorization(task, small, engine="peer")
-    made = plan_computation(task, small, engine=("peer", "cusolvermp"))
-    assert (made.engine, len(made.ranks)) == ("cusolvermp", 4)
-    assert plan_computation(task, HOSTS, engine=("peer", "cusolvermp")).engine == "peer"
-    # Whoever asks for block columns gets them from the engine that has a way.
-    asked = problem(linalg.eigh, (4096, 4096), method="columns")
-    assert plan_computation(asked, HOSTS, engine=("peer", "cusolvermp")).engine == "cusolvermp"
-    with pytest.raises(PlanError, match=r"one worker of engine 'peer': expected method 'auto' or 'local'"):
-        plan_computation(asked, HOSTS, engine=("peer",))
+def test_eigenvalues_that_one_gpu_can_not_hold_are_shared():
+    task = problem(linalg.eigh, (8192, 8192))
+    for gib, expected in ((40, "local"), (2, "columns")):
+        workers = [Worker(w.address, memory_limit=gib * 2**30, host="h") for w in HOSTS]
+        made = plan_computation(task, workers, engine=("peer", "cusolvermp"))
+        assert (made.engine, made.method) == ("peer", expected)
+    # Large ones are, as that is quicker; and those for which block columns are asked for.
+    assert plan_computation(problem(linalg.eigh, (16384, 16384)), HOSTS, engine=("peer",)).method == "columns"
+    asked = problem(linalg.eigh, (512, 512), method="columns")
+    assert plan_computation(asked, HOSTS, engine=("peer",)).method == "columns"
+    pair = problem(linalg.eigh, (512, 512), (512, 512))
+    assert plan_computation(pair, HOSTS, engine=("peer", "cusolvermp")).method == "local"
+
+
+def test_few_panels_go_to_one_gpu():
+    """One panel comes after the other: a small matrix is factorized by one GPU, a large one by all of them."""
+    for function in (linalg.cholesky, linalg.lu_factor, linalg.qr):
+        small, large = (plan_computation(problem(function, (n, n)), HOSTS, engine=("peer",)) for n in (4096, 65536))
+        assert (small.method, large.method) == ("local", "columns"), function
 
 
 def test_what_ranks_share():

@@ -39,7 +39,9 @@ def eigh(
 ) -> tuple[Any, Any]:
     """Return eigenvalues and eigenvectors of a Hermitian matrix: ``a @ v = v * w``, or ``a @ v = b @ v * w``.
 
-    One worker does it (``method="local"``), by LAPACK's ``syevd``, or ``syevr`` for a range.
+    ``method="local"``: one worker does it, by LAPACK's ``syevd``, or ``syevr`` for a range. ``"columns"``, for one
+    matrix: all workers reduce the matrix to a tridiagonal one, and have the eigenvectors of that by divide and conquer.
+    ``"auto"``: the one that is expected to be quicker, which on CPUs is always the first one.
 
     Parameters
     ----------
@@ -78,7 +80,10 @@ def eigvalsh(
     subset_by_index: tuple[int, int] | None = None,
     **how: Unpack[RunOptions],
 ) -> Any:
-    """Return the eigenvalues of a Hermitian matrix in ascending order, without vectors; see `eigh`."""
+    """Return the eigenvalues of a Hermitian matrix in ascending order, without vectors; see `eigh`.
+
+    With ``method="columns"`` those of the tridiagonal matrix are found by bisection.
+    """
     return _eigenpairs(a, b, {"lower": lower, "subset": subset_by_index, "vectors": False}, how)[0]
 
 
@@ -105,8 +110,8 @@ def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True, **how: Unp
 
     ``method="local"``: one worker decomposes the matrix, by LAPACK's ``gesdd``, in one run. ``"columns"``: a matrix
     that is much longer than wide, or the other way round, is reduced to a square one by a QR factorization; its polar
-    decomposition is computed; one worker has the eigenvalues of its Hermitian factor. ``"rows"``: a QR factorization by
-    chunks of rows first. ``"auto"``: each of these steps where it is expected to save time.
+    decomposition is computed, and the eigenvalues of its Hermitian factor as `eigh` has them by itself. ``"rows"``: a
+    QR factorization by chunks of rows first. ``"auto"``: each of these steps where it is expected to save time.
 
     Parameters
     ----------
@@ -167,11 +172,11 @@ def _by_polar(a: Array, vectors: bool, how: RunOptions) -> Any:
     With A = U P and -P = V W V^H, where eigenvalues ascend, A = (U V) (-W) V^H: Y. Nakatsukasa, N. J. Higham, SIAM J.
     Sci. Comput. 35 (2013).
     """
-    unitary, alone = unitary_factor(a, how), RunOptions(**{**how, "method": "local"})
+    unitary, best = unitary_factor(a, how), RunOptions(**{**how, "method": "auto"})
     negative = -times(adjoint(unitary), a, how)
     if not vectors:
-        return da.maximum(-eigvalsh(negative, **alone), 0)
-    w, v = eigh(negative, **alone)
+        return da.maximum(-eigvalsh(negative, **best), 0)
+    w, v = eigh(negative, **best)
     return times(unitary, v, how), da.maximum(-w, 0), adjoint(v)
 
 

@@ -35,7 +35,8 @@ from dask_distmm.engines.gpu.factor import GpuFactorJob
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cusolvermp.costs import share
-from dask_distmm.planning.factor.placement import FactorPlacement, way_of
+from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.planner import way_of
 
 __all__ = ["CusolverMpJob"]
 

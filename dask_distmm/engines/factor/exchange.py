@@ -7,13 +7,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import wait_checked
-from dask_distmm.planning.factor import Key
+from dask_distmm.planning.factor import Key, Part
 from dask_distmm.planning.factor.placement import PARTS
 
-__all__ = ["PanelExchange"]
+__all__ = ["Messages", "PanelExchange"]
 
 
 class PanelExchange:
@@ -57,6 +58,10 @@ class PanelExchange:
     def drop(self, key: Key) -> None:
         """Free the memory of a panel of another rank, which this one does not need any more: here Python does."""
 
+    def forget(self, key: Key) -> None:
+        """Free what was published and all others have got."""
+        self._futures.pop(key, None)
+
     def published(self, boxes: Boxes) -> Future[Sequence[Any]]:
         """Return the future of the panel that a peer asks for."""
         future = self._future(self.key_of(boxes))
@@ -72,7 +77,7 @@ class PanelExchange:
     def key_of(boxes: Boxes) -> Key:
         """Return the part of a panel that a peer asks for."""
         part, panel = boxes[0, :2].tolist()
-        return Key(PARTS[part], panel)  # type: ignore[arg-type]
+        return Key(PARTS[part], panel)
 
     def abort(self, error: BaseException) -> None:
         """End all requests that wait."""
@@ -80,3 +85,31 @@ class PanelExchange:
         for future in list(self._futures.values()):
             if not future.done():
                 future.set_exception(error)
+
+
+class Messages:
+    """Small arrays on the host between the ranks of one run, named by what they are and a number.
+
+    Parameters
+    ----------
+    exchange
+        The way to the other ranks.
+    check
+        Raises if the run is over; called while the rank waits.
+    """
+
+    def __init__(self, exchange: PanelExchange, check: Callable[[], None]) -> None:
+        self._exchange, self._check = exchange, check
+
+    def publish(self, part: Part, number: int, arrays: Sequence[NDArray[Any]]) -> None:
+        """Let other ranks have arrays. They don't change any more."""
+        self._exchange.publish(Key(part, number), tuple(arrays))
+
+    def fetch(self, part: Part, number: int, owner: int) -> Sequence[NDArray[Any]]:
+        """Return arrays that a rank publishes, now or later."""
+        key = Key(part, number)
+        return self._exchange.get(self._exchange.ask(owner, key), self._check)
+
+    def forget(self, part: Part, number: int) -> None:
+        """Free arrays of this rank that all others have got."""
+        self._exchange.forget(Key(part, number))

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.factor.copies import assign
-from dask_distmm.engines.factor.exchange import PanelExchange
+from dask_distmm.engines.factor.eigen import SharedEigh
+from dask_distmm.engines.factor.exchange import Messages, PanelExchange
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.operations import apply, factor_panel, is_short, update_lower
 from dask_distmm.engines.factor.spectral import decompose
@@ -20,17 +21,23 @@ from dask_distmm.planning.factor import (
     Ask,
     Check,
     Decompose,
+    Diagonalize,
     Drop,
     Factor,
     FactorPlan,
     Get,
     Key,
+    Orient,
     Publish,
     Step,
+    Tridiagonalize,
     launch_order,
 )
 
 __all__ = ["Execution", "indefinite", "singular"]
+
+# The share of the time that a reduction to a tridiagonal matrix takes, of the eigenvalues that ranks share.
+_REDUCTION = 0.8
 
 
 class Execution:
@@ -66,6 +73,8 @@ class Execution:
         Of LU: for each panel that is here its pivots, counted from its first row, and its diagonal.
     decomposed
         Of a spectral decomposition: its outputs by name.
+    eigen
+        What it does where ranks share eigenvalues.
     """
 
     def __init__(
@@ -97,6 +106,8 @@ class Execution:
         # The panel that all panels before it have been applied to ahead.
         self._next = -1
         self._looks: list[Callable[[], None]] = []
+        messages = Messages(exchange, check)
+        self.eigen = SharedEigh(plan, rank, kernels, messages, check, lambda share: progress(_REDUCTION * share))
 
     def held(self, matrix: int) -> Any:
         """Return this rank's columns of A (0) or of the second matrix (1), with the rows that this matrix has."""
@@ -120,7 +131,8 @@ class Execution:
         for number, step in enumerate(steps, start=1):
             self._check()
             self._take(step)
-            self._progress(number / len(steps))
+            done = number / len(steps)
+            self._progress(_REDUCTION + (1 - _REDUCTION) * done if self.plan.shared else done)
         self.kernels.join()
         for look in self._looks:
             look()
@@ -133,7 +145,7 @@ class Execution:
 
     def _complete_second(self) -> None:
         """Set what no input has: the second matrix to an identity, or the rows below B to zero."""
-        if len(self.columns.matrices) == 1:
+        if len(self.columns.matrices) == 1 or self.plan.shared:
             return
         first, rows = self.columns.first(1), self.columns.matrices[1].shape[0]
         if self.plan.problem.b_order is None:
@@ -181,6 +193,13 @@ class Execution:
             case Decompose():
                 matrices = [self.held(number) for number in range(len(self.columns.matrices))]
                 self.decomposed = decompose(self.kernels, self.plan.problem, *matrices)
+            case Tridiagonalize():
+                self._extras |= {panel: (t,) for panel, t in self.eigen.reduce(self.held(0)).items()}
+            case Diagonalize():
+                vectors = self.held(1) if len(self.columns.matrices) > 1 else None
+                self.decomposed["w"] = self.eigen.diagonalize(vectors)
+            case Orient():
+                self.eigen.orient(self.held(1))
             case Drop(key):
                 del self._here[key]
                 self.exchange.drop(key)

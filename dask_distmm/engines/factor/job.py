@@ -85,6 +85,7 @@ class FactorJob(Job[FactorPlacement]):
         self._mark(marks)
         for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = last - first
+        self.timings |= self._execution.eigen.timings
         return made
 
     def _mark(self, marks: list[float]) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.engines.tridiagonal.kernels import Merging
+
 __all__ = ["Kernels", "solve_by_halves"]
 
 
@@ -27,6 +29,11 @@ class Kernels(Protocol):
     @property
     def asynchronous(self) -> bool:
         """Whether calls return before their work is done. Then matrices are looked at when all is done."""
+        ...
+
+    @property
+    def merging(self) -> Merging:
+        """What divide and conquer takes beside products."""
         ...
 
     def ahead(self, *, further: bool = False) -> contextlib.AbstractContextManager[None]:

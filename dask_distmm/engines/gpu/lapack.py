@@ -14,6 +14,7 @@ from nvmath.bindings import cublas, cusolverDn
 
 from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
+from dask_distmm.engines.gpu.merging import DeviceMerging
 from dask_distmm.engines.gpu.operands import record
 
 __all__ = ["SolverKernels"]
@@ -59,6 +60,12 @@ class SolverKernels:
         self._now = self._main
         self._parameters = cusolverDn.create_params()
         self._info = cp.zeros(1, np.int32)
+        self._merging = DeviceMerging()
+
+    @property
+    def merging(self) -> DeviceMerging:
+        """What divide and conquer takes beside products."""
+        return self._merging
 
     @property
     def streams(self) -> tuple[cp.cuda.Stream, cp.cuda.Stream]:

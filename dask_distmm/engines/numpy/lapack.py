@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.numpy.routines import column_major, ld_of, routine
+from dask_distmm.engines.tridiagonal.kernels import HostMerging
 from dask_distmm.errors import EngineError
 
 __all__ = ["LapackKernels"]
@@ -28,7 +29,7 @@ _SOLVED = 64
 class LapackKernels:
     """`dask_distmm.engines.factor.Kernels` for NumPy arrays."""
 
-    asynchronous, xp = False, np
+    asynchronous, xp, merging = False, np, HostMerging()
 
     @contextlib.contextmanager
     def ahead(self, *, further: bool = False) -> Iterator[None]:

@@ -25,10 +25,21 @@ from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.outputs import needs_copy, output_part
 from dask_distmm.engines.gpu.factor import GpuFactorJob
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.peer.factor_panels import COLUMNS, EXTRAS, RESULTS, PulledPanels, flag_of, offered_by
+from dask_distmm.engines.peer.factor_panels import (
+    COLUMNS,
+    EXCHANGE,
+    EXTRAS,
+    RESULTS,
+    ROWS,
+    PulledPanels,
+    flag_count,
+    flag_of,
+    offered_by,
+)
 from dask_distmm.engines.peer.offering import add, add_flags
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Expected, Offer
 from dask_distmm.engines.peer.remote import Remote
+from dask_distmm.engines.peer.shares import PeerShares
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
@@ -64,6 +75,8 @@ class PeerFactorJob(GpuFactorJob):
         self._address = plan.participants[me].address
         self._offered: list[tuple[int, Any]] = []
         self._remote: Remote | None = None
+        # Where ranks share eigenvalues.
+        self._shares: PeerShares | None = None
 
     @property
     def received_bytes(self) -> int:
@@ -95,7 +108,7 @@ class PeerFactorJob(GpuFactorJob):
         plan, work, exporter = self.plan, self.plan.work, self._state.exporter
         shapes: list[tuple[int, int]] = [(rows, cols) for rows, cols, _ in offered_by(plan, self.rank).tolist()]
         extras = exporter.empty(shapes[EXTRAS], np.dtype(np.uint8), "F")
-        flags = exporter.empty((flag_of(plan, None) + 1,), np.dtype(np.int32))
+        flags = exporter.empty((flag_count(plan),), np.dtype(np.int32))
         flags[...] = 0
         self.exchange = PulledPanels(plan, self.comm, self._state, self._streams, flags, extras)
         array = exporter.empty(shapes[COLUMNS], plan.problem.dtype, "F")
@@ -103,6 +116,9 @@ class PeerFactorJob(GpuFactorJob):
             work, self.rank, self.kernels, self.exchange, self.ended.check, self.progress, array=array
         )
         self._flags = flags
+        if work.shared:
+            self._shares = PeerShares(plan, self.rank, self.kernels, exporter, flags)
+            self._execution.eigen.shares = self._shares
         for shape, output in zip(shapes[RESULTS:], plan.problem.outputs, strict=True):
             if work.output_layout(output.name) is None:
                 continue
@@ -114,6 +130,9 @@ class PeerFactorJob(GpuFactorJob):
             return
         self._offer(offer, BLOCKS, COLUMNS, array)
         self._offer(offer, BLOCKS, EXTRAS, extras)
+        if self._shares is not None:
+            self._offer(offer, BLOCKS, EXCHANGE, self._shares.exchange)
+            self._offer(offer, BLOCKS, ROWS, self._shares.rows)
         for number, output in enumerate(plan.problem.outputs):
             if output.name in self._parts:
                 self._offer(offer, BLOCKS, RESULTS + number, self._parts[output.name])
@@ -140,10 +159,12 @@ class PeerFactorJob(GpuFactorJob):
             read = {name: (plan.where[name] == participants) & some for name, some in filled.items()}
             blocks = [offered_by(plan, rank) for rank in range(len(plan.ranks))]
             sizes = dict.fromkeys(problem.operands, problem.dtype.itemsize)
-            expected = Expected(plan, self.me, read, sizes, blocks, flag_of(plan, None) + 1)
+            expected = Expected(plan, self.me, read, sizes, blocks, flag_count(plan))
             self._remote = Remote(plan, expected.read(offers), self._state)
             assert isinstance(self.exchange, PulledPanels)
             self.exchange.remote = self._remote
+            if self._shares is not None:
+                self._shares.remote = self._remote
 
     # The work
 
@@ -159,6 +180,7 @@ class PeerFactorJob(GpuFactorJob):
             for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
                 one.synchronize()
         arrays = [self._execution.array, *(array for _, array in self._offered), *made.values()]
+        arrays += self._shares.arrays if self._shares is not None else []
         self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
         self._state.mappings.trim()
         return made
@@ -200,8 +222,17 @@ class PeerFactorJob(GpuFactorJob):
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of the chunks that are here, or pivots, for peers that ask over Dask's comms."""
         if kind == "panel" and isinstance(self.exchange, PulledPanels):
+            key = self.exchange.key_of(boxes)
             self.ended.check()
-            found = self.exchange.published(boxes).result()
-            self.exchange.made[self.exchange.key_of(boxes)].synchronize()
+            found = list(self.exchange.published(boxes).result())
+            if key.part != "pivots":
+                return found
+            self.exchange.made[key].synchronize()
             return [x.get() for x in found]
         return super().serve(kind, boxes, flat)
+
+    def abort(self, error: BaseException) -> None:
+        """End everything with `error`, kernels that wait for other ranks, too."""
+        super().abort(error)
+        if self._shares is not None:
+            self._shares.abort()

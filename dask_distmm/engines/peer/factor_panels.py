@@ -19,16 +19,32 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import Comm
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.reduction import exchange_bytes
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.state import PeerState
+from dask_distmm.engines.tridiagonal.conquer import row_bounds
 from dask_distmm.planning.factor import Key
 from dask_distmm.planning.factor.placement import PARTS, FactorPlacement
 
-__all__ = ["COLUMNS", "EXTRAS", "RESULTS", "PulledPanels", "flag_of", "offered_by"]
+__all__ = [
+    "COLUMNS",
+    "EXCHANGE",
+    "EXTRAS",
+    "RESULTS",
+    "ROWS",
+    "ROWS_COMPLETE",
+    "PulledPanels",
+    "flag_count",
+    "flag_of",
+    "offered_by",
+]
 
-# Numbers of what a rank offers beside chunks of operands, under `BLOCKS`; its parts of outputs follow.
-COLUMNS, EXTRAS, RESULTS = 0, 1, 2
+# Numbers of what a rank offers beside chunks of operands, under `BLOCKS`; its parts of outputs follow. Where ranks
+# share eigenvalues, also the products of the reduction and its rows of eigenvectors.
+COLUMNS, EXTRAS, EXCHANGE, ROWS, RESULTS = 0, 1, 2, 3, 4
+# The number of the flag that says that these rows are complete, from that of the end on.
+ROWS_COMPLETE = 1
 
 
 def flag_of(plan: FactorPlacement, key: Key | None) -> int:
@@ -37,14 +53,26 @@ def flag_of(plan: FactorPlacement, key: Key | None) -> int:
     return 2 * count if key is None else PARTS.index(key.part) * count + key.panel
 
 
+def flag_count(plan: FactorPlacement) -> int:
+    """Return how many flags a rank has."""
+    return flag_of(plan, None) + ROWS_COMPLETE + 1
+
+
 def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     """Return rows, columns and bytes of an element of each matrix that a rank offers, in the order of their numbers."""
     work = plan.work
     panels = -(-(work.columns.count - rank) // len(plan.ranks))
-    # Of LU the pivots of a panel, of QR its T.
+    # Of LU the pivots of a panel, of QR and of reflectors its T.
     factored, size = work.phases[0].operation.name if work.phases else "", plan.problem.dtype.itemsize
-    each = {"lu": 4 * work.width, "qr": size * work.width**2}.get(factored, 0)
+    triangle = size * work.width**2
+    each = {"lu": 4 * work.width, "qr": triangle, "reflect": triangle}.get(factored, 0)
     found = [(work.columns.rows, work.columns.local_cols(rank), size), (-(-each // 16) * 16, max(1, panels), 1)]
+    order, vectors = plan.problem.task.a_shape[0], work.shared and plan.problem.task.vectors
+    bounds = row_bounds(order, len(plan.ranks))
+    found += [
+        (exchange_bytes(order, size) if work.shared else 0, int(work.shared), 1),
+        (bounds[rank + 1] - bounds[rank] if vectors else 0, order if vectors else 0, 8),
+    ]
     for output in plan.problem.outputs:
         layout = work.output_layout(output.name)
         shape = (0, 0) if layout is None else layout.local_shape(rank)
@@ -99,6 +127,9 @@ class PulledPanels(PanelExchange):
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Let others pull a panel after the work that is on the current stream now."""
+        if key.part not in ("lower", "upper", "pivots"):
+            super().publish(key, arrays)
+            return
         current = cp.cuda.get_current_stream()
         if key.part == "pivots":
             self.made[key] = record(current)
@@ -118,7 +149,7 @@ class PulledPanels(PanelExchange):
 
     def ask(self, owner: int, key: Key) -> Any:
         """Note what is to be pulled: it begins as soon as `get` finds the flag up."""
-        return super().ask(owner, key) if key.part == "pivots" else _Asked(owner, key)
+        return _Asked(owner, key) if key.part in ("lower", "upper") else super().ask(owner, key)
 
     def get(self, asked: Future[Sequence[Any]] | _Asked, check: Callable[[], None]) -> Sequence[Any]:
         """Pull a panel; the stream of the work waits for it, this thread only for its flag."""

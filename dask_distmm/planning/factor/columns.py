@@ -20,6 +20,9 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
 
 __all__ = ["BlockColumn", "Columns", "DiagonalBlock", "Matrix"]
@@ -91,11 +94,14 @@ class Columns:
     aligned
         Whether the second matrix begins on rank 0, too, as libraries want it: between the two there are as many blocks
         without columns as it takes.
+    below
+        Rows below the diagonal at which panels begin: 1 for the reflectors of a tridiagonal reduction.
     """
 
     matrices: tuple[Matrix, ...]
     ranks: int
     aligned: bool = False
+    below: int = 0
 
     @property
     def rows(self) -> int:
@@ -131,10 +137,10 @@ class Columns:
         return tuple(found)
 
     def place(self, panel: int) -> DiagonalBlock:
-        """Return where the diagonal block of a panel of A is."""
+        """Return where the diagonal block of a panel of A is, or the block `below` it."""
         order = min(self.matrices[0].shape)
         _, start, stop = self.blocks[panel]
-        return DiagonalBlock(start, min(stop, order), order)
+        return DiagonalBlock(start + self.below, min(stop + self.below, order), order)
 
     def owned(self, rank: int, first: int = 0, stop: int | None = None) -> range:
         """Return the numbers of a rank's blocks in ``range(first, stop)``; without `stop`, of all from `first`."""
@@ -161,6 +167,11 @@ class Columns:
             return slice(0, 0)
         last = self.blocks[owned[-1]]
         return slice(self._starts[owned[0]], self._starts[owned[-1]] + last.stop - last.start)
+
+    def held(self, matrix: int, rank: int) -> NDArray[np.int64]:
+        """Return which columns of a matrix a rank's array has, in the order in which they lie there."""
+        blocks = (self.blocks[block] for block in self.owned(rank, self.first(matrix), self.first(matrix + 1)))
+        return np.concatenate([np.arange(0), *(np.arange(start, stop) for _, start, stop in blocks)])
 
     def layout(self, matrix: int, shape: tuple[int, int] | None = None) -> BlockCyclicLayout:
         """Return the layout of a matrix, or of one of `shape` whose block columns lie as those of that matrix do."""

@@ -65,10 +65,10 @@ class FactorProblem(Computation):
     overwrite_a: bool = False
 
     def __post_init__(self) -> None:
-        if self.task.spectral and self.method == "columns" and not any(map(self._shared_by, ENGINES.values())):
-            raise PlanError(
-                f"{self.task.kind} in this form is computed by one worker: expected method 'auto' or 'local'"
-            )
+        dealt = self.task.spectral and self.method == "columns" and self.task.a_shape[0]
+        if dealt and not any(map(self._shared_by, ENGINES.values())):
+            what = f"{self.task.kind} of a pair of matrices" if self.task.b_shape else f"{self.task.kind} in this form"
+            raise PlanError(f"{what} is computed by one worker: expected method 'auto' or 'local'")
         shapes = [self.task.a_shape, *([self.task.b_shape] if self.task.b_shape is not None else [])]
         for name, shape, chunks in zip(self.task.inputs, shapes, self.chunks, strict=True):
             if tuple(map(sum, chunks)) != shape:

@@ -19,7 +19,7 @@ from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.phases import factored
-from dask_distmm.planning.factor.placement import SHARES
+from dask_distmm.planning.factor.planner import SHARES
 from dask_distmm.planning.placement import Estimate
 
 __all__ = ["factor_by_tasks", "factor_overhead"]

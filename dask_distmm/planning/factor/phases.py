@@ -54,12 +54,17 @@ def factored(problem: Factorization) -> str:
 
 
 def phases(problem: Factorization, columns: Columns) -> tuple[Phase, ...]:
-    """Return the phases of a problem; a decomposition on one rank has none."""
-    if problem.spectral:
-        return ()
+    """Return the phases of a problem; a decomposition on one rank has none.
+
+    Where eigenvalues are shared out, the reflectors of the tridiagonal reduction are applied to eigenvectors.
+    """
     name, last, count = factored(problem), columns.first(1), columns.count
-    panels = tuple(range(-(-min(columns.matrices[0].shape) // columns.matrices[0].width)))
     second = len(columns.matrices) > 1
+    if problem.spectral:
+        reflectors = columns.matrices[0].shape[0] - 1 if columns.below and second else 0
+        order = tuple(range(-(-reflectors // columns.matrices[0].width)))[::-1]
+        return (Phase(Operation("reflect"), "lower", order, ((last, count),) * len(order)),) if order else ()
+    panels = tuple(range(-(-min(columns.matrices[0].shape) // columns.matrices[0].width)))
     # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution of
     # an underdetermined system.
     together = second and problem.kind != "qr" and not problem.underdetermined

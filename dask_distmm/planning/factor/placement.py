@@ -1,46 +1,29 @@
-"""The plan of a factorization on a cluster: its placement, and as work the program of steps; and who plans it.
-
-::
-
-    seconds    = compute + panels + transfer
-    compute    = flops / (ranks * rate * share of a product's rate)
-    panels     = a message for each panel
-    transfer   = (operands from their holders + panels of others + chunks of outputs from other ranks) / bandwidth
-"""
+"""The plan of a factorization on a cluster: its placement, and as work the program of steps."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError, ProtocolError
+from dask_distmm.errors import ProtocolError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.layout.redistribute import Copies
-from dask_distmm.planning.computation import Chunks, chunk_elements
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.factor.computation import FactorProblem
-from dask_distmm.planning.factor.phases import factored
-from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan
-from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.planning.placement import Estimate, Placement, Where, in_range, over_limit
+from dask_distmm.planning.factor.plan import FactorPlan, factor_plan
+from dask_distmm.planning.factor.steps import Part
+from dask_distmm.planning.placement import Placement, in_range
 
-__all__ = ["PARTS", "SHARES", "FactorPlacement", "held_chunks", "plan_factorization", "way_of"]
+__all__ = ["PARTS", "FactorPlacement", "held_chunks", "work_of"]
 
-# A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
-# spectral decomposition, and one of values alone: one thread, N = 1200.
-SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45, "values": 0.1}
-# A reduction to tridiagonal form, and the way back of the vectors, move so many times what a factorization does.
-_REDUCTIONS = 4
 # In a request for a panel, the part of it by its number.
-PARTS = ("lower", "upper", "pivots", "carried")
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -62,7 +45,7 @@ class FactorPlacement(Placement):
     @functools.cached_property
     def work(self) -> FactorPlan:
         """The layout of the matrices on the ranks, and each rank's steps."""
-        return _work(self.problem, self.engine, len(self.ranks), self.width)
+        return work_of(self.problem, self.engine, len(self.ranks), self.width, self.method)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -106,7 +89,7 @@ class FactorPlacement(Placement):
             return
         if kind == "panel":
             part, panel = boxes[0, :2].tolist()
-            if len(boxes) != 1 or not (0 <= part < len(PARTS) and 0 <= panel < self.work.columns.count):
+            if len(boxes) != 1 or not (0 <= part < len(PARTS) and 0 <= panel < self.work.numbers(PARTS[part])):
                 raise ProtocolError(f"there is no part {part} of a panel {panel}")
             return
         for matrix, index, r0, r1, c0, c1 in boxes.tolist():
@@ -153,227 +136,14 @@ class FactorPlacement(Placement):
             raise ProtocolError(f"malformed plan: width {self.width} or owners do not fit {len(self.ranks)} ranks")
 
 
-def _work(problem: FactorProblem, engine: str, count: int, width: int) -> FactorPlan:
+def work_of(problem: FactorProblem, engine: str, count: int, width: int, method: str) -> FactorPlan:
     """Return the layout and the steps of so many ranks of an engine."""
-    abilities = ENGINES[engine]
-    return factor_plan(problem.task, count, width, carries=abilities.carries, collective=abilities.collective)
-
-
-def way_of(task: Factorization) -> str:
-    """Return what A goes through, as `SHARES` and engines' own have it."""
-    if task.spectral:
-        return task.kind if task.vectors else "values"
-    return factored(task)
+    abilities, shared = ENGINES[engine], method == "columns"
+    return factor_plan(
+        problem.task, count, width, carries=abilities.carries, collective=abilities.collective, shared=shared
+    )
 
 
 def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
     """Return chunk sizes in the form that ranks hold of a matrix."""
     return (chunks[1], chunks[0]) if transposed else chunks
-
-
-def plan_factorization(
-    problem: FactorProblem,
-    roster: Sequence[Worker],
-    where: Where | None = None,
-    *,
-    engine: str,
-    sources: Sequence[Worker] = (),
-) -> FactorPlacement:
-    """Choose how many of the workers of `roster` compute `problem`, and which.
-
-    Parameters
-    ----------
-    problem
-        What is computed.
-    roster
-        Workers that can be ranks, at least one.
-    where
-        For each chunk of an operand in C order, int32, the worker that holds it, as an index into
-        ``[*roster, *sources]``. Those of a missing operand are taken as spread evenly.
-    engine
-        Name of the engine.
-    sources
-        Workers that hold chunks but can't be ranks.
-
-    Raises
-    ------
-    NoWorkersError
-        There is no worker.
-    PlanError
-        All workers were to have block columns (``method="columns"``) of what the engine computes on one worker.
-    ProjectedMemoryError
-        Every number of workers projects more memory on some worker than it may hold.
-    """
-    if not roster:
-        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
-    if problem.method == "columns" and _alone(problem, engine):
-        raise PlanError(
-            f"{problem.task.kind} in this form is computed by one worker of engine {engine!r}: expected method 'auto' "
-            "or 'local'"
-        )
-    participants, where = (*roster, *sources), where or {}
-    counts = sorted(_rank_counts(problem, len(roster), engine))
-    found = [_consider(problem, roster, sources, where, engine, count) for count in counts]
-    found.sort(key=lambda one: one.estimate.seconds if one.estimate else 0.0)
-    alternatives = tuple(one.estimate for one in found if one.estimate)
-    for one in found:
-        if not over_limit(one):
-            return dataclasses.replace(one, alternatives=alternatives)
-    leanest = min(found, key=lambda one: max(one.projected_bytes.values()))
-    limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
-    remedy = "a" if _alone(problem, engine) else "more workers or a"
-    raise ProjectedMemoryError(
-        f"{problem.task.kind} of a matrix of {problem.task.a_shape} ({problem.task.dtype}) would hold "
-        f"{max(leanest.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
-        f"{min(limits.values()) / 2**30:.2f} GiB. Use {remedy} higher memory_limit, or raise the config "
-        "distmm.memory.limit-fraction",
-        leanest.projected_bytes,
-        limits,
-    )
-
-
-def _rank_counts(problem: FactorProblem, workers: int, engine: str) -> set[int]:
-    """Return the numbers of ranks that are considered."""
-    if _alone(problem, engine):
-        return {1}
-    width = block_width(problem.task, workers, ENGINES[engine].widths)
-    blocks = _work(problem, engine, workers, width).columns.matrices[0].count
-    most = max(1, min(workers, blocks))
-    every = {1, *(2**i for i in range(1, most.bit_length())), most}
-    return {"local": {1}, "columns": {most}}.get(problem.method, every)
-
-
-def _alone(problem: FactorProblem, engine: str) -> bool:
-    """Whether one rank computes it, as it does spectral decompositions that the engine has no way to share."""
-    return problem.task.spectral and not ENGINES[engine].decomposes(problem.task)
-
-
-def _consider(
-    problem: FactorProblem,
-    roster: Sequence[Worker],
-    sources: Sequence[Worker],
-    where: Where,
-    engine: str,
-    count: int,
-) -> FactorPlacement:
-    """Return the plan on so many ranks of `roster`, with its estimate and its memory."""
-    participants = (*roster, *sources)
-    width = block_width(problem.task, count, ENGINES[engine].widths)
-    work = _work(problem, engine, count, width)
-    made = FactorPlacement(
-        problem=problem,
-        engine=engine,
-        method="columns" if count > 1 else "local",
-        participants=participants,
-        ranks=tuple(range(count)),
-        where=where,
-        width=width,
-        owners={},
-    )
-    held = np.zeros((count, len(participants)))
-    for name, table in where.items():
-        held += made.gathered(name).traffic(_in_held_order(made, name, table), len(participants)).T
-    if count == 1 and held.any():
-        # One rank alone is where most threads are, and of these where most of the operands is.
-        best = max(range(len(roster)), key=lambda index: (roster[index].nthreads, held[0, index]))
-        made = dataclasses.replace(made, ranks=(best,))
-    made = dataclasses.replace(made, owners=_owners(made))
-    size = problem.dtype.itemsize
-    given = sum(math.prod(map(sum, chunks)) for chunks in problem.chunks)
-    home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
-    panels = work.columns.matrices[0].count
-    phases = sum(not phase.carried for phase in work.phases) if not problem.task.spectral else _REDUCTIONS
-    streamed = (count - 1) * given / 2 * phases
-    results = sum(math.prod(map(sum, one.chunks)) for one in problem.outputs)
-    moved = (given - home + streamed + results * (1 - 1 / count)) * size
-    machine = problem.options.machine(engine)
-    threads = sum(participants[index].nthreads for index in made.ranks)
-    way = way_of(problem.task)
-    share = ENGINES[engine].share(way, count) or SHARES[way]
-    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * share)
-    hosts = {participants[index].host for index in made.ranks}
-    bandwidth = (machine.network_bandwidth if len(hosts) > 1 else 0.0) or machine.bandwidth
-    transfer = moved / count / bandwidth + (panels * machine.latency if count > 1 else 0.0)
-    made.projected_bytes.update(_projected(made))
-    estimate = Estimate(
-        method=made.method,
-        grid=made.grid,
-        seconds=compute + transfer,
-        compute_seconds=compute,
-        transfer_seconds=transfer,
-        bytes_moved=int(moved),
-        peak_bytes=max(made.projected_bytes.values()),
-    )
-    return dataclasses.replace(made, estimate=estimate)
-
-
-def _in_held_order(made: FactorPlacement, name: str, table: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the holders of an operand's chunks in the order of the form that ranks hold."""
-    if not made.problem.task.turned(name).transposed:
-        return table
-    return np.ascontiguousarray(table.reshape(made.problem.chunk_counts(name)).T).ravel()
-
-
-def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
-    """Share the chunks of each output out, evenly by their bytes: block columns of all ranks are in most of them."""
-    found, holders = {}, list(made.work.holders)
-    for output in made.problem.outputs:
-        ranks = range(len(made.ranks)) if made.work.output_layout(output.name) is not None else holders
-        sizes = chunk_elements(output.chunks)
-        loads = collections.Counter(dict.fromkeys(ranks, 0))
-        table = np.zeros(output.count, np.int32)
-        for index in np.argsort(-sizes, kind="stable").tolist():
-            rank = min(ranks, key=lambda one: loads[one])
-            loads[rank] += int(sizes[index]) + 1
-            table[index] = rank
-        found[output.name] = table
-    return found
-
-
-def _projected(made: FactorPlacement) -> dict[str, int]:
-    """Return the bytes that each participant holds at most.
-
-    Its chunks of the operands; a rank also its block columns, two panels that are under way, and at the end its part
-    of every output and its chunks of that. Chunks of an operand that is given up are gone before there are any of the
-    outputs. A spectral decomposition has a workspace, and its vectors, before they are
-    cut into chunks; a library has its workspace.
-    """
-    problem, size, npart = made.problem, made.problem.dtype.itemsize, len(made.participants)
-    total, going = np.zeros(npart), np.zeros(npart)
-    for name in problem.operands:
-        sizes = chunk_elements(problem.chunks_of(name)) * size
-        held = going if name in problem.given_up else total
-        if name in made.where:
-            held += np.bincount(made.where[name], sizes, npart)
-        else:
-            held += sizes.sum() / npart
-    at_the_end = np.zeros(npart)
-    work = made.work
-    for rank, index in enumerate(made.ranks):
-        array = work.columns.rows * work.columns.local_cols(rank)
-        panels = 2 * work.columns.rows * made.width
-        if work.collective:
-            panels = ENGINES[made.engine].workspace(work, rank)
-        elif problem.task.spectral:
-            panels = _spectral_workspace(problem)
-        results = 0
-        for output in problem.outputs:
-            layout = work.output_layout(output.name)
-            sizes = chunk_elements(output.chunks)
-            results += int(sizes[made.owners[output.name] == rank].sum())
-            # L is copied, as its rows are swapped in the end.
-            if layout is not None and factored(problem.task) == "lu" and not work.collective:
-                results += math.prod(layout.local_shape(rank))
-        total[index] += (array + panels) * size
-        at_the_end[index] = results * size
-    total += np.maximum(going, at_the_end) if problem.given_up else at_the_end
-    return {worker.address: int(total[index]) for index, worker in enumerate(made.participants)}
-
-
-def _spectral_workspace(problem: FactorProblem) -> int:
-    """Return the elements that LAPACK's driver holds: syevd's 2 n^2, gesdd's 4 k^2, NumPy's copy, and all results."""
-    (m, n), task = problem.task.a_shape, problem.task
-    results = sum(math.prod(one.shape) for one in task.outputs)
-    if task.kind == "eigh":
-        return (3 * n * n if task.vectors else n * n) + results
-    return m * n + (4 * min(m, n) ** 2 if task.vectors else 0) + 2 * results

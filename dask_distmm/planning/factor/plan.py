@@ -11,7 +11,7 @@ from dask_distmm.planning.factor.columns import Columns, Matrix
 from dask_distmm.planning.factor.lookahead import steps_of
 from dask_distmm.planning.factor.phases import Phase, carrying, factored, phases
 from dask_distmm.planning.factor.problem import Factorization, TaskOutput
-from dask_distmm.planning.factor.steps import Decompose, Step
+from dask_distmm.planning.factor.steps import Decompose, Diagonalize, Orient, Part, Step, Tridiagonalize
 
 __all__ = ["FactorPlan", "block_width", "factor_plan"]
 
@@ -22,9 +22,11 @@ _BLOCKS = 8
 # With so many blocks a rank of twice the width the next panel is there in time all the same, and products have a higher
 # rate (1 H200, float64, 32768 x 512 by 512, by 1024: 47 and 53 TFLOP/s).
 _MANY = 32
+# The most columns of a block where all ranks read their whole share for each column that is eliminated.
+_EVEN = 256
 
 
-def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _WIDTHS) -> int:
+def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _WIDTHS, *, shared: bool = False) -> int:
     """Return the columns of a block of A.
 
     Parameters
@@ -33,9 +35,13 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
         What is computed, by how many.
     widths
         The least and the most columns of a block, of an engine.
+    shared
+        As `FactorPlan` has it.
     """
     least, most = widths
-    if ranks == 1:
+    if shared:
+        most = max(least, min(most, _EVEN))
+    elif ranks == 1:
         # LAPACK cuts a matrix better than we do; of a QR factorization each block has a triangle T of its width.
         return most if factored(problem) == "qr" else max(most, *problem.a_shape)
     if factored(problem) != "qr" and min(problem.a_shape) >= _MANY * ranks * 2 * most:
@@ -45,13 +51,19 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
 
 
 def factor_plan(
-    problem: Factorization, ranks: int, width: int = 0, *, carries: bool = False, collective: bool = False
+    problem: Factorization,
+    ranks: int,
+    width: int = 0,
+    *,
+    carries: bool = False,
+    collective: bool = False,
+    shared: bool = False,
 ) -> FactorPlan:
     """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`.
 
     Parameters
     ----------
-    problem, ranks, width, carries, collective
+    problem, ranks, width, carries, collective, shared
         As `FactorPlan` has them.
 
     Raises
@@ -59,11 +71,13 @@ def factor_plan(
     PlanError
         A number is out of range.
     """
-    if problem.spectral and ranks != 1 and not collective:
+    shared = shared and problem.shareable and not collective
+    if problem.spectral and ranks != 1 and not (collective or shared):
         raise PlanError(f"{problem.kind} on {ranks} ranks: expected one")
     if ranks < 1 or width < 0:
         raise PlanError(f"{ranks} ranks, blocks of {width} columns: expected at least one rank and a width above 0")
-    return FactorPlan(problem, ranks, width or block_width(problem, ranks), carries, collective and ranks > 1)
+    width = width or block_width(problem, ranks, shared=shared)
+    return FactorPlan(problem, ranks, width, carries, collective and ranks > 1, shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +97,9 @@ class FactorPlan:
     collective
         Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0. It takes no
         steps, and a spectral decomposition has block columns, too.
+    shared
+        Whether the block columns of a matrix whose eigenvalues are wanted are dealt out, for ranks that take steps;
+        otherwise one rank has it all.
     """
 
     problem: Factorization
@@ -90,6 +107,7 @@ class FactorPlan:
     width: int
     carries: bool = False
     collective: bool = False
+    shared: bool = False
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -105,12 +123,16 @@ class FactorPlan:
             second = (m, problem.b_order)
         elif problem.spectral and problem.vectors and self.collective:
             second = a
+        elif self.shared and problem.vectors:
+            second = next(one.shape for one in problem.outputs if one.name == "v")  # type: ignore[assignment]
+        below = int(self.shared)
         if second is None:
-            return Columns((Matrix(a, self.width),), self.ranks)
+            return Columns((Matrix(a, self.width),), self.ranks, below=below)
         # The block columns of Q begin where those of A do. Of right-hand sides each rank gets some if it can.
         even = -(-second[1] // self.ranks)
         width = self.width if problem.kind == "qr" or self.collective else max(1, min(self.width, even))
-        return Columns((Matrix(a, self.width), Matrix(second, width)), self.ranks, self.collective)
+        matrices = Matrix(a, self.width), Matrix(second, width)
+        return Columns(matrices, self.ranks, aligned=self.collective, below=below)
 
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
@@ -128,6 +150,9 @@ class FactorPlan:
     @functools.lru_cache(maxsize=16)  # noqa: B019 - plans are few, and small
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the program of a rank."""
+        if self.shared:
+            applied = steps_of(rank, self.phases, self.columns)
+            return (Tridiagonalize(), Diagonalize(), *applied, *([Orient()] if self.problem.vectors else []))
         if self.problem.spectral:
             return (Decompose(),)
         kind, checked = self.problem.kind, ""
@@ -137,6 +162,14 @@ class FactorPlan:
             checked = "zero" if factored(self.problem) != "cholesky" else ""
         return steps_of(rank, self.phases, self.columns, check=checked, pivots_on=self.holders)
 
+    def numbers(self, part: Part) -> int:
+        """Return how many arrays there are of what ranks ask each other for; they are numbered from 0."""
+        if part in ("lower", "upper", "pivots", "carried"):
+            return self.columns.count
+        if part in ("vector", "product", "reflectors"):
+            return self.problem.a_shape[0]
+        return self.ranks
+
     def input_layout(self, name: str) -> BlockCyclicLayout:
         """Return the layout of ``"a"`` or ``"b"``, of the form of it that ranks are given (`Factorization.turned`)."""
         return self.columns.layout("ab".index(name))
@@ -144,7 +177,8 @@ class FactorPlan:
     def output(self, name: str) -> TaskOutput:
         """Return a result by its name."""
         found = next(one for one in self.problem.outputs if one.name == name)
-        if self.collective and found.form == "spectral" and len(found.shape) > 1:
+        # The block columns of eigenvectors are dealt out as those of a second matrix.
+        if (self.collective or self.shared) and found.form == "spectral" and len(found.shape) > 1:
             return dataclasses.replace(found, matrix=1, form="full")
         return found
 

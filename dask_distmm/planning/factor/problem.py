@@ -173,6 +173,11 @@ class Factorization:
         return self.kind in _SPECTRAL
 
     @property
+    def shareable(self) -> bool:
+        """Whether it is a spectral decomposition that several ranks can share, by way of a tridiagonal matrix."""
+        return self.kind == "eigh" and self.b_shape is None and self.a_shape[0] > 0
+
+    @property
     def underdetermined(self) -> bool:
         """Whether it is a least-squares problem with fewer equations than unknowns: there A^H is factorized."""
         return self.kind in ("lstsq", "pinv") and self.a_shape[0] < self.a_shape[1]
@@ -218,7 +223,9 @@ class Factorization:
 
     def turned(self, name: str) -> Turned:
         """Return which form of ``"a"`` or ``"b"`` ranks are given."""
-        if name == "b" and self.kind != "eigh":
+        if self.kind == "eigh":
+            return Turned(not self.lower, not self.lower)
+        if name == "b":
             # X op(A) = B is op(A)^T X^T = B^T; and where op(A)^T is A's conjugate, A X^H = B^H.
             return Turned(self.right, self.right and self.op == "C")
         if self.hermitian:

@@ -9,20 +9,41 @@ __all__ = [
     "Ask",
     "Check",
     "Decompose",
+    "Diagonalize",
     "Drop",
     "Factor",
     "Get",
     "Key",
     "Operation",
+    "Orient",
     "Part",
     "Publish",
     "Step",
+    "Tridiagonalize",
 ]
 
 # The part of a panel that others need. "lower": its rows from the diagonal on, with the pivots (LU) or T (QR);
 # "upper": its rows up to and with the diagonal block; "pivots": pivots and diagonal alone. "carried" is no part: the
 # right-hand side on its way to the owner of the panel, or to its own rank under its own number.
-Part = Literal["lower", "upper", "pivots", "carried"]
+#
+# Of shared eigenvalues, each kind with numbers of its own. "size": the largest element of a rank's block columns.
+# "vector": the reflector of a column; "product": the matrix times that, a rank's part; "reflectors": those of a narrow
+# panel. "above" and "below": what a merge needs of the parts on both sides of a rank's first row; "values": all
+# eigenvalues; "rows": a rank's rows of eigenvectors, in the columns of another one.
+Part = Literal[
+    "lower",
+    "upper",
+    "pivots",
+    "carried",
+    "size",
+    "vector",
+    "product",
+    "reflectors",
+    "above",
+    "below",
+    "values",
+    "rows",
+]
 
 
 class Key(NamedTuple):
@@ -115,4 +136,19 @@ class Decompose(NamedTuple):
     """Compute eigenvalues or singular values, and vectors, of the whole matrix, which one rank has."""
 
 
-Step = Decompose | Factor | Check | Publish | Ask | Get | Apply | Drop
+class Tridiagonalize(NamedTuple):
+    """Reduce the Hermitian matrix, whose block columns all ranks have, to a tridiagonal one, with all other ranks.
+
+    Panels are reflectors afterwards.
+    """
+
+
+class Diagonalize(NamedTuple):
+    """Compute eigenvalues, and block columns of eigenvectors, of the tridiagonal matrix, with all other ranks."""
+
+
+class Orient(NamedTuple):
+    """Give the rank's own columns of eigenvectors the factors of modulus one that make them unique."""
+
+
+Step = Decompose | Tridiagonalize | Diagonalize | Orient | Factor | Check | Publish | Ask | Get | Apply | Drop

@@ -11,6 +11,7 @@ NUMPY = Abilities(
     takes_on_cpus,
     frozenset(["product", "factorization"]),
     carries=True,
+    decomposes=lambda task: task.shareable,
     in_place=True,
     makes=True,
     packs=True,

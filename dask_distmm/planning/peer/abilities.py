@@ -15,6 +15,15 @@ from dask_distmm.planning.plan import Plan
 
 __all__ = ["PEER"]
 
+# Shares of the rate of a product on one GPU: H200, float64, N = 32768.
+_ALONE = {"cholesky": 0.75, "lu": 0.55, "qr": 0.72}
+# Panels of 512 columns: two H200, float64, N = 16384 and 32768.
+_PANEL_SECONDS = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 9e-3}
+# From this order on two GPUs are expected to have the eigenvalues of a matrix sooner than cuSOLVER on one of them.
+_SHARED_EIGH = 16384
+# Launches of kernels and an exchange between GPUs, for each column of a matrix that is reduced to a tridiagonal one.
+_COLUMN_SECONDS = 4e-5
+
 
 def _buffer_line(plan: Plan) -> list[str]:
     """Return the line that tells the stationary and the streamed operand of the rank with the largest buffers."""
@@ -43,6 +52,11 @@ PEER = Abilities(
     takes_on_gpus,
     frozenset(["product", "factorization"]),
     (128, 512),
+    decomposes=lambda task: task.shareable,
+    panel_seconds=_PANEL_SECONDS,
+    share=lambda way, ranks: _ALONE.get(way, 0.0) if ranks == 1 else 0.0,
+    shares_eigh_from=_SHARED_EIGH,
+    column_seconds=_COLUMN_SECONDS,
     on_gpus=True,
     reads_peers=True,
     keeps=True,

@@ -1,0 +1,278 @@
+"""Reduction of a Hermitian matrix to a tridiagonal one on GPUs that read each other's memory: launches of its kernels.
+
+Of a column all GPUs compute the reflector v for themselves. Each multiplies its own block columns of the lower triangle
+by v, reads every element once, and leaves its part of the product where the others read it; a word beside it says so.
+The last block of the kernel waits for the words of the others (`tridiagonal.cu`). So a column takes three launches, and
+the host is never asked. It puts launches on the stream two panels ahead, and looks then whether something is wrong.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import cupy as cp
+import cupyx
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.factor.copies import assign
+from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.sources import kernel
+from dask_distmm.engines.tridiagonal.reduction import TINY, Tridiagonal, panel_width
+from dask_distmm.errors import EngineError, PlanError
+from dask_distmm.planning.factor import Columns
+
+__all__ = ["DeviceReduction", "Peers", "exchange_bytes"]
+
+# As tridiagonal.cu has them.
+_NARROW, _ROWS, _THREADS, _COLS, _WARPS, _MOST_TILES, _HEADER = 64, 512, 128, 8, 8, 1024, 256
+_LATE, _DIFFERENT = 2, 3
+# Blocks of the kernels on vectors, at most. The same on all ranks: sums must have the same order.
+_BLOCKS = 256
+# Blocks of the products for each multiprocessor: as many as it has registers for, so that all run at the same time.
+_RESIDENT, _RESIDENT_COMPLEX128 = 4, 2
+# Panels whose launches are on the stream.
+_AHEAD = 2
+# Seconds between two looks at an event.
+_LOOK = 2e-5
+
+
+class Peers(NamedTuple):
+    """The memory of all ranks, as one of them sees it.
+
+    Parameters
+    ----------
+    addresses
+        Where the memory of `exchange_bytes` of each rank is; zeros in its first bytes.
+    pull
+        Returns some columns of another rank's block columns, in its memory: the rank, and the columns as it has them.
+    """
+
+    addresses: Sequence[int]
+    pull: Callable[[int, slice], Any]
+
+
+def exchange_bytes(order: int, itemsize: int) -> int:
+    """Return the bytes that others read of a rank: products of two columns, and words."""
+    return _HEADER + 2 * _part_bytes(order, itemsize)
+
+
+def _part_bytes(order: int, itemsize: int) -> int:
+    product = -(-order * itemsize // 16) * 16 + 8 * _BLOCKS
+    return -(-product // 256) * 256
+
+
+class DeviceReduction:
+    """One rank's part of a reduction; all its memory is allocated when it is made.
+
+    Parameters
+    ----------
+    columns
+        Which rank has which block column; their width is a multiple of 8.
+    rank
+        The number of this one.
+    dtype
+        Of the matrix.
+    names
+        The ranks' names, for messages.
+    limit
+        Seconds after which a rank that does not answer is given up.
+    """
+
+    def __init__(self, columns: Columns, rank: int, dtype: np.dtype, names: Sequence[str], limit: float) -> None:
+        self._columns, self._rank, self._dtype, self._names, self._limit = columns, rank, dtype, names, limit
+        self._order, self._width = columns.matrices[0].shape[0], columns.matrices[0].width
+        self._narrow, self._tiles = panel_width(self._width), -(-self._order // _ROWS)
+        if self._width % _COLS or self._tiles > _MOST_TILES:
+            raise PlanError(
+                f"eigenvalues of a matrix of order {self._order} in blocks of {self._width} columns: expected an order "
+                f"up to {_ROWS * _MOST_TILES} and blocks of a multiple of {_COLS} columns; give method='local'"
+            )
+        processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
+        resident = _RESIDENT_COMPLEX128 if dtype.name == "complex128" else _RESIDENT
+        self._grid, count = resident * processors, len(columns.held(0, rank))
+        self._units = self._work()
+        self._memory = {
+            "reflectors": cp.empty((self._order, 3 * self._narrow), dtype, order="F"),
+            "x": cp.empty(self._order, dtype),
+            "panel": cp.empty((self._order, self._narrow), dtype, order="F"),
+            "row_pieces": cp.empty((self._grid + self._tiles) * _ROWS, dtype),
+            "col_pieces": cp.empty(max(1, self._tiles * count), dtype),
+            "units": cp.asarray(self._units),
+            "norms": cp.empty(_BLOCKS, np.float64),
+            "dot_pieces": cp.empty(_BLOCKS * 2 * _NARROW, dtype),
+            "dots": cp.empty(2 * _NARROW, dtype),
+            "scalars": cp.empty(8, np.float64),
+            "d": cp.empty(self._order, np.float64),
+            "e": cp.empty(self._order, np.float64),
+            "factors": cp.empty(self._order, dtype),
+            "status": cp.zeros(2, np.int32),
+        }
+        # The host says in the first word that the run is over; kernels say in the second one what is wrong.
+        self._words: NDArray[np.uint32] = cupyx.empty_pinned(2, np.uint32)
+        self._words[...] = 0
+        self._sequence = 0
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All device memory that it holds."""
+        return list(self._memory.values())
+
+    def abort(self) -> None:
+        """Let kernels that wait for other ranks end; any thread."""
+        self._words[0] = 1
+
+    def _work(self) -> NDArray[np.int32]:
+        """Return for each panel the number of the first unit of each tile of rows, and of all units."""
+        starts = np.arange(0, self._order, self._narrow)[:, None]
+        ends = np.minimum(np.arange(1, self._tiles + 1) * _ROWS, self._order)
+        count = np.maximum(0, self._before(ends) - self._before(starts))
+        # Tiles above the panel have no rows that are left.
+        count[ends <= starts] = 0
+        found = np.zeros((len(starts), self._tiles + 1), np.int32)
+        np.cumsum(-(-count // _COLS), axis=1, out=found[:, 1:])
+        return found
+
+    def _before(self, column: Any) -> Any:
+        """Return how many columns before a global one this rank has."""
+        turn = self._width * self._columns.ranks
+        rest = np.clip(column % turn - self._rank * self._width, 0, self._width)
+        return column // turn * self._width + rest
+
+    def reduce(
+        self,
+        array: Any,
+        kernels: Kernels,
+        peers: Peers,
+        check: Callable[[], None],
+        progress: Callable[[float], None],
+    ) -> Tridiagonal:
+        """Reduce the matrix on the current stream.
+
+        Parameters
+        ----------
+        array
+            This rank's block columns side by side; reflectors take their place.
+        kernels
+            Products of matrices.
+        peers
+            The memory of all ranks.
+        check, progress
+            The one raises if the run is over, the other takes the share that is done.
+
+        Raises
+        ------
+        EngineError
+            A rank has not answered for too long, or GPUs of different kinds have computed different bits.
+        """
+        parameters, stream = self._parameters(array, peers), cp.cuda.get_current_stream()
+        events: collections.deque[Any] = collections.deque()
+        for start in range(0, self._order, self._narrow):
+            if len(events) == _AHEAD:
+                self._wait(events.popleft(), check)
+            self._panel(start, array, peers, parameters)
+            self._update(start, array, kernels)
+            events.append(record(stream))
+            progress(1 - (1 - min(1.0, (start + self._narrow) / self._order)) ** 3)
+        for event in events:
+            self._wait(event, check)
+        d, e, factors = (self._memory[name].get() for name in ("d", "e", "factors"))
+        return Tridiagonal(d, e[: self._order - 1], factors[: self._order - 1])
+
+    def _parameters(self, array: Any, peers: Peers) -> Any:
+        """Return the structure that all kernels read, on the device."""
+        pointers = {name: int(x.data.ptr) for name, x in self._memory.items()}
+        ranks, size = self._columns.ranks, self._dtype.itemsize
+        self._memory["peers"] = cp.asarray(np.array(peers.addresses, np.int64))
+        distance = array.strides[1] // size if array.shape[1] > 1 else max(1, len(array))
+        fields = [
+            *(int(array.data.ptr), distance, self._order, self._rank, ranks, self._width, self._narrow),
+            *(pointers[name] for name in ("reflectors", "x", "panel", "row_pieces", "col_pieces")),
+            *(len(self._columns.held(0, self._rank)), pointers["units"], self._tiles),
+            *(pointers[name] for name in ("norms", "dot_pieces", "dots", "scalars", "d", "e", "factors")),
+            *(int(self._memory["peers"].data.ptr), _part_bytes(self._order, size)),
+            *(pointers["status"], self._words.ctypes.data, round(self._limit * 1e9)),
+        ]
+        tiny = np.array([TINY[np.finfo(self._dtype).dtype.name]]).view(np.int64)
+        return cp.asarray(np.concatenate([np.array(fields, np.int64), tiny]))
+
+    def _kernel(self, name: str) -> Any:
+        return kernel("tridiagonal", name, self._dtype)
+
+    def _next(self) -> np.uint32:
+        """Return the next number of the word by which ranks meet."""
+        self._sequence += 1
+        return np.uint32(self._sequence)
+
+    def _panel(self, start: int, array: Any, peers: Peers, parameters: Any) -> None:
+        """Put the launches of a panel on the stream."""
+        order, stop = self._order, min(start + self._narrow, self._order)
+        block = start // self._width
+        owner = self._columns.owner(block)
+        place = self._columns.local(owner, block, block + 1).start + start - block * self._width
+        columns = slice(place, place + stop - start)
+        if self._columns.ranks > 1:
+            # The owner has updated the panel; all others have pulled the one before.
+            self._kernel("meet_ranks")((1,), (32,), (parameters, self._next()))
+        source = array[:, columns] if owner == self._rank else peers.pull(owner, columns)
+        assign(self._memory["panel"][start:, : stop - start], source[start:order])
+        block_shape, at, none, one = (32, _WARPS), np.int32(start), np.int32(0), np.int32(1)
+        finish_and_begin, multiply, collect = map(self._kernel, ("finish_and_begin", "multiply", "collect"))
+        rows = min(_BLOCKS, -(-(order - start // 32 * 32) // 32))
+        units = int(self._units[start // self._narrow, -1])
+        grid = max(1, min(self._grid, units))
+        for i, column in enumerate(range(start, stop)):
+            number, finish = np.int32(i), one if i else none
+            blocks = min(_BLOCKS, -(-(order - column // 32 * 32) // 32))
+            begun = parameters, at, number, finish, one, np.int32(rows)
+            finish_and_begin((blocks,), block_shape, begun)
+            if column < order - 1:
+                multiply((grid,), (_THREADS,), (parameters, at, number, np.int32(blocks)))
+                collected = parameters, at, number, np.int32(grid), np.int32(blocks), np.int32(rows)
+                collect((rows + -(-2 * i // 16),), block_shape, (*collected, self._next()))
+        if stop < order:
+            blocks = min(_BLOCKS, -(-(order - stop // 32 * 32) // 32))
+            ended = parameters, at, np.int32(stop - start), one, none, np.int32(rows)
+            finish_and_begin((blocks,), block_shape, ended)
+        if owner == self._rank and (made := min(stop, order - 1) - start):
+            # Ranks have met since they read the panel, if it has a reflector. Later those of a whole block column are
+            # one panel.
+            columns = slice(place, place + made)
+            assign(array[block * self._width : start, columns], 0)
+            assign(array[start:order, columns], self._memory["reflectors"][start:, :made])
+
+    def _update(self, start: int, array: Any, kernels: Kernels) -> None:
+        """Update the lower triangle of this rank's columns behind a panel: ``A - [V W] [W V]^H``."""
+        stop, narrow, reflectors = start + self._narrow, self._narrow, self._memory["reflectors"]
+        columns = self._columns
+        if stop >= self._order:
+            return
+        for block in columns.owned(self._rank, stop // self._width, columns.first(1)):
+            _, first, last = columns.blocks[block]
+            begin, place = max(first, stop), columns.local(self._rank, block, block + 1)
+            target = array[begin : self._order, place.start + begin - first : place.stop]
+            left, right = reflectors[begin:, : 2 * narrow], reflectors[begin:last, narrow:]
+            kernels.gemm(left, right, target, "N", "C", alpha=-1, beta=1)
+
+    def _wait(self, event: Any, check: Callable[[], None]) -> None:
+        """Wait for a CUDA event; raise if the run is over, or a kernel has found something wrong."""
+        while not event.done:
+            check()
+            time.sleep(_LOOK)
+        check()
+        if error := int(self._words[1]):
+            if error == _DIFFERENT:
+                raise EngineError(
+                    "ranks have computed different reflectors from the same numbers: their GPUs are of different "
+                    "kinds; give method='local', or workers with GPUs of one kind"
+                )
+            name = self._names[error // 16] if error % 16 == _LATE else "this one"
+            raise EngineError(
+                f"worker {name} has not multiplied its part for {self._limit:.0f} s (config distmm.timeouts.transfer)"
+                if error % 16 == _LATE
+                else "the reduction was ended from outside"
+            )

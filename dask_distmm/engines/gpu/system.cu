@@ -1,0 +1,16 @@
+// What is between GPUs of one host, and between a GPU and its host: memory that others write, and time.
+
+__device__ __forceinline__ unsigned load_acquired(const unsigned* p) {
+  unsigned found;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(p) : "memory");
+  return found;
+}
+__device__ __forceinline__ void store_released(unsigned* p, unsigned value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+// Nanoseconds of a clock of the device.
+__device__ __forceinline__ long long now() {
+  long long found;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(found));
+  return found;
+}

@@ -1,0 +1,283 @@
+r"""Eigenvalues and eigenvectors of a symmetric tridiagonal matrix by divide and conquer, on one or several ranks.
+
+The matrix is torn in two, again and again, until the parts are small; these are solved by LAPACK. Then parts are
+merged by twos (J. J. M. Cuppen 1981; `deflation` and `secular` have the mathematics): the eigenvectors Z of both are
+multiplied by those of the merge, ``Z := Z U``.
+
+Each rank has some rows of Z, of all columns. So it multiplies its own rows, and a merge needs from others nothing but
+the two rows of Z on both sides of the cut. The matrix is torn between ranks' rows first. Here four ranks have 40 rows::
+
+    rank 0   [ 0:10)  \
+    rank 1   [10:20)  /  cut at 10  \
+    rank 2   [20:30)  \              cut at 20, all ranks merge
+    rank 3   [30:40)  /  cut at 30  /
+
+What is below a rank's own rows is merged by this rank alone. For a cut between ranks both neighbours publish a row of
+Z, and the eigenvalues of their part. All ranks that merge take these very numbers, and so come to the same decisions
+(`deflation`). Each solves the secular equation for itself: where its roots differ by rounding, so do its rows of U.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.tridiagonal.deflation import Merge, deflate
+from dask_distmm.engines.tridiagonal.kernels import Merging, Solved
+from dask_distmm.planning.factor import Part
+
+__all__ = ["Conquest", "Ends", "Products", "Talk", "row_bounds"]
+
+# Parts of at most this order are LAPACK's.
+_LEAF = 256
+# Elements of U that are made at once.
+_PANEL_ELEMENTS = 2**26
+# Small parts that are solved at the same time on a host of GPUs.
+_THREADS = 8
+
+Vector = NDArray[np.float64]
+Pair = tuple[Vector, Vector]
+
+
+class Ends(NamedTuple):
+    """What others need of a part: its eigenvalues and one row of its eigenvectors, in the order of Z's columns."""
+
+    values: Vector
+    row: Vector
+
+
+class Talk(Protocol):
+    """The way of small arrays between ranks; they are named by what they are and a number."""
+
+    def publish(self, part: Part, number: int, arrays: Sequence[Vector]) -> None:
+        """Let other ranks have arrays."""
+        ...
+
+    def fetch(self, part: Part, number: int, owner: int) -> Sequence[Vector]:
+        """Return arrays that a rank publishes, now or later."""
+        ...
+
+
+class Products(Protocol):
+    """The products of matrices, as `dask_distmm.engines.factor.Kernels` has them."""
+
+    @property
+    def xp(self) -> Any:
+        """The array module: numpy or cupy."""
+        ...
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether calls return before their work is done."""
+        ...
+
+    @property
+    def merging(self) -> Merging:
+        """What merges take beside products."""
+        ...
+
+    def empty(self, shape: tuple[int, int], dtype: np.dtype) -> Any:
+        """Return a column-major matrix whose elements may be anything."""
+        ...
+
+    def gemm(self, a: Any, b: Any, c: Any, op_a: str = "N", op_b: str = "N", *, alpha: float, beta: float) -> None:
+        """Compute ``c = alpha op(a) op(b) + beta c``."""
+        ...
+
+    def host(self, a: Any) -> NDArray[Any]:
+        """Return an array of any shape on the host."""
+        ...
+
+
+def row_bounds(order: int, ranks: int) -> list[int]:
+    """Return the first row of each rank, and behind the last one the order of the matrix."""
+    return [order * rank // ranks for rank in range(ranks + 1)]
+
+
+class Conquest:
+    """One rank's part of divide and conquer.
+
+    Parameters
+    ----------
+    kernels
+        The arithmetic.
+    talk
+        The way to the other ranks.
+    place
+        The number of this rank, and how many there are.
+    matrix
+        The tridiagonal matrix, on the host, the same on all ranks: its diagonal, (n,), and the elements beside it,
+        (n - 1,); n is at least the number of ranks.
+    memory
+        For this rank's rows of all eigenvectors (`row_bounds`), (rows, n), column-major, and as much more.
+    rounding
+        Relative error that is allowed: half the distance of 1 to the next number of the type of the vectors.
+    check
+        Raises if the run is over.
+    """
+
+    def __init__(
+        self,
+        kernels: Products,
+        talk: Talk,
+        place: tuple[int, int],
+        matrix: tuple[Vector, Vector],
+        memory: tuple[Any, Any],
+        *,
+        rounding: float = 2.0**-53,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._kernels, self._talk, (self._rank, self._ranks), self._check = kernels, talk, place, check
+        # Deflation takes the largest element for about 1.
+        largest = max(np.abs(x).max(initial=0.0) for x in matrix)
+        self._unit = float(np.exp2(np.frexp(largest)[1])) if largest else 1.0
+        self._d, self._e = (x / self._unit for x in matrix)
+        self._z, self._spare = memory
+        self._rounding, self._order = rounding, len(self._d)
+        self._bounds = row_bounds(self._order, self._ranks)
+        self._rows = slice(self._bounds[self._rank], self._bounds[self._rank + 1])
+        self._wanted = 0, self._order
+
+    def solve(self, first: int, last: int) -> tuple[Vector, NDArray[np.int64]]:
+        """Compute some eigenvalues, and this rank's rows of their eigenvectors.
+
+        Parameters
+        ----------
+        first, last
+            Numbers of the eigenvalues, from 0 for the least one; both are computed.
+
+        Returns
+        -------
+        values
+            The eigenvalues in ascending order, the same on all ranks.
+        columns
+            For each of them the column of the rank's memory that has the eigenvector.
+        """
+        self._wanted = first, last + 1
+        self._z.T[...] = 0
+        leaves = list(_leaves(self._rows.start, self._rows.stop))
+        for cut in {edge for leaf in leaves for edge in leaf} - {0, self._order}:
+            coupling = abs(self._e[cut - 1])
+            for side in (cut - 1, cut):
+                if self._rows.start <= side < self._rows.stop:
+                    self._d[side] -= coupling
+        # NumPy calls LAPACK without the interpreter's lock.
+        with ThreadPoolExecutor(_THREADS if self._kernels.asynchronous else 1) as pool:
+            found = dict(zip(leaves, pool.map(self._leaf, leaves), strict=True))
+        values = self._across(0, self._ranks, found)
+        columns = np.argsort(values, kind="stable")[first : last + 1]
+        return values[columns] * self._unit, columns
+
+    def _leaf(self, leaf: tuple[int, int]) -> Pair:
+        """Return eigenvalues and eigenvectors of a small part."""
+        d, e = self._d[slice(*leaf)], self._e[leaf[0] : leaf[1] - 1]
+        found = np.linalg.eigh(np.diag(d) + np.diag(e, -1))
+        return found[0], found[1]
+
+    def _across(self, low: int, high: int, leaves: Mapping[tuple[int, int], Pair]) -> Vector:
+        """Return the eigenvalues of the part of some ranks, of which this is one."""
+        if high - low == 1:
+            return self._local(self._rows.start, self._rows.stop, leaves)
+        middle = (low + high) // 2
+        mine = (low, middle) if self._rank < middle else (middle, high)
+        values = self._across(*mine, leaves)
+        start, cut, stop = self._bounds[low], self._bounds[middle], self._bounds[high]
+        ends = []
+        sides: tuple[tuple[Part, int, int, slice], ...] = (
+            ("above", middle - 1, cut - 1, slice(start, cut)),
+            ("below", middle, cut, slice(cut, stop)),
+        )
+        for part, owner, row, columns in sides:
+            if owner == self._rank:
+                ends.append(Ends(values, self._row(row, columns)))
+                self._talk.publish(part, middle, ends[-1])
+            else:
+                ends.append(Ends(*self._talk.fetch(part, middle, owner)))
+        return self._merge(start, cut, stop, *ends)
+
+    def _local(self, start: int, stop: int, leaves: Mapping[tuple[int, int], Pair]) -> Vector:
+        """Return the eigenvalues of a part all of whose rows this rank has."""
+        if (start, stop) in leaves:
+            values, vectors = leaves[start, stop]
+            rows = slice(start - self._rows.start, stop - self._rows.start)
+            self._z[rows, start:stop] = self._kernels.xp.asarray(vectors)
+            return values
+        middle = (start + stop) // 2
+        first, second = self._local(start, middle, leaves), self._local(middle, stop, leaves)
+        above = Ends(first, self._row(middle - 1, slice(start, middle)))
+        return self._merge(start, middle, stop, above, Ends(second, self._row(middle, slice(middle, stop))))
+
+    def _row(self, row: int, columns: slice) -> Vector:
+        """Return a part of a row of eigenvectors, on the host."""
+        return np.array(self._kernels.host(self._z[row - self._rows.start, columns]))
+
+    def _merge(self, start: int, middle: int, stop: int, above: Ends, below: Ends) -> Vector:
+        """Merge two parts; return the eigenvalues in the order of the columns of this rank's rows."""
+        self._check()
+        coupling, first = float(self._e[middle - 1]), middle - start
+        row = below.row if coupling >= 0 else -below.row
+        merge = deflate(
+            np.concatenate([above.values, below.values]),
+            np.concatenate([above.row, row]),
+            abs(coupling),
+            first,
+            self._rounding,
+        )
+        merging, here = self._kernels.merging, slice(*(max(0, edge - self._rows.start) for edge in (start, stop)))
+        mine, count = self._z[here, start:stop], len(merge.poles)
+        if len(merge.pairs):
+            merging.rotate(mine, merge.pairs, merge.factors)
+        merging.take(mine, merge.columns, spare := self._spare[: len(mine), : stop - start])
+        solved = merging.secular(merge.poles, merge.weights, merge.rho) if count else None
+        values = merge.deflated if solved is None else np.concatenate([solved.values, merge.deflated])
+        needed = slice(0, count)
+        if stop - start == self._order:
+            values = self._agreed(values)
+            wanted = np.argsort(values, kind="stable")[slice(*self._wanted)]
+            roots = np.sort(wanted[wanted < count])
+            needed = slice(int(roots[0]), int(roots[-1]) + 1) if len(roots) else slice(0, 0)
+        merging.take(spare[:, count:], np.arange(stop - start - count), mine[:, count:])
+        if solved is not None:
+            cut = min(max(0, middle - self._rows.start - here.start), len(mine))
+            self._multiply(merge, solved, (spare, mine), cut, needed)
+        return values
+
+    def _agreed(self, values: Vector) -> Vector:
+        """Return the eigenvalues of the whole matrix as the first rank has them."""
+        if self._ranks == 1:
+            return values
+        if self._rank == 0:
+            self._talk.publish("values", 0, (values,))
+            return values
+        return self._talk.fetch("values", 0, 0)[0]
+
+    def _multiply(self, merge: Merge, solved: Solved, matrices: tuple[Any, Any], cut: int, needed: slice) -> None:
+        """Multiply this rank's rows by the eigenvectors of a merge; `cut` of them are the first part's."""
+        source, target = matrices
+        count, (alone, both, _) = len(merge.poles), merge.counts
+        width = max(1, min(needed.stop - needed.start, _PANEL_ELEMENTS // count))
+        panel = self._kernels.empty((count, width), np.dtype(np.float64))
+        for column in range(needed.start, needed.stop, width):
+            which = np.arange(column, min(column + width, needed.stop))
+            u, places = panel[:, : len(which)], slice(column, column + len(which))
+            solved.vectors(merge.order, which, u)
+            # In the rows of each part the columns of the other one are zero.
+            for rows, some in ((slice(0, cut), slice(0, alone + both)), (slice(cut, None), slice(alone, count))):
+                if some.start < some.stop:
+                    self._kernels.gemm(source[rows, some], u[some], target[rows, places], alpha=1, beta=0)
+                else:
+                    target[rows, places].T[...] = 0
+
+
+def _leaves(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts that are not torn any more, as `Conquest._local` tears them."""
+    if stop - start <= _LEAF:
+        yield start, stop
+        return
+    middle = (start + stop) // 2
+    yield from _leaves(start, middle)
+    yield from _leaves(middle, stop)

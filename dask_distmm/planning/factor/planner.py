@@ -1,0 +1,277 @@
+"""Who computes a factorization: how many of the workers, and which; its time and its memory as projected.
+
+::
+
+    seconds    = the larger of compute and panels, + messages + transfer
+    compute    = flops / (ranks * rate * share of a product's rate); of shared eigenvalues see `sharing`
+    panels     = what one panel after the other takes (`Abilities.panel_seconds`)
+    messages   = one for each panel
+    transfer   = (operands from their holders + panels of others + chunks of outputs from other ranks) / bandwidth
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
+from dask_distmm.planning.computation import chunk_elements
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.engines import ENGINES
+from dask_distmm.planning.factor.computation import FactorProblem
+from dask_distmm.planning.factor.phases import factored
+from dask_distmm.planning.factor.placement import FactorPlacement, work_of
+from dask_distmm.planning.factor.plan import block_width
+from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor.sharing import shared_bytes, shared_seconds
+from dask_distmm.planning.placement import Estimate, Where, over_limit
+
+__all__ = ["SHARES", "plan_factorization", "way_of"]
+
+# A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
+# spectral decomposition, and one of values alone: one thread, N = 1200.
+SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45, "values": 0.1}
+# A reduction to tridiagonal form, and the way back of the vectors, move so many times what a factorization does.
+_REDUCTIONS = 4
+
+
+def way_of(task: Factorization) -> str:
+    """Return what A goes through, as `SHARES` and engines' own have it."""
+    if task.spectral:
+        return task.kind if task.vectors else "values"
+    return factored(task)
+
+
+def plan_factorization(
+    problem: FactorProblem,
+    roster: Sequence[Worker],
+    where: Where | None = None,
+    *,
+    engine: str,
+    sources: Sequence[Worker] = (),
+) -> FactorPlacement:
+    """Choose how many of the workers of `roster` compute `problem`, and which.
+
+    Parameters
+    ----------
+    problem
+        What is computed.
+    roster
+        Workers that can be ranks, at least one.
+    where
+        For each chunk of an operand in C order, int32, the worker that holds it, as an index into
+        ``[*roster, *sources]``. Those of a missing operand are taken as spread evenly.
+    engine
+        Name of the engine.
+    sources
+        Workers that hold chunks but can't be ranks.
+
+    Raises
+    ------
+    NoWorkersError
+        There is no worker.
+    PlanError
+        All workers were to have block columns (``method="columns"``) of what the engine computes on one worker.
+    ProjectedMemoryError
+        Every number of workers projects more memory on some worker than it may hold.
+    """
+    if not roster:
+        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    if problem.method == "columns" and _alone(problem, engine) and problem.task.a_shape[0]:
+        raise PlanError(
+            f"{problem.task.kind} in this form is computed by one worker of engine {engine!r}: expected method 'auto' "
+            "or 'local'"
+        )
+    participants, where = (*roster, *sources), where or {}
+    counts = sorted(_rank_counts(problem, len(roster), engine))
+    found = [_consider(problem, roster, sources, where, engine, count) for count in counts]
+    # The order says whether eigenvalues are shared; the other way is taken where memory is short.
+    large = problem.task.shareable and problem.task.a_shape[0] >= ENGINES[engine].shares_eigh_from
+    found.sort(key=lambda one: (one.work.shared != large, one.estimate.seconds if one.estimate else 0.0))
+    alternatives = tuple(one.estimate for one in found if one.estimate)
+    for one in found:
+        if not over_limit(one):
+            return dataclasses.replace(one, alternatives=alternatives)
+    leanest = min(found, key=lambda one: max(one.projected_bytes.values()))
+    limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
+    remedy = "a" if counts == [1] and problem.task.spectral else "more workers or a"
+    raise ProjectedMemoryError(
+        f"{problem.task.kind} of a matrix of {problem.task.a_shape} ({problem.task.dtype}) would hold "
+        f"{max(leanest.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
+        f"{min(limits.values()) / 2**30:.2f} GiB. Use {remedy} higher memory_limit, or raise the config "
+        "distmm.memory.limit-fraction",
+        leanest.projected_bytes,
+        limits,
+    )
+
+
+def _rank_counts(problem: FactorProblem, workers: int, engine: str) -> set[int]:
+    """Return the numbers of ranks that are considered."""
+    if _alone(problem, engine):
+        return {1}
+    abilities = ENGINES[engine]
+    shared = problem.task.shareable and not abilities.collective
+    width = block_width(problem.task, workers, abilities.widths, shared=shared)
+    blocks = work_of(problem, engine, workers, width, "columns").columns.matrices[0].count
+    most = max(1, min(workers, blocks))
+    if shared and problem.method == "auto":
+        return {1, most} if ENGINES[engine].shares_eigh_from else {1}
+    every = {1, *(2**i for i in range(1, most.bit_length())), most}
+    return {"local": {1}, "columns": {most}}.get(problem.method, every)
+
+
+def _alone(problem: FactorProblem, engine: str) -> bool:
+    """Whether one rank computes it, as it does spectral decompositions that the engine has no way to share."""
+    return problem.task.spectral and not ENGINES[engine].decomposes(problem.task)
+
+
+def _consider(
+    problem: FactorProblem,
+    roster: Sequence[Worker],
+    sources: Sequence[Worker],
+    where: Where,
+    engine: str,
+    count: int,
+) -> FactorPlacement:
+    """Return the plan on so many ranks of `roster`, with its estimate and its memory."""
+    participants = (*roster, *sources)
+    abilities = ENGINES[engine]
+    # One rank, too, can go by way of block columns.
+    several = count > 1 or problem.method == "columns"
+    shared = several and problem.task.shareable and not abilities.collective
+    width = block_width(problem.task, count, abilities.widths, shared=shared)
+    made = FactorPlacement(
+        problem=problem,
+        engine=engine,
+        method="columns" if count > 1 or shared else "local",
+        participants=participants,
+        ranks=tuple(range(count)),
+        where=where,
+        width=width,
+        owners={},
+    )
+    held = np.zeros((count, len(participants)))
+    for name, table in where.items():
+        held += made.gathered(name).traffic(_in_held_order(made, name, table), len(participants)).T
+    if count == 1 and held.any():
+        # One rank alone is where most threads are, and of these where most of the operands is.
+        best = max(range(len(roster)), key=lambda index: (roster[index].nthreads, held[0, index]))
+        made = dataclasses.replace(made, ranks=(best,))
+    made = dataclasses.replace(made, owners=_owners(made))
+    work, size = made.work, problem.dtype.itemsize
+    given = sum(math.prod(map(sum, chunks)) for chunks in problem.chunks)
+    home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
+    by_library = problem.task.spectral and work.collective
+    phases = _REDUCTIONS if by_library else sum(not phase.carried for phase in work.phases)
+    streamed = (count - 1) * given / 2 * phases
+    results = sum(math.prod(map(sum, one.chunks)) for one in problem.outputs)
+    moved = (given - home + streamed + results * (1 - 1 / count)) * size
+    compute, transfer = _seconds(made, moved)
+    made.projected_bytes.update(_projected(made))
+    estimate = Estimate(
+        method=made.method,
+        grid=made.grid,
+        seconds=compute + transfer,
+        compute_seconds=compute,
+        transfer_seconds=transfer,
+        bytes_moved=int(moved),
+        peak_bytes=max(made.projected_bytes.values()),
+    )
+    return dataclasses.replace(made, estimate=estimate)
+
+
+def _seconds(made: FactorPlacement, moved: float) -> tuple[float, float]:
+    """Return the seconds of computing and of moving so many bytes between workers."""
+    problem, work, abilities = made.problem, made.work, ENGINES[made.engine]
+    machine, count, panels = problem.options.machine(made.engine), len(made.ranks), work.columns.matrices[0].count
+    threads = sum(made.participants[index].nthreads for index in made.ranks)
+    way = way_of(problem.task)
+    share = abilities.share(way, count) or SHARES[way]
+    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * share)
+    if work.shared:
+        compute = shared_seconds(problem.task, count, threads, machine, abilities.column_seconds)
+    elif count > 1:
+        # One panel comes after the other, however many ranks there are.
+        compute = max(compute, panels * abilities.panel_seconds.get(way, 0.0))
+    hosts = {made.participants[index].host for index in made.ranks}
+    bandwidth = (machine.network_bandwidth if len(hosts) > 1 else 0.0) or machine.bandwidth
+    return compute, moved / count / bandwidth + (panels * machine.latency if count > 1 else 0.0)
+
+
+def _in_held_order(made: FactorPlacement, name: str, table: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the holders of an operand's chunks in the order of the form that ranks hold."""
+    if not made.problem.task.turned(name).transposed:
+        return table
+    return np.ascontiguousarray(table.reshape(made.problem.chunk_counts(name)).T).ravel()
+
+
+def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
+    """Share the chunks of each output out, evenly by their bytes: block columns of all ranks are in most of them."""
+    found, holders = {}, list(made.work.holders)
+    for output in made.problem.outputs:
+        ranks = range(len(made.ranks)) if made.work.output_layout(output.name) is not None else holders
+        sizes = chunk_elements(output.chunks)
+        loads = collections.Counter(dict.fromkeys(ranks, 0))
+        table = np.zeros(output.count, np.int32)
+        for index in np.argsort(-sizes, kind="stable").tolist():
+            rank = min(ranks, key=lambda one: loads[one])
+            loads[rank] += int(sizes[index]) + 1
+            table[index] = rank
+        found[output.name] = table
+    return found
+
+
+def _projected(made: FactorPlacement) -> dict[str, int]:
+    """Return the bytes that each participant holds at most.
+
+    Its chunks of the operands; a rank also its block columns, two panels that are under way, and at the end its part
+    of every output and its chunks of that. Chunks of an operand that is given up are gone before there are any of the
+    outputs. A spectral decomposition has a workspace, and its vectors, before they are
+    cut into chunks; a library has its workspace.
+    """
+    problem, size, npart = made.problem, made.problem.dtype.itemsize, len(made.participants)
+    total, going = np.zeros(npart), np.zeros(npart)
+    for name in problem.operands:
+        sizes = chunk_elements(problem.chunks_of(name)) * size
+        held = going if name in problem.given_up else total
+        if name in made.where:
+            held += np.bincount(made.where[name], sizes, npart)
+        else:
+            held += sizes.sum() / npart
+    at_the_end = np.zeros(npart)
+    work = made.work
+    for rank, index in enumerate(made.ranks):
+        array = work.columns.rows * work.columns.local_cols(rank)
+        beside = 2 * work.columns.rows * made.width * size
+        if work.collective:
+            beside = ENGINES[made.engine].workspace(work, rank) * size
+        elif work.shared:
+            beside = shared_bytes(problem.task, len(made.ranks), size, made.width)
+        elif problem.task.spectral:
+            beside = _spectral_workspace(problem) * size
+        results = 0
+        for output in problem.outputs:
+            layout = work.output_layout(output.name)
+            sizes = chunk_elements(output.chunks)
+            results += int(sizes[made.owners[output.name] == rank].sum())
+            # L is copied, as its rows are swapped in the end.
+            if layout is not None and factored(problem.task) == "lu" and not work.collective:
+                results += math.prod(layout.local_shape(rank))
+        total[index] += array * size + beside
+        at_the_end[index] = results * size
+    total += np.maximum(going, at_the_end) if problem.given_up else at_the_end
+    return {worker.address: int(total[index]) for index, worker in enumerate(made.participants)}
+
+
+def _spectral_workspace(problem: FactorProblem) -> int:
+    """Return the elements that LAPACK's driver holds: syevd's 2 n^2, gesdd's 4 k^2, NumPy's copy, and all results."""
+    (m, n), task = problem.task.a_shape, problem.task
+    results = sum(math.prod(one.shape) for one in task.outputs)
+    if task.kind == "eigh":
+        return (3 * n * n if task.vectors else n * n) + results
+    return m * n + (4 * min(m, n) ** 2 if task.vectors else 0) + 2 * results
