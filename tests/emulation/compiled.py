@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -93,9 +94,26 @@ class RawModule:
             assert 0 < grid[0] < 2**31
             assert len(block) <= 2
             given = [argument(*pair) for pair in zip(parameters, arguments, strict=True)]
-            function(ctypes.c_uint(grid[0]), *(ctypes.c_uint(size) for size in (*block, 1)[:2]), *given)
+            launched = functools.partial(
+                function, ctypes.c_uint(grid[0]), *(ctypes.c_uint(size) for size in (*block, 1)[:2]), *given
+            )
+            captured = sys.modules["cupy"].cuda.get_current_stream().captured
+            if captured is None:
+                launched()
+            else:
+                captured.append(AtOnce(launched, arguments))
 
         return launch
+
+
+class AtOnce:
+    """A launch of a captured graph; like others of these kernels it is done as soon as the graph is launched."""
+
+    def __init__(self, launched, arguments):
+        self.launched, self.arguments = launched, arguments
+
+    def __call__(self):
+        self.launched()
 
 
 SIZES = {"int": 4, "unsigned": 4, "long long": 8, "double": 8}

@@ -21,6 +21,7 @@ import random
 import threading
 import weakref
 
+import compiled
 import numpy as np
 
 _ARENA_BYTES = 2**25
@@ -346,7 +347,10 @@ class Graph:
 
     def launch(self, stream):
         for operation in self.operations:
-            stream.add(operation)
+            if isinstance(operation, compiled.AtOnce):
+                operation()
+            else:
+                stream.add(operation)
 
 
 def on_stream(pointer, operation):

@@ -19,7 +19,7 @@ from test_spectral import SPECTRA, hermitian
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import conquer
 from dask_distmm.engines.tridiagonal.kernels import HostMerging
-from dask_distmm.engines.tridiagonal.reduction import HostReduction
+from dask_distmm.engines.tridiagonal.reduction import HostReduction, panel_width
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.factor import Factorization, factor_plan
@@ -115,7 +115,10 @@ def test_elements_that_are_no_numbers(eigh, value, at):
         eigh(a, 2)
 
 
-@pytest.mark.parametrize(("dtype", "width", "n"), [("float64", 64, 150), ("complex64", 16, 100), ("float32", 128, 140)])
+@pytest.mark.parametrize(
+    ("dtype", "width", "n"),
+    [("float64", 64, 150), ("complex64", 16, 100), ("float32", 128, 140), ("complex128", 8, 60)],
+)
 def test_reductions_beside_numpys(reduction, monkeypatch, dtype, width, n):
     """The same tridiagonal matrix but for signs and rounding: its eigenvalues."""
     cp = sys.modules["cupy"]
@@ -129,6 +132,7 @@ def test_reductions_beside_numpys(reduction, monkeypatch, dtype, width, n):
     one = reduction.DeviceReduction(columns, 0, a.dtype, ["me"], 60.0)
     peers = reduction.Peers([exchange.data.ptr], None)
     found = one.reduce(array, LapackKernels(), peers, lambda: None, lambda share: None)
+    assert (one._graph is not None) == (n > 2 * panel_width(width))
     expected = HostReduction(columns, 0, np.asfortranarray(np.tril(a)), None).reduce()
     values = [np.linalg.eigvalsh(np.diag(d) + np.diag(e, -1)) for d, e, _ in (found, expected)]
     np.testing.assert_allclose(values[0], values[1], rtol=0, atol=10 * n * np.finfo(dtype).eps * np.linalg.norm(a, 2))

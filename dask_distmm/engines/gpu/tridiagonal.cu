@@ -80,6 +80,11 @@ __device__ __forceinline__ long long columns_before(const Params& p, long long c
   return column / round * p.width + (rest < 0 ? 0 : rest > p.width ? p.width : rest);
 }
 
+// How many blocks of `multiply` have a unit of work.
+__device__ __forceinline__ long long blocks_with_work(long long units, long long blocks) {
+  return units < blocks ? (units ? units : 1) : blocks;
+}
+
 struct Reflector {
   double beta;
   T tau, scale;
@@ -128,10 +133,19 @@ extern "C" __global__ void meet_ranks(const Params* __restrict__ params, unsigne
   meet(p, sequence, threadIdx.x);
 }
 
+// The panel whose kernels follow: its first column, and the number of the word before those of its columns. It is told
+// through memory, so that the launches of all panels are alike, and can be one graph.
+extern "C" __global__ void next_panel(int* place, int start, int sequence) {
+  place[0] = start;
+  place[1] = sequence;
+}
+
 // W of column i - 1 of a panel (`finish`), and column i (`begin`). `pieces`: of v^H A v, on each rank.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    finish_and_begin(const Params* __restrict__ params, int start, int i, int finish, int begin, int pieces) {
+    finish_and_begin(const Params* __restrict__ params, const int* __restrict__ place, int i, int finish, int begin,
+                     int pieces) {
   Params p = *params;
+  int start = place[0];
   int lane = threadIdx.x, warp = threadIdx.y, thread = warp * 32 + lane, last = i - 1;
   long long column = (long long)start + i;
   T *v = p.reflectors, *w = v + p.narrow * p.n;
@@ -270,8 +284,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 // The reflector of column i of a panel, and this rank's part of A v in pieces. `pieces`: of the norm of x.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    multiply(const Params* __restrict__ params, int start, int i, int pieces) {
+    multiply(const Params* __restrict__ params, const int* __restrict__ place, int i, int pieces) {
   Params p = *params;
+  int start = place[0];
   int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   long long column = (long long)start + i, first = column + 1;
   __shared__ double norms[THREADS / 32];
@@ -308,7 +323,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     p.e[column] = reflector.beta;
     p.factors[column] = reflector.tau;
   }
-  long long total = units[p.tiles], unit = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
+  long long total = units[p.tiles], blocks = blocks_with_work(total, gridDim.x);
+  if (blockIdx.x >= blocks) return;
+  long long unit = total * blockIdx.x / blocks, end = total * (blockIdx.x + 1) / blocks;
   long long before = columns_before(p, start);
   // The tile of the first unit: the last one that begins at or before it.
   int tile = 0;
@@ -403,8 +420,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 // The sums of the pieces, in blocks of rows; v; products of V and W with v. `blocks`: those of `multiply`; `pieces`: of
 // products of V and W with x; `rows`: the first blocks are for rows, the others for products.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    collect(const Params* __restrict__ params, int start, int i, int blocks, int pieces, int rows, unsigned sequence) {
+    collect(const Params* __restrict__ params, const int* __restrict__ place, int i, int blocks, int pieces, int rows) {
   Params p = *params;
+  int start = place[0];
   int lane = threadIdx.x, warp = threadIdx.y, thread = warp * 32 + lane;
   long long column = (long long)start + i, first = column + 1;
   T *v = p.reflectors, *w = v + p.narrow * p.n;
@@ -416,7 +434,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int* table = p.units + start / p.narrow * (p.tiles + 1);
     for (int at = thread; at <= p.tiles; at += 32 * WARPS) units[at] = table[at];
     __syncthreads();
-    long long total = units[p.tiles];
+    long long total = units[p.tiles], working = blocks_with_work(total, blocks);
     T* product = product_of(p, p.rank, column);
     double quadratic = 0;
     for (long long group = start / 32 * 32 + 32 * (long long)blockIdx.x; group < p.n; group += 32 * (long long)rows) {
@@ -427,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         long long low = units[tile], high = units[tile + 1];
         if (high > low) {
           // The blocks whose units include the first and the last one of the tile.
-          long long from = ((low + 1) * blocks - 1) / total, to = (high * blocks - 1) / total;
+          long long from = ((low + 1) * working - 1) / total, to = (high * working - 1) / total;
 #pragma unroll 4
           for (long long at = from + warp; at <= to; at += WARPS)
             sum = sum + p.row_pieces[(at + tile) * ROWS + row % ROWS];
@@ -484,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     if (is_last) p.status[1] = 0;
   }
   __syncthreads();
-  if (is_last) meet(p, sequence, thread);
+  if (is_last) meet(p, (unsigned)(place[1] + i + 1), thread);
 }
 
 // Copies columns of a matrix of double precision, whose numbers are given, to another matrix.
