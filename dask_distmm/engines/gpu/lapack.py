@@ -20,8 +20,9 @@ from dask_distmm.engines.gpu.operands import record
 __all__ = ["SolverKernels"]
 
 _WORKSPACE_BYTES = 2**25
-# Triangles of a larger order are solved with by halves.
-_SOLVED = 4096
+# Triangles of a larger order are solved with by halves, where there are so many unknowns that the calls do not count
+# (1 H200, float64, order 512, 32768 columns: 1.0 ms, cuBLAS 1.5; from the right cuBLAS is as quick).
+_SOLVED, _MANY = 128, 4096
 # Priority of a stream whose kernels go before those of others.
 _FIRST = -5
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
@@ -113,7 +114,7 @@ class SolverKernels:
 
     def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool) -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""
-        if len(a) > _SOLVED:
+        if not right and len(a) > _SOLVED and b.shape[1] >= _MANY:
             solve_by_halves(self, a, b, right=right, lower=lower, op=op, unit=unit)
         elif b.size:
             modes = _RIGHT if right else _LEFT, _LOWER if lower else _UPPER, OPS[op], _UNIT if unit else _NON_UNIT

@@ -196,6 +196,10 @@ class PeerFactorJob(GpuFactorJob):
         operand = self.plan.problem.operands.index(name)
         return self._remote.view(holder, operand, index, (rows[i], cols[j]), self.plan.problem.dtype)
 
+    def _make_room(self) -> None:
+        """Free what the engine keeps for its next run."""
+        self._state.exporter.free()
+
     def _complete_parts(self) -> None:
         """Complete this rank's parts of the outputs, and raise the flag of the end."""
         for name, part in self._parts.items():
