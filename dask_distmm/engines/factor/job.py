@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey, wait_checked
-from dask_distmm.engines.factor.copies import put
+from dask_distmm.engines.factor.copies import assign, put
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
@@ -145,12 +145,13 @@ class FactorJob(Job[FactorPlacement]):
         array = whole(self._execution, self.plan.work.output(output.name)).reshape(tuple(map(sum, output.chunks)))
         rows, cols = (np.cumsum([0, *sizes]) for sizes in output.chunks)
         places = {index: divmod(index, len(output.chunks[1])) for index in owned}
-        return {
-            (output.name, index): self.kernels.xp.array(
-                array[rows[i] : rows[i + 1], cols[j] : cols[j + 1]], output.dtype
-            )
-            for index, (i, j) in places.items()
-        }
+        found: dict[ResultKey, Any] = {}
+        for index, (i, j) in places.items():
+            part = self.kernels.xp.asarray(array[rows[i] : rows[i + 1], cols[j] : cols[j + 1]])
+            order: Literal["C", "F"] = "F" if part.strides[0] < part.strides[-1] else "C"
+            found[output.name, index] = self._blank(part.shape, np.dtype(output.dtype), order, "full")
+            assign(found[output.name, index], part)
+        return found
 
     def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:
         """Return the chunks of an output that this rank puts together."""

@@ -13,6 +13,7 @@ from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.outputs import TRIANGLES
+from dask_distmm.engines.gpu.operands import record
 from dask_distmm.planning.factor.placement import FactorPlacement
 
 __all__ = ["GpuFactorJob"]
@@ -75,6 +76,8 @@ class GpuFactorJob(FactorJob):
             except cp.cuda.memory.OutOfMemoryError:
                 self._make_room()
                 chunk = cp.empty(shape, dtype, order=order)
+        # Whoever has freed this memory may still have kernels on that stream that use it.
+        self._stream.wait_event(record(cp.cuda.Stream.null))
         if form in TRIANGLES:
             assign(chunk, 0)
         return chunk
