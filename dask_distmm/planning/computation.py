@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Options
+from dask_distmm.config import Machine, Options
 from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.part import Part
@@ -134,6 +134,10 @@ class Computation:
     def engine_alone(self) -> str:
         """Name of the engine where there is no cluster to choose by."""
         return self.engine if self.engine != "auto" else engine_alone(self.array, self.kind)
+
+    def machine_of_tasks(self, engine: str) -> Machine:
+        """Return the constants for Dask's own tasks on workers of an engine: they leave NumPy chunks to the CPU."""
+        return self.options.machine("numpy" if self.array == "numpy" else engine)
 
     @property
     def flops(self) -> float:

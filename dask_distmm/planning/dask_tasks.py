@@ -43,7 +43,7 @@ def product_by_tasks(problem: Problem, workers: Sequence[Worker], machine: Machi
     workers
         Those of the cluster.
     machine
-        Constants of the engine that would multiply on the same workers.
+        Constants of the workers for Dask's tasks (`Computation.machine_of_tasks`).
     costs
         What Dask takes beside the work.
     """

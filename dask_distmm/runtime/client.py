@@ -88,7 +88,7 @@ class Snapshot:
             engine=self.engines,
             groups=self.groups,
         )
-        costs, machine = dask_costs(), problem.options.machine(made.engine)
+        costs, machine = dask_costs(), problem.machine_of_tasks(made.engine)
         # With a number of operations as the limit nobody chooses by time.
         own = product_by_tasks(problem, self.workers, machine, costs) if setting("minimum-flops") is None else None
         return dataclasses.replace(made, around=product_overhead(problem, costs), by_tasks=own)

@@ -13,6 +13,7 @@ from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.peer.block_schedule import block_schedules
 from dask_distmm.planning.peer.reads import independent, peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
+from dask_distmm.runtime.client import Snapshot
 from dask_distmm.testing import make_problem
 
 GIB = 2**30
@@ -50,6 +51,13 @@ def test_chunks_stay_in_host_memory_where_they_do_not_fit_or_a_rank_is_alone(cou
         assert not any(read.any() for read in peer_reads(made, "ab").values())
         assert not any(any(one.lies) for one in block_schedules(made))
         assert not independent(made)
+
+
+def test_dasks_own_tasks_multiply_numpy_chunks_on_the_cpu():
+    known = Snapshot(gpus(2, 100 * GIB), [], [], ["peer"], [])
+    on_host, on_device = (known.plan(problem(array)) for array in ("numpy", "cupy"))
+    assert on_host.by_tasks.compute_seconds > problem().flops / 1e12 > 10 * on_device.by_tasks.compute_seconds
+    assert on_host.worth_it
 
 
 @pytest.mark.parametrize("changes", [{"array": "cupy"}, {"gathered": "a"}])

@@ -220,6 +220,6 @@ def _left(problem: FactorProblem, dasks: Dasks) -> bool:
     made = plan_computation(problem, known.workers, engine=known.engines)
     if dasks != "good" or least is not None:
         return False
-    costs, machine = dask_costs(), problem.options.machine(made.engine)
+    costs, machine = dask_costs(), problem.machine_of_tasks(made.engine)
     own = factor_by_tasks(problem, known.workers, machine, costs)
     return not dataclasses.replace(made, around=factor_overhead(problem, costs), by_tasks=own).worth_it

@@ -42,7 +42,7 @@ def factor_by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: 
     workers
         Those of the cluster.
     machine
-        Constants of the engine that would compute it on the same workers.
+        Constants of the workers for Dask's tasks (`Computation.machine_of_tasks`).
     costs
         What Dask takes beside the work.
     """
