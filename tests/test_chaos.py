@@ -15,6 +15,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, WorkerPlugin, as_completed, wait
+from matrices import until
 from run_events import events
 
 from dask_distmm import matmul
@@ -80,7 +81,7 @@ def begin(client, number):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_workers_die_at_random(record_property):
-    """Thirty products are right, though each worker lives five seconds on average."""
+    """Thirty products, and as many more as three deaths take, are right; a worker lives two seconds on average."""
     settings = {
         "distributed.scheduler.allowed-failures": 10_000,
         "distributed.deploy.lost-worker-timeout": "1h",
@@ -90,22 +91,24 @@ def test_workers_die_at_random(record_property):
         cluster = LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0")
         try:
             with Client(cluster) as client:
-                client.register_plugin(Dangerous(5.0))
+                client.register_plugin(Dangerous(2.0))
                 started = time.monotonic()
                 wanted = dict(begin(client, number) for number in range(5))
                 under_way = as_completed(wanted, timeout=300)
+                deaths = 0
                 for number, future in enumerate(under_way):
                     assert_product(*wanted.pop(future), future.result())
-                    if number < 25:
+                    deaths = client.run_on_scheduler(count_deaths)
+                    if number < 25 or deaths < 3:
                         new, inputs = begin(client, number)
                         wanted[new] = inputs
                         under_way.add(new)
-                assert number == 29
+                assert number >= 29
+                assert deaths >= 3
                 assert not wanted
+                record_property("products", number + 1)
                 record_property("seconds", round(time.monotonic() - started, 1))
-                deaths = client.run_on_scheduler(count_deaths)
                 record_property("deaths", deaths)
-                assert deaths
                 make_safe(client)
                 del future, new, under_way
                 assert_nothing_left(client, timeout=60)
@@ -139,7 +142,8 @@ def test_inputs_are_on_disk():
         # Others that are younger and in the way.
         z = da.random.default_rng().standard_normal((6144, 3072), chunks=512).persist()
         wait([x, y, z])
-        assert sum(client.run(spilled).values()) > 100e6
+        # Dask looks at a process's memory ten times a second, and spills some chunks each time.
+        until(lambda: sum(client.run(spilled).values()) > 100e6)
         before = client.run(peak)
         c = matmul(x, y, method="summa").persist()
         wait(c)

@@ -169,7 +169,7 @@ def test_examples(tmp_path):
     ("alias", "known"),
     [
         (names.Method, {"auto", *METHODS}),
-        (names.Engine, {"auto", "numpy", "peer", "cublasmp"}),
+        (names.Engine, {"auto", *ENGINES}),
         (names.ComputeType, set(COMPUTE_TYPES)),
         (names.PlainEpilog | names.AuxEpilog, set(Epilog)),
     ],
