@@ -124,12 +124,21 @@ def runs(client: Client) -> int:
     return sum(event["action"] == "done" for _, event in client.get_events("distmm"))
 
 
-def taken(call: Callable[[da.Array], Any], a: da.Array) -> float:
-    """Return the seconds from the call to all results in memory."""
+def taken(call: Callable[[da.Array], Any], a: da.Array, idle: Callable[[], Any] | None = None) -> float:
+    """Return the seconds from the call to all results in memory; `idle` waits until devices have computed them, too."""
     started = time.perf_counter()
     made = dask.persist(call(a))
     finished(*made)
+    if idle:
+        idle()
     return time.perf_counter() - started
+
+
+def synchronize() -> None:
+    """Wait until this process's GPU has done all that was launched."""
+    import cupy
+
+    cupy.cuda.runtime.deviceSynchronize()
 
 
 def scipy_seconds(n: int, dtype: str, kind: str, repeat: int) -> float:
@@ -168,14 +177,15 @@ def ours(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict
     chunks = -(-rows // count), cols if kind == "tall" else -(-cols // count)
     asked = options.engine is not None and kind not in ("tall", "gram")
     how = {"engine": options.engine, "method": "columns"} if asked else {}
+    # Tall matrices are factorized by plain tasks, which end when their kernels are launched.
+    idle = functools.partial(client.run, synchronize) if kind == "tall" and options.gpu else None
     walls, times = [], []
     for turn in range(options.repeat + 1):
         a = matrix((rows, cols), chunks, options.dtype, array, turn, definite=kind == "cholesky")
         before = runs(client)
-        seconds = taken(functools.partial(OURS[kind], **how), a)
+        seconds = taken(functools.partial(OURS[kind], **how), a, idle)
         if turn:
             walls.append(seconds)
-            # Tall matrices are factorized by plain tasks.
             times.append(seconds if kind == "tall" else run_seconds(client, before))
         del a
         time.sleep(0.2)

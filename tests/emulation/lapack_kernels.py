@@ -25,3 +25,6 @@ class QueuedKernels(LapackKernels):
 
     def getrf(self, a):
         return super().getrf(a).view(devices.ndarray)
+
+    def potrf(self, a):
+        return super().potrf(a).view(devices.ndarray)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from lapack_kernels import QueuedKernels
 
+from dask_distmm.errors import MatrixError
 from dask_distmm.testing import assert_cholesky, assert_lu, assert_qr, assert_solution, random_matrix
 
 
@@ -39,3 +41,14 @@ def test_chunks_of_workers_that_offer_nothing(factorize, matrix, nrhs):
     a, b = matrix(80, 80), matrix(80, nrhs)
     assert_solution(a, factorize("solve", 2, a, b, sources=1)["x"], b)
     assert_solution(a, factorize("solve", 2, a, b, host=True)["x"], b)
+
+
+@pytest.mark.parametrize("minor", [1, 20, 50])
+def test_all_ranks_name_the_first_minor(factorize, minor, monkeypatch):
+    """Also where calls are asynchronous, so that all panels after a wrong one are made, and are wrong."""
+    monkeypatch.setattr(QueuedKernels, "asynchronous", True)
+    a = np.eye(90)
+    a[minor - 1 :] *= -1
+    for _ in range(5):
+        with pytest.raises(MatrixError, match=f"leading minor of order {minor} is not positive"):
+            factorize("cholesky", 3, a)

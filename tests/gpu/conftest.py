@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(items):
         if "gpu" not in Path(str(item.fspath)).parts[-2:]:
             continue
         item.add_marker(pytest.mark.gpu)
+        # Their inputs are made here and go to the workers within the graph.
+        item.add_marker(pytest.mark.filterwarnings("ignore:Sending large graph"))
         needed = item.callspec.params.get("nworkers", 1) if hasattr(item, "callspec") else 1
         marker = item.get_closest_marker("gpus")
         needed = max(needed, marker.args[0] if marker else 1)

@@ -37,7 +37,6 @@ def test_spectra(clusters, nworkers, dtype, what):
     assert_nothing_left(client)
 
 
-@pytest.mark.filterwarnings("ignore:Sending large graph")
 @pytest.mark.parametrize("dtype", ["float64", "complex64"])
 def test_tiles_and_panels(clusters, nworkers, dtype):
     """Several tiles of 512 rows, panels of 64 columns, and merges."""

@@ -183,6 +183,9 @@ class Execution:
                         # The panel goes, its pivots stay.
                         diagonal = self.kernels.diagonal(arrays[0])
                         self.pivots[key.panel] = arrays[1].copy(), diagonal
+                    elif self._factored == "cholesky" and key.part == "lower" and self.kernels.asynchronous:
+                        # So that all ranks name the same minor, the first: those after it are wrong, too.
+                        self._look_at_minor(key.panel, self.kernels.diagonal(arrays[1][:, None]))
             case Apply():
                 if step.ahead:
                     with self.kernels.ahead():
@@ -212,12 +215,14 @@ class Execution:
         if operation.name == "lu":
             self.pivots[panel] = made.extras[0], self.kernels.diagonal(rows[place.start :])
         if made.info is not None:
+            self._look_at_minor(panel, made.info)
 
-            def look() -> None:
-                if info := int(self.kernels.host(made.info)[0]):
-                    raise MatrixError(indefinite(place.start + info))
+    def _look_at_minor(self, panel: int, info: Any) -> None:
+        def look() -> None:
+            if order := int(self.kernels.host(info)[0]):
+                raise MatrixError(indefinite(self.columns.place(panel).start + order))
 
-            self._look(look)
+        self._look(look)
 
     def panel(self, panel: int) -> Any:
         """Return all rows of a panel of this rank."""

@@ -35,7 +35,8 @@ class Factored(NamedTuple):
     Parameters
     ----------
     extras
-        What others need beside the panel itself: the pivots (LU), T (QR) or nothing.
+        What others need beside the panel itself: the pivots (LU), T (QR), or `info` where calls are asynchronous and
+        the panel goes to others before it is read (Cholesky).
     info
         Of Cholesky, a vector of one integer: 0, or the order of the leading minor of the diagonal block that is not
         positive. None for others.
@@ -59,7 +60,7 @@ def factor_panel(kernels: Kernels, operation: Operation, place: DiagonalBlock, p
     if operation.name == "cholesky":
         info = kernels.potrf(below[:size])
         kernels.trsm(below[:size], below[size:], right=True, lower=True, op="C", unit=False)
-        return Factored((), info)
+        return Factored((info,) if kernels.asynchronous else (), info)
     if operation.name == "lu":
         return Factored((kernels.getrf(below),))
     # cuSOLVER's geqrf of a panel takes longer than its update (1 H200, 32768 x 512: 12 and 10 ms). On CPUs LAPACK's

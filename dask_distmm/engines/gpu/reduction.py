@@ -36,8 +36,8 @@ _NARROW, _ROWS, _THREADS, _COLS, _WARPS, _MOST_TILES, _HEADER = 64, 512, 128, 8,
 _LATE, _DIFFERENT = 2, 3
 # Blocks of the kernels on vectors, at most. The same on all ranks: sums must have the same order.
 _BLOCKS = 256
-# Blocks of the products for each multiprocessor: as many as it has registers for, so that all run at the same time.
-_RESIDENT, _RESIDENT_COMPLEX128 = 4, 2
+# Blocks of the products for each multiprocessor, as tridiagonal.cu has them: all run at the same time.
+_RESIDENT, _RESIDENT_COMPLEX128 = 5, 4
 # Panels whose launches are on the stream.
 _AHEAD = 2
 # The legacy default stream and that of each thread are below.

@@ -62,10 +62,10 @@ def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     """Return rows, columns and bytes of an element of each matrix that a rank offers, in the order of their numbers."""
     work = plan.work
     panels = -(-(work.columns.count - rank) // len(plan.ranks))
-    # Of LU the pivots of a panel, of QR and of reflectors its T.
+    # Of Cholesky a number, of LU the pivots of a panel, of QR and of reflectors its T.
     factored, size = work.phases[0].operation.name if work.phases else "", plan.problem.dtype.itemsize
     triangle = size * work.width**2
-    each = {"lu": 4 * work.width, "qr": triangle, "reflect": triangle}.get(factored, 0)
+    each = {"cholesky": 4, "lu": 4 * work.width, "qr": triangle, "reflect": triangle}.get(factored, 0)
     found = [(work.columns.rows, work.columns.local_cols(rank), size), (-(-each // 16) * 16, max(1, panels), 1)]
     order, vectors = plan.problem.task.a_shape[0], work.shared and plan.problem.task.vectors
     bounds = row_bounds(order, len(plan.ranks))
@@ -171,23 +171,17 @@ class PulledPanels(PanelExchange):
         width = min(stop, order) - start
         rows, count, _ = offered_by(plan, owner)[EXTRAS].tolist()
         extras = self.remote.view(holder, BLOCKS, EXTRAS, (rows, count), np.dtype(np.uint8))
-        kind = np.dtype(np.int32) if self._pivots else dtype
-        taken = self._pull(key, self._slot(extras, key.panel, kind)[: self._elements(panel, width)][:, None])
+        # LU's pivots, Cholesky's info or QR's T.
+        size = {"lu": min(panel.shape), "cholesky": 1}.get(plan.work.phases[0].operation.name)
+        kind = dtype if size is None else np.dtype(np.int32)
+        taken = self._pull(key, self._slot(extras, key.panel, kind)[: size or width * width][:, None])
         self._ready()
         extra = taken[:, 0]
-        return panel, (extra if self._pivots else extra.reshape((width, width), order="F"))
+        return panel, (extra.reshape((width, width), order="F") if size is None else extra)
 
     @property
     def _extra_bytes(self) -> int:
         return len(self._extras)
-
-    @property
-    def _pivots(self) -> bool:
-        return self._plan.work.phases[0].operation.name == "lu"
-
-    def _elements(self, panel: Any, width: int) -> int:
-        """Return how many numbers belong to a panel: LU's pivots, QR's T."""
-        return min(panel.shape) if self._pivots else width * width
 
     def _pull(self, key: Key, source: Any) -> Any:
         """Have a copy engine copy a matrix, column by column, into a buffer."""

@@ -21,8 +21,8 @@ _ALONE = {"cholesky": 0.75, "lu": 0.55, "qr": 0.72}
 _PANEL_SECONDS = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 9e-3}
 # From this order on two GPUs are expected to have the eigenvalues of a matrix sooner than cuSOLVER on one of them.
 _SHARED_EIGH = 16384
-# What each column takes in the reduction to a tridiagonal matrix, beside its reads: two H200, float64, N = 8192, 16384.
-_COLUMN_SECONDS = 1e-4
+# What each column takes in the reduction to a tridiagonal matrix, beside its reads: two H200, float64, N = 16384, 32768.
+_COLUMN_SECONDS = 4e-5
 
 
 def _buffer_line(plan: Plan) -> list[str]:

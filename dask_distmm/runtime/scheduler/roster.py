@@ -71,7 +71,7 @@ class Roster:
         Raises
         ------
         NoWorkersError
-            No worker is running, or none of those that may be ranks.
+            No worker is running and answers, or none of those that may be ranks.
         PlanError
             The demand names a worker that is not there, or more workers than there are.
         MissingEngineError
@@ -89,7 +89,13 @@ class Roster:
             running = {address: running[address] for address in wanted}
         if allowed is not None:
             running = {address: ws for address, ws in running.items() if address in allowed}
-        await self.describe([address for address in running if address not in self._described])
+        silent = await self.describe([address for address in running if address not in self._described])
+        # Meanwhile workers may have died: they are not workers without an engine.
+        running = {
+            address: ws
+            for address, ws in running.items()
+            if address not in silent and self._scheduler.workers.get(address) is ws
+        }
         offered = [name for name in ENGINES if engine in (name, "auto")]
         fitting = [
             name for name in offered if ENGINES[name].takes(array, dtypes) and demand.kind in ENGINES[name].computes
@@ -197,18 +203,23 @@ class Roster:
             f"{install_command(elsewhere=True)}"
         )
 
-    async def describe(self, addresses: Sequence[str]) -> None:
-        """Ask workers to describe themselves; one that does not, or not in time, is left out."""
+    async def describe(self, addresses: Sequence[str]) -> set[str]:
+        """Ask workers to describe themselves; return those that can't be reached, or do not answer in time."""
+        silent: set[str] = set()
 
         async def ask_one(address: str) -> None:
             try:
                 answer = await asyncio.wait_for(ask(self._scheduler.rpc(address), Describe()), _DESCRIBE_TIMEOUT)
-            except (OSError, TimeoutError, ProtocolError):
+            except (OSError, TimeoutError):
+                silent.add(address)
+                return
+            except ProtocolError:
                 return
             if answer is not None and address in self._scheduler.workers:
                 self._described[address] = answer
 
         await asyncio.gather(*map(ask_one, addresses))
+        return silent
 
     def _has_engine(self, address: str, engine: str) -> bool:
         engines = self._described.get(address, _UNKNOWN).engines
