@@ -49,10 +49,11 @@ class Abilities:
         For each factorization (``"cholesky"``, ``"lu"``, ``"qr"``) what a panel of the widest takes until the next one
         can begin on another rank: the panel itself, its way there, what it is applied to first.
     shares_eigh_from
-        From this order of a matrix on ``method="auto"`` lets several ranks share its eigenvalues; 0 for never. Of an
+        Takes the name of a type, and the number of workers, and returns from which order of a matrix on
+        ``method="auto"`` has its eigenvalues by way of block columns, on all workers: one, too; None for never. Of an
         engine that is not `collective`.
     column_seconds
-        Where they do, what a column takes beside reads of memory; 0 for two messages.
+        On that way, what a column takes beside reads of memory; 0 for two messages.
     on_gpus
         Whether it works in the memory of GPUs.
     reads_peers
@@ -114,7 +115,7 @@ class Abilities:
     share: Callable[[str, int], float] = lambda way, ranks: 0.0
     workspace: Callable[[Any, int], int] = lambda work, rank: 0
     panel_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    shares_eigh_from: int = 0
+    shares_eigh_from: Callable[[str, int], int | None] | None = None
     column_seconds: float = 0.0
     on_gpus: bool = False
     reads_peers: bool = False

@@ -85,8 +85,10 @@ def test_eigenvalues_that_one_gpu_can_not_hold_are_shared():
         workers = [Worker(w.address, memory_limit=gib * 2**30, host="h") for w in HOSTS]
         made = plan_computation(task, workers, engine=("peer", "cusolvermp"))
         assert (made.engine, made.method) == ("peer", expected)
-    # Large ones are, as that is quicker; and those for which block columns are asked for.
-    assert plan_computation(problem(linalg.eigh, (16384, 16384)), HOSTS, engine=("peer",)).method == "columns"
+    # Large ones are, as that is quicker, and one GPU goes that way, too; so do those that ask for block columns.
+    for n, workers, expected in ((12288, HOSTS, "columns"), (12288, HOSTS[:1], "local"), (16384, HOSTS[:1], "columns")):
+        made = plan_computation(problem(linalg.eigh, (n, n)), workers, engine=("peer",))
+        assert (made.method, made.work.shared, len(made.ranks)) == (expected, expected == "columns", len(workers)), n
     asked = problem(linalg.eigh, (512, 512), method="columns")
     assert plan_computation(asked, HOSTS, engine=("peer",)).method == "columns"
     pair = problem(linalg.eigh, (512, 512), (512, 512))

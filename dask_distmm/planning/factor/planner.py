@@ -88,10 +88,10 @@ def plan_factorization(
             "or 'local'"
         )
     participants, where = (*roster, *sources), where or {}
-    counts = sorted(_rank_counts(problem, len(roster), engine))
-    found = [_consider(problem, roster, sources, where, engine, count) for count in counts]
-    # The order says whether eigenvalues are shared; the other way is taken where memory is short.
-    large = problem.task.shareable and problem.task.a_shape[0] >= ENGINES[engine].shares_eigh_from
+    ways = sorted(_ways(problem, len(roster), engine))
+    found = [_consider(problem, roster, sources, where, engine, *way) for way in ways]
+    # The order says how eigenvalues are computed; the other way is taken where memory is short.
+    large = _shares_eigh(problem, len(roster), engine)
     found.sort(key=lambda one: (one.work.shared != large, one.estimate.seconds if one.estimate else 0.0))
     alternatives = tuple(one.estimate for one in found if one.estimate)
     for one in found:
@@ -99,7 +99,7 @@ def plan_factorization(
             return dataclasses.replace(one, alternatives=alternatives)
     leanest = min(found, key=lambda one: max(one.projected_bytes.values()))
     limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
-    remedy = "a" if counts == [1] and problem.task.spectral else "more workers or a"
+    remedy = "a" if max(count for count, _ in ways) == 1 and problem.task.spectral else "more workers or a"
     raise ProjectedMemoryError(
         f"{problem.task.kind} of a matrix of {problem.task.a_shape} ({problem.task.dtype}) would hold "
         f"{max(leanest.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
@@ -110,19 +110,29 @@ def plan_factorization(
     )
 
 
-def _rank_counts(problem: FactorProblem, workers: int, engine: str) -> set[int]:
-    """Return the numbers of ranks that are considered."""
+def _shares_eigh(problem: FactorProblem, workers: int, engine: str) -> bool:
+    """Whether eigenvalues by way of block columns are there sooner."""
+    task, from_order = problem.task, ENGINES[engine].shares_eigh_from
+    least = from_order(task.dtype, workers) if from_order else None
+    return least is not None and task.shareable and task.a_shape[0] >= least
+
+
+def _ways(problem: FactorProblem, workers: int, engine: str) -> set[tuple[int, bool]]:
+    """Return the numbers of ranks that are considered, and whether they share eigenvalues, as one can, too."""
     if _alone(problem, engine):
-        return {1}
+        return {(1, False)}
     abilities = ENGINES[engine]
     shared = problem.task.shareable and not abilities.collective
     width = block_width(problem.task, workers, abilities.widths, shared=shared)
     blocks = work_of(problem, engine, workers, width, "columns").columns.matrices[0].count
     most = max(1, min(workers, blocks))
-    if shared and problem.method == "auto":
-        return {1, most} if ENGINES[engine].shares_eigh_from else {1}
-    every = {1, *(2**i for i in range(1, most.bit_length())), most}
-    return {"local": {1}, "columns": {most}}.get(problem.method, every)
+    if problem.method == "local":
+        return {(1, False)}
+    if problem.method == "columns":
+        return {(most, shared)}
+    if shared:
+        return {(1, False), (most, True)} if abilities.shares_eigh_from else {(1, False)}
+    return {(count, False) for count in (1, *(2**i for i in range(1, most.bit_length())), most)}
 
 
 def _alone(problem: FactorProblem, engine: str) -> bool:
@@ -137,13 +147,11 @@ def _consider(
     where: Where,
     engine: str,
     count: int,
+    shared: bool,
 ) -> FactorPlacement:
     """Return the plan on so many ranks of `roster`, with its estimate and its memory."""
     participants = (*roster, *sources)
     abilities = ENGINES[engine]
-    # One rank, too, can go by way of block columns.
-    several = count > 1 or problem.method == "columns"
-    shared = several and problem.task.shareable and not abilities.collective
     width = block_width(problem.task, count, abilities.widths, shared=shared)
     made = FactorPlacement(
         problem=problem,

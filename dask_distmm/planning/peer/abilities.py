@@ -19,10 +19,19 @@ __all__ = ["PEER"]
 _ALONE = {"cholesky": 0.75, "lu": 0.55, "qr": 0.72}
 # Panels of 512 columns: two H200, float64, N = 16384 and 32768.
 _PANEL_SECONDS = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 9e-3}
-# From this order on two GPUs are expected to have the eigenvalues of a matrix sooner than cuSOLVER on one of them.
-_SHARED_EIGH = 16384
-# What each column takes in the reduction to a tridiagonal matrix, beside its reads: two H200, float64, N = 16384, 32768.
+# What a column takes in the reduction to a tridiagonal matrix, beside its reads: two H200, float64, N = 16384, 32768.
 _COLUMN_SECONDS = 4e-5
+
+
+def _shares_eigh_from(dtype: str, workers: int) -> int | None:
+    """Return from which order on eigenvalues are there sooner than by cuSOLVER on one GPU.
+
+    H200, seconds: two GPUs, float64, N = 8192 0.58 and 0.55, 12288 1.07 and 1.48; float32, 12288 1.02 and 1.08. One,
+    N = 16384, float64 2.6 and 3.2; float32 2.3 and 2.1.
+    """
+    if workers > 1:
+        return 12288
+    return 16384 if dtype == "float64" else None
 
 
 def _buffer_line(plan: Plan) -> list[str]:
@@ -55,7 +64,7 @@ PEER = Abilities(
     decomposes=lambda task: task.shareable,
     panel_seconds=_PANEL_SECONDS,
     share=lambda way, ranks: _ALONE.get(way, 0.0) if ranks == 1 else 0.0,
-    shares_eigh_from=_SHARED_EIGH,
+    shares_eigh_from=_shares_eigh_from,
     column_seconds=_COLUMN_SECONDS,
     on_gpus=True,
     reads_peers=True,
