@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -185,7 +186,9 @@ class Execution:
                         self.pivots[key.panel] = arrays[1].copy(), diagonal
                     elif self._factored == "cholesky" and key.part == "lower" and self.kernels.asynchronous:
                         # So that all ranks name the same minor, the first: those after it are wrong, too.
-                        self._look_at_minor(key.panel, self.kernels.diagonal(arrays[1][:, None]))
+                        info = self.kernels.diagonal(arrays[1][:, None])
+                        start = self.columns.place(key.panel).start
+                        self._look(functools.partial(_check_minor, self.kernels, start, info))
             case Apply():
                 if step.ahead:
                     with self.kernels.ahead():
@@ -215,14 +218,7 @@ class Execution:
         if operation.name == "lu":
             self.pivots[panel] = made.extras[0], self.kernels.diagonal(rows[place.start :])
         if made.info is not None:
-            self._look_at_minor(panel, made.info)
-
-    def _look_at_minor(self, panel: int, info: Any) -> None:
-        def look() -> None:
-            if order := int(self.kernels.host(info)[0]):
-                raise MatrixError(indefinite(self.columns.place(panel).start + order))
-
-        self._look(look)
+            self._look(functools.partial(_check_minor, self.kernels, place.start, made.info))
 
     def panel(self, panel: int) -> Any:
         """Return all rows of a panel of this rank."""
@@ -294,6 +290,12 @@ class Execution:
                 raise MatrixError(singular(start + int(np.argmax(size <= least)), rank=rank))
 
         self._look(look)
+
+
+def _check_minor(kernels: Kernels, start: int, info: Any) -> None:
+    """Raise if the Cholesky factorization of a diagonal block, which begins at `start`, has found it indefinite."""
+    if order := int(kernels.host(info)[0]):
+        raise MatrixError(indefinite(start + order))
 
 
 def indefinite(order: int) -> str:
