@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import numpy as np
 import pytest
 
+from dask_distmm.config import read_options
 from dask_distmm.engines import get_engine
+from dask_distmm.engines.numpy import sums
+from dask_distmm.engines.numpy.blas import gemm, is_symmetric
 from dask_distmm.errors import EngineError
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import EVERYWHERE, METHODS, Worker, plan
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.testing import LocalComm, conformance, make_problem, run_jobs
+from dask_distmm.planning.problem import Extra
+from dask_distmm.testing import (
+    LocalComm,
+    assert_product,
+    conformance,
+    make_problem,
+    random_chunks,
+    random_matrix,
+    run_jobs,
+)
 
 ENGINE = get_engine("numpy")
 DTYPES = (
@@ -153,6 +168,13 @@ def test_wrong_chunks_are_refused():
         ENGINE.job(made, 0, chunks, None, lambda share: None)
 
 
+def cut_up(x, rows, cols):
+    """Yield the parts of a matrix with the numbers of their chunks along rows and columns."""
+    for i, strip in enumerate(np.split(x, np.cumsum(rows)[:-1])):
+        for j, part in enumerate(np.split(strip, np.cumsum(cols)[:-1], axis=1)):
+            yield i, j, part.copy()
+
+
 def test_unknown_engine():
     with pytest.raises(EngineError, match="'numpy'"):
         get_engine("abacus")
@@ -181,3 +203,52 @@ def test_requests_grow_with_workers_and_panels_not_with_chunks(method):
             run_jobs(ENGINE, made, chunks)
         counts.append(len(seen[0].requests))
     assert counts[1] <= counts[0] + 6
+
+
+@pytest.mark.parametrize("own_out_chunks", [False, True])
+@pytest.mark.parametrize("pack_below", [0, 384], ids=["as they lie", "packed"])
+@pytest.mark.parametrize("dtype", ["float32", "complex128", "int32", "bfloat16"])
+@pytest.mark.parametrize("method", ["local", "allgather", "reducescatter"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_gram_matrices(monkeypatch, method, dtype, pack_below, own_out_chunks, begun):
+    """Half of the operations where a rank has all of D; of what an earlier run has begun no chunk is lost."""
+    rng, nranks, n, k = np.random.default_rng(), 2, 300, 260
+    x = random_matrix(rng, (k, n), dtype_from_name(dtype), "C")
+    rows, cols = random_chunks(rng, k, 3), random_chunks(rng, n, 3)
+    across, down = (random_chunks(rng, n, 3) for _ in range(2)) if own_out_chunks else (cols, cols)
+    complexes = x.dtype.kind == "c"
+    begun &= np.result_type(x) == x.dtype and dtype != "bfloat16"
+    problem = make_problem(
+        (cols, rows), (rows, cols), dtype, method=method, arrays=("x", "x"), turned=(True, False),
+        conjugated=(complexes, False), out_chunks=(across, down),
+        options=dataclasses.replace(read_options(), pack_below=pack_below),
+        **({"formula": Formula(partial=True), "extras": (Extra("partial", (across, down), dtype),)} if begun else {}),
+    )  # fmt: skip
+    where = rng.integers(0, nranks, (len(rows), len(cols))).astype(np.int32)
+    homes = {"a": where.T.ravel(), "b": where.ravel()}
+    parts = list(cut_up(x, rows, cols))
+    chunks = {("b", i * len(cols) + j): part for i, j, part in parts}
+    chunks |= {("a", j * len(rows) + i): part.T for i, j, part in parts}
+    left, right = x.conj().T if complexes else x.T, x
+    if begun:
+        earlier = random_matrix(rng, (n, n), x.dtype, "C")
+        earlier = earlier + earlier.conj().T
+        homes["partial"] = rng.integers(0, nranks, len(across) * len(down)).astype(np.int32)
+        chunks |= {("partial", i * len(down) + j): part for i, j, part in cut_up(earlier, across, down)}
+    made = plan(problem, [Worker(f"w{index}") for index in range(nranks)], homes, engine="numpy")
+    counted = []
+
+    def counting(a, b, c, conjugated):
+        counted.append(a.shape[0] * a.shape[1] * b.shape[1] * (not is_symmetric(a, b, conjugated)))
+        gemm(a, b, c, conjugated)
+
+    monkeypatch.setattr(sums, "gemm", counting)
+    found = run_jobs(ENGINE, made, chunks)
+    d = np.block([[found["", i * len(down) + j] for j in range(len(down))] for i in range(len(across))])
+    if begun:
+        left, right = np.hstack([left, earlier]), np.vstack([right, np.eye(n, dtype=x.dtype)])
+    assert_product(left, right, d)
+    apart = complexes and (made.packing.a or made.packing.b)
+    if made.grid[:2] == (1, 1) and x.dtype.kind in "fcV" and not (apart or begun or own_out_chunks):
+        # Products on the diagonal are none of these, unless they are small.
+        assert sum(counted) <= 0.55 * n * n * k

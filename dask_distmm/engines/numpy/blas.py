@@ -26,7 +26,7 @@ from threadpoolctl import ThreadpoolController
 
 from dask_distmm.engines.numpy.routines import column_major, ld_of, routine
 
-__all__ = ["add_lower", "blas_threads", "gemm", "is_symmetric", "mirror"]
+__all__ = ["add_lower", "blas_threads", "gemm", "is_symmetric", "mirror", "reflect"]
 
 # Rows of a tile of a symmetric product, which is held besides: 8 MiB in float64.
 _TILE = 1024
@@ -125,13 +125,21 @@ def add_lower(x: NDArray[Any], c: NDArray[Any]) -> bool:
 
 
 def mirror(c: NDArray[Any]) -> None:
-    """Copy the lower triangle of a square matrix over its upper one."""
+    """Copy the lower triangle of a square matrix over its upper one, conjugated."""
     for r0 in range(0, len(c), _MIRRORED):
         rows = slice(r0, r0 + _MIRRORED)
-        for c0 in range(0, r0, _MIRRORED):
-            c[c0 : c0 + _MIRRORED, rows] = c[rows, c0 : c0 + _MIRRORED].T
+        reflect(c[rows, :r0], c[:r0, rows])
         tile = c[rows, rows]
-        tile[...] = np.tril(tile) + np.tril(tile, -1).T
+        reflect(np.tril(tile, -1), upper := np.empty_like(tile))
+        tile[...] = np.tril(tile) + upper
+
+
+def reflect(source: NDArray[Any], target: NDArray[Any]) -> None:
+    """Copy the conjugate of the transpose of a matrix to another one, by tiles that stay in the caches."""
+    for r0 in range(0, source.shape[0], _MIRRORED):
+        for c0 in range(0, source.shape[1], _MIRRORED):
+            tile = source[r0 : r0 + _MIRRORED, c0 : c0 + _MIRRORED].T
+            target[c0 : c0 + _MIRRORED, r0 : r0 + _MIRRORED] = tile.conj() if tile.dtype.kind == "c" else tile
 
 
 def _triangle(x: NDArray[Any], conjugated: tuple[bool, bool], out: NDArray[Any]) -> NDArray[Any]:

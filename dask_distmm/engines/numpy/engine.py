@@ -157,10 +157,13 @@ class NumpyJob(Job[Plan]):
                 self._gathered.add(piece, data)
         a, b = operands
         problem = self.plan.problem
-        if packing.a:
-            a = [pack_blocks(a, problem, conjugated=problem.conjugated[0])]
         if packing.b:
             b = [pack_blocks(b, problem, conjugated=problem.conjugated[1])]
+        if packing.a and packing.b and self._sums.symmetric and problem.compute_type.kind != "c":
+            # The same numbers, in the same memory.
+            a = [Block(b[0].c0, b[0].c1, b[0].r0, b[0].r1, b[0].data.T)]
+        elif packing.a:
+            a = [pack_blocks(a, problem, conjugated=problem.conjugated[0])]
         self._sums.add(a, b, before, self.ended.check)
 
     def _add_up(self) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import ChunkKey
-from dask_distmm.engines.numpy.blas import add_lower, gemm, is_symmetric, mirror
+from dask_distmm.engines.numpy.blas import add_lower, gemm, is_symmetric, mirror, reflect
 from dask_distmm.engines.panels import ChunkBlock, split_at_chunks
 from dask_distmm.numeric.conversions import round_tf32
 from dask_distmm.planning import Plan, Problem
@@ -53,6 +53,15 @@ def pack_blocks(blocks: list[Block], problem: Problem, *, conjugated: bool) -> B
     return Block(r0, r1, c0, c1, data)
 
 
+def _is_symmetric(plan: Plan, rank: int, begun: Container[int]) -> bool:
+    """Whether a rank's sums, all of D, are symmetric or Hermitian, with what has been begun, and D is cut likewise."""
+    (r0, r1, c0, c1), (rows, cols) = plan.region(rank), plan.chunk_cuts
+    if not is_gram(plan.problem) or (r0, r1) != (c0, c1) or tuple(rows) != tuple(cols):
+        return False
+    count = len(rows) - 1
+    return all((i * count + j in begun) == (j * count + i in begun) for i in range(count) for j in range(i))
+
+
 class Sums:
     """One rank's sums, zero at first but for chunks that an earlier run has begun.
 
@@ -69,6 +78,8 @@ class Sums:
     ----------
     chunks
         Those chunks of D, by number, that are summed up in place and stay with this rank.
+    symmetric
+        Whether all sums are symmetric, or Hermitian: above the diagonal they are made of those below it.
     """
 
     def __init__(self, plan: Plan, rank: int, begun: Mapping[int, NDArray[Any]]) -> None:
@@ -78,6 +89,9 @@ class Sums:
         # Blocks, by number, of which only the lower triangle has been added to, and those that may not be symmetric.
         self._lower: set[int] = set()
         self._full: set[int] = set()
+        # Blocks above the diagonal that are made of those below it at the end.
+        self._mirrored: dict[int, int] = {}
+        self.symmetric = _is_symmetric(plan, rank, begun)
         problem, region = plan.problem, plan.region(rank)
         # BLAS conjugates, without a copy, the operand that lies in the other order than D.
         orders = zip(problem.conjugated, (plan.order_a, plan.order_b), strict=True)
@@ -89,7 +103,7 @@ class Sums:
                 if index in begun:
                     top, _, left, _ = plan.chunk_rect(index)
                     self.view(cell)[...] = begun[index][cell[0] - top : cell[1] - top, cell[2] - left : cell[3] - left]
-            self._full = set() if is_gram(problem) or not begun else {0}
+            self._full = {0} if begun and not self.symmetric else set()
             return
         mine = set(plan.owned(rank).tolist())
         for index in mine:
@@ -105,7 +119,10 @@ class Sums:
                 data = np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
             self._block_of[index] = Block(r0, r1, c0, c1, data)
         self.blocks = list(self._block_of.values())
-        if begun and not is_gram(problem):
+        if self.symmetric:
+            at = {(block.r0, block.c0): number for number, block in enumerate(self.blocks)}
+            self._mirrored = {number: at[c0, r0] for (r0, c0), number in at.items() if r0 < c0}
+        elif begun and not is_gram(problem):
             self._full = {number for number, index in enumerate(self._block_of) if index in begun}
 
     def add(self, a: list[Block], b: list[Block], before: tuple[int, int], check: Callable[[], None]) -> None:
@@ -131,9 +148,11 @@ class Sums:
                 rows = left.data[:, k0 - left.c0 : k1 - left.c0]
                 cols = right.data[k0 - right.r0 : k1 - right.r0, :]
                 for number, block in enumerate(self.blocks):
+                    if number in self._mirrored:
+                        continue
                     r0, r1 = max(block.r0, left.r0), min(block.r1, left.r1)
                     c0, c1 = max(block.c0, right.c0), min(block.c1, right.c1)
-                    if r0 < r1 and c0 < c1:
+                    if r0 < r1 and c0 < c1 and not (self.symmetric and r1 <= c0):
                         check()
                         cell = r0 - block.r0, r1 - block.r0, c0 - block.c0, c1 - block.c0
                         factors = rows[r0 - left.r0 : r1 - left.r0], cols[:, c0 - right.c0 : c1 - right.c0]
@@ -157,9 +176,12 @@ class Sums:
 
     def complete(self) -> None:
         """Make the sums complete where only triangles have been added to."""
-        for number in self._lower:
-            mirror(self.blocks[number].data)
+        for number, block in enumerate(self.blocks):
+            if number in self._lower or (self.symmetric and block.r0 == block.c0):
+                mirror(block.data)
         self._lower.clear()
+        for upper, lower in self._mirrored.items():
+            reflect(self.blocks[lower].data, self.blocks[upper].data)
 
     def cells(self, rect: Rect) -> Iterator[Rect]:
         """Cut a part of D so that each piece lies in one block."""

@@ -47,7 +47,9 @@ def estimate(
 
     flops = problem.flops * (height / problem.m) * (width / problem.n) * (k / problem.k)
     packed = (made.packing.a * height * k + made.packing.b * k * width + made.packing.d * height * width) * itemsize
-    half = is_gram(problem) and p == q == 1 and not (made.packing.a or made.packing.b)
+    # Complex operands that are packed are two matrices.
+    apart = problem.compute_type.kind == "c" and (made.packing.a or made.packing.b)
+    half = is_gram(problem) and p == q == 1 and problem.out_chunks[0] == problem.out_chunks[1] and not apart
     if half:
         # A triangle of D is multiplied, and what is A's and B's arrives once.
         flops, needed, home = _HALF * flops, needed / 2, home / 2
