@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from types import SimpleNamespace
@@ -10,10 +11,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import wait
+from distributed import Client, LocalCluster, wait
 from distributed.core import Status
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import until
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, explain, matmul
@@ -21,6 +23,7 @@ from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.graph.build import build_graph
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.scheduler.admission import stuck
+from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.testing import assert_product
 
 
@@ -35,6 +38,17 @@ states = st.builds(worker, st.sampled_from(["running", "paused"]), st.booleans()
 def test_who_is_stuck(workers):
     goes_on = any(w.executing or (w.status.name == "running" and w.processing) for w in workers)
     assert stuck(workers) == ([] if goes_on else [w for w in workers if w.status.name == "paused"])
+
+
+@pytest.fixture
+def no_waves():
+    """Products that do not fit are refused, or left to Dask."""
+    with dask.config.set({"distmm.waves.mode": "off"}):
+        yield
+
+
+def any_paused(dask_scheduler):
+    return any(ws.status.name == "paused" for ws in dask_scheduler.workers.values())
 
 
 def set_status(name, dask_worker):
@@ -81,15 +95,45 @@ def test_workers_that_are_paused_for_a_while(inproc_client):
     assert_product(a, b, future.result(timeout=60))
 
 
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_worker_that_is_paused_for_a_moment_counts(loaded, no_waves, monkeypatch):
+    """A product that only all workers can hold waits for it: where chunks come back from disk, Dask pauses often."""
+    limit, known = 2**30, Roster.worker
+    monkeypatch.setattr(Roster, "worker", lambda *args: dataclasses.replace(known(*args), used=0))
+    quiet = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause")}
+    with (
+        dask.config.set(quiet),
+        LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=False, memory_limit=limit, dashboard_address="127.0.0.1:0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        x = da.random.default_rng().standard_normal((8000, 500), chunks=(4000, 500))
+        y = da.random.default_rng().standard_normal((500, 500), chunks=500)
+        a, b = dask.compute(x, y)
+        if loaded:
+            x, y = client.persist([x, y])
+            wait([x, y])
+        one = max(explain(x, y, workers=1).projected_bytes.values())
+        two = max(explain(x, y, workers=2, method="allgather").projected_bytes.values())
+        assert two < 0.8 * one
+        with dask.config.set({"distmm.memory.limit-fraction": (one + two) / 2 / limit}):
+            product = matmul(x, y, method="allgather")
+        paused = sorted(client.nthreads())[:1]
+        client.run(lambda dask_worker: set_status("paused", dask_worker), workers=paused)
+        until(lambda: client.run_on_scheduler(any_paused))
+        future = client.compute(product)
+        time.sleep(1.5)
+        assert future.status == "pending"
+        client.run(lambda dask_worker: set_status("running", dask_worker), workers=paused)
+        if loaded:
+            assert_product(a, b, future.result(timeout=60))
+        # Otherwise all chunks have come to one worker, which can't hold its share beside them.
+        future.cancel()
+
+
 def huge():
     return (da.zeros((30_000, 20_000), chunks=5_000) for _ in "ab")
-
-
-@pytest.fixture
-def no_waves():
-    """Products that do not fit are refused, or left to Dask."""
-    with dask.config.set({"distmm.waves.mode": "off"}):
-        yield
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(client, no_waves):

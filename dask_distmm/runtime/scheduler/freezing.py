@@ -12,7 +12,7 @@ import numpy as np
 from distributed.metrics import time
 from numpy.typing import NDArray
 
-from dask_distmm.errors import NoWorkersError
+from dask_distmm.errors import NoWorkersError, ProjectedMemoryError
 from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem, Worker, plan, plan_computation
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.placement import Where
@@ -113,6 +113,19 @@ class Freezer:
         Lost, Replan, Released
             A worker or a chunk is gone; the run was ended meanwhile.
         """
+        deadline = time() + barrier.problem.options.load_timeout
+        while True:
+            paused = self._roster.paused()
+            try:
+                return await self._freeze(run, barrier)
+            except ProjectedMemoryError:
+                # It may fit once more workers count.
+                if not (paused or self._roster.paused()) or time() > deadline:
+                    raise
+            await asyncio.sleep(_LOOK)
+            raise_if_ended(run)
+
+    async def _freeze(self, run: Run, barrier: Barrier) -> FrozenPlan:
         wanted = await barrier.wanted()
         problem, keys = barrier.part(wanted)
         engines, workers = await self._workers(run, problem, wanted)

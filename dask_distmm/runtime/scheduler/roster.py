@@ -128,6 +128,10 @@ class Roster:
                 self._check_encryption(name, [ws.address for ws in able[chosen]])
         return engines, [self.worker(ws, chosen) for ws in able[chosen]]
 
+    def paused(self) -> bool:
+        """Whether a worker is paused, as one that reads chunks back from disk is for a moment: it may soon count."""
+        return any(ws.status.name == "paused" for ws in self._scheduler.workers.values())
+
     def _unfit(self, engine: str, able: Sequence[WorkerState], kind: str) -> str | None:
         """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
         if not able:
