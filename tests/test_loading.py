@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import wait
 from distributed.core import Status
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,8 +21,8 @@ from dask_distmm import ProjectedMemoryError, explain, matmul
 from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.graph.build import build_graph
 from dask_distmm.runtime.keys import barrier_name
+from dask_distmm.runtime.scheduler import admission, freezing
 from dask_distmm.runtime.scheduler.admission import stuck
-from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.testing import assert_product
 
 
@@ -96,40 +95,36 @@ def test_workers_that_are_paused_for_a_while(inproc_client):
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_a_worker_that_is_paused_for_a_moment_counts(loaded, no_waves, monkeypatch):
+def test_a_worker_that_is_paused_for_a_moment_counts(inproc_client, monkeypatch, loaded):
     """A product that only all workers can hold waits for it: where chunks come back from disk, Dask pauses often."""
-    limit, known = 2**30, Roster.worker
-    monkeypatch.setattr(Roster, "worker", lambda *args: dataclasses.replace(known(*args), used=0))
-    quiet = {f"distributed.worker.memory.{name}": False for name in ("target", "spill", "pause")}
-    with (
-        dask.config.set(quiet),
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=False, memory_limit=limit, dashboard_address="127.0.0.1:0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        x = da.random.default_rng().standard_normal((8000, 500), chunks=(4000, 500))
-        y = da.random.default_rng().standard_normal((500, 500), chunks=500)
-        a, b = dask.compute(x, y)
-        if loaded:
-            x, y = client.persist([x, y])
-            wait([x, y])
-        one = max(explain(x, y, workers=1).projected_bytes.values())
-        two = max(explain(x, y, workers=2, method="allgather").projected_bytes.values())
-        assert two < 0.8 * one
-        with dask.config.set({"distmm.memory.limit-fraction": (one + two) / 2 / limit}):
-            product = matmul(x, y, method="allgather")
-        paused = sorted(client.nthreads())[:1]
-        client.run(lambda dask_worker: set_status("paused", dask_worker), workers=paused)
-        until(lambda: client.run_on_scheduler(any_paused))
-        future = client.compute(product)
+
+    def only_on_all(made):
+        def planned(problem, workers, *args, **more):
+            if len(workers) < 4:
+                raise ProjectedMemoryError("too little memory", {}, {})
+            return made(problem, workers, *args, **more)
+
+        return planned
+
+    monkeypatch.setattr(freezing, "plan", only_on_all(freezing.plan))
+    monkeypatch.setattr(admission, "plan_computation", only_on_all(admission.plan_computation))
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((2, 60, 60))
+    x, y = (da.from_array(one, chunks=20).map_blocks(np.copy, dtype=float) for one in (a, b))
+    if loaded:
+        x, y = inproc_client.persist([x, y])
+        wait([x, y])
+    product = matmul(x, y)
+    paused = list(inproc_client.nthreads())[:1]
+    try:
+        inproc_client.run(lambda dask_worker: set_status("paused", dask_worker), workers=paused)
+        until(lambda: inproc_client.run_on_scheduler(any_paused))
+        future = inproc_client.compute(product)
         time.sleep(1.5)
         assert future.status == "pending"
-        client.run(lambda dask_worker: set_status("running", dask_worker), workers=paused)
-        if loaded:
-            assert_product(a, b, future.result(timeout=60))
-        # Otherwise all chunks have come to one worker, which can't hold its share beside them.
-        future.cancel()
+    finally:
+        inproc_client.run(lambda dask_worker: set_status("running", dask_worker), workers=paused)
+    assert_product(a, b, future.result(timeout=60))
 
 
 def huge():
