@@ -66,7 +66,7 @@ class Admission:
                 engines, workers = await self._roster.choose(problem.demand)
                 await asyncio.to_thread(plan_computation, problem, workers, engine=engines)
             except ProjectedMemoryError as error:
-                if paused or self._roster.paused():
+                if paused:
                     await asyncio.sleep(_LOOK)
                     continue
                 if ts.state == "waiting":

@@ -79,6 +79,14 @@ class FrozenPlan:
         return [key for keys in self.keys.values() for key in keys.get("partial", ())]
 
 
+class _MayFit(Exception):
+    """A plan exceeds the memory of the workers that are not paused."""
+
+    def __init__(self, reason: ProjectedMemoryError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 class Freezer:
     """Freezes runs. On the scheduler's event loop.
 
@@ -115,20 +123,18 @@ class Freezer:
         """
         deadline = time() + barrier.problem.options.load_timeout
         while True:
-            paused = self._roster.paused()
             try:
                 return await self._freeze(run, barrier)
-            except ProjectedMemoryError:
-                # It may fit once more workers count.
-                if not (paused or self._roster.paused()) or time() > deadline:
-                    raise
+            except _MayFit as error:
+                if time() > deadline:
+                    raise error.reason from None
             await asyncio.sleep(_LOOK)
             raise_if_ended(run)
 
     async def _freeze(self, run: Run, barrier: Barrier) -> FrozenPlan:
         wanted = await barrier.wanted()
         problem, keys = barrier.part(wanted)
-        engines, workers = await self._workers(run, problem, wanted)
+        engines, workers, paused = await self._workers(run, problem, wanted)
         made_there = by_ranks(problem)
         read = [name for name in keys if name not in made_there]
         sources, found = await self._holders.find(workers, [keys[name] for name in read])
@@ -137,12 +143,19 @@ class Freezer:
             name: given[problem.source_of(name)] for name in problem.operands if problem.source_of(name) in given
         }
         made: Placement
-        if isinstance(problem, Problem):
-            made, keys, held = await self._plan_product(barrier, problem, (engines, workers, sources), keys, held)
-        else:
-            if not self._may_give_up(barrier, problem, keys):
-                problem = problem.keeping()
-            made = await asyncio.to_thread(plan_computation, problem, workers, held, engine=engines, sources=sources)
+        try:
+            if isinstance(problem, Problem):
+                made, keys, held = await self._plan_product(barrier, problem, (engines, workers, sources), keys, held)
+            else:
+                if not self._may_give_up(barrier, problem, keys):
+                    problem = problem.keeping()
+                made = await asyncio.to_thread(
+                    plan_computation, problem, workers, held, engine=engines, sources=sources
+                )
+        except ProjectedMemoryError as error:
+            if paused:
+                raise _MayFit(error) from error
+            raise
         # Workers that neither multiply nor hold a chunk have no part in it.
         needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *held.values()]))
         addresses = [made.participants[index].address for index in needed.tolist()]
@@ -212,13 +225,19 @@ class Freezer:
 
     async def _workers(
         self, run: Run, problem: Computation, wanted: Iterable[Any]
-    ) -> tuple[tuple[str, ...], list[Worker]]:
-        """Return who multiplies (`Roster.choose`), when there is anybody: all may be paused, or started again."""
+    ) -> tuple[tuple[str, ...], list[Worker], bool]:
+        """Return who multiplies (`Roster.choose`), when there is anybody: all may be paused, or started again.
+
+        And whether one is paused meanwhile, who might take part in a moment.
+        """
         limit = problem.options.load_timeout
         deadline = time() + limit
         while True:
             try:
-                return await self._roster.choose(problem.demand, await self._allowed(wanted))
+                allowed = await self._allowed(wanted)
+                # At the same moment at which those who are paused are left out.
+                paused = self._roster.paused()
+                return *await self._roster.choose(problem.demand, allowed), paused
             except NoWorkersError as error:
                 if time() > deadline:
                     raise NoWorkersError(f"{error}; waited for {limit:g} s (config distmm.timeouts.load)") from error
