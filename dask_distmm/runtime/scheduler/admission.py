@@ -59,21 +59,20 @@ class Admission:
 
     async def _admit(self, ts: TaskState, problem: Computation) -> None:
         """Fail a barrier whose multiply would exceed memory, before much of its inputs is loaded."""
-        # Where all is in memory the run's own plan counts it where it lies.
-        while ts.state == "waiting":
-            paused = self._roster.paused()
-            try:
+
+        async def planned() -> None:
+            # Where all is in memory the run's own plan counts it where it lies.
+            if ts.state == "waiting":
                 engines, workers = await self._roster.choose(problem.demand)
                 await asyncio.to_thread(plan_computation, problem, workers, engine=engines)
-            except ProjectedMemoryError as error:
-                if paused:
-                    await asyncio.sleep(_LOOK)
-                    continue
-                if ts.state == "waiting":
-                    direct.fail(self._scheduler, ts, error, f"distmm-memory-{ts.key}")
-            except DistMMError:
-                pass  # the reason may have gone when the inputs are there
-            return
+
+        try:
+            await self._roster.until_it_fits(planned, problem.options.load_timeout)
+        except ProjectedMemoryError as error:
+            if ts.state == "waiting":
+                direct.fail(self._scheduler, ts, error, f"distmm-memory-{ts.key}")
+        except DistMMError:
+            pass  # the reason may have gone when the inputs are there
 
     async def _watch_all(self) -> None:
         """End barriers whose inputs can never come, as long as there are barriers that wait."""

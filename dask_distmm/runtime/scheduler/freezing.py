@@ -12,7 +12,7 @@ import numpy as np
 from distributed.metrics import time
 from numpy.typing import NDArray
 
-from dask_distmm.errors import NoWorkersError, ProjectedMemoryError
+from dask_distmm.errors import NoWorkersError
 from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem, Worker, plan, plan_computation
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.placement import Where
@@ -79,14 +79,6 @@ class FrozenPlan:
         return [key for keys in self.keys.values() for key in keys.get("partial", ())]
 
 
-class _MayFit(Exception):
-    """A plan exceeds the memory of the workers that are not paused."""
-
-    def __init__(self, reason: ProjectedMemoryError) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
 class Freezer:
     """Freezes runs. On the scheduler's event loop.
 
@@ -121,20 +113,17 @@ class Freezer:
         Lost, Replan, Released
             A worker or a chunk is gone; the run was ended meanwhile.
         """
-        deadline = time() + barrier.problem.options.load_timeout
-        while True:
-            try:
-                return await self._freeze(run, barrier)
-            except _MayFit as error:
-                if time() > deadline:
-                    raise error.reason from None
-            await asyncio.sleep(_LOOK)
+
+        async def frozen() -> FrozenPlan:
             raise_if_ended(run)
+            return await self._freeze(run, barrier)
+
+        return await self._roster.until_it_fits(frozen, barrier.problem.options.load_timeout)
 
     async def _freeze(self, run: Run, barrier: Barrier) -> FrozenPlan:
         wanted = await barrier.wanted()
         problem, keys = barrier.part(wanted)
-        engines, workers, paused = await self._workers(run, problem, wanted)
+        engines, workers = await self._workers(run, problem, wanted)
         made_there = by_ranks(problem)
         read = [name for name in keys if name not in made_there]
         sources, found = await self._holders.find(workers, [keys[name] for name in read])
@@ -143,19 +132,12 @@ class Freezer:
             name: given[problem.source_of(name)] for name in problem.operands if problem.source_of(name) in given
         }
         made: Placement
-        try:
-            if isinstance(problem, Problem):
-                made, keys, held = await self._plan_product(barrier, problem, (engines, workers, sources), keys, held)
-            else:
-                if not self._may_give_up(barrier, problem, keys):
-                    problem = problem.keeping()
-                made = await asyncio.to_thread(
-                    plan_computation, problem, workers, held, engine=engines, sources=sources
-                )
-        except ProjectedMemoryError as error:
-            if paused:
-                raise _MayFit(error) from error
-            raise
+        if isinstance(problem, Problem):
+            made, keys, held = await self._plan_product(barrier, problem, (engines, workers, sources), keys, held)
+        else:
+            if not self._may_give_up(barrier, problem, keys):
+                problem = problem.keeping()
+            made = await asyncio.to_thread(plan_computation, problem, workers, held, engine=engines, sources=sources)
         # Workers that neither multiply nor hold a chunk have no part in it.
         needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *held.values()]))
         addresses = [made.participants[index].address for index in needed.tolist()]
@@ -225,19 +207,14 @@ class Freezer:
 
     async def _workers(
         self, run: Run, problem: Computation, wanted: Iterable[Any]
-    ) -> tuple[tuple[str, ...], list[Worker], bool]:
-        """Return who multiplies (`Roster.choose`), when there is anybody: all may be paused, or started again.
-
-        And whether one is paused meanwhile, who might take part in a moment.
-        """
+    ) -> tuple[tuple[str, ...], list[Worker]]:
+        """Return who multiplies (`Roster.choose`), when there is anybody: all may be paused, or started again."""
         limit = problem.options.load_timeout
         deadline = time() + limit
         while True:
             try:
                 allowed = await self._allowed(wanted)
-                # At the same moment at which those who are paused are left out.
-                paused = self._roster.paused()
-                return *await self._roster.choose(problem.demand, allowed), paused
+                return await self._roster.choose(problem.demand, allowed)
             except NoWorkersError as error:
                 if time() > deadline:
                     raise NoWorkersError(f"{error}; waited for {limit:g} s (config distmm.timeouts.load)") from error

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError, ProtocolError
+from distributed.metrics import time
+
+from dask_distmm.errors import (
+    EngineError,
+    MissingEngineError,
+    NoWorkersError,
+    PlanError,
+    ProjectedMemoryError,
+    ProtocolError,
+)
 from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Demand, Worker
 from dask_distmm.runtime.messages import Describe, Description
@@ -18,10 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Roster"]
 
+T = TypeVar("T")
+
 # A worker that does not describe itself within this time (seconds) is left out.
 _DESCRIBE_TIMEOUT = 30.0
-# Memory that a process holds is told in steps of so many bytes: a plan serves as long as no step changes.
-_STEP = 2**26
+# How often it is looked whether a run fits (seconds).
+_LOOK = 0.2
+# Memory that a process holds is told in steps of so many bytes, at least so many of them a worker's memory: a plan
+# serves as long as no step changes.
+_STEP, _STEPS = 2**26, 32
 # Of a worker that has not described itself: it may hold chunks all the same.
 _UNKNOWN = Description("OK")
 
@@ -38,6 +52,8 @@ class Roster:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._described: dict[str, Description] = {}
+        # When a worker was last left out as it was paused.
+        self._paused = 0.0
         # Workers that have said that they lack this package, and why.
         self.bare: dict[str, str] = {}
 
@@ -82,6 +98,8 @@ class Roster:
         """
         engine, array, dtypes, wanted = demand.engine, demand.array, demand.dtypes, demand.workers
         running = {address: ws for address, ws in self._scheduler.workers.items() if ws.status.name == "running"}
+        if any(ws.status.name == "paused" for ws in self._scheduler.workers.values()):
+            self._paused = time()
         if isinstance(wanted, tuple):
             missing = [address for address in wanted if address not in running]
             if missing:
@@ -128,9 +146,32 @@ class Roster:
                 self._check_encryption(name, [ws.address for ws in able[chosen]])
         return engines, [self.worker(ws, chosen) for ws in able[chosen]]
 
-    def paused(self) -> bool:
-        """Whether a worker is paused, as one that reads chunks back from disk is for a moment: it may soon count."""
-        return any(ws.status.name == "paused" for ws in self._scheduler.workers.values())
+    async def until_it_fits(self, plan: Callable[[], Awaitable[T]], limit: float) -> T:
+        """Return the outcome of `plan`, called again while it does not fit and workers are left out as they are paused.
+
+        One that reads chunks back from disk is paused for a moment.
+
+        Parameters
+        ----------
+        plan
+            Chooses workers, and plans.
+        limit
+            Seconds after which it is not called again.
+
+        Raises
+        ------
+        ProjectedMemoryError
+            It does not fit.
+        """
+        deadline = time() + limit
+        while True:
+            begun = time()
+            try:
+                return await plan()
+            except ProjectedMemoryError:
+                if self._paused < begun or begun > deadline:
+                    raise
+            await asyncio.sleep(_LOOK)
 
     def _unfit(self, engine: str, able: Sequence[WorkerState], kind: str) -> str | None:
         """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
@@ -150,7 +191,9 @@ class Roster:
         host_limit, used = int(ws.memory_limit or 0), 0
         memory = described.memory.get(engine)
         if not memory:
-            host_limit, memory, used = 0, int(ws.memory_limit or 0), -(-int(ws.memory.unmanaged_old) // _STEP) * _STEP
+            host_limit, memory = 0, int(ws.memory_limit or 0)
+            step = max(1, min(_STEP, memory // _STEPS))
+            used = -(-int(ws.memory.unmanaged_old) // step) * step
         links = described.links
         # Engines also read the memory of workers that only hand out chunks.
         found = [links[engine]] if engine in links else list(links.values())
