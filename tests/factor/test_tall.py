@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from unittest import mock
+
 import dask
 import dask.array as da
 import numpy as np
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from matrices import noise
 
 from dask_distmm import PlanError, linalg
+from dask_distmm.arrays.linalg import tall as by_rows
 from dask_distmm.engines.factor import tall
 from dask_distmm.engines.factor.tall import gram_reflectors, tall_qr
 from dask_distmm.engines.numpy.lapack import LapackKernels
@@ -56,7 +60,7 @@ def test_squares_that_overflow(scale):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (60, 7), (300, 40), (60, 20)])
 def test_reflectors_out_of_the_gram_matrix(monkeypatch, dtype, shape):
-    monkeypatch.setattr(tall, "_STRIP", 16)
+    monkeypatch.setattr(tall, "_COLUMNS", 4)
     a = noise(np.random.default_rng(), shape, dtype)
     (m, n), panel = shape, K.empty(shape, a.dtype)
     panel[...] = a
@@ -74,10 +78,52 @@ class Device(LapackKernels):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (60, 7), (300, 40)])
 def test_gram_matrices_of_asynchronous_engines(monkeypatch, dtype, shape):
-    monkeypatch.setattr(tall, "_STRIP", 16)
+    monkeypatch.setattr(tall, "_COLUMNS", 4)
     monkeypatch.setattr(np.linalg, "qr", lambda a: pytest.fail("Householder"))
     a = noise(np.random.default_rng(), shape, dtype)
     assert_qr(a, *tall_qr(Device(), a))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_with_an_inverse_are_as_exact_as_solutions(dtype):
+    """Where a matrix is neither well-conditioned nor so ill-conditioned that its Gram matrix is of no use."""
+    rng = np.random.default_rng()
+    a = noise(rng, (400, 30), dtype)
+    a[:, 1:] += (20 if dtype in ("float32", "complex64") else 1e4) * a[:, :1]
+    first = tall.first_divisor(Device(), tall.gram(Device(), a))
+    assert not first.well
+    assert len(tall.both_divisors(Device(), first, tall.gram_of_quotient(Device(), a, first)).each) == 2
+    with mock.patch.multiple(tall, _COLUMNS=8, _DEVICE_BYTES=4096):
+        assert_qr(a, *tall_qr(Device(), a))
+
+
+@pytest.mark.parametrize(("condition", "safe"), [(1, True), (1e3, True), (1e12, False)])
+@pytest.mark.parametrize("parts", [2, 9, 70])
+def test_chunks_that_are_divided_by_what_their_gram_matrices_give(monkeypatch, condition, safe, parts):
+    factorized = []
+    monkeypatch.setattr(by_rows, "_LARGE", 0)
+    monkeypatch.setattr(tall, "tall_qr", lambda kernels, a: factorized.append(a.shape) or tall_qr(kernels, a))
+    a = matrix(np.random.default_rng(), (parts * 40, 8), "float64", condition)
+    q, r = linalg.qr(da.from_array(a, chunks=(40, 5)))
+    assert_qr(a, *dask.compute(q, r))
+    assert (factorized == []) == safe
+    assert safe or factorized.count((40, 8)) == parts
+
+
+@pytest.mark.parametrize(("limits", "twice"), [([48_000] * 2, True), ([48_000, 47_000], False), ([0, 0], True)])
+def test_what_may_be_spilled_is_read_once(monkeypatch, limits, twice):
+    """A matrix of 32 kB is read a second time where the workers have three times its size, or no limit."""
+    workers = {f"w{i}": {"memory_limit": limit} for i, limit in enumerate(limits)}
+    client = SimpleNamespace(asynchronous=False, scheduler_info=lambda n_workers: {"workers": workers})
+    monkeypatch.setattr(by_rows, "current_client", lambda: client)
+    monkeypatch.setattr(by_rows, "_LARGE", 0)
+    x = da.ones((1000, 4), chunks=(100, 4))
+
+    def by_gram(array):
+        return any(key[0].startswith("qr-rows-gram-") for key in array.__dask_graph__())
+
+    assert [by_gram(one) for one in linalg.qr(x)] == [twice] * 2
+    assert not by_gram(linalg.qr(x, "r"))
 
 
 @pytest.mark.parametrize("value", [0, np.nan, np.inf])
@@ -121,14 +167,16 @@ def test_the_quick_way_is_taken_where_it_is_safe(monkeypatch):
     st.lists(st.integers(1, 5), min_size=1, max_size=3),
     st.sampled_from(DTYPES),
     st.sampled_from([1, 1e5, 1e30]),
+    st.booleans(),
     st.integers(0, 2**32),
 )
-def test_any_chunks(rows, cols, dtype, condition, seed):
+def test_any_chunks(rows, cols, dtype, condition, large, seed):
     rng = np.random.default_rng(seed)
     rows = [*rows, max(0, sum(cols) - sum(rows))]
     a = matrix(rng, (sum(rows), sum(cols)), dtype, condition)
     x = da.from_array(a, chunks=(tuple(rows), tuple(cols)))
-    q, r = linalg.qr(x, method="rows")
+    with mock.patch.object(by_rows, "_LARGE", 0 if large else np.inf):
+        q, r = linalg.qr(x, method="rows")
     assert (q.chunks, r.chunks[1]) == (x.chunks, x.chunks[1])
     assert_qr(a, *dask.compute(q, r))
     assert_qr(a, dask.compute(q)[0], linalg.qr(x, "r", method="rows").compute())

@@ -124,7 +124,7 @@ def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unp
     a = matrix("a", a)
     inner, (rows, cols) = inner_chunks(a), a.chunks
     if mode != "complete" and goes_by_rows(a, how):
-        q, r = qr_of_rows(a, common_type({"a": a}))
+        q, r = qr_of_rows(a, common_type({"a": a}), only_r=mode == "r")
         q, r = q.rechunk({1: inner}), r.rechunk((inner, cols))
         return r if mode == "r" else (q, r)
     if mode == "r":

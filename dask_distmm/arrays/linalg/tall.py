@@ -1,13 +1,19 @@
-"""Matrices with many more rows than columns: each chunk of rows is factorized where it lies, as plain tasks.
+"""Matrices with many more rows than columns: each chunk of rows stays where it lies, n x n elements of it move.
 
-TSQR (Demmel, Grigori, Hoemmen, Langou 2012)::
+By the chunks' Gram matrices (CholeskyQR2; `engines.factor.tall` has the steps)::
+
+    G = sum of Ai^H Ai      R1^H R1 = G
+    H = sum of Bi^H Bi      R2^H R2 = H        Bi = Ai R1^-1, which is not kept
+                            Qi = Ai (R2 R1)^-1
+
+Where that is not safe, by TSQR (Demmel, Grigori, Hoemmen, Langou 2012)::
 
     A1 = Q1 R1         R1          Q = [Q1 P1]
     A2 = Q2 R2         R2 = P R        [Q2 P2]
     A3 = Q3 R3         R3              [Q3 P3]
 
-R1, R2, R3 are of n x n elements; they alone move. Stacked they are such a matrix again. `engines.factor.tall`
-factorizes a chunk.
+The tasks of both are in the graph; those that are not needed return at once. TSQR reads each chunk once, which counts
+where chunks go to disk between two tasks.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import dask.array as da
@@ -27,17 +34,24 @@ from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.arrays.linalg.factorize import RunOptions
 from dask_distmm.arrays.stock import dask_matmul
+from dask_distmm.engines.factor import tall
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.factor.tall import tall_qr
+from dask_distmm.engines.factor.tall import Divisor, Divisors
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import MatrixError, PlanError
+from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.client import current_client
 
 __all__ = ["goes_by_rows", "qr_of_rows", "solve_rows"]
 
 # A chunk of rows should have this many times as many rows as columns, on average, and so should all of them together.
 _EACH, _ALL = 2, 4
-# So many R are stacked in one task.
+# So many R are stacked, and so many Gram matrices added, in one task.
 _STACKED = 8
+# Gram matrices save m n^2 multiplications and additions, and take three steps of tasks more.
+_LARGE, _LARGE_ON_GPUS = 1e9, 1e12
+# Gram matrices are taken where the cluster has this many times the memory of the matrix: it is read twice.
+_MEMORY = 3
 
 
 def goes_by_rows(a: Array, how: RunOptions) -> bool:
@@ -59,7 +73,7 @@ def goes_by_rows(a: Array, how: RunOptions) -> bool:
     return True
 
 
-def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
+def qr_of_rows(a: Array, dtype: np.dtype, *, only_r: bool = False) -> tuple[Array, Array]:
     """Return Q, in the chunks of rows of `a`, and R, in one chunk.
 
     Parameters
@@ -68,38 +82,84 @@ def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
         With m >= n > 0.
     dtype
         Type that is computed in.
+    only_r
+        Whether Q will not be computed.
     """
     a = a.rechunk({1: -1})
     sizes, n = a.chunks[0], a.shape[1]
-    token = tokenize("qr-rows", a.name, dtype)
-    pairs, q, r = f"qr-rows-{token}", f"qr-rows-q-{token}", f"qr-rows-r-{token}"
+    large = a.shape[0] * n**2 >= (_LARGE_ON_GPUS if array_kind(a._meta) == "cupy" else _LARGE)
+    by_gram = len(sizes) > 1 and large and not only_r and _fits_in_memory(a)
+    graph = _Graph(tokenize("qr-rows", a.name, dtype, by_gram, only_r))
+    chunks = [TaskRef((a.name, i, 0)) for i in range(len(sizes))]
+    divisors: Any = None
+    if by_gram:
+        grams = graph.sums("gram", [graph.add("gram", _gram, a, dtype) for a in chunks])
+        first = graph.add("first", _first, *grams)
+        grams = graph.sums("second-gram", [graph.add("second-gram", _second_gram, a, first, dtype) for a in chunks])
+        divisors = graph.add("second", _second, first, *grams)
+    if only_r:
+        pairs, found = [], [graph.add("found", _r_of_chunk, a, dtype) for a in chunks]
+    else:
+        pairs = [graph.add("pair", _pair, a, divisors, dtype) for a in chunks]
+        found = [graph.add("found", operator.itemgetter(1), pair) for pair in pairs]
+    top, below = graph.stack(found)
+    steps, q, r = (f"qr-rows-{name}{graph.token}" for name in ("", "q-", "r-"))
+    whole = HighLevelGraph.from_collections(steps, graph.tasks, [a])
     meta = meta_from_array(a._meta if dtype.kind == "c" else a._meta.real, 2, dtype=dtype)
-    each: dict[Any, Any] = {
-        (pairs, i): Task((pairs, i), _qr_of_chunk, TaskRef((a.name, i, 0)), dtype) for i in range(len(sizes))
-    }
-    graph = HighLevelGraph.from_collections(pairs, each, [a])
 
-    def picked(name: str, which: int, rows: tuple[int, ...]) -> Array:
-        tasks = {
-            (name, i, 0): Task((name, i, 0), operator.getitem, TaskRef((pairs, i)), which) for i in range(len(sizes))
-        }
-        layers, dependencies = {**graph.layers, name: tasks}, {**graph.dependencies, name: {pairs}}
+    def array(name: str, tasks: list[tuple[Any, ...]], rows: tuple[int, ...]) -> Array:
+        layer = {(name, i, 0): Task((name, i, 0), *task) for i, task in enumerate(tasks)}
+        layers, dependencies = {**whole.layers, name: layer}, {**whole.dependencies, name: {steps}}
         return Array(HighLevelGraph(layers, dependencies), name, (rows, (n,)), meta=meta)
 
-    tops = tuple(min(size, n) for size in sizes)
-    if len(sizes) == 1:
-        return picked(q, 0, sizes), picked(r, 1, tops)
-    stack = picked(r, 1, tops)
-    groups = tuple(sum(tops[i : i + _STACKED]) for i in range(0, len(tops), _STACKED))
-    inner, found = qr_of_rows(stack.rechunk({0: groups}), dtype)
-    inner = inner.rechunk({0: tops})
-    tasks = {
-        (q, i, 0): Task((q, i, 0), _first_times, TaskRef((pairs, i)), TaskRef((inner.name, i, 0)))
-        for i in range(len(sizes))
-    }
-    whole = HighLevelGraph.merge(graph, inner.__dask_graph__())
-    layers, dependencies = {**whole.layers, q: tasks}, {**whole.dependencies, q: {pairs, inner.name}}
-    return Array(HighLevelGraph(layers, dependencies), q, (sizes, (n,)), meta=meta), found
+    parts = [(_q_of_chunk, pair, below[i // _STACKED], i % _STACKED) for i, pair in enumerate(pairs)]
+    return array(q, parts, sizes), array(r, [(_r, divisors, top, meta)], (n,))
+
+
+class _Graph:
+    """Tasks on the chunks of rows of one matrix.
+
+    Parameters
+    ----------
+    token
+        Part of the names of all tasks.
+    """
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+        self.tasks: dict[Any, Task] = {}
+
+    def add(self, name: str, function: Callable[..., Any], *args: Any) -> TaskRef:
+        """Add a task, and return a reference to it."""
+        key = f"qr-rows-{name}-{self.token}", len(self.tasks), 0
+        self.tasks[key] = Task(key, function, *args)
+        return TaskRef(key)
+
+    def sums(self, name: str, parts: list[TaskRef]) -> list[TaskRef]:
+        """Add tasks that add up matrices until few are left, and return those."""
+        while len(parts) > _STACKED:
+            parts = [self.add(f"sum-{name}", _total, *group) for group in _groups(parts)]
+        return parts
+
+    def stack(self, found: list[TaskRef]) -> tuple[TaskRef, list[TaskRef]]:
+        """Add the tasks that factorize stacked R; where there are none, all are None.
+
+        Returns
+        -------
+        top, below
+            A node (`_stack`) whose R is that of all; and for each group of R one whose blocks its Q are multiplied by.
+        """
+        levels = [[self.add("stack", _stack, *group) for group in _groups(found)]]
+        while len(levels[-1]) > 1:
+            tops = [self.add("found", operator.itemgetter(1), node) for node in levels[-1]]
+            levels.append([self.add("stack", _stack, *group) for group in _groups(tops)])
+        *others, below = levels
+        (top,) = below
+        for level in reversed(others):
+            below = [
+                self.add("blocks", _blocks, node, below[i // _STACKED], i % _STACKED) for i, node in enumerate(level)
+            ]
+        return top, below
 
 
 def solve_rows(a: Array, b: Array, dtype: np.dtype) -> tuple[Array, Array, Array]:
@@ -122,12 +182,70 @@ def solve_rows(a: Array, b: Array, dtype: np.dtype) -> tuple[Array, Array, Array
     return x, residuals, r
 
 
-def _qr_of_chunk(chunk: Any, dtype: np.dtype) -> tuple[Any, Any]:
-    return tall_qr(_kernels(chunk), chunk.astype(dtype, copy=False))
+def _groups(parts: list[TaskRef]) -> list[list[TaskRef]]:
+    return [parts[i : i + _STACKED] for i in range(0, len(parts), _STACKED)]
 
 
-def _first_times(pair: tuple[Any, Any], inner: Any) -> Any:
-    return pair[0] @ inner
+def _fits_in_memory(a: Array) -> bool:
+    """Whether chunks of a matrix, and of as large a Q, stay in the memory of the workers."""
+    client = current_client()
+    if client is None or client.asynchronous:
+        return True
+    limits = [worker["memory_limit"] for worker in client.scheduler_info(n_workers=-1)["workers"].values()]
+    return not all(limits) or _MEMORY * a.nbytes <= sum(limits)
+
+
+def _gram(chunk: Any, dtype: np.dtype) -> Any:
+    return tall.gram(_kernels(chunk), chunk.astype(dtype, copy=False))
+
+
+def _total(*parts: Any) -> Any:
+    return None if parts[0] is None else functools.reduce(operator.add, parts).copy(order="F")
+
+
+def _first(*grams: Any) -> Divisor | None:
+    return tall.first_divisor(_kernels(grams[0]), _total(*grams))
+
+
+def _second_gram(chunk: Any, first: Divisor | None, dtype: np.dtype) -> Any:
+    return None if first is None else tall.gram_of_quotient(_kernels(chunk), chunk.astype(dtype, copy=False), first)
+
+
+def _second(first: Divisor | None, *grams: Any) -> Divisors | None:
+    return None if first is None else tall.both_divisors(_kernels(grams[0]), first, _total(*grams))
+
+
+def _pair(chunk: Any, divisors: Divisors | None, dtype: np.dtype) -> tuple[Any, Any]:
+    """Return Q of a chunk and None; or, without divisors, Q and R of the chunk alone."""
+    kernels, chunk = _kernels(chunk), chunk.astype(dtype, copy=False)
+    return tall.tall_qr(kernels, chunk) if divisors is None else (tall.quotient(kernels, chunk, divisors), None)
+
+
+def _r_of_chunk(chunk: Any, dtype: np.dtype) -> Any:
+    return tall.tall_r(_kernels(chunk), chunk.astype(dtype, copy=False))
+
+
+def _stack(*parts: Any) -> tuple[Any, Any]:
+    """Return the blocks P of stacked R, and their R: a node."""
+    if parts[0] is None:
+        return None, None
+    kernels = _kernels(parts[0])
+    p, r = tall.tall_qr(kernels, kernels.xp.concatenate(parts))
+    return np.split(p, np.cumsum([len(part) for part in parts[:-1]])), r
+
+
+def _blocks(node: tuple[Any, Any], above: tuple[Any, Any], number: int) -> tuple[Any, Any]:
+    """Return a node, its blocks multiplied by that of the node above."""
+    blocks, r = node
+    return (blocks if blocks is None else [block @ above[0][number] for block in blocks]), r
+
+
+def _q_of_chunk(pair: tuple[Any, Any], node: tuple[Any, Any], number: int) -> Any:
+    return pair[0] if node[0] is None else pair[0] @ node[0][number]
+
+
+def _r(divisors: Divisors | None, top: tuple[Any, Any], like: Any) -> Any:
+    return top[1] if divisors is None else np.asarray(divisors.r, like=like)
 
 
 def _solve_full_rank(r: Any, right: Any, rows: int) -> Any:

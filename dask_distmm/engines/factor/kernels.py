@@ -87,6 +87,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def getrf_without_pivots(self, a: Any) -> None:
+        """Overwrite a square `a` with L and U. Where pivots would be needed the numbers may be of any size, or NaN."""
+        ...
+
     def geqrt(self, a: Any) -> Any:
         """Overwrite `a` with R and below it the reflectors V (ones on its diagonal are left out).
 

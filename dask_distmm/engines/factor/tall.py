@@ -1,4 +1,4 @@
-"""QR of a matrix with many more rows than columns, on one rank: by its Gram matrix, if that is safe.
+"""QR of matrices with many more rows than columns, by their Gram matrices, if that is safe.
 
 CholeskyQR2 (Yamamoto, Nakatsukasa, Yanagisawa, Fukaya 2015) is made of products of matrices::
 
@@ -8,27 +8,90 @@ CholeskyQR2 (Yamamoto, Nakatsukasa, Yanagisawa, Fukaya 2015) is made of products
 Q1 loses orthogonality with the square of the condition of A; Q does not, as long as Q1^H Q1 is near to the identity. So
 that is looked at. Matrices that are ill-conditioned (beyond some 10^7 in float64), of lower rank, or whose squares
 overflow go to Householder's reflections.
+
+Gram matrices of parts of the rows add up, and each part of Q is made of the same part of A: `gram`, `first_divisor`,
+`gram_of_quotient`, `both_divisors` and `quotient` are the steps for a matrix whose rows are in several places.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.kernels import Kernels
 
-__all__ = ["gram_qr", "gram_reflectors", "tall_qr"]
+__all__ = [
+    "Divisor",
+    "Divisors",
+    "both_divisors",
+    "first_divisor",
+    "gram",
+    "gram_of_quotient",
+    "gram_reflectors",
+    "quotient",
+    "tall_qr",
+    "tall_r",
+]
 
 # If Q1^H Q1 differs from the identity by less in the 2-norm, Q is orthonormal up to rounding (section 3 there). The
 # norm of Frobenius, which is computed, is not below that.
 _NEAR = 5 / 64
-# Columns of the Gram matrix that one GEMM makes.
-_STRIP = 512
+# A triangle is made, and multiplied by, in so many parts of its columns, unless they have fewer columns than this.
+_PARTS, _COLUMNS = 2, 128
 # The diagonal of U is at least 1 in modulus, if each sign is chosen when its column is eliminated. Here all are chosen
 # before, so that is looked at.
 _AWAY = 0.5
+# A product with an inverse loses this factor against a solution at most.
+_WELL = 16
+# Bytes of Q1 that are there at a time, on GPUs and in the caches of a CPU.
+_DEVICE_BYTES, _HOST_BYTES = 2**29, 2**22
+
+
+class Divisor:
+    """An upper triangular matrix R that matrices are divided by from the right.
+
+    Parameters
+    ----------
+    r
+        R, (n, n), with zeros below the diagonal. On the host: to copy it from a device would wait for work on others.
+    well
+        Whether products with the inverse are as exact as solutions.
+    """
+
+    def __init__(self, r: NDArray[Any], well: bool) -> None:
+        self.r, self.well = r, well
+        self._there: tuple[Any, Any] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.r, self.well)
+
+    def there(self, kernels: Kernels) -> tuple[Any, Any]:
+        """Return R and its inverse, column-major, on the device."""
+        if self._there is None:
+            r = kernels.xp.asarray(self.r, order="F")
+            self._there = r, _inverse(kernels, r)
+        return self._there
+
+
+@dataclasses.dataclass(frozen=True)
+class Divisors:
+    """What a matrix is divided by for Q: by one divisor after the other, or by both at once where that is as exact.
+
+    Parameters
+    ----------
+    r
+        R, (n, n), the product of all, on the host.
+    each
+        The divisors, in this order.
+    """
+
+    r: NDArray[Any]
+    each: tuple[Divisor, ...]
 
 
 def tall_qr(kernels: Kernels, a: Any) -> tuple[Any, Any]:
@@ -41,25 +104,79 @@ def tall_qr(kernels: Kernels, a: Any) -> tuple[Any, Any]:
     a
         The matrix, (m, n), of any memory order.
     """
-    if (found := gram_qr(kernels, a)) is not None:
-        return found
+    divisors = _divisors(kernels, a)
+    if divisors is not None:
+        return quotient(kernels, a, divisors), kernels.xp.asarray(divisors.r)
     q, r = kernels.xp.linalg.qr(a)
     return q, r
 
 
-def gram_qr(kernels: Kernels, a: Any) -> tuple[Any, Any] | None:
-    """Return Q, row-major, and R of a matrix by CholeskyQR2, or None where that is not safe; as for `tall_qr`."""
+def tall_r(kernels: Kernels, a: Any) -> Any:
+    """Return R alone; as `tall_qr`."""
+    divisors = _divisors(kernels, a)
+    return kernels.xp.linalg.qr(a, mode="r") if divisors is None else kernels.xp.asarray(divisors.r)
+
+
+def _divisors(kernels: Kernels, a: Any) -> Divisors | None:
+    """Return what a matrix is divided by for Q, if that is safe."""
     m, n = a.shape
-    if not 0 < n <= m:
+    if not 0 < n <= m or (first := first_divisor(kernels, gram(kernels, a))) is None:
         return None
-    q = kernels.xp.array(a, order="C")
-    if (first := _gram_factor(kernels, q)) is None:
+    return both_divisors(kernels, first, gram_of_quotient(kernels, a, first))
+
+
+def gram(kernels: Kernels, a: Any) -> Any:
+    """Return the lower triangle of ``A^H A`` in a column-major matrix, of a matrix of any memory order."""
+    a = _contiguous(kernels, a)
+    found = _gram(kernels, a)
+    return found if _by_columns(a) else found.conj()
+
+
+def first_divisor(kernels: Kernels, gram: Any) -> Divisor | None:
+    """Return R1, whose ``R1^H R1`` has this lower triangle, which is overwritten; None if there is no such R1."""
+    return _divisor(kernels, gram, kernels.potrf(gram)[0] == 0)
+
+
+def gram_of_quotient(kernels: Kernels, a: Any, first: Divisor) -> Any:
+    """Return the lower triangle of ``Q1^H Q1``, of ``Q1 = A R1^-1``, in a column-major matrix."""
+    found = kernels.empty((a.shape[1],) * 2, a.dtype)
+    found[...] = 0
+    for rows in _strips(kernels, a):
+        found += gram(kernels, _divided(kernels, a[rows], first))
+    return found
+
+
+def both_divisors(kernels: Kernels, first: Divisor, gram: Any) -> Divisors | None:
+    """Return what A is divided by for Q; None if that is not safe.
+
+    Parameters
+    ----------
+    kernels
+        The arithmetic.
+    first
+        R1.
+    gram
+        The lower triangle of ``Q1^H Q1``, which is overwritten.
+    """
+    good = _near_identity(kernels, gram)
+    good &= kernels.potrf(gram)[0] == 0
+    second = _divisor(kernels, gram, good)
+    if second is None:
         return None
-    _divide(kernels, q, first)
-    if (second := _gram_factor(kernels, q, near=True)) is None:
-        return None
-    _divide(kernels, q, second)
-    return q, kernels.triangle(second, lower=True, unit=False).T @ kernels.triangle(first, lower=True, unit=False).T
+    r = kernels.host(kernels.xp.asarray(second.r) @ kernels.xp.asarray(first.r))
+    return Divisors(r, (Divisor(r, well=True),) if first.well else (first, second))
+
+
+def quotient(kernels: Kernels, a: Any, divisors: Divisors) -> Any:
+    """Return ``A R^-1``, row-major."""
+    q = kernels.xp.empty(a.shape, a.dtype)
+    *before, last = divisors.each
+    for rows in _strips(kernels, a) if before else [slice(None)]:
+        part = a[rows]
+        for divisor in before:
+            part = _divided(kernels, part, divisor)
+        _divide_into(kernels, part, last, q[rows])
+    return q
 
 
 def gram_reflectors(kernels: Kernels, a: Any) -> Any:
@@ -86,16 +203,16 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
     with np.errstate(all="ignore"):
         first = _gram(kernels, q)
         good = kernels.potrf(first)[0] == 0
-        _divide(kernels, q, first)
+        kernels.trsm(first, q, right=True, lower=True, op="C", unit=False)
         second = _gram(kernels, q)
         good &= _near_identity(kernels, second)
         good &= kernels.potrf(second)[0] == 0
         top = kernels.empty((n, n), a.dtype)
         top[...] = q[:n]
-        _divide(kernels, top, second)
+        kernels.trsm(second, top, right=True, lower=True, op="C", unit=False)
         signs = xp.where(kernels.diagonal(top).real > 0, -1, 1).astype(a.dtype)
         top -= xp.diag(signs)
-        good &= (kernels.getrf(top) == xp.arange(n)).all()
+        kernels.getrf_without_pivots(top)
         good &= (abs(kernels.diagonal(top)) > _AWAY).all()
     if not bool(kernels.host(good)):
         return None
@@ -111,49 +228,100 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
     return t
 
 
-def _gram_factor(kernels: Kernels, q: Any, *, near: bool = False) -> Any:
-    """Return L, in the lower triangle of a column-major matrix, with ``L L^H = Q^H Q``; None if there is no such L.
+def _strips(kernels: Kernels, a: Any) -> Iterator[slice]:
+    """Yield slices of the rows of a matrix, of a size that is worth a call of BLAS."""
+    size = _DEVICE_BYTES if kernels.asynchronous else _HOST_BYTES
+    step = max(a.shape[1], size // max(1, a.itemsize * a.shape[1]))
+    for start in range(0, len(a), step):
+        yield slice(start, start + step)
 
-    Of a row-major Q it is the conjugate of that: in memory Q is its transpose.
 
-    Parameters
-    ----------
-    near
-        Whether Q is to be orthonormal already, but for a small error; if it is not, None is returned.
-    """
-    gram = _gram(kernels, q)
-    if near and not bool(kernels.host(_near_identity(kernels, gram))):
-        return None
-    return None if int(kernels.host(kernels.potrf(gram))[0]) else gram
+def _divisor(kernels: Kernels, factor: Any, good: Any) -> Divisor | None:
+    """Return the divisor whose conjugate transpose is in the lower triangle of `factor`, if that is `good`."""
+    xp, r = kernels.xp, kernels.empty(factor.shape, factor.dtype)
+    r[...] = kernels.triangle(factor, lower=True, unit=False).conj().T
+    with np.errstate(all="ignore"):
+        # Of A a column has the norm of R's. Rounding A R^-1 makes errors of |A| |R^-1| in Q, |A| |R^-1| |R| in Q R.
+        norms = kernels.norms(r)
+        errors = norms @ abs(_inverse(kernels, r))
+        loss = xp.maximum(errors.max(), ((errors @ abs(r)) / norms).max())
+        said = kernels.host(xp.stack([good.astype(loss.dtype), loss]))
+    return Divisor(kernels.host(r), bool(said[1] <= _WELL)) if said[0] else None
+
+
+def _inverse(kernels: Kernels, r: Any) -> Any:
+    """Return the inverse of an upper triangular matrix, column-major."""
+    found = kernels.empty(r.shape, r.dtype)
+    found[...] = kernels.xp.eye(len(r), dtype=r.dtype)
+    kernels.trsm(r, found, right=False, lower=False, op="N", unit=False)
+    return found
+
+
+def _divided(kernels: Kernels, a: Any, divisor: Divisor) -> Any:
+    """Return ``A R^-1``, row-major."""
+    found = kernels.xp.empty(a.shape, a.dtype)
+    _divide_into(kernels, a, divisor, found)
+    return found
+
+
+def _divide_into(kernels: Kernels, a: Any, divisor: Divisor, out: Any) -> None:
+    """Write ``A R^-1`` into a row-major matrix."""
+    if not kernels.asynchronous:
+        out[...] = a
+        kernels.trsm(np.asfortranarray(divisor.r), out.T, right=False, lower=False, op="T", unit=False)
+        return
+    # GPUs multiply many times as quick as they solve (1 H200, float64, 2097152 x 256: 4 ms, cuBLAS' trsm 50).
+    a, (r, inverse) = _contiguous(kernels, a), divisor.there(kernels)
+    _multiply(kernels, a, inverse, out, alpha=1, beta=0)
+    if not divisor.well:
+        # One step of iterative refinement, which is enough (Higham 2002, section 12.2).
+        rest = kernels.xp.array(a, order="C")
+        _multiply(kernels, out, r, rest, alpha=-1, beta=1)
+        _multiply(kernels, rest, inverse, out, alpha=1, beta=1)
+
+
+def _multiply(kernels: Kernels, a: Any, upper: Any, out: Any, *, alpha: float, beta: float) -> None:
+    """Compute ``out = alpha A U + beta out``, row-major, of an upper triangular U."""
+    columns = _by_columns(a)
+    for start, stop in _columns(a.shape[1]):
+        left, op = (a[:, :stop], "T") if columns else (a.T[:stop], "N")
+        kernels.gemm(upper[:stop, start:stop], left, out.T[start:stop], "T", op, alpha=alpha, beta=beta)
+
+
+def _columns(n: int) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of parts of n columns: of few, as each is a call."""
+    step = max(_COLUMNS, -(-n // _PARTS))
+    for start in range(0, n, step):
+        yield start, min(n, start + step)
+
+
+def _contiguous(kernels: Kernels, a: Any) -> Any:
+    """Return a matrix whose rows or columns are contiguous."""
+    return a if min(a.strides) == a.itemsize else kernels.xp.array(a, order="C")
+
+
+def _by_columns(a: Any) -> bool:
+    return bool(a.strides[0] < a.strides[1])
 
 
 def _gram(kernels: Kernels, q: Any) -> Any:
     """Return the lower triangle of ``Q^H Q``, in a column-major matrix; of a row-major Q the conjugate of that."""
-    n, columns = q.shape[1], q.strides[0] < q.strides[1]
+    n, columns = q.shape[1], _by_columns(q)
     gram = kernels.empty((n, n), q.dtype)
+    gram[...] = 0
     if columns or kernels.asynchronous:
         # In float32 cuBLAS' syrk takes ten times as long as its gemm (1 H200, 32768 x 512: 2.8 and 0.3 ms).
-        for at in range(0, n, _STRIP):
-            strip, below = q[:, at : at + _STRIP], q[:, at:]
-            target = gram[at:, at : at + _STRIP]
+        for start, stop in _columns(n):
+            strip, below, target = q[:, start:stop], q[:, start:], gram[start:, start:stop]
             if columns:
                 kernels.gemm(below, strip, target, "C", "N", alpha=1, beta=0)
             else:
                 kernels.gemm(below.T, strip.T, target, "N", "C", alpha=1, beta=0)
     else:
-        gram[...] = 0
         kernels.herk(q.T, gram)
         # To multiply a complex infinity by -1 is an invalid operation, to turn its sign is none.
         kernels.xp.negative(gram, out=gram)
     return gram
-
-
-def _divide(kernels: Kernels, q: Any, factor: Any) -> None:
-    """Overwrite Q with ``Q R^-1``, R from `_gram_factor` of a matrix of the same order of memory."""
-    if q.strides[0] < q.strides[1]:
-        kernels.trsm(factor, q, right=True, lower=True, op="C", unit=False)
-    else:
-        kernels.trsm(factor, q.T, right=False, lower=True, op="N", unit=False)
 
 
 def _near_identity(kernels: Kernels, gram: Any) -> Any:

@@ -138,14 +138,22 @@ class SolverKernels:
 
     def getrf(self, a: Any) -> Any:
         """Overwrite `a` with L and U; return the pivots, from 0, on the device."""
-        letter, pivots = _LETTERS[a.dtype.name], cp.zeros(min(a.shape), np.int32)
+        pivots = cp.zeros(min(a.shape), np.int32)
+        self._getrf(a, pivots.data.ptr)
+        return pivots - np.int32(1)
+
+    def getrf_without_pivots(self, a: Any) -> None:
+        """Overwrite a square `a` with L and U."""
+        self._getrf(a, 0)
+
+    def _getrf(self, a: Any, pivots: int) -> None:
         if a.size:
+            letter = _LETTERS[a.dtype.name]
             size = getattr(cusolverDn, f"{letter}getrf_buffer_size")(self._now.solver, *a.shape, *_at(a))
             workspace = cp.empty(max(1, size), a.dtype)
             getattr(cusolverDn, f"{letter}getrf")(
-                self._now.solver, *a.shape, *_at(a), workspace.data.ptr, pivots.data.ptr, self._info.data.ptr
+                self._now.solver, *a.shape, *_at(a), workspace.data.ptr, pivots, self._info.data.ptr
             )
-        return pivots - np.int32(1)
 
     def geqrt(self, a: Any) -> Any:
         """Overwrite `a` with R and reflectors; return T."""

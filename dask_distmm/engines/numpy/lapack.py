@@ -103,6 +103,11 @@ class LapackKernels:
             _call_routine(a, "getrf", *a.shape, a, ld_of(a), pivots, info)
         return pivots - np.int32(1)
 
+    def getrf_without_pivots(self, a: NDArray[Any]) -> None:
+        """Overwrite a square `a` with L and U; with NaN if a row would be swapped, as LAPACK has no such routine."""
+        if (self.getrf(a) != np.arange(len(a))).any():
+            a[...] = np.nan
+
     def geqrt(self, a: NDArray[Any]) -> NDArray[Any]:
         """Overwrite `a` with R and reflectors; return T. Recursive: most of it is products of matrices."""
         # CholeskyQR2 and the reconstruction of the reflectors (Ballard et al. 2014) take 5 m n^2 operations in place of
