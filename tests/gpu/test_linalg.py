@@ -10,6 +10,7 @@ from test_epilogs import computed, finished, on_gpus
 
 import dask_distmm
 from dask_distmm import linalg
+from dask_distmm.arrays.linalg import tall
 from dask_distmm.testing import assert_eigh, assert_nothing_left, assert_svd
 
 pytestmark = pytest.mark.engines("peer", "cusolvermp")
@@ -293,13 +294,19 @@ def test_eigenvalues_and_singular_values(clusters, nworkers, dtype):
 
 @on_one_host
 @pytest.mark.parametrize("dtype", [*DTYPES, "int64"])
-@pytest.mark.parametrize("condition", [1, 1e30])
-def test_tall_matrices(clusters, nworkers, dtype, condition):
+@pytest.mark.parametrize("condition", [1, 50, 1e30])
+@pytest.mark.parametrize("by_gram", [True, False])
+def test_tall_matrices(clusters, nworkers, monkeypatch, dtype, condition, by_gram):
     client, _ = clusters(nworkers)
+    monkeypatch.setattr(tall, "_LARGE_ON_GPUS", 0 if by_gram else np.inf)
     a = (noise(np.random.default_rng(), (2000, 60), "complex64" if dtype[0] == "c" else "float32") * 100).astype(dtype)
-    if condition > 1:
+    if condition == 1e30:
         a[:, 7] = a[:, 3]
-    q, r = (computed(client, x) for x in client.persist(linalg.qr(on_gpus(a), method="rows")))
+    elif condition > 1:
+        a[:, 1:] += a[:, :1] * 20
+    q, r = linalg.qr(on_gpus(a), method="rows")
+    assert any("gram" in key[0] for key in q.__dask_graph__()) == (by_gram and len(q.chunks[0]) > 1)
+    q, r = (computed(client, x) for x in client.persist([q, r]))
     wide = a.astype(q.dtype)
     assert residual(q @ r, wide, norm(wide), len(a)) < GATE
     assert residual(q.conj().T @ q, np.eye(60, dtype=q.dtype), 1, len(a)) < GATE

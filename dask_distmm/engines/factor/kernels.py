@@ -134,6 +134,10 @@ class Kernels(Protocol):
         """Return a copy of the diagonal of `a`."""
         ...
 
+    def distance(self, a: Any) -> Any:
+        """Return the square of the distance of a Hermitian matrix, its lower triangle, to the identity (Frobenius)."""
+        ...
+
     def norms(self, a: Any) -> Any:
         """Return the 2-norms of the columns of `a`."""
         ...

@@ -127,9 +127,11 @@ def _divisors(kernels: Kernels, a: Any) -> Divisors | None:
 
 def gram(kernels: Kernels, a: Any) -> Any:
     """Return the lower triangle of ``A^H A`` in a column-major matrix, of a matrix of any memory order."""
-    a = _contiguous(kernels, a)
-    found = _gram(kernels, a)
-    return found if _by_columns(a) else found.conj()
+    a, found = _contiguous(kernels, a), kernels.empty((a.shape[1],) * 2, a.dtype)
+    found[...] = 0
+    _gram(kernels, a, found)
+    # In place: CuPy's result of a function is row-major.
+    return found if _by_columns(a) else kernels.xp.conjugate(found, out=found)
 
 
 def first_divisor(kernels: Kernels, gram: Any) -> Divisor | None:
@@ -158,7 +160,9 @@ def both_divisors(kernels: Kernels, first: Divisor, gram: Any) -> Divisors | Non
     gram
         The lower triangle of ``Q1^H Q1``, which is overwritten.
     """
-    good = _near_identity(kernels, gram)
+    with np.errstate(all="ignore"):
+        # NaN is not near.
+        good = kernels.distance(gram) < _NEAR**2
     good &= kernels.potrf(gram)[0] == 0
     second = _divisor(kernels, gram, good)
     if second is None:
@@ -197,35 +201,40 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
     (m, n), xp = a.shape, kernels.xp
     if not 0 < n <= m:
         return None
-    q = kernels.empty((m, n), a.dtype)
+    # Beside products of large matrices each kernel of a GPU waits for its turn: the fewer, the better.
+    q, top = kernels.empty((m, n), a.dtype), kernels.empty((n, n), a.dtype)
+    first, second, product, divisor = (kernels.empty((n, n), a.dtype) for _ in range(4))
     assign(q, a)
     # Each look at a device is a wait for it: it computes all, and is asked once whether that was safe.
     with np.errstate(all="ignore"):
-        first = _gram(kernels, q)
-        good = kernels.potrf(first)[0] == 0
+        _gram(kernels, q, first)
+        infos = [kernels.potrf(first)]
         kernels.trsm(first, q, right=True, lower=True, op="C", unit=False)
-        second = _gram(kernels, q)
-        good &= _near_identity(kernels, second)
-        good &= kernels.potrf(second)[0] == 0
-        top = kernels.empty((n, n), a.dtype)
-        top[...] = q[:n]
+        _gram(kernels, q, second)
+        distance = kernels.distance(second)
+        infos.append(kernels.potrf(second))
+        assign(top, q[:n])
         kernels.trsm(second, top, right=True, lower=True, op="C", unit=False)
-        signs = xp.where(kernels.diagonal(top).real > 0, -1, 1).astype(a.dtype)
-        top -= xp.diag(signs)
+        diagonal = xp.lib.stride_tricks.as_strided(top, (n,), (sum(top.strides),))
+        signs = xp.copysign(1, -diagonal.real)
+        diagonal -= signs
         kernels.getrf_without_pivots(top)
-        good &= (abs(kernels.diagonal(top)) > _AWAY).all()
-    if not bool(kernels.host(good)):
-        return None
-    r1, r2 = (kernels.triangle(lower, lower=True, unit=False).conj().T for lower in (first, second))
-    upper, divisor = kernels.triangle(top, lower=False, unit=False), kernels.empty((n, n), a.dtype)
-    divisor[...] = upper @ r2
+        pivots = kernels.diagonal(top)
+        good = kernels.host(distance) < _NEAR**2 and not any(kernels.host(info)[0] for info in infos)
+        if not good or not (abs(kernels.host(pivots)) > _AWAY).all():
+            return None
+    upper, l1, l2 = (
+        kernels.triangle(one, lower=lower, unit=False) for one, lower in ((top, False), (first, True), (second, True))
+    )
+    kernels.gemm(upper, l2, divisor, "N", "C", alpha=1, beta=0)
     assign(a[n:], q[n:])
     kernels.trsm(divisor, a[n:], right=True, lower=False, op="N", unit=False)
-    t = upper
-    t *= -signs
-    kernels.trsm(top, t, right=True, lower=True, op="C", unit=True)
-    a[:n] = xp.tril(top, -1) + xp.triu(signs[:, None] * (r2 @ r1))
-    return t
+    # T is made where U is.
+    upper *= -signs
+    kernels.trsm(top, upper, right=True, lower=True, op="C", unit=True)
+    kernels.gemm(l1, l2, product, alpha=1, beta=0)
+    assign(a[:n], xp.where(xp.tri(n, k=-1, dtype=bool), top, signs[:, None] * product.conj().T))
+    return upper
 
 
 def _strips(kernels: Kernels, a: Any) -> Iterator[slice]:
@@ -304,11 +313,12 @@ def _by_columns(a: Any) -> bool:
     return bool(a.strides[0] < a.strides[1])
 
 
-def _gram(kernels: Kernels, q: Any) -> Any:
-    """Return the lower triangle of ``Q^H Q``, in a column-major matrix; of a row-major Q the conjugate of that."""
+def _gram(kernels: Kernels, q: Any, gram: Any) -> None:
+    """Write the lower triangle of ``Q^H Q`` to a column-major matrix of zeros; of a row-major Q the conjugate of that.
+
+    Where calls are asynchronous the matrix may hold anything.
+    """
     n, columns = q.shape[1], _by_columns(q)
-    gram = kernels.empty((n, n), q.dtype)
-    gram[...] = 0
     if columns or kernels.asynchronous:
         # In float32 cuBLAS' syrk takes ten times as long as its gemm (1 H200, 32768 x 512: 2.8 and 0.3 ms).
         for start, stop in _columns(n):
@@ -321,12 +331,3 @@ def _gram(kernels: Kernels, q: Any) -> Any:
         kernels.herk(q.T, gram)
         # To multiply a complex infinity by -1 is an invalid operation, to turn its sign is none.
         kernels.xp.negative(gram, out=gram)
-    return gram
-
-
-def _near_identity(kernels: Kernels, gram: Any) -> Any:
-    """Return whether a Hermitian matrix, its lower triangle, is near to the identity, on its device. NaN is not."""
-    with np.errstate(all="ignore"):
-        # Each element below the diagonal stands for two.
-        error = 2 * (abs(kernels.xp.tril(gram, -1)) ** 2).sum() + (abs(kernels.diagonal(gram) - 1) ** 2).sum()
-        return error < _NEAR**2

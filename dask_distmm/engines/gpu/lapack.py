@@ -30,6 +30,29 @@ _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 _LOWER, _UPPER, _LEFT, _RIGHT, _NON_UNIT, _UNIT, _FORWARD, _COLUMNWISE = 0, 1, 0, 1, 0, 1, 0, 0
 
 
+# Elements are counted as in the transposes of column-major matrices.
+_copy_triangle = cp.ElementwiseKernel(
+    "T a, int64 rows, bool lower, bool unit",
+    "T out",
+    """
+    const long long row = i % rows, col = i / rows;
+    out = unit && row == col ? T(1) : (lower ? row >= col : row <= col) ? a : T(0);
+    """,
+    "distmm_copy_triangle",
+)
+_distances = cp.ElementwiseKernel(
+    "T real, T imag, int64 rows",
+    "T out",
+    """
+    const long long row = i % rows, col = i / rows;
+    const T from = row == col ? real - T(1) : real;
+    // Each element below the diagonal stands for two.
+    out = row < col ? T(0) : T(row == col ? 1 : 2) * (from * from + imag * imag);
+    """,
+    "distmm_distances",
+)
+
+
 class _Handles:
     """The libraries' handles for one stream.
 
@@ -195,14 +218,17 @@ class SolverKernels:
         """Return a copy of a triangle of `a` with zeros in place of the rest; and ones on its diagonal."""
         found = self.empty(a.shape, a.dtype)
         # The transpose is in C order, in which CuPy's kernels are quickest.
-        found.T[...] = cp.triu(a.T) if lower else cp.tril(a.T)
-        if unit:
-            cp.fill_diagonal(found, 1)
+        _copy_triangle(a.T, len(a), lower, unit, found.T)
         return found
 
     def diagonal(self, a: Any) -> Any:
         """Return a copy of the diagonal of `a`."""
         return cp.diagonal(a).copy()
+
+    def distance(self, a: Any) -> Any:
+        """Return the square of the distance of a Hermitian matrix, its lower triangle, to the identity."""
+        imaginary = a.imag.T if a.dtype.kind == "c" else a.dtype.type(0)
+        return _distances(a.real.T, imaginary, len(a)).sum()
 
     def norms(self, a: Any) -> Any:
         """Return the 2-norms of the columns of `a`."""

@@ -153,6 +153,11 @@ class LapackKernels:
         """Return a copy of the diagonal of `a`."""
         return np.diagonal(a).copy()
 
+    def distance(self, a: NDArray[Any]) -> Any:
+        """Return the square of the distance of a Hermitian matrix, its lower triangle, to the identity."""
+        # Each element below the diagonal stands for two.
+        return 2 * (abs(np.tril(a, -1)) ** 2).sum() + (abs(np.diagonal(a) - 1) ** 2).sum()
+
     def norms(self, a: NDArray[Any]) -> NDArray[Any]:
         """Return the 2-norms of the columns of `a`."""
         found: NDArray[Any] = np.linalg.norm(a, axis=0)
