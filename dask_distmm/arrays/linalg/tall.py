@@ -245,7 +245,7 @@ def _q_of_chunk(pair: tuple[Any, Any], node: tuple[Any, Any], number: int) -> An
 
 
 def _r(divisors: Divisors | None, top: tuple[Any, Any], like: Any) -> Any:
-    return top[1] if divisors is None else np.asarray(divisors.r, like=like)
+    return top[1] if divisors is None else divisors.r(_kernels(like))
 
 
 def _solve_full_rank(r: Any, right: Any, rows: int) -> Any:

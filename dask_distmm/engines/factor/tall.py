@@ -55,43 +55,47 @@ _DEVICE_BYTES, _HOST_BYTES = 2**29, 2**22
 class Divisor:
     """An upper triangular matrix R that matrices are divided by from the right.
 
+    It travels by way of the host.
+
     Parameters
     ----------
     r
-        R, (n, n), with zeros below the diagonal. On the host: to copy it from a device would wait for work on others.
+        R, (n, n), column-major, with zeros below the diagonal. All work on it is done.
     well
         Whether products with the inverse are as exact as solutions.
+    inverse
+        Its inverse, column-major; None to compute it where it is needed.
     """
 
-    def __init__(self, r: NDArray[Any], well: bool) -> None:
-        self.r, self.well = r, well
-        self._there: tuple[Any, Any] | None = None
+    def __init__(self, r: Any, well: bool, inverse: Any = None) -> None:
+        self._r, self.well, self._inverse = r, well, inverse
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.r, self.well)
+        return type(self), (_copied_beside_work(self._r), self.well)
 
-    def there(self, kernels: Kernels) -> tuple[Any, Any]:
-        """Return R and its inverse, column-major, on the device."""
-        if self._there is None:
-            r = kernels.xp.asarray(self.r, order="F")
-            self._there = r, _inverse(kernels, r)
-        return self._there
+    def r(self, kernels: Kernels) -> Any:
+        """Return R on the device."""
+        if isinstance(self._r, np.ndarray):
+            self._r = kernels.xp.asarray(self._r, order="F")
+        return self._r
+
+    def inverse(self, kernels: Kernels) -> Any:
+        """Return the inverse of R on the device."""
+        if self._inverse is None:
+            self._inverse = _inverse(kernels, self.r(kernels))
+        return self._inverse
 
 
 @dataclasses.dataclass(frozen=True)
 class Divisors:
-    """What a matrix is divided by for Q: by one divisor after the other, or by both at once where that is as exact.
+    """The matrices that a matrix is divided by for Q, one after the other: one where that is as exact, or two."""
 
-    Parameters
-    ----------
-    r
-        R, (n, n), the product of all, on the host.
-    each
-        The divisors, in this order.
-    """
-
-    r: NDArray[Any]
     each: tuple[Divisor, ...]
+
+    def r(self, kernels: Kernels) -> Any:
+        """Return R, (n, n), on the device."""
+        first, *others = (one.r(kernels) for one in self.each)
+        return others[0] @ first if others else first
 
 
 def tall_qr(kernels: Kernels, a: Any) -> tuple[Any, Any]:
@@ -106,7 +110,7 @@ def tall_qr(kernels: Kernels, a: Any) -> tuple[Any, Any]:
     """
     divisors = _divisors(kernels, a)
     if divisors is not None:
-        return quotient(kernels, a, divisors), kernels.xp.asarray(divisors.r)
+        return quotient(kernels, a, divisors), divisors.r(kernels)
     q, r = kernels.xp.linalg.qr(a)
     return q, r
 
@@ -114,7 +118,7 @@ def tall_qr(kernels: Kernels, a: Any) -> tuple[Any, Any]:
 def tall_r(kernels: Kernels, a: Any) -> Any:
     """Return R alone; as `tall_qr`."""
     divisors = _divisors(kernels, a)
-    return kernels.xp.linalg.qr(a, mode="r") if divisors is None else kernels.xp.asarray(divisors.r)
+    return kernels.xp.linalg.qr(a, mode="r") if divisors is None else divisors.r(kernels)
 
 
 def _divisors(kernels: Kernels, a: Any) -> Divisors | None:
@@ -167,8 +171,11 @@ def both_divisors(kernels: Kernels, first: Divisor, gram: Any) -> Divisors | Non
     second = _divisor(kernels, gram, good)
     if second is None:
         return None
-    r = kernels.host(kernels.xp.asarray(second.r) @ kernels.xp.asarray(first.r))
-    return Divisors(r, (Divisor(r, well=True),) if first.well else (first, second))
+    if not first.well:
+        return Divisors((first, second))
+    r = kernels.empty(gram.shape, gram.dtype)
+    kernels.gemm(second.r(kernels), first.r(kernels), r, alpha=1, beta=0)
+    return Divisors((Divisor(_done(kernels, r), well=True),))
 
 
 def quotient(kernels: Kernels, a: Any, divisors: Divisors) -> Any:
@@ -252,10 +259,28 @@ def _divisor(kernels: Kernels, factor: Any, good: Any) -> Divisor | None:
     with np.errstate(all="ignore"):
         # Of A a column has the norm of R's. Rounding A R^-1 makes errors of |A| |R^-1| in Q, |A| |R^-1| |R| in Q R.
         norms = kernels.norms(r)
-        errors = norms @ abs(_inverse(kernels, r))
+        inverse = _inverse(kernels, r)
+        errors = norms @ abs(inverse)
         loss = xp.maximum(errors.max(), ((errors @ abs(r)) / norms).max())
         said = kernels.host(xp.stack([good.astype(loss.dtype), loss]))
-    return Divisor(kernels.host(r), bool(said[1] <= _WELL)) if said[0] else None
+    return Divisor(r, bool(said[1] <= _WELL), inverse) if said[0] else None
+
+
+def _done(kernels: Kernels, a: Any) -> Any:
+    """Return a matrix that all work on is done."""
+    kernels.host(a[-1, -1:])
+    return a
+
+
+def _copied_beside_work(a: Any) -> NDArray[Any]:
+    """Return a copy on the host of a matrix that all work on is done, without a wait for work that has begun since."""
+    if isinstance(a, np.ndarray):
+        return a
+    import cupy as cp
+
+    with a.device:
+        found: NDArray[Any] = a.get(stream=cp.cuda.Stream(non_blocking=True))
+        return found
 
 
 def _inverse(kernels: Kernels, r: Any) -> Any:
@@ -277,15 +302,15 @@ def _divide_into(kernels: Kernels, a: Any, divisor: Divisor, out: Any) -> None:
     """Write ``A R^-1`` into a row-major matrix."""
     if not kernels.asynchronous:
         out[...] = a
-        kernels.trsm(np.asfortranarray(divisor.r), out.T, right=False, lower=False, op="T", unit=False)
+        kernels.trsm(divisor.r(kernels), out.T, right=False, lower=False, op="T", unit=False)
         return
     # GPUs multiply many times as quick as they solve (1 H200, float64, 2097152 x 256: 4 ms, cuBLAS' trsm 50).
-    a, (r, inverse) = _contiguous(kernels, a), divisor.there(kernels)
+    a, inverse = _contiguous(kernels, a), divisor.inverse(kernels)
     _multiply(kernels, a, inverse, out, alpha=1, beta=0)
     if not divisor.well:
         # One step of iterative refinement, which is enough (Higham 2002, section 12.2).
         rest = kernels.xp.array(a, order="C")
-        _multiply(kernels, out, r, rest, alpha=-1, beta=1)
+        _multiply(kernels, out, divisor.r(kernels), rest, alpha=-1, beta=1)
         _multiply(kernels, rest, inverse, out, alpha=1, beta=1)
 
 

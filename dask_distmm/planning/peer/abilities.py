@@ -18,7 +18,7 @@ __all__ = ["PEER"]
 # Shares of the rate of a product on one GPU: H200, float64, N = 32768.
 _ALONE = {"cholesky": 0.75, "lu": 0.55, "qr": 0.72}
 # Panels of 512 columns: two H200, float64, N = 16384 and 32768.
-_PANEL_SECONDS = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 9e-3}
+_PANEL_SECONDS = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 6e-3}
 # What a column takes in the reduction to a tridiagonal matrix, beside its reads: two H200, float64, N = 16384, 32768.
 _COLUMN_SECONDS = 4e-5
 
