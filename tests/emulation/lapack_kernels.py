@@ -23,8 +23,9 @@ class QueuedKernels(LapackKernels):
             self.streams[0].synchronize()
         return found
 
-    def getrf(self, a):
-        return super().getrf(a).view(devices.ndarray)
+    def getrf(self, a, *, pivoting=True):
+        pivots = super().getrf(a, pivoting=pivoting)
+        return pivots.view(devices.ndarray) if pivoting else None
 
     def potrf(self, a):
         return super().potrf(a).view(devices.ndarray)

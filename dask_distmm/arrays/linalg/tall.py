@@ -251,7 +251,7 @@ def _r(divisors: Divisors | None, top: tuple[Any, Any], like: Any) -> Any:
 def _solve_full_rank(r: Any, right: Any, rows: int) -> Any:
     """Solve with R, once its diagonal says that the matrix, of so many rows, is of full rank."""
     kernels = _kernels(r)
-    diagonal, norms = (kernels.host(x) for x in (kernels.diagonal(r), kernels.norms(r)))
+    diagonal, norms = (kernels.host(x) for x in (kernels.diagonal(r), kernels.xp.linalg.norm(r, axis=0)))
     low = abs(diagonal) <= rows * np.finfo(r.dtype).eps * norms
     if low.any():
         raise MatrixError(

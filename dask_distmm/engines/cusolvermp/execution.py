@@ -222,7 +222,7 @@ class SharedExecution(Execution):
         for start, stop, block in self._blocks(0):
             upper = xp.triu(block[: min(stop, order)], -start)[:, : max(0, order - start)]
             # The norm of R's column is that of A's: what is left of it is rounding if those before it span it.
-            found.append(abs(self.kernels.diagonal(upper[start:])) <= eps * self.kernels.norms(upper))
+            found.append(abs(self.kernels.diagonal(upper[start:])) <= eps * self.kernels.xp.linalg.norm(upper, axis=0))
         small = self._on_all(xp.concatenate(found).astype(np.int32))
         if small.any():
             raise MatrixError(singular(int(np.argmax(small)), rank=True))

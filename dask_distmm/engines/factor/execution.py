@@ -277,8 +277,9 @@ class Execution:
         above = inside = None
         if rank:
             # The norm of R's column is that of A's: what is left of it is rounding if the columns before it span it.
-            above = kernels.norms(rows[:start])
-            inside = kernels.norms(kernels.triangle(rows[start:stop], lower=False, unit=False))
+            norm = kernels.xp.linalg.norm
+            above = norm(rows[:start], axis=0)
+            inside = norm(kernels.triangle(rows[start:stop], lower=False, unit=False), axis=0)
 
         def look() -> None:
             size = abs(kernels.host(diagonal))

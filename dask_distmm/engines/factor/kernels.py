@@ -76,19 +76,21 @@ class Kernels(Protocol):
         """
         ...
 
-    def getrf(self, a: Any) -> Any:
-        """Overwrite `a`, of any shape, with L (ones on its diagonal are left out) and U, with partial pivoting.
+    def getrf(self, a: Any, *, pivoting: bool = True) -> Any:
+        """Overwrite `a`, of any shape, with L (ones on its diagonal are left out) and U.
+
+        Parameters
+        ----------
+        pivoting
+            Whether each column's largest element, from the diagonal on, becomes the pivot. Without it elements may be
+            of any size, or NaN, where pivots would be needed.
 
         Returns
         -------
         vector
             int32, ``min(a.shape)`` pivots: row ``i`` has been swapped with row ``pivots[i]``, in that order. From 0. A
-            column whose pivot is zero is left as it is.
+            column whose pivot is zero is left as it is. None without pivoting.
         """
-        ...
-
-    def getrf_without_pivots(self, a: Any) -> None:
-        """Overwrite a square `a` with L and U. Where pivots would be needed the numbers may be of any size, or NaN."""
         ...
 
     def geqrt(self, a: Any) -> Any:
@@ -136,10 +138,6 @@ class Kernels(Protocol):
 
     def distance(self, a: Any) -> Any:
         """Return the square of the distance of a Hermitian matrix, its lower triangle, to the identity (Frobenius)."""
-        ...
-
-    def norms(self, a: Any) -> Any:
-        """Return the 2-norms of the columns of `a`."""
         ...
 
     def host(self, a: Any) -> NDArray[Any]:

@@ -132,7 +132,7 @@ def block_column(execution: Execution, output: TaskOutput, number: int) -> Any:
     held = execution.array[:, columns.local(execution.rank, number, number + 1)][:, : cols - start]
     if output.form == "residuals":
         order = execution.plan.problem.a_shape[1]
-        return kernels.norms(held[order : execution.plan.problem.a_shape[0]])[None] ** 2
+        return kernels.xp.linalg.norm(held[order : execution.plan.problem.a_shape[0]], axis=0)[None] ** 2
     if output.matrix == 1:
         return held[:rows]
     swapped = execution.plan.problem.kind == "lu" and output.form != "upper"

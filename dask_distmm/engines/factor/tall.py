@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.kernels import Kernels
@@ -65,18 +64,25 @@ class Divisor:
         Whether products with the inverse are as exact as solutions.
     inverse
         Its inverse, column-major; None to compute it where it is needed.
+    xp
+        The array module of both.
     """
 
-    def __init__(self, r: Any, well: bool, inverse: Any = None) -> None:
-        self._r, self.well, self._inverse = r, well, inverse
+    def __init__(self, r: Any, well: bool, inverse: Any = None, xp: Any = np) -> None:
+        self._r, self.well, self._inverse, self._xp = r, well, inverse, xp
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (_copied_beside_work(self._r), self.well)
+        r = self._r
+        if self._xp is not np:
+            # On a stream of its own, which does not wait for work that has begun since.
+            with r.device:
+                r = r.get(stream=self._xp.cuda.Stream(non_blocking=True))
+        return type(self), (r, self.well)
 
     def r(self, kernels: Kernels) -> Any:
         """Return R on the device."""
-        if isinstance(self._r, np.ndarray):
-            self._r = kernels.xp.asarray(self._r, order="F")
+        if self._xp is not kernels.xp:
+            self._r, self._xp = kernels.xp.asarray(self._r, order="F"), kernels.xp
         return self._r
 
     def inverse(self, kernels: Kernels) -> Any:
@@ -175,7 +181,7 @@ def both_divisors(kernels: Kernels, first: Divisor, gram: Any) -> Divisors | Non
         return Divisors((first, second))
     r = kernels.empty(gram.shape, gram.dtype)
     kernels.gemm(second.r(kernels), first.r(kernels), r, alpha=1, beta=0)
-    return Divisors((Divisor(_done(kernels, r), well=True),))
+    return Divisors((Divisor(_done(kernels, r), well=True, xp=kernels.xp),))
 
 
 def quotient(kernels: Kernels, a: Any, divisors: Divisors) -> Any:
@@ -225,7 +231,7 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
         diagonal = xp.lib.stride_tricks.as_strided(top, (n,), (sum(top.strides),))
         signs = xp.copysign(1, -diagonal.real)
         diagonal -= signs
-        kernels.getrf_without_pivots(top)
+        kernels.getrf(top, pivoting=False)
         pivots = kernels.diagonal(top)
         good = kernels.host(distance) < _NEAR**2 and not any(kernels.host(info)[0] for info in infos)
         if not good or not (abs(kernels.host(pivots)) > _AWAY).all():
@@ -258,29 +264,18 @@ def _divisor(kernels: Kernels, factor: Any, good: Any) -> Divisor | None:
     r[...] = kernels.triangle(factor, lower=True, unit=False).conj().T
     with np.errstate(all="ignore"):
         # Of A a column has the norm of R's. Rounding A R^-1 makes errors of |A| |R^-1| in Q, |A| |R^-1| |R| in Q R.
-        norms = kernels.norms(r)
+        norms = xp.linalg.norm(r, axis=0)
         inverse = _inverse(kernels, r)
         errors = norms @ abs(inverse)
         loss = xp.maximum(errors.max(), ((errors @ abs(r)) / norms).max())
         said = kernels.host(xp.stack([good.astype(loss.dtype), loss]))
-    return Divisor(r, bool(said[1] <= _WELL), inverse) if said[0] else None
+    return Divisor(r, bool(said[1] <= _WELL), inverse, xp) if said[0] else None
 
 
 def _done(kernels: Kernels, a: Any) -> Any:
     """Return a matrix that all work on is done."""
     kernels.host(a[-1, -1:])
     return a
-
-
-def _copied_beside_work(a: Any) -> NDArray[Any]:
-    """Return a copy on the host of a matrix that all work on is done, without a wait for work that has begun since."""
-    if isinstance(a, np.ndarray):
-        return a
-    import cupy as cp
-
-    with a.device:
-        found: NDArray[Any] = a.get(stream=cp.cuda.Stream(non_blocking=True))
-        return found
 
 
 def _inverse(kernels: Kernels, r: Any) -> Any:

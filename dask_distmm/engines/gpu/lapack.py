@@ -159,24 +159,19 @@ class SolverKernels:
         )  # fmt: skip
         return info
 
-    def getrf(self, a: Any) -> Any:
+    def getrf(self, a: Any, *, pivoting: bool = True) -> Any:
         """Overwrite `a` with L and U; return the pivots, from 0, on the device."""
-        pivots = cp.zeros(min(a.shape), np.int32)
-        self._getrf(a, pivots.data.ptr)
-        return pivots - np.int32(1)
-
-    def getrf_without_pivots(self, a: Any) -> None:
-        """Overwrite a square `a` with L and U."""
-        self._getrf(a, 0)
-
-    def _getrf(self, a: Any, pivots: int) -> None:
+        pivots = cp.zeros(min(a.shape), np.int32) if pivoting else None
         if a.size:
             letter = _LETTERS[a.dtype.name]
             size = getattr(cusolverDn, f"{letter}getrf_buffer_size")(self._now.solver, *a.shape, *_at(a))
             workspace = cp.empty(max(1, size), a.dtype)
+            # Without an address for pivots cuSOLVER looks for none.
+            address = 0 if pivots is None else pivots.data.ptr
             getattr(cusolverDn, f"{letter}getrf")(
-                self._now.solver, *a.shape, *_at(a), workspace.data.ptr, pivots, self._info.data.ptr
+                self._now.solver, *a.shape, *_at(a), workspace.data.ptr, address, self._info.data.ptr
             )
+        return None if pivots is None else pivots - np.int32(1)
 
     def geqrt(self, a: Any) -> Any:
         """Overwrite `a` with R and reflectors; return T."""
@@ -229,10 +224,6 @@ class SolverKernels:
         """Return the square of the distance of a Hermitian matrix, its lower triangle, to the identity."""
         imaginary = a.imag.T if a.dtype.kind == "c" else a.dtype.type(0)
         return _distances(a.real.T, imaginary, len(a)).sum()
-
-    def norms(self, a: Any) -> Any:
-        """Return the 2-norms of the columns of `a`."""
-        return cp.linalg.norm(a, axis=0)
 
     def host(self, a: Any) -> NDArray[Any]:
         """Return an array of any shape on the host."""

@@ -96,17 +96,20 @@ class LapackKernels:
             _call_routine(a, "potrf", b"L", len(a), a, ld_of(a), info)
         return np.array([info.value], np.int32)
 
-    def getrf(self, a: NDArray[Any]) -> NDArray[np.int32]:
-        """Overwrite `a` with L and U; return the pivots, from 0."""
+    def getrf(self, a: NDArray[Any], *, pivoting: bool = True) -> NDArray[Any] | None:
+        """Overwrite `a` with L and U; return the pivots, from 0.
+
+        LAPACK has no routine without pivoting: the result is NaN if it swaps rows.
+        """
         info, pivots = ctypes.c_int(0), np.zeros(min(a.shape), np.int32)
         if a.size:
             _call_routine(a, "getrf", *a.shape, a, ld_of(a), pivots, info)
-        return pivots - np.int32(1)
-
-    def getrf_without_pivots(self, a: NDArray[Any]) -> None:
-        """Overwrite a square `a` with L and U; with NaN if a row would be swapped, as LAPACK has no such routine."""
-        if (self.getrf(a) != np.arange(len(a))).any():
+        pivots -= np.int32(1)
+        if pivoting:
+            return pivots
+        if (pivots != np.arange(len(pivots))).any():
             a[...] = np.nan
+        return None
 
     def geqrt(self, a: NDArray[Any]) -> NDArray[Any]:
         """Overwrite `a` with R and reflectors; return T. Recursive: most of it is products of matrices."""
@@ -157,11 +160,6 @@ class LapackKernels:
         """Return the square of the distance of a Hermitian matrix, its lower triangle, to the identity."""
         # Each element below the diagonal stands for two.
         return 2 * (abs(np.tril(a, -1)) ** 2).sum() + (abs(np.diagonal(a) - 1) ** 2).sum()
-
-    def norms(self, a: NDArray[Any]) -> NDArray[Any]:
-        """Return the 2-norms of the columns of `a`."""
-        found: NDArray[Any] = np.linalg.norm(a, axis=0)
-        return found
 
     def host(self, a: NDArray[Any]) -> NDArray[Any]:
         """Return the array itself."""
