@@ -112,7 +112,7 @@ def test_chunks_that_are_divided_by_what_their_gram_matrices_give(monkeypatch, c
 
 @pytest.mark.parametrize(("limits", "twice"), [([48_000] * 2, True), ([48_000, 47_000], False), ([0, 0], True)])
 def test_what_may_be_spilled_is_read_once(monkeypatch, limits, twice):
-    """A matrix of 32 kB is read a second time where the workers have three times its size, or no limit."""
+    """A matrix of 32 kB is read more than once where the workers have three times its size, or no limit."""
     workers = {f"w{i}": {"memory_limit": limit} for i, limit in enumerate(limits)}
     client = SimpleNamespace(asynchronous=False, scheduler_info=lambda n_workers: {"workers": workers})
     monkeypatch.setattr(by_rows, "current_client", lambda: client)

@@ -50,7 +50,7 @@ _EACH, _ALL = 2, 4
 _STACKED = 8
 # Gram matrices save m n^2 multiplications and additions, and take three steps of tasks more.
 _LARGE, _LARGE_ON_GPUS = 1e9, 1e12
-# Gram matrices are taken where the cluster has this many times the memory of the matrix: it is read twice.
+# Gram matrices are taken where the cluster has this many times the memory of the matrix: it is read three times.
 _MEMORY = 3
 
 
