@@ -101,7 +101,7 @@ def test_products_with_an_inverse_are_as_exact_as_solutions(dtype):
 @pytest.mark.parametrize("parts", [2, 9, 70])
 def test_chunks_that_are_divided_by_what_their_gram_matrices_give(monkeypatch, condition, safe, parts):
     factorized = []
-    monkeypatch.setattr(by_rows, "_LARGE", 0)
+    monkeypatch.setattr(by_rows, "_pays", lambda a: True)
     monkeypatch.setattr(tall, "tall_qr", lambda kernels, a: factorized.append(a.shape) or tall_qr(kernels, a))
     a = matrix(np.random.default_rng(), (parts * 40, 8), "float64", condition)
     q, r = linalg.qr(da.from_array(a, chunks=(40, 5)))
@@ -116,7 +116,7 @@ def test_what_may_be_spilled_is_read_once(monkeypatch, limits, twice):
     workers = {f"w{i}": {"memory_limit": limit} for i, limit in enumerate(limits)}
     client = SimpleNamespace(asynchronous=False, scheduler_info=lambda n_workers: {"workers": workers})
     monkeypatch.setattr(by_rows, "current_client", lambda: client)
-    monkeypatch.setattr(by_rows, "_LARGE", 0)
+    monkeypatch.setattr(by_rows, "_pays", lambda a: True)
     x = da.ones((1000, 4), chunks=(100, 4))
 
     def by_gram(array):
@@ -175,7 +175,7 @@ def test_any_chunks(rows, cols, dtype, condition, large, seed):
     rows = [*rows, max(0, sum(cols) - sum(rows))]
     a = matrix(rng, (sum(rows), sum(cols)), dtype, condition)
     x = da.from_array(a, chunks=(tuple(rows), tuple(cols)))
-    with mock.patch.object(by_rows, "_LARGE", 0 if large else np.inf):
+    with mock.patch.object(by_rows, "_pays", return_value=large):
         q, r = linalg.qr(x, method="rows")
     assert (q.chunks, r.chunks[1]) == (x.chunks, x.chunks[1])
     assert_qr(a, *dask.compute(q, r))

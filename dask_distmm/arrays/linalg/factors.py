@@ -10,7 +10,7 @@ from dask.array.core import Array
 
 from dask_distmm.arrays.kinds import any_kind
 from dask_distmm.arrays.linalg.factorize import RunOptions, common_type, factorize, inner_chunks, matrix, row_chunks
-from dask_distmm.arrays.linalg.tall import goes_by_rows, qr_of_rows
+from dask_distmm.arrays.linalg.tall import goes_by_rows, qr_of_rows, r_of_rows
 from dask_distmm.planning.computation import Chunks
 
 __all__ = ["cholesky", "lu", "lu_factor", "qr"]
@@ -124,9 +124,11 @@ def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unp
     a = matrix("a", a)
     inner, (rows, cols) = inner_chunks(a), a.chunks
     if mode != "complete" and goes_by_rows(a, how):
-        q, r = qr_of_rows(a, common_type({"a": a}), only_r=mode == "r")
-        q, r = q.rechunk({1: inner}), r.rechunk((inner, cols))
-        return r if mode == "r" else (q, r)
+        dtype = common_type({"a": a})
+        if mode == "r":
+            return r_of_rows(a, dtype).rechunk((inner, cols))
+        q, r = qr_of_rows(a, dtype)
+        return q.rechunk({1: inner}), r.rechunk((inner, cols))
     if mode == "r":
         return factorize("qr", {"a": a}, {"r": (inner, cols)}, mode=mode, how=how)["r"]
     middle = rows if mode == "complete" else inner

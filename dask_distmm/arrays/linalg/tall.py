@@ -42,14 +42,15 @@ from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 
-__all__ = ["goes_by_rows", "qr_of_rows", "solve_rows"]
+__all__ = ["goes_by_rows", "qr_of_rows", "r_of_rows", "solve_rows"]
 
 # A chunk of rows should have this many times as many rows as columns, on average, and so should all of them together.
 _EACH, _ALL = 2, 4
 # So many R are stacked, and so many Gram matrices added, in one task.
 _STACKED = 8
-# Gram matrices save m n^2 multiplications and additions, and take three steps of tasks more.
-_LARGE, _LARGE_ON_GPUS = 1e9, 1e12
+# Gram matrices save m n^2 multiplications and additions. They take three steps of tasks more, which is as much as the
+# first number of them, and two tasks for each chunk, each pair as much as the second.
+_SAVED = {"numpy": (1e9, 5e7), "cupy": (5e11, 3e10)}
 # Gram matrices are taken where the cluster has this many times the memory of the matrix: it is read three times.
 _MEMORY = 3
 
@@ -73,7 +74,7 @@ def goes_by_rows(a: Array, how: RunOptions) -> bool:
     return True
 
 
-def qr_of_rows(a: Array, dtype: np.dtype, *, only_r: bool = False) -> tuple[Array, Array]:
+def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
     """Return Q, in the chunks of rows of `a`, and R, in one chunk.
 
     Parameters
@@ -82,38 +83,30 @@ def qr_of_rows(a: Array, dtype: np.dtype, *, only_r: bool = False) -> tuple[Arra
         With m >= n > 0.
     dtype
         Type that is computed in.
-    only_r
-        Whether Q will not be computed.
     """
     a = a.rechunk({1: -1})
-    sizes, n = a.chunks[0], a.shape[1]
-    large = a.shape[0] * n**2 >= (_LARGE_ON_GPUS if array_kind(a._meta) == "cupy" else _LARGE)
-    by_gram = len(sizes) > 1 and large and not only_r and _fits_in_memory(a)
-    graph = _Graph(tokenize("qr-rows", a.name, dtype, by_gram, only_r))
-    chunks = [TaskRef((a.name, i, 0)) for i in range(len(sizes))]
+    by_gram = _pays(a) and _fits_in_memory(a)
+    graph = _Graph(a, dtype, f"q-{by_gram}")
     divisors: Any = None
     if by_gram:
-        grams = graph.sums("gram", [graph.add("gram", _gram, a, dtype) for a in chunks])
+        grams = graph.sums("gram", [graph.add("gram", _gram, a, dtype) for a in graph.chunks])
         first = graph.add("first", _first, *grams)
-        grams = graph.sums("second-gram", [graph.add("second-gram", _second_gram, a, first, dtype) for a in chunks])
+        grams = graph.sums(
+            "second-gram", [graph.add("second-gram", _second_gram, a, first, dtype) for a in graph.chunks]
+        )
         divisors = graph.add("second", _second, first, *grams)
-    if only_r:
-        pairs, found = [], [graph.add("found", _r_of_chunk, a, dtype) for a in chunks]
-    else:
-        pairs = [graph.add("pair", _pair, a, divisors, dtype) for a in chunks]
-        found = [graph.add("found", operator.itemgetter(1), pair) for pair in pairs]
-    top, below = graph.stack(found)
-    steps, q, r = (f"qr-rows-{name}{graph.token}" for name in ("", "q-", "r-"))
-    whole = HighLevelGraph.from_collections(steps, graph.tasks, [a])
-    meta = meta_from_array(a._meta if dtype.kind == "c" else a._meta.real, 2, dtype=dtype)
-
-    def array(name: str, tasks: list[tuple[Any, ...]], rows: tuple[int, ...]) -> Array:
-        layer = {(name, i, 0): Task((name, i, 0), *task) for i, task in enumerate(tasks)}
-        layers, dependencies = {**whole.layers, name: layer}, {**whole.dependencies, name: {steps}}
-        return Array(HighLevelGraph(layers, dependencies), name, (rows, (n,)), meta=meta)
-
+    pairs = [graph.add("pair", _pair, a, divisors, dtype) for a in graph.chunks]
+    top, below = graph.stack([graph.add("found", operator.itemgetter(1), pair) for pair in pairs])
     parts = [(_q_of_chunk, pair, below[i // _STACKED], i % _STACKED) for i, pair in enumerate(pairs)]
-    return array(q, parts, sizes), array(r, [(_r, divisors, top, meta)], (n,))
+    return graph.array("q", parts, a.chunks[0]), graph.array("r", [(_r, divisors, top, graph.meta)], a.chunks[1])
+
+
+def r_of_rows(a: Array, dtype: np.dtype) -> Array:
+    """Return R alone; as `qr_of_rows`. Each chunk is read once."""
+    a = a.rechunk({1: -1})
+    graph = _Graph(a, dtype, "r")
+    top, _ = graph.stack([graph.add("found", _r_of_chunk, a, dtype) for a in graph.chunks])
+    return graph.array("r", [(_r, None, top, graph.meta)], a.chunks[1])
 
 
 class _Graph:
@@ -121,19 +114,34 @@ class _Graph:
 
     Parameters
     ----------
-    token
-        Part of the names of all tasks.
+    a
+        The matrix, each chunk with all columns.
+    dtype
+        Type that is computed in.
+    kind
+        A word for what is computed, and how.
     """
 
-    def __init__(self, token: str) -> None:
-        self.token = token
-        self.tasks: dict[Any, Task] = {}
+    def __init__(self, a: Array, dtype: np.dtype, kind: str) -> None:
+        self._a = a
+        self.meta = meta_from_array(a._meta if dtype.kind == "c" else a._meta.real, 2, dtype=dtype)
+        self._token = tokenize("qr-rows", a.name, dtype, kind)
+        self._tasks: dict[Any, Task] = {}
+        self.chunks = [TaskRef((a.name, i, 0)) for i in range(a.numblocks[0])]
 
     def add(self, name: str, function: Callable[..., Any], *args: Any) -> TaskRef:
         """Add a task, and return a reference to it."""
-        key = f"qr-rows-{name}-{self.token}", len(self.tasks), 0
-        self.tasks[key] = Task(key, function, *args)
+        key = f"qr-rows-{name}-{self._token}", len(self._tasks), 0
+        self._tasks[key] = Task(key, function, *args)
         return TaskRef(key)
+
+    def array(self, name: str, tasks: list[tuple[Any, ...]], rows: tuple[int, ...]) -> Array:
+        """Return an array of the results of more tasks, each a chunk with so many rows and all columns."""
+        steps, name = f"qr-rows-{self._token}", f"qr-rows-{name}-{self._token}"
+        whole = HighLevelGraph.from_collections(steps, self._tasks, [self._a])
+        layer = {(name, i, 0): Task((name, i, 0), *task) for i, task in enumerate(tasks)}
+        layers, dependencies = {**whole.layers, name: layer}, {**whole.dependencies, name: {steps}}
+        return Array(HighLevelGraph(layers, dependencies), name, (rows, self._a.chunks[1]), meta=self.meta)
 
     def sums(self, name: str, parts: list[TaskRef]) -> list[TaskRef]:
         """Add tasks that add up matrices until few are left, and return those."""
@@ -184,6 +192,12 @@ def solve_rows(a: Array, b: Array, dtype: np.dtype) -> tuple[Array, Array, Array
 
 def _groups(parts: list[TaskRef]) -> list[list[TaskRef]]:
     return [parts[i : i + _STACKED] for i in range(0, len(parts), _STACKED)]
+
+
+def _pays(a: Array) -> bool:
+    """Whether the operations that Gram matrices save take longer than the tasks that they take more."""
+    fixed, each = _SAVED["cupy" if array_kind(a._meta) == "cupy" else "numpy"]
+    return len(a.chunks[0]) > 1 and a.shape[0] * a.shape[1] ** 2 >= fixed + each * len(a.chunks[0])
 
 
 def _fits_in_memory(a: Array) -> bool:

@@ -70,14 +70,14 @@ class Divisor:
 
     def __init__(self, r: Any, well: bool, inverse: Any = None, xp: Any = np) -> None:
         self._r, self.well, self._inverse, self._xp = r, well, inverse, xp
+        self._travels = r if xp is np else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        r = self._r
-        if self._xp is not np:
-            # On a stream of its own, which does not wait for work that has begun since.
-            with r.device:
-                r = r.get(stream=self._xp.cuda.Stream(non_blocking=True))
-        return type(self), (r, self.well)
+        if self._travels is None:
+            # On a stream of its own, which does not wait for work that has begun since; so as it lies in memory.
+            with self._r.device:
+                self._travels = self._r.T.get(stream=self._xp.cuda.Stream(non_blocking=True)).T
+        return type(self), (self._travels, self.well)
 
     def r(self, kernels: Kernels) -> Any:
         """Return R on the device."""
