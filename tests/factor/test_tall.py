@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from unittest import mock
 
@@ -95,6 +96,15 @@ def test_products_with_an_inverse_are_as_exact_as_solutions(dtype):
     assert len(tall.both_divisors(Device(), first, tall.gram_of_quotient(Device(), a, first)).each) == 2
     with mock.patch.multiple(tall, _COLUMNS=8, _DEVICE_BYTES=4096):
         assert_qr(a, *tall_qr(Device(), a))
+
+
+def test_a_divisor_travels_without_what_can_be_computed_again():
+    a = np.random.default_rng().standard_normal((200, 30))
+    first = tall.first_divisor(K, tall.gram(K, a))
+    found = pickle.loads(pickle.dumps(first))
+    assert (found.well, found._inverse) == (first.well, None)
+    np.testing.assert_array_equal(found.r(K), first.r(K))
+    np.testing.assert_allclose(found.inverse(K) @ found.r(K), np.eye(30), atol=1e-13)
 
 
 @pytest.mark.parametrize(("condition", "safe"), [(1, True), (1e3, True), (1e12, False)])
