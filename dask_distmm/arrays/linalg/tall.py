@@ -49,7 +49,8 @@ _EACH, _ALL = 2, 4
 # So many R are stacked, and so many Gram matrices added, in one task.
 _STACKED = 8
 # Gram matrices save m n^2 multiplications and additions. They take three steps of tasks more, which is as much as the
-# first number of them, and two tasks for each chunk, each pair as much as the second.
+# first number of them, and two tasks for each chunk, each pair as much as the second (measured on two cores, on GPUs
+# estimated by their rate).
 _SAVED = {"numpy": (1e9, 5e7), "cupy": (5e11, 3e10)}
 # Gram matrices are taken where the cluster has this many times the memory of the matrix: it is read three times.
 _MEMORY = 3
