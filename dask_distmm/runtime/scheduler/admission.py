@@ -8,6 +8,7 @@ ever begins again.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,8 @@ class Admission:
                 await asyncio.to_thread(plan_computation, problem, workers, engine=engines)
 
         try:
-            await self._roster.until_it_fits(planned, problem.options.load_timeout)
+            # Who is paused for good is left to the watch.
+            await self._roster.until_it_fits(planned, math.inf)
         except ProjectedMemoryError as error:
             if ts.state == "waiting":
                 direct.fail(self._scheduler, ts, error, f"distmm-memory-{ts.key}")
