@@ -120,11 +120,13 @@ def test_factorizations(dtype):
         assert K.potrf(part) == 4
 
 
-def test_triangles_and_norms():
+def test_triangles_and_distances():
     a = np.asfortranarray(np.arange(12.0).reshape(3, 4))
     np.testing.assert_array_equal(K.triangle(a, lower=True, unit=False), np.tril(a))
     np.testing.assert_array_equal(K.triangle(a, lower=False, unit=True)[:, :3].diagonal(), 1)
     np.testing.assert_array_equal(K.diagonal(a), [0, 5, 10])
+    lower = np.array([[3, np.nan], [3 + 4j, 0.5]], order="F")
+    assert K.distance(lower) == (3 - 1) ** 2 + 2 * 25 + 0.5**2
 
 
 @pytest.mark.parametrize("rows", [1, 5, 128, 512, 4096, 5000])

@@ -146,7 +146,15 @@ def gram(kernels: Kernels, a: Any) -> Any:
 
 def first_divisor(kernels: Kernels, gram: Any) -> Divisor | None:
     """Return R1, whose ``R1^H R1`` has this lower triangle, which is overwritten; None if there is no such R1."""
-    return _divisor(kernels, gram, kernels.potrf(gram)[0] == 0)
+    xp, good, r = kernels.xp, kernels.potrf(gram)[0] == 0, _upper(kernels, gram)
+    with np.errstate(all="ignore"):
+        # Of A a column has the norm of R's. Rounding A R^-1 makes errors of |A| |R^-1| in Q, |A| |R^-1| |R| in Q R.
+        norms = xp.linalg.norm(r, axis=0)
+        inverse = _inverse(kernels, r)
+        errors = norms @ abs(inverse)
+        loss = xp.maximum(errors.max(), ((errors @ abs(r)) / norms).max())
+        said = kernels.host(xp.stack([good.astype(loss.dtype), loss]))
+    return Divisor(r, bool(said[1] <= _WELL), inverse, xp) if said[0] else None
 
 
 def gram_of_quotient(kernels: Kernels, a: Any, first: Divisor) -> Any:
@@ -174,14 +182,15 @@ def both_divisors(kernels: Kernels, first: Divisor, gram: Any) -> Divisors | Non
         # NaN is not near.
         good = kernels.distance(gram) < _NEAR**2
     good &= kernels.potrf(gram)[0] == 0
-    second = _divisor(kernels, gram, good)
-    if second is None:
+    r = second = _upper(kernels, gram)
+    if first.well:
+        r = kernels.empty(gram.shape, gram.dtype)
+        kernels.gemm(second, first.r(kernels), r, alpha=1, beta=0)
+    # The look waits for R, too.
+    if not bool(kernels.host(good)):
         return None
-    if not first.well:
-        return Divisors((first, second))
-    r = kernels.empty(gram.shape, gram.dtype)
-    kernels.gemm(second.r(kernels), first.r(kernels), r, alpha=1, beta=0)
-    return Divisors((Divisor(_done(kernels, r), well=True, xp=kernels.xp),))
+    last = Divisor(r, well=True, xp=kernels.xp)
+    return Divisors((last,) if first.well else (first, last))
 
 
 def quotient(kernels: Kernels, a: Any, divisors: Divisors) -> Any:
@@ -258,24 +267,11 @@ def _strips(kernels: Kernels, a: Any) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _divisor(kernels: Kernels, factor: Any, good: Any) -> Divisor | None:
-    """Return the divisor whose conjugate transpose is in the lower triangle of `factor`, if that is `good`."""
-    xp, r = kernels.xp, kernels.empty(factor.shape, factor.dtype)
-    r[...] = kernels.triangle(factor, lower=True, unit=False).conj().T
-    with np.errstate(all="ignore"):
-        # Of A a column has the norm of R's. Rounding A R^-1 makes errors of |A| |R^-1| in Q, |A| |R^-1| |R| in Q R.
-        norms = xp.linalg.norm(r, axis=0)
-        inverse = _inverse(kernels, r)
-        errors = norms @ abs(inverse)
-        loss = xp.maximum(errors.max(), ((errors @ abs(r)) / norms).max())
-        said = kernels.host(xp.stack([good.astype(loss.dtype), loss]))
-    return Divisor(r, bool(said[1] <= _WELL), inverse, xp) if said[0] else None
-
-
-def _done(kernels: Kernels, a: Any) -> Any:
-    """Return a matrix that all work on is done."""
-    kernels.host(a[-1, -1:])
-    return a
+def _upper(kernels: Kernels, factor: Any) -> Any:
+    """Return the conjugate transpose of a lower triangle, column-major, with zeros below the diagonal."""
+    found = kernels.empty(factor.shape, factor.dtype)
+    found[...] = kernels.triangle(factor, lower=True, unit=False).conj().T
+    return found
 
 
 def _inverse(kernels: Kernels, r: Any) -> Any:
