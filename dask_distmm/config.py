@@ -18,23 +18,6 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dask_distmm.errors import PlanError, unknown_name
 
-__all__ = [
-    "DEFAULTS",
-    "DaskCosts",
-    "Machine",
-    "Options",
-    "WaveSettings",
-    "dask_costs",
-    "enabled_setting",
-    "minimum_flops",
-    "parsed",
-    "raises_beyond_memory",
-    "read_options",
-    "register_defaults",
-    "setting",
-    "wave_settings",
-]
-
 DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dask_distmm").joinpath("distmm.yaml").read_text())
 
 
@@ -45,35 +28,23 @@ def register_defaults() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """Measured constants of one engine on this kind of machine, for the cost model.
+    """Measured constants of one engine on this kind of machine, for the cost model."""
 
-    Parameters
-    ----------
-    gflops
-        10^9 operations per second and thread (of a CPU) or device, ``(type, rate)`` pairs; ``"other"`` for all
-        others.
-    bandwidth, memory_bandwidth
-        Bytes per second: received by one worker; of a sum or copy in memory.
-    latency
-        Seconds per message.
-    network_bandwidth
-        Bytes per second received by one worker from another host; 0: as `bandwidth`.
-    dask_bandwidth
-        Bytes per second received over Dask's own connections, where the engine has quicker ones; 0: as `bandwidth`.
-    host_bandwidth
-        Bytes per second that one worker copies from host memory to its GPU; 0 where it has none.
-    exposed
-        For each method the share of its own transfers that is not hidden behind the multiply, ``(method, share)``
-        pairs; 1 for those not named.
-    """
-
+    # 10^9 operations per second and thread (of a CPU) or device, ``(type, rate)`` pairs; ``"other"`` for all others.
     gflops: tuple[tuple[str, float], ...]
+    # Bytes per second: received by one worker; of a sum or copy in memory.
     bandwidth: float
     memory_bandwidth: float
+    # Seconds per message.
     latency: float
+    # Bytes per second received by one worker from another host; 0: as `bandwidth`.
     network_bandwidth: float = 0.0
+    # Bytes per second received over Dask's own connections, where the engine has quicker ones; 0: as `bandwidth`.
     dask_bandwidth: float = 0.0
+    # Bytes per second that one worker copies from host memory to its GPU; 0 where it has none.
     host_bandwidth: float = 0.0
+    # For each method the share of its own transfers that is not hidden behind the multiply, ``(method, share)``
+    # pairs; 1 for those not named.
     exposed: tuple[tuple[str, float], ...] = ()
 
     def rate(self, dtype: str) -> float:
@@ -124,13 +95,7 @@ def _machine_from_wire(wire: Any) -> Machine:
 
 
 def read_options() -> Options:
-    """Read and check the options from ``dask.config``.
-
-    Raises
-    ------
-    PlanError
-        A value has the wrong type or range; the message names its key.
-    """
+    """Read and check the options from ``dask.config``."""
     # Each `@` asks for them, and they hardly ever change.
     return _read_options(repr(dask.config.get("distmm", None)))
 
@@ -191,41 +156,23 @@ def _read_options(config: str) -> Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DaskCosts:
-    """The costs of Dask's own side of a run, in seconds.
+    """The costs of Dask's own side of a run, in seconds."""
 
-    Parameters
-    ----------
-    run, chunk
-        Around a run, from ``persist`` to all of D in memory; and for each chunk of A, B and D.
-    start, task
-        Of a graph of Dask's own tasks, and of each of these.
-    """
-
+    # Around a run, from ``persist`` to all of D in memory; and for each chunk of A, B and D.
     run: float
     chunk: float
+    # Of a graph of Dask's own tasks, and of each of these.
     start: float
     task: float
 
 
 def dask_costs() -> DaskCosts:
-    """Read the costs of Dask's own side of a run.
-
-    Raises
-    ------
-    PlanError
-        A value can't be read; the message names its key.
-    """
+    """Read the costs of Dask's own side of a run."""
     return DaskCosts(*(float(parsed(f"dask.{field.name}", parse_timedelta)) for field in dataclasses.fields(DaskCosts)))
 
 
 def minimum_flops() -> float | None:
-    """Return the least floating-point operations of a product that `@` takes under `enable`; None: as planned.
-
-    Raises
-    ------
-    PlanError
-        The config has something else than a number there.
-    """
+    """Return the least floating-point operations of a product that `@` takes under `enable`; None: as planned."""
     value = setting("minimum-flops")
     try:
         found = None if value is None else float(value)
@@ -240,13 +187,7 @@ def minimum_flops() -> float | None:
 
 
 def raises_beyond_memory() -> bool:
-    """Whether what does not fit into memory is an error under ``enable()``, or left to Dask's own tasks.
-
-    Raises
-    ------
-    PlanError
-        The config ``distmm.memory.exceeded`` has a value that means nothing.
-    """
+    """Whether what does not fit into memory is an error under ``enable()``, or left to Dask's own tasks."""
     exceeded = setting("memory.exceeded")
     if exceeded not in ("dask", "raise"):
         raise PlanError(f"config distmm.memory.exceeded is {exceeded!r}; expected 'dask' or 'raise'")
@@ -254,13 +195,7 @@ def raises_beyond_memory() -> bool:
 
 
 def enabled_setting() -> bool | None:
-    """Return whether products are routed here from the start (true), after `enable` (None), or never (false).
-
-    Raises
-    ------
-    PlanError
-        The config has something else there.
-    """
+    """Return whether products are routed here from the start (true), after `enable` (None), or never (false)."""
     value: bool | None = setting("enabled")
     if value is not None and not isinstance(value, bool):
         raise PlanError(f"config distmm.enabled is {value!r}; expected true, false or null (only after enable())")
@@ -286,33 +221,20 @@ def _check_keys(found: Any, known: Mapping[str, Any], path: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaveSettings:
-    """The options for products in waves.
+    """The options for products in waves."""
 
-    Parameters
-    ----------
-    enabled
-        Whether a product that does not fit into memory is made in waves.
-    managed, process
-        Shares of a worker's memory limit from which Dask spills: of results in memory, and of the process.
-    read_bandwidth, device_bandwidth
-        Bytes of NumPy chunks, and of CuPy chunks, that one worker loads or makes in a second.
-    """
-
+    # Whether a product that does not fit into memory is made in waves.
     enabled: bool
+    # Shares of a worker's memory limit from which Dask spills: of results in memory, and of the process.
     managed: float
     process: float
+    # Bytes of NumPy chunks, and of CuPy chunks, that one worker loads or makes in a second.
     read_bandwidth: float
     device_bandwidth: float
 
 
 def wave_settings() -> WaveSettings:
-    """Read the options for products in waves; Dask's own thresholds are those of its configuration here.
-
-    Raises
-    ------
-    PlanError
-        A value can't be read; the message names its key.
-    """
+    """Read the options for products in waves; Dask's own thresholds are those of its configuration here."""
     mode = setting("waves.mode")
     if mode not in ("auto", "off"):
         raise PlanError(f"config distmm.waves.mode is {mode!r}; expected 'auto' or 'off'")
@@ -327,13 +249,7 @@ def wave_settings() -> WaveSettings:
 
 
 def parsed(key: str, parse: Callable[[Any], Any]) -> Any:
-    """Return one option as `parse` reads it.
-
-    Raises
-    ------
-    PlanError
-        It can't be read; the message names its key.
-    """
+    """Return one option as `parse` reads it."""
     value = setting(key)
     try:
         return parse(value)

@@ -14,21 +14,11 @@ from urllib.parse import unquote, urlsplit
 from dask_distmm._version import __version__
 from dask_distmm.errors import DistMMError
 
-__all__ = ["install_command", "library_of", "requirement"]
-
 _NAME = "dask_distmm"
 
 
 def install_command(extra: str = "", *, elsewhere: bool = False) -> str:
-    """Return the command that installs this version of the package, from where it came.
-
-    Parameters
-    ----------
-    extra
-        Name of an optional part; empty for none.
-    elsewhere
-        Whether it is for other machines, which may not have the folder that this one has installed from.
-    """
+    """Return the command that installs this version of the package, from where it came."""
     origin = _origin()
     if origin is not None and "dir_info" in origin and not Path(requirement(origin, __version__, "")).is_dir():
         # As in an image, where the folder has been removed.
@@ -38,17 +28,7 @@ def install_command(extra: str = "", *, elsewhere: bool = False) -> str:
 
 
 def requirement(origin: Mapping[str, Any] | None, version: str, extra: str) -> str:
-    """Return what pip is to install: a name and version of an index, a folder, a file, or a repository.
-
-    Parameters
-    ----------
-    origin
-        What pip notes of a package that comes from no index (``direct_url.json``, PEP 610); None: it came from one.
-    version
-        Of the package.
-    extra
-        Name of an optional part; empty for none.
-    """
+    """Return what pip is to install: a name and version of an index, a folder, a file, or a repository."""
     brackets = f"[{extra}]" if extra else ""
     if origin is None:
         return f"{_NAME}{brackets}=={version}"
@@ -75,20 +55,7 @@ def _origin() -> dict[str, Any] | None:
 
 
 def library_of(extra: str, name: str, user: str, where: str = "") -> Any:
-    """Return a module that an optional part brings.
-
-    Parameters
-    ----------
-    extra, name
-        Names of the optional part, and of the module.
-    user, where
-        For the message: who needs it, and on which machines, if that is to be said.
-
-    Raises
-    ------
-    DistMMError
-        It is not installed.
-    """
+    """Return a module that an optional part brings."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

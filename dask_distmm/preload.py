@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["dask_setup"]
-
 
 async def dask_setup(server: Any) -> None:
-    """Put the plugin on a scheduler or worker that starts; called by Dask for ``--preload``.
-
-    Parameters
-    ----------
-    server : distributed.Scheduler or distributed.Worker
-        The server that is starting. Nannies and clients need nothing.
-    """
+    """Put the plugin on a scheduler or worker that starts; called by Dask for ``--preload``."""
     from distributed import Scheduler, Worker
 
     from dask_distmm.runtime.messages import NAME

@@ -11,17 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["is_command", "quiet_interrupts"]
-
 
 def is_command(argv: Sequence[str], original: Sequence[str]) -> bool:
-    """Whether this process is one of our commands.
-
-    Parameters
-    ----------
-    argv, original
-        ``sys.argv`` and ``sys.orig_argv``. While Python looks for the module of ``-m`` the first is ``["-m", ...]``.
-    """
+    """Whether this process is one of our commands."""
     by_dask = Path(argv[0]).name == "dask" and list(argv[1:2]) == ["distmm"] if argv else False
     return by_dask or (list(argv[:1]) == ["-m"] and "dask_distmm" in original)
 

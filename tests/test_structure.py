@@ -1,4 +1,4 @@
-"""Imports point one way, the pure parts stay pure, and each part fits in a head."""
+"""Imports point one way, and the pure parts stay pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
-
-import pytest
 
 import dask_distmm
 
@@ -132,59 +130,3 @@ def test_importing_is_cheap() -> None:
         "assert (da.matmul, da.routines.matmul) == before"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
-def nodes(kinds: tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
-    """All classes or functions of the package, by the module, the class that they are in, and their name."""
-    for name, path in MODULES.items():
-        inside = {
-            child: f"{node.name}."
-            for node in ast.walk(TREES[path])
-            if isinstance(node, ast.ClassDef)
-            for child in node.body
-        }
-        for node in ast.walk(TREES[path]):
-            if isinstance(node, kinds):
-                yield f"{name}.{inside.get(node, '')}{node.name}", node
-
-
-def lines(node: ast.AST) -> int:
-    return node.end_lineno - node.lineno + 1
-
-
-def test_modules_fit_in_a_head() -> None:
-    sizes = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    assert not {name: size for name, size in sizes.items() if size > 400}
-
-
-def test_classes_fit_in_a_head() -> None:
-    long = {}
-    for name, node in nodes((ast.ClassDef,)):
-        functions = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
-        # A property is an attribute: frozen values have many.
-        methods = [one for one in functions if not one.name.startswith("_") and not is_property(one)]
-        if lines(node) > 250 or len(methods) > 15:
-            long[name] = lines(node), len(methods)
-    assert not long
-
-
-def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
-
-
-@pytest.mark.parametrize("what", ["lines", "parameters"])
-def test_functions_fit_in_a_head(what: str) -> None:
-    public = {getattr(getattr(dask_distmm, name), "__qualname__", name) for name in dask_distmm.__all__}
-    # A user calls these with keywords, each with a default: an object to group them would be one more thing to learn.
-    exempt = {f"{name}.__init__" for name in public}
-    found = {}
-    for name, node in nodes((ast.FunctionDef, ast.AsyncFunctionDef)):
-        if node.name in public or name in exempt or ".".join(name.split(".")[-2:]) in exempt:
-            continue
-        code = lines(node)
-        if isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant):
-            code -= lines(node.body[0])
-        size, most = (code, 60) if what == "lines" else (len(node.args.args) + len(node.args.kwonlyargs), 8)
-        if size > most:
-            found[name] = size
-    assert not found

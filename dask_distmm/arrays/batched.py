@@ -27,8 +27,6 @@ from dask_distmm.planning.many.batches import Pool, Sizes, choose_batch_way, ite
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot
 
-__all__ = ["explain_batched", "known_workers", "multiply_batched", "task_options"]
-
 
 def multiply_batched(request: Request) -> Any:
     """Return D, and the auxiliary outputs if there are any, of a product of any number of dimensions."""
@@ -80,26 +78,12 @@ def _outside(request: Request, d: da.Array, aux: dict[str, da.Array]) -> Any:
 
 
 def task_options() -> tuple[int, float]:
-    """Return how many bytes a plain task may hold, and what it costs in seconds.
-
-    Raises
-    ------
-    PlanError
-        The configuration has something else there.
-    """
+    """Return how many bytes a plain task may hold, and what it costs in seconds."""
     return int(parsed("batch.task-bytes", parse_bytes)), dask_costs().task
 
 
 def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker], Snapshot | None]:
-    """Return the workers, and the scheduler's answer for a collective run; None if the scheduler can't be asked.
-
-    Parameters
-    ----------
-    problem
-        A multiply that would run.
-    imagined
-        How many workers to imagine where there is no cluster.
-    """
+    """Return the workers, and the scheduler's answer for a collective run; None if the scheduler can't be asked."""
     if imagined is not None:
         workers = [Worker(f"worker-{i}") for i in range(imagined)]
         return workers, Snapshot(workers, [], [], [problem.engine_alone], [])

@@ -41,8 +41,6 @@ from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_mem
 from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, ProjectedMemoryError
 
-__all__ = ["disable", "enable", "enabled", "is_enabled"]
-
 _lock = threading.RLock()
 _switched_on = False
 _contexts = 0

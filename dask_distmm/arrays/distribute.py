@@ -39,8 +39,6 @@ from dask_distmm.typing import ArrayLike
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["distribute", "place_chunks"]
-
 
 def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[str] | int | None = None) -> da.Array:
     """Lay an array out over the cluster's workers, so that later multiplies in that distribution need not move it.
@@ -108,19 +106,7 @@ def _rank_addresses(distribution: Distribution, known: Snapshot) -> tuple[str, .
 
 
 def place_chunks(client: Client, array: da.Array, chunks: Chunks, addresses: Sequence[str]) -> da.Array:
-    """Return a matrix persisted in other chunks, each on a certain worker.
-
-    Parameters
-    ----------
-    client
-        Of the cluster.
-    array
-        The matrix.
-    chunks
-        New chunk sizes.
-    addresses
-        For each new chunk in C order, the address of its worker.
-    """
+    """Return a matrix persisted in other chunks, each on a certain worker."""
     (array,) = dask.optimize(array)  # tasks that are added below must not be changed by it
     token = tokenize(array.name, chunks, addresses)
     name, part_name = tile_name(token), f"distmm-part-{token}"

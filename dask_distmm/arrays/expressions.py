@@ -9,8 +9,6 @@ import dask.array
 from dask.array._array_expr._collection import new_collection
 from dask.array._array_expr._io import FromGraph
 
-__all__ = ["FromTasks", "from_array"]
-
 
 class FromTasks(FromGraph):  # type: ignore[misc]
     """A graph whose tasks keep their keys; scheduler and workers know those of a multiply by them."""

@@ -17,8 +17,6 @@ from dask_distmm.numeric.epilogs import Epilog, Formula
 from dask_distmm.numeric.types import Types, sum_dtype, supported
 from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["Asked", "Extras", "epilog_name", "parse_formula", "unfit", "why_not_input"]
-
 # Arrays beside A and B by name, each of two dimensions, or more for a batch.
 Extras = Sequence[tuple[str, da.Array]]
 
@@ -67,13 +65,7 @@ def epilog_name(epilog: str | Callable[..., Any] | None) -> str:
 
 
 def parse_formula(a: da.Array, b: da.Array, asked: Asked, types: Types) -> tuple[Formula, list[tuple[str, da.Array]]]:
-    """Return the formula, and the arrays that it reads beside A and B, each of two dimensions (or more, for a batch).
-
-    Raises
-    ------
-    PlanError
-        Something is missing, too much, unknown, or does not fit D.
-    """
+    """Return the formula, and the arrays that it reads beside A and B, each 2-D (or more, for a batch)."""
     formula, inputs, dtype = asked.checked(types.operand), asked.epilog_inputs, types.operand
     if formula.replicated and (a.ndim, b.ndim) != (2, 2):
         raise PlanError(f"epilog 'allreduce' is for products of matrices; found {a.ndim} and {b.ndim} dimensions")

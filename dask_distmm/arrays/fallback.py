@@ -14,8 +14,6 @@ from dask_distmm.planning import ENGINES
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 
-__all__ = ["added_in_64_bits", "why_leave", "why_not"]
-
 
 def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:
     """Return why a product can't run here and goes to Dask's own function, or None if it can."""

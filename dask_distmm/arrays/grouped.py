@@ -40,8 +40,6 @@ from dask_distmm.runtime.keys import group_name
 from dask_distmm.runtime.scheduler.priorities import GroupOrder
 from dask_distmm.typing import AllOptions, ArrayLike, GroupedOptions
 
-__all__ = ["explain_grouped", "matmul_grouped"]
-
 # Options of `matmul` that groups don't have.
 _HINTS = dict.fromkeys(
     ["c", "beta", "epilog_inputs", "bias", "out_chunks", "distributions", "result_type", "compute_type", "logger"],
@@ -206,23 +204,15 @@ def _runs(number: int, request: Request) -> bool:
 
 @dataclasses.dataclass
 class _Member:
-    """One product of a group, and the workers that could make it.
+    """One product of a group, and the workers that could make it."""
 
-    Parameters
-    ----------
-    request
-        The product.
-    machine
-        Constants of the engine that would run.
-    pool
-        The workers, as plain tasks see them.
-    snapshot
-        The scheduler's answer for a collective run; None if the scheduler can't be asked.
-    """
-
+    # The product.
     request: Request
+    # Constants of the engine that would run.
     machine: Machine
+    # The workers, as plain tasks see them.
     pool: Pool
+    # The scheduler's answer for a collective run; None if the scheduler can't be asked.
     snapshot: Snapshot | None
 
     @functools.cached_property

@@ -32,32 +32,13 @@ from dask_distmm.numeric.types import FP8, carried, dtype_from_name, operand_dty
 from dask_distmm.planning.many.batches import Sizes
 from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["as_one_product", "by_items", "by_runs", "item_of", "multiply_items"]
-
-
 # Whole items, in plain tasks
 
 
 def multiply_items(
     a: Any, b: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], formula: Formula, several: bool
 ) -> Any:
-    """Multiply chunks of whole items. Runs on a worker, as a plain task.
-
-    Parameters
-    ----------
-    a, b
-        NumPy or CuPy arrays (..., m, k) and (..., k, n); or these in lists of one.
-    extras
-        The arrays that the formula reads beside A and B, broadcast against D.
-    dtypes
-        Names of the types of D, of A and B, and of the extras.
-    names
-        Names of the extras.
-    formula
-        The formula.
-    several
-        Return a tuple of D and the auxiliary outputs, in the order of ``formula.per_element``.
-    """
+    """Multiply chunks of whole items. Runs on a worker, as a plain task."""
     arrays = []
     for chunk, name in zip((a, b, *extras), dtypes[1:], strict=True):
         while isinstance(chunk, list):

@@ -25,20 +25,6 @@ from dask.highlevelgraph import HighLevelGraph
 from dask_distmm.arrays.tensors import is_tensor, shared_array, tensor_meta, tensor_of
 from dask_distmm.errors import PlanError
 
-__all__ = [
-    "any_kind",
-    "as_array",
-    "check_planned",
-    "kind_of",
-    "kinds",
-    "like",
-    "ndim_of",
-    "owners",
-    "plain",
-    "planning",
-    "reducible",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -60,13 +46,7 @@ def kind_of(x: Any) -> str:
 
 
 def check_planned(reason: str | None) -> str | None:
-    """Return why a product is left to Dask; where arrays are planned there is nothing to leave it to.
-
-    Raises
-    ------
-    PlanError
-        There is a reason, and arrays are planned.
-    """
+    """Return why a product is left to Dask; where arrays are planned there is nothing to leave it to."""
     if reason is not None and planning():
         raise PlanError(
             f"this product can't run here: {reason}. And Dask has none with array.query-planning: switch that off"
@@ -142,13 +122,7 @@ def owners() -> list[Any]:
 
 
 def any_kind(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function that takes plain arrays take and return those of other kinds.
-
-    Raises
-    ------
-    PlanError
-        Arrays of two kinds are given.
-    """
+    """Have a function that takes plain arrays take and return those of other kinds."""
 
     @functools.wraps(function)
     def adapted(*args: Any, **kwargs: Any) -> Any:

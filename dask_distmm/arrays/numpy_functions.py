@@ -21,22 +21,9 @@ from dask_distmm.arrays.linalg import routed
 from dask_distmm.errors import PlanError
 from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["cheapest_order", "install", "uninstall"]
-
 
 def cheapest_order(sizes: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return where to split a product of matrices so that it takes the fewest multiplications.
-
-    Parameters
-    ----------
-    sizes
-        Matrix i is (sizes[i], sizes[i + 1]).
-
-    Returns
-    -------
-    dict
-        For (i, j), the matrices i to j: the last one of the left part.
-    """
+    """Return where to split a product of matrices so that it takes the fewest multiplications."""
     count = len(sizes) - 1
     cost = {(i, i): 0 for i in range(count)}
     split: dict[tuple[int, int], int] = {}

@@ -10,8 +10,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from dask_distmm.typing import AllOptions
 
-__all__ = ["DEFAULTS", "HINTS", "takes"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -60,22 +58,7 @@ HINTS = {
 def takes(
     options: type, hints: Mapping[str, str] | None = None, positional: str = ""
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have a function with ``**options`` show each option in its signature, and refuse a name that is none.
-
-    Parameters
-    ----------
-    options
-        One of the typed dicts of `dask_distmm.typing`.
-    hints
-        For names that users may expect, how the same is written here. For others a similar option is named.
-    positional
-        How the same is written where too many arguments come without a name.
-
-    Raises
-    ------
-    TypeError
-        At a call with another name, or too many arguments; with the hint.
-    """
+    """Have a function with ``**options`` show each option in its signature, and refuse a name that is none."""
     known = options.__annotations__
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

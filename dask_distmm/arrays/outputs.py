@@ -28,8 +28,6 @@ from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.keys import output_name
 
-__all__ = ["as_they_lie", "operand_sum", "output_meta", "run_outputs", "without_a_run"]
-
 
 def run_outputs(
     problem: Problem,

@@ -49,8 +49,6 @@ from dask_distmm.typing import (
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Matmul"]
-
 
 class Matmul:
     """``D = F(alpha * op(A) @ op(B) + beta * C)``, prepared once and executed many times.

@@ -21,8 +21,6 @@ from dask_distmm.runtime.client import Snapshot
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Layout", "Operands"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
@@ -52,17 +50,11 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The plan that holds for all executions, and with it where their operands lie.
+    """The plan that holds for all executions, and with it where their operands lie."""
 
-    Parameters
-    ----------
-    plan
-        Of the operands as they were given.
-    known
-        The cluster when the plan was made.
-    """
-
+    # Of the operands as they were given.
     plan: Plan
+    # The cluster when the plan was made.
     known: Snapshot
 
     def place_input(self, client: Client, array: da.Array, chunks: Chunks) -> da.Array:
@@ -96,15 +88,7 @@ class Layout:
 
 
 class Operands:
-    """The arrays of a `Matmul` by name, as they go into a run: op() is applied, they are tiles once there is a plan.
-
-    Parameters
-    ----------
-    given
-        A, B and C, if there is one, under ``"a"``, ``"b"`` and ``"c"``.
-    ops
-        op_a and op_b, under ``"a"`` and ``"b"``.
-    """
+    """The arrays of a `Matmul` by name, as they go into a run: op() is applied, they are tiles once there is a plan."""
 
     def __init__(self, given: Mapping[str, da.Array], ops: Mapping[str, str]) -> None:
         self._ops = ops
@@ -117,13 +101,7 @@ class Operands:
     def matching(
         self, operands: Mapping[str, da.Array], inputs: Mapping[str, da.Array]
     ) -> tuple[dict[str, da.Array], list[str]]:
-        """Return all arrays with some of them replaced, and the names of the new ones; nothing is changed yet.
-
-        Raises
-        ------
-        PlanError
-            An array differs from the one before in shape, type or chunks, or there was none of its name.
-        """
+        """Return all arrays with some of them replaced, and the names of the new ones; nothing is changed yet."""
         for name, array in operands.items():
             if name not in self.signatures:
                 raise PlanError("c was given; this Matmul was made without one: make another one with c and beta")

@@ -27,8 +27,6 @@ from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot
 
 _ONCE = "its own tasks use each chunk once, so that they stream by themselves"
 
-__all__ = ["NotCollective", "explain_matrices", "multiply_matrices", "product_or_reason", "why_not_run"]
-
 
 class NotCollective(Explanation):
     """The answer of `dask_distmm.explain` where Dask's own function would run. False in a condition.
@@ -51,13 +49,7 @@ class NotCollective(Explanation):
 
 
 def why_not_run(request: Request, *, cluster: bool) -> str | None:
-    """Return why a product can't run here, or None if it can; `cluster`: whether there has to be one.
-
-    Raises
-    ------
-    PlanError
-        It can't, and the call names what only a run can do: Dask's own function would not do as asked.
-    """
+    """Return why a product can't run here, or None if it can; `cluster`: whether there has to be one."""
     most = max(2, request.a.ndim, request.b.ndim)
     reason = why_not(request.a, request.b, request.types, cluster=cluster, most=most) or unfit(request.extras)
     if reason is None:
@@ -164,18 +156,7 @@ def _streams_alone(problem: Problem, decision: Decision) -> bool:
 
 
 def product_or_reason(a: da.Array, b: da.Array) -> da.Array | str:
-    """Return ``a @ b`` under `enable`, or why it is left to Dask's own function.
-
-    Parameters
-    ----------
-    a, b
-        Operands as `why_leave` lets them pass, of at most two dimensions.
-
-    Raises
-    ------
-    ProjectedMemoryError
-        It does not fit, nor does it in waves.
-    """
+    """Return ``a @ b`` under `enable`, or why it is left to Dask's own function."""
     request = parse(a, b)
     if request.empty:
         return cast(da.Array, multiply_matrices(request))
@@ -194,11 +175,6 @@ def _decide_now(request: Request, problem: Problem, *, enabled: bool = False) ->
     """Return how a product is made on the cluster as it is now, and log it; no decision if no scheduler can be asked.
 
     Under `enable` a product of chunks that are still to be made may be left to Dask.
-
-    Raises
-    ------
-    ProjectedMemoryError
-        It does not fit, nor does it in waves.
     """
     client = current_client()
     try:

@@ -34,8 +34,6 @@ from dask_distmm.numeric.types import FP8, Types, carried, type_name
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.typing import ArrayLike, BlockFormat, Scaled
 
-__all__ = ["BlockScaled", "as_operands", "dequantize", "quantize", "widened", "with_scales"]
-
 _E8M0, _E2M1 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float4_e2m1fn)
 _BLOCKS = {"mxfp8": 32, "nvfp4": 16}
 _LARGEST_FP4 = 6.0
@@ -194,12 +192,6 @@ def as_operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
     """Return two operands as Dask arrays; those with block scales as the float32 numbers that they stand for.
 
     These products are a reference: each scale times each number is exact in float32 (but where it leaves its range).
-
-    Raises
-    ------
-    PlanError
-        One is a DataFrame; or one of them only has block scales, or another format, or blocks along another axis than
-        k.
     """
     for name, x in (("first", a), ("second", b)):
         if hasattr(x, "columns") and hasattr(x, "dtypes"):
@@ -218,28 +210,7 @@ def as_operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
 def with_scales(
     types: Types, formula: Formula, given: Mapping[str, Any] | None, with_c: bool
 ) -> tuple[Formula, list[tuple[str, da.Array]]]:
-    """Put quantization scales into the formula: numbers into its factors, arrays as further inputs.
-
-    Parameters
-    ----------
-    types
-        Of the multiply.
-    formula
-        The formula so far.
-    given
-        ``quantization_scales`` of `matmul`.
-    with_c
-        Whether there is a C.
-
-    Returns
-    -------
-    The formula, and its further inputs by name.
-
-    Raises
-    ------
-    PlanError
-        A scale is missing, not needed, or no positive number.
-    """
+    """Put quantization scales into the formula: numbers into its factors, arrays as further inputs."""
     if given is None and not types.fp8:
         return formula, []
     given = dict(given or {})

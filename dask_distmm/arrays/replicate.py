@@ -14,8 +14,6 @@ from dask_distmm.runtime.questions import FreeReplicas
 from dask_distmm.runtime.wire import ask
 from dask_distmm.typing import ArrayLike
 
-__all__ = ["free_replicas", "replicate"]
-
 
 @any_kind
 def replicate(a: ArrayLike) -> da.Array:

@@ -27,21 +27,6 @@ from dask_distmm.planning.distribution import FREE, Distribution, Distributions
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.typing import AllOptions
 
-__all__ = [
-    "Request",
-    "UnknownChunksError",
-    "as_matrices",
-    "check_batch",
-    "check_distributions",
-    "check_names",
-    "check_numbers",
-    "check_shapes",
-    "check_workers",
-    "parse",
-    "problem_of_request",
-    "result_chunks",
-]
-
 # The ways to multiply a batch.
 _BATCH = ("auto", "items", "collective")
 
@@ -52,49 +37,34 @@ class UnknownChunksError(PlanError):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A product as a user asks for it, checked.
+    """A product as a user asks for it, checked."""
 
-    Parameters
-    ----------
-    a, b
-        Operands after op(), of at least two dimensions each: vectors as matrices of one row, and of one column.
-    types
-        Types of A, B and D.
-    formula, extras
-        The formula, and the arrays that it reads beside A and B.
-    method, engine, workers, distributions
-        As `matmul` takes them.
-    compute_type
-        As asked for; None where the configuration decides.
-    out_chunks
-        As asked for, for all axes of D but `dropped`, normalized; None for those that the operands give.
-    batch
-        How a batch is to be multiplied: ``"auto"``, ``"items"`` or ``"collective"``.
-    dropped
-        Which of the last two axes of D are there only because an operand was a vector: -2, -1.
-    logger
-        Is told what is multiplied and how.
-    named
-        The options of the call itself, and not of the configuration, that only collective runs can meet, as text.
-    gathered
-        The operand that all workers are to keep, ``"a"`` or ``"b"``; empty for none.
-    """
-
+    # Operands after op(), of at least two dimensions each: vectors as matrices of one row, and of one column.
     a: da.Array
     b: da.Array
+    # Types of A, B and D.
     types: Types
+    # The formula, and the arrays that it reads beside A and B.
     formula: Formula = PLAIN
     extras: Sequence[tuple[str, da.Array]] = ()
+    # As `matmul` takes them.
     method: str = "auto"
     engine: str = "auto"
     workers: tuple[str, ...] | int | None = None
     distributions: Distributions = FREE
+    # As asked for; None where the configuration decides.
     compute_type: str | None = None
+    # As asked for, for all axes of D but `dropped`, normalized; None for those that the operands give.
     out_chunks: Any = None
+    # How a batch is to be multiplied: ``"auto"``, ``"items"`` or ``"collective"``.
     batch: str = "auto"
+    # Which of the last two axes of D are there only because an operand was a vector: -2, -1.
     dropped: tuple[int, ...] = ()
+    # Is told what is multiplied and how.
     logger: logging.Logger = log
+    # The options of the call itself, and not of the configuration, that only collective runs can meet, as text.
     named: tuple[str, ...] = ()
+    # The operand that all workers are to keep, ``"a"`` or ``"b"``; empty for none.
     gathered: str = ""
 
     @property
@@ -153,18 +123,7 @@ class Request:
 
 
 def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Request:
-    """Return the request of a user, checked.
-
-    Parameters
-    ----------
-    a, b, c, options
-        As for `dask_distmm.matmul`.
-
-    Raises
-    ------
-    PlanError
-        Something does not fit; the message says what.
-    """
+    """Return the request of a user, checked."""
     asked: AllOptions = {**DEFAULTS, **options}
     a, b = as_operands(a, b)
     check_numbers(a, b)

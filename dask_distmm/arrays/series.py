@@ -25,19 +25,9 @@ from dask_distmm.runtime.client import current_client, recent_snapshot, snapshot
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["fit_together", "made_bytes", "multiply_all"]
-
 
 def multiply_all(requests: Sequence[Request], sources: Sequence[tuple[da.Array, da.Array]]) -> list[Any]:
-    """Return D, and the auxiliary outputs if there are any, of each of some products that can run.
-
-    Parameters
-    ----------
-    requests
-        Products of matrices.
-    sources
-        For each product the arrays that have its A and B: these themselves, or those of which they are parts.
-    """
+    """Return D, and the auxiliary outputs if there are any, of each of some products that can run."""
     client = current_client()
     if client is None or planning() or len(requests) < 2:
         return list(map(multiply_matrices, requests))

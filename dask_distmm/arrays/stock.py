@@ -8,6 +8,4 @@ from typing import Any
 import dask.array
 import dask.array.routines
 
-__all__ = ["dask_matmul"]
-
 dask_matmul: Callable[..., Any] = dask.array.routines.matmul

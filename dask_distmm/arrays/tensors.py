@@ -18,8 +18,6 @@ from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["is_tensor", "shared_array", "tensor_meta", "tensor_of", "to_torch"]
-
 # Types that DLPack does not carry everywhere, and those of as many bits that it does.
 _CARRIED = {"bfloat16": "int16", **dict.fromkeys(FP8, "uint8")}
 # As DLPack numbers devices.
@@ -33,13 +31,7 @@ def is_tensor(x: Any) -> bool:
 
 
 def shared_array(x: Any) -> Any:
-    """Return an array or tensor that speaks DLPack as a NumPy or CuPy array of the same memory; others as they are.
-
-    Raises
-    ------
-    PlanError
-        A tensor takes part in autograd, is sparse, or lies on a device that no engine works on.
-    """
+    """Return an array or tensor that speaks DLPack as a NumPy or CuPy array of the same memory; others as they are."""
     if is_tensor(x):
         let_types_travel()
         return _of_tensor(x)

@@ -17,24 +17,15 @@ from distributed import Future
 
 from dask_distmm.errors import PlanError
 
-__all__ = ["MatrixView", "apply_op", "is_lazy", "under", "view_of"]
-
 
 class MatrixView(NamedTuple):
-    """A matrix as the transpose, the conjugate, or both, of another one.
+    """A matrix as the transpose, the conjugate, or both, of another one."""
 
-    Parameters
-    ----------
-    array
-        The other one, (m, n).
-    turned
-        Whether the matrix is its transpose, (n, m).
-    conjugated
-        Whether it is its conjugate; never for real types.
-    """
-
+    # The other one, (m, n).
     array: da.Array
+    # Whether the matrix is its transpose, (n, m).
     turned: bool
+    # Whether it is its conjugate; never for real types.
     conjugated: bool
 
 

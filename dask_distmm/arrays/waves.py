@@ -21,8 +21,6 @@ from dask_distmm.runtime.client import Snapshot, snapshot
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Decision", "budget_now", "decide", "pipelined", "run_or_waves", "waves_now"]
-
 # Chunks that take so long to make (seconds) may be made by ranks, while they multiply. Whether that can be is seen in
 # the graph, of which 1,500 chunks take half a second.
 _LONG = 0.5
@@ -43,20 +41,7 @@ class Decision:
 
 
 def decide(request: Request, problem: Problem, client: Client, known: Snapshot) -> Decision:
-    """Return how a product is made, and log it.
-
-    Parameters
-    ----------
-    request, problem
-        What is asked for.
-    client, known
-        Of the cluster, and who would multiply there.
-
-    Raises
-    ------
-    ProjectedMemoryError
-        It does not fit, nor does it in waves.
-    """
+    """Return how a product is made, and log it."""
     made = run_or_waves(request, problem, client, known)
     whole = None if isinstance(made, WavePlan) else made
     if whole is not None:
@@ -67,15 +52,7 @@ def decide(request: Request, problem: Problem, client: Client, known: Snapshot) 
 
 
 def run_or_waves(request: Request, problem: Problem, client: Client | None, known: Snapshot) -> Plan | WavePlan:
-    """Return the plan for a product as one run, or its waves where it does not fit; parameters as for `decide`.
-
-    Raises
-    ------
-    PlanError
-        It can't be planned as asked.
-    ProjectedMemoryError
-        It does not fit, nor does it in waves.
-    """
+    """Return the plan for a product as one run, or its waves where it does not fit; parameters as for `decide`."""
     failure: ProjectedMemoryError | None = None
     made: Plan | None = None
     try:
@@ -91,15 +68,7 @@ def run_or_waves(request: Request, problem: Problem, client: Client | None, know
 
 
 def waves_now(request: Request, problem: Problem, client: Client, made: Plan | None) -> WavePlan | None:
-    """Return the waves of a product that does not fit, or would spill, as one run; None if there are none.
-
-    Parameters
-    ----------
-    request, problem, client
-        As for `decide`.
-    made
-        The plan for one run, or None if it does not fit.
-    """
+    """Return the waves of a product that does not fit, or would spill, as one run; None if there are none."""
     budget = budget_now()
     if budget is None or (made is not None and not _spills(made, budget)):
         return None
@@ -111,13 +80,6 @@ def pipelined(request: Request, problem: Problem, client: Client, made: Plan) ->
     """Return waves in which ranks make the chunks of a product that fits, unless that is expected to take longer.
 
     It takes less memory, too: chunks are dropped as soon as they are multiplied.
-
-    Parameters
-    ----------
-    request, problem, client
-        As for `decide`.
-    made
-        The plan for one run.
     """
     if (budget := budget_now()) is None:
         return None

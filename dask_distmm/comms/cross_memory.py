@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 
 from dask_distmm.numeric.types import dtype_from_name
 
-__all__ = ["borrow", "is_near", "lend", "process_name"]
-
 # Less than this is sent with the answer (bytes in all, and in each stretch of memory: the system looks up its pages).
 _LEAST_BYTES, _LEAST_STRETCH = 2**16, 2**9
 # The system reads so many stretches in a call (IOV_MAX).
@@ -82,15 +80,7 @@ def is_near(borrower: str) -> bool:
 
 
 def lend(arrays: Sequence[Any], borrower: str) -> Loan | None:
-    """Return where arrays lie, or None if they had better be sent.
-
-    Parameters
-    ----------
-    arrays
-        Arrays, which must stay as they are until the borrower has read them. NumPy's of up to two dimensions are lent.
-    borrower
-        The borrower's `process_name`.
-    """
+    """Return where arrays lie, or None if they had better be sent."""
     if not is_near(borrower) or sum(array.nbytes for array in arrays) < _LEAST_BYTES:
         return None
     described = [_describe_array(array) for array in arrays]
@@ -124,13 +114,7 @@ def _describe_array(array: NDArray[Any]) -> tuple[int, list[int], str, str, int]
 
 
 def borrow(loan: Loan) -> list[NDArray[Any]]:
-    """Return copies of lent arrays, in the memory order that they have there.
-
-    Raises
-    ------
-    OSError
-        They can't be read: the process has ended, or the system forbids it.
-    """
+    """Return copies of lent arrays, in the memory order that they have there."""
     global _refused
     process, address, proof, described = loan
     try:

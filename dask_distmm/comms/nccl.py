@@ -12,8 +12,6 @@ import nccl.core as nccl
 import numpy as np
 from nccl.bindings import nccl as bindings
 
-__all__ = ["LEAST_NCCL", "NcclComm", "make_unique_id", "nccl_version"]
-
 # Older ones hang over InfiniBand between hosts.
 LEAST_NCCL = (2, 30, 7)
 
@@ -34,17 +32,7 @@ def make_unique_id() -> bytes:
 
 
 class NcclComm:
-    """A communicator over the ranks of one group. Making and closing it are collective.
-
-    Parameters
-    ----------
-    nranks, rank
-        Number of ranks, and which of them this is.
-    unique_id
-        The id that one of them has made by `make_unique_id`.
-    stream
-        The stream that everything runs on.
-    """
+    """A communicator over the ranks of one group. Making and closing it are collective."""
 
     def __init__(self, nranks: int, rank: int, unique_id: bytes, stream: cp.cuda.Stream) -> None:
         self.nranks, self.rank, self.stream = nranks, rank, stream

@@ -15,8 +15,6 @@ from distributed.protocol.cuda import cuda_serialize
 
 from dask_distmm.numeric.types import FP8
 
-__all__ = ["let_types_travel"]
-
 
 def let_types_travel() -> None:
     """Let this process send NumPy arrays of float8_e5m2, CuPy arrays of bfloat16, and tensors of both. May be repeated.

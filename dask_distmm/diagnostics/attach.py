@@ -7,8 +7,6 @@ from typing import Any
 from dask_distmm.diagnostics import metrics
 from dask_distmm.engines.base import log
 
-__all__ = ["attach"]
-
 
 def attach(scheduler: Any, plugin: Any) -> None:
     """Show the plugin's runs on the scheduler's dashboard, where there is one. A failure stops no multiply."""

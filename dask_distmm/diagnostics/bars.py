@@ -21,8 +21,6 @@ from dask_distmm.runtime.wire import ask
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-__all__ = ["ProgressBar", "as_html", "as_lines", "bar_of", "progress", "short_name"]
-
 # How often the scheduler is asked (seconds), and how wide a bar is.
 _ASK = 0.25
 _WIDTH = 30
@@ -30,22 +28,15 @@ _WIDTH = 30
 
 @dataclass(frozen=True)
 class ProgressBar:
-    """One line: a multiply, or all results.
+    """One line: a multiply, or all results."""
 
-    Parameters
-    ----------
-    name, phase, share
-        Of a multiply, as `ProgressLine` has them, or of all results.
-    note
-        Text behind the bar.
-    run
-        Number of the run; 0 for none.
-    """
-
+    # Of a multiply, as `ProgressLine` has them, or of all results.
     name: str
     phase: str
     share: float
+    # Text behind the bar.
     note: str = ""
+    # Number of the run; 0 for none.
     run: int = 0
 
 

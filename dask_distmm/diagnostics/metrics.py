@@ -10,8 +10,6 @@ import dask
 
 from dask_distmm.runtime.scheduler.records import Records
 
-__all__ = ["register_metrics"]
-
 
 class _Collector:
     """Reads the records when Prometheus asks. One for each process, as is Dask's.

@@ -27,8 +27,6 @@ from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.scheduler.progress import progress_of
 from dask_distmm.runtime.scheduler.records import PHASES, Record
 
-__all__ = ["distmm_doc"]
-
 _UPDATE_MILLISECONDS = 500
 # What is said where tables stand still; the plots go on.
 _STILL = (
@@ -60,13 +58,7 @@ def distmm_doc(scheduler: Any, extra: Mapping[str, Any], doc: Any) -> None:
 
 
 class Page:
-    """The page as one viewer has it.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler, which has the plugin.
-    """
+    """The page as one viewer has it."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

@@ -13,23 +13,6 @@ from dask.utils import format_bytes, format_time
 from dask_distmm.diagnostics.bars import short_name
 from dask_distmm.runtime.scheduler.records import PHASES, Record, Totals
 
-__all__ = [
-    "RUNNING",
-    "caption",
-    "empty",
-    "format_rate",
-    "memory_bars",
-    "phase_bars",
-    "rank_names",
-    "rate_unit",
-    "rates",
-    "rates_unit",
-    "runs",
-    "short_reason",
-    "shown",
-    "summary",
-]
-
 Columns = dict[str, list[Any]]
 
 # So many runs have a bar; more could not be told apart.

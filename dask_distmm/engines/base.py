@@ -18,23 +18,6 @@ from dask_distmm.errors import EngineError
 from dask_distmm.planning.engines import abilities_of
 from dask_distmm.planning.placement import Placement
 
-__all__ = [
-    "GATHERED",
-    "REPLICA",
-    "Boxes",
-    "ChunkKey",
-    "Comm",
-    "Ended",
-    "Engine",
-    "Job",
-    "ResultKey",
-    "contiguous",
-    "get_engine",
-    "is_of_d",
-    "log",
-    "wait_checked",
-]
-
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 
 # `Job.execute` returns chunks of outputs by the output's name (empty for the main one, as D) and the chunk's number.
@@ -74,43 +57,7 @@ class Ended:
 
 
 class Job(Generic[P]):
-    """One participant's side of one run. Those of engines are subclasses.
-
-    Parameters
-    ----------
-    plan, me
-        The plan of the run, and the number of this participant in it.
-    chunks
-        The chunks that are here.
-    comm
-        The way to the other participants.
-    progress
-        Called with the share of the work that is done.
-
-    Attributes
-    ----------
-    rank
-        Number of this participant as a rank; None if it only hands out chunks.
-    ended
-        Whether the run has been ended.
-    timings
-        Seconds of each part of the work, by name; filled by `execute`. ``"ahead"`` is work before `accept`.
-    held_bytes
-        What it held at most in the memory that it works in; 0 where the engine does not count.
-    kept_bytes
-        What its group keeps of that for the next run.
-    offer
-        After `prepare`: what others need to read this participant's memory, as plain types; None for nothing.
-    consumed
-        After `prepare`: the inputs in whose memory it makes D, which are of no use after `execute` has begun.
-    missing
-        After `execute`: numbers of the chunks of D that could not be made without the participants that are gone.
-    on_gathered
-        Called by `execute` of jobs that copy operands before they work on them, when this rank has read all it needs.
-    lends
-        Whether peers may read what `serve` returns in this process' memory: matrices that it serves without `flat` are
-        then parts of memory that it keeps as it is until the end of the run.
-    """
+    """One participant's side of one run. Those of engines are subclasses."""
 
     lends = False
 
@@ -179,24 +126,12 @@ class Job(Generic[P]):
 
 
 class Engine:
-    """A way to multiply on the workers. Those that there are are subclasses.
-
-    Attributes
-    ----------
-    name
-        Its name.
-    """
+    """A way to multiply on the workers. Those that there are are subclasses."""
 
     name = ""
 
     def versions(self) -> Mapping[str, str]:
-        """Return the versions of the libraries that must agree between workers.
-
-        Raises
-        ------
-        EngineError
-            The engine can't run here; the message says what to install.
-        """
+        """Return the versions of the libraries that must agree between workers."""
         raise NotImplementedError
 
     def memory(self) -> int:
@@ -232,13 +167,7 @@ def contiguous(arrays: Sequence[Any]) -> list[Any]:
 
 
 def get_engine(name: str) -> Engine:
-    """Return the engine called `name`.
-
-    Raises
-    ------
-    EngineError
-        There is none of that name, or it can't be imported here.
-    """
+    """Return the engine called `name`."""
     (abilities,) = abilities_of([name])
     try:
         engine: Engine = importlib.import_module(abilities.module).ENGINE

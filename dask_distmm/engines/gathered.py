@@ -11,17 +11,9 @@ from dask_distmm.engines.base import GATHERED, ResultKey
 from dask_distmm.engines.panels import ChunkBlock
 from dask_distmm.planning import Plan
 
-__all__ = ["GatheredChunks"]
-
 
 class GatheredChunks:
-    """Chunks of `Problem.gathered` on one rank. Nothing, if the plan keeps no operand.
-
-    Parameters
-    ----------
-    plan
-        Of the run.
-    """
+    """Chunks of `Problem.gathered` on one rank. Nothing, if the plan keeps no operand."""
 
     def __init__(self, plan: Plan) -> None:
         self._problem, self._kept = plan.problem, plan.kept

@@ -14,18 +14,6 @@ from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import is_gram
 
-__all__ = [
-    "ChunkBlock",
-    "Panel",
-    "blocks_between",
-    "chunk_blocks_of",
-    "coalesce",
-    "pairs",
-    "panels",
-    "split_at_chunks",
-    "twins",
-]
-
 
 class ChunkBlock(NamedTuple):
     """A rectangle of a chunk of A (operand 0) or B (1), and where it lies in the whole matrix."""

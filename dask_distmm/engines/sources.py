@@ -9,30 +9,16 @@ from typing import Any
 
 from dask_distmm.engines.base import wait_checked
 
-__all__ = ["ChunkLoader", "ChunkTasks", "Source", "SourceChunk"]
-
 
 class ChunkTasks:
-    """The tasks that make an operand's chunks, in the place of the chunks among a barrier's inputs.
-
-    Parameters
-    ----------
-    tasks
-        By the numbers of the chunks. They need no other tasks.
-    """
+    """The tasks that make an operand's chunks, in the place of the chunks among a barrier's inputs."""
 
     def __init__(self, tasks: Sequence[Any]) -> None:
         self.tasks = list(tasks)
 
 
 class Source:
-    """The source of a chunk: a call that reads or makes it.
-
-    Parameters
-    ----------
-    make
-        Returns the chunk as the array has it.
-    """
+    """The source of a chunk: a call that reads or makes it."""
 
     __slots__ = ("make",)
 
@@ -41,15 +27,7 @@ class Source:
 
 
 class SourceChunk:
-    """A chunk of an operand that is still to be made; it stands in the place of an array.
-
-    Parameters
-    ----------
-    source
-        Its source; that of A's chunk and of B's where both are the same, as in ``X.T @ X``.
-    view
-        Returns the operand's chunk, transposed and checked, from what the source has made.
-    """
+    """A chunk of an operand that is still to be made; it stands in the place of an array."""
 
     __slots__ = ("source", "view")
 
@@ -58,19 +36,7 @@ class SourceChunk:
 
 
 class ChunkLoader:
-    """Makes chunks in threads, in the order in which they are used.
-
-    Parameters
-    ----------
-    uses
-        The chunks in the order of their uses; one that is used often is there often.
-    threads, ahead
-        So many are made at a time, and so many at most wait for their first use.
-    make
-        Returns, in one of the threads, the chunks that are used of a source, from the source and these.
-    begin
-        Called in each thread before it makes anything.
-    """
+    """Makes chunks in threads, in the order in which they are used."""
 
     def __init__(
         self,

@@ -8,22 +8,12 @@ from types import TracebackType
 
 from dask_distmm.engines.base import log
 
-__all__ = ["EXIT_STUCK", "Watchdog"]
-
 # The exit status of such a process; a nanny starts the worker again.
 EXIT_STUCK = 70
 
 
 class Watchdog:
-    """Ends this process unless it is called off in time. Also a context manager.
-
-    Parameters
-    ----------
-    seconds
-        How long to wait.
-    what
-        What has not ended then, for the log.
-    """
+    """Ends this process unless it is called off in time. Also a context manager."""
 
     def __init__(self, seconds: float, what: str) -> None:
         self._what = what

@@ -49,8 +49,6 @@ from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.questions import Supported
 from dask_distmm.runtime.wire import ask
 
-__all__ = ["ProductLayer", "RunTask", "TasksLayer", "barrier", "build_graph", "build_output", "chunk"]
-
 # A part of its own is worth a run if it saves so many floating-point operations.
 _FLOPS_OF_A_RUN = 1e9
 
@@ -78,17 +76,11 @@ class RunTask(Task):  # type: ignore[misc]
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One run of a layer, and which chunks of D it is for.
+    """One run of a layer, and which chunks of D it is for."""
 
-    Parameters
-    ----------
-    problem
-        The layer's multiply, or a part of it.
-    wanted
-        Numbers of chunks of D, in the layer's multiply; None for all.
-    """
-
+    # The layer's multiply, or a part of it.
     problem: Problem
+    # Numbers of chunks of D, in the layer's multiply; None for all.
     wanted: tuple[int, ...] | None = None
 
 
@@ -113,17 +105,7 @@ class TasksLayer(Layer):  # type: ignore[misc]
 
 
 class ProductLayer(TasksLayer):
-    """The tasks of D and of its barriers; made only when they are looked at.
-
-    Parameters
-    ----------
-    whole
-        The multiply.
-    arrays
-        For each operand the name of the array whose chunks it is made of, and whether these are transposed.
-    pieces
-        The runs; None for one of all of D.
-    """
+    """The tasks of D and of its barriers; made only when they are looked at."""
 
     def __init__(
         self, whole: Problem, arrays: Mapping[str, tuple[str, bool]], pieces: Sequence[Piece] | None = None
@@ -201,13 +183,6 @@ def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Piece]:
 
     They are one run of the least part that has all of them, or several of parts that have no row and no column of
     chunks in common, as the blocks on the diagonal of D, where that saves enough.
-
-    Parameters
-    ----------
-    whole
-        The multiply.
-    wanted
-        Numbers of chunks of D, at least one.
     """
     one = _piece(whole, wanted)
     ncols = whole.chunk_counts("d")[1]
@@ -234,15 +209,7 @@ def _piece(whole: Problem, wanted: Collection[int]) -> Piece:
 
 
 def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:
-    """Return the graph of D under the array name ``problem.name``.
-
-    Parameters
-    ----------
-    problem
-        The multiply.
-    a, b, extras
-        Dask arrays of 2 dimensions; A's and B's transposes where the problem says so.
-    """
+    """Return the graph of D under the array name ``problem.name``."""
     turned = dict(zip("ab", problem.turned, strict=True))
     operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
     arrays = {name: (operands[name].name, turned.get(name, False)) for name in problem.inputs}
@@ -251,17 +218,7 @@ def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) ->
 
 
 def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
-    """Return the graph of an auxiliary output: chunks that the same run makes.
-
-    Parameters
-    ----------
-    problem
-        The multiply.
-    output
-        Name of the output.
-    d
-        The array of D.
-    """
+    """Return the graph of an auxiliary output: chunks that the same run makes."""
     name, before = output_name(problem.name, output), barrier_key(problem.name)
     nrows, ncols = problem.chunk_counts("d")
     layer = {
@@ -276,13 +233,7 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
 
 
 class Alone:
-    """The chunks of a result that was multiplied in this process.
-
-    Parameters
-    ----------
-    chunks
-        By the name of the output, empty for D, and number.
-    """
+    """The chunks of a result that was multiplied in this process."""
 
     def __init__(self, chunks: Mapping[Any, Any]) -> None:
         self.chunks = chunks
@@ -293,20 +244,6 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, gate: Non
 
     On a worker it has the plugin installed on the scheduler, which takes this task then: a scheduler that was started
     again has lost it.
-
-    Parameters
-    ----------
-    wire
-        The problem.
-    inputs
-        For each operand (B not where it is A) its chunks, or the tasks that make them.
-    gate
-        For nothing but to wait for it.
-
-    Raises
-    ------
-    DistMMError
-        The run failed; one of the types of `dask_distmm.errors`.
     """
     try:
         worker = get_worker()

@@ -16,19 +16,9 @@ from dask_distmm.graph.build import RunTask, barrier, chunk
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.runtime.keys import barrier_key, output_name
 
-__all__ = ["build_factor_graph"]
-
 
 def build_factor_graph(problem: FactorProblem, operands: Sequence[Any]) -> HighLevelGraph:
-    """Return the graph of all outputs: a layer for the barrier, and one for each output, called after its array.
-
-    Parameters
-    ----------
-    problem
-        The factorization.
-    operands
-        Dask arrays of 2 dimensions, in the order of ``problem.operands``.
-    """
+    """Return the graph of all outputs: a layer for the barrier, and one for each output, called after its array."""
     before = barrier_key(problem.name)
     inputs = []
     for name, array in zip(problem.operands, operands, strict=True):

@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from dask._task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 
-__all__ = ["Streams", "after", "opened", "self_contained", "stream"]
-
 Key = Any
 # Arrays of more bytes are not sent about with tasks.
 _SMALL = 2**16
@@ -30,30 +28,16 @@ _Waves = dict[int, tuple[int, int]]  # by visit: the first and the last wave tha
 
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """The result of `stream`.
+    """The result of `stream`."""
 
-    Parameters
-    ----------
-    tasks
-        Tasks with names of their own.
-    names
-        For each wave, the names of its chunks by the names that they have in the operand.
-    """
-
+    # Tasks with names of their own.
     tasks: dict[Key, GraphNode]
+    # For each wave, the names of its chunks by the names that they have in the operand.
     names: list[dict[Key, Key]]
 
 
 def self_contained(upstream: Mapping[Key, GraphNode], keys: Iterable[Key]) -> dict[Key, Task] | None:
-    """Return tasks that make chunks from their sources, each a chain of tasks that no other chunk needs; else None.
-
-    Parameters
-    ----------
-    upstream
-        The tasks that lead to the chunks.
-    keys
-        The keys of the chunks.
-    """
+    """Return tasks that make chunks from their sources, each a chain of tasks that no other chunk needs; else None."""
     found: dict[Key, Task] = {}
     taken: set[Key] = set()
     for key in keys:
@@ -113,23 +97,7 @@ def stream(
     token: str,
     is_fixed: Callable[[GraphNode], bool] = lambda task: False,
 ) -> Streams:
-    """Give the tasks behind streamed chunks names of their own, and hold them back until it is their turn.
-
-    Parameters
-    ----------
-    upstream
-        The tasks that make the chunks; keys that are not among them are there already.
-    waves
-        For each wave the keys of the chunks that it needs.
-    visits
-        For each wave the number of its visit, increasing: within one a task is run once.
-    gates
-        For each wave the key that tasks of the wave after the next one wait for.
-    token
-        Makes names unique.
-    is_fixed
-        Whether a task must be used as it is.
-    """
+    """Give the tasks behind streamed chunks names of their own, and hold them back until it is their turn."""
 
     def fixed(key: Key) -> bool:
         task = upstream.get(key)

@@ -33,23 +33,15 @@ from dask_distmm.planning import Problem
 from dask_distmm.planning.waves import Scheme, wave_problem
 from dask_distmm.runtime.keys import barrier_key, gate_key, is_sum, output_name
 
-__all__ = ["WavesLayer", "build_wave_output", "build_waves", "can_be_made"]
-
 
 @dataclasses.dataclass(frozen=True)
 class InWaves:
-    """A product that is made in waves.
+    """A product that is made in waves."""
 
-    Parameters
-    ----------
-    problem, scheme
-        The product and its waves.
-    arrays
-        For each operand the name of the array whose chunks it is made of, and whether these are transposed.
-    """
-
+    # The product and its waves.
     problem: Problem
     scheme: Scheme
+    # For each operand the name of the array whose chunks it is made of, and whether these are transposed.
     arrays: Mapping[str, tuple[str, bool]]
 
     def is_streamed(self, operand: str) -> bool:
@@ -58,17 +50,7 @@ class InWaves:
 
 
 class WavesLayer(TasksLayer):
-    """The tasks of waves, but for chunks of D; made only when they are looked at.
-
-    Parameters
-    ----------
-    products
-        The products whose waves follow one another. Ranks make streamed chunks of all of these, or of none.
-    upstream
-        The graph of the operands.
-    only
-        Keys of those tasks that are needed; None for all.
-    """
+    """The tasks of waves, but for chunks of D; made only when they are looked at."""
 
     def __init__(
         self, products: Sequence[InWaves], upstream: HighLevelGraph, only: frozenset[Any] | None = None
@@ -111,17 +93,7 @@ class WavesLayer(TasksLayer):
         return found
 
     def _run_of(self, number: int, inputs: Sequence[Any], *, behind: bool) -> dict[Any, GraphNode]:
-        """Return the tasks of one wave but for those that make its inputs.
-
-        Parameters
-        ----------
-        number
-            Of the wave.
-        inputs
-            The arguments of its barrier.
-        behind
-            Whether the barrier itself waits for the gate of the wave before the last one.
-        """
+        """Return the tasks of one wave but for those that make its inputs."""
         problem = self.waves[number][1]
         before, gate = barrier_key(problem.name), gate_key(problem.name)
         waits = {"gate": TaskRef(gate_key(self.waves[number - 2][1].name))} if behind and number >= 2 else {}
@@ -206,15 +178,7 @@ class WavesLayer(TasksLayer):
 
 
 class WaveOutputLayer(TasksLayer):
-    """The chunks of D, or of an auxiliary output, of a product in waves; made only when they are looked at.
-
-    Parameters
-    ----------
-    problem, scheme
-        The product and its waves.
-    output
-        Name of the output, empty for D.
-    """
+    """The chunks of D, or of an auxiliary output, of a product in waves; made only when they are looked at."""
 
     def __init__(self, problem: Problem, scheme: Scheme, output: str) -> None:
         super().__init__()
@@ -267,14 +231,7 @@ def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | N
 
 
 def build_waves(products: Sequence[tuple[Problem, Scheme, Mapping[str, Any]]]) -> HighLevelGraph:
-    """Return the graph of the waves of products, one product after the other; `build_wave_output` adds chunks of D.
-
-    Parameters
-    ----------
-    products
-        Each with its waves and its operands by name: Dask arrays of 2 dimensions, A's and B's transposes where the
-        problem says so. Ranks make streamed chunks of all of these, or of none.
-    """
+    """Return the graph of the waves of products, one product after the other; `build_wave_output` adds chunks of D."""
     found: list[InWaves] = []
     needed: dict[str, Any] = {}
     for problem, scheme, operands in products:
@@ -295,17 +252,7 @@ def _layer_name(problem: Problem, scheme: Scheme) -> str:
 
 
 def build_wave_output(waves: HighLevelGraph, problem: Problem, scheme: Scheme, output: str = "") -> HighLevelGraph:
-    """Return the graph of D, or of an auxiliary output: chunks that those runs make which finish chunks of D.
-
-    Parameters
-    ----------
-    waves
-        A graph with the waves.
-    problem, scheme
-        The product and its waves.
-    output
-        Name of the output; empty for D.
-    """
+    """Return the graph of D, or of an auxiliary output: chunks that those runs make which finish chunks of D."""
     name, layer = output_name(problem.name, output), WaveOutputLayer(problem, scheme, output)
     dependencies = {**waves.dependencies, name: {_layer_name(problem, scheme)}}
     return HighLevelGraph({**waves.layers, name: layer}, dependencies)

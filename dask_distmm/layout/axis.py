@@ -66,34 +66,16 @@ class Axis:
 
     Construction normalises: neighbouring segments which are also neighbours in the same part become one, so
     equal layouts have equal arrays.  The arrays are read-only; axes compare and hash by value.
-
-    Parameters
-    ----------
-    bounds : array_like of int, shape (nseg + 1,)
-        Global indices where segments begin, and at the end the length; strictly increasing from 0.
-        An axis of length 0 has ``bounds == [0]`` and no segment.
-    part : array_like of int, shape (nseg,)
-        The part which holds each segment, in ``range(nparts)``.
-    offset : array_like of int, shape (nseg,)
-        Local index in that part at which each segment begins.
-    nparts : int
-        Number of parts; parts without any element are allowed.
-
-    Attributes
-    ----------
-    local_sizes : ndarray of int64, shape (nparts,)
-        Number of elements which each part holds.
-
-    Raises
-    ------
-    ValueError
-        If the arrays do not fit together, or if the segments of a part leave a gap in its local index space
-        or overlap there.
     """
 
+    # Global indices where segments begin, and at the end the length; strictly increasing from 0. An axis of length 0
+    # has ``bounds == [0]`` and no segment.
     bounds: Index
+    # The part which holds each segment, in ``range(nparts)``.
     part: Index
+    # Local index in that part at which each segment begins.
     offset: Index
+    # Number of parts; parts without any element are allowed.
     nparts: int
     local_sizes: Index = field(init=False)
 
@@ -135,18 +117,7 @@ class Axis:
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[int]) -> Axis:
-        """Make the axis whose parts are consecutive chunks.
-
-        Parameters
-        ----------
-        chunks : sequence of int
-            Number of elements of each chunk, 0 allowed: an empty chunk is a part without a segment.
-
-        Raises
-        ------
-        ValueError
-            If a size is negative or not an integer.
-        """
+        """Make the axis whose parts are consecutive chunks."""
         sizes = int64_array("chunks", chunks)
         if np.any(sizes < 0):
             raise ValueError(f"chunks has the size {sizes.min()}, expected 0 or more: correct the sizes")
@@ -156,24 +127,7 @@ class Axis:
 
     @classmethod
     def block_cyclic(cls, length: int, block: int, nprocs: int, source: int = 0) -> Axis:
-        """Make the axis whose blocks are dealt out to processes in turn.
-
-        Parameters
-        ----------
-        length : int
-            Number of elements, 0 or more.
-        block : int
-            Number of elements of a block, 1 or more; the last block may be smaller.
-        nprocs : int
-            Number of processes, which are the parts.
-        source : int
-            The process which gets the first block.
-
-        Raises
-        ------
-        ValueError
-            If a number is out of its range.
-        """
+        """Make the axis whose blocks are dealt out to processes in turn."""
         length = check_int("length", length, 0)
         block = check_int("block", block, 1)
         nprocs = check_int("nprocs", nprocs, 1)
@@ -189,23 +143,7 @@ class Axis:
         return int(self.bounds[-1])
 
     def locate(self, index: ArrayLike) -> tuple[Index, Index]:
-        """Find where elements are stored.
-
-        Parameters
-        ----------
-        index : array_like of int, any shape
-            Global indices.
-
-        Returns
-        -------
-        part, local : ndarrays of int64, shape of `index`
-            The part which holds each element, and its local index there.
-
-        Raises
-        ------
-        IndexError
-            If an index is outside ``range(length)``; negative ones are not counted from the end.
-        """
+        """Find where elements are stored."""
         at = np.asarray(index, dtype=np.int64)
         if at.size and not (at.min() >= 0 and at.max() < self.length):
             raise IndexError(
@@ -216,18 +154,7 @@ class Axis:
         return self.part[segment], self.offset[segment] + at - self.bounds[segment]
 
     def local_to_global(self, part: int) -> list[tuple[int, int, int]]:
-        """List the segments of a part in local order.
-
-        Returns
-        -------
-        list of (global_start, local_start, size)
-            One tuple of ints per segment; the sizes add up to ``local_sizes[part]``.
-
-        Raises
-        ------
-        IndexError
-            If there is no such part.
-        """
+        """List the segments of a part in local order."""
         if not 0 <= part < self.nparts:
             raise IndexError(f"part is {part}, expected it in range({self.nparts}): pass an existing part")
         mine = np.flatnonzero(self.part == part)
@@ -293,14 +220,7 @@ class AxisCopies:
         return order[first:last]
 
     def pairs(self) -> tuple[Index, Index, Index]:
-        """Sum the copies up by pairs of parts.
-
-        Returns
-        -------
-        src_part, dst_part, elements : ndarrays of int64, shape (npairs,)
-            The pairs which have elements in common, each once, and the number of these elements: the
-            non-zero entries of the axis's traffic matrix.
-        """
+        """Sum the copies up by pairs of parts."""
         ndst = int(self.dst_part.max(initial=0)) + 1
         key, which = np.unique(self.src_part * ndst + self.dst_part, return_inverse=True)
         elements = np.zeros(len(key), dtype=np.int64)
@@ -315,23 +235,7 @@ class AxisCopies:
 
 
 def intersect(a: Axis, b: Axis) -> AxisCopies:
-    """Find the fewest copies which move every element from where `a` has it to where `b` wants it.
-
-    Parameters
-    ----------
-    a, b : Axis
-        Source and destination, of one length.
-
-    Returns
-    -------
-    AxisCopies
-        No two of them could be one copy; there are at most as many as segments of both axes together.
-
-    Raises
-    ------
-    ValueError
-        If the lengths differ.
-    """
+    """Find the fewest copies which move every element from where `a` has it to where `b` wants it."""
     if a.length != b.length:
         raise ValueError(
             f"the axes have lengths {a.length} and {b.length}, expected equal ones: "

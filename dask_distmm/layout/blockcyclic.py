@@ -22,26 +22,7 @@ from dask_distmm.layout.grid import ProcessGrid
 
 
 def numroc(n: int, nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
-    """Count the rows or columns that a process holds (ScaLAPACK TOOLS, NUMROC).
-
-    Parameters
-    ----------
-    n : int
-        Number of rows or columns of the matrix, 0 or more.
-    nb : int
-        Rows or columns of a block, 1 or more.
-    iproc : int
-        Coordinate of the process.
-    isrcproc : int
-        Coordinate of the process which holds the first block.
-    nprocs : int
-        Number of processes along this dimension.
-
-    Raises
-    ------
-    ValueError
-        If a number is out of its range.
-    """
+    """Count the rows or columns that a process holds (ScaLAPACK TOOLS, NUMROC)."""
     n = check_int("n", n, 0)
     turn = _round_turn(nb, iproc, isrcproc, nprocs)
     # Every full round gives each process one block; the rest is dealt out in turn, nb at a time.
@@ -67,28 +48,15 @@ def _pair(name: str, values: tuple[int, int], least: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class BlockCyclicLayout:
-    """The two-dimensional block-cyclic layout of a matrix over a process grid; its parts are ranks.
+    """The two-dimensional block-cyclic layout of a matrix over a process grid; its parts are ranks."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Rows and columns of the matrix, 0 or more each.
-    blocks : tuple of int
-        Rows and columns of a block (ScaLAPACK's MB, NB), 1 or more each.
-    grid : ProcessGrid
-        The processes.
-    source : tuple of int
-        Process row and column of the first block (ScaLAPACK's RSRC, CSRC).
-
-    Raises
-    ------
-    ValueError
-        If a number is out of its range.
-    """
-
+    # Rows and columns of the matrix, 0 or more each.
     shape: tuple[int, int]
+    # Rows and columns of a block (ScaLAPACK's MB, NB), 1 or more each.
     blocks: tuple[int, int]
+    # The processes.
     grid: ProcessGrid
+    # Process row and column of the first block (ScaLAPACK's RSRC, CSRC).
     source: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -122,23 +90,11 @@ class BlockCyclicLayout:
         return self.grid.ranks(prow, pcol)
 
     def coords(self, part: int) -> tuple[int, int]:
-        """Return the process row and column of a rank.
-
-        Raises
-        ------
-        IndexError
-            If there is no such rank.
-        """
+        """Return the process row and column of a rank."""
         return self.grid.coords(part)
 
     def local_shape(self, part: int) -> tuple[int, int]:
-        """Return the rows and columns which a rank holds.
-
-        Raises
-        ------
-        IndexError
-            If there is no such rank.
-        """
+        """Return the rows and columns which a rank holds."""
         prow, pcol = self.grid.coords(part)
         return (
             numroc(self.shape[0], self.blocks[0], prow, self.source[0], self.grid.nprow),
@@ -146,13 +102,7 @@ class BlockCyclicLayout:
         )
 
     def owner(self, i: int, j: int) -> int:
-        """Return the rank which holds element ``(i, j)``, counted from 0.
-
-        Raises
-        ------
-        IndexError
-            If there is no such element.
-        """
+        """Return the rank which holds element ``(i, j)``, counted from 0."""
         if not (0 <= i < self.shape[0] and 0 <= j < self.shape[1]):
             raise IndexError(f"element is ({i}, {j}), expected it in shape {self.shape}: pass indices from 0")
         return self.grid.rank(int(self.rows.locate(i)[0]), int(self.cols.locate(j)[0]))

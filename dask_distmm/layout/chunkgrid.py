@@ -23,21 +23,9 @@ from dask_distmm.layout.axis import Axis, Index, check_int
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """The layout of a chunked matrix; its parts are chunks, numbered in C order.
+    """The layout of a chunked matrix; its parts are chunks, numbered in C order."""
 
-    Parameters
-    ----------
-    chunks : tuple of two tuples of int
-        Rows of each row of chunks, and columns of each column of chunks, as ``dask.array.Array.chunks``.
-
-    Raises
-    ------
-    ValueError
-        If there are not two dimensions, a dimension has no chunks, or a size is negative or unknown (nan).
-    TypeError
-        If a size is not an integer.
-    """
-
+    # Rows of each row of chunks, and columns of each column of chunks, as ``dask.array.Array.chunks``.
     chunks: tuple[tuple[int, ...], tuple[int, ...]]
 
     def __post_init__(self) -> None:
@@ -77,46 +65,22 @@ class ChunkGrid:
         return prow * len(self.chunks[1]) + pcol
 
     def coords(self, part: int) -> tuple[int, int]:
-        """Return the row and the column of chunks of a chunk number.
-
-        Raises
-        ------
-        IndexError
-            If there is no such chunk.
-        """
+        """Return the row and the column of chunks of a chunk number."""
         if not 0 <= part < self.nparts:
             raise IndexError(f"chunk is {part}, expected it in range({self.nparts}): pass a chunk number")
         return divmod(part, len(self.chunks[1]))
 
     def local_shape(self, part: int) -> tuple[int, int]:
-        """Return the rows and columns of a chunk, given its number.
-
-        Raises
-        ------
-        IndexError
-            If there is no such chunk.
-        """
+        """Return the rows and columns of a chunk, given its number."""
         return self.chunk_shape(*self.coords(part))
 
     def chunk_shape(self, i: int, j: int) -> tuple[int, int]:
-        """Return the rows and columns of the chunk in row `i` and column `j` of the chunks.
-
-        Raises
-        ------
-        IndexError
-            If there is no such chunk.
-        """
+        """Return the rows and columns of the chunk in row `i` and column `j` of the chunks."""
         self._check(i, j)
         return self.chunks[0][i], self.chunks[1][j]
 
     def slices(self, i: int, j: int) -> tuple[slice, slice]:
-        """Return where in the whole matrix the chunk in row `i` and column `j` of the chunks lies.
-
-        Raises
-        ------
-        IndexError
-            If there is no such chunk.
-        """
+        """Return where in the whole matrix the chunk in row `i` and column `j` of the chunks lies."""
         self._check(i, j)
         top, left = self._starts[0][i], self._starts[1][j]
         return slice(top, top + self.chunks[0][i]), slice(left, left + self.chunks[1][j])

@@ -22,23 +22,12 @@ from dask_distmm.layout.axis import Index, check_int
 
 @dataclass(frozen=True)
 class ProcessGrid:
-    """A grid of `nprow` x `npcol` processes.
+    """A grid of `nprow` x `npcol` processes."""
 
-    Parameters
-    ----------
-    nprow, npcol : int
-        Number of process rows and of process columns, 1 or more each.
-    order : {"row", "col"}
-        Whether ranks count along a row first (C order) or along a column first.
-
-    Raises
-    ------
-    ValueError
-        If a number is below 1 or `order` is unknown.
-    """
-
+    # Number of process rows and of process columns, 1 or more each.
     nprow: int
     npcol: int
+    # Whether ranks count along a row first (C order) or along a column first.
     order: Literal["row", "col"] = "row"
 
     def __post_init__(self) -> None:
@@ -54,13 +43,7 @@ class ProcessGrid:
         return self.nprow * self.npcol
 
     def coords(self, rank: int) -> tuple[int, int]:
-        """Return the process row and column of a rank.
-
-        Raises
-        ------
-        IndexError
-            If there is no such rank.
-        """
+        """Return the process row and column of a rank."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank is {rank}, expected it in range({self.size}): pass a rank of {self}")
         if self.order == "row":
@@ -69,13 +52,7 @@ class ProcessGrid:
         return prow, pcol
 
     def rank(self, prow: int, pcol: int) -> int:
-        """Return the rank at a process row and column.
-
-        Raises
-        ------
-        IndexError
-            If there is no such row or column.
-        """
+        """Return the rank at a process row and column."""
         if not (0 <= prow < self.nprow and 0 <= pcol < self.npcol):
             raise IndexError(
                 f"process coordinates are ({prow}, {pcol}), expected them in {self.nprow} x {self.npcol}: "
@@ -96,13 +73,7 @@ class ProcessGrid:
 
     @staticmethod
     def factorizations(nprocs: int) -> list[tuple[int, int]]:
-        """List every ``(nprow, npcol)`` with product `nprocs`, by increasing `nprow`.
-
-        Raises
-        ------
-        ValueError
-            If `nprocs` is below 1.
-        """
+        """List every ``(nprow, npcol)`` with product `nprocs`, by increasing `nprow`."""
         nprocs = check_int("nprocs", nprocs, 1)
         wide = [(p, nprocs // p) for p in range(1, isqrt(nprocs) + 1) if nprocs % p == 0]
         tall = [(q, p) for p, q in reversed(wide) if p != q]
@@ -116,21 +87,6 @@ class ProcessGrid:
         with the smallest ``m/p + n/q``, the volume which each process receives in SUMMA per step of the
         inner dimension (R. van de Geijn and J. Watts, SUMMA: Scalable Universal Matrix Multiplication
         Algorithm, 1997).  Ties go to the squarer grid, then to the one with more rows.
-
-        Parameters
-        ----------
-        nprocs : int
-            Number of processes, all of which are used.
-        m, n : int
-            Shape of the product, in elements, or in blocks if every process should get a whole one.
-        order : {"row", "col"}
-            Order of the ranks.
-
-        Raises
-        ------
-        ValueError
-            If no factorisation gives every process a piece; the message names a number of processes that
-            works, if one exists.
         """
         m, n = check_int("m", m, 0), check_int("n", n, 0)
         fitting = _fitting(check_int("nprocs", nprocs, 1), m, n)

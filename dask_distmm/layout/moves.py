@@ -17,48 +17,29 @@ from numpy.typing import ArrayLike, NDArray
 from dask_distmm.layout.axis import Index
 from dask_distmm.layout.redistribute import Copies
 
-__all__ = ["Legs", "Moves"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moves:
-    """A table of rectangles, one entry of each int64 array a rectangle.
+    """A table of rectangles, one entry of each int64 array a rectangle."""
 
-    Parameters
-    ----------
-    src, dst
-        Number of the matrix (a chunk, or a rank's tile) that it comes from and goes to.
-    src_owner, dst_owner
-        Participants that hold these.
-    src_row, src_col, dst_row, dst_col
-        Where it begins in either matrix.
-    nrows, ncols
-        Its size, 1 or more each.
-    """
-
+    # Number of the matrix (a chunk, or a rank's tile) that it comes from and goes to.
     src: Index
     dst: Index
+    # Participants that hold these.
     src_owner: Index
     dst_owner: Index
+    # Where it begins in either matrix.
     src_row: Index
     src_col: Index
     dst_row: Index
     dst_col: Index
+    # Its size, 1 or more each.
     nrows: Index
     ncols: Index
 
     @classmethod
     def of(cls, copies: Copies, src_owner: ArrayLike, dst_owner: ArrayLike) -> Moves:
-        """Make the table from the copies between two layouts and the owners of their parts.
-
-        Parameters
-        ----------
-        copies
-            The answer of `redistribution`.
-        src_owner, dst_owner
-            For each part of the source and of the destination, the participant that holds it. A negative number for
-            a part of the source that all hold: it moves nowhere.
-        """
+        """Make the table from the copies between two layouts and the owners of their parts."""
         rows, cols = copies.rows, copies.cols
         shape = (len(rows), len(cols))
 
@@ -115,16 +96,10 @@ class Moves:
 
 @dataclasses.dataclass(frozen=True)
 class Legs:
-    """One participant's part of a `Moves`.
+    """One participant's part of a `Moves`."""
 
-    Parameters
-    ----------
-    home
-        Rectangles that stay with it.
-    send, receive
-        Rectangles that go to and come from each other participant.
-    """
-
+    # Rectangles that stay with it.
     home: Moves
+    # Rectangles that go to and come from each other participant.
     send: dict[int, Moves]
     receive: dict[int, Moves]

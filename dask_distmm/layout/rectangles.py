@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import Moves
 
-__all__ = ["Span", "Table", "are_dense", "pointers", "rectangles", "split", "tabulate", "unit_of", "work"]
-
 Table = NDArray[np.int64]
 # Columns of a table.
 SRC, DST, INNER, OUTER, SRC_INNER, SRC_OUTER, DST_OUTER = range(7)
@@ -51,21 +49,7 @@ def are_dense(table: Table, itemsize: int) -> NDArray[np.bool_]:
 
 
 def rectangles(moves: Moves, src: dict[int, Span], dst: dict[int, Span], order: str) -> Table:
-    """Return the table for some moves between matrices.
-
-    Parameters
-    ----------
-    moves
-        The rectangles.
-    src, dst
-        Where the matrices lie, by their numbers in `moves`.
-    order
-        Memory order of the destinations: their fast axis becomes the inner one.
-
-    Returns
-    -------
-    int64 array of shape (len(moves), 7)
-    """
+    """Return the table for some moves between matrices."""
     if not len(moves):
         return np.empty((0, 7), np.int64)
     from_ptr, from_row, from_col = _look_up(moves.src, src)
@@ -82,17 +66,7 @@ def tabulate(
     cols: NDArray[np.int64],
     across: NDArray[np.bool_] | bool,
 ) -> Table:
-    """Return the table of some copies.
-
-    Parameters
-    ----------
-    sources, targets
-        Addresses of first elements, row strides and column strides, in bytes.
-    rows, cols
-        Of each copy.
-    across
-        Whether the destination's fast axis is along its rows, of each or of all.
-    """
+    """Return the table of some copies."""
     (src, src_row, src_col), (dst, dst_row, dst_col) = sources, targets
     table = np.empty((len(rows), 7), np.int64)
     table[:, SRC], table[:, DST] = src, dst
@@ -125,16 +99,7 @@ def unit_of(table: Table, itemsize: int) -> int:
 
 
 def work(table: Table, itemsize: int, unit: int) -> tuple[Table, NDArray[np.int64]]:
-    """Cut straight rectangles into blocks.
-
-    Returns
-    -------
-    rows
-        For each rectangle: source, destination, width and height in units and rows, both row strides in bytes,
-        and the logarithm of the width of a block in units. A block has 4096 units.
-    first
-        Number of the first block of each rectangle, and the number of all blocks.
-    """
+    """Cut straight rectangles into blocks."""
     rows = np.empty((len(table), 7), np.int64)
     width = table[:, INNER] * itemsize // unit
     shift = np.ceil(np.log2(np.clip(width, 1, _WIDEST))).astype(np.int64)

@@ -39,22 +39,7 @@ Distribution = BlockCyclicLayout | ChunkGrid
 
 
 class Copy(NamedTuple):
-    """One rectangle to copy: ``dst_tile[copy.dst_index] = src_tile[copy.src_index]``.
-
-    Attributes
-    ----------
-    src, dst : int
-        Part of the source and of the destination.
-    src_row, src_col : int
-        Where the rectangle begins in the source's local matrix.
-    dst_row, dst_col : int
-        Where it begins in the destination's local matrix.
-    nrows, ncols : int
-        Its size, 1 or more each.
-    row, col : int
-        Global indices of its first element.  If source or destination is a `ChunkGrid` then the rectangle
-        is one of the whole matrix too; between two `BlockCyclicLayout` layouts it need not be.
-    """
+    """One rectangle to copy: ``dst_tile[copy.dst_index] = src_tile[copy.src_index]``."""
 
     src: int
     dst: int
@@ -89,13 +74,6 @@ class Copies:
     """The minimal list of rectangles that turns one layout into another, stored as a product.
 
     Iterating gives a `Copy` for each, by rising `row`, then `col`.
-
-    Attributes
-    ----------
-    src, dst : Distribution
-        The two layouts.
-    rows, cols : AxisCopies
-        The copies of the two dimensions.
     """
 
     src: Distribution
@@ -112,13 +90,7 @@ class Copies:
         return self._product(np.arange(len(self.rows)), np.arange(len(self.cols)))
 
     def for_dst(self, part: int) -> Iterator[Copy]:
-        """Iterate over the rectangles which reach a part of the destination, looking at no others.
-
-        Raises
-        ------
-        IndexError
-            If the destination has no such part.
-        """
+        """Iterate over the rectangles which reach a part of the destination, looking at no others."""
         prow, pcol = self.dst.coords(part)
         return self._product(self.rows.of_dst(prow), self.cols.of_dst(pcol))
 
@@ -127,23 +99,6 @@ class Copies:
 
         With many parts, say 100,000 chunks on a few workers, say with `src_owner` where they are: then
         only the matrix of workers is made.
-
-        Parameters
-        ----------
-        src_owner : array_like of int, shape (src.nparts,), optional
-            The owner of each part of the source, from 0.  Without it each part is its own owner.
-        nowners : int, optional
-            Number of owners, if some at the end own nothing; ``max(src_owner) + 1`` without it.
-
-        Returns
-        -------
-        ndarray of int64, shape (nowners, dst.nparts)
-            Numbers of elements; they add up to the elements of the matrix.
-
-        Raises
-        ------
-        ValueError
-            If `src_owner` has another shape or names an owner outside ``range(nowners)``.
         """
         owner = int64_array("src_owner", np.arange(self.src.nparts) if src_owner is None else src_owner)
         if nowners is None:
@@ -191,22 +146,6 @@ def redistribution(src: Distribution, dst: Distribution) -> Copies:
 
     Fewest in this sense: no two of them could be one rectangle that is contiguous in the local matrices of
     both sides.
-
-    Parameters
-    ----------
-    src, dst : Distribution
-        Layouts of one matrix.
-
-    Returns
-    -------
-    Copies
-        The list, to be read only: it is kept for the next to ask for the same.  Making it costs time and
-        memory by the segments of the axes, not by the rectangles.
-
-    Raises
-    ------
-    ValueError
-        If the shapes differ.
     """
     if src.shape != dst.shape:
         raise ValueError(

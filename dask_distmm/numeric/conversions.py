@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from dask_distmm.numeric.types import FP8, dtype_from_name
 
-__all__ = ["decode", "encode", "largest", "round_tf32", "saturated", "stored"]
-
 
 class _Format(NamedTuple):
     """Bits of the mantissa, bias of the exponent, largest number, code of NaN."""
@@ -48,21 +46,7 @@ def saturated(x: NDArray[Any], name: str) -> NDArray[Any]:
 
 
 def encode(xp: Any, x: Any, name: str) -> Any:
-    """Return the bytes of an array rounded to an FP8 type, with integer operations only.
-
-    Parameters
-    ----------
-    xp
-        The array module.
-    x
-        Real numbers; anything but float32 is rounded to that first.
-    name
-        The FP8 type.
-
-    Returns
-    -------
-    uint8 array of x's shape
-    """
+    """Return the bytes of an array rounded to an FP8 type, with integer operations only."""
     mantissa, bias, top, nan = _FORMATS[name]
     x = x.astype(np.float32)
     size = xp.minimum(abs(x), np.float32(top))
@@ -85,19 +69,7 @@ def decode(xp: Any, codes: Any, name: str, dtype: np.dtype) -> Any:
 
 
 def stored(xp: Any, x: Any, name: str, fp8_bytes: bool) -> Any:
-    """Return sums in the type of the result.
-
-    Parameters
-    ----------
-    xp
-        The array module.
-    x
-        In the type that is summed in.
-    name
-        Type of the result.
-    fp8_bytes
-        FP8 is wanted as uint8.
-    """
+    """Return sums in the type of the result."""
     dtype = dtype_from_name(name)
     if name in FP8:
         return encode(xp, x, name) if fp8_bytes else saturated(x, name)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import enum
 from typing import Literal, TypeAlias
 
-__all__ = ["AuxEpilog", "Epilog", "PlainEpilog"]
-
 
 class Epilog(enum.StrEnum):
     """The formula that is applied to the product before it is stored; see the module `dask_distmm.numeric.epilogs`.

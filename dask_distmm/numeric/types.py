@@ -20,23 +20,6 @@ from numpy.typing import DTypeLike
 
 from dask_distmm.errors import PlanError, unknown_name
 
-__all__ = [
-    "COMPUTE_TYPES",
-    "FP8",
-    "Types",
-    "carried",
-    "compute_dtype",
-    "dtype_from_name",
-    "operand_dtype",
-    "resolve_types",
-    "sum_dtype",
-    "supported",
-    "takes_on_cpus",
-    "takes_on_gpus",
-    "type_name",
-    "typed",
-]
-
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FP8 = {name: np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e5m2")}
 _NAMES = {"bfloat16": _BFLOAT16, **FP8}
@@ -56,24 +39,12 @@ _EXACT_IN_FLOAT64 = frozenset("bBhH")
 
 
 def dtype_from_name(name: str) -> np.dtype:
-    """Return the dtype called `name`, ``"bfloat16"`` included.
-
-    Raises
-    ------
-    TypeError
-        There is no such type.
-    """
+    """Return the dtype called `name`, ``"bfloat16"`` included."""
     return _NAMES[name] if name in _NAMES else np.dtype(name)
 
 
 def type_name(what: str, value: Any) -> str:
-    """Return the name of a type that a user has given, ``"float8_e4m3"`` being NVIDIA's.
-
-    Raises
-    ------
-    PlanError
-        There is no such type; the message names the parameter, `what`.
-    """
+    """Return the name of a type that a user has given, ``"float8_e4m3"`` being NVIDIA's."""
     try:
         if isinstance(value, str):
             return str(dtype_from_name("float8_e4m3fn" if value == "float8_e4m3" else value).name)
@@ -122,21 +93,7 @@ def takes_on_gpus(array: str, dtypes: Sequence[str]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def compute_dtype(dtype: np.dtype, k: int) -> np.dtype:
-    """Return the type that a product of operands in `dtype` is computed and summed in.
-
-    Parameters
-    ----------
-    dtype
-        Type that the operands are promoted to.
-    k
-        Length of the contraction: beyond 2**21 float64 would no longer be exact for 16-bit integers.
-
-    Returns
-    -------
-    numpy.dtype
-        float32 for FP8, float16 and bfloat16; float64 for bool and integers of up to 16 bits;
-        otherwise `dtype` itself. Integers of 32 and 64 bits wrap around, as in NumPy.
-    """
+    """Return the type that a product of operands in `dtype` is computed and summed in."""
     if dtype == np.float16 or dtype in _NAMES.values():
         return np.dtype(np.float32)
     if (dtype.char in _EXACT_IN_FLOAT64 and k <= 2**21) or dtype == np.bool_:
@@ -191,26 +148,7 @@ def resolve_types(
     compute_type: str | None = None,
     default_compute: str | None = None,
 ) -> Types:
-    """Return the types of a multiply, from those of the arrays and those asked for.
-
-    Parameters
-    ----------
-    a, b
-        Types of the arrays.
-    a_type, b_type
-        The FP8 type that an array of uint8 holds. None: the array's own type.
-    result_type
-        Type of D. None: A's for FP8, as nvmath has it, else NumPy's.
-    compute_type
-        One of `COMPUTE_TYPES` or None.
-    default_compute
-        The same, for types that it fits.
-
-    Raises
-    ------
-    PlanError
-        A type is unknown, or does not fit the others.
-    """
+    """Return the types of a multiply, from those of the arrays and those asked for."""
     names = []
     for name, dtype, stated in (("a", a, a_type), ("b", b, b_type)):
         found = dtype.name if stated is None else type_name(f"{name}_type", stated)

@@ -35,8 +35,6 @@ from dask_distmm.planning.grids import grids
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["asked_ways", "operand_tiles"]
-
 _Side = tuple[int, int | None]  # parts along an axis, and the size of a block; None for any
 _Need = tuple[tuple[_Side, _Side], ...] | None  # one of these; None for anything
 _ALL: _Side = (1, None)
@@ -46,11 +44,6 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[tuple[str, 
     """Return the (method, p x q x s) whose tiles of A, B and D are those that were asked for.
 
     As many workers as the grids asked for have, or as there are.
-
-    Raises
-    ------
-    PlanError
-        There is none; the message says what each has.
     """
     sizes = {math.prod(asked.grid) for asked in problem.distributions if isinstance(asked, BlockCyclic)}
     if len(sizes) > 1 or max(sizes, default=0) > nworkers:

@@ -24,8 +24,6 @@ from dask_distmm.planning.part import Part
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["by_holder", "free_axes", "holder_cuts", "reorder"]
-
 # So large a share of what lies along an axis must be whole on one worker, chunk by chunk of the axis.
 _WHOLE = 0.9
 # The axes of an operand; those of C and other inputs are D's.
@@ -50,15 +48,7 @@ def free_axes(problem: Problem) -> str:
 
 
 def by_holder(problem: Problem, where: Where) -> dict[str, list[int]]:
-    """Return the order of the chunks of some axes, where it differs from what it is.
-
-    Parameters
-    ----------
-    problem
-        What is multiplied.
-    where
-        For A and B the holder of each chunk; those of one with a negative number are not looked at.
-    """
+    """Return the order of the chunks of some axes, where it differs from what it is."""
     found = {}
     for axis in free_axes(problem):
         amounts = _amounts(problem, where, axis)
@@ -91,17 +81,7 @@ def _amounts(problem: Problem, where: Where, axis: str) -> NDArray[np.float64] |
 
 
 def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> tuple[Bounds, Bounds, Bounds] | None:
-    """Return cuts of m, n and k by which each rank has what lies whole on one worker; None if there are none.
-
-    Parameters
-    ----------
-    problem
-        What is multiplied, its chunks in the order of their holders.
-    where
-        For A and B the holder of each chunk.
-    grid
-        The p x q x s ranks; one axis of them can be cut in this way.
-    """
+    """Return cuts of m, n and k by which each rank has what lies whole on one worker; None if there are none."""
     axes = [(axis, parts) for axis, parts in zip("mnk", grid, strict=True) if parts > 1]
     if len(axes) != 1 or axes[0][0] not in free_axes(problem):
         return None
@@ -124,15 +104,7 @@ def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> t
 
 
 def reorder(problem: Problem, orders: Mapping[str, Sequence[int]]) -> tuple[Problem, dict[str, NDArray[np.int64]]]:
-    """Return the same problem with the chunks along some axes in another order.
-
-    Returns
-    -------
-    Problem
-        Its `part` says which chunk is which in the multiply that the user sees.
-    dict
-        For each operand the numbers that its chunks had before, int64.
-    """
+    """Return the same problem with the chunks along some axes in another order."""
     if not orders:
         return problem, {name: np.arange(math.prod(problem.chunk_counts(name))) for name in (*problem.operands, "d")}
     lengths = {"m": len(problem.out_chunks[0]), "n": len(problem.out_chunks[1])}

@@ -18,8 +18,6 @@ from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.part import Part
 
-__all__ = ["Chunks", "Computation", "Output", "chunk_elements", "chunks_from_wire"]
-
 # Dask's chunk sizes along rows and columns.
 Chunks = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -41,20 +39,13 @@ def chunks_from_wire(wire: Any) -> Chunks:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """A matrix that a run makes.
+    """A matrix that a run makes."""
 
-    Parameters
-    ----------
-    name
-        Its name beside the computation's own; empty for the output that has the computation's name.
-    chunks
-        Its chunk sizes along both axes.
-    dtype
-        Name of its type.
-    """
-
+    # Its name beside the computation's own; empty for the output that has the computation's name.
     name: str
+    # Its chunk sizes along both axes.
     chunks: Chunks
+    # Name of its type.
     dtype: str
 
     @property

@@ -17,8 +17,6 @@ from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["plan_computation", "plan_from_wire", "problem_from_wire"]
-
 # By the kind that ``to_wire`` names: the class of the computation, and that of its plans.
 _KINDS: dict[str, tuple[type[Problem | FactorProblem], type[Plan | FactorPlacement]]] = {
     Problem.kind: (Problem, Plan),
@@ -27,24 +25,12 @@ _KINDS: dict[str, tuple[type[Problem | FactorProblem], type[Plan | FactorPlaceme
 
 
 def problem_from_wire(wire: Any) -> Computation:
-    """Make a computation from what its ``to_wire`` gave, checked.
-
-    Raises
-    ------
-    ProtocolError
-        Its kind is unknown, or something is missing, unknown or of the wrong type.
-    """
+    """Make a computation from what its ``to_wire`` gave, checked."""
     return _classes(wire)[0].from_wire(wire)
 
 
 def plan_from_wire(wire: Any) -> Placement:
-    """Make a plan from what its ``to_wire`` gave, checked.
-
-    Raises
-    ------
-    ProtocolError
-        Its kind is unknown, or something is missing, unknown or of the wrong type.
-    """
+    """Make a plan from what its ``to_wire`` gave, checked."""
     try:
         problem = wire["problem"]
     except (KeyError, TypeError) as error:

@@ -14,19 +14,6 @@ from numpy.typing import NDArray
 
 from dask_distmm.planning.problem import Problem
 
-__all__ = [
-    "Bounds",
-    "by_rows",
-    "chunk_owners",
-    "cut",
-    "grid_cuts",
-    "largest_overlap",
-    "overlaps",
-    "padded",
-    "reduce_cuts",
-    "uniform_cut",
-]
-
 # The cuts of a range: strictly increasing, from 0 to its length.
 Bounds = tuple[int, ...]
 
@@ -37,22 +24,7 @@ _IMBALANCE_MADE = 2.0
 
 
 def cut(length: int, parts: int, *chunkings: Sequence[int], imbalance: float = _IMBALANCE) -> Bounds:
-    """Cut ``range(length)`` into `parts` parts of about the same size, none empty.
-
-    Parameters
-    ----------
-    length, parts
-        ``1 <= parts <= length``.
-    chunkings
-        Chunk sizes whose edges are preferred, where all of them agree on one.
-    imbalance
-        How many times as large as an even share the largest part may be for the sake of whole chunks.
-
-    Returns
-    -------
-    tuple of int
-        ``parts + 1`` strictly increasing numbers from 0 to `length`.
-    """
+    """Cut ``range(length)`` into `parts` parts of about the same size, none empty."""
     even = np.arange(parts + 1) * length // parts
     edges: np.ndarray | None = None
     for sizes in chunkings:

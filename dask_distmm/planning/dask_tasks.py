@@ -20,8 +20,6 @@ from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["product_by_tasks", "product_overhead"]
-
 # Of so many partial products Dask makes one sum.
 _SUMMED = 4
 
@@ -34,19 +32,7 @@ def product_overhead(problem: Problem, costs: DaskCosts) -> float:
 
 
 def product_by_tasks(problem: Problem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
-    """Return what the product would take as Dask's own tasks; the formulas are at the top of this module.
-
-    Parameters
-    ----------
-    problem
-        What is multiplied.
-    workers
-        Those of the cluster.
-    machine
-        Constants of the workers for Dask's tasks (`Computation.machine_of_tasks`).
-    costs
-        What Dask takes beside the work.
-    """
+    """Return what the product would take as Dask's own tasks; the formulas are at the top of this module."""
     count, threads = len(workers), sum(worker.nthreads for worker in workers)
     rows, cols = len(problem.a_chunks[0]), len(problem.b_chunks[1])
     edges = [set(itertools.accumulate(sizes)) for sizes in (problem.a_chunks[1], problem.b_chunks[0])]

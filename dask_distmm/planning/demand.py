@@ -10,39 +10,26 @@ from typing import Any
 
 from dask_distmm.errors import ProtocolError
 
-__all__ = ["Demand", "Worker"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as planning sees it.
+    """A worker as planning sees it."""
 
-    Parameters
-    ----------
-    address
-        Its address in the Dask cluster.
-    nthreads
-        Number of its threads.
-    memory_limit
-        In bytes, of the memory that the chosen engine works in; 0 where it has none.
-    host
-        Name of its machine: workers of one host have the quicker links.
-    device, reach
-        Its GPU, and those whose memory that GPU can read, by names that are the same in all processes; empty where it
-        has none.
-    used
-        Bytes of that memory which its process holds beside what Dask can spill.
-    host_limit
-        Where that is the memory of a GPU: the limit of its host memory in bytes, 0 where it has none.
-    """
-
+    # Its address in the Dask cluster.
     address: str
+    # Number of its threads.
     nthreads: int = 1
+    # In bytes, of the memory that the chosen engine works in; 0 where it has none.
     memory_limit: int = 0
+    # Name of its machine: workers of one host have the quicker links.
     host: str = ""
+    # Its GPU, and those whose memory that GPU can read, by names that are the same in all processes; empty where it
+    # has none.
     device: str = ""
     reach: tuple[str, ...] = ()
+    # Bytes of that memory which its process holds beside what Dask can spill.
     used: int = 0
+    # Where that is the memory of a GPU: the limit of its host memory in bytes, 0 where it has none.
     host_limit: int = 0
 
     def to_wire(self) -> tuple[str, int, int, str, str, list[str], int, int]:
@@ -62,29 +49,19 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """The demand that a multiply makes on the workers of a cluster.
+    """The demand that a multiply makes on the workers of a cluster."""
 
-    Parameters
-    ----------
-    engine
-        Name of the engine, or ``"auto"``.
-    array
-        What the chunks of D are: ``"numpy"`` or ``"cupy"``.
-    dtypes
-        Names of the types of A, B and D.
-    workers
-        Addresses, or how many, or None for all.
-    plaintext_nccl
-        Whether matrices may cross a network unencrypted though the cluster requires encryption.
-    kind
-        The kind of the computation, ``"product"`` or ``"factorization"``.
-    """
-
+    # Name of the engine, or ``"auto"``.
     engine: str
+    # What the chunks of D are: ``"numpy"`` or ``"cupy"``.
     array: str
+    # Names of the types of A, B and D.
     dtypes: tuple[str, str, str]
+    # Addresses, or how many, or None for all.
     workers: tuple[str, ...] | int | None = None
+    # Whether matrices may cross a network unencrypted though the cluster requires encryption.
     plaintext_nccl: bool = False
+    # The kind of the computation, ``"product"`` or ``"factorization"``.
     kind: str = "product"
 
     def to_wire(self) -> tuple[str, str, list[str], list[str] | int | None, bool, str]:
@@ -94,13 +71,7 @@ class Demand:
 
     @classmethod
     def from_wire(cls, wire: Any) -> Demand:
-        """Make it from what ``to_wire`` gave, checked.
-
-        Raises
-        ------
-        ProtocolError
-            Something is missing or of the wrong type.
-        """
+        """Make it from what ``to_wire`` gave, checked."""
         try:
             engine, array, (a, b, d), workers, plaintext, kind = wire
             workers = tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Explanation", "Shown", "register_forms"]
-
 _forms: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {}
 
 

@@ -23,8 +23,6 @@ from dask_distmm import layout
 from dask_distmm.errors import PlanError
 from dask_distmm.layout import ProcessGrid
 
-__all__ = ["FREE", "BlockCyclic", "Distribution", "Distributions", "Slab", "block_grid", "distribution_from_wire"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slab:

@@ -20,20 +20,6 @@ from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Packing, Plan, Rect
 from dask_distmm.planning.problem import Problem, is_gram
 
-__all__ = [
-    "chunk_bytes",
-    "chunk_edges",
-    "held_bytes",
-    "is_by_ranks",
-    "made_ahead",
-    "made_bytes",
-    "operand_grids",
-    "packing",
-    "panel_width",
-    "spread",
-    "upload_seconds",
-]
-
 # A panel of k narrower than this keeps BLAS from its speed.
 _LEAST_WIDTH = 384
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["ALIGNED_BYTES", "full_side", "pieces_that_fill", "slowdown", "unit"]
-
 # For odd numbers of elements, and for even ones.
 _SLOWDOWN = {"float16": (6.0, 3.0), "bfloat16": (6.0, 3.0), "float64": (1.4, 1.4)}
 ALIGNED_BYTES = 16
@@ -41,15 +39,7 @@ def pieces_that_fill(problem: Problem, length: int, other: int) -> int:
 
 
 def slowdown(problem: Problem, *, in_chunks: bool) -> float:
-    """Return how many times as long products take because of their extents; 1 where these are as they should be.
-
-    Parameters
-    ----------
-    problem
-        What is multiplied.
-    in_chunks
-        Whether matrices are multiplied in their chunks, not put together first.
-    """
+    """Return how many times as long products take because of their extents; 1 where these are as they should be."""
     name = problem.matrix_types[0]
     if problem.compute or name not in _SLOWDOWN:
         return 1.0

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["candidates", "grids"]
-
 
 def candidates(problem: Problem, nworkers: int, method: str = "auto") -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Yield the (method, p x q x s) that can run a problem on up to `nworkers` workers.

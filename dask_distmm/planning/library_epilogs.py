@@ -12,8 +12,6 @@ import numpy as np
 
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["NATIVE_EPILOGS", "library_epilog"]
-
 NATIVE_EPILOGS = ("relu", "gelu", "bias", "relu_bias", "gelu_bias")
 
 

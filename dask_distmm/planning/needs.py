@@ -14,8 +14,6 @@ from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["gathered_bytes", "needed_and_held"]
-
 
 def needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the input bytes that each rank needs, and how many of them each worker of the roster has."""

@@ -10,23 +10,15 @@ from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
 
-__all__ = ["Part"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """Which chunks of a larger multiply's arrays are those of a problem.
+    """Which chunks of a larger multiply's arrays are those of a problem."""
 
-    Parameters
-    ----------
-    numbers
-        For each operand, and ``"d"``: its name, numbers of its rows and columns of chunks in the larger multiply, and
-        how many columns of chunks there are in that.
-    whole
-        Name of the larger multiply.
-    """
-
+    # For each operand, and ``"d"``: its name, numbers of its rows and columns of chunks in the larger multiply, and
+    # how many columns of chunks there are in that.
     numbers: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]
+    # Name of the larger multiply.
     whole: str
 
     @property
@@ -51,13 +43,7 @@ class Part:
 
     @classmethod
     def from_wire(cls, wire: Any, counts: dict[str, tuple[int, int]]) -> Part:
-        """Make it from what `dataclasses.asdict` gave, checked against the numbers of chunks of the problem itself.
-
-        Raises
-        ------
-        ProtocolError
-            It does not fit.
-        """
+        """Make it from what `dataclasses.asdict` gave, checked against the numbers of chunks of the problem itself."""
         found = tuple(
             (str(name), tuple(map(int, rows)), tuple(map(int, cols)), int(ncols))
             for name, rows, cols, ncols in wire["numbers"]

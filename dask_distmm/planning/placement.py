@@ -19,8 +19,6 @@ from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.display import Explanation
 
-__all__ = ["EVERYWHERE", "Estimate", "Placement", "Where", "everywhere", "in_range", "over_limit"]
-
 # For each operand of which it is known, int32: the participant that holds each chunk, in C order.
 Where = Mapping[str, NDArray[np.int32]]
 
@@ -37,26 +35,18 @@ def everywhere(where: NDArray[np.int32] | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """The cost model's estimate of one way to run a problem.
+    """The cost model's estimate of one way to run a problem."""
 
-    Parameters
-    ----------
-    method, grid
-        Name of the method and its p x q x s.
-    seconds, compute_seconds, transfer_seconds
-        Estimated time: in all, multiplying, and receiving and adding up.
-    bytes_moved
-        Bytes that travel between workers, all ranks together.
-    peak_bytes
-        The largest projection of a worker's memory.
-    """
-
+    # Name of the method and its p x q x s.
     method: str
     grid: tuple[int, int, int]
+    # Estimated time: in all, multiplying, and receiving and adding up.
     seconds: float
     compute_seconds: float
     transfer_seconds: float
+    # Bytes that travel between workers, all ranks together.
     bytes_moved: int
+    # The largest projection of a worker's memory.
     peak_bytes: int
 
 

@@ -30,8 +30,6 @@ from dask_distmm.planning.cuts import Bounds, overlaps, reduce_cuts
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 
-__all__ = ["Packing", "Plan", "Rect"]
-
 Rect = tuple[int, int, int, int]  # row start, row stop, column start, column stop
 
 

@@ -32,8 +32,6 @@ from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.replicas import with_replicas
 from dask_distmm.planning.situation import Situation, Way
 
-__all__ = ["check_memory", "plan"]
-
 # One way is looked at for each so many seconds that the product is expected to take, and these many at least; and a
 # worker that has so large a share of the chunks may best do it all.
 _SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
@@ -59,43 +57,7 @@ def plan(
     quickly: bool = False,
     **more: Unpack[More],
 ) -> Plan:
-    """Choose how `problem` runs on the workers of `roster`.
-
-    Parameters
-    ----------
-    problem
-        What is multiplied; none of m, n and k may be 0.
-    roster
-        Workers that can be ranks, at least one.
-    where
-        For each chunk of an operand in C order, int32, the worker that holds it, as an index into
-        ``[*roster, *sources]``. Those of a missing operand are taken as spread evenly. `EVERYWHERE`: all of the roster
-        have it.
-    engine
-        Name of the engine that multiplies, or of several: the one that is expected to be quickest is taken.
-    quickly
-        Look only at as many ways as the product is worth, the best ones if the chunks were spread evenly: these need
-        not be found anew for each placement.
-    sources
-        Workers that hold chunks but can't be ranks.
-    orders
-        Memory order of (most of) the chunks of A and B, for engines that care.
-    groups
-        Addresses of ranks, in their order, that have a communicator already.
-    replica_runs
-        For A and B the run that has left the replicas, where they are everywhere.
-
-    Returns
-    -------
-    Plan
-
-    Raises
-    ------
-    PlanError
-        There is no worker, the method is unknown, or it does not fit the problem.
-    ProjectedMemoryError
-        Every way projects more memory on some worker than it may hold.
-    """
+    """Choose how `problem` runs on the workers of `roster`."""
     where = where or {}
     found: list[Plan] = []
     failure: PlanError | ProjectedMemoryError | None = None

@@ -23,27 +23,18 @@ from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.distribution import FREE, Distributions, distribution_from_wire
 from dask_distmm.planning.part import Part
 
-__all__ = ["METHODS", "Chunks", "Extra", "Problem", "goes_on", "is_gram"]
-
 METHODS = ("local", "allgather", "reducescatter", "allreduce", "summa")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extra:
-    """An array beside A and B that the formula reads: C, a bias, what the forward pass has saved.
+    """An array beside A and B that the formula reads: C, a bias, what the forward pass has saved."""
 
-    Parameters
-    ----------
-    name
-        ``"c"``, or the epilog's name for it.
-    chunks
-        Dask's chunk sizes along both axes; an axis of length 1 is broadcast against D.
-    dtype
-        Name of its type.
-    """
-
+    # ``"c"``, or the epilog's name for it.
     name: str
+    # Dask's chunk sizes along both axes; an axis of length 1 is broadcast against D.
     chunks: Chunks
+    # Name of its type.
     dtype: str
 
 
@@ -63,80 +54,52 @@ def _types(a_dtype: str, b_dtype: str, dtype: str, k: int) -> tuple[np.dtype, np
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem(Computation):
-    """One multiply ``D = F(A @ B)``: A is m x k, B is k x n, D is m x n.
-
-    Parameters
-    ----------
-    name
-        Name of the result array; names the multiply everywhere.
-    a_chunks, b_chunks, out_chunks
-        Dask's chunk sizes along both axes.
-    a_dtype, b_dtype, dtype
-        Names of the types of A, B and D.
-    method, engine
-        As asked for; ``"auto"`` leaves the choice to the cost model.
-    workers
-        Addresses to use, or their number, or None for all.
-    same
-        B is A: its chunks are needed once.
-    options
-        What the run needs of the client's configuration.
-    array
-        What the chunks of D are: ``"numpy"`` or ``"cupy"``.
-    extras, formula
-        Further arrays that the formula reads, and the formula but for the product.
-    compute
-        How it is multiplied, one of `COMPUTE_TYPES`; empty for as usual.
-    distributions
-        How A, B and D must lie on the ranks; None leaves the choice to the planner.
-    grid
-        The only p x q x s that may be taken, with `method`; None leaves the choice to the planner.
-    arrays
-        Names of the arrays whose chunks A's and B's are; empty where nothing of them may be on the workers already.
-    turned, conjugated
-        Whether A and B are the transposes, of which views are taken, and the conjugates of these.
-    part
-        The part of a larger multiply that this is, or None.
-    stationary
-        Whether other runs go on with D, or it goes on with others': chunks must lie where those of all such runs do.
-    gathered
-        The operand, ``"a"`` or ``"b"``, that every worker is to keep whole after the run; empty for none.
-    by_ranks
-        Whether ranks make the chunks of A and of B themselves when they need them; none is in memory before.
-
-    Attributes
-    ----------
-    m, n, k
-        Rows of A and D; columns of B and D; length of the contraction. Fields, as they are asked for thousands of
-        times while a scheme of waves is chosen, and a sum over a million chunks takes milliseconds.
-    """
+    """One multiply ``D = F(A @ B)``: A is m x k, B is k x n, D is m x n."""
 
     kind: ClassVar[str] = "product"
 
+    # Name of the result array; names the multiply everywhere.
     name: str
+    # Dask's chunk sizes along both axes.
     a_chunks: Chunks
     b_chunks: Chunks
     out_chunks: Chunks
+    # Names of the types of A, B and D.
     a_dtype: str
     b_dtype: str
     dtype: str
+    # As asked for; ``"auto"`` leaves the choice to the cost model.
     method: str
     engine: str
+    # Addresses to use, or their number, or None for all.
     workers: tuple[str, ...] | int | None
+    # B is A: its chunks are needed once.
     same: bool
+    # What the run needs of the client's configuration.
     options: Options
+    # What the chunks of D are: ``"numpy"`` or ``"cupy"``.
     array: str = "numpy"
+    # Further arrays that the formula reads, and the formula but for the product.
     extras: tuple[Extra, ...] = ()
     formula: Formula = dataclasses.field(default_factory=Formula)
+    # How it is multiplied, one of `COMPUTE_TYPES`; empty for as usual.
     compute: str = ""
+    # How A, B and D must lie on the ranks; None leaves the choice to the planner.
     distributions: Distributions = FREE
+    # The only p x q x s that may be taken, with `method`; None leaves the choice to the planner.
     grid: tuple[int, int, int] | None = None
+    # Names of the arrays whose chunks A's and B's are; empty where nothing of them may be on the workers already.
     arrays: tuple[str, str] = ("", "")
+    # Whether A and B are the transposes, of which views are taken, and the conjugates of these.
     turned: tuple[bool, bool] = (False, False)
     conjugated: tuple[bool, bool] = (False, False)
+    # The part of a larger multiply that this is, or None.
     part: Part | None = None
+    # Whether other runs go on with D, or it goes on with others': chunks must lie where those of all such runs do.
     stationary: bool = False
+    # The operand, ``"a"`` or ``"b"``, that every worker is to keep whole after the run; empty for none.
     gathered: str = ""
+    # Whether ranks make the chunks of A and of B themselves when they need them; none is in memory before.
     by_ranks: tuple[bool, bool] = (False, False)
     m: int = dataclasses.field(init=False, repr=False, compare=False)
     n: int = dataclasses.field(init=False, repr=False, compare=False)
@@ -282,13 +245,7 @@ class Problem(Computation):
 
     @classmethod
     def from_wire(cls, wire: Any) -> Problem:
-        """Make it from what ``to_wire`` gave, checked.
-
-        Raises
-        ------
-        ProtocolError
-            Something is missing, unknown or of the wrong type.
-        """
+        """Make it from what ``to_wire`` gave, checked."""
         try:
             return _checked(cls(**_fields(wire)), wire["part"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:

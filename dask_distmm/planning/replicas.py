@@ -12,8 +12,6 @@ from dask_distmm.planning.footprint import chunk_bytes, spread
 from dask_distmm.planning.needs import gathered_bytes
 from dask_distmm.planning.plan import Plan
 
-__all__ = ["ALONE_BYTES", "with_replicas"]
-
 # Between GPUs chunks of so many bytes travel by themselves, smaller ones packed: in one vector to each rank.
 ALONE_BYTES = 2**16
 

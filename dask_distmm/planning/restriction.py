@@ -12,27 +12,11 @@ from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.part import Part
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["restrict"]
-
 _AXIS_OF_K = {"a": 1, "b": 0}
 
 
 def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
-    """Return the problem whose D is the least part of another's that has some chunks, cut where all chunks are.
-
-    Parameters
-    ----------
-    problem
-        The larger one.
-    wanted
-        Numbers of chunks of D.
-
-    Returns
-    -------
-    Problem or None
-        None if that is all of D, or D can't be made in parts: it is laid out by hand, or D or an operand is kept
-        everywhere.
-    """
+    """Return the problem whose D is the least part of another's that has some chunks, cut where all chunks are."""
     if problem.part is not None or any(problem.distributions) or problem.grid or problem.replicated:
         return None
     extras = [extra.chunks for extra in problem.extras]
@@ -78,13 +62,7 @@ def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
 
 
 def _mark(chunkings: Sequence[Sequence[int]], chunks: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
-    """Mark the elements of an axis from one common edge of all chunkings to another that have any of these chunks.
-
-    Parameters
-    ----------
-    chunkings
-        Chunk sizes; the chunks are those of the first.
-    """
+    """Mark the elements of an axis from one common edge of all chunkings to another that have any of these chunks."""
     ends = [np.cumsum(sizes) for sizes in chunkings]
     common = np.concatenate([[0], ends[0][np.all([np.isin(ends[0], other) for other in ends], axis=0)]])
     marked = np.zeros(length, bool)

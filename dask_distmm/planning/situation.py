@@ -10,38 +10,26 @@ import numpy as np
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.placement import Where
 
-__all__ = ["Situation", "Way"]
-
 Way = tuple[str, tuple[int, int, int]]  # method, and p x q x s ranks over m x n x k
 
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it.
+    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it."""
 
-    Parameters
-    ----------
-    roster
-        Workers that can be ranks.
-    sources
-        Workers that hold chunks but can't be ranks.
-    raw_a, raw_b
-        For each chunk of A and B in C order, the worker that holds it, as an index into ``[*roster, *sources]``: the
-        bytes of an int32 array. None where that is not known.
-    orders
-        Memory order of (most of) the chunks of A and B.
-    groups
-        Addresses of ranks, in their order, that have a communicator already.
-    raw_sums
-        As `raw_a`, for earlier sums that the product is added to (`Formula.partial`).
-    """
-
+    # Workers that can be ranks.
     roster: tuple[Worker, ...]
+    # Workers that hold chunks but can't be ranks.
     sources: tuple[Worker, ...] = ()
+    # For each chunk of A and B in C order, the worker that holds it, as an index into ``[*roster, *sources]``: the
+    # bytes of an int32 array. None where that is not known.
     raw_a: bytes | None = None
     raw_b: bytes | None = None
+    # Memory order of (most of) the chunks of A and B.
     orders: tuple[str, str] = ("C", "C")
+    # Addresses of ranks, in their order, that have a communicator already.
     groups: tuple[tuple[str, ...], ...] = ()
+    # As `raw_a`, for earlier sums that the product is added to (`Formula.partial`).
     raw_sums: bytes | None = None
 
     @property

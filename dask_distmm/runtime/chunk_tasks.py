@@ -23,23 +23,13 @@ from dask_distmm.runtime.chunks import check_chunks
 if TYPE_CHECKING:
     from distributed import Worker
 
-__all__ = ["SourceError", "by_ranks", "pack_tasks", "unpack_tasks"]
-
 
 class SourceError(EngineError):
     """A chunk can't be made; the cause is what its task has raised."""
 
 
 def pack_tasks(plan: Plan, tasks: Mapping[str, Sequence[Any]]) -> dict[str, bytes]:
-    """Return for each rank's address the tasks of those chunks that it needs, pickled.
-
-    Parameters
-    ----------
-    plan
-        The plan.
-    tasks
-        For each operand whose chunks ranks make the tasks by the numbers of the chunks.
-    """
+    """Return for each rank's address the tasks of those chunks that it needs, pickled."""
     found = {}
     for rank, address in enumerate(plan.workers):
         parts = {name: _needed_chunks(plan, rank, name).tolist() for name in tasks}

@@ -15,8 +15,6 @@ from dask_distmm.errors import EngineError
 from dask_distmm.numeric.types import carried, typed
 from dask_distmm.planning import ENGINES, Placement
 
-__all__ = ["array_kind", "array_module", "check_chunks", "numbered", "order_of", "other_orders", "ready_event"]
-
 
 def array_kind(array: Any) -> str:
     """Return ``"numpy"`` or ``"cupy"`` for these two, the name of the type for all others."""
@@ -74,11 +72,6 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
     Some arrays have chunks of another type than they say: Dask's Cholesky factors of integers have integers for
     zeros, its LU factors of narrow integers float64 instead of float32. Such chunks are converted within their kind,
     as NumPy's functions with ``dtype`` do (``same_kind``).
-
-    Raises
-    ------
-    EngineError
-        One has another shape, or a type of another kind.
     """
     problem = plan.problem
     checked = {}

@@ -25,8 +25,6 @@ from dask_distmm.runtime.wire import ask
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Snapshot", "ask_roster", "current_client", "free_workspaces", "recent_snapshot", "snapshot"]
-
 # The scheduler's latest answers to each client, by demand, and when they came. Asking takes 2 to 3 ms, a tenth of the
 # time of a small product. Old answers serve, as the roster seldom changes: a run's own plan is made from the new one.
 _said: weakref.WeakKeyDictionary[Any, dict[Any, tuple[float, Snapshot]]] = weakref.WeakKeyDictionary()
@@ -36,22 +34,7 @@ _installed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Snapshot:
-    """The workers that can take part now, and the places of the chunks of some arrays.
-
-    Parameters
-    ----------
-    workers
-        Workers that can multiply.
-    sources
-        Others that hold chunks.
-    placed
-        For each array that was asked for, the index into ``[*workers, *sources]`` of each chunk's holder, or
-        None where not all of its chunks are in memory. For `plan` these are the arrays under A and B (`view_of`).
-    engines
-        Names of the engines that could multiply; of several the cost model chooses.
-    groups
-        Addresses of ranks that have a communicator already.
-    """
+    """The workers that can take part now, and the places of the chunks of some arrays."""
 
     def __init__(
         self,
@@ -65,15 +48,7 @@ class Snapshot:
         self.engines = tuple(engines)
 
     def plan(self, problem: Problem, *, reordered: bool = False) -> Plan:
-        """Return the plan for a problem on these workers, with an estimate for Dask's own tasks.
-
-        Parameters
-        ----------
-        problem
-            The multiply.
-        reordered
-            Take the chunks in the order in which a run would (`reorder`).
-        """
+        """Return the plan for a problem on these workers, with an estimate for Dask's own tasks."""
         a, b, *_ = self.placed or (None, None)
         found = {"a": _turned(problem, "a", a), "b": _turned(problem, "b", b)}
         where = {name: table for name, table in found.items() if table is not None}
@@ -133,24 +108,7 @@ def recent_snapshot(client: Client, problem: Computation) -> Snapshot | None:
 
 
 def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Snapshot | None:
-    """Ask the scheduler who would multiply; None if that would block an event loop (asynchronous clients).
-
-    Parameters
-    ----------
-    client
-        Of the cluster.
-    demand
-        The requirements of the multiply.
-    arrays
-        Dask arrays whose chunks are to be found.
-
-    Raises
-    ------
-    PlanError
-        The workers that are asked for are not in the cluster.
-    EngineError
-        dask_distmm is missing on the scheduler, or differs between workers.
-    """
+    """Ask the scheduler who would multiply; None if that would block an event loop (asynchronous clients)."""
     if client.asynchronous:
         return None
     question = RosterQuestion(demand.to_wire(), [array.name for array in arrays], [array.numblocks for array in arrays])

@@ -32,29 +32,6 @@ if TYPE_CHECKING:
     from distributed import Scheduler, Worker
     from distributed.scheduler import TaskState, WorkerState
 
-__all__ = [
-    "Completion",
-    "act_as_task",
-    "copy_to",
-    "fail",
-    "find_missing",
-    "find_unset",
-    "free",
-    "free_restricted",
-    "give_up",
-    "keep",
-    "let_go",
-    "lose",
-    "order_apart",
-    "order_graphs",
-    "park",
-    "refresh",
-    "restrict_workers",
-    "start_queued",
-    "unqueue",
-    "wait_again",
-]
-
 # An address that no worker has.
 _NOWHERE = "tcp://0.0.0.0:1"
 
@@ -102,15 +79,7 @@ def find_missing(scheduler: type[Scheduler], worker: type[Worker]) -> list[str]:
 
 
 def find_unset(scheduler: Any, task: type, worker: type) -> list[str]:
-    """Return the attributes that tasks, workers or a scheduler lack, in words; empty if they have all.
-
-    Parameters
-    ----------
-    scheduler
-        A scheduler that has started: it has attributes that its class has not.
-    task, worker
-        The classes of its tasks and workers.
-    """
+    """Return the attributes that tasks, workers or a scheduler lack, in words; empty if they have all."""
     looked_at = ((task, "TaskState", _TASK), (worker, "WorkerState", _WORKER), (scheduler, "Scheduler", _SCHEDULER))
     return [f"{name}.{each}" for found, name, names in looked_at for each in names if not hasattr(found, each)]
 
@@ -142,15 +111,7 @@ def refresh(scheduler: Scheduler, ts: TaskState) -> None:
 
 
 class Completion:
-    """Tasks that are put into memory together, without having been sent to workers; see `finish`.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    stimulus_id
-        The reason in Dask's log.
-    """
+    """Tasks that are put into memory together, without having been sent to workers; see `finish`."""
 
     def __init__(self, scheduler: Scheduler, stimulus_id: str) -> None:
         self._scheduler, self._stimulus_id = scheduler, stimulus_id
@@ -166,21 +127,7 @@ class Completion:
         kind: Sequence[Any],
         startstop: Mapping[str, Any],
     ) -> bool:
-        """Put a task into memory if it waits for nothing but a parked one; return whether it does.
-
-        Parameters
-        ----------
-        barrier
-            The parked task.
-        ts, ws
-            The task, and the worker that has its value.
-        nbytes
-            Of the value.
-        kind
-            Its type, pickled and by name.
-        startstop
-            For Dask's dashboard: a ``"compute"`` with its start and stop (seconds since the epoch).
-        """
+        """Put a task into memory if it waits for nothing but a parked one; return whether it does."""
         scheduler = self._scheduler
         if ts.state != "waiting" or ts.waiting_on != {barrier} or scheduler.workers.get(ws.address) is not ws:
             return False
@@ -243,13 +190,6 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
 
     Gates come first, so that they are not behind the tasks of a worker when they open. Tasks that wait for one come
     when the next wave's barrier does.
-
-    Parameters
-    ----------
-    order
-        Dask's own function.
-    dsk, options
-        Its arguments.
     """
     barriers = {key for key in dsk if barrier_name(key) is not None}
     behind = (
@@ -363,11 +303,6 @@ def keep(worker: Worker, values: Mapping[Any, Any], stimulus_id: str) -> dict[An
     """Give values to Dask, which holds, spills and sends them from now on; return the bytes of each.
 
     Nobody is told of it: the scheduler's side does that with `Completion`.
-
-    Raises
-    ------
-    MemoryError
-        Dask could not keep one.
     """
     worker.update_data(dict(values), stimulus_id=stimulus_id)
     for key in values:

@@ -6,17 +6,9 @@ import collections
 import time
 from typing import Any
 
-__all__ = ["History"]
-
 
 class History:
-    """The last events of runs, oldest first.
-
-    Parameters
-    ----------
-    most
-        How many are kept.
-    """
+    """The last events of runs, oldest first."""
 
     def __init__(self, most: int = 1000) -> None:
         self._events: collections.deque[tuple[float, int, str]] = collections.deque(maxlen=most)

@@ -28,25 +28,6 @@ from dask._task_spec import Task, TaskRef
 
 from dask_distmm.engines.sources import ChunkTasks
 
-__all__ = [
-    "GROUP_PREFIX",
-    "barrier_key",
-    "barrier_name",
-    "gate_barrier",
-    "gate_key",
-    "group_name",
-    "is_sum",
-    "is_tile",
-    "operand_keys",
-    "output_name",
-    "parse_group_key",
-    "part_name",
-    "previous_wave",
-    "tile_name",
-    "wave_name",
-    "wave_of",
-]
-
 GROUP_PREFIX = "distmm-group-"
 _BARRIER, _TILE, _GATE = "distmm-barrier-", "distmm-tile-", "distmm-gate-"
 _SUM = re.compile(r".*-sum-\d{5,}")

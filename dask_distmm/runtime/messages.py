@@ -19,29 +19,6 @@ from typing import Annotated, Any
 
 from dask_distmm.runtime.wire import Call, Message, Reply
 
-__all__ = [
-    "NAME",
-    "Abandon",
-    "Abort",
-    "Aborted",
-    "Delivery",
-    "Describe",
-    "Description",
-    "Done",
-    "DropReplicas",
-    "End",
-    "Fetch",
-    "Finish",
-    "Forget",
-    "Gathered",
-    "Gone",
-    "Prepare",
-    "Progress",
-    "Release",
-    "Start",
-    "Vote",
-]
-
 # The name of the plugins, of a worker's extension, and of the topic under which the scheduler logs events.
 NAME = "distmm"
 
@@ -56,21 +33,14 @@ Share = Annotated[float, (0, 1)]
 
 @dataclasses.dataclass(frozen=True)
 class Description(Reply):
-    """The facts about a worker that planning needs.
+    """The facts about a worker that planning needs."""
 
-    Parameters
-    ----------
-    version, host
-        The version of dask_distmm, and the name of the machine.
-    engines
-        For each engine the versions of its libraries, or ``{"error": why it can't run here}``.
-    memory, links
-        For each engine the bytes of the memory that it works in (0 for the worker's own), and the process' device with
-        the devices whose memory that can read.
-    """
-
+    # The version of dask_distmm, and the name of the machine.
     version: str = ""
+    # For each engine the versions of its libraries, or ``{"error": why it can't run here}``.
     engines: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
+    # For each engine the bytes of the memory that it works in (0 for the worker's own), and the process' device with
+    # the devices whose memory that can read.
     memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
     links: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     host: str = ""
@@ -100,67 +70,47 @@ class Vote(Reply):
 
 @dataclasses.dataclass(frozen=True)
 class Prepare(Call[Vote]):
-    """The scheduler asks a participant whether all chunks are there, and to allocate.
-
-    Parameters
-    ----------
-    run_id, me, plan, keys
-        Number of the run, which participant this worker is, the plan as `Plan.to_wire` gives it, and for each
-        operand of which this worker has chunks their keys, in the order of the chunks' numbers.
-    check_orders, sources
-        Whether to refuse a plan for other memory orders than the chunks', and tasks that make chunks here, pickled.
-    """
+    """The scheduler asks a participant whether all chunks are there, and to allocate."""
 
     operation, answer = "distmm_prepare", Vote
+    # Number of the run, which participant this worker is, the plan as `Plan.to_wire` gives it, and for each operand
+    # of which this worker has chunks their keys, in the order of the chunks' numbers.
     run_id: int
     me: int
     plan: Mapping[str, Any]
     keys: Mapping[str, Sequence[Any]]
+    # Whether to refuse a plan for other memory orders than the chunks', and tasks that make chunks here, pickled.
     check_orders: bool = False
     sources: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
 class Done(Reply):
-    """A participant has done its part, and has given its chunks of D to Dask.
+    """A participant has done its part, and has given its chunks of D to Dask."""
 
-    Parameters
-    ----------
-    seconds, timings
-        How long it took in all, and each phase by name (seconds).
-    held_bytes, kept_bytes, received_bytes
-        The most bytes that the engine held (0 where it does not count), those of them that its group keeps, and the
-        bytes of matrices that have arrived from other participants.
-    placed
-        For each output its name, the numbers of its chunks and their bytes, both as int64.
-    type
-        The type of the chunks: pickled, and its name.
-    """
-
+    # How long it took in all, and each phase by name (seconds).
     seconds: float = 0.0
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # The most bytes that the engine held (0 where it does not count), those of them that its group keeps, and the
+    # bytes of matrices that have arrived from other participants.
     held_bytes: Count = 0
     kept_bytes: Count = 0
     received_bytes: Count = 0
+    # For each output its name, the numbers of its chunks and their bytes, both as int64.
     placed: Sequence[tuple[str, bytes, bytes]] = ()
+    # The type of the chunks: pickled, and its name.
     type: Sequence[Any] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Start(Call[Done]):
-    """The scheduler asks a participant to do its part of a run.
-
-    Parameters
-    ----------
-    run_id, offers
-        Number of the run, and the offers of all participants, in their order.
-    unwanted
-        Names of outputs, and the numbers of those of their chunks that no task waits for, as int64.
-    """
+    """The scheduler asks a participant to do its part of a run."""
 
     operation, answer = "distmm_start", Done
+    # Number of the run, and the offers of all participants, in their order.
     run_id: int
     offers: Sequence[Any] = ()
+    # Names of outputs, and the numbers of those of their chunks that no task waits for, as int64.
     unwanted: Sequence[tuple[str, bytes]] = ()
 
 

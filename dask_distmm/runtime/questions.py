@@ -17,41 +17,20 @@ from typing import Any
 from dask_distmm.runtime.messages import Seconds
 from dask_distmm.runtime.wire import Call, Reply
 
-__all__ = [
-    "Free",
-    "FreeReplicas",
-    "Freed",
-    "ProgressLine",
-    "ProgressQuestion",
-    "ProgressReply",
-    "RosterQuestion",
-    "RosterReply",
-    "Support",
-    "Supported",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class RosterReply(Reply):
-    """The workers that would multiply, and the places of chunks.
+    """The workers that would multiply, and the places of chunks."""
 
-    Parameters
-    ----------
-    engines
-        Names of the engines that could multiply.
-    workers, sources
-        The workers that would multiply, and others that hold chunks, as `Worker.to_wire` gives them.
-    placed
-        For each array that was asked for the index into ``[*workers, *sources]`` of each chunk's holder, as int32;
-        None where not all chunks are in memory.
-    groups
-        Addresses of ranks that have a communicator already.
-    """
-
+    # Names of the engines that could multiply.
     engines: Sequence[str] = ()
+    # The workers that would multiply, and others that hold chunks, as `Worker.to_wire` gives them.
     workers: Sequence[Any] = ()
     sources: Sequence[Any] = ()
+    # For each array that was asked for the index into ``[*workers, *sources]`` of each chunk's holder, as int32; None
+    # where not all chunks are in memory.
     placed: Sequence[bytes | None] = ()
+    # Addresses of ranks that have a communicator already.
     groups: Sequence[Sequence[str]] = ()
 
 
@@ -70,42 +49,29 @@ class RosterQuestion(Call[RosterReply]):
 
 @dataclasses.dataclass(frozen=True)
 class ProgressLine:
-    """How far one multiply is.
+    """How far one multiply is."""
 
-    Parameters
-    ----------
-    name, run
-        Name of the multiply, and number of its run; 0 before there is one.
-    phase, share
-        ``"reading"``, ``"waiting"``, ``"voting"``, ``"multiplying"``, ``"ending"``, ``"done"`` or ``"failed"``, and the
-        share of that phase's work which is done.
-    received_bytes, expected_bytes
-        Bytes of matrices that have travelled between workers, and how many will have when the run is done; 0 where that
-        is not known.
-    note
-        Of a product in waves how far these are, in words.
-    """
-
+    # Name of the multiply, and number of its run; 0 before there is one.
     name: str
+    # ``"reading"``, ``"waiting"``, ``"voting"``, ``"multiplying"``, ``"ending"``, ``"done"`` or ``"failed"``, and the
+    # share of that phase's work which is done.
     phase: str
     share: float
     run: int = 0
+    # Bytes of matrices that have travelled between workers, and how many will have when the run is done; 0 where that
+    # is not known.
     received_bytes: int = 0
     expected_bytes: int = 0
+    # Of a product in waves how far these are, in words.
     note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgressReply(Reply):
-    """How far multiplies are.
+    """How far multiplies are."""
 
-    Parameters
-    ----------
-    known, found
-        Whether the scheduler has all the tasks that were asked for (a graph may still be on its way), and for each
-        multiply the fields of its `ProgressLine`, in their order.
-    """
-
+    # Whether the scheduler has all the tasks that were asked for (a graph may still be on its way), and for each
+    # multiply the fields of its `ProgressLine`, in their order.
     known: bool = False
     found: Sequence[Sequence[Any]] = ()
 

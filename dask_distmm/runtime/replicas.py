@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import GATHERED, REPLICA, Boxes, ChunkKey, ResultKey
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, ResultKey
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
 from dask_distmm.planning.footprint import chunk_bytes
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed import Worker as DaskWorker
     from distributed.scheduler import TaskState
-
-__all__ = ["ReplicaStore", "Replicas"]
 
 # Chunks of up to so many bytes together travel in one message (one chunk at least), and so many messages at once.
 _MESSAGE_BYTES = 2**26
@@ -70,13 +69,7 @@ class _Sharing:
 
 
 class ReplicaStore:
-    """The replicas on one worker, and those that are being made. Methods run on its event loop if not said otherwise.
-
-    Parameters
-    ----------
-    worker
-        The Dask worker.
-    """
+    """The replicas on one worker, and those being made. Methods run on its event loop unless they say otherwise."""
 
     def __init__(self, worker: DaskWorker) -> None:
         self._worker = worker
@@ -93,13 +86,7 @@ class ReplicaStore:
         return chunks if found == run_id else None
 
     def operands(self, plan: Placement, me: int) -> tuple[dict[ChunkKey, Any], list[str]]:
-        """Return the chunks of A and B that a plan takes from replicas, and the results that are not here. Any thread.
-
-        Parameters
-        ----------
-        plan, me
-            Of the run, and which participant this is.
-        """
+        """Return the chunks of A and B that a plan takes from replicas, and the results not here. Any thread."""
         chunks: dict[ChunkKey, Any] = {}
         missing: list[str] = []
         if not any(plan.replica_runs) or not isinstance(plan, Plan):
@@ -116,38 +103,14 @@ class ReplicaStore:
         return chunks, missing
 
     def expect(self, run_id: int, plan: Placement, chunks: Mapping[ChunkKey, Any], comm: DaskComm) -> None:
-        """Let others ask for what this worker has, if there are to be replicas. Any thread.
-
-        Parameters
-        ----------
-        run_id, plan
-            Of the run.
-        chunks
-            Those of A and B that are here.
-        comm
-            That of the run.
-        """
+        """Let others ask for what this worker has, if there are to be replicas. Any thread."""
         if plan.replicas:
             self._sharing[run_id] = _Sharing(comm, {key: x for key, x in chunks.items() if key[0] in plan.kept})
 
     async def share(
         self, run_id: int, plan: Placement, made: Mapping[ResultKey, Any], timings: dict[str, float]
     ) -> dict[ResultKey, Any]:
-        """Give and get chunks of the matrices that are to be on all workers, and keep them, if there are any.
-
-        Parameters
-        ----------
-        run_id, plan
-            Of the run.
-        made
-            The chunks that its job has returned.
-        timings
-            Of the job; the time that this takes is added.
-
-        Returns
-        -------
-        The chunks that the job has returned but for replicas.
-        """
+        """Give and get chunks of the matrices that are to be on all workers, and keep them, if there are any."""
         own = {key: chunk for key, chunk in made.items() if key[0] not in (REPLICA, GATHERED)}
         if (sharing := self._sharing.get(run_id)) is None or not isinstance(plan, Plan):
             return own
@@ -177,17 +140,7 @@ class ReplicaStore:
         return [sharing.chunks[names[matrix], index] for matrix, index in boxes[:, :2].tolist()]
 
     async def gather(self, plan: Plan, comm: DaskComm, me: int, matrix: str, found: dict[int, Any]) -> None:
-        """Add all chunks of a matrix that are not here.
-
-        Parameters
-        ----------
-        plan, comm, me
-            Of the run.
-        matrix
-            ``"a"``, ``"b"`` or ``"d"``.
-        found
-            The chunks that are here, by number; the others are added.
-        """
+        """Add all chunks of a matrix that are not here."""
         window = asyncio.Semaphore(_IN_FLIGHT)
 
         async def ask(peer: int, indices: list[int]) -> None:
@@ -263,15 +216,7 @@ class _Left:
 
 
 class Replicas:
-    """The replicas of the cluster: which workers have those of which run.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    tell
-        Sends a message to the `WorkerSide` of some addresses.
-    """
+    """The replicas of the cluster: which workers have those of which run."""
 
     def __init__(self, scheduler: Scheduler, tell: Callable[[Sequence[str], Message], None]) -> None:
         self._scheduler, self._tell = scheduler, tell
@@ -301,17 +246,7 @@ class Replicas:
     def where(
         self, problem: Problem, workers: Sequence[Worker], held: Where
     ) -> tuple[dict[str, NDArray[np.int32]], tuple[int, int]]:
-        """Return where the operands' chunks are, and the numbers of the runs that have left replicas; 0 for none.
-
-        Parameters
-        ----------
-        problem
-            The multiply.
-        workers
-            Those that can be ranks: a replica is of use if all have it.
-        held
-            Who holds the chunks of each operand.
-        """
+        """Return where the operands' chunks are, and the numbers of the runs that have left replicas; 0 for none."""
         a, b = (self._run(name, [worker.address for worker in workers]) for name in problem.arrays)
         runs = {"a": a, "b": b}
         where = {name: np.full_like(table, EVERYWHERE) if runs.get(name) else table for name, table in held.items()}

@@ -24,21 +24,11 @@ from dask.utils import format_bytes, format_time
 from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.messages import Done
 
-__all__ = ["Lost", "Phase", "Released", "Replan", "Run", "Summary", "summarize"]
-
 Phase = Literal["planned", "voting", "running", "done", "failed"]
 
 
 class Lost(Exception):
-    """Ends a run: workers or their data are gone; start again.
-
-    Parameters
-    ----------
-    reason
-        The workers or chunks that are gone.
-    replicas
-        Names of results, if it is only their replicas: these are not used any more when it starts again.
-    """
+    """Ends a run: workers or their data are gone; start again."""
 
     def __init__(self, reason: str, replicas: Sequence[str] = ()) -> None:
         super().__init__(reason)
@@ -46,15 +36,7 @@ class Lost(Exception):
 
 
 class Replan(Exception):
-    """Ends a run before it began: chunks are not where, or not as, the plan has them; plan again.
-
-    Parameters
-    ----------
-    reason
-        The difference between the plan and the chunks.
-    orders
-        Memory orders of A's and B's chunks, if these are not as planned.
-    """
+    """Ends a run before it began: chunks are not where, or not as, the plan has them; plan again."""
 
     def __init__(self, reason: str, orders: Mapping[str, str] | None = None) -> None:
         super().__init__(reason)
@@ -67,23 +49,15 @@ class Released(Exception):
 
 @dataclasses.dataclass(slots=True)
 class Run:
-    """One attempt to run one multiply.
+    """One attempt to run one multiply."""
 
-    Parameters
-    ----------
-    run_id
-        Number of the run; rises in the order in which runs take place.
-    name
-        Name of the multiply (of its result array).
-    key
-        The barrier task that waits for the run.
-    participants
-        Addresses of all workers that take part.
-    """
-
+    # Number of the run; rises in the order in which runs take place.
     run_id: int
+    # Name of the multiply (of its result array).
     name: str
+    # The barrier task that waits for the run.
     key: str
+    # Addresses of all workers that take part.
     participants: frozenset[str] = frozenset()
     phase: Phase = "planned"
     answered: set[str] = dataclasses.field(default_factory=set)
@@ -129,13 +103,7 @@ class Run:
         self.moved = now
 
     def answer(self, address: str, run_id: int) -> None:
-        """Note that a participant has voted, or has finished; the last to finish makes the run ``done``.
-
-        Raises
-        ------
-        ProtocolError
-            For another run, from a stranger, twice, or when nothing is being waited for.
-        """
+        """Note that a participant has voted, or has finished; the last to finish makes the run ``done``."""
         if run_id != self.run_id:
             raise ProtocolError(f"an answer for run {run_id} reached {self}")
         if address not in self.participants:
@@ -180,18 +148,7 @@ class Run:
         return sum(1.0 if a in self.answered else self.shares.get(a, 0.0) for a in there) / len(there)
 
     def silent(self, seen: Mapping[str, float], now: float, limit: float) -> list[str]:
-        """Return the participants that hold up a run which makes no progress.
-
-        Parameters
-        ----------
-        seen
-            When each worker last gave a sign of life (seconds).
-        now
-            The time.
-        limit
-            How long there may be neither progress of the run nor a sign of life. Participants that have answered
-            count too: others may need what they hold.
-        """
+        """Return the participants that hold up a run which makes no progress."""
         if self.phase != "running" or now - self.moved < limit:
             return []
         there = self.participants - self.gone
@@ -207,13 +164,7 @@ class Run:
         self.released = released
 
     def lose(self, addresses: Iterable[str]) -> bool:
-        """Fail the run if it is live and needs a worker that is gone, or go on without it.
-
-        Returns
-        -------
-        bool
-            Whether this has changed anything.
-        """
+        """Fail the run if it is live and needs a worker that is gone, or go on without it."""
         lost = (self.participants & set(addresses)) - self.gone
         if not self.live or not lost:
             return False
@@ -237,26 +188,17 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """Times and bytes of a run, or of one participant's side of it.
+    """Times and bytes of a run, or of one participant's side of it."""
 
-    Parameters
-    ----------
-    seconds
-        In all; the longest of several.
-    timings
-        Seconds of each phase by name; of several the longest of each.
-    received_bytes
-        Bytes of matrices that have arrived from other participants, but for those that a library moves on its own.
-    held_bytes
-        Most bytes that participants held, by address, of those that count.
-    ranks
-        ``seconds`` and ``timings`` of each participant that had work of its own, by address.
-    """
-
+    # In all; the longest of several.
     seconds: float
+    # Seconds of each phase by name; of several the longest of each.
     timings: dict[str, float]
+    # Bytes of matrices that have arrived from other participants, but for those that a library moves on its own.
     received_bytes: int
+    # Most bytes that participants held, by address, of those that count.
     held_bytes: dict[str, int]
+    # ``seconds`` and ``timings`` of each participant that had work of its own, by address.
     ranks: dict[str, dict[str, Any]]
 
     def __str__(self) -> str:

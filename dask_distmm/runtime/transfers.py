@@ -22,8 +22,6 @@ from dask_distmm.runtime.wire import ask
 if TYPE_CHECKING:
     from distributed import Worker
 
-__all__ = ["DaskComm", "address_of"]
-
 
 def address_of(worker: Worker) -> str:
     """Return the address under which everybody else knows a worker; it may listen under another one."""
@@ -31,21 +29,7 @@ def address_of(worker: Worker) -> str:
 
 
 class DaskComm:
-    """The `Comm` of one run on one worker.
-
-    Parameters
-    ----------
-    worker
-        This Dask worker.
-    run_id
-        Number of the run; peers refuse requests for another.
-    addresses
-        Of all participants, in their order.
-    timeout
-        Seconds within which a peer must deliver chunks of operands, which it has had from the start.
-    cross_memory
-        Whether to read the memory of peers of this host.
-    """
+    """The `Comm` of one run on one worker."""
 
     def __init__(
         self, worker: Worker, run_id: int, addresses: Sequence[str], timeout: float, *, cross_memory: bool = False

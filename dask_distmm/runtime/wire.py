@@ -18,8 +18,6 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, ProtocolError, as_plain, rebuild
 
-__all__ = ["Call", "Message", "Reply", "Status", "answering", "ask", "from_wire", "listening", "post", "to_wire"]
-
 Status = Literal["OK", "missing", "no replicas", "orders", "refused", "failed", "matrix", "source", "lost", "gone"]
 
 A = TypeVar("A", bound="Reply")
@@ -35,22 +33,15 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """The answer to a request.
+    """The answer to a request."""
 
-    Parameters
-    ----------
-    status
-        ``"OK"``. ``"refused"``: the request was malformed, stale or for another run. ``"failed"``: the work raised an
-        error. ``"lost"``: a connection to another worker broke. Subclasses say what further statuses mean.
-    message, traceback
-        Why the status is not ``"OK"``.
-    error
-        Of the status ``"source"``, a chunk can't be made: what the user's code has raised, pickled.
-    """
-
+    # ``"OK"``. ``"refused"``: the request was malformed, stale or for another run. ``"failed"``: the work raised an
+    # error. ``"lost"``: a connection to another worker broke. Subclasses say what further statuses mean.
     status: Status
+    # Why the status is not ``"OK"``.
     message: str = ""
     traceback: str = ""
+    # Of the status ``"source"``, a chunk can't be made: what the user's code has raised, pickled.
     error: bytes = b""
 
 
@@ -69,13 +60,7 @@ def to_wire(message: Message | Reply) -> dict[str, Any]:
 
 
 def from_wire(kind: type[D], wire: Any) -> D:
-    """Return the message that ``to_wire`` gave, checked: each field, but not what is inside of a container.
-
-    Raises
-    ------
-    ProtocolError
-        A field is missing, unknown or not of its type.
-    """
+    """Return the message that ``to_wire`` gave, checked: each field, but not what is inside of a container."""
     if not isinstance(wire, Mapping):
         raise ProtocolError(f"malformed message {kind.__name__}: it is a {type(wire).__name__}, expected a dict")
     checks = _checks(kind)
@@ -99,24 +84,7 @@ def post(message: Message) -> dict[str, Any]:
 
 
 async def ask(rpc: Any, request: Call[A]) -> A | None:
-    """Send a request; return the answer, or None if the other end does not know it: there is no dask_distmm.
-
-    Parameters
-    ----------
-    rpc
-        Dask's own access to a worker or to the scheduler.
-    request
-        The request.
-
-    Raises
-    ------
-    DistMMError
-        The typed error that the other end has raised.
-    ProtocolError
-        The answer is malformed.
-    OSError
-        The other end can't be reached.
-    """
+    """Send a request; return the answer, or None if the other end does not know it: there is no dask_distmm."""
     wire = await getattr(rpc, request.operation)(**to_wire(request))
     if not isinstance(wire, Mapping):
         return None
@@ -165,20 +133,13 @@ _REQUIRED = object()
 
 @dataclasses.dataclass(frozen=True)
 class _Check:
-    """How the receiver checks a field.
+    """How the receiver checks a field."""
 
-    Parameters
-    ----------
-    fits
-        Whether a value is of the field's type.
-    expected
-        The type in words.
-    required
-        Whether the field must be there.
-    """
-
+    # Whether a value is of the field's type.
     fits: Callable[[Any], bool]
+    # The type in words.
     expected: str
+    # Whether the field must be there.
     required: bool
 
 

@@ -7,8 +7,6 @@ from dask.utils import format_bytes, format_time
 from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.factor.placement import FactorPlacement
 
-__all__ = ["factor_text"]
-
 _WHAT = {
     "local": "one worker has the whole matrix",
     "columns": "block columns are dealt out to the workers; the owner of a panel factorizes it, others fetch it",

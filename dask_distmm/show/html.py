@@ -19,8 +19,6 @@ from dask_distmm.planning.plan import Plan
 from dask_distmm.show.svg import Bar, Cell, DrawnMatrix, bar_chart, coarse, colour, key, product_diagram
 from dask_distmm.show.text import WHAT, in_words
 
-__all__ = ["batch_html", "group_html", "plan_html", "reason_html"]
-
 _MULTIPLYING, _MOVING, _OTHER = "#56B4E9", "#E69F00", "#BBBBBB"
 _TAKEN = "#56B4E9"
 _MOST_WORKERS = 16

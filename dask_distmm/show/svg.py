@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["Bar", "Cell", "DrawnMatrix", "bar_chart", "coarse", "colour", "figure", "key", "product_diagram"]
-
 _COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#D55E00", "#BBBBBB")
 _NOBODY = "#DDDDDD"
 _LONGEST, _SHORTEST, _GAP, _TITLE = 210.0, 46.0, 26.0, 18.0
@@ -25,18 +23,12 @@ def colour(number: int | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A part of a matrix.
+    """A part of a matrix."""
 
-    Parameters
-    ----------
-    rows, cols
-        Where it begins and ends.
-    ranks
-        The ranks that have it; none for no rank in particular.
-    """
-
+    # Where it begins and ends.
     rows: tuple[int, int]
     cols: tuple[int, int]
+    # The ranks that have it; none for no rank in particular.
     ranks: tuple[int, ...] = ()
 
     @property
@@ -50,24 +42,16 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class DrawnMatrix:
-    """A matrix to be drawn.
+    """A matrix to be drawn."""
 
-    Parameters
-    ----------
-    name, caption
-        The text above it.
-    shape
-        Rows and columns.
-    cells
-        Its coloured parts.
-    row_edges, col_edges
-        Where lines are drawn: the edges of its chunks.
-    """
-
+    # The text above it.
     name: str
     caption: str
+    # Rows and columns.
     shape: tuple[int, int]
+    # Its coloured parts.
     cells: Sequence[Cell]
+    # Where lines are drawn: the edges of its chunks.
     row_edges: Sequence[int] = ()
     col_edges: Sequence[int] = ()
 
@@ -166,27 +150,18 @@ def product_diagram(a: DrawnMatrix, b: DrawnMatrix, d: DrawnMatrix, label: str) 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A line of a bar chart.
+    """A line of a bar chart."""
 
-    Parameters
-    ----------
-    name, note
-        The text before and after it.
-    lengths
-        Of its parts, one after the other.
-    mark
-        Where a line is drawn across it; None for none.
-    bold
-        Whether it is the one that counts.
-    fills
-        Colours of its parts.
-    """
-
+    # The text before and after it.
     name: str
     note: str
+    # Of its parts, one after the other.
     lengths: Sequence[float]
+    # Colours of its parts.
     fills: Sequence[str]
+    # Where a line is drawn across it; None for none.
     mark: float | None = None
+    # Whether it is the one that counts.
     bold: bool = False
 
 

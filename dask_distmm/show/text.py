@@ -14,8 +14,6 @@ from dask_distmm.planning.placement import Estimate, everywhere
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["WHAT", "batch_text", "group_text", "in_words", "plan_text", "reason_text"]
-
 
 def _grid(grid: tuple[int, int, int]) -> str:
     return " x ".join(map(str, grid))

@@ -7,8 +7,6 @@ from dask.utils import format_bytes, format_time
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.show.text import WHAT
 
-__all__ = ["waves_text"]
-
 _HOW = {
     "sums": "D stays in memory and grows, A and B are loaded along k",
     "rows": "B stays in memory, rows of A are loaded, chunks of D leave",

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["assert_large_product", "assert_nothing_left", "assert_product"]
-
 
 def assert_large_product(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any]) -> None:
     """Check ``c == a @ b`` times a random vector, where `assert_product` in extended precision would take minutes.

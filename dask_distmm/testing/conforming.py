@@ -19,8 +19,6 @@ from dask_distmm.testing.assertions import assert_product
 from dask_distmm.testing.network import run_jobs
 from dask_distmm.testing.problems import make_problem, random_chunks, random_matrix
 
-__all__ = ["RandomProblem", "conformance"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RandomProblem:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes
+from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.factor import Execution, Kernels, PanelExchange
 from dask_distmm.engines.factor.outputs import block_columns, whole
 from dask_distmm.engines.numpy.blas import blas_threads
@@ -19,17 +19,9 @@ from dask_distmm.errors import PlanError
 from dask_distmm.planning.factor import FactorPlan
 from dask_distmm.planning.factor.problem import Turned
 
-__all__ = ["run_factorization"]
-
 
 class LocalPanels:
-    """`Comm` of ranks that are threads of one process: for panels alone.
-
-    Parameters
-    ----------
-    copies
-        Whether panels are copied on the way, as networks do it.
-    """
+    """`Comm` of ranks that are threads of one process: for panels alone."""
 
     received_bytes = 0
 

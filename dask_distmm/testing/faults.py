@@ -11,8 +11,6 @@ import sys
 import time
 from typing import Any
 
-__all__ = ["FAULT_POINTS", "inject", "remove_faults"]
-
 FAULT_POINTS = {
     "read": ("dask_distmm.runtime.worker.chunk_store", "ChunkStore", "read"),
     "vote": ("dask_distmm.runtime.worker.side", "WorkerSide", "_prepare"),

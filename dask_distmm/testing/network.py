@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import GATHERED, REPLICA, Boxes, ChunkKey, Engine, Job, ResultKey
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, Engine, Job, ResultKey
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import EVERYWHERE, Placement
-
-__all__ = ["LocalComm", "run_jobs"]
 
 
 class LocalComm:

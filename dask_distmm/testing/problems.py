@@ -11,8 +11,6 @@ from dask_distmm.config import read_options
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype
 from dask_distmm.planning import Chunks, Problem
 
-__all__ = ["make_problem", "random_chunks", "random_matrix"]
-
 
 def random_chunks(rng: np.random.Generator, length: int, most: int) -> tuple[int, ...]:
     """Cut a length into up to `most` uneven chunks."""

@@ -23,8 +23,6 @@ from dask_distmm.planning.factor import (
     launch_order,
 )
 
-__all__ = ["check_programs"]
-
 # Parts of panels from others that a rank holds at most at the same time: one in use and one that arrives.
 _HELD = 2
 

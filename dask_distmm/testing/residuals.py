@@ -12,20 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "GATE",
-    "assert_cholesky",
-    "assert_eigh",
-    "assert_inverse",
-    "assert_least_squares",
-    "assert_lu",
-    "assert_polar",
-    "assert_pseudoinverse",
-    "assert_qr",
-    "assert_solution",
-    "assert_svd",
-]
-
 GATE = 30.0
 
 

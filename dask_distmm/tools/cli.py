@@ -19,8 +19,6 @@ from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.epilogs import Epilog
 from dask_distmm.planning import ENGINES, METHODS
 
-__all__ = ["main"]
-
 # The exit status by which a shell knows a program that Ctrl-C (signal 2) has ended.
 INTERRUPTED = 130
 # The exit status of wrong options; click's own, too.
@@ -36,15 +34,7 @@ def main() -> None:
 
 
 def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]:
-    """Give a command the option ``--debug``; have its errors said in one line, and end with an exit status.
-
-    Parameters
-    ----------
-    interrupted
-        The message after Ctrl-C.
-    failed
-        Exit status after an error other than a `PlanError`, which is about the options: after that it is 2.
-    """
+    """Give a command the option ``--debug``; have its errors said in one line, and end with an exit status."""
 
     def decorate(function: Function) -> Function:
         @click.option("--debug", is_flag=True, help="Show the traceback of an error.")

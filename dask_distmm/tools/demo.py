@@ -29,14 +29,6 @@ from dask_distmm.installing import library_of
 from dask_distmm.runtime.keys import barrier_key
 from dask_distmm.tools.local import available_memory, chunk_rows, running_cluster, use_gpus
 
-__all__ = [
-    "memory_needed",
-    "run_demo",
-    "too_little_memory",
-    "with_products",
-    "worst_error",
-]
-
 Say = Callable[[str], None]
 Multiply = Callable[[], da.Array]
 
@@ -80,13 +72,7 @@ def too_little_memory(size: int, workers: int, available: int) -> str | None:
 
 
 def demo_library(name: str) -> Any:
-    """Return a module of the extra "demo".
-
-    Raises
-    ------
-    DistMMError
-        It is not installed.
-    """
+    """Return a module of the extra "demo"."""
     return library_of("demo", name, "the demo")
 
 
@@ -109,13 +95,7 @@ def worst_error(a: NDArray[Any], b: NDArray[Any], magnitude_b: NDArray[Any], c: 
 
 
 def check_product(a: da.Array, b: da.Array, c: da.Array) -> float:
-    """Compare all of a product with NumPy's in this process, a strip of rows at a time; return the worst.
-
-    Raises
-    ------
-    DistMMError
-        The product is wrong.
-    """
+    """Compare all of a product with NumPy's in this process, a strip of rows at a time; return the worst."""
     here = np.asarray(b.compute())
     magnitude = np.abs(here)
     worst = 0.0
@@ -266,24 +246,7 @@ def square_product(say: Say, size: int, workers: int) -> None:
 
 
 def run_demo(size: int, workers: int, say: Say) -> None:
-    """Run the demo.
-
-    Parameters
-    ----------
-    size
-        Rows and columns of the square product.
-    workers
-        Worker processes to start.
-    say
-        Prints lines.
-
-    Raises
-    ------
-    DistMMError
-        A library is not installed; a product failed, or is wrong.
-    KeyboardInterrupt
-        Ctrl-C. The cluster is stopped and its files are removed then, as always.
-    """
+    """Run the demo."""
     for name in ("sklearn", "zarr"):
         demo_library(name)  # before a cluster is started
     # The scheduler is in this process, and tells of every worker that is stopped.

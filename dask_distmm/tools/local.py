@@ -26,18 +26,6 @@ from distributed.system import MEMORY_LIMIT
 from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.planning import ENGINES
 
-__all__ = [
-    "available_memory",
-    "chunk_rows",
-    "connected",
-    "default_workers",
-    "gpu_count",
-    "interrupts_deferred",
-    "make_cluster",
-    "running_cluster",
-    "use_gpus",
-]
-
 # Dask's own default for a chunk is 128 MiB, which is 4096 x 4096 float64.
 MOST_ROWS = 4096
 # How long to look for a scheduler.
@@ -209,24 +197,7 @@ def running_cluster(workers: int, name: str) -> Iterator[tuple[Client, Path]]:
 
 @contextlib.contextmanager
 def connected(scheduler: str | None, workers: int | None, name: str) -> Iterator[Client]:
-    """Give a client of the cluster at an address, or of a new one on this machine.
-
-    Parameters
-    ----------
-    scheduler
-        Address of a scheduler; None starts worker processes here, and stops them afterwards.
-    workers
-        How many to start; one a core or GPU by default.
-    name
-        Of the command, for its temporary folder.
-
-    Raises
-    ------
-    PlanError
-        That is no address.
-    DistMMError
-        No scheduler answers there, or it has no workers.
-    """
+    """Give a client of the cluster at an address, or of a new one on this machine."""
     if scheduler is None:
         # The scheduler is in this process, and tells of every worker that is stopped.
         logging.getLogger("dask_distmm").setLevel(logging.ERROR)

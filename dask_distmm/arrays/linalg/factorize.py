@@ -25,19 +25,6 @@ from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 from dask_distmm.runtime.keys import barrier_name, output_name
 
-__all__ = [
-    "RunOptions",
-    "adjoint",
-    "common_type",
-    "factorize",
-    "inner_chunks",
-    "matrix",
-    "plus_ones",
-    "problem_of",
-    "row_chunks",
-    "times",
-]
-
 
 class RunOptions(TypedDict, total=False):
     """The options of a run: `engine` and `workers` as `dask_distmm.matmul` takes them.
@@ -59,22 +46,7 @@ _TYPES = {"e": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, 
 
 
 def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
-    """Return an operand as a matrix of known chunks.
-
-    Parameters
-    ----------
-    name
-        For messages.
-    x
-        A Dask array, or anything that `dask.array.asanyarray` takes.
-    vector
-        Whether a vector is taken, too: as a matrix of one column.
-
-    Raises
-    ------
-    PlanError
-        It has another number of dimensions, unknown chunk sizes, or chunks that are no NumPy or CuPy arrays.
-    """
+    """Return an operand as a matrix of known chunks."""
     array = as_array(x)
     if array.ndim == 1 and vector:
         array = array[:, None]
@@ -121,26 +93,7 @@ def factorize(
     how: RunOptions,
     **options: Any,
 ) -> dict[str, Array]:
-    """Return outputs of a factorization as lazy arrays, all of them of one run.
-
-    Parameters
-    ----------
-    kind
-        One of `planning.factor.KINDS`.
-    operands
-        ``"a"``, and ``"b"`` where there are right-hand sides: as `matrix` returns them.
-    wanted
-        The outputs by their names, with the chunks that they are to have; a vector is a row.
-    how
-        The options of the run.
-    options
-        Of the kind.
-
-    Raises
-    ------
-    PlanError
-        Shapes, types or options do not fit.
-    """
+    """Return outputs of a factorization as lazy arrays, all of them of one run."""
     dtype = common_type(operands)
     # Ranks convert types as they gather, but a type's name does not tell the order of its bytes.
     arrays = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]

@@ -13,8 +13,6 @@ from dask_distmm.arrays.linalg.factorize import RunOptions, common_type, factori
 from dask_distmm.arrays.linalg.tall import goes_by_rows, qr_of_rows, r_of_rows
 from dask_distmm.planning.computation import Chunks
 
-__all__ = ["cholesky", "lu", "lu_factor", "qr"]
-
 
 @any_kind
 def cholesky(a: Any, lower: bool = False, **how: Unpack[RunOptions]) -> Any:

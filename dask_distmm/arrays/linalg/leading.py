@@ -13,8 +13,6 @@ from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import svd
 from dask_distmm.errors import PlanError
 
-__all__ = ["pca", "svd_compressed"]
-
 
 @any_kind
 def svd_compressed(

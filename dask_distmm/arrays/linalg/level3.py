@@ -15,8 +15,6 @@ from dask_distmm.arrays.request import parse
 from dask_distmm.errors import PlanError
 from dask_distmm.typing import Engine, Method
 
-__all__ = ["ProductOptions", "gram", "mirrored", "symm", "trmm"]
-
 
 class ProductOptions(TypedDict, total=False):
     """The options of the run, as `dask_distmm.matmul` takes them."""

@@ -14,8 +14,6 @@ from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
 from dask_distmm.errors import PlanError
 
-__all__ = ["cond", "matrix_rank", "norm"]
-
 
 @any_kind
 def matrix_rank(

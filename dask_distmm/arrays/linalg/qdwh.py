@@ -25,8 +25,6 @@ from dask_distmm.arrays.linalg.factorize import RunOptions, adjoint, factorize, 
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.errors import MatrixError
 
-__all__ = ["Weights", "unitary_factor", "weights", "with_noise"]
-
 # Up to this weight c the Cholesky factorization is as accurate as the QR factorization (Nakatsukasa and others, 2010).
 _CHOLESKY = 100
 # The least singular value of a random matrix is this many times smaller than expected once in 10^9 matrices.

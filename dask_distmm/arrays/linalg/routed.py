@@ -31,8 +31,6 @@ from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.dask_tasks import factor_by_tasks, factor_overhead
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
-__all__ = ["DASKS", "NUMPYS"]
-
 # How Dask's own function is: "good"; "poor": it may be wrong, or NumPy's is called on whole matrices in this process;
 # "none": it raises.
 Dasks = Literal["good", "poor", "none"]
@@ -164,24 +162,7 @@ def _by_lu(blocks: int) -> Dasks:
 
 
 def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = True) -> Any:
-    """Return what `make` returns, or NotImplemented where Dask's own function is to be called.
-
-    Parameters
-    ----------
-    make
-        Makes arrays of one run.
-    operands
-        The operands.
-    dasks
-        How Dask's own function is for this.
-    run
-        Whether `make` makes one run, and not several or plain tasks.
-
-    Raises
-    ------
-    ProjectedMemoryError
-        It does not fit, and nothing else would compute it; or the config ``distmm.memory.exceeded`` says to raise.
-    """
+    """Return what `make` returns, or NotImplemented where Dask's own function is to be called."""
     # Of types of one or two bytes some of Dask's functions make float32, others float64.
     if not isinstance(operands[0], Array) or operands[0].dtype.itemsize < 4:
         return NotImplemented
@@ -204,13 +185,7 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = Tru
 
 
 def _left(problem: FactorProblem, dasks: Dasks) -> bool:
-    """Whether a factorization is left to Dask's own function.
-
-    Raises
-    ------
-    MissingEngineError, ProjectedMemoryError
-        There can be no run.
-    """
+    """Whether a factorization is left to Dask's own function."""
     client, least = current_client(), minimum_flops()
     if dasks == "good" and (client is None or problem.flops < (least or 1)):
         return True

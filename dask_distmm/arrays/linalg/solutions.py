@@ -16,21 +16,6 @@ from dask_distmm.arrays.linalg.tall import goes_by_rows, solve_rows
 from dask_distmm.errors import PlanError
 from dask_distmm.planning.computation import Chunks
 
-__all__ = [
-    "cho_factor",
-    "cho_solve",
-    "det",
-    "inv",
-    "lstsq",
-    "lstsq_with_values",
-    "lu_solve",
-    "pinv",
-    "slogdet",
-    "solve",
-    "solve_triangular",
-]
-
-
 # SciPy's names, and the way to solve.
 _STRUCTURES = {
     **dict.fromkeys(("gen", "general", "diagonal", "tridiagonal", "banded"), "gen"),

@@ -17,8 +17,6 @@ from dask_distmm.errors import PlanError
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.runtime.chunks import array_kind
 
-__all__ = ["eigh", "eigvalsh", "least_squares_of_any_rank", "polar", "pseudoinverse", "svd", "svdvals", "zero_below"]
-
 # A matrix so much longer than wide, and of so many elements, is reduced to R before its SVD: all workers share in the
 # QR factorization. For smaller ones the runs take longer than they save.
 _TALL, _LARGE = 2, 2**20

@@ -42,8 +42,6 @@ from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 
-__all__ = ["goes_by_rows", "qr_of_rows", "r_of_rows", "solve_rows"]
-
 # A chunk of rows should have this many times as many rows as columns, on average, and so should all of them together.
 _EACH, _ALL = 2, 4
 # So many R are stacked, and so many Gram matrices added, in one task.
@@ -57,13 +55,7 @@ _MEMORY = 3
 
 
 def goes_by_rows(a: Array, how: RunOptions) -> bool:
-    """Whether a matrix is factorized by its chunks of rows: as asked for, or where it is tall and no run is asked for.
-
-    Raises
-    ------
-    PlanError
-        It is asked for, and there are no columns, or fewer rows than columns, or options of a run.
-    """
+    """Whether a matrix is factorized by its chunks of rows: if asked for, or if it is tall and no run is asked for."""
     m, n = a.shape
     asked, run = how.get("method", "auto"), how.keys() - {"method"}
     if asked != "rows":
@@ -76,15 +68,7 @@ def goes_by_rows(a: Array, how: RunOptions) -> bool:
 
 
 def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
-    """Return Q, in the chunks of rows of `a`, and R, in one chunk.
-
-    Parameters
-    ----------
-    a : array, (m, n)
-        With m >= n > 0.
-    dtype
-        Type that is computed in.
-    """
+    """Return Q, in the chunks of rows of `a`, and R, in one chunk."""
     a = a.rechunk({1: -1})
     by_gram = _pays(a) and _fits_in_memory(a)
     graph = _Graph(a, dtype, f"q-{by_gram}")
@@ -111,17 +95,7 @@ def r_of_rows(a: Array, dtype: np.dtype) -> Array:
 
 
 class _Graph:
-    """Tasks on the chunks of rows of one matrix.
-
-    Parameters
-    ----------
-    a
-        The matrix, each chunk with all columns.
-    dtype
-        Type that is computed in.
-    kind
-        A word for what is computed, and how.
-    """
+    """Tasks on the chunks of rows of one matrix."""
 
     def __init__(self, a: Array, dtype: np.dtype, kind: str) -> None:
         self._a = a
@@ -151,13 +125,7 @@ class _Graph:
         return parts
 
     def stack(self, found: list[TaskRef]) -> tuple[TaskRef, list[TaskRef]]:
-        """Add the tasks that factorize stacked R; where there are none, all are None.
-
-        Returns
-        -------
-        top, below
-            A node (`_stack`) whose R is that of all; and for each group of R one whose blocks its Q are multiplied by.
-        """
+        """Add the tasks that factorize stacked R; where there are none, all are None."""
         levels = [[self.add("stack", _stack, *group) for group in _groups(found)]]
         while len(levels[-1]) > 1:
             tops = [self.add("found", operator.itemgetter(1), node) for node in levels[-1]]
@@ -172,15 +140,7 @@ class _Graph:
 
 
 def solve_rows(a: Array, b: Array, dtype: np.dtype) -> tuple[Array, Array, Array]:
-    """Return x, (n, k), that minimizes ``|a @ x - b|``, the squared norms, (k,), and R, in one chunk.
-
-    Parameters
-    ----------
-    a, b : array, (m, n) and (m, k)
-        With m >= n.
-    dtype
-        Type that is computed in.
-    """
+    """Return x, (n, k), that minimizes ``|a @ x - b|``, the squared norms, (k,), and R, in one chunk."""
     a, b = (x.astype(dtype) for x in (a.rechunk({1: -1}), b.rechunk({0: a.chunks[0]})))
     q, r = qr_of_rows(a, dtype)
     right = dask_matmul(q.conj().T, b)

@@ -11,7 +11,8 @@ from typing import Any
 
 import cupy as cp
 
-from dask_distmm.engines.base import ChunkKey, Comm, Engine, log
+from dask_distmm.comms.base import Comm
+from dask_distmm.engines.base import ChunkKey, Engine, log
 from dask_distmm.engines.cublasmp.job import CublasMpJob
 from dask_distmm.engines.cublasmp.library import check_versions
 from dask_distmm.engines.cublasmp.state import CublasMpState
@@ -19,8 +20,6 @@ from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
 from dask_distmm.planning import Plan
-
-__all__ = ["ENGINE", "CublasMpEngine"]
 
 
 class CublasMpEngine(CublasMpState, Engine):

@@ -16,21 +16,9 @@ if TYPE_CHECKING:
     from dask_distmm.comms.nccl import NcclComm
     from dask_distmm.engines.gpu.finishing import Input
 
-__all__ = ["DeviceShuffle", "Exchange", "InputExchange"]
-
 
 class DeviceShuffle:
-    """A `Shuffle` between device arrays, which it keeps together with its buffers.
-
-    Parameters
-    ----------
-    route
-        Which rectangles go where.
-    src, dst
-        This participant's arrays, by the numbers that the moves give them.
-    itemsize
-        Bytes of an element; 0 for those of the arrays, of which there must be one then.
-    """
+    """A `Shuffle` between device arrays, which it keeps together with its buffers."""
 
     def __init__(self, route: Route, src: dict[int, Any], dst: dict[int, Any], itemsize: int = 0) -> None:
         self.buffers: list[Any] = []
@@ -46,13 +34,7 @@ class DeviceShuffle:
 
 
 class Exchange:
-    """Several shuffles at once: one launch to pack, one group of messages, one launch to unpack.
-
-    Parameters
-    ----------
-    found
-        The shuffles; all of one element size.
-    """
+    """Several shuffles at once: one launch to pack, one group of messages, one launch to unpack."""
 
     def __init__(self, *found: DeviceShuffle) -> None:
         self.buffers = [buffer for one in found for buffer in one.buffers]
@@ -76,20 +58,7 @@ class Exchange:
 
 
 class InputExchange:
-    """How one input of the formula gets to the ranks that need its parts.
-
-    Parameters
-    ----------
-    one
-        The input, as this rank needs it.
-    me, ranks
-        This participant, and the participant of each rank.
-
-    Attributes
-    ----------
-    outside
-        The rectangles that must be fetched from workers that are no ranks.
-    """
+    """How one input of the formula gets to the ranks that need its parts."""
 
     def __init__(self, one: Input, me: int, ranks: tuple[int, ...]) -> None:
         among, self.outside = one.moves.among(ranks, me)

@@ -22,7 +22,8 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, contiguous, is_of_d, wait_checked
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, Job, contiguous, is_of_d, wait_checked
 from dask_distmm.engines.cublasmp.exchange import Exchange, InputExchange
 from dask_distmm.engines.cublasmp.library import Group
 from dask_distmm.engines.cublasmp.matrices import cut_bias, make_operand, make_result
@@ -39,24 +40,12 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.cublasmp.epilogs import all_reduced, native_epilog, own_kernel, returned_type
 from dask_distmm.planning.cublasmp.tiles import make_tiles
 
-__all__ = ["CublasMpJob"]
-
 # Seconds between two looks at an event.
 _LOOK = 2e-5
 
 
 class CublasMpJob(Job[Plan]):
-    """One participant's side of one run; see the text of the module.
-
-    Parameters
-    ----------
-    plan, me, chunks, comm, progress
-        As `Job` takes them; NumPy or CuPy arrays, and Dask's comms.
-    ready
-        CUDA events after which the chunks are complete.
-    engine
-        The stream, and the groups that have a communicator.
-    """
+    """One participant's side of one run; see the text of the module."""
 
     def __init__(
         self,
@@ -81,13 +70,7 @@ class CublasMpJob(Job[Plan]):
     # Before the vote
 
     def prepare(self) -> None:
-        """Allocate tiles, chunks of D and buffers, on the default stream, because its users will free them.
-
-        Raises
-        ------
-        EngineError
-            The GPU or the library can't multiply these types.
-        """
+        """Allocate tiles, chunks of D and buffers, on the default stream, because its users will free them."""
         for event in self._ready:
             cp.cuda.Stream.null.wait_event(event)
         if self.rank is None:

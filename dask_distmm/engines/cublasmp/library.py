@@ -24,8 +24,6 @@ from dask_distmm.layout import ProcessGrid
 from dask_distmm.numeric.types import FP8
 from dask_distmm.planning.cublasmp.tiles import Stored, Tiles
 
-__all__ = ["Group", "check_versions"]
-
 _LEAST_CUBLASMP = 1000  # 0.10.0
 _MOST_DESCRIPTORS = 32
 
@@ -33,13 +31,7 @@ _Attribute = cublasMp.MatmulDescriptorAttribute
 
 
 def check_versions() -> dict[str, str]:
-    """Return the versions that must agree between ranks.
-
-    Raises
-    ------
-    EngineError
-        A library is too old; the message says what to install.
-    """
+    """Return the versions that must agree between ranks."""
     mp, nccl = int(cublasMp.get_version()), nccl_version()
     found, least = ".".join(map(str, nccl)), ".".join(map(str, LEAST_NCCL))
     major = cp.cuda.runtime.runtimeGetVersion() // 1000
@@ -56,19 +48,7 @@ def check_versions() -> dict[str, str]:
 
 
 class Group:
-    """The communicator, grids, workspace and descriptors of a group of ranks. To make, use or close it is collective.
-
-    Parameters
-    ----------
-    nranks, rank
-        Number of ranks, and which of them this is.
-    unique_id
-        Under which the ranks find each other.
-    names
-        What to call each rank in messages.
-    stream
-        The stream of the engine.
-    """
+    """The communicator, grids, workspace and descriptors of a group of ranks. Every call is collective."""
 
     def __init__(
         self, nranks: int, rank: int, unique_id: bytes, names: tuple[str, ...], stream: cp.cuda.Stream
@@ -100,21 +80,7 @@ class Group:
         *,
         native: Native = PLAIN,
     ) -> None:
-        """Put ``D = epilog(alpha A @ B)`` on the stream.
-
-        Parameters
-        ----------
-        tiles
-            How the matrices are distributed.
-        shape
-            m, n, k, padding included.
-        types
-            Of A, B and D.
-        a, b, d
-            This rank's tiles.
-        native
-            Factor and epilog; a bias has a value for each row of the rank's tile of D, or column if it is in C order.
-        """
+        """Put ``D = epilog(alpha A @ B)`` on the stream."""
         x, y = (b, a) if tiles.flipped else (a, b)
         key = (tiles, shape, types, x.ld, y.ld, d.ld, native._replace(bias=0))
         call = self._calls.get(key)

@@ -21,65 +21,35 @@ from dask_distmm.planning.cublasmp.epilogs import all_reduced
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles
 from dask_distmm.planning.placement import EVERYWHERE
 
-__all__ = ["OperandTile", "ResultTile", "cut_bias", "make_operand", "make_result"]
-
 
 @dataclasses.dataclass(frozen=True)
 class OperandTile:
-    """A or B on one rank.
+    """A or B on one rank."""
 
-    Parameters
-    ----------
-    target
-        The tile, as a device array.
-    shuffle
-        Fills it from the chunks of ranks.
-    outside
-        The rectangles that must be fetched from workers that are no ranks.
-    """
-
+    # The tile, as a device array.
     target: Any
+    # Fills it from the chunks of ranks.
     shuffle: DeviceShuffle
+    # The rectangles that must be fetched from workers that are no ranks.
     outside: Moves
 
 
 @dataclasses.dataclass(frozen=True)
 class ResultTile:
-    """D on one rank.
+    """D on one rank."""
 
-    Parameters
-    ----------
-    chunks
-        The rank's chunks of D, by number.
-    target
-        The tile that the library writes.
-    deliver
-        Fills the chunks from tiles; None if the only chunk is the tile itself.
-    """
-
+    # The rank's chunks of D, by number.
     chunks: dict[int, Any]
+    # The tile that the library writes.
     target: Any
+    # Fills the chunks from tiles; None if the only chunk is the tile itself.
     deliver: Exchange | None
 
 
 def make_operand(
     plan: Plan, me: int, name: str, tiles: Tiles, chunks: Mapping[ChunkKey, Any], dtype: np.dtype
 ) -> OperandTile:
-    """Use a chunk as the tile of A or B in place, or allocate a tile and find the rectangles that fill it.
-
-    Parameters
-    ----------
-    plan, me
-        The plan of the run, and this participant, which is a rank.
-    name
-        ``"a"`` or ``"b"``.
-    tiles
-        How the matrices are distributed.
-    chunks
-        The chunks that are here, on the device.
-    dtype
-        The type in which the library is given the operand.
-    """
+    """Use a chunk as the tile of A or B in place, or allocate a tile and find the rectangles that fill it."""
     rank, tile = plan.ranks.index(me), tiles.a if name == "a" else tiles.b
     sizes, where = plan.problem.chunks_of(name), plan.where[name]
     assert where is not None
@@ -102,17 +72,7 @@ def make_operand(
 
 
 def make_result(plan: Plan, me: int, tiles: Tiles, dtype: np.dtype) -> ResultTile:
-    """Allocate the tile of D, and the chunks of D that are not the tile itself.
-
-    Parameters
-    ----------
-    plan, me
-        The plan of the run, and this participant, which is a rank.
-    tiles
-        How the matrices are distributed.
-    dtype
-        The type in which the library returns D.
-    """
+    """Allocate the tile of D, and the chunks of D that are not the tile itself."""
     rank, tile, sizes = plan.ranks.index(me), tiles.d, plan.problem.out_chunks
     keeps_all = "d" in plan.kept and all_reduced(plan)
     if tiles.replicated:
@@ -138,15 +98,7 @@ def make_result(plan: Plan, me: int, tiles: Tiles, dtype: np.dtype) -> ResultTil
 
 
 def cut_bias(tile: Tile, rank: int, nranks: int) -> BiasCut:
-    """Return the cut of a bias for each row of the tile of D, or for each column if the tile is in C order.
-
-    Parameters
-    ----------
-    tile
-        How D is distributed.
-    rank, nranks
-        This rank, and the number of ranks.
-    """
+    """Return the cut of a bias for each row of the tile of D, or for each column if the tile is in C order."""
     axis, grid, ranks = (0 if tile.order == "F" else 1), tile.layout.grid, range(nranks)
     lengths = tuple(tile.layout.local_shape(r)[axis] for r in ranks)
     is_cut = (grid.nprow, grid.npcol)[axis] > 1

@@ -17,8 +17,6 @@ from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
 from dask_distmm.planning.replicas import ALONE_BYTES
 
-__all__ = ["Replication", "named"]
-
 
 def named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey, Any]:
     """Return chunks of D as `Job.execute` has them: those that this rank does not own are replicas."""
@@ -26,24 +24,7 @@ def named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey, 
 
 
 class Replication:
-    """The exchange of finished chunks between ranks; allocated before the vote.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    me
-        This participant, which is a rank.
-    own
-        Its chunks of D as they will be handed out, by number.
-    order
-        Memory order of all chunks of D.
-
-    Attributes
-    ----------
-    chunks
-        The chunks that others own, by number; filled by `exchange`.
-    """
+    """The exchange of finished chunks between ranks; allocated before the vote."""
 
     def __init__(self, plan: Plan, me: int, own: Mapping[int, Any], order: str) -> None:
         problem, grid = plan.problem, ChunkGrid(plan.problem.out_chunks)

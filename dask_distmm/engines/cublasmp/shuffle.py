@@ -15,65 +15,33 @@ import numpy as np
 from dask_distmm.layout import Moves
 from dask_distmm.layout.rectangles import DST, SRC, Span, Table, are_dense, pointers, rectangles
 
-__all__ = ["Route", "Shuffle"]
-
 # A message costs some microseconds. A rectangle of at least so many bytes has a message of its own.
 _ALONE_BYTES = 4 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Which rectangles go from which participant to which one, as all participants know it.
+    """Which rectangles go from which participant to which one, as all participants know it."""
 
-    Parameters
-    ----------
-    moves
-        All rectangles between ranks.
-    me
-        This participant.
-    ranks
-        The participant of each rank.
-    order
-        Memory order of the destinations.
-    extents
-        Length of each destination along its fast axis.
-    skip_home
-        Whether rectangles from this participant to itself are in place already.
-    alone
-        Bytes from which on a rectangle travels by itself; None for the size that suits rectangles that need packing
-        anyway.
-    """
-
+    # All rectangles between ranks.
     moves: Moves
+    # This participant.
     me: int
+    # The participant of each rank.
     ranks: tuple[int, ...]
+    # Memory order of the destinations.
     order: str
+    # Length of each destination along its fast axis.
     extents: Sequence[int]
+    # Whether rectangles from this participant to itself are in place already.
     skip_home: bool = False
+    # Bytes from which on a rectangle travels by itself; None for the size that suits rectangles that need packing
+    # anyway.
     alone: int | None = None
 
 
 class Shuffle:
-    """One redistribution, as one participant sees it.
-
-    Parameters
-    ----------
-    route
-        Which rectangles go where.
-    itemsize
-        Bytes of an element.
-    src, dst
-        Where this participant's matrices lie, by the numbers that the moves give them.
-    allocate
-        Returns the address of a new buffer of so many bytes.
-
-    Attributes
-    ----------
-    packing, unpacking
-        Tables of the rectangles to copy before and after the messages.
-    sends, receives
-        Messages: rank, address and bytes of each.
-    """
+    """One redistribution, as one participant sees it."""
 
     def __init__(
         self,

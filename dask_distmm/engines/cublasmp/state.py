@@ -6,8 +6,6 @@ import cupy as cp
 
 from dask_distmm.engines.cublasmp.library import Group
 
-__all__ = ["CublasMpState"]
-
 
 class CublasMpState:
     """A stream, and by number the groups of ranks that have a communicator."""

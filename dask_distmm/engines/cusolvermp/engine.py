@@ -12,7 +12,8 @@ from typing import Any
 
 import cupy as cp
 
-from dask_distmm.engines.base import ChunkKey, Comm, Engine, log
+from dask_distmm.comms.base import Comm
+from dask_distmm.engines.base import ChunkKey, Engine, log
 from dask_distmm.engines.cusolvermp.job import CusolverMpJob
 from dask_distmm.engines.cusolvermp.library import check_versions
 from dask_distmm.engines.cusolvermp.state import CusolverMpState
@@ -20,8 +21,6 @@ from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
 from dask_distmm.planning.factor.placement import FactorPlacement
-
-__all__ = ["ENGINE", "CusolverMpEngine"]
 
 
 class CusolverMpEngine(CusolverMpState, Engine):

@@ -33,17 +33,9 @@ from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning.factor import FactorPlan
 from dask_distmm.planning.factor.phases import factored
 
-__all__ = ["SharedExecution"]
-
 
 class SharedExecution(Execution):
-    """One rank's part of a computation of all ranks. `group` must be set before `execute`.
-
-    Parameters
-    ----------
-    plan, rank, kernels, exchange, check, progress, array
-        As `Execution` takes them; no panels are exchanged.
-    """
+    """One rank's part of a computation of all ranks. `group` must be set before `execute`."""
 
     def __init__(
         self,
@@ -59,15 +51,7 @@ class SharedExecution(Execution):
         self.group: Group
 
     def execute(self) -> None:
-        """Call the library.
-
-        Raises
-        ------
-        MatrixError
-            The matrix is not positive definite, or singular, or not finite: on all ranks.
-        EngineError
-            The library refuses its arguments: on all ranks.
-        """
+        """Call the library."""
         self._complete_second()
         problem = self.plan.problem
         with Shared(self.group, problem.dtype) as shared:

@@ -24,7 +24,8 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey, wait_checked
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, ResultKey, wait_checked
 from dask_distmm.engines.cusolvermp.execution import SharedExecution
 from dask_distmm.engines.cusolvermp.library import Group
 from dask_distmm.engines.cusolvermp.state import CusolverMpState
@@ -38,22 +39,12 @@ from dask_distmm.planning.cusolvermp.costs import share
 from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.factor.planner import way_of
 
-__all__ = ["CusolverMpJob"]
-
 # Seconds that work which was begun may take to end after an error, and between two looks whether it has.
 _SETTLING, _LOOK = 5.0, 1e-3
 
 
 class CusolverMpJob(GpuFactorJob):
-    """One participant's side of one run; see the text of the module.
-
-    Parameters
-    ----------
-    plan, me, chunks, comm, progress, ready
-        As `GpuFactorJob` takes them.
-    engine
-        The stream, the library's handle, and the groups that have a communicator.
-    """
+    """One participant's side of one run; see the text of the module."""
 
     def __init__(
         self,

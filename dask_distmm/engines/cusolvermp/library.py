@@ -20,8 +20,6 @@ from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.installing import install_command
 
-__all__ = ["LEFT", "LOWER", "Group", "Matrix", "Shared", "check_versions"]
-
 _LEAST = 901  # 0.9.1
 # cublasFillMode_t, cublasSideMode_t, cublasDiagType_t
 LOWER, _UPPER, LEFT, _NON_UNIT, _UNIT = 0, 1, 0, 0, 1
@@ -32,13 +30,7 @@ _COMPUTE_TYPES = {
 
 
 def check_versions(handle: int) -> dict[str, str]:
-    """Return the versions that must agree between ranks.
-
-    Raises
-    ------
-    EngineError
-        A library is too old; the message says what to install.
-    """
+    """Return the versions that must agree between ranks."""
     version, nccl = int(cusolverMp.get_version(handle)), nccl_version()
     found, least = ".".join(map(str, nccl)), ".".join(map(str, LEAST_NCCL))
     major = cp.cuda.runtime.runtimeGetVersion() // 1000
@@ -51,21 +43,14 @@ def check_versions(handle: int) -> dict[str, str]:
 
 
 class Matrix(NamedTuple):
-    """A matrix that is dealt out to the ranks by block columns.
+    """A matrix that is dealt out to the ranks by block columns."""
 
-    Parameters
-    ----------
-    shape, width
-        Rows and columns of the whole matrix, and the columns of a block.
-    local
-        This rank's columns; memory of any size where it has none.
-    ld
-        Distance of its columns, in elements.
-    """
-
+    # Rows and columns of the whole matrix, and the columns of a block.
     shape: tuple[int, int]
     width: int
+    # This rank's columns; memory of any size where it has none.
     local: Any
+    # Distance of its columns, in elements.
     ld: int
 
     @property
@@ -75,19 +60,7 @@ class Matrix(NamedTuple):
 
 
 class Group:
-    """The communicator and the grids of a group of ranks.
-
-    Parameters
-    ----------
-    nranks, rank
-        Number of ranks, and which of them this is.
-    unique_id
-        Under which the ranks find each other.
-    names
-        What to call each rank in messages.
-    stream, handle
-        Those of the engine.
-    """
+    """The communicator and the grids of a group of ranks."""
 
     def __init__(
         self, nranks: int, rank: int, unique_id: bytes, names: tuple[str, ...], stream: cp.cuda.Stream, handle: int
@@ -136,22 +109,7 @@ class Group:
         return self._blas
 
     def call(self, name: str, sizes: Callable[[], tuple[int, int]], routine: Callable[..., Any]) -> None:
-        """Call a routine on all ranks, with a workspace of the largest size that one of them asks for.
-
-        Parameters
-        ----------
-        name
-            Of the routine, for messages.
-        sizes
-            Returns the bytes of the workspaces on the device and on the host.
-        routine
-            Takes pointer and bytes of both.
-
-        Raises
-        ------
-        EngineError
-            The library refuses it on some rank, or there is no room for the workspace.
-        """
+        """Call a routine on all ranks, with a workspace of the largest size that one of them asks for."""
 
         def asked() -> tuple[int, int]:
             try:
@@ -180,15 +138,7 @@ class Group:
 
 
 class Shared:
-    """Routines on matrices of one type, which all ranks of a group call. A context manager, which frees descriptors.
-
-    Parameters
-    ----------
-    group
-        The ranks.
-    dtype
-        Name of the type.
-    """
+    """Routines on matrices of one type, which all ranks of a group call. A context manager, which frees descriptors."""
 
     def __init__(self, group: Group, dtype: str) -> None:
         self._group, self._dtype, self._kind = group, dtype, DATA_TYPES[dtype]
@@ -196,17 +146,7 @@ class Shared:
         self._one = np.ones(1, dtype)
 
     def solver(self, name: str, *arguments: Any, for_size: Sequence[Any] | None = None) -> int:
-        """Call a routine of cuSOLVERMp and return what it says: 0 if all is well, else a number above 0.
-
-        Parameters
-        ----------
-        name
-            Of the routine.
-        arguments
-            Those between the handle and the type; a `Matrix` stands for its pointer, first row and column, descriptor.
-        for_size
-            Those of the question for its workspace, if they are others.
-        """
+        """Call a routine of cuSOLVERMp and return what it says: 0 if all is well, else a number above 0."""
         handle, given = self._group.handle, self._given(arguments)
         asked = given if for_size is None else self._given(for_size)
         info = cp.zeros(1, np.int32)

@@ -10,8 +10,6 @@ from nvmath.bindings import cusolverMp
 if TYPE_CHECKING:
     from dask_distmm.engines.cusolvermp.library import Group
 
-__all__ = ["CusolverMpState"]
-
 
 class CusolverMpState:
     """A stream, the handle of cuSOLVERMp, and by number the groups of ranks that have a communicator."""

@@ -13,8 +13,6 @@ import numpy as np
 from dask_distmm.comms.nccl import NcclComm
 from dask_distmm.engines.factor.copies import assign
 
-__all__ = ["Gift", "Receipt", "batches", "trade"]
-
 # Bytes that are on their way from one rank to another at a time, and again in the other direction.
 _BATCH_BYTES = 2**28
 

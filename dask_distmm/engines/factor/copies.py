@@ -8,8 +8,6 @@ import numpy as np
 
 from dask_distmm.layout.redistribute import Copy
 
-__all__ = ["assign", "put"]
-
 # Rows that are turned at once: 16 of float64 fill two lines of a cache in each column.
 _STRIP = 16
 

@@ -28,8 +28,6 @@ from dask_distmm.engines.tridiagonal.reduction import HostReduction, Tridiagonal
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor import FactorPlan
 
-__all__ = ["HostShares", "SharedEigh", "Shares"]
-
 # Matrices whose largest element is between 2^-16 and 2^16 are not scaled. No factor overflows.
 _MODERATE, _MOST = 16, {"float32": 100, "float64": 1000}
 # Columns of vectors that are looked at together.
@@ -48,28 +46,12 @@ class Shares(Protocol):
         ...
 
     def deal(self, columns: NDArray[np.int64], target: Any) -> None:
-        """Fill block columns of vectors, after all ranks' rows are complete.
-
-        Parameters
-        ----------
-        columns
-            For each wanted vector its column of the rows' memory.
-        target
-            This rank's block columns of the wanted vectors.
-        """
+        """Fill block columns of vectors, after all ranks' rows are complete."""
         ...
 
 
 class HostShares:
-    """`Shares` of ranks that talk over Dask's comms.
-
-    Parameters
-    ----------
-    plan, rank
-        The plan of all ranks, and the number of this one.
-    messages
-        The way to the others.
-    """
+    """`Shares` of ranks that talk over Dask's comms."""
 
     def __init__(self, plan: FactorPlan, rank: int, messages: Messages) -> None:
         self._plan, self._rank, self._messages = plan, rank, messages
@@ -103,24 +85,7 @@ class HostShares:
 
 
 class SharedEigh:
-    """One rank's part of the eigenvalues that ranks share.
-
-    Parameters
-    ----------
-    plan, rank, kernels
-        As `dask_distmm.engines.factor.Execution` takes them.
-    messages
-        The way of small arrays to the other ranks.
-    check, progress
-        The one raises if the run is over, the other takes the share of the reduction that is done.
-
-    Attributes
-    ----------
-    shares
-        What the engine has for it.
-    timings
-        Seconds of the steps, by name.
-    """
+    """One rank's part of the eigenvalues that ranks share."""
 
     def __init__(
         self,
@@ -139,18 +104,7 @@ class SharedEigh:
         self._last = 0.0
 
     def reduce(self, a: Any) -> dict[int, Any]:
-        """Reduce the matrix; return for each of this rank's panels T of its reflectors, ``I - V T V^H``.
-
-        Parameters
-        ----------
-        a
-            This rank's block columns side by side. The lower triangle is read. Columns of reflectors take its place.
-
-        Raises
-        ------
-        MatrixError
-            An element is NaN or infinite.
-        """
+        """Reduce the matrix; return for each of this rank's panels T of its reflectors, ``I - V T V^H``."""
         self._last = time.perf_counter()
         self._scale(a)
         self._reduced = self.shares.reduce(a, self._check, self._progress)
@@ -197,18 +151,7 @@ class SharedEigh:
         return float(self._kernels.host(xp.stack(found).max())) if found else 0.0
 
     def diagonalize(self, target: Any) -> Any:
-        """Return the wanted eigenvalues, on the device; fill block columns of the tridiagonal matrix' eigenvectors.
-
-        Parameters
-        ----------
-        target
-            This rank's block columns of the wanted vectors; None where values alone are wanted.
-
-        Returns
-        -------
-        vector or None
-            None on ranks that need not return them.
-        """
+        """Return the wanted eigenvalues, on the device; fill block columns of the tridiagonal matrix' eigenvectors."""
         problem, (d, e, _) = self._plan.problem, self._reduced
         first, last = problem.subset or (0, len(d) - 1)
         if target is not None:
@@ -256,13 +199,6 @@ def triangular_factor(kernels: Kernels, v: Any, tau: NDArray[Any]) -> Any:
 
     Its inverse is the upper triangle of V^H V with 1 / tau in place of the diagonal: C. Puglisi, Modification of the
     Householder method based on the compact WY representation, SIAM J. Sci. Stat. Comput. 13 (1992).
-
-    Parameters
-    ----------
-    v
-        The reflectors as columns, column-major, with their ones and zeros.
-    tau
-        On the host. A reflector whose tau is zero is none.
     """
     xp, size = kernels.xp, v.shape[1]
     gram = kernels.empty((size, size), v.dtype)

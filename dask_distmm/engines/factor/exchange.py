@@ -14,19 +14,9 @@ from dask_distmm.engines.base import wait_checked
 from dask_distmm.planning.factor import Key, Part
 from dask_distmm.planning.factor.placement import PARTS
 
-__all__ = ["Messages", "PanelExchange"]
-
 
 class PanelExchange:
-    """Hands panels of one rank to others, and gets theirs over `Comm`, as soon as their owner has published them.
-
-    Parameters
-    ----------
-    ranks
-        The participant of each rank.
-    comm
-        The way to the participants.
-    """
+    """Hands panels of one rank to others, and gets theirs over `Comm`, as soon as their owner has published them."""
 
     def __init__(self, ranks: Sequence[int], comm: Comm) -> None:
         self._ranks, self._comm = ranks, comm
@@ -40,13 +30,7 @@ class PanelExchange:
             future.set_result(arrays)
 
     def ask(self, owner: int, key: Key) -> Future[Sequence[Any]]:
-        """Ask rank `owner` for what it publishes under `key`, now or later, without waiting.
-
-        Returns
-        -------
-        Future
-            Of the arrays, in memory of this rank; they are only read. It fails if the owner is gone or the run is over.
-        """
+        """Ask rank `owner` for what it publishes under `key`, now or later, without waiting."""
         boxes = np.array([(PARTS.index(key.part), key.panel, 0, 0, 0, 0)], np.int64)
         return self._comm.fetch(self._ranks[owner], "panel", boxes, False)
 
@@ -88,15 +72,7 @@ class PanelExchange:
 
 
 class Messages:
-    """Small arrays on the host between the ranks of one run, named by what they are and a number.
-
-    Parameters
-    ----------
-    exchange
-        The way to the other ranks.
-    check
-        Raises if the run is over; called while the rank waits.
-    """
+    """Small arrays on the host between the ranks of one run, named by what they are and a number."""
 
     def __init__(self, exchange: PanelExchange, check: Callable[[], None]) -> None:
         self._exchange, self._check = exchange, check

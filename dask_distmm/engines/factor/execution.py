@@ -35,8 +35,6 @@ from dask_distmm.planning.factor import (
     launch_order,
 )
 
-__all__ = ["Execution", "indefinite", "singular"]
-
 # The share of the time that a reduction to a tridiagonal matrix takes, of the eigenvalues that ranks share.
 _REDUCTION = 0.8
 
@@ -46,36 +44,6 @@ class Execution:
 
     First the caller writes the rank's columns of the inputs into `held`; then `execute`; then
     `dask_distmm.engines.factor.outputs` has the results.
-
-    Parameters
-    ----------
-    plan
-        The plan of all ranks.
-    rank
-        Number of this one.
-    kernels
-        The arithmetic.
-    exchange
-        The way to the other ranks.
-    check
-        Raises if the run is over; called between steps, and while the rank waits.
-    progress
-        Called with the share of the steps that is done.
-    array
-        The memory of the block columns, column-major; None to allocate it.
-
-    Attributes
-    ----------
-    array
-        The rank's block columns side by side: as many rows as the longest matrix.
-    rows_later
-        For `outputs`: the order of the rows below each panel after the swaps of later panels.
-    pivots
-        Of LU: for each panel that is here its pivots, counted from its first row, and its diagonal.
-    decomposed
-        Of a spectral decomposition: its outputs by name.
-    eigen
-        What it does where ranks share eigenvalues.
     """
 
     def __init__(
@@ -117,13 +85,7 @@ class Execution:
         return self.array[:rows, self.columns.local(self.rank, first, stop)]
 
     def execute(self) -> None:
-        """Take all steps.
-
-        Raises
-        ------
-        MatrixError
-            The matrix is not positive definite, or singular. The other ranks must be told by the caller.
-        """
+        """Take all steps."""
         self._complete_second()
         steps = self.plan.steps(self.rank)
         if self.kernels.asynchronous and self._factored == "qr":

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey, wait_checked
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, Job, ResultKey, wait_checked
 from dask_distmm.engines.factor.copies import assign, put
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
@@ -31,19 +32,9 @@ from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor.placement import FactorPlacement
 
-__all__ = ["FactorJob", "box_of"]
-
 
 class FactorJob(Job[FactorPlacement]):
-    """One participant's side of one run. See the module's text.
-
-    Parameters
-    ----------
-    plan, me, chunks, comm, progress
-        As `Job` takes them.
-    kernels
-        The arithmetic.
-    """
+    """One participant's side of one run. See the module's text."""
 
     def __init__(
         self,

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from dask_distmm.engines.tridiagonal.kernels import Merging
 
-__all__ = ["Kernels", "solve_by_halves"]
-
 
 class Kernels(Protocol):
     """BLAS and LAPACK of one device, on column-major matrices of one type.
@@ -67,61 +65,22 @@ class Kernels(Protocol):
         ...
 
     def potrf(self, a: Any) -> Any:
-        """Overwrite the lower triangle of `a` with its Cholesky factor.
-
-        Returns
-        -------
-        vector
-            Of one integer: 0; or the order of the first leading minor that is not positive, counted from 1.
-        """
+        """Overwrite the lower triangle of `a` with its Cholesky factor."""
         ...
 
     def getrf(self, a: Any, *, pivoting: bool = True) -> Any:
-        """Overwrite `a`, of any shape, with L (ones on its diagonal are left out) and U.
-
-        Parameters
-        ----------
-        pivoting
-            Whether each column's largest element, from the diagonal on, becomes the pivot. Without it elements may be
-            of any size, or NaN, where pivots would be needed.
-
-        Returns
-        -------
-        vector
-            int32, ``min(a.shape)`` pivots: row ``i`` has been swapped with row ``pivots[i]``, in that order. From 0. A
-            column whose pivot is zero is left as it is. None without pivoting.
-        """
+        """Overwrite `a`, of any shape, with L (ones on its diagonal are left out) and U."""
         ...
 
     def geqrt(self, a: Any) -> Any:
         """Overwrite `a` with R and below it the reflectors V (ones on its diagonal are left out).
 
         `a` has at least as many rows as columns.
-
-        Returns
-        -------
-        matrix
-            T, upper triangular with zeros below, as many rows as `a` has columns: ``Q = I - V T V^H``.
         """
         ...
 
     def eigh(self, a: Any, subset: tuple[int, int] | None, *, vectors: bool) -> tuple[Any, Any]:
-        """Return the eigenvalues of a Hermitian matrix in ascending order, and the eigenvectors as columns.
-
-        Parameters
-        ----------
-        a
-            The matrix, both triangles; it may be overwritten.
-        subset
-            The first and the last index of those that are returned; None for all.
-        vectors
-            Whether eigenvectors are computed; else None takes their place.
-
-        Raises
-        ------
-        numpy.linalg.LinAlgError
-            The iteration has not converged.
-        """
+        """Return the eigenvalues of a Hermitian matrix in ascending order, and the eigenvectors as columns."""
         ...
 
     def laswp(self, a: Any, pivots: Any) -> None:

@@ -13,8 +13,6 @@ from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.tall import gram_reflectors
 from dask_distmm.planning.factor import DiagonalBlock, Operation
 
-__all__ = ["Factored", "apply", "factor_panel", "is_short", "update_lower"]
-
 _FORWARD = Operation("substitute", lower=True)
 # One GEMM of several block columns has a higher rate than one of each (1 H200, float64, 16384 rows, a panel of 512
 # columns: of 512, 1024 and 4096 columns 37, 41 and 46 TFLOP/s). It computes elements above the diagonal, too: at most
@@ -30,31 +28,18 @@ _SHORT = {"cholesky": 1.3e8, "lu": 2.7e8, "qr": 4.5e8}
 
 
 class Factored(NamedTuple):
-    """A panel that has been factorized.
+    """A panel that has been factorized."""
 
-    Parameters
-    ----------
-    extras
-        What others need beside the panel itself: the pivots (LU), T (QR), or `info` where calls are asynchronous and
-        the panel goes to others before it is read (Cholesky).
-    info
-        Of Cholesky, a vector of one integer: 0, or the order of the leading minor of the diagonal block that is not
-        positive. None for others.
-    """
-
+    # What others need beside the panel itself: the pivots (LU), T (QR), or `info` where calls are asynchronous and
+    # the panel goes to others before it is read (Cholesky).
     extras: tuple[Any, ...]
+    # Of Cholesky, a vector of one integer: 0, or the order of the leading minor of the diagonal block that is not
+    # positive. None for others.
     info: Any = None
 
 
 def factor_panel(kernels: Kernels, operation: Operation, place: DiagonalBlock, panel: Any) -> Factored:
-    """Factorize a panel in place, from its diagonal block on.
-
-    Parameters
-    ----------
-    panel
-        All rows of its columns.
-
-    """
+    """Factorize a panel in place, from its diagonal block on."""
     start, stop, _ = place
     size, below = stop - start, panel[start:]
     if operation.name == "cholesky":
@@ -73,15 +58,7 @@ def factor_panel(kernels: Kernels, operation: Operation, place: DiagonalBlock, p
 
 
 def apply(kernels: Kernels, operation: Operation, place: DiagonalBlock, panel: Sequence[Any], columns: Any) -> None:
-    """Apply a panel to columns.
-
-    Parameters
-    ----------
-    panel
-        The arrays that its owner publishes: rows of the panel, and what `factor_panel` returned.
-    columns
-        All rows of these columns.
-    """
+    """Apply a panel to columns."""
     start, stop, order = place
     size = stop - start
     rows = panel[0][:, :size]
@@ -100,15 +77,7 @@ def apply(kernels: Kernels, operation: Operation, place: DiagonalBlock, panel: S
 def update_lower(
     kernels: Kernels, place: DiagonalBlock, panel: Sequence[Any], columns: Any, blocks: Sequence[tuple[int, int]]
 ) -> None:
-    """Apply a panel of a Cholesky factorization to block columns of A, in the lower triangle alone.
-
-    Parameters
-    ----------
-    columns
-        All rows of the block columns, which lie side by side.
-    blocks
-        For each block column, its first column of A and its last + 1.
-    """
+    """Apply a panel of a Cholesky factorization to block columns of A, in the lower triangle alone."""
     rows, at = panel[0], 0
     if not blocks:
         return
@@ -144,15 +113,7 @@ def _grouped(blocks: Sequence[tuple[int, int]], end: int) -> list[list[tuple[int
 
 
 def _rows_of(kernels: Kernels, rows: Any, start: int, blocks: Sequence[tuple[int, int]]) -> Any:
-    """Return those rows of a panel that are the columns of some blocks, one below the other.
-
-    Parameters
-    ----------
-    rows, start
-        Rows of the panel, and the number of the first one.
-    blocks
-        For each block its first column and its last + 1: all of one width and at the same distance, but for the last.
-    """
+    """Return those rows of a panel that are the columns of some blocks, one below the other."""
     (first, stop), count, depth = blocks[0], len(blocks), rows.shape[1]
     if count == 1:
         return rows[first - start : stop - start]
@@ -173,13 +134,6 @@ def is_short(name: str, rows: int, columns: int) -> bool:
     """Whether an update by a panel takes no longer than the panel after it, alone.
 
     Then a device gains nothing from doing both at once, as others wait for the panel, which takes twice as long so.
-
-    Parameters
-    ----------
-    name
-        Of the factorization.
-    rows, columns
-        That are updated.
     """
     each = {"cholesky": 1, "lu": 2, "qr": 4}[name]
     return each * rows * columns < _SHORT[name]

@@ -18,8 +18,6 @@ from dask_distmm.planning.factor import FactorPlan, TaskOutput
 # Forms with zeros in the other triangle.
 TRIANGLES = ("lower", "unit lower", "upper")
 
-__all__ = ["TRIANGLES", "block_column", "block_columns", "inside", "needs_copy", "output_part", "triangle_of", "whole"]
-
 
 def block_columns(execution: Execution, name: str, out: Any = None) -> Any:
     """Return a rank's part of a result: its block columns side by side, as `FactorPlan.output_layout` has them.
@@ -50,13 +48,7 @@ def needs_copy(output: TaskOutput, plan: FactorPlan) -> bool:
 
 
 def output_part(execution: Execution, name: str, out: Any = None) -> Any:
-    """Return a rank's part of a result; its other triangle, if it has one, may hold anything (`triangle_of`).
-
-    Parameters
-    ----------
-    out
-        Where it is written to if it has to be copied (`needs_copy`); None to allocate that.
-    """
+    """Return a rank's part of a result; its other triangle, if it has one, may hold anything (`triangle_of`)."""
     output, layout = execution.plan.output(name), execution.plan.output_layout(name)
     assert layout is not None
     if needs_copy(output, execution.plan):
@@ -69,15 +61,7 @@ def output_part(execution: Execution, name: str, out: Any = None) -> Any:
 
 
 def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Yield the parts of copies that are not wholly outside of a triangle: rows on the diagonal, and the others.
-
-    Parameters
-    ----------
-    form
-        One of `TRIANGLES`; of any other form copies stay whole.
-    copies
-        Rectangles of the whole matrix.
-    """
+    """Yield the parts of copies that are not wholly outside of a triangle: rows on the diagonal, and the others."""
     for copy in copies:
         first, end = copy.row, copy.row + copy.nrows
         on, off = (min(max(first, column), end) for column in (copy.col, copy.col + copy.ncols))
@@ -89,17 +73,7 @@ def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
 
 
 def triangle_of(kernels: Kernels, form: str, part: Any, row: int, col: int) -> Any:
-    """Return a part of a result with zeros, or ones, in place of what is not in its triangle.
-
-    Parameters
-    ----------
-    form
-        Of the result (`TaskOutput.form`).
-    part
-        The part.
-    row, col
-        Where it begins in the whole matrix.
-    """
+    """Return a part of a result with zeros, or ones, in place of what is not in its triangle."""
     rows, cols = part.shape
     lower, xp = form != "upper", kernels.xp
     if form not in TRIANGLES:
@@ -112,20 +86,7 @@ def triangle_of(kernels: Kernels, form: str, part: Any, row: int, col: int) -> A
 
 
 def block_column(execution: Execution, output: TaskOutput, number: int) -> Any:
-    """Return one block column of a result.
-
-    Parameters
-    ----------
-    output
-        A result that has block columns.
-    number
-        Number of a block of this rank, counted over both matrices.
-
-    Returns
-    -------
-    matrix
-        As ranks hold it (`TaskOutput.turned`). It may share memory with the rank's array: copy before you write.
-    """
+    """Return one block column of a result."""
     kernels, columns = execution.kernels, execution.columns
     _, start, stop = columns.blocks[number]
     rows, cols = output.held
@@ -189,13 +150,6 @@ def whole(execution: Execution, output: TaskOutput) -> Any:
     """Return a result that has no block columns: pivots, a permutation, a determinant, a spectral decomposition.
 
     The rank is one of `FactorPlan.holders`.
-
-    Returns
-    -------
-    array
-        ``"pivots"``: int32, row ``i`` has been swapped with row ``pivots[i]``, in that order. ``"permutation"``: p of
-        int64 with ``a[p] = l @ u``. ``"sign"``, ``"logdet"`` and ``"det"``: 0-dimensional, as NumPy has them.
-        ``"spectral"``: as `dask_distmm.engines.factor.spectral` has it, on the device.
     """
     if output.form == "spectral":
         return execution.decomposed[output.name]

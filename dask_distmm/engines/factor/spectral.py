@@ -14,26 +14,9 @@ from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor import Factorization
 
-__all__ = ["decompose", "not_finite", "unit_factors"]
-
 
 def decompose(kernels: Kernels, task: Factorization, a: Any, b: Any = None) -> dict[str, Any]:
-    """Return the outputs of a spectral task by name; vectors of values are 1-dimensional.
-
-    Parameters
-    ----------
-    kernels
-        The arithmetic.
-    task
-        Of kind ``"eigh"`` or ``"svd"``.
-    a, b
-        The whole matrices, column-major. They are overwritten.
-
-    Raises
-    ------
-    MatrixError
-        An element is NaN or infinite, B is not positive definite, or the iteration has not converged.
-    """
+    """Return the outputs of a spectral task by name; vectors of values are 1-dimensional."""
     try:
         if task.kind == "svd":
             return _svd(kernels, task, a)

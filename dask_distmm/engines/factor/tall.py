@@ -24,19 +24,6 @@ import numpy as np
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.kernels import Kernels
 
-__all__ = [
-    "Divisor",
-    "Divisors",
-    "both_divisors",
-    "first_divisor",
-    "gram",
-    "gram_of_quotient",
-    "gram_reflectors",
-    "quotient",
-    "tall_qr",
-    "tall_r",
-]
-
 # If Q1^H Q1 differs from the identity by less in the 2-norm, Q is orthonormal up to rounding (section 3 there). The
 # norm of Frobenius, which is computed, is not below that.
 _NEAR = 5 / 64
@@ -55,17 +42,6 @@ class Divisor:
     """An upper triangular matrix R that matrices are divided by from the right.
 
     It travels by way of the host.
-
-    Parameters
-    ----------
-    r
-        R, (n, n), column-major, with zeros below the diagonal. All work on it is done.
-    well
-        Whether products with the inverse are as exact as solutions.
-    inverse
-        Its inverse, column-major; None to compute it where it is needed.
-    xp
-        The array module of both.
     """
 
     def __init__(self, r: Any, well: bool, inverse: Any = None, xp: Any = np) -> None:
@@ -105,15 +81,7 @@ class Divisors:
 
 
 def tall_qr(kernels: Kernels, a: Any) -> tuple[Any, Any]:
-    """Return Q, (m, min(m, n)), and R, (min(m, n), n), of a matrix.
-
-    Parameters
-    ----------
-    kernels
-        The arithmetic.
-    a
-        The matrix, (m, n), of any memory order.
-    """
+    """Return Q, (m, min(m, n)), and R, (min(m, n), n), of a matrix."""
     divisors = _divisors(kernels, a)
     if divisors is not None:
         return quotient(kernels, a, divisors), divisors.r(kernels)
@@ -167,17 +135,7 @@ def gram_of_quotient(kernels: Kernels, a: Any, first: Divisor) -> Any:
 
 
 def both_divisors(kernels: Kernels, first: Divisor, gram: Any) -> Divisors | None:
-    """Return what A is divided by for Q; None if that is not safe.
-
-    Parameters
-    ----------
-    kernels
-        The arithmetic.
-    first
-        R1.
-    gram
-        The lower triangle of ``Q1^H Q1``, which is overwritten.
-    """
+    """Return what A is divided by for Q; None if that is not safe."""
     with np.errstate(all="ignore"):
         # NaN is not near.
         good = kernels.distance(gram) < _NEAR**2
@@ -214,11 +172,6 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
 
     S has the signs that keep the diagonal of Q - S away from zero, and V1 is the upper block of V. Of Q only the upper
     block is computed: the rows of V below are those of ``Q1 (U R2)^-1``.
-
-    Returns
-    -------
-    matrix or None
-        T; None, with `a` as it was, where the factorization into V and U would need pivots, or Q is not safe.
     """
     (m, n), xp = a.shape, kernels.xp
     if not 0 < n <= m:

@@ -10,8 +10,6 @@ import cupy as cp
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.errors import EngineError
 
-__all__ = ["check_arrays", "check_gpu"]
-
 
 def check_gpu() -> None:
     """Raise `EngineError` if this process sees no GPU."""

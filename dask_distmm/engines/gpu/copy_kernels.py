@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout.rectangles import INNER, OUTER, Table, split, unit_of, work
 
-__all__ = ["Launch", "copy_rectangles"]
-
 _TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "uint4"}
 
 _FIND = """
@@ -93,21 +91,7 @@ def _copy_kernel(name: str, size: int) -> cp.RawKernel:
 
 
 class Launch:
-    """One kernel launch with its table on the device.
-
-    Parameters
-    ----------
-    name
-        Of the kernel.
-    size
-        Bytes of what it copies at a time.
-    threads
-        Shape of a block.
-    blocks
-        How many.
-    table, first
-        On the device: the table, and the number of the first block of each rectangle.
-    """
+    """One kernel launch with its table on the device."""
 
     def __init__(
         self, name: str, size: int, threads: tuple[int, ...], blocks: int, table: cp.ndarray, first: cp.ndarray
@@ -125,13 +109,6 @@ def copy_rectangles(tables: Sequence[Table], itemsize: int) -> list[list[Launch]
     """Return for each of some tables the launches that copy its rectangles: at most one of each kind there is.
 
     Made on the default stream, with one copy to the device for all of them.
-
-    Parameters
-    ----------
-    tables
-        See `rectangles`; rectangles of one table must not overlap where they are written.
-    itemsize
-        Bytes of an element: 1, 2, 4, 8 or 16.
     """
     made: list[tuple[int, str, int, tuple[int, ...], Table, NDArray[np.int64]]] = []
     for number, table in enumerate(tables):

@@ -10,36 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from dask_distmm.comms.base import Comm
 from dask_distmm.comms.nccl import make_unique_id
-from dask_distmm.engines.base import Comm, Ended
+from dask_distmm.engines.base import Ended
 from dask_distmm.engines.gpu.gate import Gate
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.planning.placement import Placement
 
-__all__ = ["CollectiveEntry"]
-
 
 class CollectiveEntry:
-    """One participant's way into the collective calls of a run, and out of them.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    rank
-        The number of this rank; None for a participant that is no rank.
-    comm
-        Dask's comms to the other participants.
-    ended
-        Whether the run has been ended.
-    share
-        The share of the cost model's rate that the library has at least.
-
-    Attributes
-    ----------
-    unique_id
-        After `enter`: the id under which the ranks make their communicator; empty if they have one.
-    """
+    """One participant's way into the collective calls of a run, and out of them."""
 
     def __init__(self, plan: Placement, rank: int | None, comm: Comm, ended: Ended, share: float = 1.0) -> None:
         self._plan, self._rank, self._comm, self._ended, self._share = plan, rank, comm, ended, share
@@ -50,18 +30,7 @@ class CollectiveEntry:
         self._lock = threading.Lock()
 
     def enter(self, *, has_group: bool) -> None:
-        """Wait until all ranks are here; from then on no rank leaves before the library returns.
-
-        Parameters
-        ----------
-        has_group
-            Whether the ranks have a communicator already.
-
-        Raises
-        ------
-        BaseException
-            The error that the run was ended with.
-        """
+        """Wait until all ranks are here; from then on no rank leaves before the library returns."""
         if len(self._plan.ranks) == 1:
             self._ended.check()
             self._committed = True

@@ -8,15 +8,14 @@ from typing import Any, Literal, Protocol
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, contiguous
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, contiguous
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.outputs import TRIANGLES
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.planning.factor.placement import FactorPlacement
-
-__all__ = ["GpuFactorJob"]
 
 
 class SolverState(Protocol):
@@ -33,17 +32,7 @@ class SolverState(Protocol):
 
 
 class GpuFactorJob(FactorJob):
-    """One participant's side of a factorization on a GPU: chunks are there, and results are made there.
-
-    Parameters
-    ----------
-    plan, me, chunks, comm, progress
-        As `FactorJob` takes them.
-    ready
-        CUDA events after which the chunks are complete.
-    state
-        What the engine keeps between runs: the stream of the work, and kernels.
-    """
+    """One participant's side of a factorization on a GPU: chunks are there, and results are made there."""
 
     def __init__(
         self,

@@ -17,36 +17,9 @@ from dask_distmm.numeric.epilogs import Formula, elementwise, part_shape, reduct
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Chunks, Plan
 
-__all__ = ["BiasCut", "Finishing", "Input", "Kernel", "NativeBias"]
-
 
 class Input:
-    """One input of the formula, cut into parts: this rank's parts, and the rectangles to copy into the parts of all.
-
-    Parameters
-    ----------
-    plan, me
-        The plan of the run, and this participant.
-    name
-        The operand.
-    chunks
-        The chunks that are here, on the device.
-    sizes
-        How its rows and columns are cut into parts.
-    needed
-        For each rank, the numbers of the parts that it needs.
-    parts
-        Arrays for the parts that this rank needs, by number; they are allocated here if None.
-
-    Attributes
-    ----------
-    moves
-        The rectangles from chunks to parts, of all ranks.
-    arrays
-        Chunks that are here, by number.
-    widths
-        Columns of each part.
-    """
+    """One input of the formula, cut into parts: this rank's parts, and the rectangles to copy into the parts of all."""
 
     def __init__(
         self,
@@ -105,41 +78,20 @@ class _ByChunk(Input):
 
 @dataclasses.dataclass(frozen=True)
 class BiasCut:
-    """How the bias is cut along the one axis of D along which it has values.
+    """How the bias is cut along the one axis of D along which it has values."""
 
-    Parameters
-    ----------
-    axis
-        That axis: 0 for a value for each row of D, 1 for a value for each column.
-    sizes
-        The lengths of all parts.
-    parts
-        The number of each rank's part.
-    length
-        The extent along the axis of the product that this rank computes; beyond its part it is padding.
-    """
-
+    # That axis: 0 for a value for each row of D, 1 for a value for each column.
     axis: int
+    # The lengths of all parts.
     sizes: tuple[int, ...]
+    # The number of each rank's part.
     parts: Sequence[int]
+    # The extent along the axis of the product that this rank computes; beyond its part it is padding.
     length: int
 
 
 class NativeBias:
-    """The bias that the library adds on this rank, a value for each row or column of the product that it computes.
-
-    Parameters
-    ----------
-    plan, me, rank, chunks
-        As for `Finishing`.
-    cut
-        How the ranks cut it.
-
-    Attributes
-    ----------
-    vector
-        The bias in the type of D, once `convert` has been done.
-    """
+    """The bias that the library adds on this rank, a value for each row or column of the product that it computes."""
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], cut: BiasCut) -> None:
         own, dtype = carried(plan.problem.dtype_of("bias"), "cupy"), plan.problem.result_type
@@ -164,24 +116,7 @@ class NativeBias:
 
 
 class Finishing:
-    """The formula on one rank's chunks of D after the product; its outputs are allocated when it is made.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    me, rank
-        This participant, and its number as a rank.
-    chunks
-        The chunks that are here, on the device.
-    order
-        Memory order of its chunks of D.
-
-    Attributes
-    ----------
-    made
-        The outputs, filled by `apply`: chunks by the name of the output, empty for D, and number.
-    """
+    """The formula on one rank's chunks of D after the product; its outputs are allocated when it is made."""
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
         problem = plan.problem

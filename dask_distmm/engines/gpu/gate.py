@@ -14,17 +14,9 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future, InvalidStateError
 
-__all__ = ["Gate"]
-
 
 class Gate:
-    """Rank 0's side.
-
-    Parameters
-    ----------
-    nranks
-        How many must ask.
-    """
+    """Rank 0's side."""
 
     def __init__(self, nranks: int) -> None:
         self.opened: Future[None] = Future()

@@ -21,8 +21,6 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.types import FP8, compute_dtype, dtype_from_name
 
-__all__ = ["DATA_TYPES", "OPS", "PLAIN", "Gemm", "Kinds", "Memory", "Native", "Shape", "alpha_beta", "check_fp8"]
-
 # The tensor cores of Ada, Hopper and newer.
 _LEAST_FP8 = 89
 
@@ -86,13 +84,7 @@ class Kinds(NamedTuple):
 
     @property
     def compute_type(self) -> int:
-        """The library's number for it.
-
-        Raises
-        ------
-        EngineError
-            The library has no such compute type.
-        """
+        """The library's number for it."""
         if not self.compute:
             return int(_COMPUTE_TYPES[self.a])
         found = getattr(_Compute, _OTHER_COMPUTE_TYPES[self.compute], None)
@@ -134,27 +126,7 @@ def check_fp8() -> None:
 
 
 class Gemm:
-    """``D = epilog(alpha A @ B)``, or ``D = epilog(alpha A @ B + D)``, ready to be put on streams.
-
-    Parameters
-    ----------
-    shape
-        Extents, and how the matrices lie; FP8 wants op T, N.
-    types
-        Of A, B and D.
-    a, b, d
-        The matrices, which stay where they are.
-    add
-        Add to what D holds, in D's type.
-    native
-        Factor and epilog; a bias has a value of D's type for each column of D if the library computes its transpose,
-        else for each row.
-
-    Raises
-    ------
-    EngineError
-        The library can't multiply so.
-    """
+    """``D = epilog(alpha A @ B)``, or ``D = epilog(alpha A @ B + D)``, ready to be put on streams."""
 
     def __init__(
         self,

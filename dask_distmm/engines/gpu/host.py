@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from dask_distmm.numeric.conversions import decode
 from dask_distmm.numeric.types import FP8
 
-__all__ = ["Uploads", "device_like", "in_type", "staging", "to_device", "to_host"]
-
 # With these a host of 16 cores copies 33 GB/s to an H200 and 18 GB/s from it into new memory (PCIe: 55 GB/s); with 4
 # threads 21 and 12 GB/s.
 _BUFFER_BYTES = 4 * 2**20
@@ -82,34 +80,14 @@ class _Piece(NamedTuple):
 
 
 class Uploads:
-    """Copies NumPy matrices to the device in their order: a few pieces are filled while an earlier one travels.
-
-    Parameters
-    ----------
-    stream
-        The stream of the copies.
-    staged
-        What `staging` returned, for matrices of another memory order or type than their targets; None without such.
-    way
-        Whose pinned buffers it takes.
-    """
+    """Copies NumPy matrices to the device in their order: a few pieces are filled while an earlier one travels."""
 
     def __init__(self, stream: cp.cuda.Stream, staged: cp.ndarray | None = None, way: str = "up") -> None:
         self._stream, self._staged, self._way = stream, staged, way
         self._waiting: collections.deque[_Piece] = collections.deque()
 
     def put(self, source: NDArray[Any], target: cp.ndarray, type_name: str = "") -> None:
-        """Copy a matrix; the last pieces are not on the stream before `finish`.
-
-        Parameters
-        ----------
-        source
-            The matrix, of any strides.
-        target
-            Device memory of its shape, dense along one axis. If its type is another one the matrix is converted.
-        type_name
-            Name of the type of the matrix, for FP8 that is carried as bytes.
-        """
+        """Copy a matrix; the last pieces are not on the stream before `finish`."""
         if source.strides[0] == source.itemsize and source.strides[1] != source.itemsize:
             source, target = source.T, target.T
         if source.flags.c_contiguous and target.flags.c_contiguous:

@@ -17,8 +17,6 @@ from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
 from dask_distmm.engines.gpu.merging import DeviceMerging
 from dask_distmm.engines.gpu.operands import record
 
-__all__ = ["SolverKernels"]
-
 _WORKSPACE_BYTES = 2**25
 # Triangles of a larger order are solved with by halves, where there are so many unknowns that the calls do not count
 # (1 H200, float64, order 512, 32768 columns: 1.0 ms, cuBLAS 1.5; from the right cuBLAS is as quick).
@@ -69,13 +67,7 @@ class _Handles:
 
 
 class SolverKernels:
-    """`dask_distmm.engines.factor.Kernels` for CuPy arrays, on two streams.
-
-    Parameters
-    ----------
-    stream
-        The stream of the work. Its user makes it the current one, so that memory is taken and freed in its order.
-    """
+    """`dask_distmm.engines.factor.Kernels` for CuPy arrays, on two streams."""
 
     asynchronous, xp = True, cp
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from dask_distmm.engines.gpu.sources import kernel
 from dask_distmm.engines.tridiagonal.bisection import bounds
 
-__all__ = ["DeviceMerging"]
-
 _THREADS = 256
 # Warps find one root each; so few are in a block that a small equation has many blocks.
 _ROOT_THREADS = 128

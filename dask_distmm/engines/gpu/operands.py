@@ -14,24 +14,9 @@ from dask_distmm.engines.gpu.host import device_like, in_type, to_device
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Problem
 
-__all__ = ["DeviceChunks", "ld", "mark", "record", "usable"]
-
 
 class DeviceChunks:
-    """The chunks of a participant as device arrays. All memory for them is allocated when it is made, before the vote.
-
-    Parameters
-    ----------
-    problem
-        The problem of the run.
-    chunks
-        NumPy or CuPy chunks by operand and number; chunks of A and B are converted to `Problem.matrix_types`.
-
-    Attributes
-    ----------
-    arrays
-        The device arrays, complete after `fill`.
-    """
+    """The chunks of a participant as device arrays, whose memory is allocated at once, before the vote."""
 
     def __init__(self, problem: Problem, chunks: Mapping[ChunkKey, Any]) -> None:
         self.arrays: dict[ChunkKey, Any] = {}

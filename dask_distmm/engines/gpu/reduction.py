@@ -29,8 +29,6 @@ from dask_distmm.engines.tridiagonal.reduction import TINY, Tridiagonal, panel_w
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.planning.factor import Columns
 
-__all__ = ["DeviceReduction", "Peers", "exchange_bytes"]
-
 # As tridiagonal.cu has them.
 _NARROW, _ROWS, _THREADS, _COLS, _WARPS, _MOST_TILES, _HEADER = 64, 512, 128, 8, 8, 1024, 256
 _LATE, _DIFFERENT = 2, 3
@@ -47,17 +45,11 @@ _LOOK = 2e-5
 
 
 class Peers(NamedTuple):
-    """The memory of all ranks, as one of them sees it.
+    """The memory of all ranks, as one of them sees it."""
 
-    Parameters
-    ----------
-    addresses
-        Where the memory of `exchange_bytes` of each rank is; zeros in its first bytes.
-    pull
-        Returns some columns of another rank's block columns, in its memory: the rank, and the columns as it has them.
-    """
-
+    # Where the memory of `exchange_bytes` of each rank is; zeros in its first bytes.
     addresses: Sequence[int]
+    # Returns some columns of another rank's block columns, in its memory: the rank, and the columns as it has them.
     pull: Callable[[int, slice], Any]
 
 
@@ -72,21 +64,7 @@ def _part_bytes(order: int, itemsize: int) -> int:
 
 
 class DeviceReduction:
-    """One rank's part of a reduction; all its memory is allocated when it is made.
-
-    Parameters
-    ----------
-    columns
-        Which rank has which block column; their width is a multiple of 8.
-    rank
-        The number of this one.
-    dtype
-        Of the matrix.
-    names
-        The ranks' names, for messages.
-    limit
-        Seconds after which a rank that does not answer is given up.
-    """
+    """One rank's part of a reduction; all its memory is allocated when it is made."""
 
     def __init__(self, columns: Columns, rank: int, dtype: np.dtype, names: Sequence[str], limit: float) -> None:
         self._columns, self._rank, self._dtype, self._names, self._limit = columns, rank, dtype, names, limit
@@ -160,24 +138,7 @@ class DeviceReduction:
         check: Callable[[], None],
         progress: Callable[[float], None],
     ) -> Tridiagonal:
-        """Reduce the matrix on the current stream.
-
-        Parameters
-        ----------
-        array
-            This rank's block columns side by side; reflectors take their place.
-        kernels
-            Products of matrices.
-        peers
-            The memory of all ranks.
-        check, progress
-            The one raises if the run is over, the other takes the share that is done.
-
-        Raises
-        ------
-        EngineError
-            A rank has not answered for too long, or GPUs of different kinds have computed different bits.
-        """
+        """Reduce the matrix on the current stream."""
         parameters, stream = self._parameters(array, peers), cp.cuda.get_current_stream()
         events: collections.deque[Any] = collections.deque()
         for start in range(0, self._order, self._narrow):

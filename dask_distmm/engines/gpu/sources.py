@@ -8,8 +8,6 @@ import importlib.resources
 import cupy as cp
 import numpy as np
 
-__all__ = ["kernel", "source"]
-
 _NUMBERS = {
     "float32": ("float", 4, 0),
     "float64": ("double", 8, 0),

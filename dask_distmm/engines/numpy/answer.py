@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import wait_checked
 from dask_distmm.errors import EngineError
 
-__all__ = ["Answer"]
-
 
 class Answer:
     """Matrices on their way."""

@@ -26,8 +26,6 @@ from threadpoolctl import ThreadpoolController
 
 from dask_distmm.engines.numpy.routines import column_major, ld_of, routine
 
-__all__ = ["add_lower", "blas_threads", "gemm", "is_symmetric", "mirror", "reflect"]
-
 # Rows of a tile of a symmetric product, which is held besides: 8 MiB in float64.
 _TILE = 1024
 # Products of fewer rows, or a shorter k, are not worth the mirroring.
@@ -37,17 +35,7 @@ _MIRRORED = 256
 
 
 def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], conjugated: tuple[bool, bool] = (False, False)) -> None:
-    """Compute ``c += a @ b`` in place.
-
-    Parameters
-    ----------
-    a, b, c
-        Matrices (m, k), (k, n) and (m, n) of one type. float32, float64, complex64 and complex128 go to
-        BLAS, other types to ``numpy.matmul`` (for bool, ``+`` is "or").
-    conjugated
-        Whether the conjugates of `a` and `b` are meant. BLAS conjugates what it also transposes: without a copy if the
-        memory order of the operand is the other one than that of `c`.
-    """
+    """Compute ``c += a @ b`` in place."""
     call = routine(c.dtype.char, "gemm")
     if 0 in (*a.shape, *b.shape):
         return
@@ -102,13 +90,7 @@ def _add_symmetric(x: NDArray[Any], conjugated: tuple[bool, bool], c: NDArray[An
 
 
 def add_lower(x: NDArray[Any], c: NDArray[Any]) -> bool:
-    """Add ``x @ x.T`` to the lower triangle of `c`, and return True; False, without having done anything, if it can't.
-
-    Parameters
-    ----------
-    x, c
-        Real matrices (n, k) and (n, n) of one type.
-    """
+    """Add ``x @ x.T`` to the lower triangle of `c`, and return True; False, with nothing done, if it can't."""
     call = routine(c.dtype.char, "syrk")
     columns, lower = column_major(x), column_major(c)
     fits = x.dtype == c.dtype and c.dtype.kind == "f" and max(x.shape) < 2**31

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Engine, Job, ResultKey
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, Engine, Job, ResultKey
 from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.gathered import GatheredChunks
 from dask_distmm.engines.numpy.answer import Answer
@@ -46,8 +47,6 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import goes_on
-
-__all__ = ["ENGINE", "NumpyEngine", "NumpyJob"]
 
 # Boxes smaller than this on average travel in one vector.
 _FLAT_BYTES = 2**20

@@ -14,8 +14,6 @@ from dask_distmm.engines.panels import ChunkBlock, chunk_blocks_of
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Plan
 
-__all__ = ["Inputs"]
-
 
 class _AskedInput(NamedTuple):
     """One input on its way: where it goes, which pieces are here, which come from others."""
@@ -27,21 +25,7 @@ class _AskedInput(NamedTuple):
 
 
 class Inputs:
-    """The problem's extras, as one rank needs them.
-
-    Parameters
-    ----------
-    plan
-        Of the run.
-    me
-        This participant.
-    chunks
-        The chunks that it has.
-    ask
-        Asks a participant for pieces; its answer has ``wait(check)``.
-    check
-        Raises if the run has been aborted.
-    """
+    """The problem's extras, as one rank needs them."""
 
     def __init__(
         self,

@@ -15,8 +15,6 @@ from dask_distmm.engines.numpy.routines import column_major, ld_of, routine
 from dask_distmm.engines.tridiagonal.kernels import HostMerging
 from dask_distmm.errors import EngineError
 
-__all__ = ["LapackKernels"]
-
 _ref = ctypes.byref
 _Integers = ctypes.POINTER(ctypes.c_int)
 # Columns that start at the same place of a page compete for the same lines of a cache: their distance is kept from

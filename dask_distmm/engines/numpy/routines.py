@@ -18,8 +18,6 @@ import scipy.linalg.cython_blas
 import scipy.linalg.cython_lapack
 from numpy.typing import NDArray
 
-__all__ = ["column_major", "ld_of", "routine"]
-
 _PREFIX = {"f": "s", "d": "d", "F": "c", "D": "z"}
 _CAPSULES: Mapping[str, Any] = {
     **scipy.linalg.cython_lapack.__pyx_capi__,
@@ -29,21 +27,7 @@ _CAPSULES: Mapping[str, Any] = {
 
 @functools.cache
 def routine(char: str, name: str) -> Callable[..., None] | None:
-    """Return a routine of BLAS or LAPACK for a type, or None if there is none with 32-bit integer arguments.
-
-    Parameters
-    ----------
-    char
-        Character of the NumPy type (``dtype.char``).
-    name
-        Name of the routine without its first letter: ``"gemm"``.
-
-    Returns
-    -------
-    callable
-        It takes what Fortran's takes, in order: bytes for letters, `ctypes.byref` of a `ctypes.c_int` for integers,
-        addresses for all else.
-    """
+    """Return a routine of BLAS or LAPACK for a type, or None if there is none with 32-bit integer arguments."""
     if char not in _PREFIX or f"{_PREFIX[char]}{name}" not in _CAPSULES:
         return None
     capsule = _CAPSULES[f"{_PREFIX[char]}{name}"]

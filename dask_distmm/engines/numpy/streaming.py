@@ -17,23 +17,9 @@ from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.planning import Plan
 from dask_distmm.planning.footprint import made_ahead
 
-__all__ = ["Streamed"]
-
 
 class Streamed:
-    """One rank's chunks that it makes itself, and those of the other operand, which are in memory somewhere.
-
-    Parameters
-    ----------
-    plan, me
-        The plan, and which participant this is.
-    chunks
-        The chunks that are here; some are a `SourceChunk`.
-    ask
-        Asks a participant for parts of its chunks.
-    check
-        Raises if the run has been ended.
-    """
+    """One rank's chunks that it makes itself, and those of the other operand, which are in memory somewhere."""
 
     def __init__(
         self,

@@ -16,8 +16,6 @@ from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import is_gram
 
-__all__ = ["Block", "Sums", "chunk_part", "pack_blocks", "placed_block"]
-
 
 class Block(NamedTuple):
     """A matrix and where it lies: rows and columns of D, or of a panel."""
@@ -63,24 +61,7 @@ def _is_symmetric(plan: Plan, rank: int, begun: Container[int]) -> bool:
 
 
 class Sums:
-    """One rank's sums, zero at first but for chunks that an earlier run has begun.
-
-    Parameters
-    ----------
-    plan
-        The plan.
-    rank
-        The rank.
-    begun
-        Sums over other parts of k: chunks of D that stay with this rank, by number. The sums go on in them.
-
-    Attributes
-    ----------
-    chunks
-        Those chunks of D, by number, that are summed up in place and stay with this rank.
-    symmetric
-        Whether all sums are symmetric, or Hermitian: above the diagonal they are made of those below it.
-    """
+    """One rank's sums, zero at first but for chunks that an earlier run has begun."""
 
     def __init__(self, plan: Plan, rank: int, begun: Mapping[int, NDArray[Any]]) -> None:
         self.plan = plan
@@ -126,17 +107,7 @@ class Sums:
             self._full = {number for number, index in enumerate(self._block_of) if index in begun}
 
     def add(self, a: list[Block], b: list[Block], before: tuple[int, int], check: Callable[[], None]) -> None:
-        """Add the products of all pairs of blocks, but of the first ``before[0]`` of A and ``before[1]`` of B.
-
-        Parameters
-        ----------
-        a, b
-            Blocks of a panel of A and of B.
-        before
-            Counts of the blocks whose products have been added before.
-        check
-            Raises if the run has been ended.
-        """
+        """Add the products of all pairs of blocks, but of the first ``before[0]`` of A and ``before[1]`` of B."""
         conj_a, conj_b = self.plan.problem.conjugated
         packing = self.plan.packing
         conjugated = conj_a and not packing.a, conj_b and not packing.b

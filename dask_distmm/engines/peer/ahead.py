@@ -22,8 +22,6 @@ from dask_distmm.engines.gpu.gemm import Gemm
 from dask_distmm.engines.gpu.operands import mark
 from dask_distmm.engines.peer.trace import Trace
 
-__all__ = ["Ahead", "Captured", "Work", "at_hand", "capture", "shorten"]
-
 # Products that together take between so many seconds are begun before the vote. Shorter ones are kept to hide pulls.
 # Longer ones would waste too much time if the run does not take place.
 _LEAST_SECONDS, _MOST_SECONDS = 1e-3, 5e-3
@@ -75,15 +73,7 @@ def shorten(stream: cp.cuda.Stream, products: Sequence[Work], rate: float) -> Se
 
 
 def at_hand(products: Sequence[tuple[Sequence[Work], bool]], rate: float) -> tuple[int, bool]:
-    """Return how many products can come first, and whether these are to be begun.
-
-    Parameters
-    ----------
-    products
-        The GEMMs of each, and whether all is here that they need.
-    rate
-        Floating-point operations that the GPU does in a second.
-    """
+    """Return how many products can come first, and whether these are to be begun."""
     seconds, count = 0.0, 0
     for gemms, here in products:
         more = sum(gemm.flops for gemm in gemms) / rate
@@ -94,15 +84,7 @@ def at_hand(products: Sequence[tuple[Sequence[Work], bool]], rate: float) -> tup
 
 
 class Ahead:
-    """The first products of a run, under way.
-
-    Parameters
-    ----------
-    stream
-        Where they are put.
-    products
-        What is multiplied.
-    """
+    """The first products of a run, under way."""
 
     def __init__(self, stream: cp.cuda.Stream, products: Sequence[Work]) -> None:
         self._start = self._end = mark(stream)

@@ -17,28 +17,9 @@ from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.peer.block_schedule import extent_multiple
 from dask_distmm.planning.plan import Rect
 
-__all__ = ["OperandBuffers"]
-
 
 class OperandBuffers:
-    """Where the GEMMs of a rank find parts of A and B.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    sources
-        The chunks that this rank can read.
-    orders
-        Memory orders of the buffers for A and for B; None for those of most chunks.
-
-    Attributes
-    ----------
-    arrays
-        The buffers, by slot; filled by `allocate`.
-    itemsizes
-        Bytes of an element of A and of B as they are multiplied.
-    """
+    """Where the GEMMs of a rank find parts of A and B."""
 
     def __init__(self, plan: Plan, sources: Sources, orders: tuple[str, str] | None = None) -> None:
         self._plan, self._sources = plan, sources
@@ -48,13 +29,7 @@ class OperandBuffers:
         self.arrays: dict[Slot, Any] = {}
 
     def allocate(self, slots: Mapping[Slot, tuple[int, int]]) -> None:
-        """Allocate a buffer for each slot.
-
-        Parameters
-        ----------
-        slots
-            For each slot its extents: along the operand's own axis (rows of A, columns of B), and along k.
-        """
+        """Allocate a buffer for each slot."""
         self.arrays = {slot: self._buffer(slot, *size) for slot, size in slots.items()}
 
     def _buffer(self, slot: Slot, extent: int, kk: int) -> Any:
@@ -68,15 +43,7 @@ class OperandBuffers:
         return made[: shape[0], : shape[1]]
 
     def lies(self, operand: int, rect: Rect) -> bool:
-        """Whether a part of an operand lies in one chunk of this GPU such that the library can multiply it in place.
-
-        Parameters
-        ----------
-        operand
-            0 for A, 1 for B.
-        rect
-            Rows and columns of the operand.
-        """
+        """Whether a part of an operand lies in one chunk of this GPU such that the library can multiply it in place."""
         if self._sources.is_in_host(operand):
             return False
         found = self._sources.chunk_at(operand, rect, self.itemsizes[operand])

@@ -17,21 +17,9 @@ from dask_distmm.engines.peer.result import Result
 from dask_distmm.numeric.types import typed
 from dask_distmm.planning.plan import Rect
 
-__all__ = ["Downloads"]
-
 
 class Downloads:
-    """The copies of a rank's chunks of D to host memory, in a thread and on a stream of their own.
-
-    Parameters
-    ----------
-    result
-        The rank's chunks of D.
-    steps
-        For each step the parts of D that it multiplies into.
-    stream
-        The stream of the copies.
-    """
+    """The copies of a rank's chunks of D to host memory, in a thread and on a stream of their own."""
 
     def __init__(self, result: Result, steps: Sequence[Sequence[Rect]], stream: cp.cuda.Stream) -> None:
         self._type, self._stream = result.plan.problem.dtype, stream

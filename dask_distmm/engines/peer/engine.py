@@ -17,7 +17,8 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import ChunkKey, Comm, Engine
+from dask_distmm.comms.base import Comm
+from dask_distmm.engines.base import ChunkKey, Engine
 from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.job import PeerJob
@@ -26,8 +27,6 @@ from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Plan
 from dask_distmm.planning.factor.placement import FactorPlacement
-
-__all__ = ["ENGINE", "PeerEngine"]
 
 
 class PeerEngine(PeerState, Engine):

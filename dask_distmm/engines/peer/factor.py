@@ -20,7 +20,8 @@ from typing import Any
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, ResultKey
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, ResultKey
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.outputs import needs_copy, output_part
 from dask_distmm.engines.gpu.factor import GpuFactorJob
@@ -45,19 +46,9 @@ from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.factor.placement import FactorPlacement
 
-__all__ = ["PeerFactorJob"]
-
 
 class PeerFactorJob(GpuFactorJob):
-    """One participant's side of a factorization on GPUs; see the text of the module.
-
-    Parameters
-    ----------
-    plan, me, chunks, comm, progress, ready
-        As `GpuFactorJob` takes them.
-    state
-        The engine's streams, and memory that is kept between runs.
-    """
+    """One participant's side of a factorization on GPUs; see the text of the module."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Comm
+from dask_distmm.comms.base import Comm
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.gpu.reduction import exchange_bytes
@@ -26,19 +26,6 @@ from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.tridiagonal.conquer import row_bounds
 from dask_distmm.planning.factor import Key
 from dask_distmm.planning.factor.placement import PARTS, FactorPlacement
-
-__all__ = [
-    "COLUMNS",
-    "EXCHANGE",
-    "EXTRAS",
-    "RESULTS",
-    "ROWS",
-    "ROWS_COMPLETE",
-    "PulledPanels",
-    "flag_count",
-    "flag_of",
-    "offered_by",
-]
 
 # Numbers of what a rank offers beside chunks of operands, under `BLOCKS`; its parts of outputs follow. Where ranks
 # share eigenvalues, also the products of the reduction and its rows of eigenvectors.
@@ -88,21 +75,7 @@ class _Asked(NamedTuple):
 
 
 class PulledPanels(PanelExchange):
-    """The exchange of one rank's panels by pulls from other GPUs' memory.
-
-    Parameters
-    ----------
-    plan, comm
-        The plan of the run, and Dask's comms, for pivots on the host.
-    state
-        The engine's streams.
-    streams
-        The streams of the work.
-    flags
-        This rank's flags.
-    extras
-        This rank's memory for what belongs to its panels: for each of its panels one column.
-    """
+    """The exchange of one rank's panels by pulls from other GPUs' memory."""
 
     def __init__(
         self,

@@ -23,7 +23,8 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Job, ResultKey, contiguous
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, Job, ResultKey, contiguous
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark
@@ -50,21 +51,9 @@ from dask_distmm.planning.peer.reads import peer_reads
 from dask_distmm.planning.peer.streams import streams
 from dask_distmm.planning.peer.triangle import square_on_diagonal
 
-__all__ = ["PeerJob"]
-
 
 class PeerJob(Job[Plan]):
-    """One participant's side of one run; see the text of the module.
-
-    Parameters
-    ----------
-    plan, me, chunks, comm, progress
-        As `Job` takes them; NumPy or CuPy arrays, and the way to workers without a GPU that this rank can read.
-    ready
-        CUDA events after which the chunks are complete.
-    engine
-        Streams, and memory that is kept between runs.
-    """
+    """One participant's side of one run; see the text of the module."""
 
     def __init__(
         self,
@@ -102,11 +91,6 @@ class PeerJob(Job[Plan]):
         """Allocate, make the offer, and begin the first products.
 
         Memory is allocated on the default stream, because its users will free it.
-
-        Raises
-        ------
-        EngineError
-            The GPU or the library can't multiply these types.
         """
         problem, stream = self.plan.problem, self._stream
         for event in self._ready:

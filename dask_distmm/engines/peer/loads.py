@@ -15,30 +15,9 @@ from dask_distmm.engines.peer.readable import Parts, Pull, Sources
 from dask_distmm.engines.peer.schedule import Load, PendingLoad, Product, ScheduleStep, Slot, pending_loads
 from dask_distmm.engines.peer.trace import Trace
 
-__all__ = ["Loads"]
-
 
 class Loads:
-    """All loads of a rank.
-
-    Parameters
-    ----------
-    steps
-        The steps of its schedule.
-    buffers
-        The buffers that are loaded.
-    sources
-        The chunks that this rank can read.
-    trace
-        Notes the pulls.
-
-    Attributes
-    ----------
-    steps
-        The steps.
-    before_vote
-        Numbers of the loads that are complete before the vote: all of their chunks are on this GPU.
-    """
+    """All loads of a rank."""
 
     def __init__(self, steps: Sequence[ScheduleStep], buffers: OperandBuffers, sources: Sources, trace: Trace) -> None:
         self.steps, self._buffers, self._sources, self._trace = steps, buffers, sources, trace
@@ -54,13 +33,6 @@ class Loads:
         """Find the chunk blocks of all loads; put on a stream the copies of own chunks into buffers that are free.
 
         A buffer is free for its first load. Later loads into the same buffer wait until it has been multiplied.
-
-        Parameters
-        ----------
-        me
-            This participant.
-        stream
-            The stream of the GEMMs.
         """
         used: set[Slot | None] = set()
         for step in self.steps:
@@ -82,13 +54,7 @@ class Loads:
             used.update(load.slot for product in step.products for load in product.loaded)
 
     def find(self, at_first: Collection[int]) -> None:
-        """Find all copies from other GPUs, and map the memory of these, once the offers have been read.
-
-        Parameters
-        ----------
-        at_first
-            Numbers of the loads before which the GPU has nothing to multiply.
-        """
+        """Find all copies from other GPUs, and map the memory of these, once the offers have been read."""
         self._found = self._sources.find(self._parts, at_first)
 
     def begin(self) -> None:
@@ -102,18 +68,7 @@ class Loads:
             self._issue(self._pending.popleft().load)
 
     def issue_next(self, step: int) -> bool:
-        """Issue the next pending load, if its buffer is free after a step and no worker must be asked for its chunks.
-
-        Parameters
-        ----------
-        step
-            The number of the last step whose products are on their stream.
-
-        Returns
-        -------
-        bool
-            Whether a load was issued.
-        """
+        """Issue the next pending load if its buffer is free after a step and no worker must be asked for chunks."""
         pending = self._pending
         if not pending or pending[0].after > step or self._found[pending[0].load.number].outside:
             return False

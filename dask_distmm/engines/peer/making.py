@@ -37,44 +37,23 @@ from dask_distmm.layout.rectangles import Span
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Problem
 
-__all__ = ["DeviceMaker", "Made", "bits", "lying"]
-
 # One thread at a time copies to the GPU: several have no more of the bus, and the pinned buffers are for one.
 _copying = threading.Lock()
 
 
 class Made(NamedTuple):
-    """A chunk on the GPU.
+    """A chunk on the GPU."""
 
-    Parameters
-    ----------
-    array
-        Keeps its memory.
-    view
-        Where it lies.
-    complete
-        The event after which it may be read.
-    """
-
+    # Keeps its memory.
     array: Any
+    # Where it lies.
     view: DeviceView
+    # The event after which it may be read.
     complete: cp.cuda.Event
 
 
 class DeviceMaker:
-    """What the threads of a `ChunkLoader` do for a rank.
-
-    Parameters
-    ----------
-    problem
-        The problem of the run.
-    chunks
-        By operand and number the chunks that are to be made.
-    streams
-        One for each thread.
-    begin
-        The event after which tasks may run: what they bring along is on the GPU.
-    """
+    """What the threads of a `ChunkLoader` do for a rank."""
 
     def __init__(
         self,
@@ -140,15 +119,7 @@ def bits(array: Any) -> Any:
 
 
 def lying(array: Any, wanted: str = "") -> DeviceView | None:
-    """Return where a matrix lies, if its rows (order ``"C"``) or columns (``"F"``) are dense; None if not.
-
-    Parameters
-    ----------
-    array
-        A device array of two dimensions.
-    wanted
-        The order; empty for any.
-    """
+    """Return where a matrix lies, if its rows (order ``"C"``) or columns (``"F"``) are dense; None if not."""
     (rows, cols), (down, across), size = array.shape, map(int, array.strides), int(array.itemsize)
     pointer = int(array.data.ptr)
     if pointer % size:

@@ -30,8 +30,6 @@ from dask_distmm.engines.base import log
 from dask_distmm.engines.peer.offers import Allocation
 from dask_distmm.errors import EngineError
 
-__all__ = ["Exporter", "Mappings", "close_quietly", "maps_for_itself"]
-
 # Allocations of one exporter that stay mapped between runs; the least recently used leave.
 _MOST_MAPPED = 1024
 # Of the device's memory, the share of what is free and kept for the next run, and of what stays mapped between runs,
@@ -43,15 +41,7 @@ _Attribute = driver.CUpointer_attribute
 
 
 class Exporter:
-    """The device memory that this process lets others map.
-
-    Attributes
-    ----------
-    process
-        Bytes that no other process has.
-    own_memory_only
-        Whether only arrays from `empty` may be offered to other processes.
-    """
+    """The device memory that this process lets others map."""
 
     def __init__(self) -> None:
         self.process, self.own_memory_only = os.urandom(16), False
@@ -171,13 +161,7 @@ class Mappings:
         return sum(map(len, self._mapped.values()))
 
     def open(self, process: bytes, allocation: Allocation) -> int:
-        """Return the address of another process' allocation here, mapped when it is first needed.
-
-        Raises
-        ------
-        EngineError
-            CUDA can't map it.
-        """
+        """Return the address of another process' allocation here, mapped when it is first needed."""
         mapped = self._mapped.setdefault(process, collections.OrderedDict())
         if allocation.buffer_id not in mapped:
             try:

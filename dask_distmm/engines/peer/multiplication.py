@@ -24,36 +24,9 @@ from dask_distmm.engines.peer.schedule import Product, ScheduleStep
 from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.planning.peer.block_schedule import PANELS
 
-__all__ = ["Multiplication"]
-
 
 class Multiplication:
-    """All steps of one rank.
-
-    Parameters
-    ----------
-    steps
-        The steps of its schedule.
-    loads
-        Its loads.
-    gemms
-        Makes its GEMMs.
-    result
-        Its block of D.
-    sources
-        The chunks that this rank can read.
-    stream
-        The stream of the GEMMs.
-    trace
-        Notes the GEMMs.
-
-    Attributes
-    ----------
-    early
-        GEMMs that were begun before the vote, or None.
-    first
-        The first GEMMs as a CUDA graph that is launched when the run begins, or None.
-    """
+    """All steps of one rank."""
 
     def __init__(
         self,
@@ -72,15 +45,7 @@ class Multiplication:
         self.first: Captured | None = None
 
     def begin_early(self, rate: float, *, possible: bool) -> None:
-        """Begin the first products whose operands are on this GPU, or capture them in a CUDA graph.
-
-        Parameters
-        ----------
-        rate
-            Floating-point operations that the GPU does in a second.
-        possible
-            Whether GEMMs can run before the vote; they can't if they need a bias that is still to be pulled.
-        """
+        """Begin the first products whose operands are on this GPU, or capture them in a CUDA graph."""
         every = [
             (product, gemms, at)
             for step, gemms in zip(self.steps, self._gemms, strict=True)
@@ -105,22 +70,7 @@ class Multiplication:
     def run(
         self, bias: NativeBias | None, progress: Callable[[float], None], downloads: Downloads | None = None
     ) -> None:
-        """Issue all steps, and add the sums of other ranks as they get ready.
-
-        Parameters
-        ----------
-        bias
-            The bias that the library adds, still to be pulled; or None.
-        progress
-            Called with the share of the steps that are done.
-        downloads
-            Copies chunks of D to host memory when they are complete; None if they stay on the GPU.
-
-        Raises
-        ------
-        BaseException
-            The error that the run was ended with.
-        """
+        """Issue all steps, and add the sums of other ranks as they get ready."""
         over: collections.deque[Any] = collections.deque()
         mine, done, result, ended = False, list[int](), self._result, self._sources.ended
         if bias is not None:

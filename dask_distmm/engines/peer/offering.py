@@ -16,8 +16,6 @@ from dask_distmm.engines.peer.pulls import span_of
 from dask_distmm.engines.peer.result import Result
 from dask_distmm.planning import Plan
 
-__all__ = ["add", "add_flags", "make_offer"]
-
 
 def make_offer(
     plan: Plan,
@@ -28,30 +26,7 @@ def make_offer(
     stream: cp.cuda.Stream,
     read: Mapping[str, NDArray[np.bool_]],
 ) -> tuple[Offer, list[Any]]:
-    """Return the offer of all memory that others read; chunks in memory that can't be exported are copied once.
-
-    Parameters
-    ----------
-    plan, me
-        The plan of the run, and this participant.
-    chunks
-        The chunks that are here, on the device.
-    result
-        Its block of D; None if it is no rank.
-    exporter
-        Of this process.
-    stream
-        The stream of the copies, and of the memset of the flags.
-    read
-        The chunks that others read, as `peer_reads` returns them.
-
-    Returns
-    -------
-    offer
-        It holds once the work that is on the stream now is done.
-    kept
-        Device memory that must stay until the run is over.
-    """
+    """Return the offer of all memory that others read; chunks in memory that can't be exported are copied once."""
     offer = Offer(exporter.process)
     offered = dict[int, Any]()
     for number, name in enumerate(plan.problem.operands):

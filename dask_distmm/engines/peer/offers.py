@@ -21,8 +21,6 @@ from dask_distmm.planning import Placement, Plan
 from dask_distmm.planning.peer.access import reaches
 from dask_distmm.planning.peer.block_schedule import blocks
 
-__all__ = ["BLOCKS", "FLAG_BYTES", "Allocation", "Expected", "Offer", "Offers", "Told", "extents_of"]
-
 # The number, in place of an operand's, of all that ranks offer beside chunks: blocks of D, or block columns.
 BLOCKS = -1
 # Of a flag. A product has one for each rank (its part of the partial sums is done), and one for the rank's block of D.
@@ -36,36 +34,20 @@ _TOLD = 4
 
 
 class Allocation(NamedTuple):
-    """A device allocation as other processes know it.
+    """A device allocation as other processes know it."""
 
-    Parameters
-    ----------
-    handle
-        What CUDA opens it by.
-    size
-        In bytes.
-    buffer_id
-        Which no other allocation of the process ever has.
-    address
-        Where it lies in the process that has it.
-    """
-
+    # What CUDA opens it by.
     handle: bytes
+    # In bytes.
     size: int
+    # Which no other allocation of the process ever has.
     buffer_id: int
+    # Where it lies in the process that has it.
     address: int
 
 
 class Offer:
-    """The offer of one participant, as the participant makes it.
-
-    Parameters
-    ----------
-    process
-        Which process it is.
-    alive
-        Buffer ids of all its allocations that others may have mapped.
-    """
+    """The offer of one participant, as the participant makes it."""
 
     def __init__(self, process: bytes, alive: Iterable[int] = ()) -> None:
         self.process, self.alive = process, list(alive)
@@ -104,24 +86,16 @@ class Offer:
 
 
 class Told(NamedTuple):
-    """The offer of a participant, as another one has read it; see `Offer`.
+    """The offer of a participant, as another one has read it; see `Offer`."""
 
-    Parameters
-    ----------
-    process, alive
-        As told.
-    handles
-        Of all its allocations that are used, one after the other.
-    numbers
-        Size, buffer id and address of each.
-    flags
-        Allocation and offset, if it is a rank.
-    """
-
+    # As told.
     process: bytes
     alive: list[int]
+    # Of all its allocations that are used, one after the other.
     handles: bytes
+    # Size, buffer id and address of each.
     numbers: NDArray[np.uint64]
+    # Allocation and offset, if it is a rank.
     flags: tuple[int, int] | None
 
     def allocation(self, number: int) -> Allocation:
@@ -131,39 +105,17 @@ class Told(NamedTuple):
 
 
 class Offers(NamedTuple):
-    """The offers of all participants.
+    """The offers of all participants."""
 
-    Parameters
-    ----------
-    told
-        The offer of each participant; None for this one, for those out of reach, and for those that offer nothing.
-    places
-        Where matrices lie, by operand (or `BLOCKS`): (participants, matrices, 4), with the number of the allocation (-1
-        if it is not offered), the offset of the first element there, and the strides, in bytes.
-    """
-
+    # The offer of each participant; None for this one, for those out of reach, and for those that offer nothing.
     told: list[Told | None]
+    # Where matrices lie, by operand (or `BLOCKS`): (participants, matrices, 4), with the number of the allocation (-1
+    # if it is not offered), the offset of the first element there, and the strides, in bytes.
     places: dict[int, NDArray[np.int64]]
 
 
 class Expected:
-    """The matrices that others must offer in a run, and the check of their offers.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run: it has the places and shapes of all chunks.
-    mine
-        This participant. Its own offer is not read, nor those of participants that it can't reach.
-    read
-        For each operand, by participant and chunk, those that others read: an offer must not lack one of them.
-    sizes
-        For each operand the bytes of an element of its chunks, as they are offered.
-    blocks
-        For each rank the matrices that it offers under `BLOCKS`: rows, columns, and bytes of an element of each.
-    flags
-        How many flags a rank offers.
-    """
+    """The matrices that others must offer in a run, and the check of their offers."""
 
     def __init__(
         self,
@@ -213,13 +165,7 @@ class Expected:
         return cls(plan, mine, read, sizes, found, len(plan.ranks) + 1)
 
     def read(self, wires: Sequence[Any]) -> Offers:
-        """Return what all participants offer, from what `Offer.to_wire` gave for each, or None.
-
-        Raises
-        ------
-        ProtocolError
-            Something is missing, of the wrong type, or outside of its allocation.
-        """
+        """Return what all participants offer, from what `Offer.to_wire` gave for each, or None."""
         if len(wires) != len(self._read):
             raise ProtocolError(f"{len(wires)} offers for {len(self._read)} participants")
         told: list[Told | None] = []

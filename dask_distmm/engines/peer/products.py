@@ -16,25 +16,9 @@ from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.peer.block_schedule import extent_multiple
 from dask_distmm.planning.plan import Rect
 
-__all__ = ["Gemms"]
-
 
 class Gemms:
-    """Makes the GEMMs of one rank.
-
-    Parameters
-    ----------
-    kinds
-        The types of A, B and the sums.
-    buffers
-        Where parts of A and B are.
-    result
-        The rank's block of D.
-    epilog
-        The epilog that the library does with each product, ``""`` for a factor alone; None if it does none.
-    bias
-        The bias of that epilog, or None.
-    """
+    """Makes the GEMMs of one rank."""
 
     def __init__(
         self, kinds: Kinds, buffers: OperandBuffers, result: Result, epilog: str | None, bias: NativeBias | None
@@ -52,19 +36,7 @@ class Gemms:
         return self.between(product.rect, product.a[0].kk, a, b, add=product.add)
 
     def between(self, rect: Rect, kk: int, a: DeviceView, b: DeviceView, *, add: bool) -> list[Work]:
-        """Return the product of matrices on this GPU as GEMMs, as `of` does.
-
-        Parameters
-        ----------
-        rect
-            The part of D that it is.
-        kk
-            Columns of A and rows of B.
-        a, b
-            Where the rows of A and the columns of B of that part lie.
-        add
-            Whether it is added to D.
-        """
+        """Return the product of matrices on this GPU as GEMMs, as `of` does."""
         found = list[Work]()
         for number in self._touched(rect):
             (top, bottom, left, right), array = self._blocks[number]

@@ -25,8 +25,6 @@ from dask_distmm.layout.rectangles import (
     tabulate,
 )
 
-__all__ = ["CopyBatch", "Rectangle", "make_copies", "pull_table", "span_of", "table_of"]
-
 # A copy engine rests 4 to 5 microseconds between copies, and each takes as long of the host: many of these sizes and
 # below go into one kernel, which pulls 325 GB/s where copy engines pull 360 in large ones (H200). It takes
 # multiprocessors from GEMMs, and waits for those that have them: only the smallest are worth that.
@@ -49,17 +47,7 @@ class Rectangle(NamedTuple):
 def pull_table(
     sources: NDArray[np.int64], targets: NDArray[np.int64], rows: NDArray[np.int64], cols: NDArray[np.int64], size: int
 ) -> Table:
-    """Return the table of some copies, along the axis that is dense in the target; see `layout.rectangles`.
-
-    Parameters
-    ----------
-    sources, targets
-        A row for each: address of the first element, row stride and column stride in bytes.
-    rows, cols
-        Of each.
-    size
-        Bytes of an element.
-    """
+    """Return the table of some copies, along the axis that is dense in the target; see `layout.rectangles`."""
     return tabulate(sources.T, targets.T, rows, cols, (targets[:, 2] == size) | (cols == 1))
 
 
@@ -70,17 +58,7 @@ def table_of(found: Sequence[Rectangle], size: int) -> Table:
 
 
 class CopyBatch:
-    """Copies that are ready to be put on a stream, once; see `make_copies`.
-
-    Parameters
-    ----------
-    lanes
-        For each lane the arguments of memcpyAsync (three) or of memcpy2DAsync (six).
-    launches
-        Of kernels.
-    ready
-        The event of the default stream when the kernels' tables are on the device.
-    """
+    """Copies that are ready to be put on a stream, once; see `make_copies`."""
 
     def __init__(self, lanes: Sequence[list[list[int]]], launches: list[Launch], ready: cp.cuda.Event) -> None:
         self._lanes, self._launches, self._ready = lanes, launches, ready
@@ -121,21 +99,7 @@ def make_copies(
     at_first: Sequence[bool] = (),
     lanes: Sequence[NDArray[np.int64]] = (),
 ) -> list[CopyBatch]:
-    """Return for each of some tables the copies that are to be done together.
-
-    Parameters
-    ----------
-    tables
-        What is to be copied; see `layout.rectangles`. Targets of one table do not overlap and are dense along one axis.
-    itemsize
-        Bytes of an element.
-    here
-        Whether all of it is in this GPU's memory: then a kernel is quickest.
-    at_first
-        For each table, whether the GPU has nothing to multiply before it is copied; False if not given.
-    lanes
-        For each table, a number for each of its copies: those of different numbers are done at the same time.
-    """
+    """Return for each of some tables the copies that are to be done together."""
     table = np.concatenate(tables) if tables else np.empty((0, 7), np.int64)
     lane = np.concatenate(lanes) if lanes else np.zeros(len(table), np.int64)
     ends = np.cumsum([0, *map(len, tables)])

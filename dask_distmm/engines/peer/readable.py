@@ -11,7 +11,8 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Boxes, ChunkKey, Comm, Ended, wait_checked
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, Ended, wait_checked
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import Memory
 from dask_distmm.engines.gpu.host import Uploads, in_type, staging
@@ -26,8 +27,6 @@ from dask_distmm.planning.plan import Rect
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote
-
-__all__ = ["DeviceView", "Parts", "Pull", "Sources", "moved"]
 
 # Columns of a table of chunk blocks.
 _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
@@ -49,26 +48,17 @@ def moved(view: DeviceView, axis: int, by: int, size: int) -> Memory:
 
 
 class Parts(NamedTuple):
-    """Pieces of chunks that fill a part of an operand, a row for each: in the order in which they are to be copied.
+    """Pieces of chunks that fill a part of an operand, a row for each: in the order in which they are to be copied."""
 
-    Parameters
-    ----------
-    operand
-        Its number.
-    holders
-        Participants that have the chunks.
-    blocks
-        Columns as in `ChunkBlock`.
-    targets
-        Address of the first element, row stride and column stride of where each goes.
-    size
-        Bytes of an element.
-    """
-
+    # Its number.
     operand: int
+    # Participants that have the chunks.
     holders: NDArray[np.int64]
+    # Columns as in `ChunkBlock`.
     blocks: NDArray[np.int64]
+    # Address of the first element, row stride and column stride of where each goes.
     targets: NDArray[np.int64]
+    # Bytes of an element.
     size: int
 
     @property
@@ -88,50 +78,21 @@ class Parts(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Copies that fill a part of an operand.
+    """Copies that fill a part of an operand."""
 
-    Parameters
-    ----------
-    copies
-        Of what lies here, and of what is mapped.
-    outside
-        For each participant whose chunks can't be mapped, its parts: it offers no memory, or the chunks are in host
-        memory.
-    away
-        Bytes that others have.
-    asked
-        The answers of those participants of `outside` that were asked; filled by `Sources.ask`.
-    """
-
+    # Of what lies here, and of what is mapped.
     copies: list[CopyBatch]
+    # For each participant whose chunks can't be mapped, its parts: it offers no memory, or the chunks are in host
+    # memory.
     outside: dict[int, Parts]
+    # Bytes that others have.
     away: int
+    # The answers of those participants of `outside` that were asked; filled by `Sources.ask`.
     asked: dict[int, Future[Sequence[Any]]]
 
 
 class Sources:
-    """All that one rank can read.
-
-    Parameters
-    ----------
-    plan, me, comm
-        The plan of the run, this participant, and Dask's comms to the others.
-    chunks
-        The chunks that are here, on the device.
-    streams
-        The streams of pulls. Pulls are done in the order in which they are needed, on the first stream. The other
-        streams serve a pull that reads from several participants, which it does at the same time: ranks that read from
-        one participant after the other sooner or later meet at the same one and share its bandwidth.
-    ended
-        Says whether the run has been ended.
-
-    Attributes
-    ----------
-    remote
-        The memory that others offer; None if nobody else takes part.
-    kept
-        Device memory that must stay until all pulls are over.
-    """
+    """All that one rank can read."""
 
     def __init__(
         self,
@@ -224,15 +185,7 @@ class Sources:
     def find(
         self, every: Mapping[int, tuple[Parts, list[CopyBatch]]], at_first: Collection[int] = ()
     ) -> dict[int, Pull]:
-        """Return the pulls of several parts, and map the memory that they read.
-
-        Parameters
-        ----------
-        every
-            By number the parts, and the copies of chunks on this GPU that are still to be done.
-        at_first
-            Numbers of the parts before which the GPU has nothing to multiply.
-        """
+        """Return the pulls of several parts, and map the memory that they read."""
         found: dict[int, Pull] = {}
         for operand in {parts.operand for parts, _ in every.values()}:
             these = {number: one for number, one in every.items() if one[0].operand == operand}

@@ -16,8 +16,6 @@ from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Placement
 
-__all__ = ["Remote"]
-
 # Between two looks at a flag (seconds).
 _LOOK = 2e-5
 # How long it may take until the news that a worker is gone has come (seconds).
@@ -25,24 +23,7 @@ _NEWS = 2.0
 
 
 class Remote:
-    """The memory that all others offer, mapped when it is first needed.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    offers
-        Of all participants.
-    engine
-        Which keeps the mappings.
-    gone
-        Participants that have left while the run goes on; others add to it.
-
-    Attributes
-    ----------
-    pulled_bytes
-        Bytes that were asked for so far; who asks adds to it.
-    """
+    """The memory that all others offer, mapped when it is first needed."""
 
     def __init__(self, plan: Placement, offers: Offers, engine: PeerState, gone: Collection[int] = ()) -> None:
         self._plan, self._offers, self._engine = plan, offers, engine
@@ -70,22 +51,7 @@ class Remote:
         return np.array([one is not None for one in self._offers.told])
 
     def spans(self, operand: int, holders: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where matrices of an operand are in this process: address, row stride and column stride of each.
-
-        Parameters
-        ----------
-        operand
-            Its number, or `offers.BLOCKS`.
-        holders, numbers
-            Of each matrix: the participant that offers it, and which one it is.
-
-        Raises
-        ------
-        EngineError
-            A matrix is not offered, or can't be mapped.
-        ConnectionError
-            A participant was gone before its memory was mapped.
-        """
+        """Return where matrices of an operand are in this process: address, row stride and column stride of each."""
         places = self._offers.places[operand][holders, numbers]
         if (places[:, 0] < 0).any():
             at = int(np.argmax(places[:, 0] < 0))
@@ -138,11 +104,6 @@ class Remote:
         """Whether a participant has raised a flag.
 
         With `check`, which raises if the run has been ended, wait until it has, or is gone.
-
-        Raises
-        ------
-        EngineError
-            It has not for longer than the whole product could take.
         """
         options = self._plan.problem.options
         most = options.transfer_timeout + self._plan.flops / options.machine(self._plan.engine).rate("other")

@@ -23,8 +23,6 @@ from dask_distmm.planning.peer.block_schedule import blocks, extent_multiple, in
 from dask_distmm.planning.peer.triangle import Triangle
 from dask_distmm.planning.plan import Rect
 
-__all__ = ["ALIGNED", "Result"]
-
 # GEMMs are fast if the distance of rows is a multiple of so many elements.
 ALIGNED = 16
 # Buffers for partial sums: one is filled while the other one is added.
@@ -32,53 +30,19 @@ _ADDING = 2
 
 
 class _Sum(NamedTuple):
-    """Some rows of another rank's partial sums.
+    """Some rows of another rank's partial sums."""
 
-    Parameters
-    ----------
-    number, buffer
-        The number of the buffer that they are pulled into, and the part of it that they fill.
-    copies
-        The pulls.
-    part
-        The part of this rank's block that they are added to.
-    """
-
+    # The number of the buffer that they are pulled into, and the part of it that they fill.
     number: int
     buffer: Any
+    # The pulls.
     copies: CopyBatch
+    # The part of this rank's block that they are added to.
     part: Any
 
 
 class Result:
-    """The sums of one rank, and the chunks of D that it makes of them. All memory is allocated when it is made.
-
-    Parameters
-    ----------
-    plan, rank
-        The plan of the run, and the number of this rank.
-    sums
-        The type that all ranks sum in.
-    by_library
-        Whether the library applies all of the formula in its products.
-    sources
-        The memory that the rank can read.
-    engine
-        Streams, and memory that others can map.
-    triangle
-        The square of D of which only a triangle is multiplied, or None.
-
-    Attributes
-    ----------
-    blocks
-        The rectangles of the rank's block of D, and the arrays that they are multiplied into.
-    flags
-        A flag on this GPU for each rank, raised when its part of the partial sums is done, and one for the block.
-    coming
-        Ranks whose partial sums are still to be added; their order is the same in every run.
-    missing
-        After `deliver`: numbers of own chunks that lack the parts of ranks that are gone.
-    """
+    """The sums of one rank, and the chunks of D that it makes of them. All memory is allocated when it is made."""
 
     def __init__(
         self,
@@ -182,13 +146,7 @@ class Result:
         cp.cuda.runtime.memsetAsync(at, 1, self.flags.itemsize, self._stream.ptr)
 
     def add_ready(self, *, block: bool) -> None:
-        """Add the next rank's partial sums if they are ready.
-
-        Parameters
-        ----------
-        block
-            Whether to wait until they are ready.
-        """
+        """Add the next rank's partial sums if they are ready."""
         sources, rank, stream = self._sources, self.coming[0], self._pulls
         assert sources.remote is not None
         # The copies are made before the sums are ready, because a GPU waits once they are.

@@ -8,35 +8,23 @@ from typing import NamedTuple
 from dask_distmm.engines.panels import ChunkBlock
 from dask_distmm.planning.plan import Rect
 
-__all__ = ["Load", "PendingLoad", "Product", "Schedule", "ScheduleStep", "Slot", "merged", "pending_loads"]
-
 Slot = tuple[int, int]  # operand and number of a buffer
 
 
 class Load(NamedTuple):
-    """A part of A or B that GEMMs need: copied into a buffer, or multiplied in place.
+    """A part of A or B that GEMMs need: copied into a buffer, or multiplied in place."""
 
-    Parameters
-    ----------
-    number
-        Counts all loads of the schedule.
-    operand
-        0 for A, 1 for B.
-    rect
-        Rows and columns of the operand.
-    slot
-        The buffer that it is copied into; None if it is multiplied in place.
-    at
-        Where its own axis (rows of A, columns of B) begins in the buffer; k begins at 0.
-    chunk_blocks
-        The rectangles of chunks that it consists of, placed relative to its first element.
-    """
-
+    # Counts all loads of the schedule.
     number: int
+    # 0 for A, 1 for B.
     operand: int
+    # Rows and columns of the operand.
     rect: Rect
+    # The buffer that it is copied into; None if it is multiplied in place.
     slot: Slot | None
+    # Where its own axis (rows of A, columns of B) begins in the buffer; k begins at 0.
     at: int
+    # The rectangles of chunks that it consists of, placed relative to its first element.
     chunk_blocks: list[ChunkBlock]
 
     @property
@@ -56,18 +44,12 @@ class Load(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One GEMM of loads of A with loads of B.
+    """One GEMM of loads of A with loads of B."""
 
-    Parameters
-    ----------
-    a, b
-        The loads of each operand: side by side in one buffer, or a single one that is multiplied in place.
-    add
-        Whether the GEMM adds to D instead of overwriting it.
-    """
-
+    # The loads of each operand: side by side in one buffer, or a single one that is multiplied in place.
     a: tuple[Load, ...]
     b: tuple[Load, ...]
+    # Whether the GEMM adds to D instead of overwriting it.
     add: bool
 
     @property
@@ -82,51 +64,32 @@ class Product(NamedTuple):
 
 
 class ScheduleStep(NamedTuple):
-    """The loads and products of one panel of the streamed operand; the first step may have several panels.
+    """The loads and products of one panel of the streamed operand; the first step may have several panels."""
 
-    Parameters
-    ----------
-    loads, products
-        In the order in which they are issued.
-    done
-        Ranks whose part of the partial sums is complete after the step.
-    """
-
+    # In the order in which they are issued.
     loads: list[Load]
     products: list[Product]
+    # Ranks whose part of the partial sums is complete after the step.
     done: tuple[int, ...]
 
 
 class Schedule(NamedTuple):
-    """The work of one rank.
+    """The work of one rank."""
 
-    Parameters
-    ----------
-    steps
-        All steps in their order.
-    slots
-        For each buffer the largest extents (own axis, k) of the loads into it.
-    """
-
+    # All steps in their order.
     steps: list[ScheduleStep]
+    # For each buffer the largest extents (own axis, k) of the loads into it.
     slots: dict[Slot, tuple[int, int]]
 
 
 class PendingLoad(NamedTuple):
-    """A load that is still to be issued.
+    """A load that is still to be issued."""
 
-    Parameters
-    ----------
-    load
-        The load.
-    after
-        The last step that multiplies the earlier load of its buffer; -1 if there is none.
-    step
-        The step that needs it.
-    """
-
+    # The load.
     load: Load
+    # The last step that multiplies the earlier load of its buffer; -1 if there is none.
     after: int
+    # The step that needs it.
     step: int
 
 

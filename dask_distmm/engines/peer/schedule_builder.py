@@ -28,8 +28,6 @@ from dask_distmm.planning.peer.block_schedule import PANELS, BlockSchedule, exte
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Rect
 
-__all__ = ["make_schedule"]
-
 # A panel has only chunks of this GPU or only chunks of others, if no panel gets narrower than this part of the usual
 # width, or if the products still fill a GPU.
 _FINEST = 2
@@ -46,17 +44,7 @@ class _Segment(NamedTuple):
 
 
 def make_schedule(plan: Plan, rank: int, block_schedule: BlockSchedule, lies: Callable[[int, Rect], bool]) -> Schedule:
-    """Return the schedule of a rank.
-
-    Parameters
-    ----------
-    plan, rank
-        The plan of the run, and the number of the rank.
-    block_schedule
-        The rank's one of `block_schedules`.
-    lies
-        Returns whether a part of an operand (0 or 1, with its rows and columns) can be multiplied in place.
-    """
+    """Return the schedule of a rank."""
     return _ScheduleBuilder(plan, rank, block_schedule, lies).make()
 
 

@@ -19,33 +19,12 @@ from dask_distmm.engines.tridiagonal.conquer import row_bounds
 from dask_distmm.engines.tridiagonal.reduction import Tridiagonal
 from dask_distmm.planning.factor.placement import FactorPlacement
 
-__all__ = ["PeerShares"]
-
 # The first bytes of the memory by which ranks meet, which have to be zero.
 _WORDS = 256
 
 
 class PeerShares:
-    """`dask_distmm.engines.factor.eigen.Shares` of one rank; all its memory is allocated when it is made.
-
-    Parameters
-    ----------
-    plan, rank
-        The plan of the run, and the number of this rank.
-    kernels
-        The arithmetic.
-    exporter
-        Of this process.
-    flags
-        This rank's flags.
-
-    Attributes
-    ----------
-    exchange, rows
-        What others read: products of the reduction, and this rank's rows of eigenvectors.
-    remote
-        The memory of others; None where there is no other rank.
-    """
+    """`dask_distmm.engines.factor.eigen.Shares` of one rank; all its memory is allocated when it is made."""
 
     def __init__(self, plan: FactorPlacement, rank: int, kernels: Kernels, exporter: Exporter, flags: Any) -> None:
         self._plan, self._rank, self._kernels, self._flags = plan, rank, kernels, flags

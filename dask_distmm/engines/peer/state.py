@@ -10,8 +10,6 @@ import numpy as np
 from dask_distmm.engines.peer.memory import Exporter, Mappings
 from dask_distmm.engines.peer.trace import TracedOperation
 
-__all__ = ["PeerState"]
-
 # Streams that pull at the same time: from each other GPU of a host of 8.
 _MOST_PULLING = 7
 # Bytes of the read that wakes a link.

@@ -15,48 +15,30 @@ from dask_distmm.planning.peer.block_schedule import PANELS, extent_multiple
 from dask_distmm.planning.peer.streams import Stream, stream_cuts
 from dask_distmm.planning.plan import Rect
 
-__all__ = ["StreamStep", "StreamSteps", "made_orders", "make_steps"]
-
 
 class StreamStep(NamedTuple):
-    """One product.
+    """One product."""
 
-    Parameters
-    ----------
-    loads
-        For each operand whose chunks are made what is multiplied: a part of one chunk as it lies, or a buffer.
-    rect
-        The part of D that is multiplied into.
-    depth
-        The part of k.
-    add
-        Whether the product is added to what D has there.
-    """
-
+    # For each operand whose chunks are made what is multiplied: a part of one chunk as it lies, or a buffer.
     loads: tuple[Load, ...]
+    # The part of D that is multiplied into.
     rect: Rect
+    # The part of k.
     depth: tuple[int, int]
+    # Whether the product is added to what D has there.
     add: bool
 
 
 class StreamSteps(NamedTuple):
-    """The work of one rank.
+    """The work of one rank."""
 
-    Parameters
-    ----------
-    steps
-        In their order.
-    slots
-        For each buffer the largest extents (own axis, k) of what it holds.
-    resident
-        All that the rank needs of an operand whose chunks it does not make; None where it makes those of both.
-    stream
-        What they were made by.
-    """
-
+    # In their order.
     steps: list[StreamStep]
+    # For each buffer the largest extents (own axis, k) of what it holds.
     slots: dict[Slot, tuple[int, int]]
+    # All that the rank needs of an operand whose chunks it does not make; None where it makes those of both.
     resident: Load | None
+    # What they were made by.
     stream: Stream
 
 
@@ -69,17 +51,7 @@ def made_orders(plan: Plan) -> tuple[str, str]:
 
 
 def make_steps(plan: Plan, rank: int, stream: Stream, lies: Callable[[int, Rect], bool]) -> StreamSteps:
-    """Return the steps of a rank.
-
-    Parameters
-    ----------
-    plan, rank
-        The plan of the run, and the number of the rank.
-    stream
-        The rank's one of `streams`.
-    lies
-        Returns whether a part of an operand (0 or 1, with its rows and columns) can be multiplied in place.
-    """
+    """Return the steps of a rank."""
     problem, region, along_k = plan.problem, plan.region(rank), plan.k_range(rank)
     multiple, numbers = extent_multiple(problem), itertools.count()
     edges = [tuple(map(_edges, sizes)) for sizes in (problem.a_chunks, problem.b_chunks)]

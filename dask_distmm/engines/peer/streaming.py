@@ -36,8 +36,6 @@ from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span
 
-__all__ = ["Streaming"]
-
 # Steps on their streams that the host has not seen the end of.
 _MOST_STEPS = 8
 
@@ -50,34 +48,7 @@ class _Over(NamedTuple):
 
 
 class Streaming:
-    """All steps of one rank; has what `Multiplication` has for its user.
-
-    Parameters
-    ----------
-    work
-        The steps.
-    buffers
-        Where parts of several chunks are put together, and what the rank does not make.
-    gemms
-        Makes its GEMMs.
-    result
-        Its block of D.
-    sources
-        All that the rank can read; some of its chunks are a `SourceChunk`.
-    engine
-        Streams.
-    trace
-        Notes the GEMMs.
-
-    Attributes
-    ----------
-    early, first
-        None: nothing is begun before the vote.
-    waited
-        Seconds of waiting for tasks.
-    most_held
-        The most bytes of chunks that were in use.
-    """
+    """All steps of one rank; has what `Multiplication` has for its user."""
 
     early = first = None
 
@@ -123,22 +94,7 @@ class Streaming:
     def run(
         self, bias: NativeBias | None, progress: Callable[[float], None], downloads: Downloads | None = None
     ) -> None:
-        """Make and multiply all chunks, and add the sums of other ranks.
-
-        Parameters
-        ----------
-        bias
-            None: the library does no epilog where D is the sum of several products.
-        progress
-            Called with the share of the steps that are done.
-        downloads
-            Copies chunks of D to host memory when they are complete; None if they stay on the GPU.
-
-        Raises
-        ------
-        BaseException
-            The error that the run was ended with, or that of a task.
-        """
+        """Make and multiply all chunks, and add the sums of other ranks."""
         assert bias is None
         plan, ended = self._result.plan, self._sources.ended
         threads = self._limits.threads

@@ -11,43 +11,26 @@ import cupy as cp
 
 from dask_distmm.engines.gpu.operands import mark
 
-__all__ = ["Trace", "TracedOperation"]
-
 
 class TracedOperation(NamedTuple):
-    """A pull or a GEMM of a traced run.
+    """A pull or a GEMM of a traced run."""
 
-    Parameters
-    ----------
-    what
-        ``"pull"`` or ``"GEMM"``.
-    number
-        The number of the load or of the step.
-    amount
-        Bytes, or floating-point operations.
-    begin, end
-        Milliseconds from the start of the run on the GPU.
-    put, over
-        Milliseconds from the start of the run until the host began, and ended, to put it on its stream.
-    """
-
+    # ``"pull"`` or ``"GEMM"``.
     what: str
+    # The number of the load or of the step.
     number: int
+    # Bytes, or floating-point operations.
     amount: float
+    # Milliseconds from the start of the run on the GPU.
     begin: float
     end: float
+    # Milliseconds from the start of the run until the host began, and ended, to put it on its stream.
     put: float
     over: float
 
 
 class Trace:
-    """Steps of one run.
-
-    Parameters
-    ----------
-    on
-        Whether operations are noted. The events that this needs take time of the host.
-    """
+    """Steps of one run."""
 
     def __init__(self, on: bool) -> None:
         self._on = on

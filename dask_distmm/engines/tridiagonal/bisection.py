@@ -10,25 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bounds", "bounds", "eigenvalues"]
-
 _EPS = 2.0**-52
 # More halvings than a bracket of finite numbers can have.
 _MOST_STEPS = 1200
 
 
 class Bounds:
-    """What bisection needs beside the matrix.
-
-    Parameters
-    ----------
-    low, high
-        All eigenvalues are between them.
-    pivot
-        The least modulus of a pivot: smaller ones are replaced.
-    tolerance
-        The width of a bracket that is small enough, apart from the rounding of its ends.
-    """
+    """What bisection needs beside the matrix."""
 
     def __init__(self, low: float, high: float, pivot: float, tolerance: float) -> None:
         self.low, self.high, self.pivot, self.tolerance = low, high, pivot, tolerance
@@ -46,15 +34,7 @@ def bounds(d: NDArray[np.float64], e: NDArray[np.float64]) -> Bounds:
 
 
 def eigenvalues(d: NDArray[np.float64], e: NDArray[np.float64], first: int, last: int) -> NDArray[np.float64]:
-    """Return the eigenvalues with numbers `first` to `last`, in ascending order.
-
-    Parameters
-    ----------
-    d, e
-        Diagonal, (n,), and the elements beside it, (n - 1,).
-    first, last
-        Counted from the least one, from 0; both are returned.
-    """
+    """Return the eigenvalues with numbers `first` to `last`, in ascending order."""
     around, squares = bounds(d, e), e * e
     numbers = np.arange(first, last + 1)
     low, high = np.full(len(numbers), around.low), np.full(len(numbers), around.high)

@@ -30,8 +30,6 @@ from dask_distmm.engines.tridiagonal.deflation import Merge, deflate
 from dask_distmm.engines.tridiagonal.kernels import Merging, Solved
 from dask_distmm.planning.factor import Part
 
-__all__ = ["Conquest", "Ends", "Products", "Talk", "row_bounds"]
-
 # Parts of at most this order are LAPACK's.
 _LEAF = 256
 # Elements of U that are made at once.
@@ -99,26 +97,7 @@ def row_bounds(order: int, ranks: int) -> list[int]:
 
 
 class Conquest:
-    """One rank's part of divide and conquer.
-
-    Parameters
-    ----------
-    kernels
-        The arithmetic.
-    talk
-        The way to the other ranks.
-    place
-        The number of this rank, and how many there are.
-    matrix
-        The tridiagonal matrix, on the host, the same on all ranks: its diagonal, (n,), and the elements beside it,
-        (n - 1,); n is at least the number of ranks.
-    memory
-        For this rank's rows of all eigenvectors (`row_bounds`), (rows, n), column-major, and as much more.
-    rounding
-        Relative error that is allowed: half the distance of 1 to the next number of the type of the vectors.
-    check
-        Raises if the run is over.
-    """
+    """One rank's part of divide and conquer."""
 
     def __init__(
         self,
@@ -143,20 +122,7 @@ class Conquest:
         self._wanted = 0, self._order
 
     def solve(self, first: int, last: int) -> tuple[Vector, NDArray[np.int64]]:
-        """Compute some eigenvalues, and this rank's rows of their eigenvectors.
-
-        Parameters
-        ----------
-        first, last
-            Numbers of the eigenvalues, from 0 for the least one; both are computed.
-
-        Returns
-        -------
-        values
-            The eigenvalues in ascending order, the same on all ranks.
-        columns
-            For each of them the column of the rank's memory that has the eigenvector.
-        """
+        """Compute some eigenvalues, and this rank's rows of their eigenvectors."""
         self._wanted = first, last + 1
         self._z.T[...] = 0
         leaves = list(_leaves(self._rows.start, self._rows.stop))

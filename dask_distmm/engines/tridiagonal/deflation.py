@@ -17,8 +17,6 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Merge", "deflate"]
-
 # The tolerance in units of rounding, as LAPACK has it.
 _TOLERANCE = 8.0
 # Where a column of eigenvectors is not zero: in the rows of the first part, of both, of the second one.
@@ -27,55 +25,29 @@ _FIRST, _BOTH, _SECOND = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """What is left of ``diag(d) + rho z z^T`` after deflation, and how the columns of eigenvectors are to be ordered.
+    """What is left of ``diag(d) + rho z z^T`` after deflation, and the order of the columns of eigenvectors."""
 
-    Parameters
-    ----------
-    poles, weights
-        d and z of what is left, (k,); the poles ascend.
-    rho
-        The factor; positive.
-    deflated
-        Eigenvalues that are found, (n - k,).
-    columns
-        The columns of the two parts, (n,): those that are not zero in the first part's rows alone, those that are
-        not in any, those in the second part's rows alone; and those of `deflated`.
-    counts
-        How many columns the first three of these groups have; their sum is k.
-    order
-        For each of the first k columns the number of its pole.
-    pairs, factors
-        Rotations of columns that come before, in their order, (r, 2): column p becomes c p + s q, column q c q - s p.
-    """
-
+    # d and z of what is left, (k,); the poles ascend.
     poles: NDArray[np.float64]
     weights: NDArray[np.float64]
+    # The factor; positive.
     rho: float
+    # Eigenvalues that are found, (n - k,).
     deflated: NDArray[np.float64]
+    # The columns of the two parts, (n,): those that are not zero in the first part's rows alone, those that are not
+    # in any, those in the second part's rows alone; and those of `deflated`.
     columns: NDArray[np.int64]
+    # How many columns the first three of these groups have; their sum is k.
     counts: tuple[int, int, int]
+    # For each of the first k columns the number of its pole.
     order: NDArray[np.int64]
+    # Rotations of columns that come before, in their order, (r, 2): column p becomes c p + s q, column q c q - s p.
     pairs: NDArray[np.int64]
     factors: NDArray[np.float64]
 
 
 def deflate(d: NDArray[np.float64], z: NDArray[np.float64], coupling: float, first: int, rounding: float) -> Merge:
-    """Return what is left of the merge of two parts.
-
-    Parameters
-    ----------
-    d
-        The eigenvalues of both parts, (n,), in the order of their columns of eigenvectors.
-    z
-        The last row of the first part's eigenvectors and the first row of the second part's, (n,): two unit vectors.
-        The second one is turned in sign where the element off the diagonal is negative.
-    coupling
-        The modulus of the element off the diagonal.
-    first
-        Columns of the first part.
-    rounding
-        Relative error of what is deflated: half the distance of 1 to the next number of the type of the matrix.
-    """
+    """Return what is left of the merge of two parts."""
     # z z^T of a vector of length 1.
     z, rho = z * np.sqrt(0.5), 2.0 * coupling
     size = np.abs(z)
@@ -104,17 +76,7 @@ def deflate(d: NDArray[np.float64], z: NDArray[np.float64], coupling: float, fir
 
 
 class _Chains:
-    """Pairs of neighbouring poles that are nearly the same: one of each pair is deflated, the next pair looked at.
-
-    Attributes
-    ----------
-    d, z, kinds
-        As they are after all rotations.
-    kept
-        Which poles are left.
-    pairs, factors
-        The rotations.
-    """
+    """Pairs of neighbouring poles that are nearly the same: one of each pair is deflated, the next pair looked at."""
 
     def __init__(
         self, d: NDArray[np.float64], z: NDArray[np.float64], kinds: NDArray[np.int64], tolerance: float

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from dask_distmm.engines.tridiagonal import bisection
 from dask_distmm.engines.tridiagonal.secular import Secular
 
-__all__ = ["HostMerging", "Merging", "Solved"]
-
 Vector = NDArray[np.float64]
 
 

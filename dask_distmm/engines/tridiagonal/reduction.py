@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from dask_distmm.planning.factor import Columns, Part
 
-__all__ = ["TINY", "HostReduction", "Tridiagonal", "panel_width", "reflector"]
-
 # Columns of a narrow panel.
 _NARROW = 64
 # Squares of lengths that count as zero, by the type of real numbers.
@@ -29,18 +27,12 @@ TINY = {"float64": 2.0**-900, "float32": 2.0**-200}
 
 
 class Tridiagonal(NamedTuple):
-    """A tridiagonal matrix, and the reflectors that lead to it.
+    """A tridiagonal matrix, and the reflectors that lead to it."""
 
-    Parameters
-    ----------
-    d, e
-        Its diagonal, (n,), and the elements beside it, (n - 1,), in float64 on the host.
-    factors
-        tau of each reflector, (n - 1,), on the host.
-    """
-
+    # Its diagonal, (n,), and the elements beside it, (n - 1,), in float64 on the host.
     d: NDArray[np.float64]
     e: NDArray[np.float64]
+    # tau of each reflector, (n - 1,), on the host.
     factors: NDArray[Any]
 
 
@@ -66,22 +58,7 @@ def panel_width(width: int) -> int:
 
 
 class HostReduction:
-    """One rank's part of a reduction.
-
-    Parameters
-    ----------
-    columns
-        Which rank has which block column.
-    rank
-        The number of this one.
-    array
-        This rank's block columns of the matrix side by side, of whose lower triangle is read. In the end each column
-        has its reflector, with ones and zeros, in place of what was below the diagonal.
-    talk
-        The way to the other ranks.
-    check, progress
-        Called between panels: the one raises if the run is over, the other takes the share that is done.
-    """
+    """One rank's part of a reduction."""
 
     def __init__(
         self,

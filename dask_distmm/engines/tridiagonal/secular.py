@@ -21,8 +21,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Secular"]
-
 _EPS = 2.0**-53
 # Elements of a matrix of all differences that are worked on at once.
 _ELEMENTS = 2**21
@@ -33,22 +31,7 @@ Vector = NDArray[np.float64]
 
 
 class Secular:
-    """Eigenvalues and eigenvectors of ``diag(poles) + rho weights weights^T``.
-
-    Parameters
-    ----------
-    poles
-        Ascending, (k,), with k of at least 1.
-    weights
-        None of them is zero, (k,).
-    rho
-        A positive factor.
-
-    Attributes
-    ----------
-    values
-        The eigenvalues in ascending order, (k,).
-    """
+    """Eigenvalues and eigenvectors of ``diag(poles) + rho weights weights^T``."""
 
     def __init__(self, poles: Vector, weights: Vector, rho: float) -> None:
         self._poles = poles
@@ -76,32 +59,14 @@ class Secular:
         return found
 
     def vectors(self, rows: NDArray[np.int64], which: NDArray[np.int64], out: Vector) -> None:
-        """Write some eigenvectors, of length 1, to the columns of `out`.
-
-        Parameters
-        ----------
-        rows
-            For each row of `out` the number of the pole.
-        which
-            For each column of `out` the number of the eigenvalue.
-        out
-            (k, count), of any memory order.
-        """
+        """Write some eigenvectors, of length 1, to the columns of `out`."""
         difference = (self._poles[rows, None] - self._poles[self._origins[which]]) - self._shifts[which]
         np.divide(self._fitted[rows, None], difference, out=out)
         out /= np.sqrt((out * out).sum(axis=0))
 
 
 def roots(poles: Vector, weights: Vector, rho: float, which: NDArray[np.int64]) -> tuple[NDArray[np.int64], Vector]:
-    """Return some roots of the secular equation: for each the number of the nearest pole, and the distance from it.
-
-    Parameters
-    ----------
-    poles, weights, rho
-        As `Secular` takes them.
-    which
-        Numbers of the roots.
-    """
+    """Return some roots of the secular equation: for each the number of the nearest pole, and the distance from it."""
     count, squares, inverse = len(poles), weights * weights, 1.0 / rho
     if count == 1:
         return np.zeros(len(which), np.int64), np.full(len(which), rho * squares[0])
@@ -112,13 +77,7 @@ def roots(poles: Vector, weights: Vector, rho: float, which: NDArray[np.int64]) 
 
 
 class _Search:
-    """The search of some roots, all at the same time; those that are found are left alone.
-
-    Attributes
-    ----------
-    origins, shifts
-        Of each root the number of the nearest pole, and the distance from it.
-    """
+    """The search of some roots, all at the same time; those that are found are left alone."""
 
     def __init__(self, poles: Vector, squares: Vector, inverse: float, which: NDArray[np.int64]) -> None:
         self._poles, self._squares, self._inverse = poles, squares, inverse

@@ -8,8 +8,6 @@ from dask_distmm.planning.cublasmp.epilogs import all_reduced, native_epilog
 from dask_distmm.planning.cublasmp.tiles import blocks_misfit, make_tiles
 from dask_distmm.planning.engines import Abilities
 
-__all__ = ["CUBLASMP"]
-
 CUBLASMP = Abilities(
     "cublasmp",
     "dask_distmm.engines.cublasmp.engine",

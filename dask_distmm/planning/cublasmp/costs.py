@@ -32,8 +32,6 @@ from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.situation import Situation, Way
 
-__all__ = ["consider", "has_method", "tile_chunk", "workspace_bytes"]
-
 # cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
 _LIBRARY_BYTES = 96 * 2**20
 _SUMMA_BYTES = 32 * 2**20

@@ -21,8 +21,6 @@ from dask_distmm.planning.cublasmp.tiles import HALVES_STEP, Tiles, make_tiles
 from dask_distmm.planning.library_epilogs import library_epilog
 from dask_distmm.planning.plan import Plan
 
-__all__ = ["all_reduced", "native_epilog", "own_kernel", "returned_type"]
-
 
 def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
     """Return the epilog that cuBLASMp does, ``""`` for a factor alone; None where it can't do all of the formula."""

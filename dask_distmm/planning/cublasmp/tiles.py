@@ -44,8 +44,6 @@ from dask_distmm.planning.gemm_sizes import ALIGNED_BYTES
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["HALVES_STEP", "Stored", "Tile", "Tiles", "blocks_misfit", "make_tiles", "slab_step", "summa_blocks"]
-
 # SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
 _WIDEST_PANEL = 16384
 # Elements of a 16-bit type.
@@ -54,48 +52,31 @@ HALVES_STEP = ALIGNED_BYTES // 2
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A distributed matrix as the library sees it: column-major, all numbers in its terms.
+    """A distributed matrix as the library sees it: column-major, all numbers in its terms."""
 
-    Parameters
-    ----------
-    shape
-        Rows and columns of the whole, padding included.
-    blocks
-        Rows and columns of a block.
-    grid
-        The process grid.
-    """
-
+    # Rows and columns of the whole, padding included.
     shape: tuple[int, int]
+    # Rows and columns of a block.
     blocks: tuple[int, int]
+    # The process grid.
     grid: ProcessGrid
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How one of A, B and D is distributed.
+    """How one of A, B and D is distributed."""
 
-    Parameters
-    ----------
-    order
-        Memory order of each rank's tile, ``"C"`` or ``"F"``.
-    layout
-        Which element lies where, without padding; its parts are the ranks. None where every rank has all.
-    shape
-        The whole, padding included.
-    local_shape
-        Rows and columns of a rank's tile, padding included; None where they differ between ranks.
-    zeroed
-        The padding is summed over and must be zero.
-    conjugated
-        It holds the conjugate of the operand's chunks.
-    """
-
+    # Memory order of each rank's tile, ``"C"`` or ``"F"``.
     order: str
+    # Which element lies where, without padding; its parts are the ranks. None where every rank has all.
     layout: BlockCyclicLayout
+    # The whole, padding included.
     shape: tuple[int, int]
+    # Rows and columns of a rank's tile, padding included; None where they differ between ranks.
     local_shape: tuple[int, int] | None
+    # The padding is summed over and must be zero.
     zeroed: bool = False
+    # It holds the conjugate of the operand's chunks.
     conjugated: bool = False
 
     def local(self, rank: int) -> tuple[int, int]:
@@ -113,22 +94,15 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The three matrices of a plan.
+    """The three matrices of a plan."""
 
-    Parameters
-    ----------
-    a, b, d
-        How they are distributed.
-    replicated
-        Every rank ends up with all of D (``d`` then describes the library's view, one copy beside the other).
-    conjugated
-        Whether the library conjugates A and B, which it does by op C, for those that it transposes.
-    """
-
+    # How they are distributed.
     a: Tile
     b: Tile
     d: Tile
+    # Every rank ends up with all of D (``d`` then describes the library's view, one copy beside the other).
     replicated: bool = False
+    # Whether the library conjugates A and B, which it does by op C, for those that it transposes.
     conjugated: tuple[bool, bool] = (False, False)
 
     @property
@@ -156,13 +130,7 @@ def slab_step(problem: Problem) -> int:
 
 
 def make_tiles(plan: Plan) -> Tiles:
-    """Return how A, B and D are distributed for a plan.
-
-    Raises
-    ------
-    ValueError
-        The plan's cuts are not those of equal slabs.
-    """
+    """Return how A, B and D are distributed for a plan."""
     tiles = _unconjugated(plan)
     if not any(plan.problem.conjugated):
         return tiles

@@ -6,8 +6,6 @@ from dask_distmm.numeric.types import takes_on_gpus
 from dask_distmm.planning.cusolvermp.costs import decomposes, share, workspace
 from dask_distmm.planning.engines import Abilities
 
-__all__ = ["CUSOLVERMP"]
-
 CUSOLVERMP = Abilities(
     "cusolvermp",
     "dask_distmm.engines.cusolvermp.engine",

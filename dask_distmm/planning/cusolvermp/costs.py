@@ -16,8 +16,6 @@ from dask_distmm.planning.factor.problem import Factorization
 if TYPE_CHECKING:
     from dask_distmm.planning.factor.plan import FactorPlan
 
-__all__ = ["decomposes", "share", "workspace"]
-
 _ALONE = {"cholesky": 0.72, "lu": 0.54, "qr": 0.51, "": 0.70, "eigh": 0.20, "svd": 0.023, "values": 0.10}
 _TOGETHER = {"cholesky": 0.55, "lu": 0.20, "qr": 0.36, "": 0.50, "eigh": 0.085, "values": 0.05}
 _PANELS, _MATRICES, _VALUES = 6, 4, 2

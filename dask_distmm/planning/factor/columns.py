@@ -25,22 +25,14 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
 
-__all__ = ["BlockColumn", "Columns", "DiagonalBlock", "Matrix"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix that is cut into block columns.
+    """A matrix that is cut into block columns."""
 
-    Parameters
-    ----------
-    shape
-        Its rows and columns.
-    width
-        Columns of a block; the last one may have fewer.
-    """
-
+    # Its rows and columns.
     shape: tuple[int, int]
+    # Columns of a block; the last one may have fewer.
     width: int
 
     @property
@@ -50,57 +42,37 @@ class Matrix:
 
 
 class BlockColumn(NamedTuple):
-    """A block column.
+    """A block column."""
 
-    Parameters
-    ----------
-    matrix
-        0 for A, 1 for the second one.
-    start, stop
-        Its columns of that matrix.
-    """
-
+    # 0 for A, 1 for the second one.
     matrix: int
+    # Its columns of that matrix.
     start: int
     stop: int
 
 
 class DiagonalBlock(NamedTuple):
-    """Where the diagonal block of a panel is.
+    """Where the diagonal block of a panel is."""
 
-    Parameters
-    ----------
-    start, stop
-        Its rows and columns. In the last panel of a matrix with more columns than rows the panel goes on beyond `stop`.
-    order
-        Number of diagonal elements of the matrix.
-    """
-
+    # Its rows and columns. In the last panel of a matrix with more columns than rows the panel goes on beyond `stop`.
     start: int
     stop: int
+    # Number of diagonal elements of the matrix.
     order: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Block columns of one or two matrices over `ranks` ranks.
+    """Block columns of one or two matrices over `ranks` ranks."""
 
-    Parameters
-    ----------
-    matrices
-        A, and the second matrix if there is one.
-    ranks
-        Number of ranks.
-    aligned
-        Whether the second matrix begins on rank 0, too, as libraries want it: between the two there are as many blocks
-        without columns as it takes.
-    below
-        Rows below the diagonal at which panels begin: 1 for the reflectors of a tridiagonal reduction.
-    """
-
+    # A, and the second matrix if there is one.
     matrices: tuple[Matrix, ...]
+    # Number of ranks.
     ranks: int
+    # Whether the second matrix begins on rank 0, too, as libraries want it: between the two there are as many blocks
+    # without columns as it takes.
     aligned: bool = False
+    # Rows below the diagonal at which panels begin: 1 for the reflectors of a tridiagonal reduction.
     below: int = 0
 
     @property

@@ -18,50 +18,34 @@ from dask_distmm.planning.engines import ENGINES, Abilities
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.part import Part
 
-__all__ = ["FactorProblem", "as_matrix"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FactorProblem(Computation):
-    """A `Factorization` whose matrices are Dask arrays; a `Computation`.
-
-    Parameters
-    ----------
-    name
-        Names the computation everywhere; the arrays of its outputs are called after it.
-    task
-        What is computed.
-    chunks, dtypes
-        For each input of the task Dask's chunk sizes along both axes, and the name of its type: ranks convert it.
-    wanted
-        The outputs to be made, with their names in the task. A vector is a row, a number a matrix of one element.
-    engine
-        As asked for; ``"auto"`` leaves the choice to the cost model.
-    workers
-        Addresses to use, or their number, or None for all.
-    options
-        What the run needs of the client's configuration.
-    array
-        What the chunks are: ``"numpy"`` or ``"cupy"``.
-    method
-        As asked for: ``"auto"``, ``"local"`` or ``"columns"``.
-    overwrite_a
-        Whether the user gives A up: its chunks may go as soon as all ranks have read them.
-    """
+    """A `Factorization` whose matrices are Dask arrays; a `Computation`."""
 
     kind: ClassVar[str] = "factorization"
     part: ClassVar[Part | None] = None
 
+    # Names the computation everywhere; the arrays of its outputs are called after it.
     name: str
+    # What is computed.
     task: Factorization
+    # For each input of the task Dask's chunk sizes along both axes, and the name of its type: ranks convert it.
     chunks: tuple[Chunks, ...]
     dtypes: tuple[str, ...]
+    # The outputs to be made, with their names in the task. A vector is a row, a number a matrix of one element.
     wanted: tuple[Output, ...]
+    # As asked for; ``"auto"`` leaves the choice to the cost model.
     engine: str
+    # Addresses to use, or their number, or None for all.
     workers: tuple[str, ...] | int | None
+    # What the run needs of the client's configuration.
     options: Options
+    # What the chunks are: ``"numpy"`` or ``"cupy"``.
     array: str = "numpy"
+    # As asked for: ``"auto"``, ``"local"`` or ``"columns"``.
     method: str = "auto"
+    # Whether the user gives A up: its chunks may go as soon as all ranks have read them.
     overwrite_a: bool = False
 
     def __post_init__(self) -> None:
@@ -144,13 +128,7 @@ class FactorProblem(Computation):
 
     @classmethod
     def from_wire(cls, wire: Any) -> FactorProblem:
-        """Make it from what ``to_wire`` gave, checked.
-
-        Raises
-        ------
-        ProtocolError
-            Something is missing, unknown or of the wrong type.
-        """
+        """Make it from what ``to_wire`` gave, checked."""
         try:
             task = dict(wire["task"])
             m, n = map(int, task["a_shape"])

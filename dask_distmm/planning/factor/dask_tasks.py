@@ -22,8 +22,6 @@ from dask_distmm.planning.factor.phases import factored
 from dask_distmm.planning.factor.planner import SHARES
 from dask_distmm.planning.placement import Estimate
 
-__all__ = ["factor_by_tasks", "factor_overhead"]
-
 
 def factor_overhead(problem: FactorProblem, costs: DaskCosts) -> float:
     """Return the seconds that Dask takes around a run."""
@@ -32,20 +30,7 @@ def factor_overhead(problem: FactorProblem, costs: DaskCosts) -> float:
 
 
 def factor_by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
-    """Return what Dask's own tasks would take; the formulas are at the top of this module.
-
-    Parameters
-    ----------
-    problem
-        A Cholesky factorization, a solution by one, a triangular system, the QR factorization of a matrix of one
-        column of chunks, or anything of a matrix of one chunk: what `dask.array.linalg` does well.
-    workers
-        Those of the cluster.
-    machine
-        Constants of the workers for Dask's tasks (`Computation.machine_of_tasks`).
-    costs
-        What Dask takes beside the work.
-    """
+    """Return what Dask's own tasks would take; the formulas are at the top of this module."""
     blocks, (rows, cols) = len(problem.chunks[0][0]), problem.task.a_shape
     name, right, columns = factored(problem.task), 0, 0
     if problem.task.b_shape is not None:

@@ -16,27 +16,11 @@ from dask_distmm.planning.factor.columns import Columns
 from dask_distmm.planning.factor.phases import Phase
 from dask_distmm.planning.factor.steps import Apply, Ask, Check, Drop, Factor, Get, Key, Publish, Step
 
-__all__ = ["launch_order", "steps_of"]
-
 
 def steps_of(
     rank: int, phases: Sequence[Phase], columns: Columns, *, check: str = "", pivots_on: Sequence[int] = ()
 ) -> tuple[Step, ...]:
-    """Return the steps of a rank in their order.
-
-    Parameters
-    ----------
-    rank
-        Number of the rank.
-    phases
-        All phases.
-    columns
-        Which rank has which block column.
-    check
-        ``"zero"``: each panel's diagonal is checked for zeros, ``"rank"``: and for rounding errors in place of zeros.
-    pivots_on
-        The ranks that need all pivots in the end.
-    """
+    """Return the steps of a rank in their order."""
     return tuple(_Builder(rank, phases, columns, check, frozenset(pivots_on)).build())
 
 
@@ -45,13 +29,6 @@ def launch_order(steps: Iterable[Step], is_short: Callable[[Apply], bool] = lamb
 
     What a panel is applied to besides the next one comes before that is factorized, so that the device has it to do
     while the thread waits.
-
-    Parameters
-    ----------
-    steps
-        In the order of the plan.
-    is_short
-        Whether an update takes so little time that it keeps its place: others wait for the panel.
     """
     later: list[Step] = []
     ahead: Apply | None = None

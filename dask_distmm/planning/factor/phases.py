@@ -8,34 +8,23 @@ from dask_distmm.planning.factor.columns import Columns
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.factor.steps import Operation, Part
 
-__all__ = ["Phase", "carrying", "factored", "phases"]
-
 _FACTORS = ("cholesky", "lu", "qr")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
-    """Panels that are applied to block columns, one panel after the other.
+    """Panels that are applied to block columns, one panel after the other."""
 
-    Parameters
-    ----------
-    operation
-        How a panel changes a block column. Of a factorization, each panel is factorized by its owner first.
-    part
-        Which part of the panel is needed.
-    panels
-        Numbers of the panels in their order.
-    targets
-        For each panel, the first and the last + 1 of the block columns that it is applied to.
-    carried
-        Whether the one block column that panels are applied to goes from owner to owner of these, and home again.
-        Otherwise its rank gets all panels, which is far more than one right-hand side.
-    """
-
+    # How a panel changes a block column. Of a factorization, each panel is factorized by its owner first.
     operation: Operation
+    # Which part of the panel is needed.
     part: Part
+    # Numbers of the panels in their order.
     panels: tuple[int, ...]
+    # For each panel, the first and the last + 1 of the block columns that it is applied to.
     targets: tuple[tuple[int, int], ...]
+    # Whether the one block column that panels are applied to goes from owner to owner of these, and home again.
+    # Otherwise its rank gets all panels, which is far more than one right-hand side.
     carried: bool = False
 
     @property

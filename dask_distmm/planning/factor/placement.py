@@ -20,26 +20,18 @@ from dask_distmm.planning.factor.plan import FactorPlan, factor_plan
 from dask_distmm.planning.factor.steps import Part
 from dask_distmm.planning.placement import Placement, in_range
 
-__all__ = ["PARTS", "FactorPlacement", "held_chunks", "work_of"]
-
 # In a request for a panel, the part of it by its number.
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class FactorPlacement(Placement):
-    """How a FactorProblem runs.
-
-    Parameters
-    ----------
-    width
-        Columns of a block.
-    owners
-        For each output by name, int32, one for each of its chunks: the rank that puts it together.
-    """
+    """How a FactorProblem runs."""
 
     problem: FactorProblem
+    # Columns of a block.
     width: int
+    # For each output by name, int32, one for each of its chunks: the rank that puts it together.
     owners: Mapping[str, NDArray[np.int32]]
 
     @functools.cached_property

@@ -13,8 +13,6 @@ from dask_distmm.planning.factor.phases import Phase, carrying, factored, phases
 from dask_distmm.planning.factor.problem import Factorization, TaskOutput
 from dask_distmm.planning.factor.steps import Decompose, Diagonalize, Orient, Part, Step, Tridiagonalize
 
-__all__ = ["FactorPlan", "block_width", "factor_plan"]
-
 # The least and the most columns of a block on CPUs: wide enough for BLAS.
 _WIDTHS = (32, 256)
 # So many blocks a rank should have, or ranks finish far apart.
@@ -27,17 +25,7 @@ _EVEN = 256
 
 
 def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _WIDTHS, *, shared: bool = False) -> int:
-    """Return the columns of a block of A.
-
-    Parameters
-    ----------
-    problem, ranks
-        What is computed, by how many.
-    widths
-        The least and the most columns of a block, of an engine.
-    shared
-        As `FactorPlan` has it.
-    """
+    """Return the columns of a block of A."""
     least, most = widths
     if shared:
         most = max(least, min(most, _EVEN))
@@ -59,18 +47,7 @@ def factor_plan(
     collective: bool = False,
     shared: bool = False,
 ) -> FactorPlan:
-    """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`.
-
-    Parameters
-    ----------
-    problem, ranks, width, carries, collective, shared
-        As `FactorPlan` has them.
-
-    Raises
-    ------
-    PlanError
-        A number is out of range.
-    """
+    """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`."""
     shared = shared and problem.shareable and not collective
     if problem.spectral and ranks != 1 and not (collective or shared):
         raise PlanError(f"{problem.kind} on {ranks} ranks: expected one")
@@ -82,31 +59,21 @@ def factor_plan(
 
 @dataclasses.dataclass(frozen=True)
 class FactorPlan:
-    """How `ranks` ranks compute `problem`: the layout of its matrices, and each rank's program.
+    """How `ranks` ranks compute `problem`: the layout of its matrices, and each rank's program."""
 
-    Parameters
-    ----------
-    problem
-        What is computed.
-    ranks
-        Number of ranks.
-    width
-        Columns of a block of A.
-    carries
-        Whether a single right-hand side may go from rank to rank in a substitution (`Phase.carried`).
-    collective
-        Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0. It takes no
-        steps, and a spectral decomposition has block columns, too.
-    shared
-        Whether the block columns of a matrix whose eigenvalues are wanted are dealt out, for ranks that take steps;
-        otherwise one rank has it all.
-    """
-
+    # What is computed.
     problem: Factorization
+    # Number of ranks.
     ranks: int
+    # Columns of a block of A.
     width: int
+    # Whether a single right-hand side may go from rank to rank in a substitution (`Phase.carried`).
     carries: bool = False
+    # Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0. It takes no
+    # steps, and a spectral decomposition has block columns, too.
     collective: bool = False
+    # Whether the block columns of a matrix whose eigenvalues are wanted are dealt out, for ranks that take steps;
+    # otherwise one rank has it all.
     shared: bool = False
 
     @functools.cached_property

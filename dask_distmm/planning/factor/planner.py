@@ -31,8 +31,6 @@ from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.factor.sharing import shared_bytes, shared_seconds
 from dask_distmm.planning.placement import Estimate, Where, over_limit
 
-__all__ = ["SHARES", "plan_factorization", "way_of"]
-
 # A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
 # spectral decomposition, and one of values alone: one thread, N = 1200.
 SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45, "values": 0.1}
@@ -55,31 +53,7 @@ def plan_factorization(
     engine: str,
     sources: Sequence[Worker] = (),
 ) -> FactorPlacement:
-    """Choose how many of the workers of `roster` compute `problem`, and which.
-
-    Parameters
-    ----------
-    problem
-        What is computed.
-    roster
-        Workers that can be ranks, at least one.
-    where
-        For each chunk of an operand in C order, int32, the worker that holds it, as an index into
-        ``[*roster, *sources]``. Those of a missing operand are taken as spread evenly.
-    engine
-        Name of the engine.
-    sources
-        Workers that hold chunks but can't be ranks.
-
-    Raises
-    ------
-    NoWorkersError
-        There is no worker.
-    PlanError
-        All workers were to have block columns (``method="columns"``) of what the engine computes on one worker.
-    ProjectedMemoryError
-        Every number of workers projects more memory on some worker than it may hold.
-    """
+    """Choose how many of the workers of `roster` compute `problem`, and which."""
     if not roster:
         raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
     if problem.method == "columns" and _alone(problem, engine) and problem.task.a_shape[0]:

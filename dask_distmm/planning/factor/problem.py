@@ -9,8 +9,6 @@ import numpy as np
 
 from dask_distmm.errors import PlanError
 
-__all__ = ["KINDS", "Factorization", "Form", "TaskOutput", "Turned"]
-
 # Each kind with the options that it knows.
 KINDS: dict[str, frozenset[str]] = {
     "cholesky": frozenset(["lower"]),
@@ -48,28 +46,19 @@ class Turned:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskOutput:
-    """A result.
+    """A result."""
 
-    Parameters
-    ----------
-    name
-        Its name.
-    shape, dtype
-        As the user gets it.
-    matrix
-        0 or 1: its block columns are on the ranks that have those of A or of the second matrix. None: all of it is on
-        the ranks that `FactorPlan.holders` names.
-    form
-        How it is taken out of what a rank holds.
-    turned
-        What ranks hold of it.
-    """
-
+    # Its name.
     name: str
+    # As the user gets it.
     shape: tuple[int, ...]
     dtype: str
+    # 0 or 1: its block columns are on the ranks that have those of A or of the second matrix. None: all of it is on
+    # the ranks that `FactorPlan.holders` names.
     matrix: int | None
+    # How it is taken out of what a rank holds.
     form: Form
+    # What ranks hold of it.
     turned: Turned = Turned()
 
     @property
@@ -81,56 +70,35 @@ class TaskOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factorization:
-    """A factorization or a decomposition of a matrix A, or the solution of a system with A.
+    """A factorization or a decomposition of a matrix A, or the solution of a system with A."""
 
-    Parameters
-    ----------
-    kind
-        One of `KINDS`.
-    a_shape
-        Rows and columns of A.
-    dtype
-        Name of the type of A, B and all results: float32, float64, complex64 or complex128.
-    b_shape
-        Rows and columns of B, which solve, solve_triangular and lstsq have; a vector is one column. eigh may have the
-        B of ``A v = w B v``.
-    lower
-        cholesky, solve and inv with ``assume_a="pos"``: the lower triangle of A is read, and L is computed; otherwise
-        the upper one, and U. solve_triangular: A is lower triangular. eigh: the lower triangles of A and B are read.
-    op
-        solve, solve_triangular: ``op(A) X = B`` is solved, with A itself (``"N"``), its transpose (``"T"``) or its
-        conjugate transpose (``"C"``).
-    unit_diagonal
-        solve_triangular: the diagonal of A is not read, but taken for ones.
-    right
-        solve_triangular: ``X op(A) = B`` is solved.
-    mode
-        qr: ``"reduced"``, ``"complete"`` or ``"r"``, as `numpy.linalg.qr` has them. svd: one of the first two.
-    assume_a
-        solve, inv: ``"gen"``: A is any matrix; ``"pos"``: it is Hermitian and positive definite.
-    vectors
-        eigh, svd: whether vectors are computed, and not values alone.
-    subset
-        eigh: the first and the last index of the eigenvalues that are computed, counted from the least one; None for
-        all.
-
-    Raises
-    ------
-    PlanError
-        Kind, type, shapes or options do not exist or do not fit each other.
-    """
-
+    # One of `KINDS`.
     kind: str
+    # Rows and columns of A.
     a_shape: tuple[int, int]
+    # Name of the type of A, B and all results: float32, float64, complex64 or complex128.
     dtype: str
+    # Rows and columns of B, which solve, solve_triangular and lstsq have; a vector is one column. eigh may have the B
+    # of ``A v = w B v``.
     b_shape: tuple[int, int] | None = None
+    # cholesky, solve and inv with ``assume_a="pos"``: the lower triangle of A is read, and L is computed; otherwise
+    # the upper one, and U. solve_triangular: A is lower triangular. eigh: the lower triangles of A and B are read.
     lower: bool = True
+    # solve, solve_triangular: ``op(A) X = B`` is solved, with A itself (``"N"``), its transpose (``"T"``) or its
+    # conjugate transpose (``"C"``).
     op: str = "N"
+    # solve_triangular: the diagonal of A is not read, but taken for ones.
     unit_diagonal: bool = False
+    # solve_triangular: ``X op(A) = B`` is solved.
     right: bool = False
+    # qr: ``"reduced"``, ``"complete"`` or ``"r"``, as `numpy.linalg.qr` has them. svd: one of the first two.
     mode: str = "reduced"
+    # solve, inv: ``"gen"``: A is any matrix; ``"pos"``: it is Hermitian and positive definite.
     assume_a: str = "gen"
+    # eigh, svd: whether vectors are computed, and not values alone.
     vectors: bool = True
+    # eigh: the first and the last index of the eigenvalues that are computed, counted from the least one; None for
+    # all.
     subset: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:

@@ -15,8 +15,6 @@ import math
 from dask_distmm.config import Machine
 from dask_distmm.planning.factor.problem import Factorization
 
-__all__ = ["shared_bytes", "shared_seconds"]
-
 # The share of a product's rate at which products run.
 _SHARE = 0.7
 # Columns of vectors as long as the matrix that a rank has beside its block columns: reflectors twice, what belongs to
@@ -27,19 +25,7 @@ _PANEL_ELEMENTS = 2**26
 
 
 def shared_seconds(task: Factorization, ranks: int, threads: int, machine: Machine, column: float) -> float:
-    """Return the seconds of the computation itself.
-
-    Parameters
-    ----------
-    task
-        What is computed.
-    ranks, threads
-        How many ranks, and how many threads or devices these have together.
-    machine
-        Constants of the engine.
-    column
-        Seconds that a column takes beside reads; 0 for that of two messages.
-    """
+    """Return the seconds of the computation itself."""
     n, complexes = float(task.a_shape[0]), 4 if task.dtype.startswith("complex") else 1
     size = {"float32": 4, "float64": 8, "complex64": 8, "complex128": 16}[task.dtype]
     reads = n**3 / 6 * size / (ranks * machine.memory_bandwidth)

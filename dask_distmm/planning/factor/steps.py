@@ -4,24 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = [
-    "Apply",
-    "Ask",
-    "Check",
-    "Decompose",
-    "Diagonalize",
-    "Drop",
-    "Factor",
-    "Get",
-    "Key",
-    "Operation",
-    "Orient",
-    "Part",
-    "Publish",
-    "Step",
-    "Tridiagonalize",
-]
-
 # The part of a panel that others need. "lower": its rows from the diagonal on, with the pivots (LU) or T (QR);
 # "upper": its rows up to and with the diagonal block; "pivots": pivots and diagonal alone. "carried" is no part: the
 # right-hand side on its way to the owner of the panel, or to its own rank under its own number.
@@ -54,19 +36,13 @@ class Key(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """How a panel changes block columns.
+    """How a panel changes block columns."""
 
-    Parameters
-    ----------
-    name
-        ``"cholesky"``, ``"lu"``, ``"qr"``: as the factorization goes on. ``"substitute"``: one block row of a
-        triangular system is solved. ``"reflect"``: the columns are multiplied by I - V T V^H.
-    lower, op, unit
-        Of the triangle that is solved with: whether it is the lower one, ``"N"``, ``"T"`` or ``"C"``, and whether its
-        diagonal is taken for ones.
-    """
-
+    # ``"cholesky"``, ``"lu"``, ``"qr"``: as the factorization goes on. ``"substitute"``: one block row of a
+    # triangular system is solved. ``"reflect"``: the columns are multiplied by I - V T V^H.
     name: str
+    # Of the triangle that is solved with: whether it is the lower one, ``"N"``, ``"T"`` or ``"C"``, and whether its
+    # diagonal is taken for ones.
     lower: bool = False
     op: str = "N"
     unit: bool = False
@@ -80,17 +56,11 @@ class Factor(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Raise if the diagonal of the rank's own panel says that the matrix is singular.
+    """Raise if the diagonal of the rank's own panel says that the matrix is singular."""
 
-    Parameters
-    ----------
-    panel
-        Number of the panel.
-    rank
-        Whether a diagonal element that is no more than rounding of its column counts as zero, too.
-    """
-
+    # Number of the panel.
     panel: int
+    # Whether a diagonal element that is no more than rounding of its column counts as zero, too.
     rank: bool
 
 

@@ -25,20 +25,6 @@ from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.display import Explanation
 
-__all__ = [
-    "WORTH",
-    "Batch",
-    "BatchEstimate",
-    "BatchPlan",
-    "Pool",
-    "choose_batch_way",
-    "efficiency",
-    "item_plan",
-    "item_seconds",
-    "recut",
-    "resize",
-]
-
 Sizes = tuple[int, ...]
 
 # Matrices of this size are multiplied at half the rate of large ones; fitted to the figures above.
@@ -51,41 +37,29 @@ WORTH = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Products of one shape: D[i] = A[i] @ B[i], where axes of length 1 of A's and B's batch are broadcast.
+    """Products of one shape: D[i] = A[i] @ B[i], where axes of length 1 of A's and B's batch are broadcast."""
 
-    Parameters
-    ----------
-    shape
-        Batch axes of D.
-    a_shape, b_shape
-        Batch axes of A and B, as many.
-    chunks
-        Chunk sizes along the batch axes as they are, of the operand that is larger.
-    m, n, k
-        Of one item.
-    a_dtype, b_dtype, dtype
-        Names of the types of A, B and D.
-    a_whole, b_whole
-        Whether every item of A, of B, lies in one chunk, and the batch axes are cut as `chunks` says.
-    chunk_count
-        Chunks of A and B, and of what the formula reads.
-    extra_bytes
-        Bytes of what the formula reads for one item.
-    """
-
+    # Batch axes of D.
     shape: Sizes
+    # Batch axes of A and B, as many.
     a_shape: Sizes
     b_shape: Sizes
+    # Chunk sizes along the batch axes as they are, of the operand that is larger.
     chunks: tuple[Sizes, ...]
+    # Of one item.
     m: int
     n: int
     k: int
+    # Names of the types of A, B and D.
     a_dtype: str
     b_dtype: str
     dtype: str
+    # Whether every item of A, of B, lies in one chunk, and the batch axes are cut as `chunks` says.
     a_whole: bool = True
     b_whole: bool = True
+    # Chunks of A and B, and of what the formula reads.
     chunk_count: int = 1
+    # Bytes of what the formula reads for one item.
     extra_bytes: int = 0
 
     @property
@@ -129,20 +103,13 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pool:
-    """The workers, as far as plain tasks care.
+    """The workers, as far as plain tasks care."""
 
-    Parameters
-    ----------
-    workers
-        How many.
-    slots
-        Tasks that run at the same time.
-    memory
-        Bytes that each of these may hold; 0 where there is no limit.
-    """
-
+    # How many.
     workers: int
+    # Tasks that run at the same time.
     slots: int
+    # Bytes that each of these may hold; 0 where there is no limit.
     memory: int = 0
 
     @classmethod
@@ -159,34 +126,23 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchEstimate:
-    """The cost model's estimate of one way to compute a batch.
+    """The cost model's estimate of one way to compute a batch."""
 
-    Parameters
-    ----------
-    way
-        ``"items"`` or ``"collective"``.
-    seconds
-        In all: the sum of the next three.
-    compute_seconds, transfer_seconds, overhead_seconds
-        Multiplying and copying; receiving; having tasks.
-    tasks
-        Tasks in the graph, roughly.
-    runs
-        Collective runs.
-    task_bytes
-        What the largest task holds.
-    bytes_moved
-        Bytes that travel between workers, all together.
-    """
-
+    # ``"items"`` or ``"collective"``.
     way: str
+    # In all: the sum of the next three.
     seconds: float
+    # Multiplying and copying; receiving; having tasks.
     compute_seconds: float
     transfer_seconds: float
     overhead_seconds: float
+    # Tasks in the graph, roughly.
     tasks: int
+    # Collective runs.
     runs: int = 0
+    # What the largest task holds.
     task_bytes: int = 0
+    # Bytes that travel between workers, all together.
     bytes_moved: int = 0
 
 
@@ -242,26 +198,7 @@ def recut(chunks: tuple[Sizes, ...], items: int) -> tuple[Sizes, ...]:
 def item_plan(
     batch: Batch, pool: Pool, machine: Machine, task_bytes: int, overhead: float
 ) -> tuple[tuple[Sizes, ...], BatchEstimate]:
-    """Cut the batch axes for plain tasks, and estimate the time.
-
-    Parameters
-    ----------
-    batch, pool
-        What, and who.
-    machine
-        The constants of the machine.
-    task_bytes
-        What a task should hold at most, if an item of its own is not more.
-    overhead
-        Seconds that a task costs.
-
-    Returns
-    -------
-    chunks
-        Along the batch axes of D: those that are there if each slot gets something to do of them and no task
-        is too large or too small; otherwise new ones.
-    estimate
-    """
+    """Cut the batch axes for plain tasks, and estimate the time."""
     each = item_seconds(batch, machine)
     limit = min(task_bytes, pool.memory) if pool.memory else task_bytes
     most = max(1, limit // max(1, batch.held_bytes))
@@ -358,22 +295,7 @@ class BatchPlan(Explanation):
 def choose_batch_way(
     wanted: str, items: BatchEstimate | None, collective: BatchEstimate | None, demands: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """Return the way to take, and why.
-
-    Parameters
-    ----------
-    wanted
-        ``"auto"``, ``"items"`` or ``"collective"``.
-    items, collective
-        The estimates; None for a way that can't be taken or is not known.
-    demands
-        Options that were given and that only collective runs can meet.
-
-    Raises
-    ------
-    PlanError
-        Plain tasks were asked for together with options that they can't meet.
-    """
+    """Return the way to take, and why."""
     if wanted == "items" and demands:
         raise PlanError(f"batch='items' and {demands[0]}: plain tasks run where Dask puts them; leave one of them out")
     if wanted != "auto":

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dask_distmm.planning.display import Shown
 from dask_distmm.planning.many.batches import WORTH, Sizes, resize
 
-__all__ = ["GroupPlan", "Share", "long_products", "share_out"]
-
 # Slabs lower than this keep BLAS from its speed.
 _LEAST_ROWS = 256
 # No piece takes a slot more than this part of its share of the work, where it can be cut so small.
@@ -26,23 +24,15 @@ _LARGEST_PIECE = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """The share of the workers that one product of a group gets.
+    """The share of the workers that one product of a group gets."""
 
-    Parameters
-    ----------
-    collective
-        Whether it is a collective run.
-    rows
-        Otherwise the rows of each task.
-    rank
-        Its place in the order of the tasks: 0 is the longest.
-    seconds
-        Estimated time of its longest task, or of the run.
-    """
-
+    # Whether it is a collective run.
     collective: bool
+    # Otherwise the rows of each task.
     rows: Sizes
+    # Its place in the order of the tasks: 0 is the longest.
     rank: int
+    # Estimated time of its longest task, or of the run.
     seconds: float
 
 
@@ -61,32 +51,7 @@ def share_out(
     forced: Sequence[bool | None],
     spread: Sequence[float],
 ) -> tuple[list[Share], float]:
-    """Share a group of products out.
-
-    Parameters
-    ----------
-    seconds
-        What each takes one slot.
-    rows
-        Row chunks of each.
-    collective
-        What each takes as a collective run; None where it can't be one or nobody has asked.
-    slots
-        Tasks that run at the same time.
-    overhead
-        Seconds that a task costs.
-    forced
-        For each True or False if it has to be a collective run or must not be one; None if it may be either.
-    spread
-        Seconds that each slot waits for the operand that all slabs of a product need, if it is cut into slabs.
-
-    Returns
-    -------
-    list of Share
-        In the order of the products.
-    float
-        Estimated time of all.
-    """
+    """Share a group of products out."""
     order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
     must = [i for i in order if forced[i] is True]
     may = [i for i in order if forced[i] is None and collective[i] is not None]

@@ -18,8 +18,6 @@ from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import goes_on, is_gram
 
-__all__ = ["estimate", "project"]
-
 # The share of the operations that is left of a symmetric product.
 _HALF = 0.55
 
@@ -27,15 +25,7 @@ _HALF = 0.55
 def estimate(
     made: Plan, needed: NDArray[np.float64], home: NDArray[np.float64], delivered: NDArray[np.float64]
 ) -> Estimate:
-    """Apply the formulas at the top of this module.
-
-    Parameters
-    ----------
-    needed, home
-        Bytes of A and B that each rank multiplies, and how many of them are on its worker.
-    delivered
-        Elements of finished chunks of D that each rank gets from others.
-    """
+    """Apply the formulas at the top of this module."""
     problem, machine = made.problem, made.problem.options.machine(made.engine)
     p, q, s = made.grid
     nranks = len(made.ranks)

@@ -13,8 +13,6 @@ from dask_distmm.planning.peer.reads import independent
 from dask_distmm.planning.peer.streams import streams
 from dask_distmm.planning.plan import Plan
 
-__all__ = ["PEER"]
-
 # Shares of the rate of a product on one GPU: H200, float64, N = 32768.
 _ALONE = {"cholesky": 0.75, "lu": 0.55, "qr": 0.72}
 # Panels of 512 columns: two H200, float64, N = 16384 and 32768.

@@ -6,17 +6,9 @@ from collections.abc import Sequence
 
 from dask_distmm.planning.demand import Worker
 
-__all__ = ["out_of_reach", "reaches"]
-
 
 def out_of_reach(workers: Sequence[Worker]) -> str:
-    """Say why not every worker's GPU can read the memory of all others; empty if it can.
-
-    Parameters
-    ----------
-    workers
-        As the roster knows them: `Worker.device` names a GPU, `Worker.reach` those that it can read.
-    """
+    """Say why not every worker's GPU can read the memory of all others; empty if it can."""
     for reader in workers:
         for other in workers:
             if reader.host != other.host:

@@ -30,20 +30,6 @@ from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan, Rect
 from dask_distmm.planning.problem import Problem
 
-__all__ = [
-    "PANELS",
-    "BlockSchedule",
-    "block_schedules",
-    "blocks",
-    "extent_multiple",
-    "in_place",
-    "longest_depth",
-    "multiplied_sizes",
-    "native",
-    "stored_again",
-    "sums_in",
-]
-
 # Buffers for panels: one panel is multiplied while the others are loaded.
 PANELS = 3
 # Fewest rows of a GEMM. With fewer, panels that are streamed again take longer to pull than to multiply (16-bit types).
@@ -69,35 +55,24 @@ _LEAST_BLOCK = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockSchedule:
-    """How one rank cuts A and B to compute its block of D; the plan alone decides it, not the addresses of chunks.
+    """How one rank cuts A and B to compute its block of D; the plan alone decides it, not the addresses of chunks."""
 
-    Parameters
-    ----------
-    stationary
-        The stationary operand: 0 for A, 1 for B.
-    parts, depth
-        Cuts of the stationary operand's own axis (rows of A, columns of B) and of k, from the rank's first index to its
-        last one.
-    width
-        Most rows or columns of a panel of the streamed operand.
-    lies
-        For A and B, whether all of the rank's part lies in single chunks on its own GPU, as far as a plan can tell.
-    others
-        For A and B, the number of chunks that the rank reads and other participants have.
-    stationary_bytes, panel_bytes
-        Bytes of one buffer for a stationary part and of one buffer for a panel; 0 where chunks are used in place.
-    panels
-        Number of buffers for panels.
-    """
-
+    # The stationary operand: 0 for A, 1 for B.
     stationary: int
+    # Cuts of the stationary operand's own axis (rows of A, columns of B) and of k, from the rank's first index to its
+    # last one.
     parts: Bounds
     depth: Bounds
+    # Most rows or columns of a panel of the streamed operand.
     width: int
+    # For A and B, whether all of the rank's part lies in single chunks on its own GPU, as far as a plan can tell.
     lies: tuple[bool, bool]
+    # For A and B, the number of chunks that the rank reads and other participants have.
     others: tuple[float, float]
+    # Bytes of one buffer for a stationary part and of one buffer for a panel; 0 where chunks are used in place.
     stationary_bytes: int
     panel_bytes: int
+    # Number of buffers for panels.
     panels: int = PANELS
 
     @property
@@ -211,21 +186,7 @@ def _lies(plan: Plan, operand: int, participant: int, part: Rect) -> bool:
 
 
 def _fit(own: int, kk: int, size: int, room: int, wide: bool, multiple: int) -> tuple[int, int]:
-    """Return the most rows (or columns) and the most of k that a stationary part may have.
-
-    Parameters
-    ----------
-    own, kk
-        Extents of the whole operand on this rank: along its own axis, and along k.
-    size
-        Bytes of an element.
-    room
-        Bytes that all buffers for stationary parts may take.
-    wide
-        Whether sums have more bits than D: if k is cut, such sums need memory of their own.
-    multiple
-        The number that extents are padded to a multiple of.
-    """
+    """Return the most rows (or columns) and the most of k that a stationary part may have."""
     if own * kk * size <= room:
         return own, kk
     room //= 2
@@ -250,15 +211,7 @@ def _even(start: int, length: int, most: int) -> Bounds:
 
 
 def sums_in(plan: Plan, found: Sequence[BlockSchedule]) -> np.dtype:
-    """Return the type in which all ranks sum: D's own type, unless several products are added to an element of D.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    found
-        Its block schedules, as `block_schedules` returns them.
-    """
+    """Return the type in which all ranks sum: D's own type, unless several products are added to an element of D."""
     if _several(plan, found):
         return plan.problem.compute_type
     return plan.problem.sum_type if native(plan, found) is None else plan.problem.result_type
@@ -271,15 +224,7 @@ def _several(plan: Plan, found: Sequence[BlockSchedule]) -> bool:
 
 
 def native(plan: Plan, found: Sequence[BlockSchedule]) -> str | None:
-    """Return the epilog that cuBLASLt does with each product, ``""`` for a factor alone; None if it can't do all.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    found
-        Its block schedules, as `block_schedules` returns them.
-    """
+    """Return the epilog that cuBLASLt does with each product, ``""`` for a factor alone; None if it can't do all."""
     problem = plan.problem
     if _several(plan, found) or extent_multiple(problem) > 1:
         return None
@@ -300,13 +245,6 @@ def blocks(plan: Plan, rank: int) -> list[Rect]:
     """Return the rectangles in which a rank stores its block of D; all participants compute the same ones.
 
     They are the chunks of the result, or parts of chunks, if all of these are large; else one rectangle.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    rank
-        The number of the rank.
     """
     region = plan.region(rank)
     if plan.grid[2] > 1 or extent_multiple(plan.problem) > 1:

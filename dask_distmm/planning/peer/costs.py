@@ -39,8 +39,6 @@ from dask_distmm.planning.peer.triangle import square_on_diagonal
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.plan import Plan, Rect
 
-__all__ = ["estimate", "project"]
-
 # Latency beside the work of a run, in messages: see the formula for `latency` above.
 _ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
 
@@ -50,11 +48,6 @@ def project(plan: Plan) -> dict[str, int]:
 
     Counted are chunks of A and B (also in the type in which they are multiplied) unless they are read from host memory,
     buffers, the sums, and D; of operands whose chunks ranks make themselves those that are there at a time.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
     """
     problem, npart = plan.problem, len(plan.participants)
     total = np.zeros(npart)
@@ -103,17 +96,7 @@ def _area(rect: Rect) -> int:
 def estimate(
     plan: Plan, needed: NDArray[np.float64], home: NDArray[np.float64], delivered: NDArray[np.float64]
 ) -> Estimate:
-    """Return the estimate of a plan, by the formulas at the top of this module.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    needed, home
-        Bytes of A and B that each rank multiplies, and bytes of these that are on its GPU.
-    delivered
-        Elements of finished chunks of D that each rank pulls from others.
-    """
+    """Return the estimate of a plan, by the formulas at the top of this module."""
     problem, machine = plan.problem, plan.problem.options.machine("peer")
     ranks, s = range(len(plan.ranks)), plan.grid[2]
     found = block_schedules(plan)

@@ -11,25 +11,9 @@ from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan
 
-__all__ = ["independent", "others_chunks", "peer_reads"]
-
 
 def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-    """Return for each operand the chunks of each participant that other participants read.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    names
-        The operands.
-
-    Returns
-    -------
-    dict
-        By operand an array of shape (participants, chunks): whether other participants read this chunk of that
-        participant.
-    """
+    """Return for each operand the chunks of each participant that other participants read."""
     problem, found = plan.problem, {}
     mine = np.arange(len(plan.participants))[:, None]
     for name in names:
@@ -57,13 +41,6 @@ def others_chunks(plan: Plan, rank: int) -> tuple[float, float]:
 
     Chunks in host memory count as those of others. The numbers are averages, and no whole numbers, if the plan does not
     know where the chunks are.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
-    rank
-        The number of the rank.
     """
 
     def count(name: str) -> float:
@@ -98,11 +75,6 @@ def independent(plan: Plan) -> bool:
 
     If a rank of such a run dies, the other ranks still finish theirs, and the missing chunks of D are computed as a
     problem of their own.
-
-    Parameters
-    ----------
-    plan
-        The plan of the run.
     """
     problem = plan.problem
     whole = not any(problem.distributions) and problem.grid is None

@@ -28,8 +28,6 @@ from dask_distmm.planning.peer.block_schedule import PANELS, extent_multiple, lo
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import is_gram
 
-__all__ = ["Stream", "rate", "stream_cuts", "streams"]
-
 # Chunks are joined until their product takes so long (seconds): the host needs half of it to put it on its way.
 _LEAST_SECONDS = 2e-4
 # The shortest part that the room for buffers may lead to.
@@ -46,37 +44,25 @@ _STEPS_HELD, _MOST_HELD = 2, 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stream:
-    """The steps of one rank; the plan alone decides them.
+    """The steps of one rank; the plan alone decides them."""
 
-    Parameters
-    ----------
-    made
-        The operands (0 for A, 1 for B) whose chunks it makes; one of them where the other one is its transpose.
-    twin
-        Whether the other one is.
-    least, most
-        Along the made operand's own axis and along k: parts of chunks are joined until they have `least`, and cut where
-        they have more than `most`. The own axis is not cut where both are made.
-    buffer_bytes
-        Of all buffers in which parts are put together.
-    threads
-        So many chunks are made at a time.
-    ahead
-        So many are made before they are used.
-    held_bytes
-        The bytes of chunks that may be in use.
-    making_bytes
-        Of chunks that are made ahead, and in the making.
-    """
-
+    # The operands (0 for A, 1 for B) whose chunks it makes; one of them where the other one is its transpose.
     made: tuple[int, ...]
+    # Whether the other one is.
     twin: bool
+    # Along the made operand's own axis and along k: parts of chunks are joined until they have `least`, and cut where
+    # they have more than `most`. The own axis is not cut where both are made.
     least: tuple[int, int]
     most: tuple[int, int]
+    # Of all buffers in which parts are put together.
     buffer_bytes: int
+    # So many chunks are made at a time.
     threads: int
+    # So many are made before they are used.
     ahead: int
+    # The bytes of chunks that may be in use.
     held_bytes: int
+    # Of chunks that are made ahead, and in the making.
     making_bytes: int
 
     @property
@@ -159,15 +145,7 @@ def _joins(stretches: NDArray[np.int64], least: int) -> bool:
 
 
 def stream_cuts(plan: Plan, rank: int, stream: Stream) -> tuple[Bounds, Bounds]:
-    """Return where a rank's own axis of the operand that it makes, and where its part of k, are cut into steps.
-
-    Parameters
-    ----------
-    plan, rank
-        The plan of the run, and the number of the rank.
-    stream
-        The rank's one of `streams`.
-    """
+    """Return where a rank's own axis of the operand that it makes, and where its part of k, are cut into steps."""
     along_k, own = _edges(plan, rank, stream.made, None), _edges(plan, rank, stream.made, stream.made[0])
     if all(plan.problem.by_ranks):
         return (int(own[0]), int(own[-1])), _cut(along_k.tolist(), stream.least[1], stream.most[1])

@@ -17,8 +17,6 @@ from typing import NamedTuple
 from dask_distmm.planning.plan import Plan, Rect
 from dask_distmm.planning.problem import is_gram
 
-__all__ = ["Triangle", "square_on_diagonal"]
-
 # Squares of fewer rows are multiplied whole. Of 16 strips of 1024 columns in float64 and float32, N = 16384, GEMM took
 # 0.55 of the time of one product, cuBLAS' syrk 0.53 (1 H200).
 _LEAST_ROWS = 2048
@@ -26,18 +24,12 @@ _STRIPS, _NARROWEST, _WIDEST = 8, 512, 1024
 
 
 class Triangle(NamedTuple):
-    """The square on the diagonal of D.
+    """The square on the diagonal of D."""
 
-    Parameters
-    ----------
-    start, stop
-        Its rows, and its columns.
-    width
-        Columns of a strip.
-    """
-
+    # Its rows, and its columns.
     start: int
     stop: int
+    # Columns of a strip.
     width: int
 
     @property
@@ -68,15 +60,7 @@ def _filled(rect: Rect) -> Iterator[Rect]:
 
 
 def square_on_diagonal(plan: Plan, rank: int, epilog: str | None) -> Triangle | None:
-    """Return the square of which a rank multiplies a triangle; None if it multiplies all of its block of D.
-
-    Parameters
-    ----------
-    plan, rank
-        The plan of the run, and the number of the rank.
-    epilog
-        The epilog that the library does with each product (`block_schedule.native`).
-    """
+    """Return the square of which a rank multiplies a triangle; None if it multiplies all of its block of D."""
     top, bottom, left, right = plan.region(rank)
     start, stop = max(top, left), min(bottom, right)
     turns = plan.problem.result_type.kind == "c" and complex(*plan.problem.formula.alpha).imag != 0

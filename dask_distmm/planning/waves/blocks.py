@@ -22,8 +22,6 @@ from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.waves.edges import BLOCKS, common_edges, grouped
 from dask_distmm.planning.waves.scheme import Scheme, Wave, wave_problem
 
-__all__ = ["choose_blocks", "in_host", "in_host_memory"]
-
 # Blocks are planned for this share of what a worker may hold: whole chunks of D are shared out by where A and B lie,
 # which may be less even than here.
 _SHARE = 0.75
@@ -43,13 +41,7 @@ def in_host(worker: Worker) -> Worker:
 def choose_blocks(
     problem: Problem, workers: Sequence[Worker], costs: DaskCosts, engine: str | Sequence[str]
 ) -> Scheme | None:
-    """Return the blocks that read the fewest bytes, of those that fit on the GPUs; None if none do.
-
-    Parameters
-    ----------
-    problem, workers, costs, engine
-        As for `choose`.
-    """
+    """Return the blocks that read the fewest bytes, of those that fit on the GPUs; None if none do."""
     names = [one.name for one in abilities_of([engine] if isinstance(engine, str) else engine) if one.reads_host]
     some = [dataclasses.replace(worker, memory_limit=int(_SHARE * worker.memory_limit)) for worker in workers]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")

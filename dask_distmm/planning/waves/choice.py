@@ -12,18 +12,17 @@ import numpy as np
 
 from dask_distmm.config import DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import ENGINES, abilities_of
 from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan
-from dask_distmm.planning.problem import METHODS, Chunks, Problem
+from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.waves.blocks import choose_blocks, in_host, in_host_memory
 from dask_distmm.planning.waves.edges import BLOCKS, common_edges, grouped
 from dask_distmm.planning.waves.scheme import Scheme, Wave, wave_problem
-
-__all__ = ["Budget", "choose_scheme"]
 
 # With fewer waves too much time would go by before the first one can be multiplied, and after the last was loaded.
 _FEWEST = 8
@@ -39,20 +38,13 @@ _PANEL_SHARE, _BUFFER_SHARE = 16, 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory that a worker may hold while a product is made in waves, and what it holds anyway.
+    """The memory that a worker may hold while a product is made in waves, and what it holds anyway."""
 
-    Parameters
-    ----------
-    managed
-        Share of the memory limit up to which Dask keeps results in memory.
-    process
-        Share of the memory limit up to which Dask does not look for something to spill.
-    read_bandwidth, device_bandwidth
-        Bytes of NumPy chunks and of CuPy chunks that one worker loads or makes in a second, for the estimate.
-    """
-
+    # Share of the memory limit up to which Dask keeps results in memory.
     managed: float
+    # Share of the memory limit up to which Dask does not look for something to spill.
     process: float
+    # Bytes of NumPy chunks and of CuPy chunks that one worker loads or makes in a second, for the estimate.
     read_bandwidth: float
     device_bandwidth: float = 1e11
 
@@ -77,36 +69,7 @@ def choose_scheme(
     by_ranks: tuple[bool, bool] = (False, False),
     products: int = 1,
 ) -> Scheme:
-    """Return the quickest scheme that fits into the memory of the workers.
-
-    Parameters
-    ----------
-    problem
-        What is multiplied; all of it, not a part.
-    workers
-        Those that can be ranks.
-    lazy
-        For A and B whether its chunks come for a wave and go after it: they are still to be made, or Dask reads them
-        back from disk. Others are in memory, and stay there.
-    budget
-        The memory that may be used.
-    costs
-        What Dask takes around a run.
-    engine
-        As for `plan`.
-    by_ranks
-        For A and B whether ranks can make its chunks.
-    products
-        How many like this one follow one another. Of several, operands that are loaded do not stay for a whole product,
-        and one wave may be a whole product.
-
-    Raises
-    ------
-    PlanError
-        The product can't be cut into waves; the message says why.
-    ProjectedMemoryError
-        No scheme fits.
-    """
+    """Return the quickest scheme that fits into the memory of the workers."""
     apart = in_host_memory(problem, engine)
     if reason := _why_whole(problem, lazy, apart=apart):
         raise PlanError(f"{problem.name} can't be made in waves: {reason}")

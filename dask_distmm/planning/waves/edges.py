@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from dask_distmm.planning.problem import Problem
 
-__all__ = ["BLOCKS", "common_edges", "grouped"]
-
 # D is cut into so many blocks along an axis.
 BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 

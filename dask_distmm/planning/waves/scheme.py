@@ -12,72 +12,50 @@ from dask_distmm.planning.display import Explanation
 from dask_distmm.planning.part import Part
 from dask_distmm.planning.problem import Extra, Problem
 
-__all__ = ["Scheme", "Wave", "WavePlan", "wave_problem"]
-
 Range = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wave:
-    """One run of a product in waves.
+    """One run of a product in waves."""
 
-    Parameters
-    ----------
-    rows, cols, depth
-        Its ranges of m, n and k.
-    first, last
-        Whether it begins and ends the sums over k of its block of D.
-    visit
-        Number of that block: a chunk of A or B is loaded once for each block that needs it.
-    """
-
+    # Its ranges of m, n and k.
     rows: Range
     cols: Range
     depth: Range
+    # Whether it begins and ends the sums over k of its block of D.
     first: bool
     last: bool
+    # Number of that block: a chunk of A or B is loaded once for each block that needs it.
     visit: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scheme:
-    """The waves of a product, and the estimate for them.
+    """The waves of a product, and the estimate for them."""
 
-    Parameters
-    ----------
-    name
-        ``"sums"``, ``"rows"``, ``"cols"``, ``"blocks"`` or ``"host"``; see the package.
-    waves
-        In the order in which they run.
-    streamed
-        For A and B whether chunks are loaded for a wave and dropped after it; others stay in memory.
-    by_ranks
-        Whether ranks make the chunks that are streamed when they need them; else Dask loads those of the next wave.
-    method
-        Of each run.
-    panel_bytes, buffer_bytes
-        Of a panel in flight between workers, and of the buffers of a GPU.
-    read_bytes, read_seconds, run_seconds
-        Bytes that are loaded in all; estimated seconds of that, and of the runs.
-    peak_bytes, budget_bytes
-        Projected peak of a worker's memory, and what it may hold.
-    series, before
-        Where the waves of several products follow one another: the name of them all, empty for a product alone, and the
-        number of waves of the products before.
-    """
-
+    # ``"sums"``, ``"rows"``, ``"cols"``, ``"blocks"`` or ``"host"``; see the package.
     name: str
+    # In the order in which they run.
     waves: tuple[Wave, ...]
+    # For A and B whether chunks are loaded for a wave and dropped after it; others stay in memory.
     streamed: tuple[bool, bool]
+    # Whether ranks make the chunks that are streamed when they need them; else Dask loads those of the next wave.
     by_ranks: bool
+    # Of each run.
     method: str
+    # Of a panel in flight between workers, and of the buffers of a GPU.
     panel_bytes: int
     buffer_bytes: int
+    # Bytes that are loaded in all; estimated seconds of that, and of the runs.
     read_bytes: int
     read_seconds: float
     run_seconds: float
+    # Projected peak of a worker's memory, and what it may hold.
     peak_bytes: int
     budget_bytes: int
+    # Where the waves of several products follow one another: the name of them all, empty for a product alone, and the
+    # number of waves of the products before.
     series: str = ""
     before: int = 0
 
@@ -96,14 +74,9 @@ class Scheme:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class WavePlan(Explanation):
-    """A product in waves, as `dask_distmm.explain` returns it.
+    """A product in waves, as `dask_distmm.explain` returns it."""
 
-    Parameters
-    ----------
-    problem, scheme
-        The product and its waves.
-    """
-
+    # The product and its waves.
     problem: Problem
     scheme: Scheme
 
@@ -124,23 +97,7 @@ class WavePlan(Explanation):
 
 
 def wave_problem(problem: Problem, scheme: Scheme, number: int) -> Problem:
-    """Return one wave of a product as a problem of its own, called ``...-wave-00012`` after the product or the series.
-
-    Parameters
-    ----------
-    problem
-        The whole product.
-    scheme
-        Its waves.
-    number
-        Of the wave.
-
-    Returns
-    -------
-    Problem
-        The names of its arrays are those of the whole product where it finishes chunks of D. Sums that the next wave
-        goes on with are chunks of ``...-sum-00012``; the input ``"partial"`` are those of the wave before.
-    """
+    """Return one wave of a product as a problem called ``...-wave-00012`` after the product or the series."""
     wave = scheme.waves[number]
     axes = {"m": wave.rows, "n": wave.cols, "k": wave.depth}
     extents = {"m": problem.m, "n": problem.n}

@@ -24,24 +24,12 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
-__all__ = ["Admission", "stuck"]
-
 # How often the scheduler looks whether any task goes on (seconds).
 _LOOK = 1.0
 
 
 class Admission:
-    """Looks after barriers from when their graphs arrive until they are parked. On the scheduler's event loop.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    roster
-        The workers that could multiply.
-    waiting
-        Returns the tasks and problems of all barriers that wait for inputs.
-    """
+    """Looks after barriers from when their graphs arrive until they are parked. On the scheduler's event loop."""
 
     def __init__(
         self, scheduler: Scheduler, roster: Roster, waiting: Callable[[], Iterable[tuple[TaskState, Computation]]]

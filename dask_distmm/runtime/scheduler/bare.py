@@ -21,21 +21,11 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState
 
-__all__ = ["BareWorkers", "needs_package"]
-
 _WAITING = ("released", "waiting", "no-worker")
 
 
 class BareWorkers:
-    """Keeps tasks that need this package away from workers that lack it.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    reasons
-        The workers by address, and why they can't import it; filled here.
-    """
+    """Keeps tasks that need this package away from workers that lack it."""
 
     def __init__(self, scheduler: Scheduler, reasons: dict[str, str]) -> None:
         self._scheduler, self.reasons = scheduler, reasons

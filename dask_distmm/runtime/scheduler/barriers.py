@@ -15,20 +15,12 @@ from dask_distmm.runtime.keys import operand_keys, output_name
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState
 
-__all__ = ["Barrier", "unwanted"]
-
 # So many tasks are looked up before others get the event loop again.
 _SLICE = 5000
 
 
 class Barrier:
-    """A barrier that is parked or on its way there.
-
-    Parameters
-    ----------
-    ts
-        Its task.
-    """
+    """A barrier that is parked or on its way there."""
 
     def __init__(self, ts: TaskState) -> None:
         self.ts, self.key = ts, ts.key
@@ -62,11 +54,6 @@ class Barrier:
         """Return the tasks that wait for the barrier by key: which output's they are, and their chunks' numbers.
 
         Others get the event loop in between.
-
-        Raises
-        ------
-        ProtocolError
-            A task waits for the barrier that is no chunk of its multiply.
         """
         found: dict[Any, tuple[str, int]] = {}
         for at, ts in enumerate(list(self.ts.waiters or ())):

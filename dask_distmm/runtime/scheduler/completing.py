@@ -18,8 +18,6 @@ from dask_distmm.runtime.scheduler.freezing import FrozenPlan
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["complete"]
-
 # So many tasks are put into memory before others get the event loop again.
 _SLICE = 1000
 
@@ -27,19 +25,7 @@ _SLICE = 1000
 async def complete(
     scheduler: Scheduler, run_id: int, barrier: Barrier, frozen: FrozenPlan, answers: Mapping[str, Done], began: float
 ) -> int:
-    """Put the tasks of D into memory where their chunks are; return how many wanted ones are missing.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    run_id, barrier, frozen
-        The run, the barrier that waits for it, and its plan.
-    answers
-        The answer of each participant by address.
-    began
-        When participants began (seconds since the epoch).
-    """
+    """Put the tasks of D into memory where their chunks are; return how many wanted ones are missing."""
     stimulus, problem = f"distmm-done-{run_id}", barrier.problem
     completion = direct.Completion(scheduler, stimulus)
     left = set(frozen.wanted)

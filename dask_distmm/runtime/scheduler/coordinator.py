@@ -47,8 +47,6 @@ from dask_distmm.runtime.wire import Message, ask, post
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["Coordinator"]
-
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
 _ABORT_TIMEOUT = 5.0
 # A plan is made again so often because chunks have moved, before that counts as a loss.
@@ -56,15 +54,7 @@ _MOVES = 10
 
 
 class Coordinator:
-    """All runs of a cluster. On the scheduler's event loop.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    event
-        Logs an event of a run: an action, the run, details.
-    """
+    """All runs of a cluster. On the scheduler's event loop."""
 
     def __init__(self, scheduler: Scheduler, event: Callable[..., None]) -> None:
         self.scheduler, self._event = scheduler, event

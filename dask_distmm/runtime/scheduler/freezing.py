@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import WorkerState
 
-__all__ = ["Freezer", "FrozenPlan"]
-
 # How often the scheduler looks whether there are workers again that may multiply (seconds).
 _LOOK = 0.2
 # So many tasks are looked up before others get the event loop again.
@@ -42,26 +40,17 @@ _ORDERS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class FrozenPlan:
-    """The roster, the placement of chunks and the plan of one run, as they were when it was frozen.
+    """The roster, the placement of chunks and the plan of one run, as they were when it was frozen."""
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    keys
-        For each participant by address: for each operand the keys of its chunks there, in the order of their numbers.
-    states
-        The scheduler's state of each participant.
-    wanted
-        The tasks that wait for the run, as `Barrier.wanted` returns them.
-    sources
-        For each rank by address the tasks by which it makes chunks itself, packed.
-    """
-
+    # The plan.
     plan: Placement
+    # For each participant by address: for each operand the keys of its chunks there, in the order of their numbers.
     keys: dict[str, dict[str, list[Any]]]
+    # The scheduler's state of each participant.
     states: dict[str, WorkerState]
+    # The tasks that wait for the run, as `Barrier.wanted` returns them.
     wanted: dict[Any, tuple[str, int]]
+    # For each rank by address the tasks by which it makes chunks itself, packed.
     sources: dict[str, bytes]
 
     @property
@@ -80,15 +69,7 @@ class FrozenPlan:
 
 
 class Freezer:
-    """Freezes runs. On the scheduler's event loop.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    roster, groups, replicas
-        Who can take part, which groups of ranks there are, and which results are on all workers.
-    """
+    """Freezes runs. On the scheduler's event loop."""
 
     def __init__(self, scheduler: Scheduler, roster: Roster, groups: RankGroups, replicas: Replicas) -> None:
         self._scheduler, self._roster, self._groups, self._replicas = scheduler, roster, groups, replicas
@@ -104,15 +85,7 @@ class Freezer:
             self._orders.popitem(last=False)
 
     async def freeze(self, run: Run, barrier: Barrier) -> FrozenPlan:
-        """Fix who takes part, and how.
-
-        Raises
-        ------
-        DistMMError
-            The multiply can't be planned.
-        Lost, Replan, Released
-            A worker or a chunk is gone; the run was ended meanwhile.
-        """
+        """Fix who takes part, and how."""
 
         async def frozen() -> FrozenPlan:
             raise_if_ended(run)
@@ -162,17 +135,7 @@ class Freezer:
         keys: dict[str, list[Any]],
         held: Where,
     ) -> tuple[Plan, dict[str, list[Any]], Where]:
-        """Return the plan of a product, and the keys and holders of its operands' chunks in the plan's order.
-
-        Parameters
-        ----------
-        barrier, problem
-            The barrier, and the part of its product that is wanted.
-        roster
-            Engines, the workers that can be ranks, and others that hold chunks.
-        keys, held
-            The keys of the inputs' chunks, and the holders of the operands' chunks.
-        """
+        """Return the plan of a product, and the keys and holders of its operands' chunks in the plan's order."""
         engines, workers, sources = roster
         where, replica_runs = self._replicas.where(problem, workers, held)
         if not any(replica_runs) and (orders := by_holder(problem, where)):

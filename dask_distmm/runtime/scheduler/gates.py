@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState
 
-__all__ = ["Gates"]
-
 # Barriers in these states are still to run.
 _AHEAD = ("waiting", "no-worker", "processing", "queued")
 # Tasks in these states begin or end without any further wave.
@@ -32,11 +30,6 @@ class Gates:
     task works on the chunks of D that came of it, such as one that stores a chunk; or until the barrier is wanted no
     more. So D does not fill the memory where it is stored more slowly than it is made. A gate that is lost with a
     worker opens again at once, so that what waits behind it is loaded again without another run.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:

@@ -22,8 +22,6 @@ from dask_distmm.runtime.scheduler.roster import Roster
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["Holders"]
-
 # How long chunks may take from workers without this package to others, and how often that is looked at (seconds).
 _BRING_SECONDS = 60.0
 _LOOK = 0.01
@@ -32,15 +30,7 @@ _SLICE = 5000
 
 
 class Holders:
-    """Finds the workers that hold chunks, beside those that can take part.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    roster
-        The workers, and their descriptions.
-    """
+    """Finds the workers that hold chunks, beside those that can take part."""
 
     def __init__(self, scheduler: Scheduler, roster: Roster) -> None:
         self._scheduler, self._roster = scheduler, roster
@@ -48,27 +38,7 @@ class Holders:
     async def find(
         self, workers: Sequence[Worker], keys: Sequence[Sequence[Any]]
     ) -> tuple[list[Worker], list[NDArray[np.int32]]]:
-        """Return who holds chunks beside the workers that can take part, and who holds each chunk.
-
-        Parameters
-        ----------
-        workers
-            Those that can be ranks.
-        keys
-            For each operand the keys of its chunks.
-
-        Returns
-        -------
-        list of Worker
-            Others that hold chunks; only where no rank has one, and those that say that they have dask_distmm first.
-        list of array
-            For each operand the index into ``[*workers, *others]`` of each chunk's holder, int32.
-
-        Raises
-        ------
-        Replan
-            A chunk is not in memory.
-        """
+        """Return who holds chunks beside the workers that can take part, and who holds each chunk."""
         number = {worker.address: index for index, worker in enumerate(workers)}
         if self._roster.bare:
             await self._bring(list(number), [key for operand in keys for key in operand])
@@ -95,13 +65,7 @@ class Holders:
         return [self._roster.worker(self._scheduler.workers[address], "") for address in others], tables
 
     async def _bring(self, ranks: Sequence[str], keys: Iterable[Any]) -> None:
-        """Have Dask copy chunks to the ranks that only workers without this package have: those can't send them.
-
-        Raises
-        ------
-        EngineError
-            They did not arrive in time.
-        """
+        """Have Dask copy chunks to the ranks that only workers without this package have: those can't send them."""
         bare, tasks = self._roster.bare, self._scheduler.tasks
 
         def stranded(key: Any) -> bool:
@@ -125,23 +89,7 @@ class Holders:
     def known(
         self, workers: Sequence[Worker], names: Sequence[str], counts: Sequence[Sequence[int]]
     ) -> tuple[list[Worker], list[bytes | None]]:
-        """Return where the chunks of some arrays are.
-
-        Parameters
-        ----------
-        workers
-            Those that can take part.
-        names, counts
-            Names of the arrays, and how many chunks each has along its axes.
-
-        Returns
-        -------
-        list of Worker
-            Others that hold chunks.
-        list of (bytes or None)
-            For each array the index into ``[*workers, *others]`` of each chunk's holder, as int32; None where
-            not all of its chunks are in memory.
-        """
+        """Return where the chunks of some arrays are."""
         number = {worker.address: index for index, worker in enumerate(workers)}
         others: dict[str, int] = {}
         placed: list[bytes | None] = []

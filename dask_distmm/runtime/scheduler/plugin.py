@@ -33,8 +33,6 @@ from dask_distmm.runtime.scheduler.records import Records
 from dask_distmm.runtime.wire import answering, listening
 from dask_distmm.runtime.worker.plugin import MISSING, for_any_worker
 
-__all__ = ["DistMMSchedulerPlugin"]
-
 # Memory that engines keep between runs is freed when there has been no client for so long (seconds).
 _IDLE_TIME = 5.0
 

@@ -17,8 +17,6 @@ from dask_distmm.runtime.keys import GROUP_PREFIX, parse_group_key
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["GroupOrder", "new_priorities"]
-
 
 class GroupOrder(SchedulerPlugin):  # type: ignore[misc]
     """Lets products of a group start in the order of their ranks."""
@@ -41,22 +39,7 @@ class GroupOrder(SchedulerPlugin):  # type: ignore[misc]
 def new_priorities(
     ranks: Mapping[Any, Any], needs: Mapping[Any, Iterable[Any]], priorities: Mapping[Any, Any]
 ) -> dict[Any, Any]:
-    """Deal priorities out again. Pure.
-
-    Parameters
-    ----------
-    ranks
-        For each product's key its place in the order.
-    needs
-        For each key those that it needs, of those of `priorities`.
-    priorities
-        Of all keys that have not started; smaller ones start sooner.
-
-    Returns
-    -------
-    dict
-        The same priorities for the same keys, all that the first product needs before it, then the second's.
-    """
+    """Deal priorities out again. Pure."""
     dealt: dict[Any, None] = {}
     for product in sorted((key for key in ranks if key in priorities), key=lambda key: ranks[key]):
         found: set[Any] = set()

@@ -17,30 +17,13 @@ from dask_distmm.runtime.scheduler.records import Records
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["answer_progress", "find_names", "progress_of"]
-
 _PHASES = {"planned": "waiting", "voting": "voting", "running": "multiplying"}
 
 
 def answer_progress(
     scheduler: Scheduler, runs: Iterable[Run], records: Records, question: ProgressQuestion
 ) -> ProgressReply:
-    """Return how far multiplies are.
-
-    Parameters
-    ----------
-    scheduler, records
-        The Dask scheduler, and the records of runs.
-    runs
-        All runs that are not over.
-    question
-        Which multiplies.
-
-    Raises
-    ------
-    ProtocolError
-        The question is malformed.
-    """
+    """Return how far multiplies are."""
     names: Sequence[str] | None = question.names
     try:
         # A graph that was submitted a moment ago may still be on its way.

@@ -13,22 +13,9 @@ from dask_distmm.runtime.scheduler.voting import raise_if_ended
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["RunQueue"]
-
 
 class RunQueue(dict[int, Run]):
-    """Runs by number, from when they get it until they have been seen through.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler, on whose event loop all of it is used.
-
-    Attributes
-    ----------
-    newest
-        Number of the newest run there has been.
-    """
+    """Runs by number, from when they get it until they have been seen through."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
@@ -51,13 +38,7 @@ class RunQueue(dict[int, Run]):
             await self.changed()
 
     async def turn(self, run: Run) -> None:
-        """Wait until no earlier run uses a worker of this one: collectives meet in one order everywhere.
-
-        Raises
-        ------
-        Lost, Released
-            The run was ended meanwhile.
-        """
+        """Wait until no earlier run uses a worker of this one: collectives meet in one order everywhere."""
 
         def in_the_way(other: Run) -> bool:
             # One whose participants are not fixed yet may turn out to need the same workers.

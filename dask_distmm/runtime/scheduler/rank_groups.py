@@ -12,24 +12,15 @@ from typing import NamedTuple
 
 from dask_distmm.planning import ENGINES
 
-__all__ = ["RankGroup", "RankGroups"]
-
 
 class RankGroup(NamedTuple):
-    """A group of ranks, or for an engine whose ranks map others' memory of all who take part.
+    """A group of ranks, or for an engine whose ranks map others' memory of all who take part."""
 
-    Parameters
-    ----------
-    number
-        Its number; never used again.
-    engine
-        Name of the engine that it belongs to.
-    workers
-        Their addresses, those of ranks in their order.
-    """
-
+    # Its number; never used again.
     number: int
+    # Name of the engine that it belongs to.
     engine: str
+    # Their addresses, those of ranks in their order.
     workers: tuple[str, ...]
 
 
@@ -69,15 +60,7 @@ class RankGroups:
         self._kept[number] = size
 
     def surplus(self, most: int, most_bytes: int | None = None) -> list[RankGroup]:
-        """Take out and return the least recently used ones, until no limit is exceeded.
-
-        Parameters
-        ----------
-        most
-            How many there may be.
-        most_bytes
-            How many bytes all groups of one worker may keep together; the latest group always stays.
-        """
+        """Take out and return the least recently used ones, until no limit is exceeded."""
         found = [self._groups.popitem(last=False)[1] for _ in range(len(self._groups) - most)]
         while most_bytes is not None and len(self._groups) > 1:
             total: collections.Counter[str] = collections.Counter()

@@ -11,8 +11,6 @@ from dask.utils import format_bytes, format_time
 
 from dask_distmm.runtime.keys import wave_of
 
-__all__ = ["PHASES", "Outcome", "Record", "Records", "Totals", "Waves", "by_phase"]
-
 Outcome = Literal["running", "done", "restarted", "failed", "released"]
 
 _ENDED = ("done", "restarted", "failed", "released")
@@ -23,50 +21,35 @@ PHASES = ("gate", "redistribute", "multiply", "deliver", "replicate", "other")
 
 @dataclasses.dataclass(slots=True)
 class Record:
-    """One run.
+    """One run."""
 
-    Parameters
-    ----------
-    run_id, name
-        Its number, and the name of the multiply.
-    started
-        When its participants began (seconds since the epoch); when it ended, if it did before.
-    method, engine, grid
-        How it is shared among the ranks; empty if it never began.
-    flops, bound
-        Floating-point operations in all, and how many a second its ranks could do by the cost model.
-    ranks
-        Addresses of the ranks in their order.
-    projected_bytes, held_bytes
-        Projected peak of the run's memory by worker, and the most bytes that the engine held, where it counts them.
-    outcome, reason
-        How it ended, and why if not well.
-    share
-        The share of the work that is done.
-    seconds
-        How long it took; nan while it runs, or if it did not end well.
-    received_bytes
-        Bytes of matrices that have travelled between workers so far.
-    phases
-        Seconds of each of `PHASES` by address, of a run that is done.
-    """
-
+    # Its number, and the name of the multiply.
     run_id: int
     name: str
+    # When its participants began (seconds since the epoch); when it ended, if it did before.
     started: float
+    # How it is shared among the ranks; empty if it never began.
     method: str = ""
     engine: str = ""
     grid: tuple[int, ...] = ()
+    # Floating-point operations in all, and how many a second its ranks could do by the cost model.
     flops: float = 0.0
     bound: float = 0.0
+    # Addresses of the ranks in their order.
     ranks: tuple[str, ...] = ()
+    # Projected peak of the run's memory by worker, and the most bytes that the engine held, where it counts them.
     projected_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     held_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    # How it ended, and why if not well.
     outcome: Outcome = "running"
     reason: str = ""
+    # The share of the work that is done.
     share: float = 0.0
+    # How long it took; nan while it runs, or if it did not end well.
     seconds: float = float("nan")
+    # Bytes of matrices that have travelled between workers so far.
     received_bytes: int = 0
+    # Seconds of each of `PHASES` by address, of a run that is done.
     phases: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -82,43 +65,28 @@ class Record:
 
 @dataclasses.dataclass(slots=True)
 class Totals:
-    """Sums over all runs since the scheduler started, whether their records are still kept or not.
+    """Sums over all runs since the scheduler started, whether their records are still kept or not."""
 
-    Parameters
-    ----------
-    runs
-        How many ended, by outcome.
-    flops, received_bytes
-        Of runs that are done.
-    seconds
-        Of runs that are done, by phase: of each run and phase the time of the slowest rank.
-    """
-
+    # How many ended, by outcome.
     runs: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(_ENDED, 0))
+    # Of runs that are done.
     flops: float = 0.0
     received_bytes: int = 0
+    # Of runs that are done, by phase: of each run and phase the time of the slowest rank.
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 
 @dataclasses.dataclass(slots=True)
 class Waves:
-    """The waves of one product.
+    """The waves of one product."""
 
-    Parameters
-    ----------
-    wanted
-        Numbers of those that are to run; where only a part of D is wanted not all.
-    since
-        When the first one began (seconds since the epoch); nan before.
-    done
-        Numbers of those that are done.
-    loaded_bytes, made_bytes
-        Bytes of operands that were loaded for these, and of finished chunks of D that they have made.
-    """
-
+    # Numbers of those that are to run; where only a part of D is wanted not all.
     wanted: set[int] = dataclasses.field(default_factory=set)
+    # When the first one began (seconds since the epoch); nan before.
     since: float = float("nan")
+    # Numbers of those that are done.
     done: set[int] = dataclasses.field(default_factory=set)
+    # Bytes of operands that were loaded for these, and of finished chunks of D that they have made.
     loaded_bytes: int = 0
     made_bytes: int = 0
 
@@ -142,13 +110,7 @@ class Waves:
 
 
 class Records:
-    """The last runs, oldest first, and the sums over all.
-
-    Parameters
-    ----------
-    most
-        How many runs are kept.
-    """
+    """The last runs, oldest first, and the sums over all."""
 
     def __init__(self, most: int = 200) -> None:
         self._most = most

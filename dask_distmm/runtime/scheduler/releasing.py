@@ -16,37 +16,19 @@ from dask_distmm.runtime.wire import ask
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["Releases"]
-
 # A worker that stands still is not waited for longer than this beyond the grace time (seconds).
 _STANDSTILL = 5.0
 
 
 class Releases:
-    """Releases of groups that are under way. On the scheduler's event loop.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    queue
-        All runs that are not over.
-    """
+    """Releases of groups that are under way. On the scheduler's event loop."""
 
     def __init__(self, scheduler: Scheduler, queue: RunQueue) -> None:
         self._scheduler, self._queue = scheduler, queue
         self._tasks: set[asyncio.Future[None]] = set()
 
     def begin(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
-        """Have groups freed, each in its turn as if it were a run of its ranks; it goes on in the background.
-
-        Parameters
-        ----------
-        groups
-            The groups.
-        grace
-            How long a rank may take (seconds).
-        """
+        """Have groups freed, each in its turn as if it were a run of its ranks; it goes on in the background."""
         tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(self._release(group, grace)) for group in groups]
         # The event loop holds tasks weakly only.
         self._tasks.update(tasks)

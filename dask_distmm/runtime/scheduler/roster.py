@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import WorkerState
 
-__all__ = ["Roster"]
-
 T = TypeVar("T")
 
 # A worker that does not describe itself within this time (seconds) is left out.
@@ -41,13 +39,7 @@ _UNKNOWN = Description("OK")
 
 
 class Roster:
-    """The workers of a cluster and their descriptions, for which each is asked once.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler.
-    """
+    """The workers of a cluster and their descriptions, for which each is asked once."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -74,28 +66,7 @@ class Roster:
         demand: Demand,
         allowed: Collection[str] | None = None,
     ) -> tuple[tuple[str, ...], list[Worker]]:
-        """Return the engines that can multiply, and the workers that can take part, in the scheduler's order.
-
-        Parameters
-        ----------
-        demand
-            The requirements of the multiply. The engine ``"auto"`` stands for the first one that a worker has and that
-            takes such arrays, and others that the same workers have.
-        allowed
-            Addresses of the workers that may be ranks; None for any.
-
-        Raises
-        ------
-        NoWorkersError
-            No worker is running and answers, or none of those that may be ranks.
-        PlanError
-            The demand names a worker that is not there, or more workers than there are.
-        MissingEngineError
-            No worker has an engine for such arrays.
-        EngineError
-            Workers have different versions of dask_distmm or of the engine's libraries; or the engine would send
-            matrices between hosts unencrypted.
-        """
+        """Return the engines that can multiply, and the workers that can take part, in the scheduler's order."""
         engine, array, dtypes, wanted = demand.engine, demand.array, demand.dtypes, demand.workers
         running = {address: ws for address, ws in self._scheduler.workers.items() if ws.status.name == "running"}
         if any(ws.status.name == "paused" for ws in self._scheduler.workers.values()):
@@ -150,18 +121,6 @@ class Roster:
         """Return the outcome of `plan`, called again while it does not fit and workers are left out as they are paused.
 
         One that reads chunks back from disk is paused for a moment.
-
-        Parameters
-        ----------
-        plan
-            Chooses workers, and plans.
-        limit
-            Seconds after which it is not called again.
-
-        Raises
-        ------
-        ProjectedMemoryError
-            It does not fit.
         """
         deadline = time() + limit
         while True:

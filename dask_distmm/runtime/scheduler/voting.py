@@ -18,8 +18,6 @@ from dask_distmm.runtime.wire import Reply
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-__all__ = ["ask_all", "failed", "raise_if_ended"]
-
 A = TypeVar("A", bound=Reply)
 
 # How often the scheduler looks whether a run makes progress (seconds).
@@ -36,36 +34,7 @@ async def ask_all(
     timeout: float | None = None,
     silence: float | None = None,
 ) -> dict[str, A]:
-    """Ask every participant; return their answers by address, when all that are not gone have answered well.
-
-    Parameters
-    ----------
-    scheduler
-        The Dask scheduler, which knows when each worker gave a sign of life.
-    run
-        The run, voting or running.
-    ask
-        Asks the participant of an address.
-    ended
-        Done as soon as the run is over for another reason.
-    lose
-        Called with a participant that can't be reached; returns whether the run goes on without it.
-    timeout
-        Seconds within which all must have answered.
-    silence
-        Seconds for which a participant may give no sign of life while the run makes no progress.
-
-    Raises
-    ------
-    MatrixError
-        The matrix is singular, or not positive definite.
-    RunFailedError
-        A participant failed or refused, or did not answer in time.
-    Lost, Released
-        A participant is gone, or its replicas are; no task waits for the result.
-    Replan
-        A participant does not have its chunks, or has them in another memory order.
-    """
+    """Ask every participant; return their answers by address, when all that are not gone have answered well."""
     tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
     over = asyncio.ensure_future(ended)
     answers: dict[str, A] = {}

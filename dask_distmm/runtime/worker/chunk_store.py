@@ -19,8 +19,6 @@ from dask_distmm.runtime.keys import output_name
 if TYPE_CHECKING:
     from distributed import Worker
 
-__all__ = ["ChunkStore"]
-
 # So many chunks are given to Dask before others get the event loop again.
 _SLICE = 500
 
@@ -30,11 +28,6 @@ class ChunkStore:
 
     Dask's scheduler hears of chunks of D when all participants of their run are done. Until then `take_back` can
     remove them.
-
-    Parameters
-    ----------
-    worker
-        The Dask worker.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -54,18 +47,6 @@ class ChunkStore:
         """Return the chunks that a participant has, and the keys of those that are not here. Any thread.
 
         Dask reads back chunks that it has spilled to disk, which may take long.
-
-        Parameters
-        ----------
-        plan, me
-            The plan of the run, and which participant of it this worker is.
-        keys
-            For each operand of which this worker has chunks their keys, in the order of the chunks' numbers.
-
-        Raises
-        ------
-        ProtocolError
-            The keys do not fit the plan.
         """
         problem, data = plan.problem, self._worker.data
         chunks: dict[ChunkKey, Any] = {}
@@ -112,29 +93,7 @@ class ChunkStore:
         unwanted: Sequence[tuple[str, bytes]],
         live: Callable[[], bool],
     ) -> list[tuple[str, bytes, bytes]]:
-        """Give a run's chunks of D to Dask. On the worker's event loop, which others get in between.
-
-        Parameters
-        ----------
-        run_id, plan
-            Number and plan of the run.
-        result
-            The chunks, as the run's job has returned them.
-        unwanted
-            Names of outputs, and the numbers of those of their chunks that no task waits for, as int64.
-        live
-            Whether the run is still live.
-
-        Returns
-        -------
-        list of tuple
-            For each output its name, the numbers of its chunks and their bytes, both as int64.
-
-        Raises
-        ------
-        EngineError
-            The run was ended meanwhile.
-        """
+        """Give a run's chunks of D to Dask. On the worker's event loop, which others get in between."""
         name, problem = plan.problem.result_name, plan.problem
         skipped = {output: set(np.frombuffer(raw, np.int64).tolist()) for output, raw in unwanted}
         todo: dict[str, dict[int, Any]] = {}

@@ -8,8 +8,6 @@ from distributed import Worker, WorkerPlugin
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.worker.side import WorkerSide
 
-__all__ = ["MISSING", "DistMMWorkerPlugin", "for_any_worker"]
-
 # The topic of Dask's events under which a worker says that it lacks this package.
 MISSING = f"{NAME}-missing"
 

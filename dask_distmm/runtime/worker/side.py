@@ -51,8 +51,6 @@ from dask_distmm.runtime.worker.chunk_store import ChunkStore
 if TYPE_CHECKING:
     from distributed import Worker
 
-__all__ = ["WorkerSide"]
-
 A = TypeVar("A", bound=Reply)
 
 # How often a worker says how far it is (seconds).
@@ -62,13 +60,7 @@ _SPILLED_FROM = 0.8
 
 
 class WorkerSide:
-    """All that dask_distmm keeps on one worker. Made once for each worker process' `Worker`.
-
-    Parameters
-    ----------
-    worker
-        The Dask worker.
-    """
+    """All that dask_distmm keeps on one worker. Made once for each worker process' `Worker`."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

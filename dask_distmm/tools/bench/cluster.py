@@ -56,19 +56,7 @@ def synchronize() -> None:
 
 
 class Session:
-    """A cluster that is there already.
-
-    Parameters
-    ----------
-    client
-        Of the cluster.
-    timeout
-        Seconds that one product may take.
-    array
-        The kind of the chunks: ``"numpy"`` or ``"cupy"``.
-    here
-        Whether the workers are processes of this machine that nobody else uses.
-    """
+    """A cluster that is there already."""
 
     def __init__(self, client: Client, timeout: float = 600.0, array: str = "numpy", here: bool = False) -> None:
         self._client, self.timeout, self.array, self.here = client, timeout, array, here

@@ -18,17 +18,7 @@ SAMPLED_ROWS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One product to compute: a square one, at one way of cutting it.
-
-    Attributes
-    ----------
-    size
-        Rows and columns of both factors.
-    dtype
-        Name of the factors' dtype.
-    grid
-        Chunks along each side; None for an engine that has no chunks.
-    """
+    """One product to compute: a square one, at one way of cutting it."""
 
     size: int
     dtype: str
@@ -37,17 +27,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sample:
-    """One timing of one case.
-
-    Attributes
-    ----------
-    seconds
-        Wall-clock time of the product.
-    error
-        Largest error in the checked rows as `scaled_error` measures it; right at 1 or less.
-    details
-        Whatever else was measured, as JSON values.
-    """
+    """One timing of one case."""
 
     seconds: float
     error: float

@@ -13,21 +13,7 @@ from dask_distmm.tools.bench.protocol import Case, Peer, Sample
 
 @dataclass
 class Measured:
-    """The outcome of one peer at one case.
-
-    Attributes
-    ----------
-    peer
-        Name of the peer.
-    case
-        The product.
-    samples
-        The timings that count, one a round.
-    warmup
-        The timing of the round before them, which does not count.
-    failure
-        Why the case was given up; None if it was not.
-    """
+    """The outcome of one peer at one case."""
 
     peer: str
     case: Case

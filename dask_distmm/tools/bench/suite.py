@@ -9,8 +9,6 @@ from typing import Any
 from dask_distmm.tools.bench import environment, report, runner
 from dask_distmm.tools.bench.protocol import Peer
 
-__all__ = ["measure"]
-
 
 def measure(
     peers: Sequence[Peer],
@@ -24,17 +22,7 @@ def measure(
     seconds: float = float("inf"),
     **context: Any,
 ) -> dict[str, Any]:
-    """Measure all peers that run here, and return the document of it, also of what there is after Ctrl-C.
-
-    Parameters
-    ----------
-    peers, sizes, dtype, repeat, seed, progress, seconds
-        As for `runner.measure_all`. Peers that are not available are skipped; the document says why.
-    references
-        Names of the peers that the others are compared with.
-    **context
-        Further entries of the document.
-    """
+    """Measure all peers that run here, and return the document of it, also of what there is after Ctrl-C."""
     began, load = datetime.now(UTC), environment.load_average()
     reasons = {peer.name: peer.unavailable() for peer in peers}
     for name, reason in reasons.items():

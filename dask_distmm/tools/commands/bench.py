@@ -23,17 +23,9 @@ from dask_distmm.tools.local import connected
 
 CPU_SIZES, GPU_SIZES = (1024, 2048, 4096), (4096, 8192, 16384)
 
-__all__ = ["check_plot", "draw", "failures", "figures_text", "run_bench"]
-
 
 def check_plot(path: Path) -> None:
-    """Make sure that a plot can be drawn, before minutes are spent on what it would show.
-
-    Raises
-    ------
-    DistMMError
-        There is no matplotlib; a `PlanError`: it draws no such files, or the folder is not there.
-    """
+    """Make sure that a plot can be drawn, before minutes are spent on what it would show."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
@@ -57,26 +49,7 @@ def run_bench(
     seconds: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure; return the document, and under "interrupted" whether Ctrl-C has ended it early.
-
-    Parameters
-    ----------
-    scheduler, workers
-        As for `connected`.
-    sizes, grids
-        Rows of the square factors, by default what suits the engine; chunks along each of their sides.
-    dtype
-        Of the factors.
-    repeat, seconds
-        Timings that count, and about how long all may take.
-    progress
-        Is told how far it is.
-
-    Raises
-    ------
-    DistMMError
-        The cluster can't be reached, or can't multiply.
-    """
+    """Measure; return the document, and under "interrupted" whether Ctrl-C has ended it early."""
     seed = secrets.randbits(32)
     # Workers that are stopped while NumPy has its turn send no heartbeats, and must not be given up for that.
     with (

@@ -37,8 +37,6 @@ from dask_distmm.tools.commands.writing import (
 )
 from dask_distmm.tools.local import connected, default_workers
 
-__all__ = ["FileProduct", "check_page", "explained", "multiply_files", "plan_page", "write_page"]
-
 Say = Callable[[str], None]
 
 # Workers may take so long to end the tasks that write, after an error or Ctrl-C (seconds).
@@ -47,25 +45,15 @@ _STOP_SECONDS = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class FileProduct:
-    """A product of arrays in files, as a user asks for it on the command line.
+    """A product of arrays in files, as a user asks for it on the command line."""
 
-    Parameters
-    ----------
-    a, b, c, bias, aux
-        Where the operands are, and the inputs of the epilog: its bias, and the output that a forward pass has kept.
-    alpha, beta, op_a, op_b, epilog, engine, method
-        As for `dask_distmm.matmul`.
-    dtype
-        Type to which all operands are converted; None for as stored.
-    chunks
-        Chunk sizes of the last axes of D; None for the operands'.
-    """
-
+    # Where the operands are, and the inputs of the epilog: its bias, and the output that a forward pass has kept.
     a: str
     b: str
     c: str | None = None
     bias: str | None = None
     aux: str | None = None
+    # As for `dask_distmm.matmul`.
     alpha: float = 1.0
     beta: float | None = None
     op_a: str = "N"
@@ -73,7 +61,9 @@ class FileProduct:
     epilog: str | None = None
     engine: str | None = None
     method: str | None = None
+    # Type to which all operands are converted; None for as stored.
     dtype: str | None = None
+    # Chunk sizes of the last axes of D; None for the operands'.
     chunks: tuple[int, ...] | None = None
 
     @property
@@ -88,13 +78,7 @@ class FileProduct:
         return formula.saved or formula.sums or formula.operand_sum
 
     def arguments(self, workers: int) -> tuple[list[da.Array], dict[str, Any]]:
-        """Return positional and keyword arguments for `matmul` and `explain`; the arrays are lazy.
-
-        Parameters
-        ----------
-        workers
-            How many there are: each should get some chunks.
-        """
+        """Return positional and keyword arguments for `matmul` and `explain`; the arrays are lazy."""
         arrays: dict[tuple[Place, str | None], da.Array] = {}
 
         def get(text: str, dtype: str | None = self.dtype) -> da.Array:
@@ -187,13 +171,7 @@ def plan_page(plan: Explanation, title: str) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page to a file.
-
-    Raises
-    ------
-    PlanError
-        It can't be written.
-    """
+    """Write a page to a file."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -213,27 +191,7 @@ def multiply_files(
     overwrite: bool,
     say: Say,
 ) -> None:
-    """Multiply and store the result.
-
-    Parameters
-    ----------
-    asked
-        The product.
-    out, aux_out
-        Where the result goes, and the epilog's auxiliary output.
-    scheduler, workers
-        As for `connected`.
-    overwrite
-        Whether a file that is there is replaced, when the new one is complete.
-    say
-        Prints lines.
-
-    Raises
-    ------
-    DistMMError
-        Something can't be read, multiplied or written; a `PlanError` before anything is computed. Files that were there
-        before are unchanged then.
-    """
+    """Multiply and store the result."""
     targets = [parse_place(out), *([parse_place(aux_out)] if aux_out is not None else [])]
     if aux_out is not None and not asked.kept:
         raise PlanError(

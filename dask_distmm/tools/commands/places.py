@@ -9,31 +9,21 @@ from typing import Any
 from dask_distmm.errors import PlanError
 from dask_distmm.installing import library_of
 
-__all__ = ["Place", "datasets", "first_line", "h5py_for", "parse_place", "zarr_for"]
-
 _KINDS = {".zarr": "zarr", ".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5"}
 _HOW = "X.zarr, X.zarr::path/of/array, X.npy or X.h5::dataset"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where an array is.
+    """Where an array is."""
 
-    Parameters
-    ----------
-    path
-        File, folder or, for Zarr to be read, URL.
-    inner
-        Path inside it; empty for none.
-    kind
-        ``"zarr"``, ``"npy"`` or ``"hdf5"``.
-    given
-        As the user has named it.
-    """
-
+    # File, folder or, for Zarr to be read, URL.
     path: str
+    # Path inside it; empty for none.
     inner: str
+    # ``"zarr"``, ``"npy"`` or ``"hdf5"``.
     kind: str
+    # As the user has named it.
     given: str = dataclasses.field(compare=False)
 
     @property
@@ -56,13 +46,7 @@ class Place:
 
 
 def parse_place(text: str) -> Place:
-    """Return the place that a user names, as ``path`` or ``path::inner``.
-
-    Raises
-    ------
-    PlanError
-        The name does not say which format it is.
-    """
+    """Return the place that a user names, as ``path`` or ``path::inner``."""
     path, _, inner = text.partition("::")
     kind = _KINDS.get(Path(path).suffix.lower())
     if kind is None and path and Path(path).is_dir():
@@ -83,24 +67,12 @@ def zarr_for(path: str) -> Any:
 
 
 def _library(name: str, path: str) -> Any:
-    """Return a module of the extra "files".
-
-    Raises
-    ------
-    DistMMError
-        It is not installed.
-    """
+    """Return a module of the extra "files"."""
     return library_of("files", name, path, ", here and on the workers")
 
 
 def datasets(h5py: Any, place: Place) -> list[str]:
-    """Return the names of all datasets in an HDF5 file.
-
-    Raises
-    ------
-    PlanError
-        There is no such file, or it is none.
-    """
+    """Return the names of all datasets in an HDF5 file."""
     names: list[str] = []
     if not place.file.is_file():
         raise PlanError(f"{place}: there is no file {place.path}")

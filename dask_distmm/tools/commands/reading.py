@@ -15,20 +15,12 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.tools.commands.places import Place, datasets, first_line, h5py_for, zarr_for
 from dask_distmm.tools.local import chunk_rows
 
-__all__ = ["FileArray", "Hdf5Dataset", "NpyFile", "ZarrArray", "read", "read_chunks"]
-
 # One chunk along batch axes should hold so many bytes.
 _BATCH_BYTES = 64 * 2**20
 
 
 class FileArray:
-    """An array in a file, opened wherever a part of it is wanted.
-
-    Parameters
-    ----------
-    place
-        Where it is.
-    """
+    """An array in a file, opened wherever a part of it is wanted."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -86,15 +78,7 @@ class NpyFile(FileArray):
 
 
 class Hdf5Dataset(FileArray):
-    """A dataset in an HDF5 file.
-
-    Parameters
-    ----------
-    place
-        Of the file.
-    name
-        Of the dataset in it.
-    """
+    """A dataset in an HDF5 file."""
 
     def __init__(self, place: Place, name: str) -> None:
         self.name = name
@@ -152,24 +136,7 @@ def _index_text(index: Any) -> str:
 
 
 def read(place: Place, workers: int, dtype: str | None = None) -> da.Array:
-    """Return the array at a place. Lazy: the workers read it.
-
-    Parameters
-    ----------
-    place
-        Where it is.
-    workers
-        How many there are: each should get some chunks.
-    dtype
-        Type to convert to, as it is read.
-
-    Raises
-    ------
-    PlanError
-        There is no such array, or it can't be read.
-    DistMMError
-        What such files need is not installed.
-    """
+    """Return the array at a place. Lazy: the workers read it."""
     try:
         source: FileArray = {"zarr": _open_zarr, "npy": NpyFile, "hdf5": _open_hdf5}[place.kind](place)
     except DistMMError:
@@ -231,17 +198,7 @@ def _open_hdf5(place: Place) -> Hdf5Dataset:
 def read_chunks(
     shape: Sequence[int], itemsize: int, stored: Sequence[int] | None, workers: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the chunks to read an array in: some for each worker, made of whole chunks of the store.
-
-    Parameters
-    ----------
-    shape, itemsize
-        Of the array.
-    stored
-        Chunks of the store, None where it has none.
-    workers
-        Number of workers.
-    """
+    """Return the chunks to read an array in: some for each worker, made of whole chunks of the store."""
     most = max(1, _BATCH_BYTES // max(1, itemsize * int(np.prod(shape[-2:]))))
     chunks = []
     for axis, length in enumerate(shape):

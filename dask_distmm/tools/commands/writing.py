@@ -17,8 +17,6 @@ from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.tools.commands.places import Place, datasets, first_line, h5py_for, zarr_for
 from dask_distmm.tools.local import interrupts_deferred
 
-__all__ = ["check_folder", "check_inputs", "check_target", "check_type", "make_zarr", "regular", "staged", "writer"]
-
 
 def regular(chunks: Sequence[int]) -> int:
     """Return the size of equal chunks like these, of which only the last may be smaller, as stores demand."""
@@ -26,13 +24,7 @@ def regular(chunks: Sequence[int]) -> int:
 
 
 def check_target(place: Place, overwrite: bool) -> None:
-    """Make sure that an array can be written to a place.
-
-    Raises
-    ------
-    PlanError
-        It is not on this machine's file system, is there already, or can't be written.
-    """
+    """Make sure that an array can be written to a place."""
     if place.remote:
         raise PlanError(
             f"{place} is a URL, where a result can't be renamed when it is complete; give a path of the file system"
@@ -46,13 +38,7 @@ def check_target(place: Place, overwrite: bool) -> None:
 
 
 def check_folder(what: object, folder: Path) -> None:
-    """Make sure that files can be made in a folder.
-
-    Raises
-    ------
-    PlanError
-        There is no such folder, or files can't be made in it.
-    """
+    """Make sure that files can be made in a folder."""
     if not folder.is_dir():
         raise PlanError(f"{what} can't be written: there is no folder {folder}; make it, or give another path")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -60,13 +46,7 @@ def check_folder(what: object, folder: Path) -> None:
 
 
 def check_inputs(place: Place, inputs: Sequence[Place]) -> None:
-    """Make sure that a result takes the place of none of the arrays that it is made from.
-
-    Raises
-    ------
-    PlanError
-        It would.
-    """
+    """Make sure that a result takes the place of none of the arrays that it is made from."""
     for given in inputs:
         if given.remote:
             continue
@@ -76,13 +56,7 @@ def check_inputs(place: Place, inputs: Sequence[Place]) -> None:
 
 
 def check_type(place: Place, dtype: Any) -> None:
-    """Make sure that a format has a type; none of them has bfloat16 or FP8.
-
-    Raises
-    ------
-    PlanError
-        It has not.
-    """
+    """Make sure that a format has a type; none of them has bfloat16 or FP8."""
     if np.dtype(dtype).kind not in "biufc":
         raise PlanError(f"{place}: the result is of {dtype}, which such files don't have; take another --dtype")
 
@@ -120,11 +94,6 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
     """Give a path to write to; at the end of the block the file takes its place, or vanishes after an error.
 
     It is in a hidden folder ``.NAME.*.partial`` beside the target. Only a program that is killed leaves that behind.
-
-    Raises
-    ------
-    PlanError
-        As `check_target`; and if the target has come into being meanwhile.
     """
     check_target(place, overwrite)
     target, home = place.target, place.file.parent
@@ -178,15 +147,7 @@ Write = Callable[[tuple[slice, ...], Any], None]
 def writer(
     path: Path, kind: str, inner: str, shape: Sequence[int], chunks: Sequence[int], dtype: Any
 ) -> Iterator[Write]:
-    """Make an array in a new file; give a function that writes parts of it, from this process.
-
-    Parameters
-    ----------
-    path, kind, inner
-        As of a `Place`.
-    shape, chunks, dtype
-        Of the array.
-    """
+    """Make an array in a new file; give a function that writes parts of it, from this process."""
     if kind == "npy":
         found = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=tuple(shape))
         yield found.__setitem__

@@ -8,8 +8,6 @@ from typing import Any
 from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES
 
-__all__ = ["answer_about", "apart", "computes", "device_of", "has", "install_line"]
-
 
 def answer_about(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a worker's answer about an engine."""

@@ -6,8 +6,6 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["differing", "short"]
-
 
 def short(addresses: Sequence[str], most: int = 3) -> str:
     """Return some addresses as text, and how many more there are."""

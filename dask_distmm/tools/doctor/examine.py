@@ -17,26 +17,13 @@ from dask_distmm.tools.doctor import facts
 from dask_distmm.tools.doctor.findings import HERE, Report
 from dask_distmm.tools.local import connected
 
-__all__ = ["examine"]
-
 _PROGRAM = "import json, sys; from dask_distmm.tools.doctor import facts; json.dump(facts.of_process(), sys.stdout)"
 # Loading the libraries for GPUs takes seconds.
 _SECONDS = 120
 
 
 def examine(scheduler: str | None = None) -> Report:
-    """Return the facts of this machine, or of every worker of a cluster.
-
-    Parameters
-    ----------
-    scheduler
-        Address of the cluster's scheduler; None for this machine.
-
-    Raises
-    ------
-    DistMMError
-        No scheduler answers there.
-    """
+    """Return the facts of this machine, or of every worker of a cluster."""
     client = {"versions": facts.versions()}
     wanted, engines = str(setting("engine")), tuple(ENGINES)
     if scheduler is None:

@@ -19,8 +19,6 @@ from dask_distmm.installing import install_command
 from dask_distmm.tools.doctor.answers import answer_about, apart, computes, device_of, has, install_line
 from dask_distmm.tools.doctor.differences import differing, short
 
-__all__ = ["HERE", "Finding", "Report", "judge"]
-
 # The name of the only "worker" where no cluster was asked.
 HERE = "this machine"
 _LEVELS = ("note", "warning", "error")
@@ -30,51 +28,33 @@ _SAME_EVERYWHERE = ("python", "dask", "distributed", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One thing that was found."""
 
-    Parameters
-    ----------
-    level
-        ``"error"``, ``"warning"`` or ``"note"``.
-    text
-        The fault, and the state that is expected.
-    remedy
-        The command that mends it, or another remedy; empty where there is nothing to do.
-    where
-        Addresses of the workers that it is about; empty for all.
-    """
-
+    # ``"error"``, ``"warning"`` or ``"note"``.
     level: str
+    # The fault, and the state that is expected.
     text: str
+    # The command that mends it, or another remedy; empty where there is nothing to do.
     remedy: str = ""
+    # Addresses of the workers that it is about; empty for all.
     where: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All facts, and the findings from them.
+    """All facts, and the findings from them."""
 
-    Parameters
-    ----------
-    workers
-        For each address the facts of that worker, as `facts.of_worker` gives them; or ``{"error": reason}``.
-    client
-        Facts of this process: its versions.
-    scheduler
-        Facts of the scheduler; None where there is none.
-    address
-        Of the scheduler; empty where there is none.
-    wanted
-        The engine that is asked for, by the config ``distmm.engine``; ``"auto"`` for none.
-    engines
-        Names of all engines, those that are taken first first.
-    """
-
+    # For each address the facts of that worker, as `facts.of_worker` gives them; or ``{"error": reason}``.
     workers: Mapping[str, Mapping[str, Any]]
+    # Facts of this process: its versions.
     client: Mapping[str, Any]
+    # Facts of the scheduler; None where there is none.
     scheduler: Mapping[str, Any] | None
+    # Of the scheduler; empty where there is none.
     address: str
+    # The engine that is asked for, by the config ``distmm.engine``; ``"auto"`` for none.
     wanted: str
+    # Names of all engines, those that are taken first first.
     engines: tuple[str, ...]
 
     @property

@@ -11,8 +11,6 @@ from dask.utils import format_bytes
 from dask_distmm.tools.doctor.differences import differing, short
 from dask_distmm.tools.doctor.findings import HERE, Finding, Report
 
-__all__ = ["report_text"]
-
 _WIDTH = 100
 _TITLES = {
     "dask_distmm": "dask_distmm",
