@@ -18,10 +18,10 @@ import dask.array as da
 import numpy as np
 from distributed import Client, wait
 
+from benchmarks.harness import environment
+from benchmarks.harness.protocol import scaled_error
+from benchmarks.harness.runner import fresh_seed
 from benchmarks.revision import revision
-from dask_distmm.tools.bench import environment
-from dask_distmm.tools.bench.protocol import scaled_error
-from dask_distmm.tools.bench.runner import fresh_seed
 
 Pairs = list[tuple[da.Array, da.Array]]
 

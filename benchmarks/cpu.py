@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import report, suite
+from benchmarks.harness.protocol import Peer
 from benchmarks.revision import revision
-from dask_distmm.tools.bench import report, suite
-from dask_distmm.tools.bench.protocol import Peer
 
 PEERS = ("numpy", "pdgemm", "pdgemm-tuned", "dask", "distmm")
 # What the others are compared with; the first is also the plot's 100 %.
@@ -51,10 +51,10 @@ def _positive(text: str) -> int:
 def make_peers(options: argparse.Namespace, stack: contextlib.ExitStack) -> list[Peer]:
     """Return the peers asked for; the stack closes them."""
     # Imported here: spawned processes import this module again, and none of them needs the peers.
+    from benchmarks.harness.cluster import DaskMatmul, Distmm
+    from benchmarks.harness.numpy_process import NumpyProcess
     from benchmarks.peers.pdgemm import Pdgemm
     from benchmarks.session import ClusterSession
-    from dask_distmm.tools.bench.cluster import DaskMatmul, Distmm
-    from dask_distmm.tools.bench.numpy_process import NumpyProcess
 
     lanes = options.workers * options.threads
     session = ClusterSession(options.workers, options.threads, options.timeout)

@@ -23,8 +23,8 @@ import dask.array as da
 from distributed import Client, LocalCluster, wait
 
 import dask_distmm
+from benchmarks.harness import environment
 from benchmarks.revision import revision
-from dask_distmm.tools.bench import environment
 
 Program = Callable[[], Any]
 # A program may be so much slower, and take so much more memory, before that is told.

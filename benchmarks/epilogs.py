@@ -22,8 +22,8 @@ import numpy as np
 from distributed import Client, LocalCluster, wait
 
 import dask_distmm
+from benchmarks.harness import environment
 from benchmarks.revision import revision
-from dask_distmm.tools.bench import environment
 
 GELU = 0.7978845608028654
 

@@ -24,9 +24,9 @@ import numpy as np
 from distributed import Client, wait
 
 import dask_distmm
+from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm.planning import Plan
-from dask_distmm.tools.bench import environment
 
 
 def block(dtype: str, seed: int, block_info: Any = None) -> Any:

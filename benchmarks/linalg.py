@@ -34,9 +34,9 @@ import dask_distmm
 from benchmarks import gpu_peers
 from benchmarks.gpu.devices import find_gpus
 from benchmarks.gpu.one_gpu import shape_of
+from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm import linalg
-from dask_distmm.tools.bench import environment
 
 KINDS = ("cholesky", "lu", "solve", "qr", "tall", "gram")
 

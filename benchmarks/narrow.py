@@ -22,8 +22,8 @@ from distributed import Client, wait
 
 import dask_distmm
 from benchmarks.gpu.matrices import as_dtype, make_block
+from benchmarks.harness import environment
 from benchmarks.revision import revision
-from dask_distmm.tools.bench import environment
 
 WAYS = {
     "bfloat16": ("bfloat16", None),

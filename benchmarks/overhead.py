@@ -22,12 +22,12 @@ import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster, SchedulerPlugin, wait
 
+from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm import matmul
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.testing import assert_product
-from dask_distmm.tools.bench import environment
 
 Multiply = Callable[[da.Array, da.Array], da.Array]
 WAYS: dict[str, Multiply] = {"distmm": matmul, "dask": dask_matmul}

@@ -20,10 +20,10 @@ import dask.array as da
 import numpy as np
 from dask.utils import parse_bytes
 
+from benchmarks.harness import environment
 from benchmarks.revision import revision
 from benchmarks.waves import measure
 from dask_distmm import disable, enable
-from dask_distmm.tools.bench import environment
 
 WAYS = ("dask", "enabled")
 _COLS, _ROWS, _RANK = 1000, 2000, 5  # of the matrix, of a chunk, and how many singular values are asked for

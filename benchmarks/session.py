@@ -5,7 +5,7 @@ from __future__ import annotations
 import dask
 from distributed import Client, LocalCluster
 
-from dask_distmm.tools.bench.cluster import Session
+from benchmarks.harness.cluster import Session
 
 
 class ClusterSession(Session):

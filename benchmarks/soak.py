@@ -29,10 +29,10 @@ from dask.utils import key_split
 from distributed import Client, LocalCluster
 from distributed.scheduler import DEFAULT_EXTENSIONS
 
+from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm import RunFailedError, free_workspaces, matmul
 from dask_distmm.testing import assert_large_product, assert_nothing_left, assert_product, inject, remove_faults
-from dask_distmm.tools.bench import environment
 from dask_distmm.typing import Method
 
 GROWTH = 16 * 2**20

@@ -34,11 +34,11 @@ from distributed import Client, wait
 import dask_distmm
 from benchmarks import gpu_peers
 from benchmarks.gpu.devices import find_gpus
+from benchmarks.harness import environment
 from benchmarks.linalg import cluster, finished, matrix, runs, taken
 from benchmarks.revision import revision
 from dask_distmm import linalg
 from dask_distmm.testing.residuals import GATE
-from dask_distmm.tools.bench import environment
 
 KINDS = ("eigh", "eigvalsh", "svd", "svdvals", "polar")
 # Singular values that the randomized SVD is asked for.

@@ -22,9 +22,9 @@ import numpy as np
 from distributed import Client, LocalCluster, futures_of, wait
 
 import dask_distmm
+from benchmarks.harness import environment, report
+from benchmarks.harness.protocol import sample_rows, scaled_error
 from benchmarks.revision import revision
-from dask_distmm.tools.bench import environment, report
-from dask_distmm.tools.bench.protocol import sample_rows, scaled_error
 
 WAYS = ("stateless", "execute", "reset")
 WHAT = {

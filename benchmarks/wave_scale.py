@@ -17,6 +17,7 @@ import tracemalloc
 import dask.array as da
 from distributed.protocol.pickle import dumps
 
+from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.config import dask_costs, wave_settings
@@ -25,7 +26,6 @@ from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.runtime.chunk_tasks import pack_tasks
 from dask_distmm.runtime.keys import barrier_key
-from dask_distmm.tools.bench import environment
 
 _ROWS, _COLS, _LIMIT = 1000, 500, 4 * 2**30
 

@@ -33,10 +33,10 @@ import numpy as np
 from dask.utils import parse_bytes
 from distributed import Client, LocalCluster, wait
 
+from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm import matmul
 from dask_distmm.arrays.stock import dask_matmul
-from dask_distmm.tools.bench import environment
 
 Case = tuple[str, float, Callable[[Any], Any]]
 _SAMPLED = 0.05

@@ -10,13 +10,9 @@
 Importing this starts nothing and imports neither CUDA nor a dashboard.
 """
 
-from dask_distmm.startup import quiet_interrupts as _quiet_interrupts
-
-_quiet_interrupts()
-
-from dask_distmm._version import __version__  # noqa: E402
-from dask_distmm.config import enabled_setting as _enabled_setting  # noqa: E402
-from dask_distmm.config import register_defaults as _register_defaults  # noqa: E402
+from dask_distmm._version import __version__
+from dask_distmm.config import enabled_setting as _enabled_setting
+from dask_distmm.config import register_defaults as _register_defaults
 
 _register_defaults()
 

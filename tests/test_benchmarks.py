@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.tools.bench import report, runner, suite
-from dask_distmm.tools.bench.protocol import Case, Sample, scaled_error, uniform_matrix
-from dask_distmm.tools.bench.runner import Measured, measure_all
+from benchmarks.harness import report, runner, suite
+from benchmarks.harness.protocol import Case, Sample, scaled_error, uniform_matrix
+from benchmarks.harness.runner import Measured, measure_all
 
 ROOT = Path(__file__).parents[1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from dask_distmm import PlanError, __version__, startup
+from dask_distmm import PlanError, __version__
 from dask_distmm.errors import RunFailedError
 from dask_distmm.tools import demo, local
 from dask_distmm.tools.cli import main
@@ -47,7 +46,7 @@ def test_help(option: str) -> None:
         ("check", ["--scheduler ADDRESS", "--json", "Exit status", "2 multiplies fail"]),
         ("matmul", ["--out FILE", "--overwrite", "X.zarr::path/of/array", "Examples:", "--epilog NAME", "--workers"]),
         ("explain", ["--html", "--scheduler", "Computes nothing"]),
-        ("bench", ["--plot FILE.png", "--seconds", "4,8", "Exit status"]),
+        ("bench", ["--json", "4,8", "by turns"]),
     ],
 )
 def test_help_of_each_command(command: str, texts: list[str]) -> None:
@@ -62,7 +61,7 @@ def test_help_does_not_wait_for_what_commands_need() -> None:
     program = (
         "import sys, dask_distmm.tools.cli; bad = [name for name in sys.modules if name in ('zarr', 'h5py',"
         " 'matplotlib') or name.startswith(tuple(f'dask_distmm.tools.{part}' for part in"
-        " ('commands', 'doctor', 'bench', 'demo')))];"
+        " ('files', 'multiply', 'check', 'bench', 'demo')))];"
         " assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -147,51 +146,6 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("demo", "--size", "8")
     assert result.exit_code == 130
     assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.usefixtures("terminal")
-def test_ctrl_c_is_130_where_it_falls_into_text_that_is_executed(tmp_path: Path) -> None:
-    """Python would end by the signal: a shell says 130 of that, another program does not."""
-    (tmp_path / "interrupted.py").write_text(
-        "from dask_distmm.tools import cli, demo\n"
-        "demo.run_demo = lambda *arguments: exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
-        "cli.main(['demo', '--size', '8'])\n"
-    )
-    command = [sys.executable, "-m", "interrupted"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 130
-    assert done.stderr.startswith("Interrupted: ")
-
-
-@pytest.mark.parametrize(
-    ("argv", "original", "ours"),
-    [
-        (["-m"], ["python", "-m", "dask_distmm", "demo"], True),
-        (["-m"], ["python", "-m", "pytest"], False),
-        (["/bin/dask", "distmm", "demo"], ["python", "/bin/dask", "distmm", "demo"], True),
-        (["/bin/dask", "worker"], ["python", "/bin/dask", "worker"], False),
-        (["program.py", "distmm"], ["python", "program.py", "distmm"], False),
-        ([], [], False),
-    ],
-)
-def test_which_programs_are_commands_of_ours(argv: list[str], original: list[str], ours: bool) -> None:
-    assert startup.is_command(argv, original) == ours
-
-
-def test_ctrl_c_while_libraries_are_loaded(tmp_path: Path) -> None:
-    """Loading NumPy is where it comes, before any command has begun."""
-    (tmp_path / "numpy").mkdir()
-    (tmp_path / "numpy" / "__init__.py").write_text("raise KeyboardInterrupt")
-    done = subprocess.run(
-        [sys.executable, "-m", "dask_distmm", "--version"],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(startup.__file__).parents[1]}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.stderr == "Interrupted: nothing was started.\n"
-    assert done.returncode != 0
 
 
 def test_wrong_options_are_2(monkeypatch: pytest.MonkeyPatch) -> None:

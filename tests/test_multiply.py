@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+import dask.array as da
 import numpy as np
 import pytest
 import zarr
@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 from distributed import Client
 
 from dask_distmm.testing import assert_product
+from dask_distmm.tools import files as stores
 from dask_distmm.tools.cli import main
-from dask_distmm.tools.commands import multiply
 
 pytestmark = pytest.mark.usefixtures("terminal")
 
@@ -70,27 +70,39 @@ def test_the_formula_and_its_auxiliary_output(client: Client, files: dict[str, n
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("out", ["C.zarr", "C.npy"])
 def test_nothing_is_left_when_writing_fails(
-    client: Client, files: dict[str, np.ndarray], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    client: Client,
+    files: dict[str, np.ndarray],
+    error: type[BaseException],
+    out: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def put_some(*arguments: object) -> object:
-        stopped = multiply.as_completed
+    def write(*arguments: object) -> None:
+        written(*arguments)
+        assert any(name.startswith(f".{out}.") for name in left())
+        raise error("in the middle")
 
-        def one(futures: list[object]) -> Iterator[object]:
-            yield next(iter(stopped(futures)))
-            assert any(name.startswith(".C.zarr.") for name in left())
-            raise error("in the middle")
-
-        monkeypatch.setattr(multiply, "as_completed", one)
-        return make(*arguments)
-
-    make = multiply.make_zarr
-    monkeypatch.setattr(multiply, "make_zarr", put_some)
+    written = stores.write
+    monkeypatch.setattr("dask_distmm.tools.multiply.write", write)
     before = left()
-    done = invoke("matmul", "A.zarr", "B.npy", "--out", "C.zarr", "--scheduler", client.scheduler.address)
+    done = invoke("matmul", "A.zarr", "B.npy", "--out", out, "--scheduler", client.scheduler.address)
     assert done.exit_code == (130 if error is KeyboardInterrupt else 1)
     assert len(done.stderr.splitlines()) == 1
     assert left() == before
+
+
+def test_workers_end_their_writes_before_files_are_removed(client: Client, tmp_path: Path) -> None:
+    class Slow:
+        def __setitem__(self, region: object, chunk: object) -> None:
+            (tmp_path / "begun").touch()
+            time.sleep(0.5)
+            (tmp_path / "ended").touch()
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        stores._by_workers(client, da.ones((4, 4), chunks=2), Slow())
+    assert not any(client.run(stores._running).values())
 
 
 def test_ctrl_c_in_a_terminal(client: Client, files: dict[str, np.ndarray]) -> None:
@@ -164,17 +176,13 @@ def test_explain_with_and_without_a_cluster(client: Client, files: dict[str, np.
     assert "tcp://" in real.stdout
 
 
-def test_bench_on_a_cluster(client: Client, tmp_path: Path) -> None:
-    address = client.scheduler.address
-    plot = str(tmp_path / "bench.png")
-    options = ["--size", "64", "--chunks", "2", "--repeat", "1", "--scheduler", address]
-    done = invoke("bench", *options, "--json", "--plot", plot)
+def test_bench_on_a_cluster(client: Client) -> None:
+    options = ["--size", "64,32", "--chunks", "2", "--scheduler", client.scheduler.address]
+    done = invoke("bench", *options, "--json")
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert [(one["peer"], one["size"], one["grid"]) for one in found["results"]] == [("dask", 64, 2), ("distmm", 64, 2)]
-    assert all(one["error"] <= 1 for one in found["results"])
-    assert Path(plot).stat().st_size > 0
-    for name in ("bench.txt", "none/bench.png"):
-        done = invoke("bench", *options, "--plot", str(tmp_path / name))
-        assert done.exit_code == 2
-        assert "--plot" in done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["size"], row["chunks"], row["numpy"]) for row in rows] == [(32, 2, None), (64, 2, None)]
+    assert all(row["dask_distmm"] > 0 < row["dask"] for row in rows)
+    title, *lines = invoke("bench", *options).stdout.splitlines()
+    assert title.split()[:2] == ["N", "chunks"]
+    assert [line.split()[:4] for line in lines] == [["32", "2", "x", "2"], ["64", "2", "x", "2"]]

@@ -6,18 +6,20 @@ import os
 import sys
 from pathlib import Path
 
+import dask.array as da
 import numpy as np
 import pytest
 import zarr
+from distributed import Client
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.errors import DistMMError, PlanError
-from dask_distmm.tools.commands import places, reading, writing
+from dask_distmm.tools import files
 
 
-def place(path: Path | str) -> places.Place:
-    return places.parse_place(str(path))
+def place(path: Path | str) -> files.Place:
+    return files.parse_place(str(path))
 
 
 def make(path: Path, data: np.ndarray) -> None:
@@ -65,11 +67,11 @@ def test_other_names_are_refused(text: str) -> None:
 def test_what_is_read_is_what_was_written(tmp_path: Path, suffix: str, dtype: str | None) -> None:
     data = np.random.default_rng().standard_normal((40, 23))
     make(tmp_path / f"x{suffix}", data)
-    found = reading.read(place(tmp_path / f"x{suffix}"), 2, dtype)
+    found = files.read(place(tmp_path / f"x{suffix}"), 2, dtype)
     assert found.npartitions > 1
     assert found.dtype == (dtype or "float64")
     np.testing.assert_array_equal(found.compute(scheduler="threads"), data.astype(dtype or "float64"))
-    assert reading.read(place(tmp_path / f"x{suffix}"), 2).name != found.name
+    assert files.read(place(tmp_path / f"x{suffix}"), 2).name != found.name
 
 
 @given(
@@ -82,7 +84,7 @@ def test_chunks_cover_the_array_and_keep_stored_chunks_whole(
     shape: list[int], workers: int, itemsize: int, data: st.DataObject
 ) -> None:
     stored = data.draw(st.none() | st.tuples(*(st.integers(1, max(1, n)) for n in shape)))
-    chunks = reading.read_chunks(shape, itemsize, stored, workers)
+    chunks = files.read_chunks(shape, itemsize, stored, workers)
     assert [sum(axis) for axis in chunks] == shape
     for axis, sizes in enumerate(chunks):
         assert len(set(sizes[:-1])) <= 1
@@ -99,59 +101,57 @@ def test_what_can_not_be_read_is_said_in_a_line(tmp_path: Path) -> None:
     for name, reason in (
         ("none.zarr", "there is no store"),
         ("none.npy", "there is no file"),
-        ("g.zarr", "is a group; name one of its arrays: .*g.zarr::x/a$"),
-        ("g.zarr::x", "is a group; name one of its arrays: .*g.zarr::x/a$"),
-        ("g.zarr::y", "there is no such array; name one: .*g.zarr::x/a$"),
+        ("g.zarr", "this is a group; name one of its arrays: .*g.zarr::x/a$"),
+        ("g.zarr::x", "this is a group; name one of its arrays: .*g.zarr::x/a$"),
+        ("g.zarr::y", "there is no such array; name one of its arrays: .*g.zarr::x/a$"),
         ("objects.npy", "it holds Python objects"),
-        ("broken.npy", "it is no .npy file"),
+        ("broken.npy", "is not an .npy file"),
     ):
         with pytest.raises(DistMMError, match=reason) as error:
-            reading.read(place(tmp_path / name), 1)
+            files.read(place(tmp_path / name), 1)
         assert "\n" not in str(error.value)
     with pytest.raises(DistMMError, match="no such type"):
-        reading.read(place(tmp_path / "g.zarr::x/a"), 1, "float31")
+        files.read(place(tmp_path / "g.zarr::x/a"), 1, "float31")
 
 
-def fill(target: places.Place, path: Path, data: np.ndarray) -> None:
-    if target.kind == "zarr":
-        writing.make_zarr(path, target, data.shape, (7, 5), data.dtype)[:] = data
-        return
-    with writing.writer(path, target.kind, target.inner, data.shape, (7, 5), data.dtype) as put:
-        for start in range(0, data.shape[0], 7):
-            rows = (slice(start, start + 7), slice(None))
-            put(rows, data[rows])
+def fill(client: Client, target: files.Place, path: Path, data: np.ndarray) -> None:
+    files.write(client, client.persist(da.from_array(data, chunks=(7, 5))), path, target)
 
 
 @pytest.mark.parametrize("name", ["x.zarr", "x.zarr::deep/inside", "x.npy", "x.h5", "x.h5::deep/inside"])
-def test_a_result_appears_when_it_is_complete_and_replaces_only_if_told(tmp_path: Path, name: str) -> None:
+def test_a_result_appears_when_it_is_complete_and_replaces_only_if_told(
+    inproc_client: Client, tmp_path: Path, name: str
+) -> None:
     if ".h5" in name:
         pytest.importorskip("h5py")
     target = place(tmp_path / name)
     data = np.random.default_rng().standard_normal((20, 9))
-    with writing.staged(target, False) as path:
-        fill(target, path, data)
+    with files.staged(target, False) as path:
+        fill(inproc_client, target, path, data)
         assert not (tmp_path / name.partition("::")[0]).exists()
-    np.testing.assert_array_equal(reading.read(target, 1).compute(scheduler="threads"), data)
-    with pytest.raises(DistMMError, match="--overwrite replaces it"), writing.staged(target, False):
+    np.testing.assert_array_equal(files.read(target, 1).compute(scheduler="threads"), data)
+    with pytest.raises(DistMMError, match="--overwrite replaces it"), files.staged(target, False):
         pass
-    with writing.staged(target, True) as path:
-        fill(target, path, -data)
-        np.testing.assert_array_equal(reading.read(target, 1).compute(scheduler="threads"), data)
-    np.testing.assert_array_equal(reading.read(target, 1).compute(scheduler="threads"), -data)
+    with files.staged(target, True) as path:
+        fill(inproc_client, target, path, -data)
+        np.testing.assert_array_equal(files.read(target, 1).compute(scheduler="threads"), data)
+    np.testing.assert_array_equal(files.read(target, 1).compute(scheduler="threads"), -data)
     assert left(tmp_path) == [name.partition("::")[0]]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("there", [False, True])
-def test_a_failure_leaves_what_was_there(tmp_path: Path, error: type[BaseException], there: bool) -> None:
+def test_a_failure_leaves_what_was_there(
+    inproc_client: Client, tmp_path: Path, error: type[BaseException], there: bool
+) -> None:
     target = place(tmp_path / "x.zarr")
     data = np.random.default_rng().standard_normal((20, 9))
     if there:
         make(tmp_path / "x.zarr", data)
 
     def interrupted() -> None:
-        with writing.staged(target, True) as path:
-            fill(target, path, -data)
+        with files.staged(target, True) as path:
+            fill(inproc_client, target, path, -data)
             raise error
 
     with pytest.raises(error):
@@ -162,13 +162,13 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, error: type[BaseExcepti
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_a_group_gets_one_more_array_and_loses_none(tmp_path: Path, version: int) -> None:
+def test_a_group_gets_one_more_array_and_loses_none(inproc_client: Client, tmp_path: Path, version: int) -> None:
     data = np.random.default_rng().standard_normal((20, 9))
     group = zarr.open_group(str(tmp_path / "g.zarr"), mode="w", zarr_format=version)
     group.create_array("a", data=data, chunks=(7, 5))
     target = place(tmp_path / "g.zarr::new/b")
-    with writing.staged(target, False) as path:
-        fill(target, path, 2 * data)
+    with files.staged(target, False) as path:
+        fill(inproc_client, target, path, 2 * data)
     found = zarr.open_group(str(tmp_path / "g.zarr"), mode="r")
     np.testing.assert_array_equal(found["a"][:], data)
     np.testing.assert_array_equal(found["new/b"][:], 2 * data)
@@ -185,13 +185,13 @@ def test_what_others_would_lose_is_not_overwritten(tmp_path: Path) -> None:
     for name, reason in (
         ("g.zarr", "a group of arrays is there"),
         ("x.zarr::inside", "is an array and can't hold another one"),
-        ("folder.zarr", "no Zarr store that can be read"),
+        ("folder.zarr", "is not a Zarr store that can be read"),
         ("folder.npy", "it is a folder"),
         ("none/x.npy", "there is no folder"),
         ("s3://bucket/x.zarr", "is a URL, where"),
     ):
         target = place(name if "://" in name else tmp_path / name)
-        with pytest.raises(DistMMError, match=reason), writing.staged(target, True):
+        with pytest.raises(DistMMError, match=reason), files.staged(target, True):
             pass
     assert left(tmp_path) == before
 
@@ -201,20 +201,20 @@ def test_a_result_takes_the_place_of_no_input(tmp_path: Path) -> None:
     zarr.open_group(str(tmp_path / "g.zarr"), mode="w").create_array("a", shape=(2, 2), chunks=(2, 2), dtype="f8")
     for name in ("x.npy", "g.zarr", "g.zarr::a", "g.zarr::a/b", "f.h5"):
         with pytest.raises(PlanError, match="which would be lost"):
-            writing.check_inputs(place(tmp_path / name), given)
+            files.check_inputs(place(tmp_path / name), given)
     for name in ("y.npy", "g.zarr::b", "y.zarr"):
-        writing.check_inputs(place(tmp_path / name), given)
+        files.check_inputs(place(tmp_path / name), given)
 
 
-def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+def test_a_part_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     make(tmp_path / "x.zarr", np.random.default_rng().random((20, 20)))
     chunk = tmp_path / "x.zarr" / "c" / "1" / "2"
     chunk.write_bytes(chunk.read_bytes()[:20])
-    x = reading.read(place(tmp_path / "x.zarr"), 1)
-    with pytest.raises(DistMMError, match="the chunk c/1/2 can't be read"):
+    x = files.read(place(tmp_path / "x.zarr"), 1)
+    with pytest.raises(DistMMError, match=r"x.zarr, the part \[7:14, 10:15\] can't be read: .*; write it anew"):
         x.compute(scheduler="sync")
     np.save(tmp_path / "y.npy", np.ones((9, 9)))
-    y = reading.read(place(tmp_path / "y.npy"), 1)
+    y = files.read(place(tmp_path / "y.npy"), 1)
     (tmp_path / "y.npy").unlink()
     with pytest.raises(DistMMError, match="there is no file"):
         y.compute(scheduler="sync")
@@ -226,7 +226,7 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "h5py", None)
     for name in ("x.zarr", "x.h5"):
         with pytest.raises(DistMMError, match=r"extra 'files', here and on the workers, by .*\[files\]"):
-            reading.read(place(tmp_path / name), 1)
+            files.read(place(tmp_path / name), 1)
 
 
 def test_hdf5_files_with_several_arrays_are_not_overwritten(tmp_path: Path) -> None:
@@ -235,14 +235,14 @@ def test_hdf5_files_with_several_arrays_are_not_overwritten(tmp_path: Path) -> N
         file["a"], file["b"] = np.ones((2, 2)), np.zeros((2, 2))
     for name in ("x.h5", "x.h5::a", "x.h5::c"):
         with pytest.raises(DistMMError, match="has the datasets a, b"):
-            writing.check_target(place(tmp_path / name), True)
+            files.check_target(place(tmp_path / name), True)
     with pytest.raises(DistMMError, match="name one: .*x.h5::a, .*x.h5::b"):
-        reading.read(place(tmp_path / "x.h5"), 1)
+        files.read(place(tmp_path / "x.h5"), 1)
 
 
 def test_types_that_no_format_has_are_refused() -> None:
     import ml_dtypes
 
     with pytest.raises(DistMMError, match="bfloat16, which such files don't have"):
-        writing.check_type(place("x.zarr"), np.dtype(ml_dtypes.bfloat16))
-    writing.check_type(place("x.npy"), np.dtype(">f4"))
+        files.check_type(place("x.zarr"), np.dtype(ml_dtypes.bfloat16))
+    files.check_type(place("x.npy"), np.dtype(">f4"))

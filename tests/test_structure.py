@@ -16,7 +16,6 @@ ROOT = pathlib.Path(dask_distmm.__file__).parent
 # count, too: they hide a circle, they do not undo it.
 ORDER = [
     "_version",
-    "startup",
     "errors",
     "installing",
     "config",

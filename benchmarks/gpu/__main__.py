@@ -18,8 +18,8 @@ from benchmarks.gpu import report
 from benchmarks.gpu.cases import CLUSTER, ENGINES, PEERS, VARIANTS, Case, cases, scaling, sweep
 from benchmarks.gpu.devices import QUIET, find_gpus
 from benchmarks.gpu.team import NO_TIME, Crew, Team, describe, in_rounds
+from benchmarks.harness import environment
 from benchmarks.revision import revision
-from dask_distmm.tools.bench import environment
 
 DISTRIBUTIONS = (
     *("numpy", "dask", "distributed", "dask_distmm", "dask-cuda", "distributed-ucxx-cu13", "ucxx-cu13", "rmm-cu13"),

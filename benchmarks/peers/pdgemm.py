@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_distmm.tools.bench.protocol import Case, Peer, Quiet, Sample
+from benchmarks.harness.protocol import Case, Peer, Quiet, Sample
 
 BLOCKS = [64, 128, 256]
 PACKAGES = "libscalapack-openmpi-dev openmpi-bin libopenblas0-pthread"

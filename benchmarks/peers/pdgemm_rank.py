@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import threadpoolctl
 
-from dask_distmm.tools.bench.protocol import sample_rows, scaled_error, uniform_matrix
+from benchmarks.harness.protocol import sample_rows, scaled_error, uniform_matrix
 
 Matrix = npt.NDArray[Any]
 

@@ -1,1 +1,1 @@
-"""Programs around the library: the command line, the doctor, the benchmarks, the demo."""
+"""Programs around the library: the command line, the check, the benchmark, the demo, products of files."""

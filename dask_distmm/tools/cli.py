@@ -44,9 +44,6 @@ def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]
             try:
                 ctx.invoke(function, **options)
             except KeyboardInterrupt:
-                # Where it fell into text that is executed (a dataclass, at an import) Python would end by the signal,
-                # though it is caught here, unless other text is executed after it.
-                exec("")
                 click.echo(f"Interrupted: {interrupted}", err=True)
                 ctx.exit(INTERRUPTED)
             except (click.exceptions.Exit, click.ClickException):
@@ -212,7 +209,7 @@ def matmul(
       dask distmm matmul X.npy X.npy --op-a T --dtype float32 --out gram.npy
       dask distmm matmul X.zarr W.npy --epilog relu_bias --bias b.npy --out H.zarr
     """  # noqa: D301 - click reads the backspace
-    from dask_distmm.tools.commands import multiply
+    from dask_distmm.tools import multiply
 
     multiply.multiply_files(
         multiply.FileProduct(**request),
@@ -237,7 +234,7 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     Takes the files and options of `matmul`. Without --scheduler it plans for imagined workers with one
     thread each and no memory limit.
     """
-    from dask_distmm.tools.commands import multiply
+    from dask_distmm.tools import multiply
 
     if html is not None:
         multiply.check_page(html)
@@ -254,7 +251,7 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     "--size",
     "sizes",
     type=Sizes(16),
-    show_default="1024,2048,4096; on GPUs 4096,8192,16384",
+    show_default="1024,2048; on GPUs 4096,8192",
     metavar="N,N,...",
     help="Rows of the square factors.",
 )
@@ -268,40 +265,22 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     help="Chunks along each side.",
 )
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float64", show_default=True)
-@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Timings that count.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=0),
-    default=80.0,
-    show_default=True,
-    help="Begin no round that would probably end later.",
-)
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.png", help="Draw a plot.")
-@click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON, not a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each case, not a table.")
 @SCHEDULER
 @WORKERS
 @guarded("the cluster is as it was before.")
-@click.pass_context
-def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, **options: Any) -> None:
-    """Time square products next to Dask's own matmul, and NumPy in one process, in two minutes.
+def bench(as_json: bool, **options: Any) -> None:
+    """Time square products next to Dask's own matmul, and NumPy in one process.
 
-    Inputs are fresh random matrices in memory, results are checked. NumPy has its turn only where the
-    cluster is started here, on CPUs. After Ctrl-C it prints what it has measured. Exit status: 1 if a case
-    failed or was wrong.
+    Inputs are fresh random matrices in memory, results are checked; times are medians, by turns. NumPy
+    has its turn only if the cluster is started here, on CPUs.
     """
-    from dask_distmm.tools.commands import bench as job
+    from dask_distmm.tools import bench as job
 
-    if plot is not None:
-        job.check_plot(plot)
-    found = job.run_bench(**options, progress=functools.partial(click.echo, err=True))
-    interrupted = found.pop("interrupted")
-    click.echo(json.dumps(found, indent=1, allow_nan=False) if as_json else job.figures_text(found))
-    if plot is not None:
-        job.draw(found, plot)
-    if interrupted:
-        raise KeyboardInterrupt
-    if job.failures(found):
-        ctx.exit(1)
+    if not as_json:
+        click.echo(job.line(job.TITLES))
+    for row in job.run_bench(**options):
+        click.echo(json.dumps(row) if as_json else job.row_text(row))
 
 
 @main.command()
@@ -310,18 +289,18 @@ def bench(ctx: click.Context, /, plot: Path | None, as_json: bool, **options: An
 @guarded("nothing was changed.", failed=2)
 @click.pass_context
 def check(ctx: click.Context, /, scheduler: str | None, as_json: bool) -> None:
-    """Say what multiplies here, or on every worker of a cluster, and what to mend.
+    """Show which engine this machine, or every worker of a cluster, uses, and what to fix.
 
     Engine and why, GPUs, libraries and their versions, memory, threads; what differs between workers.
 
     \b
     Exit status:
-      0   nothing to mend
-      1   multiplies work, but something should be mended
+      0   no problems found
+      1   multiplies work, but something should be fixed
       2   multiplies fail, or that could not be found out
     """  # noqa: D301 - click reads the backspace
-    from dask_distmm.tools import doctor
+    from dask_distmm.tools import check as job
 
-    report = doctor.examine(scheduler)
-    click.echo(json.dumps(report.to_json(), indent=1) if as_json else doctor.report_text(report))
+    report = job.examine(scheduler)
+    click.echo(json.dumps(report.to_json(), indent=1) if as_json else job.report_text(report))
     ctx.exit(report.status)

@@ -1,4 +1,4 @@
-"""A cluster of worker processes on this machine, for one command: as many as fit, and always stopped again."""
+"""A cluster of worker processes on this machine for one command, or the cluster at an address."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import importlib.util
 import logging
 import math
 import signal
-import sys
 import tempfile
-import threading
-import time
-import warnings
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -67,65 +62,9 @@ def chunk_rows(length: int, workers: int) -> int:
     return min(-(-length // count), MOST_ROWS)
 
 
-class CtrlC:
-    """Has Ctrl-C raise, as Python does, but neither among complaints nor where it is lost."""
-
-    def __init__(self) -> None:
-        self.raised = 0
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise; end all logging first, since other threads complain before anybody can catch it."""
-        self.raised += 1
-        logging.disable(logging.CRITICAL)
-        raise KeyboardInterrupt
-
-    def report(self, lost: sys.UnraisableHookArgs) -> None:
-        """Take an error that was raised in a finalizer or in a callback of the collector; Python goes on after it."""
-        if isinstance(lost.exc_value, KeyboardInterrupt):
-            # Later: in here it would be lost again.
-            threading.Thread(target=self._insist, args=(self.raised,), daemon=True).start()
-        else:
-            sys.__unraisablehook__(lost)
-
-    def _insist(self, lost: int) -> None:
-        """Send signals until one has raised: one that comes just before a wait begins does not end it."""
-        main = threading.main_thread().ident
-        assert main is not None
-        time.sleep(0.01)
-        while self.raised == lost and signal.getsignal(signal.SIGINT) == self.handle:
-            signal.pthread_kill(main, signal.SIGINT)
-            time.sleep(0.01)
-
-
-CTRL_C = CtrlC()
-
-
 @contextlib.contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the block: a cluster that is half started or half closed can't be cleaned up.
-
-    After the first one all others are ignored: it ends the program, and that takes a second.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before not in (signal.default_int_handler, CTRL_C.handle):  # ignored, or somebody else's
-        yield
-        return
-    noted: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN if noted else before)
-    if noted:
-        raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def interrupts_blocked_for_children() -> Iterator[None]:
-    """Start processes that Ctrl-C in a terminal, which goes to all of them, does not reach.
-
-    Threads and processes inherit the set of blocked signals from the thread that starts them.
-    """
+def _without_interrupts() -> Iterator[None]:
+    """Start processes that Ctrl-C in a terminal does not reach: they inherit what is blocked."""
     # Started later, within a worker's start, it would unblock SIGINT again.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -133,32 +72,6 @@ def interrupts_blocked_for_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def quiet_failure() -> Iterator[None]:
-    """Have an error or Ctrl-C end the program without the complaints of work that is cut short.
-
-    Dask, Zarr and asyncio have such, some as late as at the program's end. The error itself is on its way to the user
-    already.
-    """
-    hook, ours = sys.unraisablehook, signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:  # neither ignored nor somebody else's
-        signal.signal(signal.SIGINT, CTRL_C.handle)
-        sys.unraisablehook = CTRL_C.report
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            ours = False
-        logging.disable(logging.CRITICAL)
-        warnings.simplefilter("ignore")  # coroutines that are never awaited
-        raise
-    finally:
-        sys.unraisablehook = hook
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def make_cluster(workers: int, folder: Path) -> Any:
@@ -181,18 +94,18 @@ def running_cluster(workers: int, name: str) -> Iterator[tuple[Client, Path]]:
     """Give a client of a new cluster and a new folder, named after a command; stop and remove both afterwards."""
     stack = contextlib.ExitStack()
     try:
-        with quiet_failure():
-            with interrupts_deferred():
-                temporary = tempfile.TemporaryDirectory(prefix=f"dask-distmm-{name}-", ignore_cleanup_errors=True)
-                folder = Path(stack.enter_context(temporary))
-                with interrupts_blocked_for_children():
-                    cluster = stack.enter_context(make_cluster(workers, folder / "workers"))
-                client = stack.enter_context(Client(cluster))
-                client.wait_for_workers(workers, timeout=60)
-            yield client, folder
+        temporary = tempfile.TemporaryDirectory(prefix=f"dask-distmm-{name}-", ignore_cleanup_errors=True)
+        folder = Path(stack.enter_context(temporary))
+        with _without_interrupts():
+            cluster = stack.enter_context(make_cluster(workers, folder / "workers"))
+        client = stack.enter_context(Client(cluster))
+        client.wait_for_workers(workers, timeout=60)
+        yield client, folder
     finally:
-        with interrupts_deferred():
-            stack.close()
+        # A second Ctrl-C would leave half of it.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stack.close()
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -204,15 +117,13 @@ def connected(scheduler: str | None, workers: int | None, name: str) -> Iterator
         with running_cluster(workers or default_workers(), name) as (client, _):
             yield client
         return
-    with quiet_failure():
-        try:
-            client = Client(scheduler, timeout=CONNECT_SECONDS)
-        except ValueError as error:
-            raise PlanError(f"--scheduler {scheduler} is no address; expected one as tcp://host:8786") from error
-        except OSError as error:
-            reason = str(error).splitlines()[0]
-            raise DistMMError(
-                f"no Dask scheduler answers at {scheduler} ({reason}): is it running, is it reachable?"
-            ) from error
-        with client:
-            yield client
+    try:
+        client = Client(scheduler, timeout=CONNECT_SECONDS)
+    except ValueError as error:
+        raise PlanError(f"--scheduler {scheduler} is not an address; expected, for example, tcp://host:8786") from error
+    except OSError as error:
+        reason = str(error).splitlines()[0]
+        message = f"no Dask scheduler answers at {scheduler} ({reason}): is it running, is it reachable?"
+        raise DistMMError(message) from error
+    with client:
+        yield client

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-from dask_distmm.tools.bench.environment import blas_pools
-from dask_distmm.tools.bench.protocol import Case, Peer, Quiet, Sample, sample_rows, scaled_error, uniform_matrix
+from benchmarks.harness.environment import blas_pools
+from benchmarks.harness.protocol import Case, Peer, Quiet, Sample, sample_rows, scaled_error, uniform_matrix
 
 
 def _measure(case: Case, seed: int, threads: int) -> tuple[Sample, list[dict[str, Any]]]:

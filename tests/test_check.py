@@ -1,4 +1,4 @@
-"""The doctor: judging made-up facts, collecting real ones, and the command."""
+"""``dask distmm check``: judging made-up facts, collecting real ones, and the command."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from distributed import Client
 
 from dask_distmm import __version__, installing
 from dask_distmm.planning import ENGINES
-from dask_distmm.tools import doctor
+from dask_distmm.tools import check, facts
+from dask_distmm.tools.check import HERE, Report, differing
 from dask_distmm.tools.cli import main
-from dask_distmm.tools.doctor import facts
-from dask_distmm.tools.doctor.differences import differing
-from dask_distmm.tools.doctor.findings import HERE, Report
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +92,7 @@ def _cluster(workers: dict[str, Any]) -> Report:
 def test_where_all_is_well_nothing_is_found(make: Callable[[], Report], engine: str) -> None:
     report = make()
     assert (report.findings, report.status, report.engine) == ([], 0, engine)
-    text = doctor.report_text(report)
+    text = check.report_text(report)
     assert text.endswith("All is well.")
     assert all(address in text for address in report.workers)
     json.dumps(report.to_json(), allow_nan=False)
@@ -196,7 +194,7 @@ def test_one_fact_that_is_wrong_is_one_finding(
     address = sorted(report.workers)[1]
     change(path, value)(report.workers[address])
     found = report.findings
-    shown = doctor.report_text(report)
+    shown = check.report_text(report)
     json.dumps(report.to_json(), allow_nan=False)
     if level is None:
         assert found == []
@@ -231,13 +229,13 @@ def test_the_scheduler_is_judged(path: str, value: Any, level: str | None, text:
 def test_clusters_that_can_not_multiply() -> None:
     empty = _cluster({})
     assert (empty.status, empty.engine) == (2, None)
-    assert "no workers" in doctor.report_text(empty)
+    assert "no workers" in check.report_text(empty)
     silent = _cluster({"tcp://1": {"error": "OSError: gone"}, "tcp://2": cpu_worker()})
     assert silent.status == 2
-    assert "could not be asked: OSError: gone" in doctor.report_text(silent)
+    assert "could not be asked: OSError: gone" in check.report_text(silent)
     asked = Report(cpu_cluster().workers, {"versions": VERSIONS}, None, "tcp://x", "cublasmp", tuple(ENGINES))
     assert (asked.status, asked.engine) == (2, None)
-    assert "dask_distmm[cu13]" in doctor.report_text(asked)
+    assert "dask_distmm[cu13]" in check.report_text(asked)
 
 
 def test_a_newer_dask_is_a_note() -> None:
@@ -255,12 +253,12 @@ def test_differing_counts_the_most_common_first() -> None:
 
 
 def test_this_machine_can_be_asked() -> None:
-    report = doctor.examine()
+    report = check.examine()
     assert list(report.workers) == [HERE]
     assert report.engine is not None
     assert report.workers[HERE]["versions"]["dask_distmm"] == __version__
     assert report.workers[HERE]["blas"]
-    assert f"dask_distmm check: {HERE}" in doctor.report_text(report)
+    assert f"dask_distmm check: {HERE}" in check.report_text(report)
 
 
 def test_broken_libraries_take_no_other_answer_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +275,7 @@ def test_broken_libraries_take_no_other_answer_with_them(monkeypatch: pytest.Mon
     assert found["versions"]["dask_distmm"] == __version__
     report = Report({HERE: found}, {"versions": facts.versions()}, None, "", "auto", tuple(ENGINES))
     assert report.status == 2
-    assert "dask_distmm can't be imported: SystemError" in " ".join(doctor.report_text(report).split())
+    assert "dask_distmm can't be imported: SystemError" in " ".join(check.report_text(report).split())
 
 
 def test_one_cause_is_said_once() -> None:

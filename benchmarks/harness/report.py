@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dask_distmm.tools.bench.protocol import Sample
-from dask_distmm.tools.bench.runner import Measured
+from benchmarks.harness.protocol import Sample
+from benchmarks.harness.runner import Measured
 
 SCHEMA_VERSION = 1
 NOTES = {

@@ -14,9 +14,9 @@ import dask.array as da
 import numpy as np
 from distributed import Client, wait
 
+from benchmarks.harness.environment import blas_pools
+from benchmarks.harness.protocol import Case, Peer, Sample, sample_rows, scaled_error
 from dask_distmm import Plan, PlanError, explain, matmul
-from dask_distmm.tools.bench.environment import blas_pools
-from dask_distmm.tools.bench.protocol import Case, Peer, Sample, sample_rows, scaled_error
 
 MEMORY_METHOD = (
     "Per worker process. baseline_bytes: resident set (VmRSS) before the inputs exist. inputs_bytes: bytes "

@@ -4,7 +4,7 @@ Imports nothing but the standard library at the top: the whole module is sent by
 package. Each library is asked in a function of its own, so that a broken one takes no other answer with it.
 No CUDA context is made: GPUs are asked by NVML, versions by functions that need no device.
 
-``python -m dask_distmm.tools.doctor.facts`` prints the facts of a fresh process: a library that ends the process
+``python -m dask_distmm.tools.facts`` prints the facts of a fresh process: a library that ends the process
 when it is loaded then takes no more than that process with it.
 """
 

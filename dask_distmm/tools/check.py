@@ -1,29 +1,162 @@
-"""From facts to findings: each fault, and the command that mends it. Pure.
+"""``dask distmm check``: the engine that multiplies here or on a cluster, and the commands that fix what is wrong.
 
-Findings have three weights: an *error* makes multiplies fail; a *warning* makes them slow, or can make them fail; a
-*note* is worth knowing.
+`facts` collects, on every worker, and imports nothing of this package: it is sent to workers that lack it. From the
+facts come findings, of three weights: an *error* makes multiplies fail; a *warning* makes them slow, or can make them
+fail; a *note* is worth knowing.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
 from dask.utils import format_bytes
+from distributed import Client
 from packaging.version import Version
 
 from dask_distmm._version import TESTED_DASK
+from dask_distmm.config import setting
 from dask_distmm.installing import install_command
-from dask_distmm.tools.doctor.answers import answer_about, apart, computes, device_of, has, install_line
-from dask_distmm.tools.doctor.differences import differing, short
+from dask_distmm.planning import ENGINES
+from dask_distmm.tools import facts as questions
+from dask_distmm.tools.local import connected
 
 # The name of the only "worker" where no cluster was asked.
 HERE = "this machine"
 _LEVELS = ("note", "warning", "error")
 # Dask's libraries speak with each other, and functions travel from one Python to another.
 _SAME_EVERYWHERE = ("python", "dask", "distributed", "numpy")
+
+
+_PROGRAM = "import json, sys; from dask_distmm.tools import facts; json.dump(facts.of_process(), sys.stdout)"
+# Loading the libraries for GPUs takes seconds.
+_SECONDS = 120
+
+
+_WIDTH = 100
+_TITLES = {
+    "dask_distmm": "dask_distmm",
+    "python": "Python",
+    "cublasmp": "cuBLASMp",
+    "cusolvermp": "cuSOLVERMp",
+    "nccl": "NCCL",
+    "nvmath": "nvmath-python",
+    "cupy": "CuPy",
+    "dask_cuda": "dask-cuda",
+    "ucxx": "UCX (distributed-ucxx)",
+    "rmm": "RMM",
+    "numpy": "NumPy",
+    "zarr": "Zarr",
+}
+_MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
+
+
+def examine(scheduler: str | None = None) -> Report:
+    """Return the facts of this machine, or of every worker of a cluster."""
+    client = {"versions": questions.versions()}
+    wanted, engines = str(setting("engine")), tuple(ENGINES)
+    if scheduler is None:
+        return Report({HERE: _of_this_machine()}, client, None, "", wanted, engines)
+    with connected(scheduler, None, "check") as found:
+        workers, answer = _of_cluster(found)
+        return Report(workers, client, answer, scheduler, wanted, engines)
+
+
+def _of_this_machine() -> dict[str, Any]:
+    """Ask a process of its own: a library that it loads may end it, and goes with it."""
+    try:
+        done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"a process that loads the engines' libraries did not end within {_SECONDS} s"}
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        return {"error": f"a process that loads the engines' libraries ended with status {done.returncode}: {last}"}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _of_cluster(client: Client) -> tuple[dict[str, Mapping[str, Any]], Mapping[str, Any]]:
+    """Ask all workers at the same time, and the scheduler. They need not have this package."""
+    cloudpickle.register_pickle_by_value(questions)
+    try:
+        answers = client.run(questions.of_worker, on_error="return")
+        scheduler: Mapping[str, Any] = client.run_on_scheduler(questions.of_scheduler)
+    finally:
+        cloudpickle.unregister_pickle_by_value(questions)
+    workers = {
+        address: answer if isinstance(answer, Mapping) else {"error": f"{type(answer).__name__}: {answer}"[:300]}
+        for address, answer in answers.items()
+    }
+    return workers, scheduler
+
+
+# Parts of the facts
+
+
+def answer_about(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a worker's answer about an engine."""
+    engines: Mapping[str, Any] = facts["engines"]
+    if "error" in engines:
+        return engines
+    found: Mapping[str, Any] = engines.get(name, {"error": f"its dask_distmm has no engine {name!r}"})
+    return found
+
+
+def has(engine: str | None, ability: str) -> bool:
+    """Return whether an engine that this process knows has an ability; no other engine has any."""
+    return bool(getattr(ENGINES.get(engine or ""), ability, False))
+
+
+def apart(workers: Sequence[Mapping[str, Any]]) -> str:
+    """Say why the GPUs of workers can't read each other's memory; empty if they can."""
+    hosts = {str(facts["host"]) for facts in workers}
+    if len(hosts) > 1:
+        return f"its GPUs are on {len(hosts)} hosts"
+    return "not all GPUs have peer access" if any(facts["gpus"].get("without_peer_access") for facts in workers) else ""
+
+
+def install_line(facts: Mapping[str, Any]) -> str:
+    """Return the command that installs the libraries for GPUs, for the CUDA of the driver."""
+    driver = str(facts["gpus"].get("cuda", "13"))
+    return install_command("cu12" if driver.startswith("12") else "cu13", elsewhere=True)
+
+
+def device_of(facts: Mapping[str, Any]) -> str | None:
+    """Return the UUID of the GPU that a worker computes on: the first that it sees. None if that is not known."""
+    devices, visible = facts["gpus"]["devices"], facts["visible_devices"]
+    first = "0" if visible is None else str(visible).split(",")[0].strip()
+    if first.isdecimal():
+        return str(devices[int(first)]["uuid"]) if int(first) < len(devices) else None
+    return next((str(device["uuid"]) for device in devices if first and device["uuid"].startswith(first)), None)
+
+
+def computes(engine: str, kind: str) -> bool:
+    """Return whether an engine that this process knows runs computations of a kind."""
+    return engine in ENGINES and kind in ENGINES[engine].computes
+
+
+def short(addresses: Sequence[str], most: int = 3) -> str:
+    """Return some addresses as text, and how many more there are."""
+    more = len(addresses) - most
+    return ", ".join(addresses[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def differing(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the workers that have each value, by value as text; the most common first."""
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for who, value in values.items():
+        found["none" if value is None else str(value)].append(who)
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+
+
+# Findings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +167,7 @@ class Finding:
     level: str
     # The fault, and the state that is expected.
     text: str
-    # The command that mends it, or another remedy; empty where there is nothing to do.
+    # The command that fixes it, or another remedy; empty where there is nothing to do.
     remedy: str = ""
     # Addresses of the workers that it is about; empty for all.
     where: tuple[str, ...] = ()
@@ -350,3 +483,167 @@ def _why_not(report: Report, engine: str) -> str:
 
 def _sum(values: Iterable[Any]) -> int:
     return sum(int(value) for value in values)
+
+
+# As text
+
+
+def report_text(report: Report) -> str:
+    """Return the text that ``dask distmm check`` prints."""
+    parts = [_head(report), _worker_tables(report), _library_table(report), _verdict(report)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(report: Report) -> str:
+    hosts = {facts["host"] for facts in report.answering.values()}
+    count, places = len(report.workers), len(hosts)
+    what = f"cluster {report.address}, {count} worker{'s' * (count != 1)} on {places} host{'s' * (places != 1)}"
+    engine = report.engine
+    share = f" on {len(report.able(engine))} of {count} workers" if engine and report.address else ""
+    return "\n".join(
+        [
+            f"dask_distmm check: {what if report.address else HERE}",
+            _wrapped("engine     ", f"{engine or 'none'}{share}: {report.reason}"),
+        ]
+    )
+
+
+def _worker_tables(report: Report) -> str:
+    """Return the workers' facts: a line for each worker, then a line for each fact that most have in common."""
+    if not report.answering:
+        return ""
+    lines = []
+    if report.address:
+        rows = [["worker", "host", "threads", "memory limit", "protocol", "engines"]]
+        for address, facts in report.answering.items():
+            limit = format_bytes(facts["memory_limit"]) if facts["memory_limit"] else "none"
+            threads = f"{facts['threads']} of {facts['cores']}"
+            rows.append([address, facts["host"], threads, limit, facts["protocol"], _able(facts["engines"])])
+        lines += [_table(rows), ""]
+    described = {address: _described(facts, report) for address, facts in report.answering.items()}
+    for title in next(iter(described.values())):
+        found = differing({address: cells[title] for address, cells in described.items()})
+        texts = [f"{value} ({short(who)})" if len(found) > 1 else value for value, who in found.items()]
+        lines.append(_wrapped(f"{title:<11}", "; ".join(texts)))
+    return "\n".join(lines)
+
+
+def _described(facts: Mapping[str, Any], report: Report) -> dict[str, str]:
+    """Return the facts of a worker or of this machine, by title."""
+    cells = {"BLAS": _blas(facts["blas"]), "GPU": _gpu(facts)}
+    if any("error" not in one["gpus"] for one in report.answering.values()):
+        cells |= {"peers": _peers(facts), "RMM pool": _rmm(facts["rmm"])}
+    if report.address:
+        return cells
+    here = {"cores": str(facts["cores"]), "memory": _sized(facts["memory"]), "engines": _able(facts["engines"])}
+    return here | cells
+
+
+def _able(engines: Mapping[str, Any]) -> str:
+    """Return the names of the engines that can run."""
+    names = [] if "error" in engines else [name for name, found in engines.items() if "error" not in found]
+    return ", ".join(names) or "none"
+
+
+def _sized(memory: Any) -> str:
+    return format_bytes(memory) if isinstance(memory, int) else "unknown"
+
+
+def _blas(pools: Any) -> str:
+    if not isinstance(pools, list) or not pools:
+        return "unknown"
+    texts = [
+        f"{pool['internal_api']} {pool['version'] or ''}".strip() + f", {pool['num_threads']} threads" for pool in pools
+    ]
+    return "; ".join(sorted(set(texts)))
+
+
+def _gpu(facts: Mapping[str, Any]) -> str:
+    gpus = facts["gpus"]
+    if "error" in gpus:
+        return "none"
+    devices: Sequence[Mapping[str, Any]] = gpus["devices"]
+    kinds = differing(
+        {str(i): f"{device['name']} ({format_bytes(device['memory'])})" for i, device in enumerate(devices)}
+    )
+    names = ", ".join(f"{len(who)} x {kind}" for kind, who in kinds.items())
+    return f"{names or 'none'}, driver {gpus['driver']}, CUDA {gpus['cuda']}"
+
+
+def _peers(facts: Mapping[str, Any]) -> str:
+    gpus = facts["gpus"]
+    if "error" in gpus or len(gpus["devices"]) < 2:
+        return "-"
+    apart = gpus["without_peer_access"]
+    if not isinstance(apart, list):
+        return "unknown"
+    return f"{len(apart)} pairs without access" if apart else "all reach each other"
+
+
+def _rmm(rmm: Any) -> str:
+    if not rmm:
+        return "none"
+    if "error" in rmm:
+        return "unknown"
+    size = f", {format_bytes(rmm['pool_bytes'])}" if rmm["pool_bytes"] else ""
+    return f"{rmm['resource']}{size}" + (", used by CuPy" if rmm["used_by_cupy"] else "")
+
+
+def _library_table(report: Report) -> str:
+    """Return the versions: one line a library, one column for each of client, scheduler and workers."""
+    columns: dict[str, Mapping[str, Any]] = {}
+    if report.address:
+        columns["client"] = {"this client": report.client}
+        if report.scheduler is not None:
+            columns["scheduler"] = {"the scheduler": report.scheduler}
+    columns["workers" if report.address else "version"] = report.answering
+    names = list(report.client["versions"])
+    rows, missing = [["library", *columns]], []
+    for name in sorted(names, key=lambda name: list(_TITLES).index(name) if name in _TITLES else len(_TITLES)):
+        cells = [_version_cell(name, who) for who in columns.values()]
+        if set(cells) == {"-"}:
+            missing.append(_TITLES.get(name, name))
+        else:
+            rows.append([_TITLES.get(name, name), *cells])
+    return _table(rows) + ("\n" + _wrapped("not installed: ", ", ".join(missing)) if missing else "")
+
+
+def _version_cell(name: str, asked: Mapping[str, Mapping[str, Any]]) -> str:
+    found = differing({who: facts["versions"].get(name) for who, facts in asked.items()})
+    if len(found) > 1:
+        return "; ".join(f"{version} ({short(who, 1)})" for version, who in found.items())
+    return next((version for version in found if version != "none"), "-")
+
+
+def _verdict(report: Report) -> str:
+    findings = report.findings
+    if not findings:
+        return "All is well."
+    text = "\n".join(_finding(found, report) for found in findings)
+    return text if report.status else f"{text}\nAll is well."
+
+
+def _finding(found: Finding, report: Report) -> str:
+    where = "" if not found.where or not report.address else f"   ({short(found.where)})"
+    lines = [_wrapped(f"{_MARKS[found.level]:<9}", found.text + where)]
+    if found.remedy:
+        lines.append(f"{'':9}fix: {found.remedy}")
+    return "\n".join(lines)
+
+
+def _wrapped(title: str, value: str) -> str:
+    return textwrap.fill(
+        value,
+        _WIDTH,
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

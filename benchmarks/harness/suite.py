@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from dask_distmm.tools.bench import environment, report, runner
-from dask_distmm.tools.bench.protocol import Peer
+from benchmarks.harness import environment, report, runner
+from benchmarks.harness.protocol import Peer
 
 
 def measure(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dask_distmm.tools.bench.protocol import Case, Peer, Sample
+from benchmarks.harness.protocol import Case, Peer, Sample
 
 
 @dataclass

@@ -4,43 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import dask
 import dask.array as da
-import numpy as np
 from dask.utils import format_bytes, format_time
-from distributed import Client, as_completed, futures_of, wait
+from distributed import Client, as_completed, futures_of
 
 from dask_distmm import Explanation, Plan, PlanError, explain, matmul, progress
 from dask_distmm.errors import DistMMError
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.tools.commands.places import Place, parse_place
-from dask_distmm.tools.commands.reading import read
-from dask_distmm.tools.commands.writing import (
+from dask_distmm.tools.files import (
+    Place,
     check_folder,
     check_inputs,
     check_target,
     check_type,
-    make_zarr,
-    regular,
+    equal_chunks,
+    parse_place,
+    read,
     staged,
-    writer,
+    write,
 )
 from dask_distmm.tools.local import connected, default_workers
 
 Say = Callable[[str], None]
-
-# Workers may take so long to end the tasks that write, after an error or Ctrl-C (seconds).
-_STOP_SECONDS = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +119,12 @@ class FileProduct:
 
 def out_chunks(chunks: Sequence[Sequence[int]], wanted: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
     """Return equal chunks for an array that is to be stored: like its own, or as wanted along the last axes."""
-    sizes = [regular(axis) for axis in chunks]
+    sizes = [max(1, *axis) for axis in chunks]
     if wanted and sizes:
         last = [wanted[0]] * len(sizes) if len(wanted) == 1 else list(wanted)
         count = min(2, len(last), len(sizes))
         sizes[-count:] = last[-count:]
-    found = []
-    for size, axis in zip(sizes, chunks, strict=True):
-        full, rest = divmod(sum(axis), size)
-        found.append((size,) * full + (rest,) * (rest > 0) or (0,))
-    return tuple(found)
+    return equal_chunks([sum(axis) for axis in chunks], sizes)
 
 
 # The plan
@@ -175,7 +164,7 @@ def write_page(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"--html {path} can't be written: {error.strerror}; give another path") from error
+        raise PlanError(f"--html {path} can't be written: {error.strerror}; pass another path") from error
 
 
 # The product
@@ -223,7 +212,7 @@ def multiply_files(
             seconds = time.perf_counter() - started
             say(_speed(plan, seconds))
             for array, path, place in zip(held, paths, targets, strict=True):
-                _write(client, array, path, place)
+                write(client, array, path, place)
         del held
     for array, place in zip(results, targets, strict=True):
         say(f"{place}: {' x '.join(map(str, array.shape))} {array.dtype}, {format_bytes(array.nbytes)}")
@@ -261,16 +250,6 @@ def _check_paths(client: Client, paths: Sequence[str], mode: int) -> None:
             raise DistMMError(f"worker {blind[0]} can't {verb} {path}: files must be where all workers see them")
 
 
-# How far it is
-
-
-def _bar(length: int) -> Any:
-    """Return a progress bar of the writing, on standard error; nothing is shown where that is no terminal."""
-    progressbar: Any = click.progressbar
-    file = sys.stderr if sys.stderr.isatty() else io.StringIO()
-    return progressbar(length=length, label=f"{'Writing':<12}", file=file, show_eta=False)
-
-
 def _computed(client: Client, results: Sequence[da.Array]) -> list[da.Array]:
     """Have the cluster compute arrays, show in a terminal how far it is; return them in the cluster's memory."""
     held: list[da.Array] = list(client.persist(list(results)))
@@ -280,72 +259,3 @@ def _computed(client: Client, results: Sequence[da.Array]) -> list[da.Array]:
         if future.status != "finished":
             future.result()  # raises the task's error
     return held
-
-
-# Writing
-
-
-def _write_chunk(target: Any, region: tuple[slice, ...], chunk: Any) -> None:
-    """Write a chunk. Runs on a worker."""
-    target[region] = _on_host(chunk)
-
-
-def _on_host(chunk: Any) -> Any:
-    return chunk.get() if hasattr(chunk, "get") else chunk
-
-
-def _regions(array: da.Array) -> dict[tuple[int, ...], tuple[slice, ...]]:
-    """Return where each chunk of an array lies, by its number."""
-    edges = [list(itertools.pairwise(itertools.accumulate(axis, initial=0))) for axis in array.chunks]
-    return {
-        number: tuple(slice(*edges[axis][at]) for axis, at in enumerate(number))
-        for number in np.ndindex(*array.numblocks)
-    }
-
-
-def _write(client: Client, array: da.Array, path: Path, place: Place) -> None:
-    """Write an array that is in the cluster's memory to a new file or store."""
-    by_key = {future.key: future for future in futures_of(array)}
-    parts = [(region, by_key[array.name, *number]) for number, region in _regions(array).items()]
-    sizes = [axis[0] for axis in array.chunks]
-    with _bar(len(parts)) as bar:
-        if place.kind == "zarr":
-            target = make_zarr(path, place, array.shape, sizes, array.dtype)
-            with _stopped(client):
-                writes = [client.submit(_write_chunk, target, region, part, pure=False) for region, part in parts]
-                for done in as_completed(writes):
-                    done.result()
-                    bar.update(1)
-            return
-        # Here, one after the other: a file that several hosts write to at once need not be whole on all file systems.
-        with writer(path, place.kind, place.inner, array.shape, sizes, array.dtype) as put:
-            for region, part in parts:
-                put(region, _on_host(part.result()))
-                bar.update(1)
-
-
-def _nothing() -> None:
-    """Do nothing, on a worker."""
-
-
-def _writing(dask_worker: Any) -> int:
-    """Return how many tasks write, also of those that were cancelled. Runs on a worker."""
-    return sum(str(ts.key).startswith(_write_chunk.__name__) for ts in dask_worker.state.all_running_tasks)
-
-
-@contextlib.contextmanager
-def _stopped(client: Client) -> Iterator[None]:
-    """When the block fails, wait until no worker writes any more: the files that they write are removed then."""
-    try:
-        yield
-    except BaseException:
-        deadline = time.monotonic() + _STOP_SECONDS
-        with contextlib.suppress(Exception):
-            client.cancel([key for key in client.futures if str(key).startswith(_write_chunk.__name__)])
-            # A worker gets messages in order: once it has run this task, it begins none of the writes.
-            workers = client.nthreads()
-            told = [client.submit(_nothing, workers=[address], pure=False, priority=1) for address in workers]
-            wait(told, timeout=_STOP_SECONDS)
-            while any(client.run(_writing).values()) and time.monotonic() < deadline:
-                time.sleep(0.05)
-        raise
