@@ -6,9 +6,13 @@ may hold more files, listening sockets, threads or children than before.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
+import os
+import random
 import signal
+import time
 from collections.abc import Iterator
 
 import dask
@@ -47,8 +51,44 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first."""
+# A test with more cases than this runs as many of them, drawn anew in each run; with --all it runs all of them.
+CASES = 12
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help=f"run all cases of each test, not {CASES} drawn at random")
+    parser.addoption("--draw", metavar="SEED", help="draw the same cases as the run whose header named SEED")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Processes of xdist inherit it, and draw the same cases.
+    os.environ["DISTMM_TEST_DRAW"] = config.getoption("--draw") or os.environ.get(
+        "DISTMM_TEST_DRAW", f"{time.time_ns()}"
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    drawn = f"--draw {os.environ['DISTMM_TEST_DRAW']} draws the same {CASES} cases of each test"
+    return "cases: all" if config.getoption("--all") else f"cases: {drawn}, --all takes all"
+
+
+def _drawn(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return at most `CASES` of each test's cases; of tests for GPUs all."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept: set[pytest.Item] = set()
+    for name, group in cases.items():
+        rng = random.Random(f"{os.environ['DISTMM_TEST_DRAW']} {name}")
+        kept.update(group if len(group) <= CASES or "gpu/" in name else rng.sample(group, CASES))
+    return [item for item in items if item in kept]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw cases, and put the files that take longest first."""
+    # A test that was asked for by its full name runs.
+    if not config.getoption("--all") and not any("[" in argument for argument in config.args):
+        items[:] = _drawn(items)
     place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
