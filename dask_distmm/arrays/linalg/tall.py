@@ -32,7 +32,7 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_distmm.arrays.linalg.factorize import RunOptions
+from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.engines.factor import tall
 from dask_distmm.engines.factor.kernels import Kernels
@@ -61,9 +61,9 @@ def goes_by_rows(a: Array, how: RunOptions) -> bool:
     if asked != "rows":
         return asked == "auto" and not run and 0 < _ALL * n <= m and m >= _EACH * n * len(a.chunks[0])
     if run:
-        raise PlanError(f"method='rows' is no run, and has no {min(run)}=: leave it out, or say method='columns'")
+        raise PlanError(f"method='rows' is not a run and has no {min(run)}=: leave it out, or pass method='columns'")
     if not 0 < n <= m:
-        raise PlanError(f"method='rows' of {m} rows and {n} columns: expected columns, and not more of them than rows")
+        raise PlanError(f"method='rows' needs from 1 to {m} columns, as many as there are rows; got {n}")
     return True
 
 
@@ -230,7 +230,7 @@ def _solve_full_rank(r: Any, right: Any, rows: int) -> Any:
     low = abs(diagonal) <= rows * np.finfo(r.dtype).eps * norms
     if low.any():
         raise MatrixError(
-            f"column {int(np.argmax(low))} depends on those before it: the matrix is not of full rank; use the SVD"
+            f"column {int(np.argmax(low))} depends on those before it: the matrix is not of full rank; pass rcond="
         )
     columns = kernels.empty(r.shape, r.dtype)
     columns[...] = r
