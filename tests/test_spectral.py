@@ -98,7 +98,7 @@ def test_polar_decompositions_and_singular_values_by_them(dtype, what):
     shape = [(40, 40), (60, 33), (33, 60)][np.random.default_rng().integers(3)]
     a = general(what, shape, dtype)
     assert_polar(a, *dask.compute(*linalg.polar(lazy(a), method="columns")))
-    u, s, vh = dask.compute(*linalg.svd(lazy(a), full_matrices=False, method="columns"))
+    u, s, vh = dask.compute(*linalg.svd(lazy(a), False, method="columns"))
     assert_svd(a, u, s, vh)
     values = linalg.svdvals(lazy(a), method="columns").compute()
     np.testing.assert_allclose(values, s, rtol=0, atol=60 * 30 * np.finfo(dtype).eps * s[0])
@@ -201,7 +201,7 @@ def test_how_many_runs(client):
         (lambda: linalg.svd(lazy(a), False), functools.partial(assert_svd, a), 1),
         # QR, QDWH (three steps by QR, three by Cholesky), its product, eigenvalues, two products.
         (
-            lambda: linalg.svd(lazy(a), full_matrices=False, method="columns"),
+            lambda: linalg.svd(lazy(a), False, method="columns"),
             functools.partial(assert_svd, a),
             1 + 6 * 2 + 1 + 1 + 2,
         ),

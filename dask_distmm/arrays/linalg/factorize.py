@@ -10,6 +10,8 @@ import numpy as np
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from dask.base import tokenize
+from dask.core import toposort
+from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions
@@ -17,14 +19,16 @@ from dask_distmm.arrays.product import multiply_matrices
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError
+from dask_distmm.graph.build import TasksLayer
 from dask_distmm.graph.factor import build_factor_graph
 from dask_distmm.planning import ENGINES
-from dask_distmm.planning.computation import Chunks, Output
+from dask_distmm.planning.computation import Chunks, Computation, Output
+from dask_distmm.planning.computation_kinds import problem_from_wire
 from dask_distmm.planning.factor import Factorization
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
-from dask_distmm.runtime.keys import barrier_name, output_name
+from dask_distmm.runtime.keys import ROWS_PREFIX, barrier_name, output_name
 
 _TYPES = {"e": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
@@ -142,6 +146,23 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
         del named["engine"]
     found: Array = multiply_matrices(parse(a, b, **(named if current_client() is not None else {})))
     return found
+
+
+def steps_of(x: Array) -> tuple[list[Computation], int]:
+    """Return the computations of the runs in the graph of an array, in order, and the number of tasks of QR by rows."""
+    found: list[Computation] = []
+    row_tasks = 0
+    for name in x.dask._toposort_layers():
+        layer = x.dask.layers[name]
+        if not isinstance(layer, MaterializedLayer | TasksLayer):
+            continue
+        barriers = [key for key in layer if barrier_name(key) is not None]
+        if len(barriers) > 1:
+            # A graph that has been optimized is one layer.
+            barriers = [key for key in toposort(dict(layer)) if barrier_name(key) is not None]
+        found += [problem_from_wire(layer[key].args[0]) for key in barriers]
+        row_tasks += sum(isinstance(key, tuple) and str(key[0]).startswith(ROWS_PREFIX) for key in layer)
+    return found, row_tasks
 
 
 def problem_of(x: Array) -> FactorProblem | None:

@@ -96,14 +96,11 @@ def public(options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
             options_given = values.pop("how", {})
             for name, value in {**values, **options_given}.items():
                 check_value(name, value, allowed[name])
-            given = {
-                key: value
-                for key, value in kwargs.items()
-                if key not in options.__annotations__ or (value is not None and value is not False)
-            }
-            return adapted(*args, **given)
+            return adapted(*args, **{name: x for name, x in kwargs.items() if x is not defaults.get(name, checked)})
 
         shown = takes(options, _HINTS)(cast(Callable[P, T], checked))
+        listed = inspect.signature(shown).parameters
+        defaults = {name: listed[name].default for name in typing.get_type_hints(options)}
 
         @functools.wraps(shown)
         def called(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -41,6 +41,7 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
+from dask_distmm.runtime.keys import ROWS_PREFIX
 
 # A chunk of rows should have this many times as many rows as columns, on average, and so should all of them together.
 _EACH, _ALL = 2, 4
@@ -106,13 +107,13 @@ class _Graph:
 
     def add(self, name: str, function: Callable[..., Any], *args: Any) -> TaskRef:
         """Add a task, and return a reference to it."""
-        key = f"qr-rows-{name}-{self._token}", len(self._tasks), 0
+        key = f"{ROWS_PREFIX}{name}-{self._token}", len(self._tasks), 0
         self._tasks[key] = Task(key, function, *args)
         return TaskRef(key)
 
     def array(self, name: str, tasks: list[tuple[Any, ...]], rows: tuple[int, ...]) -> Array:
         """Return an array of the results of more tasks, each a chunk with so many rows and all columns."""
-        steps, name = f"qr-rows-{self._token}", f"qr-rows-{name}-{self._token}"
+        steps, name = f"{ROWS_PREFIX}{self._token}", f"{ROWS_PREFIX}{name}-{self._token}"
         whole = HighLevelGraph.from_collections(steps, self._tasks, [self._a])
         layer = {(name, i, 0): Task((name, i, 0), *task) for i, task in enumerate(tasks)}
         layers, dependencies = {**whole.layers, name: layer}, {**whole.dependencies, name: {steps}}
