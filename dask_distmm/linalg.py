@@ -109,10 +109,8 @@ def explain(x: Any) -> Placement | ChainPlan:
     >>> explain(linalg.cholesky(da.eye(100, chunks=30)))  # doctest: +SKIP
     """
     arrays = [as_array(one) for one in (x if isinstance(x, tuple) else (x,)) if is_dask_collection(one)]
-    if not arrays or not any(isinstance(task, Task) for one in arrays for task in dict(one.dask).values()):
-        raise PlanError(
-            f"x must be a lazy result of dask_distmm.linalg, before it is persisted; got {type(x).__name__}"
-        )
+    if not any(map(_lazy, arrays)):
+        raise PlanError(f"x must be a lazy result of dask_distmm.linalg, not persisted; got {type(x).__name__}")
     found = [steps_of(one) for one in arrays]
     problems = list({problem.name: problem for some, _ in found for problem in some}.values())
     runs = tuple(map(_plan_of, problems))

@@ -67,7 +67,7 @@ _LISTED = 30
 def chain_text(plan: ChainPlan) -> str:
     """Return the text of the runs of a result."""
     count = len(plan.runs)
-    parts = [f"{count} run{'s' * (count > 1)}, one after the other"] * bool(count)
+    parts = [f"{count} run{'s' * (count > 1)}"] * bool(count)
     parts += [f"QR by chunks of rows in {plan.row_tasks} plain tasks"] * bool(plan.row_tasks)
     lines = [f"Plan: {' and '.join(parts) or 'only plain tasks of Dask, no collective run'}"]
     lines += [f"  {number:<10}{_run_text(run)}" for number, run in enumerate(plan.runs[:_LISTED], 1)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack
 
-import dask.array as da
 import numpy as np
-from dask.array.core import Array
+from dask.array.core import Array, blockwise, from_array
 
 from dask_distmm.arrays.linalg.factorize import common_type, factorize, inner_chunks, matrix, row_chunks
 from dask_distmm.arrays.linalg.public import FactorOptions, QRResult, public
@@ -83,7 +82,7 @@ def lu(a: Any, permute_l: bool = False, *, p_indices: bool = False, **how: Unpac
 def picked(x: Array, rows: Array) -> Array:
     """Return ``x[rows]``, in the chunks of `x`: within whole columns, which one worker has at a time."""
     columns = x.rechunk({0: -1})
-    found = da.blockwise(_pick, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
+    found = blockwise(_pick, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
     return found.rechunk(x.chunks)
 
 
@@ -93,9 +92,9 @@ def _pick(x: Any, rows: Any) -> Any:
 
 def _permutation(p: Array, dtype: np.dtype) -> Array:
     """Return the matrix P with ``P @ x = x[p]``, in real numbers."""
-    real, columns = np.empty(0, dtype).real.dtype, da.arange(p.shape[0], chunks=p.chunks[0])
+    real, columns = np.empty(0, dtype).real.dtype, from_array(np.arange(len(p)), chunks=p.chunks)
     meta = p._meta[:, None].astype(real)
-    return da.blockwise(_ones_at, "ij", p, "i", columns, "j", real, None, dtype=real, meta=meta)
+    return blockwise(_ones_at, "ij", p, "i", columns, "j", real, None, dtype=real, meta=meta)
 
 
 def _ones_at(p: Any, columns: Any, dtype: np.dtype) -> Any:

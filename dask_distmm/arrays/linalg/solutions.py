@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack, cast
 import dask.array as da
 import numpy as np
 
+from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.factorize import common_type, factorize, inner_chunks, matrix, row_chunks
 from dask_distmm.arrays.linalg.factors import cholesky, picked
 from dask_distmm.arrays.linalg.level3 import mirrored, op_of
@@ -78,15 +79,15 @@ def lu_solve(
         x, of the shape of `b`.
     """
     found, piv = lu_and_piv
-    b, op = da.asanyarray(b), op_of(trans)
-    rows, columns = da.asanyarray(piv).rechunk(-1), matrix("b", b, vector=True)
+    b, op = as_array(b), op_of(trans)
+    rows, columns = as_array(piv).rechunk(-1), matrix("b", b, vector=True)
     if op == "N":
-        rows = da.map_blocks(_swapped, rows, dtype=np.int64)
+        rows = rows.map_blocks(_swapped, dtype=np.int64)
         first = solve_triangular(found, picked(columns, rows), lower=True, unit_diagonal=True, **how)
         x = solve_triangular(found, first, **how)
     else:
         # op(A) is op(U) op(L) and then the swaps in the other order.
-        rows = da.map_blocks(_swapped_back, rows, dtype=np.int64)
+        rows = rows.map_blocks(_swapped_back, dtype=np.int64)
         first = solve_triangular(found, columns, op, **how)
         x = picked(solve_triangular(found, first, op, lower=True, unit_diagonal=True, **how), rows)
     return x[:, 0] if b.ndim == 1 else x
@@ -149,7 +150,7 @@ def solve(
         raise PlanError(unknown_name("assume_a", assume_a, _STRUCTURES))
     if structure in ("upper", "lower"):
         return solve_triangular(a, b, "T" if transposed else "N", structure == "lower", **how)
-    a, b = matrix("a", a), da.asanyarray(b)
+    a, b = matrix("a", a), as_array(b)
     if structure in ("sym", "her") and a.shape[0] == a.shape[1]:
         a = mirrored(a, lower=lower, hermitian=structure == "her")
     columns = matrix("b", b, vector=True)
@@ -200,7 +201,7 @@ def solve_triangular(
     MatrixError
         When it is computed: an element of the diagonal is zero.
     """
-    a, b = matrix("a", a), da.asanyarray(b)
+    a, b = matrix("a", a), as_array(b)
     columns = matrix("b", b, vector=not right)
     chunks = (columns.chunks[0], a.chunks[0]) if right else (a.chunks[0], columns.chunks[1])
     options = {"lower": lower, "op": op_of(trans), "unit_diagonal": unit_diagonal, "right": right}
@@ -295,7 +296,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
     """
     if rcond is not None:
         return least_squares_of_any_rank(a, b, rcond, how)
-    a, b = matrix("a", a), da.asanyarray(b)
+    a, b = matrix("a", a), as_array(b)
     columns = matrix("b", b, vector=True)
     m, n = a.shape
     if len(columns) == m and goes_by_rows(a, how):
@@ -309,7 +310,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
         found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
     x, r = found["x"], found["r"]
     residuals = found["residuals"][0] if m > n else da.zeros((0,), x.real.dtype)
-    s = da.map_blocks(_singular_values, r.rechunk(-1), drop_axis=1, meta=r._meta.real.ravel())
+    s = r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
     return x[:, 0] if b.ndim == 1 else x, residuals, min(m, n), s
 
 
