@@ -1,15 +1,19 @@
 """Linear algebra on Dask arrays, beyond the product, for any chunks: one collective run each.
 
-Functions take and return lazy arrays, as `dask.array.linalg` does, and mean the same as those of ``scipy.linalg`` and
-``numpy.linalg`` of the same name. Matrices may be of any chunks, also uneven ones, in float32, float64, complex64 or
-complex128; integers are computed in float64, float16 in float32. All of them take
+Functions take and return lazy arrays, as `dask.array.linalg` does. One that ``numpy.linalg`` has takes NumPy's
+arguments, and has its defaults and results; any other that ``scipy.linalg`` has takes SciPy's. What only SciPy has of a
+function that both have is passed by name. Matrices may be of any chunks, also uneven ones, in float32, float64,
+complex64 or complex128; integers are computed in float64, float16 in float32. All of them take
 
 engine, workers
     As `dask_distmm.matmul` takes them: the engine's name, and addresses of workers or their number.
 method
     ``"local"``: one worker has the whole matrix; ``"columns"``: block columns are dealt out to all workers; ``"auto"``:
-    the cost model chooses. `qr` and `lstsq` also know ``"rows"``: each chunk of rows is factorized where it lies, in
-    plain tasks; ``"auto"`` takes that for tall matrices if neither `engine` nor `workers` is given.
+    the cost model chooses. `qr`, `lstsq` and `svd` also know ``"rows"``: each chunk of rows is factorized where it
+    lies, in plain tasks; ``"auto"`` takes that for tall matrices if neither `engine` nor `workers` is given.
+overwrite_a
+    A is given up: its chunks go as soon as all workers have read them, unless others want them. Of functions that
+    factorize A.
 
 Without a cluster the same graphs run in this process.
 """
@@ -41,7 +45,7 @@ from dask_distmm.arrays.linalg.solutions import (
     solve_triangular,
 )
 from dask_distmm.arrays.linalg.spectral import eigh, eigvalsh, polar, svd, svdvals
-from dask_distmm.errors import MatrixError, PlanError
+from dask_distmm.errors import MatrixError, NotSquareError, PlanError
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.computation_kinds import plan_computation
 from dask_distmm.planning.demand import Worker
@@ -51,6 +55,7 @@ from dask_distmm.runtime.client import ask_roster, current_client
 
 __all__ = [
     "MatrixError",
+    "NotSquareError",
     "cho_factor",
     "cho_solve",
     "cholesky",

@@ -31,8 +31,8 @@ Parameters = Mapping[str, inspect.Parameter]
 
 def functions() -> dict[str, Callable[..., Any]]:
     """Return the public functions that others have under the same name, or might have."""
-    names = (name for name in linalg.__all__ if name not in ("MatrixError", "explain"))
-    return {name: getattr(linalg, name) for name in names}
+    found = {name: getattr(linalg, name) for name in linalg.__all__ if name != "explain"}
+    return {name: function for name, function in found.items() if not isinstance(function, type)}
 
 
 def parameters(function: Callable[..., Any]) -> Parameters:
