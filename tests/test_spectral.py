@@ -295,6 +295,9 @@ def test_where_one_worker_does_it():
     # More workers would be of no use.
     with pytest.raises(ProjectedMemoryError, match="Use a higher memory_limit"):
         plan_factorization(problem, [Worker("a", memory_limit=30_000)], engine="numpy")
+    problem = problem_of(linalg.svd(da.zeros((10_000, 10), chunks=(1000, 10)))[1])
+    with pytest.raises(ProjectedMemoryError, match="Pass full_matrices=False, or use a higher memory_limit"):
+        plan_factorization(problem, [Worker("a", memory_limit=2**28)], engine="numpy")
 
 
 def test_explained(client):

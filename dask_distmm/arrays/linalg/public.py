@@ -65,13 +65,9 @@ class ProductOptions(TypedDict, total=False):
     method: Method | None
 
 
-# Names that SciPy, NumPy or Dask have, and what stands for them here.
+# Names that other functions have, and what stands for them here.
 _HINTS = {
     **dict.fromkeys(("overwrite_b", "lwork", "lapack_driver", "driver"), "leave it out, it does not change results"),
-    "cond": "pass rcond=",
-    "eigvals": "pass subset_by_index=",
-    "pivoting": "QR here is without pivoting",
-    "compute": "results are lazy, call compute()",
     "dtype": "convert the operands by astype",
     "chunks": "rechunk the operands or the result",
 }
