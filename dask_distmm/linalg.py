@@ -3,7 +3,7 @@
 Functions take and return lazy arrays, as `dask.array.linalg` does. One that ``numpy.linalg`` has takes NumPy's
 arguments, and has its defaults and results; any other that ``scipy.linalg`` has takes SciPy's. What only SciPy has of a
 function that both have is passed by name. Matrices may be of any chunks, also uneven ones, in float32, float64,
-complex64 or complex128; integers are computed in float64, float16 in float32. All of them take
+complex64 or complex128; integers are computed in float64, float16 and bfloat16 in float32. All of them take
 
 engine, workers
     As `dask_distmm.matmul` takes them: the engine's name, and addresses of workers or their number.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import dask
 import dask.array as da
+import ml_dtypes  # noqa: F401 - np.dtype knows bfloat16 then
 import numpy as np
 import pytest
 import scipy.linalg
@@ -253,23 +254,29 @@ REAL = {
     "norm 2": lambda a, b: linalg.norm(a, 2),
 }
 CALLS = COMPLEX | REAL
-COMPUTED = {"float16": "float32", "float32": "float32", "complex64": "complex64", "complex128": "complex128"}
+COMPUTED = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float32": "float32",
+    "complex64": "complex64",
+    "complex128": "complex128",
+}
 INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 
 
 def test_types_of_lazy_results():
-    for dtype in (*INTEGERS, *COMPUTED):
+    for dtype in ("bool", "int8", "uint16", "int32", "uint64", *COMPUTED):
         expected = np.dtype(COMPUTED.get(dtype, "float64"))
-        x = da.ones((6, 6), dtype=dtype, chunks=3)
+        x = da.ones((6, 6), dtype=np.dtype(dtype), chunks=3)
         for name, call in CALLS.items():
             real = expected if name in COMPLEX else np.zeros(0, expected).real.dtype
             made = call(x, x[:, :3])
             assert {one.dtype for one in (made if isinstance(made, tuple) else (made,))} == {real}, name
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "float16", "complex64"])
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "complex64"])
 def test_types_do_not_depend_on_the_cluster(inproc_client, dtype):
-    """Integers are computed in float64 and float16 in float32; no sum wraps."""
+    """Integers are computed in float64, float16 and bfloat16 in float32; no sum wraps."""
     matrix = np.eye(6) if dtype == "bool" else 110 * np.eye(6) + np.arange(36).reshape(6, 6) % 5
     a = (matrix + matrix.T).clip(max=1 if dtype == "bool" else 110).astype(dtype)
     b = a[:, :3].copy()

@@ -30,7 +30,8 @@ from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 from dask_distmm.runtime.keys import ROWS_PREFIX, barrier_name, output_name
 
-_TYPES = {"e": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
+# By the characters of types; E is bfloat16.
+_TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
 
 def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
@@ -69,7 +70,7 @@ def computed(name: str, x: Any, *, vector: bool = False) -> Array:
 
 
 def common_type(arrays: Mapping[str, Array]) -> np.dtype:
-    """Return the type in which all is computed: float64 for integers, float32 for float16."""
+    """Return the type in which all is computed: float64 for integers, float32 for types of two bytes."""
     found = np.result_type(*(array.dtype for array in arrays.values()))
     if found.kind in "biu":
         return np.dtype(np.float64)

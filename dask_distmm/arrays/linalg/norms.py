@@ -103,7 +103,7 @@ def norm(
         0-d by default.
     """
     x = as_array(x)
-    if x.dtype.kind in "biu" or x.dtype == np.float16:
+    if x.dtype.kind in "biu" or x.dtype.char in "eE":
         x = x.astype(common_type({"x": x}))
     whole = axis is None or sorted(np.atleast_1d(axis) % max(x.ndim, 1)) == [0, 1]
     if x.ndim != 2 or not whole or ord not in (2, -2, "nuc"):
