@@ -254,14 +254,8 @@ REAL = {
     "norm 2": lambda a, b: linalg.norm(a, 2),
 }
 CALLS = COMPLEX | REAL
-COMPUTED = {
-    "float16": "float32",
-    "bfloat16": "float32",
-    "float32": "float32",
-    "complex64": "complex64",
-    "complex128": "complex128",
-}
-INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+# Other types than integers, and in which they are computed.
+COMPUTED = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "complex64": "complex64"}
 
 
 def test_types_of_lazy_results():
