@@ -19,6 +19,7 @@ __all__ = [
     "MatrixError",
     "MissingEngineError",
     "NoWorkersError",
+    "NotSquareError",
     "PlanError",
     "ProjectedMemoryError",
     "ProtocolError",
@@ -78,6 +79,10 @@ class MatrixError(DistMMError, LinAlgError):
 
     It is a ``numpy.linalg.LinAlgError``. No result is visible.
     """
+
+
+class NotSquareError(PlanError, MatrixError):
+    """A matrix is not square. It is a ``numpy.linalg.LinAlgError``, as NumPy's error, and a ValueError."""
 
 
 class MissingEngineError(EngineError):
@@ -176,7 +181,5 @@ def rebuild(answer: Mapping[str, Any]) -> DistMMError:
         return ProjectedMemoryError(message, answer["projected"], answer["limit"])
     if kind == "RunFailedError":
         return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"], answer["history"])
-    kinds = {
-        found.__name__: found for found in (PlanError, EngineError, MatrixError, MissingEngineError, NoWorkersError)
-    }
-    return kinds.get(kind, DistMMError)(message)
+    known = PlanError, EngineError, MatrixError, MissingEngineError, NotSquareError, NoWorkersError
+    return {found.__name__: found for found in known}.get(kind, DistMMError)(message)

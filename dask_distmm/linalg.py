@@ -1,15 +1,19 @@
 """Linear algebra on Dask arrays, beyond the product, for any chunks: one collective run each.
 
-Functions take and return lazy arrays, as `dask.array.linalg` does, and mean the same as those of ``scipy.linalg`` and
-``numpy.linalg`` of the same name. Matrices may be of any chunks, also uneven ones, in float32, float64, complex64 or
-complex128; integers are computed in float64, float16 in float32. All of them take
+Functions take and return lazy arrays, as `dask.array.linalg` does. One that ``numpy.linalg`` has takes NumPy's
+arguments, and has its defaults and results; any other that ``scipy.linalg`` has takes SciPy's. What only SciPy has of a
+function that both have is passed by name. Matrices may be of any chunks, also uneven ones, in float32, float64,
+complex64 or complex128; integers are computed in float64, float16 and bfloat16 in float32. All of them take
 
 engine, workers
     As `dask_distmm.matmul` takes them: the engine's name, and addresses of workers or their number.
 method
     ``"local"``: one worker has the whole matrix; ``"columns"``: block columns are dealt out to all workers; ``"auto"``:
-    the cost model chooses. `qr` and `lstsq` also know ``"rows"``: each chunk of rows is factorized where it lies, in
-    plain tasks; ``"auto"`` takes that for tall matrices if neither `engine` nor `workers` is given.
+    the cost model chooses. `qr`, `lstsq` and `svd` also know ``"rows"``: each chunk of rows is factorized where it
+    lies, in plain tasks; ``"auto"`` takes that for tall matrices if neither `engine` nor `workers` is given.
+overwrite_a
+    A is given up: its chunks go as soon as all workers have read them, unless others want them. Of functions that
+    factorize A.
 
 Without a cluster the same graphs run in this process.
 """
@@ -18,9 +22,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from dask._task_spec import Task
 from dask.array.core import Array
+from dask.base import is_dask_collection
 
-from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.linalg.factorize import steps_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
 from dask_distmm.arrays.linalg.leading import pca, svd_compressed
 from dask_distmm.arrays.linalg.level3 import gram, symm, trmm
@@ -38,14 +45,17 @@ from dask_distmm.arrays.linalg.solutions import (
     solve_triangular,
 )
 from dask_distmm.arrays.linalg.spectral import eigh, eigvalsh, polar, svd, svdvals
-from dask_distmm.errors import MatrixError, PlanError
+from dask_distmm.errors import MatrixError, NotSquareError, PlanError
+from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.computation_kinds import plan_computation
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.many.chains import ChainPlan
+from dask_distmm.planning.placement import Placement
 from dask_distmm.runtime.client import ask_roster, current_client
 
 __all__ = [
     "MatrixError",
+    "NotSquareError",
     "cho_factor",
     "cho_solve",
     "cholesky",
@@ -77,18 +87,25 @@ __all__ = [
 ]
 
 
-def explain(x: Any) -> FactorPlacement:
-    """Return the plan of the run that an array comes from: how many workers, which method, memory and time.
+def explain(x: Any) -> Placement | ChainPlan:
+    """Return the plan of the runs that an array comes from: how many workers, which method, memory and time.
 
     Parameters
     ----------
-    x : array
+    x : array, or tuple of arrays
         A result of a function of this module, not computed yet.
+
+    Returns
+    -------
+    FactorPlacement, Plan or ChainPlan
+        The plan of the run; where it is more than one, or a matrix is factorized by its chunks of rows in plain tasks,
+        a `ChainPlan` that lists all of it in `runs` and `row_tasks`. A `ChainPlan` without any stands for an array that
+        only Dask's own tasks compute.
 
     Raises
     ------
     PlanError
-        There is no such run in its graph.
+        `x` is not a lazy array: it has been computed, or persisted.
 
     Examples
     --------
@@ -96,14 +113,25 @@ def explain(x: Any) -> FactorPlacement:
     >>> from dask_distmm import linalg
     >>> explain(linalg.cholesky(da.eye(100, chunks=30)))  # doctest: +SKIP
     """
-    problem = problem_of(x) if isinstance(x, Array) else None
-    if problem is None:
-        raise PlanError(f"{type(x).__name__} is no lazy result of dask_distmm.linalg: give one, before it is persisted")
+    arrays = [as_array(one) for one in (x if isinstance(x, tuple) else (x,)) if is_dask_collection(one)]
+    if not any(map(_lazy, arrays)):
+        raise PlanError(f"x must be a lazy result of dask_distmm.linalg, not persisted; got {type(x).__name__}")
+    found = [steps_of(one) for one in arrays]
+    problems = list({problem.name: problem for some, _ in found for problem in some}.values())
+    runs = tuple(map(_plan_of, problems))
+    row_tasks = max(count for _, count in found)
+    return runs[0] if len(runs) == 1 and not row_tasks else ChainPlan(runs, row_tasks)
+
+
+def _lazy(x: Array) -> bool:
+    layers = x.dask.layers.values()
+    return any(not layer.is_materialized() or any(isinstance(x, Task) for x in layer.values()) for layer in layers)
+
+
+def _plan_of(problem: Computation) -> Placement:
     client = current_client()
     known = ask_roster(client, problem.demand) if client is not None else None
     workers, engines = (
         (known.workers, known.engines) if known is not None else ([Worker("here")], (problem.engine_alone,))
     )
-    made = plan_computation(problem, workers, engine=engines)
-    assert isinstance(made, FactorPlacement)
-    return made
+    return plan_computation(problem, workers, engine=engines)

@@ -12,6 +12,7 @@ from distributed import Client  # noqa: E402
 from scripts import count_runs, raises  # noqa: E402
 
 import dask_distmm  # noqa: E402
+from dask_distmm import linalg  # noqa: E402
 from dask_distmm.testing import assert_product  # noqa: E402
 
 
@@ -55,6 +56,14 @@ def main() -> None:
         assert (aux["relu_aux"].compute() == (full > 0)).all()
         np.testing.assert_allclose(float(aux["result_amax"].compute()), np.maximum(full, 0).max(), rtol=1e-10)
         assert dask_distmm.explain(x, y).method
+        tall = da.from_array(rng.standard_normal((400, 5)), chunks=(50, 5))
+        q, r = found = linalg.qr(tall)
+        assert isinstance(found.Q, da.Array)
+        np.testing.assert_allclose(q.compute() @ r.compute(), tall.compute(), atol=1e-12)
+        assert linalg.explain(found).row_tasks
+        assert linalg.explain(linalg.gram(x)).problem.kind == "product"
+        assert linalg.explain(linalg.lu(x)[1]).problem.task.kind == "lu"
+        assert len(linalg.explain(linalg.lu_solve(linalg.lu_factor(x[:30]), x[:30])).runs) == 3
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def check_all(dtype, method):
     a, s, tall, b = random((n, n), dtype), positive(n, dtype), random((2 * n, n // 2), dtype), random((n, 7), dtype)
     for lower in (True, False):
         read = np.where(np.tri(n, dtype=bool) if lower else np.tri(n, dtype=bool).T, s, np.nan).astype(dtype)
-        assert_cholesky(s, linalg.cholesky(lazy(read), lower, method=method).compute(), lower=lower)
+        assert_cholesky(s, linalg.cholesky(lazy(read), lower=lower, method=method).compute(), lower=lower)
     p, low, up = dask.compute(*linalg.lu(lazy(a), p_indices=True, method=method))
     assert_lu(a, low, up, p)
     for x in (tall, tall.conj().T.copy(), a):
@@ -45,7 +45,7 @@ def check_all(dtype, method):
     assert q.shape == (2 * n, 2 * n)
     assert_qr(tall, q, r)
     assert_solution(a, linalg.solve(lazy(a), lazy(b), method=method).compute(), b)
-    assert_solution(s, linalg.solve(lazy(s), lazy(b), "pos", method=method).compute(), b)
+    assert_solution(s, linalg.solve(lazy(s), lazy(b), assume_a="pos", method=method).compute(), b)
     assert_inverse(a, linalg.inv(lazy(a), method=method).compute())
     x, *_ = linalg.lstsq(lazy(tall), lazy(tall[:, :3].copy()), method=method)
     assert_least_squares(tall, x.compute(), tall[:, :3])
@@ -90,7 +90,7 @@ def test_triangular_systems(client, trans, lower, right):
     b = random((5, n) if right else (n, 5), "complex128")
     used = np.tril(a) if lower else np.triu(a)
     read = np.where(np.tri(n, dtype=bool) if lower else np.tri(n, dtype=bool).T, a, np.nan)
-    x = linalg.solve_triangular(lazy(read), lazy(b), lower, trans, right=right, method="columns").compute()
+    x = linalg.solve_triangular(lazy(read), lazy(b), trans, lower, right=right, method="columns").compute()
     used = {"N": used, "T": used.T, "C": used.conj().T}[trans]
     if right:
         assert_solution(used.T.copy(), x.T.copy(), b.T.copy())
@@ -150,20 +150,21 @@ def test_mistakes():
     for call, message in (
         (lambda: linalg.cholesky(a), "square"),
         (lambda: linalg.solve(a, a), "square"),
-        (lambda: linalg.solve(a[:, :30][:30], lazy(random(31))), "expected 30"),
-        (lambda: linalg.lu(a[0]), "1 dimensions"),
-        (lambda: linalg.solve(a, a, "circulant"), "'positive definite', 'upper tri"),
-        (lambda: linalg.symm(a, a), "40 x 30; expected a square"),
+        (lambda: linalg.solve(a[:, :30][:30], lazy(random(31))), "b must have 30 rows; it has 31"),
+        (lambda: linalg.lu(a[0]), "must be 2-D, got 1-D"),
+        (lambda: linalg.solve(a, a, assume_a="circulant"), "'positive definite', 'upper tri"),
+        (lambda: linalg.symm(a, a), r"symm\(\): a must be square, got 40 x 30"),
         (lambda: linalg.lu(a[a[:, 0] > 0]), "unknown chunk sizes"),
         (lambda: linalg.lu(a, engine="cuda"), "unknown engine"),
         (lambda: linalg.lu(a, method="summa"), "unknown method"),
-        (lambda: linalg.qr(a, "full"), "mode="),
+        (lambda: linalg.qr(a, "full"), "unknown mode 'full'"),
         (lambda: linalg.lu(a.astype("datetime64[s]")), "expected float32"),
-        (lambda: linalg.explain(a), "no lazy result"),
+        (lambda: linalg.explain(a.persist(scheduler="sync")), "must be a lazy result"),
+        (lambda: linalg.explain(3), "must be a lazy result"),
     ):
         with pytest.raises(PlanError, match=message):
             call()
-    with pytest.raises(TypeError, match="unknown option 'enginee'"):
+    with pytest.raises(TypeError, match=r"lu\(\) has no option 'enginee': did you mean 'engine'"):
         linalg.lu(a, enginee="numpy")
 
 
@@ -209,15 +210,16 @@ def test_products_with_a_triangle(dtype, lower):
         symmetric = half(a) + half(a, offset).T
         hermitian = half(a, offset) + half(a, offset).conj().T + np.diag(np.diagonal(a).real)
         for whole, how in ((symmetric, False), (hermitian, True)):
-            left = linalg.symm(lazy(given), lazy(b), lower, hermitian=how)
-            right = linalg.symm(lazy(given), lazy(c), lower, True, how)
+            left = linalg.symm(lazy(given), lazy(b), lower=lower, hermitian=how)
+            right = linalg.symm(lazy(given), lazy(c), lower=lower, right=True, hermitian=how)
             np.testing.assert_allclose(left.compute(), whole @ b, **near)
             np.testing.assert_allclose(right.compute(), c @ whole, **near)
         for unit in (True, False):
             triangle = half(a, offset) + (np.eye(30) if unit else np.diag(np.diagonal(a)))
             for trans, op in (("N", triangle), ("T", triangle.T), ("C", triangle.conj().T)):
-                left = linalg.trmm(lazy(given), lazy(b), lower, trans, unit)
-                right = linalg.trmm(lazy(given), lazy(c), lower, trans, unit, True)
+                options = {"lower": lower, "trans": trans, "unit_diagonal": unit}
+                left = linalg.trmm(lazy(given), lazy(b), **options)
+                right = linalg.trmm(lazy(given), lazy(c), right=True, **options)
                 np.testing.assert_allclose(left.compute(), op @ b, **near)
                 np.testing.assert_allclose(right.compute(), c @ op, **near)
 
@@ -245,7 +247,7 @@ def test_structures_as_scipy_has_them(structure):
         if SHORT.get(structure, structure) in half:
             given = np.tril(made) if lower else np.triu(made)
         for transposed in (True, False):
-            x = linalg.solve(lazy(given), lazy(b), structure, lower, transposed)
+            x = linalg.solve(lazy(given), lazy(b), assume_a=structure, lower=lower, transposed=transposed)
             assert_solution(made.T if transposed else made, x.compute(scheduler="sync"), b)
 
 

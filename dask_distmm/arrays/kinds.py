@@ -101,6 +101,8 @@ def reducible(x: Array) -> Any:
 def _each(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _each(function, x) for key, x in value.items()}
+    if hasattr(value, "_fields"):
+        return type(value)(*(_each(function, x) for x in value))
     return tuple(_each(function, x) for x in value) if type(value) is tuple else function(value)
 
 

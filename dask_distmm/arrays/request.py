@@ -245,15 +245,24 @@ def check_distributions(distributions: Sequence[Distribution | None] | None) -> 
     return a, b, d
 
 
-def check_names(method: str | None, engine: str | None) -> tuple[str, str]:
-    """Return method and engine, from the configuration where they are None; refuse unknown ones."""
+def check_names(method: str | None, engine: str | None, kind: str = "product") -> tuple[str, str]:
+    """Return method and engine, from the configuration where they are None; refuse those that can't do it.
+
+    An engine of the configuration that is for computations of another kind leaves the choice of one for this kind.
+    """
     found = []
     for name, value, known in (("method", method, METHODS), ("engine", engine, ENGINES)):
         what, chosen = (f"config distmm.{name}", setting(name)) if value is None else (name, value)
         if chosen not in ("auto", *known):
             raise PlanError(unknown_name(what, chosen, ("auto", *known)))
         found.append(chosen)
-    return found[0], found[1]
+    method, engine = found
+    if engine != "auto" and kind not in ENGINES[engine].computes:
+        if what == "engine":
+            able = ", ".join(repr(name) for name, one in ENGINES.items() if kind in one.computes)
+            raise PlanError(f"engine={engine!r} is not for a {kind}; expected 'auto' or one of {able}")
+        engine = "auto"
+    return method, engine
 
 
 def check_numbers(a: da.Array, b: da.Array) -> None:

@@ -1,11 +1,14 @@
-"""Plans of factorizations as text."""
+"""Plans of factorizations, and of results that take several runs, as text."""
 
 from __future__ import annotations
 
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.planning.engines import ENGINES
+from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.many.chains import ChainPlan
+from dask_distmm.planning.placement import Placement
 
 _WHAT = {
     "local": "one worker has the whole matrix",
@@ -55,3 +58,35 @@ def factor_text(plan: FactorPlacement) -> str:
         texts = [f"{one.grid[1]} workers: {format_time(one.seconds)}" for one in others]
         lines.append("  against   " + "\n            ".join(texts))
     return "\n".join(lines)
+
+
+# So many runs are listed.
+_LISTED = 30
+
+
+def chain_text(plan: ChainPlan) -> str:
+    """Return the text of the runs of a result."""
+    count = len(plan.runs)
+    parts = [f"{count} run{'s' * (count > 1)}"] * bool(count)
+    parts += [f"QR by chunks of rows in {plan.row_tasks} plain tasks"] * bool(plan.row_tasks)
+    lines = [f"Plan: {' and '.join(parts) or 'only plain tasks of Dask, no collective run'}"]
+    lines += [f"  {number:<10}{_run_text(run)}" for number, run in enumerate(plan.runs[:_LISTED], 1)]
+    lines += [f"  ...       and {count - _LISTED} more"] * (count > _LISTED)
+    if plan.bytes_moved is not None:
+        lines.append(f"  work      {sum(run.problem.flops for run in plan.runs):.3g} flops in the runs, ")
+        lines[-1] += f"{format_bytes(plan.bytes_moved)} moved between workers"
+        most = [max(run.projected_bytes.values()) for run in plan.runs if run.projected_bytes]
+        lines += [f"  memory    up to {format_bytes(max(most))} a worker"] if most else []
+    if plan.seconds is not None:
+        lines.append(f"  time      {format_time(plan.seconds)} estimated for the runs")
+    return "\n".join(lines)
+
+
+def _run_text(run: Placement) -> str:
+    """Return a run in one line: what it computes of which matrices, where, and how long it is expected to take."""
+    problem = run.problem
+    kind = problem.task.kind if isinstance(problem, FactorProblem) else "product"
+    sizes = (" x ".join(str(sum(sizes)) for sizes in problem.chunks_of(name)) for name in problem.operands)
+    text = f"{kind} of {' and '.join(sizes)}: {run.method} on {len(run.ranks)} of {len(run.participants)} workers, "
+    text += f"engine {run.engine}"
+    return text + (f", {format_time(run.estimate.seconds)}" if run.estimate is not None else "")

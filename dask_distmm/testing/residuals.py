@@ -63,7 +63,7 @@ def assert_cholesky(a: NDArray[Any], factor: NDArray[Any], *, lower: bool = True
 
 
 def assert_lu(a: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], p: NDArray[Any]) -> None:
-    """Check that ``a[p]`` is L U, that both are triangular, and that pivots were the largest of their whole columns.
+    """Check that ``a`` is ``(L U)[p]``, that both are triangular, and that pivots were the largest of their columns.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def assert_lu(a: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], p: NDAr
     lower, upper
         L, m x k with ones on its diagonal, and U, k x n; k is the smaller extent.
     p
-        The permutation of rows.
+        The permutation of rows, as SciPy has it.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def assert_lu(a: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], p: NDAr
     size, most = abs(lower), np.sqrt(2) if a.dtype.kind == "c" else 1.0
     assert (size <= most * (1 + 4 * np.finfo(a.dtype).eps)).all(), f"an element of L is {size.max()}: not pivoted"
     left, right, full = _in_double(lower, upper, a)
-    _gate("||A - P L U|| / (n ||A|| eps)", full[p] - left @ right, _norm(full), max(a.shape), a.dtype)
+    _gate("||A - P L U|| / (n ||A|| eps)", full - (left @ right)[p], _norm(full), max(a.shape), a.dtype)
 
 
 def assert_qr(a: NDArray[Any], q: NDArray[Any], r: NDArray[Any]) -> None:

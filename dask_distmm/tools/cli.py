@@ -146,7 +146,11 @@ OPERANDS = together(
     click.option("--aux", metavar="FILE", help="What a forward pass kept, for drelu, dgelu, ..."),
     click.option("--dtype", metavar="TYPE", help="Type to convert A and B to first, as float32."),
     click.option("--chunks", type=Sizes(2), metavar="ROWS[,COLUMNS]", help="Chunks of the result."),
-    click.option("--engine", type=click.Choice(["auto", *ENGINES]), help="What multiplies."),
+    click.option(
+        "--engine",
+        type=click.Choice(["auto", *(name for name, engine in ENGINES.items() if "product" in engine.computes)]),
+        help="What multiplies.",
+    ),
     click.option("--method", type=click.Choice(["auto", *METHODS]), help="How the work is shared out."),
 )
 

@@ -148,7 +148,7 @@ def test_lu(ranks, dtype, what, shape):
         rows = np.arange(len(a))
         for i, other in enumerate(found["piv"].tolist()):
             rows[[i, other]] = rows[[other, i]]
-        np.testing.assert_array_equal(rows, found["p"])
+        np.testing.assert_array_equal(np.argsort(rows), found["p"])
 
 
 @pytest.mark.parametrize(("ranks", "dtype", "what"), CASES)
@@ -370,7 +370,7 @@ def test_known_cases():
     """By hand: pivots come from the whole column."""
     a = np.array([[0.0, 2, 1], [1, 1, 0], [4, 0, 2]])
     found = run("lu", 2, 1, a)
-    np.testing.assert_array_equal(found["p"], [2, 0, 1])
+    np.testing.assert_array_equal(found["p"], [1, 2, 0])
     np.testing.assert_array_equal(found["piv"], [2, 2, 2])
     np.testing.assert_array_equal(found["l"], [[1, 0, 0], [0, 1, 0], [0.25, 0.5, 1]])
     np.testing.assert_array_equal(found["u"], [[4, 0, 2], [0, 2, 1], [0, 0, -1]])

@@ -204,7 +204,7 @@ def test_least_squares(dtype, condition):
     expected = np.linalg.norm(b - a @ x.compute(), axis=0) ** 2
     np.testing.assert_allclose(residuals.compute(), expected, rtol=1e-4)
     x, residuals, *_ = linalg.lstsq(da.from_array(a, chunks=(60, 5)), da.from_array(b[:, 0], chunks=70))
-    assert (x.shape, residuals.shape) == ((12,), ())
+    assert (x.shape, residuals.shape) == ((12,), (1,))
 
 
 def test_a_matrix_of_lower_rank_is_an_error():
@@ -235,7 +235,7 @@ def test_which_matrices_are_tall():
     assert not rows(1000, 100, 500, method="columns")
     assert not rows(1000, 100, 500, engine="numpy")
     for shape in ((10, 20), (10, 0)):
-        with pytest.raises(PlanError, match="expected columns, and not more of them than rows"):
+        with pytest.raises(PlanError, match="needs from 1 to 10 columns"):
             linalg.qr(da.ones(shape), method="rows")
     with pytest.raises(PlanError, match="has no engine="):
         linalg.qr(da.ones((20, 10)), method="rows", engine="numpy")

@@ -243,7 +243,7 @@ def test_triangular_systems(clusters, nworkers, dtype):
     for lower, trans, right in ((True, "N", False), (False, "N", False), (True, "C", False), (False, "T", True)):
         whole = (np.tril if lower else np.triu)(a)
         given, side = on_gpus(a), on_gpus(b.T.copy() if right else b)
-        x = computed(client, linalg.solve_triangular(given, side, lower, trans, right=right, **SHARED))
+        x = computed(client, linalg.solve_triangular(given, side, trans, lower, right=right, **SHARED))
         op = {"N": whole, "T": whole.T, "C": whole.conj().T}[trans]
         error = x @ op - b.T if right else op @ x - b
         assert norm(error) / (norm(op) * norm(x) * np.finfo(dtype).eps * 350) < GATE
@@ -286,9 +286,9 @@ def test_eigenvalues_and_singular_values(clusters, nworkers, dtype):
     assert_eigh(h, *(computed(client, x) for x in client.persist(linalg.eigh(on_gpus(h)))))
     w, v = (computed(client, x) for x in client.persist(linalg.eigh(on_gpus(h), subset_by_index=(10, 19))))
     assert_eigh(h, w, v, first=10)
-    assert_eigh(h, *(computed(client, x) for x in client.persist(linalg.eigh(on_gpus(h), on_gpus(b)))), b)
+    assert_eigh(h, *(computed(client, x) for x in client.persist(linalg.eigh(on_gpus(h), b=on_gpus(b)))), b)
     for x, method in ((a, "local"), (tall, "local"), (tall, "columns"), (tall.conj().T.copy(), "columns")):
-        assert_svd(x, *(computed(client, one) for one in client.persist(linalg.svd(on_gpus(x), method=method))))
+        assert_svd(x, *(computed(client, one) for one in client.persist(linalg.svd(on_gpus(x), False, method=method))))
     assert_nothing_left(client)
 
 

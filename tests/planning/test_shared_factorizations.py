@@ -19,7 +19,8 @@ HOSTS = [Worker(f"w{i}", memory_limit=2**36, host=f"h{i}") for i in range(4)]
 
 
 def problem(function, *shapes, **options):
-    made = function(*(da.zeros(shape, chunks=2048) for shape in shapes), **options)
+    arrays = {name: da.zeros(shape, chunks=2048) for name, shape in zip("ab", shapes, strict=False)}
+    made = function(**arrays, **options)
     return problem_of(made[0] if isinstance(made, tuple) else made)
 
 

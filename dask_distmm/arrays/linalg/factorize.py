@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from dask.base import tokenize
+from dask.core import toposort
+from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions
 from dask_distmm.arrays.product import multiply_matrices
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError
+from dask_distmm.graph.build import TasksLayer
 from dask_distmm.graph.factor import build_factor_graph
 from dask_distmm.planning import ENGINES
-from dask_distmm.planning.computation import Chunks, Output
+from dask_distmm.planning.computation import Chunks, Computation, Output
+from dask_distmm.planning.computation_kinds import problem_from_wire
 from dask_distmm.planning.factor import Factorization
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
-from dask_distmm.runtime.keys import barrier_name, output_name
+from dask_distmm.runtime.keys import ROWS_PREFIX, barrier_name, output_name
 
-
-class RunOptions(TypedDict, total=False):
-    """The options of a run: `engine` and `workers` as `dask_distmm.matmul` takes them.
-
-    `method` is ``"auto"``, ``"local"`` (one worker has the whole matrix) or ``"columns"`` (all workers have block
-    columns); of qr and lstsq also ``"rows"``, which is no run (`dask_distmm.arrays.linalg.tall`).
-
-    `overwrite_a`: A is given up. Its chunks go as soon as all workers have read them, unless they are wanted by others:
-    a client that holds them, other tasks.
-    """
-
-    engine: str | None
-    workers: Sequence[str] | int | None
-    method: Literal["auto", "local", "columns", "rows"]
-    overwrite_a: bool
-
-
-_TYPES = {"e": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
+# By the characters of types; E is bfloat16.
+_TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
 
 def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
@@ -51,8 +40,8 @@ def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
     if array.ndim == 1 and vector:
         array = array[:, None]
     if array.ndim != 2:
-        expected = "a matrix or a vector" if vector else "a matrix"
-        raise PlanError(f"{name} has {array.ndim} dimensions; expected {expected}: loop over the matrices of a stack")
+        expected = "1-D or 2-D" if vector else "2-D"
+        raise PlanError(f"{name} must be {expected}, got {array.ndim}-D: loop over the matrices of a stack")
     if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
         raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
     if (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
@@ -74,8 +63,14 @@ def row_chunks(size: int) -> Chunks:
     return (1,), (size,)
 
 
+def computed(name: str, x: Any, *, vector: bool = False) -> Array:
+    """Return an operand as a matrix of the type in which it is computed, for products and Dask's functions."""
+    array = matrix(name, x, vector=vector)
+    return array.astype(common_type({name: array}))
+
+
 def common_type(arrays: Mapping[str, Array]) -> np.dtype:
-    """Return the type in which all is computed: float64 for integers, float32 for float16."""
+    """Return the type in which all is computed: float64 for integers, float32 for types of two bytes."""
     found = np.result_type(*(array.dtype for array in arrays.values()))
     if found.kind in "biu":
         return np.dtype(np.float64)
@@ -90,7 +85,7 @@ def factorize(
     operands: Mapping[str, Array],
     wanted: Mapping[str, Chunks],
     *,
-    how: RunOptions,
+    how: RunOptions | FactorOptions,
     **options: Any,
 ) -> dict[str, Array]:
     """Return outputs of a factorization as lazy arrays, all of them of one run."""
@@ -101,19 +96,15 @@ def factorize(
     task = Factorization(kind, shapes[0], dtype.name, shapes[1] if len(shapes) > 1 else None, **options)
     types = {one.name: one.dtype for one in task.outputs}
     outputs = tuple(Output(name, chunks, types[name]) for name, chunks in wanted.items())
-    if unknown := how.keys() - RunOptions.__annotations__.keys():
-        raise TypeError(f"unknown option {min(unknown)!r}; known are {', '.join(RunOptions.__annotations__)}")
-    _, engine = check_names(None, how.get("engine"))
-    method = how.get("method", "auto")
-    if method not in ("auto", "local", "columns"):
-        raise PlanError(f"unknown method {method!r}; known are 'auto', 'local', 'columns'")
+    _, engine = check_names(None, how.get("engine"), kind=FactorProblem.kind)
+    method = how.get("method") or "auto"
+    if method == "rows":
+        raise PlanError("method='rows' is for qr, lstsq, and svd without full_matrices: pass 'columns' or 'local'")
     kinds = {array_kind(array._meta) for array in arrays}
     array = "cupy" if "cupy" in kinds else "numpy"
     chunks, dtypes = tuple(array.chunks for array in arrays), tuple(array.dtype.name for array in arrays)
     names = [array.name for array in arrays]
-    people, settings, overwrite = check_workers(how.get("workers")), read_options(), how.get("overwrite_a", False)
-    if not isinstance(overwrite, bool):
-        raise PlanError(f"overwrite_a={overwrite!r}; expected True or False")
+    people, settings, overwrite = check_workers(how.get("workers")), read_options(), bool(how.get("overwrite_a"))
     described = task, chunks, dtypes, outputs, engine, people, settings, array, method, overwrite
     problem = FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described)
     graph = build_factor_graph(problem, arrays)
@@ -156,6 +147,23 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
         del named["engine"]
     found: Array = multiply_matrices(parse(a, b, **(named if current_client() is not None else {})))
     return found
+
+
+def steps_of(x: Array) -> tuple[list[Computation], int]:
+    """Return the computations of the runs in the graph of an array, in order, and the number of tasks of QR by rows."""
+    found: list[Computation] = []
+    row_tasks = 0
+    for name in x.dask._toposort_layers():
+        layer = x.dask.layers[name]
+        if not isinstance(layer, MaterializedLayer | TasksLayer):
+            continue
+        barriers = [key for key in layer if barrier_name(key) is not None]
+        if len(barriers) > 1:
+            # A graph that has been optimized is one layer.
+            barriers = [key for key in toposort(dict(layer)) if barrier_name(key) is not None]
+        found += [problem_from_wire(layer[key].args[0]) for key in barriers]
+        row_tasks += sum(isinstance(key, tuple) and str(key[0]).startswith(ROWS_PREFIX) for key in layer)
+    return found, row_tasks
 
 
 def problem_of(x: Array) -> FactorProblem | None:

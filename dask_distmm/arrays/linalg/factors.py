@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack
 
-import dask.array as da
 import numpy as np
-from dask.array.core import Array
+from dask.array.core import Array, blockwise, from_array
 
-from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, common_type, factorize, inner_chunks, matrix, row_chunks
+from dask_distmm.arrays.linalg.factorize import common_type, factorize, inner_chunks, matrix, row_chunks
+from dask_distmm.arrays.linalg.public import FactorOptions, QRResult, public
 from dask_distmm.arrays.linalg.tall import goes_by_rows, qr_of_rows, r_of_rows
+from dask_distmm.errors import PlanError
 from dask_distmm.planning.computation import Chunks
 
 
-@any_kind
-def cholesky(a: Any, lower: bool = False, **how: Unpack[RunOptions]) -> Any:
+@public(FactorOptions)
+def cholesky(a: Any, *, upper: bool | None = None, lower: bool | None = None, **how: Unpack[FactorOptions]) -> Any:
     """Return the Cholesky factor of a Hermitian, positive definite matrix.
 
     Parameters
     ----------
     a : array, (n, n)
-        The matrix; only the triangle that `lower` names is read.
-    lower : bool
-        Whether L with ``a = L @ L^H`` is computed, and else U with ``a = U^H @ U``, as in SciPy.
+        The matrix; only the triangle that is returned is read.
+    upper, lower : bool, optional
+        Whether U with ``a = U^H @ U`` is computed, or L with ``a = L @ L^H``; by default L, as in NumPy. `upper` is
+        NumPy's name for the choice, `lower` is SciPy's (which has U by default). Pass one of them.
 
     Returns
     -------
@@ -33,33 +34,38 @@ def cholesky(a: Any, lower: bool = False, **how: Unpack[RunOptions]) -> Any:
     Raises
     ------
     PlanError
-        `a` is not square, or of a type that is not supported.
+        `a` is not square, or of a type that is not supported; both `upper` and `lower` are passed.
     MatrixError
         When it is computed: `a` is not positive definite. The message names the leading minor. It is a
         ``numpy.linalg.LinAlgError``.
     """
+    if upper is not None and lower is not None:
+        raise PlanError(f"upper={upper} and lower={lower} are two names for one choice: pass one of them")
     a = matrix("a", a)
+    lower = not upper if lower is None else lower
     name = "l" if lower else "u"
-    return factorize("cholesky", {"a": a}, {name: a.chunks}, lower=lower, how=how)[name]
+    return factorize("cholesky", {"a": a}, {name: a.chunks}, lower=bool(lower), how=how)[name]
 
 
-@any_kind
-def lu(a: Any, p_indices: bool = False, **how: Unpack[RunOptions]) -> tuple[Any, Any, Any]:
+@public(FactorOptions)
+def lu(a: Any, permute_l: bool = False, *, p_indices: bool = False, **how: Unpack[FactorOptions]) -> Any:
     """Return P, L and U with ``a = P @ L @ U``, with partial pivoting over whole columns.
 
     Parameters
     ----------
     a : array, (m, n)
         The matrix.
+    permute_l : bool
+        Whether ``P @ L`` is returned in place of P and L.
     p_indices : bool
-        Whether P is given as indices p with ``a[p] = L @ U``, and not as a matrix.
+        Whether P is returned as indices p with ``a = (L @ U)[p]``, and not as a matrix. Of no effect with `permute_l`.
 
     Returns
     -------
     p : array, (m, m), or (m,) of int64
-        The permutation.
+        The permutation; not with `permute_l`.
     l : array, (m, min(m, n))
-        Lower triangular with ones on its diagonal.
+        Lower triangular with ones on its diagonal; with `permute_l` its rows are permuted.
     u : array, (min(m, n), n)
         Upper triangular.
     """
@@ -67,31 +73,48 @@ def lu(a: Any, p_indices: bool = False, **how: Unpack[RunOptions]) -> tuple[Any,
     inner, (rows, cols) = inner_chunks(a), a.chunks
     wanted: dict[str, Chunks] = {"p": ((1,), rows), "l": (rows, inner), "u": (inner, cols)}
     found = factorize("lu", {"a": a}, wanted, how=how)
-    p = found["p"][0]
-    return p if p_indices else _permutation(p, found["l"].dtype), found["l"], found["u"]
+    p, low, up = found["p"][0], found["l"], found["u"]
+    if permute_l:
+        return picked(low, p), up
+    return p if p_indices else _permutation(p, low.dtype), low, up
+
+
+def picked(x: Array, rows: Array) -> Array:
+    """Return ``x[rows]``, in the chunks of `x`: within whole columns, which one worker has at a time."""
+    columns = x.rechunk({0: -1})
+    found = blockwise(_pick, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
+    return found.rechunk(x.chunks)
+
+
+def _pick(x: Any, rows: Any) -> Any:
+    return x[rows]
 
 
 def _permutation(p: Array, dtype: np.dtype) -> Array:
-    """Return the matrix P with ``P @ x = y`` where ``y[p] = x``, in real numbers."""
-    size, real = p.shape[0], np.empty(0, dtype).real.dtype
-    rows = da.arange(size, chunks=p.chunks)
-    return (rows[:, None] == p[None, :]).astype(real)
+    """Return the matrix P with ``P @ x = x[p]``, in real numbers."""
+    real, columns = np.empty(0, dtype).real.dtype, from_array(np.arange(len(p)), chunks=p.chunks)
+    meta = p._meta[:, None].astype(real)
+    return blockwise(_ones_at, "ij", p, "i", columns, "j", real, None, dtype=real, meta=meta)
 
 
-@any_kind
-def lu_factor(a: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any]:
+def _ones_at(p: Any, columns: Any, dtype: np.dtype) -> Any:
+    return (p[:, None] == np.asarray(columns, like=p)).astype(dtype)
+
+
+@public(FactorOptions)
+def lu_factor(a: Any, **how: Unpack[FactorOptions]) -> tuple[Any, Any]:
     """Return L and U in one matrix, and the pivots, as ``scipy.linalg.lu_factor`` does; for `lu_solve`.
 
     Parameters
     ----------
-    a : array, (n, n)
+    a : array, (m, n)
         The matrix.
 
     Returns
     -------
-    lu : array, (n, n)
+    lu : array, (m, n)
         U in its upper triangle, L below without its ones.
-    piv : array, (n,) of int32
+    piv : array, (min(m, n),) of int32
         Row i was swapped with row ``piv[i]``.
     """
     a = matrix("a", a)
@@ -100,24 +123,24 @@ def lu_factor(a: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any]:
     return found["lu"], found["piv"][0]
 
 
-@any_kind
-def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unpack[RunOptions]) -> Any:
+@public(FactorOptions)
+def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unpack[FactorOptions]) -> Any:
     """Return Q and R with ``a = Q @ R``: Q has orthonormal columns, R is upper triangular.
+
+    With ``method="rows"``, and by itself for a matrix with many more rows than columns, each chunk of rows is
+    factorized where it lies, in plain tasks.
 
     Parameters
     ----------
     a : array, (m, n)
         The matrix, of any shape and any chunks.
-    mode : str
+    mode : {"reduced", "complete", "r"}
         ``"reduced"``: Q is (m, min(m, n)). ``"complete"``: Q is (m, m). ``"r"``: only R is returned.
-
-        With ``method="rows"``, and by itself for a matrix with many more rows than columns, each chunk of rows is
-        factorized where it lies, in plain tasks.
 
     Returns
     -------
-    q, r : array
-        R alone where `mode` says so.
+    Q, R : array
+        A named tuple, as in NumPy; only R if `mode` is ``"r"``.
     """
     a = matrix("a", a)
     inner, (rows, cols) = inner_chunks(a), a.chunks
@@ -126,10 +149,10 @@ def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unp
         if mode == "r":
             return r_of_rows(a, dtype).rechunk((inner, cols))
         q, r = qr_of_rows(a, dtype)
-        return q.rechunk({1: inner}), r.rechunk((inner, cols))
+        return QRResult(q.rechunk({1: inner}), r.rechunk((inner, cols)))
     if mode == "r":
         return factorize("qr", {"a": a}, {"r": (inner, cols)}, mode=mode, how=how)["r"]
     middle = rows if mode == "complete" else inner
     wanted: dict[str, Chunks] = {"q": (rows, middle), "r": (middle, cols)}
     found = factorize("qr", {"a": a}, wanted, mode=mode, how=how)
-    return found["q"], found["r"]
+    return QRResult(found["q"], found["r"])

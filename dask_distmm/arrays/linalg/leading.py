@@ -6,17 +6,17 @@ from typing import Any, Unpack
 
 import dask.array as da
 
-from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, adjoint, matrix, times
+from dask_distmm.arrays.linalg.factorize import adjoint, computed, times
 from dask_distmm.arrays.linalg.factors import qr
+from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import svd
 from dask_distmm.errors import PlanError
 
 
-@any_kind
+@public(RunOptions)
 def svd_compressed(
-    a: Any, k: int, n_power_iter: int = 0, n_oversamples: int = 10, seed: int = 0, **how: Unpack[RunOptions]
+    a: Any, k: int, *, n_power_iter: int = 0, n_oversamples: int = 10, seed: int = 0, **how: Unpack[RunOptions]
 ) -> tuple[Any, Any, Any]:
     """Return about the `k` largest singular values of a matrix, and their vectors.
 
@@ -53,12 +53,12 @@ def svd_compressed(
     MatrixError
         When it is computed: an element is NaN or infinite.
     """
-    a = matrix("a", a)
-    if not 1 <= k <= min(a.shape) or min(n_power_iter, n_oversamples, seed) < 0:
-        raise PlanError(
-            f"k={k}, n_power_iter={n_power_iter}, n_oversamples={n_oversamples}, seed={seed}: expected k from 1 to "
-            f"{min(a.shape)}, and the others not below 0"
-        )
+    a = computed("a", a)
+    if not 1 <= k <= min(a.shape):
+        raise PlanError(f"k must be between 1 and {min(a.shape)}, got {k}")
+    for name, value in (("n_power_iter", n_power_iter), ("n_oversamples", n_oversamples), ("seed", seed)):
+        if value < 0:
+            raise PlanError(f"{name} must be at least 0, got {value}")
     m, n = a.shape
     count, turned = min(k + n_oversamples, m, n), adjoint(a)
     vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
@@ -67,11 +67,11 @@ def svd_compressed(
         back, _ = qr(times(turned, q, how), **how)
         q, _ = qr(times(a, back, how), **how)
     # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
-    right, s, left = svd(times(turned, q, how), **how)
+    right, s, left = svd(times(turned, q, how), full_matrices=False, **how)
     return times(q, adjoint(left[:k]), how), s[:k], adjoint(right[:, :k])
 
 
-@any_kind
+@public(RunOptions)
 def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> tuple[Any, Any, Any]:
     """Return the principal components of the rows of a matrix: right singular vectors of its centred columns.
 
@@ -101,11 +101,13 @@ def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> t
     MatrixError
         When it is computed: an element is NaN or infinite.
     """
-    a = matrix("a", a)
+    a = computed("a", a)
     most = min(a.shape)
     k = most if n_components is None else n_components
-    if len(a) < 2 or not 1 <= k <= most:
-        raise PlanError(f"n_components={k} of {a.shape}: expected at least 2 rows, and n_components from 1 to {most}")
+    if len(a) < 2:
+        raise PlanError(f"a must have at least 2 rows, got {len(a)}")
+    if not 1 <= k <= most:
+        raise PlanError(f"n_components must be between 1 and {most}, got {k}")
     mean = a.mean(axis=0)
-    _, s, vh = svd(a - mean, **how)
+    _, s, vh = svd(a - mean, full_matrices=False, **how)
     return vh[:k], s[:k] ** 2 / (len(a) - 1), mean

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from dask.array.core import Array
 
 from dask_distmm.arrays import batched
-from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import matrix, plus_ones
+from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.linalg.factorize import common_type, computed, matrix, plus_ones
+from dask_distmm.arrays.linalg.public import ProductOptions, public
 from dask_distmm.arrays.request import parse
-from dask_distmm.errors import PlanError
-from dask_distmm.typing import Engine, Method
+from dask_distmm.errors import NotSquareError
 
 
-class ProductOptions(TypedDict, total=False):
-    """The options of the run, as `dask_distmm.matmul` takes them."""
-
-    method: Method | None
-    engine: Engine | None
-    workers: Sequence[str] | int | None
-
-
-@any_kind
+@public(ProductOptions)
 def gram(x: Any, **how: Unpack[ProductOptions]) -> Any:
     """Return ``x^H @ x``, exactly Hermitian: LAPACK's herk, and syrk of real matrices.
 
@@ -39,16 +30,17 @@ def gram(x: Any, **how: Unpack[ProductOptions]) -> Any:
     Returns
     -------
     array, (n, n)
-        In the chunks of the columns of `x`. Its diagonal is real.
+        In the chunks of the columns of `x`, in float64 if `x` has integers. Its diagonal is real.
     """
-    x = matrix("x", x)
+    x = computed("x", x)
     return mirrored(batched.multiply_batched(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
 
 
-@any_kind
+@public(ProductOptions)
 def symm(
     a: Any,
     b: Any,
+    *,
     lower: bool = False,
     right: bool = False,
     hermitian: bool = False,
@@ -74,16 +66,18 @@ def symm(
     PlanError
         `a` is not square, or the shapes do not fit each other.
     """
-    whole = mirrored(_square(a), lower=lower, hermitian=hermitian)
+    a, b = _operands(a, b)
+    whole = mirrored(a, lower=lower, hermitian=hermitian)
     return batched.multiply_batched(parse(b, whole, **how) if right else parse(whole, b, **how))
 
 
-@any_kind
+@public(ProductOptions)
 def trmm(
     a: Any,
     b: Any,
+    *,
+    trans: Literal["N", "T", "C", 0, 1, 2] = 0,
     lower: bool = False,
-    trans: Literal["N", "T", "C"] = "N",
     unit_diagonal: bool = False,
     right: bool = False,
     **how: Unpack[ProductOptions],
@@ -96,7 +90,7 @@ def trmm(
         The matrix; its other triangle is not read.
     b : array, (n, k), or (k, n) if `right`
         The other factor.
-    lower, trans, unit_diagonal, right
+    trans, lower, unit_diagonal, right
         As in `solve_triangular`.
 
     Raises
@@ -104,17 +98,26 @@ def trmm(
     PlanError
         `a` is not square, or the shapes do not fit each other.
     """
-    triangle = _square(a).map_blocks(_chunk_triangle, lower, unit_diagonal, dtype=a.dtype, meta=a._meta)
+    (a, b), op = _operands(a, b), op_of(trans)
+    triangle = a.map_blocks(_chunk_triangle, lower, unit_diagonal, dtype=a.dtype, meta=a._meta)
     if right:
-        return batched.multiply_batched(parse(b, triangle, op_b=trans, **how))
-    return batched.multiply_batched(parse(triangle, b, op_a=trans, **how))
+        return batched.multiply_batched(parse(b, triangle, op_b=op, **how))
+    return batched.multiply_batched(parse(triangle, b, op_a=op, **how))
 
 
-def _square(a: Any) -> Array:
-    a = matrix("a", a)
+def op_of(trans: Literal["N", "T", "C"] | int) -> Literal["N", "T", "C"]:
+    """Return SciPy's `trans` by its letter."""
+    ops: dict[Any, Literal["N", "T", "C"]] = {0: "N", 1: "T", 2: "C", "T": "T", "C": "C"}
+    return ops.get(trans, "N")
+
+
+def _operands(a: Any, b: Any) -> tuple[Array, Array]:
+    """Return a square matrix and its other factor, both in the type in which the product is computed."""
+    a, b = matrix("a", a), as_array(b)
     if a.shape[0] != a.shape[1]:
-        raise PlanError(f"a is {a.shape[0]} x {a.shape[1]}; expected a square matrix")
-    return a
+        raise NotSquareError(f"a must be square, got {a.shape[0]} x {a.shape[1]}")
+    dtype = common_type({"a": a, "b": b})
+    return a.astype(dtype), b.astype(dtype)
 
 
 def mirrored(a: Array, *, lower: bool, hermitian: bool) -> Array:

@@ -8,27 +8,28 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, matrix
+from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.linalg.factorize import common_type, matrix
+from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
 from dask_distmm.errors import PlanError
 
 
-@any_kind
+@public(RunOptions)
 def matrix_rank(
-    a: Any, tol: float | None = None, hermitian: bool = False, rtol: float | None = None, **how: Unpack[RunOptions]
+    A: Any, tol: float | None = None, hermitian: bool = False, *, rtol: float | None = None, **how: Unpack[RunOptions]
 ) -> Any:
     """Return the number of singular values above a limit.
 
     Parameters
     ----------
-    a : array, (m, n)
+    A : array, (m, n)
         The matrix.
     tol : float, optional
         The limit.
     hermitian : bool
-        Whether `a` is Hermitian: then its eigenvalues are computed, which is quicker.
+        Whether `A` is Hermitian: then its eigenvalues are computed, which is quicker.
     rtol : float, optional
         The limit in units of the largest singular value; by default ``max(m, n) * eps``, as in NumPy.
 
@@ -36,20 +37,22 @@ def matrix_rank(
     -------
     array, (), int64
     """
-    a = matrix("a", a)
+    if tol is not None and rtol is not None:
+        raise PlanError(f"tol={tol} and rtol={rtol} are two limits: pass one of them")
+    a = matrix("A", A)
     s = abs(eigvalsh(a, **how)) if hermitian else svdvals(a, **how)
     return (s > (zero_below(s, a.shape, rtol) if tol is None else tol)).sum().astype(np.int64)
 
 
-@any_kind
-def cond(a: Any, p: Any = None, **how: Unpack[RunOptions]) -> Any:
+@public(RunOptions)
+def cond(x: Any, p: Literal["fro", "nuc"] | float | None = None, **how: Unpack[RunOptions]) -> Any:
     """Return the condition number of a matrix.
 
     Parameters
     ----------
-    a : array, (m, n)
+    x : array, (m, n)
         The matrix; square unless `p` is None, 2 or -2.
-    p : None, 1, -1, 2, -2, inf, -inf or "fro"
+    p : None, 1, -1, 2, -2, inf, -inf, "fro" or "nuc"
         The norm; None for the 2-norm: the largest singular value in units of the smallest.
 
     Returns
@@ -62,35 +65,57 @@ def cond(a: Any, p: Any = None, **how: Unpack[RunOptions]) -> Any:
     MatrixError
         When it is computed: the matrix is singular, and `p` is neither None nor 2 nor -2.
     """
-    a = matrix("a", a)
+    a = matrix("x", x)
     if p not in (None, 2, -2):
-        return norm(a, p) * norm(inv(a, **how), p)
+        # Only the nuclear norm is a run itself.
+        options = how if p == "nuc" else RunOptions()
+        return norm(a, p, **options) * norm(inv(a, **how), p, **options)
     s = svdvals(a, **how)
     above, below = (_end(s, largest=largest) for largest in (p != -2, p == -2))
     return da.where(below == 0, s.dtype.type(np.inf), above / da.where(below == 0, s.dtype.type(1), below))
 
 
-@any_kind
-def norm(a: Any, ord: Literal["fro", "nuc"] | float | None = None, **how: Unpack[RunOptions]) -> Any:
+@public(RunOptions)
+def norm(
+    x: Any,
+    ord: Literal["fro", "nuc"] | float | None = None,
+    axis: int | tuple[int, ...] | None = None,
+    keepdims: bool = False,
+    **how: Unpack[RunOptions],
+) -> Any:
     """Return a norm of a matrix or a vector, as ``numpy.linalg.norm`` does.
 
     Parameters
     ----------
-    a : array, (m, n) or (n,)
-        The matrix or vector.
+    x : array
+        The matrix or vector; with `axis` of any number of dimensions.
     ord : optional
-        As NumPy has it. Of a matrix 2, -2 and ``"nuc"`` come from its singular values; all else is computed by
-        ``dask.array.linalg.norm``.
+        As NumPy has it. Of a matrix 2, -2 and ``"nuc"`` come from its singular values, and only for these there is a
+        run, which has options; ``dask.array.linalg.norm`` computes all others.
+    axis : int or (int, int), optional
+        The axis of vectors, or the two axes of matrices; by default `x` is one vector or matrix.
+    keepdims : bool
+        Whether the axes of the norm are left in the result, with size one.
 
     Returns
     -------
-    array, (), real
+    array, real
+        0-d by default.
     """
-    a = da.asanyarray(a)
-    if a.ndim != 2 or ord not in (2, -2, "nuc"):
-        return da.linalg.norm(a, ord)
-    s = svdvals(a, **how)
-    return s.sum() if ord == "nuc" else _end(s, largest=ord == 2)
+    x = as_array(x)
+    if x.dtype.kind in "biu" or x.dtype.char in "eE":
+        x = x.astype(common_type({"x": x}))
+    whole = axis is None or sorted(np.atleast_1d(axis) % max(x.ndim, 1)) == [0, 1]
+    if x.ndim != 2 or not whole or ord not in (2, -2, "nuc"):
+        if how:
+            raise PlanError(f"ord={ord!r} here is computed by Dask's tasks, which have no {min(how)}=: leave it out")
+        try:
+            return da.linalg.norm(x, ord, axis, keepdims)
+        except (ValueError, NotImplementedError) as error:
+            raise PlanError(str(error)) from error
+    s = svdvals(matrix("x", x), **how)
+    found = s.sum() if ord == "nuc" else _end(s, largest=ord == 2)
+    return found[None, None] if keepdims else found
 
 
 def _end(s: Array, *, largest: bool) -> Array:

@@ -21,8 +21,9 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import RunOptions, adjoint, factorize, plus_ones, times
+from dask_distmm.arrays.linalg.factorize import adjoint, factorize, plus_ones, times
 from dask_distmm.arrays.linalg.factors import qr
+from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.errors import MatrixError
 
 # Up to this weight c the Cholesky factorization is as accurate as the QR factorization (Nakatsukasa and others, 2010).

@@ -14,18 +14,22 @@ it has them, and so does ``np.linalg.pinv``.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
 from dask.array.core import Array
+from dask.array.linalg import lstsq as dask_lstsq
 
 from dask_distmm.arrays.linalg import factors, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.arrays.linalg.public import named
 from dask_distmm.arrays.linalg.tall import goes_by_rows
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
-from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
+from dask_distmm.errors import MissingEngineError, NotSquareError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation_kinds import plan_computation
 from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.dask_tasks import factor_by_tasks, factor_overhead
@@ -39,7 +43,7 @@ Dasks = Literal["good", "poor", "none"]
 def _cholesky(a: Any, lower: bool = False, *, upper: bool | None = None) -> Any:
     # `upper` is NumPy's; without it ``np.linalg.cholesky`` is Dask's function, which returns U.
     dasks: Dasks = "good" if upper is None and _blocks(a) else "none"
-    return _take(lambda: factors.cholesky(a, lower if upper is None else not upper), a, dasks=dasks)
+    return _take(lambda: factors.cholesky(a, lower=bool(lower if upper is None else not upper)), a, dasks=dasks)
 
 
 def _lu(a: Any) -> Any:
@@ -67,12 +71,12 @@ def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
     dasks = _by_lu(blocks)
     if assume_a != "gen":
         dasks = "good" if assume_a == "pos" and blocks else "none"
-    return _take(lambda: solutions.solve(a, b, assume_a), a, b, dasks=dasks)
+    return _take(lambda: solutions.solve(a, b, assume_a=assume_a), a, b, dasks=dasks)
 
 
 def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
     dasks: Dasks = "good" if _chunks_match(a, b) else "none"
-    return _take(lambda: solutions.solve_triangular(a, b, lower), a, b, dasks=dasks)
+    return _take(lambda: solutions.solve_triangular(a, b, lower=bool(lower)), a, b, dasks=dasks)
 
 
 def _inv(a: Any) -> Any:
@@ -80,17 +84,18 @@ def _inv(a: Any) -> Any:
     return _take(lambda: solutions.inv(a).astype(np.result_type(a.dtype, np.float64)), a, dasks=_by_lu(_blocks(a)))
 
 
-def _lstsq(a: Any, b: Any, rcond: None = None) -> Any:
-    if rcond is not None or not isinstance(a, Array) or a.ndim != 2:
+def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
+    if not isinstance(a, Array) or a.ndim != 2:
         return NotImplemented
-    if len(a.chunks[1]) == 1 and a.shape[0] >= a.shape[1]:
-        return NotImplemented
+    if rcond is None and len(a.chunks[1]) == 1 and a.shape[0] >= a.shape[1]:
+        # NumPy's argument, which Dask lacks.
+        return dask_lstsq(a, b)
 
     def make() -> Any:
-        x, residuals, rank, values = solutions.lstsq_with_values(a, b)
-        return x, da.atleast_1d(residuals), da.asarray(rank), values
+        x, residuals, rank, values = solutions.lstsq(a, b, rcond)
+        return x, residuals, da.asarray(rank), values
 
-    return _take(make, a, b, dasks="none", run=not _by_rows(a))
+    return _take(make, a, b, dasks="none", run=rcond is None and not _by_rows(a))
 
 
 def _det(a: Any) -> Any:
@@ -98,37 +103,47 @@ def _det(a: Any) -> Any:
 
 
 def _slogdet(a: Any) -> Any:
-    found = _take(lambda: solutions.slogdet(a), a, dasks="poor")
-    return found if found is NotImplemented else _SlogdetResult(*found)
+    return _take(lambda: solutions.slogdet(a), a, dasks="poor")
 
 
 def _eigh(a: Any, UPLO: str = "L") -> Any:
-    found = _take(lambda: spectral.eigh(a, lower=UPLO.upper() != "U"), a, dasks="poor")
-    return found if found is NotImplemented else _EighResult(*found)
+    return _take(lambda: spectral.eigh(a, UPLO), a, dasks="poor")  # type: ignore[arg-type]
 
 
 def _eigvalsh(a: Any, UPLO: str = "L") -> Any:
-    return _take(lambda: spectral.eigvalsh(a, lower=UPLO.upper() != "U"), a, dasks="poor")
+    return _take(lambda: spectral.eigvalsh(a, UPLO), a, dasks="poor")  # type: ignore[arg-type]
 
 
-def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False) -> Any:
-    if not coerce_signs or full_matrices or not isinstance(a, Array) or a.ndim != 2 or 1 in a.numblocks:
+def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, compute_uv: bool = True) -> Any:
+    if not isinstance(a, Array) or a.ndim != 2:
         return NotImplemented
-    return _take(lambda: spectral.svd(a), a, dasks="none", run=False)
+    if not compute_uv:
+        # NumPy's argument, which Dask lacks.
+        return _take(lambda: spectral.svdvals(a), a, dasks="none", run=False)
+    if not coerce_signs or full_matrices or 1 in a.numblocks:
+        return NotImplemented
+    return _take(lambda: spectral.svd(a, full_matrices=False), a, dasks="none", run=False)
 
 
-_SlogdetResult: Any = type(np.linalg.slogdet(np.ones((1, 1))))
-_EighResult: Any = type(np.linalg.eigh(np.ones((1, 1))))
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function leave arguments that it does not have to Dask's own, whose error names that one."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return NotImplemented
+        with named(function.__name__.removeprefix("_")):
+            return function(*args, **kwargs)
+
+    return checked
+
 
 DASKS: Mapping[str, Callable[..., Any]] = {
-    "cholesky": _cholesky,
-    "inv": _inv,
-    "lstsq": _lstsq,
-    "lu": _lu,
-    "qr": _qr,
-    "solve": _solve,
-    "solve_triangular": _solve_triangular,
-    "svd": _svd,
+    function.__name__.removeprefix("_"): _checked(function)
+    for function in (_cholesky, _inv, _lstsq, _lu, _qr, _solve, _solve_triangular, _svd)
 }
 # NumPy's others of the same names end in Dask's.
 NUMPYS: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -168,6 +183,8 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = Tru
         return NotImplemented
     try:
         made = make()
+    except NotSquareError:
+        raise  # Dask's own error names arguments of a function inside of it.
     except PlanError:
         return NotImplemented  # Dask's own function has the error to raise.
     if not run:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, cast
 
 import dask.array as da
 import numpy as np
 
-from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, common_type, factorize, inner_chunks, matrix, row_chunks
-from dask_distmm.arrays.linalg.factors import cholesky
-from dask_distmm.arrays.linalg.level3 import mirrored
+from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.linalg.factorize import common_type, factorize, inner_chunks, matrix, row_chunks
+from dask_distmm.arrays.linalg.factors import cholesky, picked
+from dask_distmm.arrays.linalg.level3 import mirrored, op_of
+from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SlogdetResult, public
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
 from dask_distmm.arrays.linalg.tall import goes_by_rows, solve_rows
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.planning.computation import Chunks
 
 # SciPy's names, and the way to solve.
@@ -27,20 +28,22 @@ _STRUCTURES = {
 }
 
 
-def cho_factor(a: Any, lower: bool = False, **how: Unpack[RunOptions]) -> tuple[Any, bool]:
+@public(FactorOptions)
+def cho_factor(a: Any, lower: bool = False, **how: Unpack[FactorOptions]) -> tuple[Any, bool]:
     """Return the Cholesky factor of a matrix, and `lower`, for `cho_solve`; see `cholesky`.
 
     The other triangle is zero.
     """
-    return cholesky(a, lower, **how), lower
+    return cholesky(a, lower=lower, **how), lower
 
 
-def cho_solve(factor: tuple[Any, bool], b: Any, **how: Unpack[RunOptions]) -> Any:
+@public(RunOptions)
+def cho_solve(c_and_lower: tuple[Any, bool], b: Any, **how: Unpack[RunOptions]) -> Any:
     """Solve ``A @ x = b`` with the Cholesky factor of A.
 
     Parameters
     ----------
-    factor : tuple
+    c_and_lower : tuple
         As `cho_factor` returns it.
     b : array, (n,) or (n, k)
         Right-hand sides.
@@ -50,35 +53,43 @@ def cho_solve(factor: tuple[Any, bool], b: Any, **how: Unpack[RunOptions]) -> An
     array
         x, of the shape of `b`.
     """
-    c, lower = factor
-    first = solve_triangular(c, b, lower, "N" if lower else "C", **how)
-    return solve_triangular(c, first, lower, "C" if lower else "N", **how)
+    c, lower = c_and_lower
+    first = solve_triangular(c, b, "N" if lower else "C", lower, **how)
+    return solve_triangular(c, first, "C" if lower else "N", lower, **how)
 
 
-@any_kind
-def lu_solve(factor: tuple[Any, Any], b: Any, **how: Unpack[RunOptions]) -> Any:
-    """Solve ``A @ x = b`` with what `lu_factor` has returned.
+@public(RunOptions)
+def lu_solve(
+    lu_and_piv: tuple[Any, Any], b: Any, trans: Literal["N", "T", "C", 0, 1, 2] = 0, **how: Unpack[RunOptions]
+) -> Any:
+    """Solve ``op(A) @ x = b`` with what `lu_factor` has returned.
 
     Parameters
     ----------
-    factor : tuple
+    lu_and_piv : tuple
         As `lu_factor` returns it.
     b : array, (n,) or (n, k)
         Right-hand sides.
+    trans : {0, 1, 2, "N", "T", "C"}
+        op(): 0 or ``"N"`` for none, 1 or ``"T"`` for the transpose, 2 or ``"C"`` for the conjugate transpose.
 
     Returns
     -------
     array
         x, of the shape of `b`.
     """
-    found, piv = factor
-    b = da.asanyarray(b)
-    rows = da.map_blocks(_swapped, da.asanyarray(piv).rechunk(-1), dtype=np.int64)
-    # Rows are picked within whole columns, which one worker has at a time.
-    columns = matrix("b", b, vector=True).rechunk({0: -1})
-    picked = da.blockwise(_pick, "ij", columns, "ij", rows, "i", dtype=columns.dtype, meta=columns._meta)
-    first = solve_triangular(found, picked, lower=True, unit_diagonal=True, **how)
-    x = solve_triangular(found, first, **how)
+    found, piv = lu_and_piv
+    b, op = as_array(b), op_of(trans)
+    rows, columns = as_array(piv).rechunk(-1), matrix("b", b, vector=True)
+    if op == "N":
+        rows = rows.map_blocks(_swapped, dtype=np.int64)
+        first = solve_triangular(found, picked(columns, rows), lower=True, unit_diagonal=True, **how)
+        x = solve_triangular(found, first, **how)
+    else:
+        # op(A) is op(U) op(L) and then the swaps in the other order.
+        rows = rows.map_blocks(_swapped_back, dtype=np.int64)
+        first = solve_triangular(found, columns, op, **how)
+        x = picked(solve_triangular(found, first, op, lower=True, unit_diagonal=True, **how), rows)
     return x[:, 0] if b.ndim == 1 else x
 
 
@@ -90,18 +101,19 @@ def _swapped(piv: Any) -> Any:
     return rows
 
 
-def _pick(x: Any, rows: Any) -> Any:
-    return x[rows]
+def _swapped_back(piv: Any) -> Any:
+    return np.argsort(_swapped(piv))
 
 
-@any_kind
+@public(FactorOptions)
 def solve(
     a: Any,
     b: Any,
-    assume_a: str = "gen",
+    *,
     lower: bool = False,
+    assume_a: str | None = None,
     transposed: bool = False,
-    **how: Unpack[RunOptions],
+    **how: Unpack[FactorOptions],
 ) -> Any:
     """Solve ``a @ x = b``: by LU with partial pivoting, by Cholesky, or by substitution.
 
@@ -111,13 +123,13 @@ def solve(
         The matrix.
     b : array, (n,) or (n, k)
         Right-hand sides.
-    assume_a : str
+    lower : bool
+        Which triangle is read of a positive definite, symmetric or Hermitian matrix; of no effect on others.
+    assume_a : str, optional
         The structure of `a`, by SciPy's names. ``"pos"`` or ``"positive definite"`` is solved by Cholesky, ``"upper
         triangular"`` and ``"lower triangular"`` by substitution. Of ``"sym"`` or ``"symmetric"``, and ``"her"`` or
-        ``"hermitian"``, one triangle is read and mirrored, and the matrix is solved by LU as all others are:
+        ``"hermitian"``, one triangle is read and mirrored, and the matrix is solved by LU as all others are: None,
         ``"gen"`` or ``"general"``, ``"banded"``, ``"tridiagonal"``, ``"diagonal"``.
-    lower : bool
-        Which triangle is read of a positive definite, symmetric or Hermitian matrix.
     transposed : bool
         Solve ``a.T @ x = b``.
 
@@ -133,12 +145,12 @@ def solve(
     MatrixError
         When it is computed: the matrix is singular, or not positive definite.
     """
-    structure = _STRUCTURES.get(assume_a)
+    structure = _STRUCTURES.get(assume_a or "gen")
     if structure is None:
-        raise PlanError(f"assume_a={assume_a!r}; expected one of {', '.join(map(repr, _STRUCTURES))}")
+        raise PlanError(unknown_name("assume_a", assume_a, _STRUCTURES))
     if structure in ("upper", "lower"):
-        return solve_triangular(a, b, structure == "lower", "T" if transposed else "N", **how)
-    a, b = matrix("a", a), da.asanyarray(b)
+        return solve_triangular(a, b, "T" if transposed else "N", structure == "lower", **how)
+    a, b = matrix("a", a), as_array(b)
     if structure in ("sym", "her") and a.shape[0] == a.shape[1]:
         a = mirrored(a, lower=lower, hermitian=structure == "her")
     columns = matrix("b", b, vector=True)
@@ -151,15 +163,16 @@ def solve(
     return x[:, 0] if b.ndim == 1 else x
 
 
-@any_kind
+@public(FactorOptions)
 def solve_triangular(
     a: Any,
     b: Any,
+    trans: Literal["N", "T", "C", 0, 1, 2] = 0,
     lower: bool = False,
-    trans: Literal["N", "T", "C"] | int = "N",
     unit_diagonal: bool = False,
+    *,
     right: bool = False,
-    **how: Unpack[RunOptions],
+    **how: Unpack[FactorOptions],
 ) -> Any:
     """Solve ``op(a) @ x = b`` for a triangular matrix, or ``x @ op(a) = b``.
 
@@ -169,10 +182,10 @@ def solve_triangular(
         The matrix; its other triangle is not read.
     b : array, (n,) or (n, k), or (k, n) if `right`
         Right-hand sides.
+    trans : {0, 1, 2, "N", "T", "C"}
+        op(): 0 or ``"N"`` for none, 1 or ``"T"`` for the transpose, 2 or ``"C"`` for the conjugate transpose.
     lower : bool
         Whether `a` is lower triangular.
-    trans : str or int
-        op(): ``"N"`` or 0 for none, ``"T"`` or 1 for the transpose, ``"C"`` or 2 for the conjugate transpose.
     unit_diagonal : bool
         Take the diagonal for ones, and do not read it.
     right : bool
@@ -188,18 +201,17 @@ def solve_triangular(
     MatrixError
         When it is computed: an element of the diagonal is zero.
     """
-    a, b = matrix("a", a), da.asanyarray(b)
-    op = {0: "N", 1: "T", 2: "C"}.get(trans, trans) if isinstance(trans, int) else trans
+    a, b = matrix("a", a), as_array(b)
     columns = matrix("b", b, vector=not right)
     chunks = (columns.chunks[0], a.chunks[0]) if right else (a.chunks[0], columns.chunks[1])
-    options = {"lower": lower, "op": op, "unit_diagonal": unit_diagonal, "right": right}
+    options = {"lower": lower, "op": op_of(trans), "unit_diagonal": unit_diagonal, "right": right}
     operands = {"a": a, "b": columns}
     x = factorize("solve_triangular", operands, {"x": chunks}, how=how, **options)["x"]
     return x[:, 0] if b.ndim == 1 else x
 
 
-@any_kind
-def inv(a: Any, **how: Unpack[RunOptions]) -> Any:
+@public(FactorOptions)
+def inv(a: Any, **how: Unpack[FactorOptions]) -> Any:
     """Return the inverse of a matrix; to solve equations, `solve` takes less and is more accurate.
 
     Parameters
@@ -216,8 +228,8 @@ def inv(a: Any, **how: Unpack[RunOptions]) -> Any:
     return factorize("inv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]
 
 
-@any_kind
-def slogdet(a: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any]:
+@public(FactorOptions)
+def slogdet(a: Any, **how: Unpack[FactorOptions]) -> tuple[Any, Any]:
     """Return the sign of a determinant, and the logarithm of its absolute value, as ``numpy.linalg.slogdet`` does.
 
     Parameters
@@ -228,16 +240,16 @@ def slogdet(a: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any]:
     Returns
     -------
     sign, logabsdet : array, ()
-        0 and -inf for a singular matrix.
+        A named tuple, as in NumPy; 0 and -inf for a singular matrix.
     """
     a = matrix("a", a)
     wanted = {"sign": row_chunks(1), "logdet": row_chunks(1)}
     found = factorize("slogdet", {"a": a}, wanted, how=how)
-    return found["sign"][0, 0], found["logdet"][0, 0]
+    return cast(tuple[Any, Any], SlogdetResult(found["sign"][0, 0], found["logdet"][0, 0]))
 
 
-@any_kind
-def det(a: Any, **how: Unpack[RunOptions]) -> Any:
+@public(FactorOptions)
+def det(a: Any, **how: Unpack[FactorOptions]) -> Any:
     """Return the determinant of a matrix; where it may overflow, use `slogdet`.
 
     Parameters
@@ -249,8 +261,8 @@ def det(a: Any, **how: Unpack[RunOptions]) -> Any:
     return factorize("det", {"a": a}, {"det": row_chunks(1)}, how=how)["det"][0, 0]
 
 
-@any_kind
-def lstsq(a: Any, b: Any, rtol: float | None = None, **how: Unpack[RunOptions]) -> tuple[Any, Any, Any, Any]:
+@public(FactorOptions)
+def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOptions]) -> tuple[Any, Any, Any, Any]:
     """Return the least-squares solution of ``a @ x = b``: for a matrix of full rank by QR, for any by singular values.
 
     Where there are many such solutions it is the one of least norm.
@@ -261,46 +273,30 @@ def lstsq(a: Any, b: Any, rtol: float | None = None, **how: Unpack[RunOptions]) 
         The matrix.
     b : array, (m,) or (m, k)
         Right-hand sides.
-    rtol : float, optional
-        Singular values up to `rtol` times the largest one count as zero. Without `rtol` the matrix has to be of full
-        rank.
+    rcond : float, optional
+        Singular values up to `rcond` times the largest one count as zero; a negative one stands for the machine
+        precision. Without `rcond` the matrix has to be of full rank.
 
     Returns
     -------
     x : array, (n,) or (n, k)
         The solution.
-    residuals : array, (k,), () or (0,)
+    residuals : array, (k,), (1,) or (0,)
         The squared 2-norms of ``b - a @ x``; empty where m <= n.
     rank : int, or array, ()
-        min(m, n); with `rtol` the number of singular values above it, lazy. (NumPy has no residuals where that is less
+        min(m, n); with `rcond` the number of singular values above it, lazy. (NumPy has no residuals where that is less
         than n; here they are always computed.)
-    s : None, or array, (min(m, n),)
-        The singular values, with `rtol`.
+    s : array, (min(m, n),)
+        The singular values.
 
     Raises
     ------
     MatrixError
-        When it is computed: the matrix is not of full rank, and there is no `rtol`.
+        When it is computed: the matrix is not of full rank, and there is no `rcond`.
     """
-    if rtol is not None:
-        return least_squares_of_any_rank(a, b, rtol, how)
-    found: tuple[Any, Any, int, None] = _least_squares(a, b, how)[0]
-    return found
-
-
-def lstsq_with_values(a: Any, b: Any, **how: Unpack[RunOptions]) -> tuple[Any, Any, int, Any]:
-    """Return what `lstsq` does, with the singular values of `a` in place of None."""
-    found, r = _least_squares(a, b, how, "r")
-    return *found[:3], da.map_blocks(_singular_values, r.rechunk(-1), drop_axis=1, meta=r._meta.real.ravel())
-
-
-def _singular_values(r: Any) -> Any:
-    return np.linalg.svd(r, compute_uv=False)
-
-
-def _least_squares(a: Any, b: Any, how: RunOptions, *more: str) -> tuple[Any, ...]:
-    """Return what `lstsq` does, and behind it more outputs of its run."""
-    a, b = matrix("a", a), da.asanyarray(b)
+    if rcond is not None:
+        return least_squares_of_any_rank(a, b, rcond, how)
+    a, b = matrix("a", a), as_array(b)
     columns = matrix("b", b, vector=True)
     m, n = a.shape
     if len(columns) == m and goes_by_rows(a, how):
@@ -308,28 +304,38 @@ def _least_squares(a: Any, b: Any, how: RunOptions, *more: str) -> tuple[Any, ..
         found = {"x": x.rechunk({0: a.chunks[1]}), "residuals": norms[None], "r": r}
     else:
         wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1])}
-        wanted |= dict.fromkeys(more, (inner_chunks(a),) * 2)
+        wanted["r"] = (inner_chunks(a),) * 2
         if m > n:
             wanted["residuals"] = (1,), columns.chunks[1]
         found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
-    x, others = found["x"], [found[name] for name in more]
+    x, r = found["x"], found["r"]
     residuals = found["residuals"][0] if m > n else da.zeros((0,), x.real.dtype)
-    if b.ndim == 1:
-        x, residuals = x[:, 0], residuals[0] if m > n else residuals
-    return (x, residuals, min(m, n), None), *others
+    s = r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
+    return x[:, 0] if b.ndim == 1 else x, residuals, min(m, n), s
 
 
-@any_kind
-def pinv(a: Any, rtol: float | None = None, hermitian: bool = False, **how: Unpack[RunOptions]) -> Any:
+def _singular_values(r: Any) -> Any:
+    return np.linalg.svd(r, compute_uv=False)
+
+
+@public(FactorOptions)
+def pinv(
+    a: Any,
+    rcond: float | None = None,
+    hermitian: bool = False,
+    *,
+    rtol: float | None = None,
+    **how: Unpack[FactorOptions],
+) -> Any:
     """Return the pseudo-inverse of a matrix: of one of full rank by QR, of any by singular values.
 
     Parameters
     ----------
     a : array, (m, n)
         The matrix.
-    rtol : float, optional
-        Singular values up to `rtol` times the largest one count as zero. Without `rtol` the matrix has to be of full
-        rank, unless it is `hermitian`; there ``n * eps`` is taken.
+    rcond, rtol : float, optional
+        Two names for one limit: singular values up to it times the largest one count as zero. Without a limit the
+        matrix has to be of full rank, unless it is `hermitian`; there ``n * eps`` is taken.
     hermitian : bool
         Whether `a` is Hermitian: then its eigenvalues take the place of singular values.
 
@@ -340,9 +346,11 @@ def pinv(a: Any, rtol: float | None = None, hermitian: bool = False, **how: Unpa
     Raises
     ------
     MatrixError
-        When it is computed: the matrix is not of full rank, and there is no `rtol`.
+        When it is computed: the matrix is not of full rank, and there is no `rcond`.
     """
-    a = matrix("a", a)
+    if rcond is not None and rtol is not None:
+        raise PlanError(f"rcond={rcond} and rtol={rtol} are two names for one limit: pass one of them")
+    a, rtol = matrix("a", a), rcond if rtol is None else rtol
     if rtol is not None or hermitian:
         return pseudoinverse(a, rtol, hermitian, how)
     return factorize("pinv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]

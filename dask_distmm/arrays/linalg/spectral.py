@@ -9,9 +9,19 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array, normalize_chunks
 
-from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.linalg.factorize import RunOptions, adjoint, factorize, inner_chunks, matrix, row_chunks, times
+from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.linalg.factorize import (
+    adjoint,
+    common_type,
+    computed,
+    factorize,
+    inner_chunks,
+    matrix,
+    row_chunks,
+    times,
+)
 from dask_distmm.arrays.linalg.factors import qr
+from dask_distmm.arrays.linalg.public import EighResult, FactorOptions, RunOptions, SVDResult, public
 from dask_distmm.arrays.linalg.qdwh import unitary_factor
 from dask_distmm.errors import PlanError
 from dask_distmm.planning.computation import Chunks
@@ -27,14 +37,17 @@ _TALL, _LARGE = 2, 2**20
 _POLAR, _POLAR_VALUES = 3072, 16384
 
 
-@any_kind
+@public(FactorOptions)
 def eigh(
     a: Any,
+    UPLO: Literal["L", "U", "l", "u"] = "L",
+    *,
     b: Any = None,
-    lower: bool = True,
+    lower: bool | None = None,
+    eigvals_only: bool = False,
     subset_by_index: tuple[int, int] | None = None,
-    **how: Unpack[RunOptions],
-) -> tuple[Any, Any]:
+    **how: Unpack[FactorOptions],
+) -> Any:
     """Return eigenvalues and eigenvectors of a Hermitian matrix: ``a @ v = v * w``, or ``a @ v = b @ v * w``.
 
     ``method="local"``: one worker does it, by LAPACK's ``syevd``, or ``syevr`` for a range. ``"columns"``, for one
@@ -44,21 +57,23 @@ def eigh(
     Parameters
     ----------
     a : array, (n, n)
-        The matrix; only the triangle that `lower` names is read.
+        The matrix; only one triangle is read.
+    UPLO, lower : optional
+        Which triangle: ``"L"`` (the default) or ``"U"``, as in NumPy, or `lower` as in SciPy. Pass one of them.
     b : array, (n, n), optional
         A Hermitian, positive definite matrix; the same triangle of it is read.
-    lower : bool
-        Whether the lower triangle is read, and not the upper one.
+    eigvals_only : bool
+        Whether only w is returned.
     subset_by_index : (int, int), optional
         The first and the last index of the eigenvalues that are computed, from 0; all by default.
 
     Returns
     -------
-    w : array, (k,), real
-        Eigenvalues in ascending order.
-    v : array, (n, k)
-        Eigenvectors as columns: ``v^H @ v = 1``, or ``v^H @ b @ v = 1``. The first one of the largest components of
-        each is real and positive.
+    eigenvalues : array, (k,), real
+        In ascending order. A named tuple of these and the eigenvectors, as in NumPy.
+    eigenvectors : array, (n, k)
+        Columns v with ``v^H @ v = 1``, or ``v^H @ b @ v = 1``. The first one of the largest components of each is real
+        and positive.
 
     Raises
     ------
@@ -67,43 +82,51 @@ def eigh(
     MatrixError
         When it is computed: an element is NaN or infinite, or `b` is not positive definite.
     """
-    return _eigenpairs(a, b, {"lower": lower, "subset": subset_by_index}, how)
+    found = _eigenpairs(a, b, _reads_lower(UPLO, lower), subset_by_index, not eigvals_only, how)
+    return found[0] if eigvals_only else EighResult(*found)
 
 
-@any_kind
+@public(FactorOptions)
 def eigvalsh(
     a: Any,
+    UPLO: Literal["L", "U", "l", "u"] = "L",
+    *,
     b: Any = None,
-    lower: bool = True,
+    lower: bool | None = None,
     subset_by_index: tuple[int, int] | None = None,
-    **how: Unpack[RunOptions],
+    **how: Unpack[FactorOptions],
 ) -> Any:
     """Return the eigenvalues of a Hermitian matrix in ascending order, without vectors; see `eigh`.
 
     With ``method="columns"`` those of the tridiagonal matrix are found by bisection.
     """
-    return _eigenpairs(a, b, {"lower": lower, "subset": subset_by_index, "vectors": False}, how)[0]
+    return _eigenpairs(a, b, _reads_lower(UPLO, lower), subset_by_index, False, how)[0]
 
 
-def _eigenpairs(a: Any, b: Any, options: dict[str, Any], how: RunOptions) -> tuple[Any, Any]:
+def _reads_lower(UPLO: str, lower: bool | None) -> bool:
+    if lower is not None and UPLO in "Uu":
+        raise PlanError(f"UPLO={UPLO!r} and lower={lower} are two names for one choice: pass one of them")
+    return UPLO in "Ll" if lower is None else bool(lower)
+
+
+def _eigenpairs(
+    a: Any, b: Any, lower: bool, subset: tuple[int, int] | None, vectors: bool, how: FactorOptions
+) -> tuple[Any, Any]:
     a = matrix("a", a)
     operands = {"a": a} if b is None else {"a": a, "b": matrix("b", b)}
-    subset, (rows, cols) = options["subset"], a.chunks
+    rows, cols = a.chunks
     if subset is not None:
-        try:
-            first, last = options["subset"] = tuple(map(operator.index, subset))
-        except (TypeError, ValueError):
-            raise PlanError(f"subset_by_index={subset!r}: expected two integers (first, last)") from None
+        first, last = subset = operator.index(subset[0]), operator.index(subset[1])
         cols = normalize_chunks(max(cols, default=1), (max(0, last - first + 1),))[0]
     wanted: dict[str, Chunks] = {"w": row_chunks(sum(cols)), "v": (rows, cols)}
-    if not options.get("vectors", True):
+    if not vectors:
         del wanted["v"]
-    found = factorize("eigh", operands, wanted, how=how, **options)
+    found = factorize("eigh", operands, wanted, how=how, lower=lower, subset=subset, vectors=vectors)
     return found["w"][0], found.get("v")
 
 
-@any_kind
-def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True, **how: Unpack[RunOptions]) -> Any:
+@public(FactorOptions)
+def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True, **how: Unpack[FactorOptions]) -> Any:
     """Return the singular value decomposition ``a = u @ diag(s) @ vh``.
 
     ``method="local"``: one worker decomposes the matrix, by LAPACK's ``gesdd``, in one run. ``"columns"``: a matrix
@@ -116,36 +139,47 @@ def svd(a: Any, full_matrices: bool = False, compute_uv: bool = True, **how: Unp
     a : array, (m, n)
         The matrix, of any shape and any chunks.
     full_matrices : bool
-        Whether u and vh are square. (In NumPy they are by default; in Dask they are not.)
+        Whether u and vh are square, as they are by default in NumPy and SciPy. Pass False for a matrix that is much
+        longer than wide: a square u has m * m elements, and only one worker can compute it.
     compute_uv : bool
         Whether vectors are computed; if not, s alone is returned.
 
     Returns
     -------
-    u : array, (m, k)
-        Orthonormal columns; k is the smaller extent, or m with `full_matrices`.
-    s : array, (k,), real
+    U : array, (m, m), or (m, k) without `full_matrices`
+        Orthonormal columns; k is the smaller extent. The results are a named tuple, as in NumPy.
+    S : array, (k,), real
         Singular values in descending order.
-    vh : array, (k, n)
-        Orthonormal rows; or (n, n). The first one of the largest components of each row, where m < n of each column of
-        u, is real and positive.
+    Vh : array, (n, n), or (k, n) without `full_matrices`
+        Orthonormal rows. The first one of the largest components of each row, where m < n of each column of U, is real
+        and positive.
 
     Raises
     ------
     PlanError
-        `a` is no matrix, or of a type that is not supported.
+        `a` is not a matrix, or of a type that is not supported.
     MatrixError
         When it is computed: an element is NaN or infinite.
     """
     a = matrix("a", a)
     m, n = a.shape
+    full, method = full_matrices and compute_uv and m != n, how.get("method", "auto")
+    if full and method != "auto" and method != "local" and a.size:
+        raise PlanError(f"method={method!r} of {m} x {n} has no full_matrices: pass full_matrices=False")
+    found = _decomposition(a, full, compute_uv, how)
+    return SVDResult(*found) if compute_uv else found
+
+
+def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -> Any:
+    """Return what `svd` does; `full` only of a matrix that is not square."""
+    m, n = a.shape
     if not a.size:
         how["method"] = "local"
-    method, full = how.get("method", "auto"), full_matrices and compute_uv
+    method = how.get("method", "auto")
     if full or method == "local":
         return _decomposed(a, full, compute_uv, how)
     if m < n:
-        found = svd(adjoint(a), compute_uv=compute_uv, **how)
+        found = _decomposition(adjoint(a), False, compute_uv, how)
         return (adjoint(found[2]), found[1], adjoint(found[0])) if compute_uv else found
     shared = method == "columns"
     tall = method == "rows" or (m >= _TALL * n and (m * n >= _LARGE or shared))
@@ -164,13 +198,14 @@ def _quicker_by_polar(a: Array, vectors: bool) -> bool:
     return array_kind(a._meta) == "cupy" and min(a.shape) >= (_POLAR if vectors else _POLAR_VALUES)
 
 
-def _by_polar(a: Array, vectors: bool, how: RunOptions) -> Any:
+def _by_polar(a: Array, vectors: bool, how: FactorOptions) -> Any:
     """Return the decomposition of a matrix that is not wide by way of the polar one, which all workers compute.
 
     With A = U P and -P = V W V^H, where eigenvalues ascend, A = (U V) (-W) V^H: Y. Nakatsukasa, N. J. Higham, SIAM J.
     Sci. Comput. 35 (2013).
     """
-    unitary, best = unitary_factor(a, how), RunOptions(**{**how, "method": "auto"})
+    a = computed("a", a)
+    unitary, best = unitary_factor(a, how), FactorOptions(**{**how, "method": "auto"})
     negative = -times(adjoint(unitary), a, how)
     if not vectors:
         return da.maximum(-eigvalsh(negative, **best), 0)
@@ -178,7 +213,7 @@ def _by_polar(a: Array, vectors: bool, how: RunOptions) -> Any:
     return times(unitary, v, how), da.maximum(-w, 0), adjoint(v)
 
 
-def _decomposed(a: Array, full: bool, vectors: bool, how: RunOptions) -> Any:
+def _decomposed(a: Array, full: bool, vectors: bool, how: FactorOptions) -> Any:
     """Return the decomposition of a matrix by one worker."""
     inner, (rows, cols) = inner_chunks(a), a.chunks
     if not vectors:
@@ -192,12 +227,13 @@ def _decomposed(a: Array, full: bool, vectors: bool, how: RunOptions) -> Any:
     return found["u"], found["s"][0], found["vh"]
 
 
-def svdvals(a: Any, **how: Unpack[RunOptions]) -> Any:
+@public(FactorOptions)
+def svdvals(a: Any, **how: Unpack[FactorOptions]) -> Any:
     """Return the singular values of a matrix in descending order, without vectors; see `svd`."""
     return svd(a, compute_uv=False, **how)
 
 
-@any_kind
+@public(FactorOptions)
 def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[RunOptions]) -> tuple[Any, Any]:
     """Return the polar decomposition ``a = u @ p``, or ``a = p @ u``: p is Hermitian and positive semidefinite.
 
@@ -208,7 +244,7 @@ def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[RunOpt
     ----------
     a : array, (m, n)
         The matrix, of any shape, any rank and any chunks.
-    side : str
+    side : {"right", "left"}
         On which side of u p is.
 
     Returns
@@ -220,18 +256,16 @@ def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[RunOpt
     Raises
     ------
     PlanError
-        `a` is no matrix, `side` is unknown, or a type is not supported.
+        `a` is not a matrix, or a type is not supported.
     MatrixError
         When it is computed: an element is NaN or infinite.
     """
-    a = matrix("a", a)
-    if side not in ("right", "left"):
-        raise PlanError(f"side={side!r}; expected 'right' or 'left'")
+    a = computed("a", a)
     method = how.get("method", "auto")
     if a.size and (method == "columns" or (method == "auto" and _quicker_by_polar(a, True))):
         u = unitary_factor(a, how)
         return u, times(adjoint(u), a, how) if side == "right" else times(a, adjoint(u), how)
-    u, s, vh = svd(a, **how)
+    u, s, vh = svd(a, full_matrices=False, **how)
     p = times(adjoint(vh) * s, vh, how) if side == "right" else times(u * s, adjoint(u), how)
     return times(u, vh, how), p
 
@@ -242,29 +276,31 @@ def zero_below(s: Array, shape: tuple[int, ...], rtol: float | None) -> Array:
     return (s.max() if s.size else s.sum()) * s.dtype.type(relative)
 
 
-def pseudoinverse(a: Array, rtol: float | None, hermitian: bool, how: RunOptions) -> Array:
+def pseudoinverse(a: Array, rtol: float | None, hermitian: bool, how: FactorOptions) -> Array:
     """Return the pseudo-inverse of a matrix of any rank: by its singular values, or its eigenvalues."""
     if hermitian:
         s, v = eigh(a, **how)
         left, right = v, adjoint(v)
     else:
-        u, s, vh = svd(a, **how)
+        u, s, vh = svd(a, full_matrices=False, **how)
         left, right = adjoint(vh), adjoint(u)
     return times(left * _inverted(s, zero_below(abs(s), a.shape, rtol)), right, how)
 
 
-def least_squares_of_any_rank(a: Any, b: Any, rtol: float, how: RunOptions) -> tuple[Any, Any, Array, Array]:
+def least_squares_of_any_rank(a: Any, b: Any, rcond: float, how: FactorOptions) -> tuple[Any, Any, Array, Array]:
     """Return what `lstsq` does, with the rank and the singular values, as lazy arrays."""
-    a, b = matrix("a", a), da.asanyarray(b)
+    a, b = matrix("a", a), as_array(b)
     columns, (m, n) = matrix("b", b, vector=True), a.shape
-    u, s, vh = svd(a, **how)
-    limit = zero_below(s, a.shape, rtol)
+    if len(columns) != m:
+        raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {len(columns)}")
+    a, columns = (x.astype(common_type({"a": a, "b": columns})) for x in (a, columns))
+    u, s, vh = svd(a, full_matrices=False, **how)
+    # LAPACK takes the machine precision in place of a negative one.
+    limit = zero_below(s, a.shape, float(np.finfo(s.dtype).eps) if rcond < 0 else rcond)
     inner = times(adjoint(u), columns, how) * _inverted(s, limit)[:, None]
     x = times(adjoint(vh), inner, how)
     residuals = (abs(columns - times(a, x, how)) ** 2).sum(axis=0) if m > n else da.zeros((0,), s.dtype)
-    if b.ndim == 1:
-        x, residuals = x[:, 0], residuals[0] if m > n else residuals
-    return x, residuals, (s > limit).sum(), s
+    return x[:, 0] if b.ndim == 1 else x, residuals, (s > limit).sum(), s
 
 
 def _inverted(s: Array, limit: Array) -> Array:

@@ -32,7 +32,7 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_distmm.arrays.linalg.factorize import RunOptions
+from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.engines.factor import tall
 from dask_distmm.engines.factor.kernels import Kernels
@@ -41,6 +41,7 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
+from dask_distmm.runtime.keys import ROWS_PREFIX
 
 # A chunk of rows should have this many times as many rows as columns, on average, and so should all of them together.
 _EACH, _ALL = 2, 4
@@ -61,9 +62,9 @@ def goes_by_rows(a: Array, how: RunOptions) -> bool:
     if asked != "rows":
         return asked == "auto" and not run and 0 < _ALL * n <= m and m >= _EACH * n * len(a.chunks[0])
     if run:
-        raise PlanError(f"method='rows' is no run, and has no {min(run)}=: leave it out, or say method='columns'")
+        raise PlanError(f"method='rows' is not a run and has no {min(run)}=: leave it out, or pass method='columns'")
     if not 0 < n <= m:
-        raise PlanError(f"method='rows' of {m} rows and {n} columns: expected columns, and not more of them than rows")
+        raise PlanError(f"method='rows' needs from 1 to {m} columns, as many as there are rows; got {n}")
     return True
 
 
@@ -106,13 +107,13 @@ class _Graph:
 
     def add(self, name: str, function: Callable[..., Any], *args: Any) -> TaskRef:
         """Add a task, and return a reference to it."""
-        key = f"qr-rows-{name}-{self._token}", len(self._tasks), 0
+        key = f"{ROWS_PREFIX}{name}-{self._token}", len(self._tasks), 0
         self._tasks[key] = Task(key, function, *args)
         return TaskRef(key)
 
     def array(self, name: str, tasks: list[tuple[Any, ...]], rows: tuple[int, ...]) -> Array:
         """Return an array of the results of more tasks, each a chunk with so many rows and all columns."""
-        steps, name = f"qr-rows-{self._token}", f"qr-rows-{name}-{self._token}"
+        steps, name = f"{ROWS_PREFIX}{self._token}", f"{ROWS_PREFIX}{name}-{self._token}"
         whole = HighLevelGraph.from_collections(steps, self._tasks, [self._a])
         layer = {(name, i, 0): Task((name, i, 0), *task) for i, task in enumerate(tasks)}
         layers, dependencies = {**whole.layers, name: layer}, {**whole.dependencies, name: {steps}}
@@ -230,7 +231,7 @@ def _solve_full_rank(r: Any, right: Any, rows: int) -> Any:
     low = abs(diagonal) <= rows * np.finfo(r.dtype).eps * norms
     if low.any():
         raise MatrixError(
-            f"column {int(np.argmax(low))} depends on those before it: the matrix is not of full rank; use the SVD"
+            f"column {int(np.argmax(low))} depends on those before it: the matrix is not of full rank; pass rcond="
         )
     columns = kernels.empty(r.shape, r.dtype)
     columns[...] = r

@@ -272,5 +272,5 @@ def indefinite(order: int) -> str:
 def singular(at: int, *, rank: bool) -> str:
     """Return the text for a diagonal element of a triangular factor that is zero; `rank`: or rounding of its column."""
     if rank:
-        return f"column {at} depends on those before it: the matrix is not of full rank; give rtol, for singular values"
+        return f"column {at} depends on those before it: the matrix is not of full rank; pass rcond="
     return f"the matrix is singular: diagonal element {at} of its triangular factor is exactly zero"

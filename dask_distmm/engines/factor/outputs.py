@@ -158,7 +158,7 @@ def whole(execution: Execution, output: TaskOutput) -> Any:
         return pivots
     if output.form == "permutation":
         rows = np.arange(output.shape[0], dtype=np.float64)[:, None]
-        return (scipy.linalg.lapack.dlaswp(rows, pivots) if len(pivots) else rows)[:, 0].astype(np.int64)
+        return np.argsort((scipy.linalg.lapack.dlaswp(rows, pivots) if len(pivots) else rows)[:, 0]).astype(np.int64)
     panels = execution.pivots
     diagonal = np.concatenate(
         [execution.kernels.host(panels[panel][1]) for panel in sorted(panels)] or [np.ones(0, output.dtype)]

@@ -74,10 +74,12 @@ def plan_factorization(
     leanest = min(found, key=lambda one: max(one.projected_bytes.values()))
     limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
     remedy = "a" if max(count for count, _ in ways) == 1 and problem.task.spectral else "more workers or a"
+    smaller = {"svd": "full_matrices=False", "qr": "mode='reduced'"} if problem.task.mode == "complete" else {}
+    use = f"Pass {smaller[problem.task.kind]}, or use" if problem.task.kind in smaller else "Use"
     raise ProjectedMemoryError(
         f"{problem.task.kind} of a matrix of {problem.task.a_shape} ({problem.task.dtype}) would hold "
         f"{max(leanest.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
-        f"{min(limits.values()) / 2**30:.2f} GiB. Use {remedy} higher memory_limit, or raise the config "
+        f"{min(limits.values()) / 2**30:.2f} GiB. {use} {remedy} higher memory_limit, or raise the config "
         "distmm.memory.limit-fraction",
         leanest.projected_bytes,
         limits,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import NotSquareError, PlanError
 
 # Each kind with the options that it knows.
 KINDS: dict[str, frozenset[str]] = {
@@ -117,18 +117,18 @@ class Factorization:
     def _check_shapes(self) -> None:
         m, n = self.a_shape
         if self.kind in _SQUARE and m != n:
-            raise PlanError(f"{self.kind} needs a square matrix, A is {m} x {n}")
+            raise NotSquareError(f"a must be square, got {m} x {n}")
         if self.kind != "eigh" and (self.b_shape is None) == (self.kind in _WITH_B):
             raise PlanError(f"{self.kind} {'needs' if self.b_shape is None else 'has no'} right-hand sides B")
         if self.b_shape is not None:
             axis = 1 if self.right else 0
             if self.b_shape[axis] != m:
                 found, side = self.b_shape[axis], ("rows", "columns")[axis]
-                raise PlanError(f"A is {m} x {n}, B has {found} {side}: expected {m}")
+                raise PlanError(f"a is {m} x {n}, so b must have {m} {side}; it has {found}")
             if self.kind == "eigh" and self.b_shape != (m, m):
-                raise PlanError(f"A is {m} x {m}, B is {self.b_shape[0]} x {self.b_shape[1]}: expected {m} x {m}")
+                raise PlanError(f"a is {m} x {m}, so b must be {m} x {m}; it is {self.b_shape[0]} x {self.b_shape[1]}")
         if self.subset is not None and not 0 <= self.subset[0] <= self.subset[1] < m:
-            raise PlanError(f"subset {self.subset}: expected (first, last) with 0 <= first <= last < {m}")
+            raise PlanError(f"subset_by_index must be (first, last) with 0 <= first <= last < {m}, got {self.subset}")
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""Many products at once: batches and groups. Pure."""
+"""Many computations: batches and groups of products, and the runs of one result. Pure."""
