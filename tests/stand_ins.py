@@ -25,4 +25,5 @@ class Loop:
 
 async def ask(side, request):
     """Give a request to the handler that a `WorkerSide` has for it; return the answer."""
-    return from_wire(request.answer, await side.handlers[request.operation](**to_wire(request)))
+    wire = {**to_wire(request), "epoch": side.epoch}
+    return from_wire(request.answer, await side.handlers[request.operation](**wire))

@@ -288,7 +288,7 @@ def test_reports_say_something_new(monkeypatch):
 
     async def work() -> None:
         job = Job()
-        telling = asyncio.ensure_future(side._tell_progress(1, job))
+        telling = asyncio.ensure_future(side._tell_progress(1, job, ""))
         while job.asked < 20:
             await asyncio.sleep(0.001)
         telling.cancel()

@@ -18,7 +18,7 @@ class Watchdog:
     def __init__(self, seconds: float, what: str) -> None:
         self._what = what
         self._called_off = threading.Event()
-        self._timer = threading.Timer(seconds, self._bite)
+        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._bite)
         self._timer.daemon = True
 
     def start(self) -> None:

@@ -3,7 +3,7 @@
 ::
 
     scheduler  Describe, Prepare, Start, Abort, Release                  -> worker
-               Finish, Forget, End, Gone, Abandon, DropReplicas  (no answer)  -> worker
+               Begin, Finish, Forget, End, Gone, Abandon, DropReplicas  (no answer)  -> worker
     worker     Progress, Gathered                        (no answer)     -> scheduler
                Fetch                                                     -> worker
 
@@ -144,6 +144,14 @@ class Release(Call[Reply]):
 
 
 # From the scheduler to a worker, on Dask's own stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Begin(Message):
+    """The scheduler has a plugin whose messages carry this `epoch`: all that belongs to another one is over."""
+
+    operation = "distmm-begin"
+    epoch: str
 
 
 @dataclasses.dataclass(frozen=True)

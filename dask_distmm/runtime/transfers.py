@@ -32,10 +32,17 @@ class DaskComm:
     """The `Comm` of one run on one worker."""
 
     def __init__(
-        self, worker: Worker, run_id: int, addresses: Sequence[str], timeout: float, *, cross_memory: bool = False
+        self,
+        worker: Worker,
+        run_id: int,
+        addresses: Sequence[str],
+        timeout: float,
+        *,
+        epoch: str = "",
+        cross_memory: bool = False,
     ) -> None:
         self._worker, self._run_id, self._addresses, self._timeout = worker, run_id, addresses, timeout
-        self._cross_memory = cross_memory
+        self._epoch, self._cross_memory = epoch, cross_memory
         self.received_bytes = 0
 
     def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
@@ -49,7 +56,8 @@ class DaskComm:
 
     async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
         place = cross_memory.process_name() if self._cross_memory else ""
-        call = ask(self._worker.rpc(address), Fetch(self._run_id, kind, boxes.tobytes(), flat, place))
+        request = Fetch(self._run_id, kind, boxes.tobytes(), flat, place)
+        call = ask(self._worker.rpc(address), request, self._epoch)
         try:
             # Sums are there when the peer has multiplied, which may take any time; chunks are there now.
             answer = await asyncio.wait_for(call, self._timeout if kind == "input" else None)

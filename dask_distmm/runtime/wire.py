@@ -2,6 +2,10 @@
 
 `ask` sends a request and returns its answer, `post` makes a message for one of Dask's own streams. `answering` and
 `listening` make the handlers of the other end. `dask_distmm.runtime.messages` has the messages.
+
+Numbers of runs and groups count within an *epoch*: the time of one scheduler plugin, from its start until another one
+takes its place. Messages between the scheduler and workers, and between workers, carry a secret name of it; a message
+of another epoch is refused and changes nothing.
 """
 
 from __future__ import annotations
@@ -78,14 +82,14 @@ def from_wire(kind: type[D], wire: Any) -> D:
     return kind(**wire)
 
 
-def post(message: Message) -> dict[str, Any]:
+def post(message: Message, epoch: str = "") -> dict[str, Any]:
     """Return a message as one of Dask's own streams carries it."""
-    return {"op": message.operation, **to_wire(message)}
+    return {"op": message.operation, **_enveloped(message, epoch)}
 
 
-async def ask(rpc: Any, request: Call[A]) -> A | None:
+async def ask(rpc: Any, request: Call[A], epoch: str = "") -> A | None:
     """Send a request; return the answer, or None if the other end does not know it: there is no dask_distmm."""
-    wire = await getattr(rpc, request.operation)(**to_wire(request))
+    wire = await getattr(rpc, request.operation)(**_enveloped(request, epoch))
     if not isinstance(wire, Mapping):
         return None
     if "kind" in wire:  # as `as_plain` makes it of an error
@@ -94,12 +98,19 @@ async def ask(rpc: Any, request: Call[A]) -> A | None:
 
 
 def answering(
-    kind: type[Call[A]], handle: Callable[[Any], Awaitable[A]]
+    kind: type[Call[A]],
+    handle: Callable[[Any], Awaitable[A]],
+    is_current: Callable[[Any], Awaitable[bool]] | None = None,
 ) -> dict[str, Callable[..., Awaitable[dict[str, Any]]]]:
-    """Return the handler of a request by its operation; it refuses what is malformed, and answers our errors."""
+    """Return the handler of a request by its operation; whatever happens, its answer is typed.
+
+    It refuses what is malformed, and what is of an epoch that is not current, if it is to look at that.
+    """
 
     async def answer(**wire: Any) -> dict[str, Any]:
         try:
+            if is_current is not None and not await is_current(wire.pop(_EPOCH, "")):
+                raise _of_another_epoch(kind)
             request = from_wire(kind, wire)
         except ProtocolError as error:
             return to_wire(Reply("refused", str(error)))
@@ -107,25 +118,47 @@ def answering(
             return to_wire(await handle(request))
         except DistMMError as error:
             return as_plain(error)
+        except Exception as error:
+            log.warning("message %s failed", kind.__name__, exc_info=True)
+            return to_wire(Reply("failed", f"{type(error).__name__}: {error}"))
 
     return {kind.operation: answer}
 
 
-def listening(kind: type[Message], handle: Callable[[Any], None]) -> dict[str, Callable[..., None]]:
-    """Return the handler of a message on a stream by its operation.
+def listening(
+    kind: type[Message], handle: Callable[[Any], None], is_current: Callable[[Any], bool] | None = None
+) -> dict[str, Callable[..., None]]:
+    """Return the handler of a message on a stream by its operation; `is_current` as for `answering`.
 
-    It drops what is malformed: an exception would close the stream, which is Dask's own.
+    An exception would close the stream, which is Dask's own, and end the worker. So none leaves the handler.
     """
 
     def hear(**wire: Any) -> None:
         try:
-            message = from_wire(kind, wire)
+            if is_current is not None and not is_current(wire.pop(_EPOCH, "")):
+                raise _of_another_epoch(kind)
+            handle(from_wire(kind, wire))
         except ProtocolError as error:
             log.debug("dropped: %s", error)
-        else:
-            handle(message)
+        except Exception:
+            log.warning("message %s failed", kind.__name__, exc_info=True)
 
     return {kind.operation: hear}
+
+
+# The name of the epoch, beside the fields of a message.
+_EPOCH = "epoch"
+
+
+def _enveloped(message: Message, epoch: str) -> dict[str, Any]:
+    return {**to_wire(message), **({_EPOCH: epoch} if epoch else {})}
+
+
+def _of_another_epoch(kind: type[Message]) -> ProtocolError:
+    return ProtocolError(
+        f"message {kind.__name__} is not of the scheduler plugin that is installed: it is from before that plugin, or "
+        "forged"
+    )
 
 
 _REQUIRED = object()

@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.metrics import time
 
@@ -42,10 +42,12 @@ from dask_distmm.runtime.scheduler.rank_groups import RankGroups
 from dask_distmm.runtime.scheduler.releasing import Releases
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.scheduler.voting import ask_all, failed
-from dask_distmm.runtime.wire import Message, ask, post
+from dask_distmm.runtime.wire import Call, Message, Reply, ask, post
 
 if TYPE_CHECKING:
     from distributed import Scheduler
+
+A = TypeVar("A", bound=Reply)
 
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
 _ABORT_TIMEOUT = 5.0
@@ -58,10 +60,10 @@ class Coordinator:
 
     def __init__(self, scheduler: Scheduler, event: Callable[..., None]) -> None:
         self.scheduler, self._event = scheduler, event
-        self.roster = Roster(scheduler)
+        self.queue = RunQueue(scheduler)
+        self.roster = Roster(scheduler, self.queue.epoch)
         self.groups = RankGroups()
         self.replicas = Replicas(scheduler, self.tell)
-        self.queue = RunQueue(scheduler)
         self.releases = Releases(scheduler, self.queue)
         self._freezer = Freezer(scheduler, self.roster, self.groups, self.replicas)
 
@@ -144,7 +146,7 @@ class Coordinator:
             keys = frozen.keys.get(address, {})
             sources = frozen.sources.get(address, b"")
             request = Prepare(run.run_id, number[address], wire, keys, not barrier.moves, sources)
-            return ask(self.scheduler.rpc(address), request)
+            return self._ask(address, request)
 
         limit = made.problem.options.vote_timeout
         votes = await ask_all(self.scheduler, run, prepare, self.queue.ended(run), self.lose, timeout=limit)
@@ -163,7 +165,7 @@ class Coordinator:
         request = Start(run.run_id, offers, unwanted(made.problem, frozen.wanted))
 
         def start(address: str) -> Awaitable[Done | None]:
-            return ask(self.scheduler.rpc(address), request)
+            return self._ask(address, request)
 
         limit = made.problem.options.silence_timeout
         answers = await ask_all(self.scheduler, run, start, self.queue.ended(run), self.lose, silence=limit)
@@ -207,8 +209,7 @@ class Coordinator:
             if address in run.mute:
                 return
             with contextlib.suppress(OSError, TimeoutError):
-                call = ask(self.scheduler.rpc(address), Abort(run.run_id, reason))
-                answer = await asyncio.wait_for(call, _ABORT_TIMEOUT)
+                answer = await asyncio.wait_for(self._ask(address, Abort(run.run_id, reason)), _ABORT_TIMEOUT)
                 answered.add(address)
                 told[address] = answer.history if answer is not None else "it does not know dask_distmm"
 
@@ -226,9 +227,12 @@ class Coordinator:
             self.queue.changed_soon()
         return worker in run.gone
 
+    def _ask(self, address: str, request: Call[A]) -> Awaitable[A | None]:
+        return ask(self.scheduler.rpc(address), request, self.queue.epoch)
+
     def tell(self, addresses: Sequence[str], message: Message) -> None:
         """Send a message to the `WorkerSide` of some workers."""
-        wire = post(message)
+        wire = post(message, self.queue.epoch)
         for address in addresses:
             if address in self.roster and address in self.scheduler.workers:
                 self.scheduler.worker_send(address, wire)

@@ -52,7 +52,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def start(self, scheduler: Scheduler) -> None:
         """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
-        # Before anything is awaited: two clients may install the plugin at the same time.
+        before = scheduler.extensions.get(NAME)
+        if before is not None and self.name not in scheduler.plugins:
+            await before.retire()
+        # Nothing is awaited in between: two clients may install the plugin at the same time.
         scheduler.add_plugin(self, name=self.name, idempotent=True)
         if scheduler.plugins[self.name] is not self:
             return
@@ -66,6 +69,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.holders = Holders(scheduler, self.roster)
         self.gates = Gates(scheduler)
         self.bare = BareWorkers(scheduler, self.roster.bare)
+        if before is not None:
+            self.roster.bare.update(before.roster.bare)
         self.admission = Admission(scheduler, self.roster, self._waiting)
         scheduler.handlers |= {
             **answering(questions.RosterQuestion, self.answer_roster),
@@ -74,16 +79,27 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             **answering(questions.FreeReplicas, self.replicas.free),
             **answering(questions.ProgressQuestion, self.answer_progress),
         }
-        scheduler.stream_handlers |= listening(messages.Progress, self.hear_progress)
-        scheduler.stream_handlers |= listening(messages.Gathered, self.coordinator.gathered)
+        for kind, handle in ((messages.Progress, self.hear_progress), (messages.Gathered, self.coordinator.gathered)):
+            scheduler.stream_handlers |= listening(kind, handle, lambda epoch: epoch == self.queue.epoch)
         # So that `Client.dump_cluster_state()` finds it.
         scheduler.extensions[NAME] = self
         self.records = Records()
         for attach in attachments:
             attach(scheduler, self)
-        # Graphs that came before this plugin: their barriers can't have begun, or have asked for it.
+        # Graphs that came before this plugin: their barriers have asked for it, or another plugin has parked them.
         self.update_graph(scheduler, tasks=list(scheduler.tasks))
         await scheduler.register_worker_plugin(None, for_any_worker(), name=NAME, idempotent=True)
+        for barrier in [barrier for barrier in self.barriers.values() if barrier.parked]:
+            self.transition(barrier.key, "waiting", "no-worker")
+
+    async def retire(self) -> None:
+        """End all that is under way, as another plugin takes this one's place: nobody hears of transitions any more."""
+        driving = [barrier.task for barrier in self.barriers.values() if barrier.task is not None]
+        for task in driving:
+            task.cancel("the scheduler's plugin was installed anew")
+        await asyncio.gather(*driving, return_exceptions=True)
+        groups = self.groups.surplus(0)
+        await asyncio.gather(*self.coordinator.releases.begin(groups, read_options().grace_timeout))
 
     async def close(self) -> None:
         """Leave the process as it was."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,8 @@ class RunQueue(dict[int, Run]):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
-        self.newest = 0
+        # Runs count within an epoch; see `wire`.
+        self.newest, self.epoch = 0, uuid.uuid4().hex
         self._scheduler, self._changed = scheduler, asyncio.Condition()
 
     def of(self, key: str) -> list[Run]:

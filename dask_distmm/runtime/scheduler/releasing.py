@@ -42,6 +42,6 @@ class Releases:
             with contextlib.suppress(Lost, Released, OSError, TimeoutError):
                 await self._queue.turn(run)
                 request = Release(group.number, group.engine, grace)
-                asked = [ask(self._scheduler.rpc(address), request) for address in group.workers]
+                asked = [ask(self._scheduler.rpc(address), request, self._queue.epoch) for address in group.workers]
                 # A watchdog bites after `grace` where a rank is stuck; one that stands still is not waited for.
                 await asyncio.wait_for(asyncio.gather(*asked), grace + _STANDSTILL)

@@ -18,8 +18,8 @@ from dask_distmm.errors import (
 )
 from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Demand, Worker
-from dask_distmm.runtime.messages import Describe, Description
-from dask_distmm.runtime.wire import ask
+from dask_distmm.runtime.messages import Begin, Describe, Description
+from dask_distmm.runtime.wire import ask, post
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -41,8 +41,8 @@ _UNKNOWN = Description("OK")
 class Roster:
     """The workers of a cluster and their descriptions, for which each is asked once."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, epoch: str = "") -> None:
+        self._scheduler, self._epoch = scheduler, epoch
         self._described: dict[str, Description] = {}
         # When a worker was last left out as it was paused.
         self._paused = 0.0
@@ -223,6 +223,7 @@ class Roster:
                 return
             if answer is not None and address in self._scheduler.workers:
                 self._described[address] = answer
+                self._scheduler.worker_send(address, post(Begin(self._epoch)))
 
         await asyncio.gather(*map(ask_one, addresses))
         return silent

@@ -20,7 +20,9 @@ import functools
 import logging
 import math
 import platform
+import threading
 import traceback
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,7 +47,7 @@ from dask_distmm.runtime.messages import NAME, Aborted, Delivery, Done, Vote
 from dask_distmm.runtime.replicas import ReplicaStore
 from dask_distmm.runtime.run import summarize
 from dask_distmm.runtime.transfers import DaskComm, address_of
-from dask_distmm.runtime.wire import Reply, answering, listening, post
+from dask_distmm.runtime.wire import Message, Reply, answering, listening, post
 from dask_distmm.runtime.worker.chunk_store import ChunkStore
 
 if TYPE_CHECKING:
@@ -55,6 +57,10 @@ A = TypeVar("A", bound=Reply)
 
 # How often a worker says how far it is (seconds).
 _TELL = 0.5
+# A request may overtake the stream that tells of its epoch, by so much (seconds).
+_OVERTAKES = 5.0
+# A process that frees a group's memory is not ended sooner than this (seconds).
+_LEAST_GRACE = 1.0
 # The share of a GPU's memory above which dask-cuda moves results to the host, unless it is told another limit.
 _SPILLED_FROM = 0.8
 
@@ -70,39 +76,72 @@ class WorkerSide:
         self.progress: dict[int, float] = {}
         self.history = History()
         self._closed = False
+        # The epoch that runs and groups count in. Until the scheduler tells of its own, one that nobody else knows.
+        self.epoch = uuid.uuid4().hex
+        self._begun = asyncio.Event()
+        # Held while the epoch changes, and while a run of it becomes known here.
+        self._changing = threading.Lock()
+        # Groups that may keep something here, each with its engine.
+        self._groups: set[tuple[int, str]] = set()
         # Numbers of runs that are over. Messages that come late for them, as this process stood still, are refused.
         self._over: collections.deque[int] = collections.deque(maxlen=1000)
         # One thread, so that two collectives can never cross.
         self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine")
         self.handlers: dict[str, Callable[..., Any]] = {
             **answering(messages.Describe, self.describe),
-            **answering(messages.Prepare, self.prepare),
-            **answering(messages.Start, self.start),
-            **answering(messages.Abort, self.abort),
-            **answering(messages.Fetch, self.fetch),
-            **answering(messages.Release, self.release),
+            **answering(messages.Prepare, self.prepare, self._is_current),
+            **answering(messages.Start, self.start, self._is_current),
+            **answering(messages.Abort, self.abort, self._is_current),
+            **answering(messages.Fetch, self.fetch, self._is_current),
+            **answering(messages.Release, self.release, self._is_current),
         }
         self._dask_dump = worker.handlers.get("dump_state")
         if self._dask_dump:
             self.handlers["dump_state"] = self.dump_state
         let_types_travel()
         worker.handlers.update(self.handlers)
-        listeners = {
-            **listening(messages.End, lambda end: self.end(end.run_id, end.reason)),
-            **listening(messages.Finish, lambda finish: self.finish(finish.run_id)),
-            **listening(messages.Forget, functools.partial(_forget, self.runs)),
-            **listening(messages.Gone, self.gone),
-            **listening(messages.Abandon, self.abandon),
-            **listening(messages.DropReplicas, lambda drop: self.replicas.drop(drop.name, drop.run_id)),
+        listeners: dict[type[Message], Callable[[Any], None]] = {
+            messages.End: lambda end: self.end(end.run_id, end.reason),
+            messages.Finish: lambda finish: self.finish(finish.run_id),
+            messages.Forget: functools.partial(_forget, self.runs),
+            messages.Gone: self.gone,
+            messages.Abandon: self.abandon,
+            messages.DropReplicas: lambda drop: self.replicas.drop(drop.name, drop.run_id),
         }
-        worker.stream_handlers.update(listeners)
+        for kind, handle in listeners.items():
+            worker.stream_handlers.update(listening(kind, handle, lambda epoch: epoch == self.epoch))
+        # The epoch itself comes on the scheduler's own stream only.
+        worker.stream_handlers.update(listening(messages.Begin, lambda begin: self.begin(begin.epoch)))
 
     @property
     def address(self) -> str:
         """The address under which everybody else knows this worker."""
         return address_of(self.worker)
 
+    async def _is_current(self, epoch: Any) -> bool:
+        """Whether a request is of the scheduler's plugin."""
+        if epoch != self.epoch and not self._closed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._begun.wait(), _OVERTAKES)
+        return bool(epoch == self.epoch)
+
     # Called by the scheduler
+
+    def begin(self, epoch: str) -> None:
+        """End all that belongs to another epoch; this one's runs and groups count anew."""
+        if epoch == self.epoch:
+            return
+        with self._changing:
+            for run_id in list(self.runs):
+                self._drop(run_id, "the scheduler's plugin was installed anew")
+            self.replicas.drop()
+            for group, engine in self._groups:
+                self._abandon(group, engine)
+            self._groups.clear()
+            self._over.clear()
+            self.newest_run, self.history, self.epoch = 0, History(), epoch
+        self._begun.set()
+        self._begun = asyncio.Event()
 
     async def describe(self, request: messages.Describe) -> messages.Description:
         """Return the facts about this worker that planning needs."""
@@ -110,24 +149,24 @@ class WorkerSide:
 
     async def prepare(self, request: messages.Prepare) -> Vote:
         """Check that all chunks are here and allocate; the answer is this worker's vote."""
-        run_id = request.run_id
+        run_id, epoch = request.run_id, self.epoch
         if run_id <= self.newest_run or run_id in self._over:
             return Vote("refused", f"run {run_id} is stale: this worker has seen run {self.newest_run}, or its end")
         self.history.note(run_id, "asked for a vote")
         try:
             # On the engine's thread: after the previous run, which may still be ending there.
             loop = asyncio.get_running_loop()
-            vote = await loop.run_in_executor(self.engine_thread, self._prepare, request)
+            vote = await loop.run_in_executor(self.engine_thread, self._prepare, request, epoch)
         except ProtocolError as error:
             vote = Vote("refused", str(error))
         except BaseException as error:
             vote = _failure(Vote, error, self._closed)
-        if run_id in self._over:  # ended meanwhile
+        if run_id in self._over and epoch == self.epoch:  # ended meanwhile
             self._drop(run_id, "it was ended before it began")
         self.history.note(run_id, f"voted {vote.status}")
         return vote
 
-    def _prepare(self, request: messages.Prepare) -> Vote:
+    def _prepare(self, request: messages.Prepare, epoch: str) -> Vote:
         plan, run_id, me = plan_from_wire(request.plan), request.run_id, request.me
         if not 0 <= me < len(plan.participants):
             raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
@@ -142,17 +181,24 @@ class WorkerSide:
         chunks = check_chunks(plan, chunks | own) | unpack_tasks(plan, request.sources, self.worker)
         addresses = [worker.address for worker in plan.participants]
         options = plan.problem.options
-        comm = DaskComm(self.worker, run_id, addresses, options.transfer_timeout, cross_memory=options.cross_memory)
+        comm = DaskComm(
+            *(self.worker, run_id, addresses, options.transfer_timeout), epoch=epoch, cross_memory=options.cross_memory
+        )
 
         def progress(share: float) -> None:
             self.progress[run_id] = share
 
         job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready_event(own.values()))
         job.prepare()
-        self.chunks.claim(run_id, plan, me, request.keys, job)
-        self.replicas.expect(run_id, plan, chunks, comm)
-        self.newest_run = run_id
-        self.runs[run_id] = plan, job
+        with self._changing:
+            if epoch != self.epoch:
+                raise ProtocolError(f"run {run_id} is of a plugin of the scheduler that another one has replaced")
+            self.chunks.claim(run_id, plan, me, request.keys, job)
+            self.replicas.expect(run_id, plan, chunks, comm)
+            if plan.group:
+                self._groups.add((plan.group, plan.engine))
+            self.newest_run = run_id
+            self.runs[run_id] = plan, job
         return Vote("OK", offer=job.offer)
 
     async def start(self, request: messages.Start) -> Done:
@@ -160,20 +206,26 @@ class WorkerSide:
         run_id = request.run_id
         if run_id not in self.runs:
             return Done("lost" if self._closed else "refused", f"run {run_id} was not prepared here, or is over")
-        plan, job = self.runs[run_id]
-        loop = asyncio.get_running_loop()
+        plan, job = own = self.runs[run_id]
+        epoch, loop = self.epoch, asyncio.get_running_loop()
         self.history.note(run_id, "began")
-        telling = asyncio.ensure_future(self._tell_progress(run_id, job))
+        telling = asyncio.ensure_future(self._tell_progress(run_id, job, epoch))
         try:
             started = loop.time()
             self.chunks.consume(run_id)
             if plan.problem.given_up:
-                job.on_gathered = functools.partial(_tell_gathered, self.worker, run_id, loop)
+                job.on_gathered = functools.partial(
+                    loop.call_soon_threadsafe, self.worker.batched_send, post(messages.Gathered(run_id), epoch)
+                )
             made = await loop.run_in_executor(self.engine_thread, _execute, job, request.offers)
+            if self.runs.get(run_id) is not own:
+                raise EngineError(f"run {run_id} was ended")
             result = await self.replicas.share(run_id, plan, made, job.timings)
             missing = set(job.missing)
             result = {key: x for key, x in result.items() if key[1] not in missing}
-            placed = await self.chunks.place(run_id, plan, result, request.unwanted, lambda: run_id in self.runs)
+            placed = await self.chunks.place(
+                *(run_id, plan, result, request.unwanted), lambda: self.runs.get(run_id) is own
+            )
         except BaseException as error:
             self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
             return _failure(Done, error, self._closed)
@@ -201,26 +253,37 @@ class WorkerSide:
             )
         return done
 
-    async def _tell_progress(self, run_id: int, job: Job[Any]) -> None:
+    async def _tell_progress(self, run_id: int, job: Job[Any], epoch: str) -> None:
         """Tell the scheduler from time to time how far this worker is."""
         told = (0.0, 0)
         while True:
             await asyncio.sleep(_TELL)
             now = float(self.progress.get(run_id, 0.0)), int(job.received_bytes)
             if now != told:
-                self.worker.batched_send(post(messages.Progress(run_id, *now)))
+                self.worker.batched_send(post(messages.Progress(run_id, *now), epoch))
                 told = now
 
     async def release(self, request: messages.Release) -> Reply:
         """Free the memory that a group keeps between runs; the scheduler asks all ranks at the same time."""
+        self._groups.discard((request.group, request.engine))
         if not self._closed:
             await asyncio.get_running_loop().run_in_executor(self.engine_thread, _release, request)
         return Reply("OK")
 
     def abandon(self, message: messages.Abandon) -> None:
         """Forget a group of which a rank is gone."""
+        self._groups.discard((message.group, message.engine))
+        self._abandon(message.group, message.engine)
+
+    def _abandon(self, group: int, engine: str) -> None:
+        def forget() -> None:
+            try:
+                get_engine(engine).abandon(group)
+            except Exception:
+                log.warning("group %d of engine %r was not forgotten", group, engine, exc_info=True)
+
         with contextlib.suppress(RuntimeError):  # this worker is closing
-            self.engine_thread.submit(get_engine(message.engine).abandon, message.group)
+            self.engine_thread.submit(forget)
 
     async def abort(self, request: messages.Abort) -> Aborted:
         """End a run here that has not succeeded; the answer is this worker's history of it."""
@@ -334,13 +397,8 @@ def _process_facts(data: Any) -> messages.Description:
 
 
 def _release(request: messages.Release) -> None:
-    with Watchdog(request.grace, f"freeing group {request.group} of engine {request.engine}"):
+    with Watchdog(max(_LEAST_GRACE, request.grace), f"freeing group {request.group} of engine {request.engine}"):
         get_engine(request.engine).release(request.group)
-
-
-def _tell_gathered(worker: Worker, run_id: int, loop: asyncio.AbstractEventLoop) -> None:
-    """Tell the scheduler that this rank has read the operands. Any thread."""
-    loop.call_soon_threadsafe(worker.batched_send, post(messages.Gathered(run_id)))
 
 
 def _forget(runs: Mapping[int, tuple[Placement, Job[Any]]], message: messages.Forget) -> None:
