@@ -11,9 +11,11 @@ Importing this starts nothing and imports neither CUDA nor a dashboard.
 """
 
 from dask_distmm._version import __version__
+from dask_distmm.compat import check_imports as _check_imports
 from dask_distmm.config import enabled_setting as _enabled_setting
 from dask_distmm.config import register_defaults as _register_defaults
 
+_check_imports()
 _register_defaults()
 
 import dask_distmm.show  # noqa: E402, F401

@@ -3,5 +3,5 @@
 __version__ = "0.1.0"
 
 # The versions of Dask and distributed that all tests have passed with. Newer ones are taken too, as long as they have
-# what `runtime.direct` looks for.
+# what `compat` looks for.
 TESTED_DASK = ("2026.7.1", "2026.8.0")

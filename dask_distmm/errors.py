@@ -8,7 +8,7 @@ are raised on a worker or the scheduler and read by the user at the client. In m
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from numpy.linalg import LinAlgError
@@ -24,6 +24,7 @@ __all__ = [
     "ProjectedMemoryError",
     "ProtocolError",
     "RunFailedError",
+    "advice",
     "as_plain",
     "rebuild",
     "unknown_name",
@@ -160,6 +161,12 @@ def unknown_name(what: str, value: object, known: Iterable[str], where: str = ""
     if len(names) <= _LISTED:
         return f"{text} K{listed[1:]}"
     return f"{text} {where} lists all {len(names)}" if where else text
+
+
+def advice(remedies: Sequence[str]) -> str:
+    """Return a sentence that offers remedies, each of which begins with a verb."""
+    text = ", ".join(remedies[:-1]) + " or " * (len(remedies) > 1) + remedies[-1]
+    return text[0].upper() + text[1:]
 
 
 def as_plain(error: DistMMError) -> dict[str, Any]:

@@ -13,23 +13,21 @@ import distributed
 import numpy as np
 import pytest
 from dask._task_spec import convert_legacy_graph
-from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker, wait
-from distributed.scheduler import TaskState, WorkerState, validate_state
+from distributed import Client, LocalCluster, SchedulerPlugin, wait
+from distributed.scheduler import validate_state
 from run_events import events, events_after, newest_run
 
-from dask_distmm import EngineError, explain, matmul
+from dask_distmm import matmul
 from dask_distmm._version import TESTED_DASK
 from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.errors import NoWorkersError
 from dask_distmm.graph.build import build_graph
-from dask_distmm.runtime import client as cluster
 from dask_distmm.runtime import direct
-from dask_distmm.runtime.keys import barrier_name
-from dask_distmm.runtime.messages import NAME
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 
 def test_this_version_of_distributed_has_been_tested():
-    """A new version needs a look at `runtime.direct`, and then an entry in `_version` and on the page of versions."""
+    """A new version needs a look at `compat`, and then an entry in `_version` and on the page of versions."""
     assert distributed.__version__ in TESTED_DASK
     root = Path(__file__).parents[1]
     bounds = re.findall(r'^  "(?:dask\[array\]|distributed)(>.*)",$', (root / "pyproject.toml").read_text(), re.M)
@@ -37,46 +35,6 @@ def test_this_version_of_distributed_has_been_tested():
     assert bounds == [f">={TESTED_DASK[0]}"] * 2
     page = (root / "docs" / "versions.md").read_text()
     assert all(version in page for version in TESTED_DASK)
-
-
-def test_it_has_all_that_is_used():
-    assert direct.find_missing(Scheduler, Worker) == []
-
-
-def test_tasks_workers_and_scheduler_have_all_that_is_used(validated):
-    def look(dask_scheduler):
-        return direct.find_unset(dask_scheduler, TaskState, WorkerState)
-
-    assert validated.run_on_scheduler(look) == []
-    unset = direct.find_unset(object(), TaskState, int)
-    assert "Scheduler.unrunnable" in unset
-    assert "WorkerState.has_what" in unset
-    assert not [name for name in unset if name.startswith("TaskState")]
-
-
-def test_every_attribute_that_is_used_is_looked_for():
-    """What the runtime reads of tasks and workers under their usual names is in the lists."""
-    folder = Path(direct.__file__).parent
-    text = "\n".join(path.read_text() for path in folder.rglob("*.py"))
-    for name, names in (("ts", direct._TASK), ("ws", direct._WORKER)):
-        used = set(re.findall(rf"\b{name}\.([a-z_]+)", text))
-        assert used - set(names) == set()
-
-
-def test_what_is_missing_is_named():
-    class Other(Scheduler):
-        def _add_to_memory(self, ts, ws):
-            raise NotImplementedError
-
-    Other._TRANSITIONS_TABLE = {key: x for key, x in Scheduler._TRANSITIONS_TABLE.items() if key[0] != "no-worker"}
-
-    class OtherWorker(Worker):
-        update_data = None
-
-    missing = direct.find_missing(Other, OtherWorker)
-    assert "Other._add_to_memory(recommendations)" in missing
-    assert "OtherWorker.update_data(data)" in missing
-    assert "the scheduler's transition ('no-worker', 'erred')" in missing
 
 
 def test_ordering_apart():
@@ -276,29 +234,6 @@ def test_a_run_outlasts_the_timeout_for_missing_workers(validated, monkeypatch):
         validated.run_on_scheduler(limit, None)
 
 
-def test_a_scheduler_that_lacks_something_refuses(validated):
-    """Before anything moves, with what it lacks; products under enable() are Dask's."""
-    import dask_distmm
-
-    _, _, x, y = matrices()
-    matmul(x, y).compute()
-
-    def lack(what, dask_scheduler=None):
-        dask_scheduler.plugins[NAME].unsupported = what
-
-    try:
-        validated.run_on_scheduler(lack, ["Scheduler.transitions(stimulus_id)"])
-        cluster._said.clear()
-        with pytest.raises(EngineError, match=r"lacks Scheduler.transitions\(stimulus_id\)"):
-            explain(x, y)
-        with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
-            d = x @ y
-        assert not any(barrier_name(key) for key in dict(d.dask))
-        np.testing.assert_allclose(d.compute(), x.compute() @ y.compute())
-    finally:
-        validated.run_on_scheduler(lack, [])
-
-
 def test_where_the_user_lets_it_run(validated):
     """Annotations for workers hold for who multiplies, and where the result lies."""
     a, b, x, y = matrices()
@@ -309,6 +244,25 @@ def test_where_the_user_lets_it_run(validated):
     wait(d)
     assert {tuple(found) for found in validated.who_has(d).values()} == {(address,)}
     assert_product(a, b, d.compute())
+
+
+def test_where_no_worker_may_run_it(validated):
+    """As Dask's own tasks it waits for such a worker; then the error names who was asked for, and who is there."""
+    a, b, x, y = matrices()
+    address = sorted(validated.nthreads())[1]
+    x, y = validated.persist([x, y])
+
+    def product(workers, **options):
+        with dask.annotate(workers=workers, **options), dask.config.set({"distmm.timeouts.load": "0.3s"}):
+            return matmul(x, y, method="summa")
+
+    with pytest.raises(NoWorkersError, match=r"workers=\['nobody'\] was asked for .* has inproc.*waited for 0.3 s"):
+        validated.compute(product(["nobody"]), optimize_graph=False).result(timeout=30)
+    loose = product(["nobody"], allow_other_workers=True)
+    assert_product(a, b, validated.compute(loose, optimize_graph=False).result(timeout=30))
+    d = product([address])
+    e = d[:20].map_blocks(np.copy)
+    assert_product(a[:20], b, validated.compute(e, optimize_graph=False).result(timeout=30))
 
 
 def test_the_first_of_several_by_priority(validated):

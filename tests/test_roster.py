@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dask_distmm.errors import EngineError, MissingEngineError, PlanError
+from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
 from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.planning.peer.access import out_of_reach
 from dask_distmm.runtime.messages import Description
-from dask_distmm.runtime.scheduler.roster import Roster
+from dask_distmm.runtime.scheduler.roster import Allowed, Roster
 from dask_distmm.testing import make_problem
 
 GPUS = {name: {"nccl": "2.30.7"} for name in ("cublasmp", "cusolvermp")}
@@ -124,6 +124,19 @@ def test_what_is_not_there():
         choose(roster(gpu(0), gpu(1)), wanted=3)
     with pytest.raises(EngineError, match="different versions of the libraries of engine 'peer'"):
         choose(roster(gpu(0), gpu(1, engines=GPUS | {"peer": {"cuda": "12090"}})), "peer")
+
+
+def test_workers_that_are_named_and_can_not_take_part():
+    """Those that are not there are an error; those that are paused are waited for."""
+    found = roster(*[cpu()] * 12)
+    with pytest.raises(PlanError, match="'gone' is not in the cluster; it has w0, w1, w10, .*, w5, 4 more"):
+        choose(found, array="numpy", wanted=("w1", "gone"))
+    found._scheduler.workers["w1"].status.name = "paused"
+    with pytest.raises(NoWorkersError, match="workers='w1' was asked for, and that worker is paused"):
+        choose(found, array="numpy", wanted=("w1",))
+    allowed = Allowed(frozenset(), "workers=['nobody']")
+    with pytest.raises(NoWorkersError, match=r"workers=\['nobody'\] was asked for .*; the cluster has w0, w10, w11"):
+        asyncio.run(found.choose(Demand("auto", "numpy", ("float64",) * 3), allowed))
 
 
 def test_two_workers_on_one_gpu_reach_each_other():

@@ -19,6 +19,7 @@ ORDER = [
     "errors",
     "installing",
     "config",
+    "compat",
     "layout",
     "numeric",
     "planning",

@@ -19,7 +19,7 @@ from dask_distmm.arrays.series import fit_together, made_bytes, multiply_all
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import dask_costs, parsed, read_options
-from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
+from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Explanation, Plan, Problem, Worker
 from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.engines import engine_alone
@@ -135,10 +135,11 @@ def _plan_batch(request: Request, needed: Sequence[str], imagined: int | None) -
     by_runs = None if plan is None else _estimated(plan, problem, runs)
     way, reason = choose_batch_way(request.batch, by_items if fits else None, by_runs, needed)
     if way == "items" and not fits:
+        other = ["use batch='collective'"] if request.batch == "items" else []
         raise ProjectedMemoryError(
             f"one item of the batch would hold {format_bytes(batch.held_bytes)} in its task, a worker may hold "
-            f"{format_bytes(pool.memory)} for each task that it runs at a time. Use batch='collective', or workers "
-            "with more memory",
+            f"{format_bytes(pool.memory)} for each task that it runs at a time. "
+            f"{advice([*other, 'use workers with more memory'])}",
             {worker.address: batch.held_bytes for worker in workers},
             {worker.address: pool.memory for worker in workers},
         )

@@ -46,8 +46,6 @@ from dask_distmm.planning import (
 from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import barrier_key, output_name, part_name
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.questions import Supported
-from dask_distmm.runtime.wire import ask
 
 # A part of its own is worth a run if it saves so many floating-point operations.
 _FLOPS_OF_A_RUN = 1e9
@@ -257,14 +255,9 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, gate: Non
 
     from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
+    # A scheduler that lacks something refuses it, by an error that names that.
     plugin = dumps(DistMMSchedulerPlugin())
     sync(worker.loop, worker.scheduler.register_scheduler_plugin, plugin=plugin, name=NAME, idempotent=True)
-    answer = sync(worker.loop, ask, worker.scheduler, Supported())
-    if answer is None or not answer.supported:
-        raise EngineError(
-            f"the scheduler at {worker.scheduler.address} can't run collective multiplies: dask_distmm is missing "
-            "there, or does not support its version of distributed; `dask distmm check` says more"
-        )
     raise Reschedule
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import ProtocolError
+from dask_distmm.errors import ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.display import Explanation
@@ -256,3 +256,28 @@ def over_limit(plan: Placement) -> dict[str, int]:
         for worker, size in found.items()
         if worker.memory_limit and size > worker.memory_limit * fraction
     }
+
+
+def check_memory(plan: Placement, what: str, remedies: Sequence[str], *, why: str = "", on_gpus: bool = False) -> None:
+    """Raise `ProjectedMemoryError` if a plan projects more than a worker may hold; `remedies` begin with verbs."""
+    over = over_limit(plan)
+    if not over:
+        return
+    workers, fraction = {worker.address: worker for worker in plan.participants}, plan.problem.options.limit_fraction
+    limit = {address: int(worker.memory_limit * fraction) for address, worker in workers.items()}
+    worst = max(over, key=lambda address: over[address] / limit[address])
+    used = workers[worst].used
+    beside = f", {_gib(used)} of it what its process holds anyway" if used else ""
+    found = [*remedies, "use GPUs with more memory" if on_gpus else "use a higher memory_limit"]
+    if all(size <= workers[address].memory_limit for address, size in over.items()):
+        found.append("raise the config distmm.memory.limit-fraction")
+    raise ProjectedMemoryError(
+        f"{what} would hold {_gib(over[worst])} on worker {worst}{why}{beside}; it may hold {_gib(limit[worst])} "
+        f"({fraction:.0%} of its memory{'' if on_gpus else ' limit'}). {advice(found)}",
+        plan.projected_bytes,
+        limit,
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

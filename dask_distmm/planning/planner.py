@@ -26,7 +26,7 @@ from dask_distmm.planning.footprint import chunk_bytes, packing
 from dask_distmm.planning.grids import candidates
 from dask_distmm.planning.needs import needed_and_held
 from dask_distmm.planning.numpy import costs
-from dask_distmm.planning.placement import Where, everywhere, over_limit
+from dask_distmm.planning.placement import Where, check_memory, everywhere, over_limit
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.replicas import with_replicas
@@ -154,7 +154,16 @@ def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[W
     for chosen in found:
         if not over_limit(chosen):
             return dataclasses.replace(chosen, alternatives=alternatives)
-    check_memory(min(found, key=lambda p: max(p.projected_bytes.values())))
+    leanest = min(found, key=lambda p: max(p.projected_bytes.values()))
+    chosen_as = "the leanest there is" if problem.method == "auto" else "as asked for"
+    kept = [f"{name.upper()} is to be on each worker" for name in leanest.kept]
+    check_memory(
+        leanest,
+        f"the multiply of {problem.m} x {problem.k} by {problem.k} x {problem.n} ({problem.dtype})",
+        product_remedies(problem),
+        why=f" with method {leanest.method!r}, {chosen_as}{', since ' * bool(kept)}{' and '.join(kept)}",
+        on_gpus=abilities.on_gpus,
+    )
     raise AssertionError("unreachable")
 
 
@@ -169,32 +178,22 @@ def _ways(problem: Problem, nworkers: int, engine: str) -> Iterable[tuple[str, t
     return candidates(problem, nworkers, problem.method)
 
 
-def check_memory(plan: Plan) -> None:
-    """Raise `ProjectedMemoryError` if `plan` projects more than a worker may hold."""
-    over = over_limit(plan)
-    if not over:
-        return
-    limit = {w.address: int(w.memory_limit * plan.problem.options.limit_fraction) for w in plan.participants}
+def product_remedies(problem: Problem) -> list[str]:
+    """Return what would let a product fit that does not, in the way in which it was asked for."""
+    found: list[str] = []
     asked = {"d": "epilog 'allreduce'", "a": "gathered='a'", "b": "gathered='b'"}
-    kept = [f"{name.upper()} is to be on each worker ({asked[name]})" for name in plan.kept]
-    more = f", since all of {' and all of '.join(kept)}" if kept else ""
-    used = {w.address: w.used for w in plan.participants}
-    worst = max(over, key=lambda address: over[address] / limit[address])
-    beside = f", {_gib(used[worst])} of it what its process holds anyway" if used[worst] else ""
-    raise ProjectedMemoryError(
-        f"the multiply of {plan.problem.m} x {plan.problem.k} by {plan.problem.k} x {plan.problem.n} "
-        f"({plan.problem.dtype}) would hold {_gib(over[worst])} on worker {worst} with method {plan.method!r}, the "
-        f"leanest there is{more}{beside}; it may hold {_gib(limit[worst])} "
-        f"({plan.problem.options.limit_fraction:.0%} of its memory limit). Use more workers or a higher memory_limit, "
-        "raise the config distmm.memory.limit-fraction, or let Dask's own tasks multiply, which may stream it: A @ B "
-        "under enable()",
-        plan.projected_bytes,
-        limit,
-    )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    if problem.grid is not None:
+        found.append("use a larger grid")
+    elif problem.method == "local":
+        found.append("use method='auto', by which workers share it")
+    else:
+        found.append("use more workers" if problem.workers is None else "name more workers by workers=")
+        found += ["use method='auto'"] if problem.method != "auto" else []
+    kept = ["d"] * problem.formula.replicated + [problem.gathered] * bool(problem.gathered)
+    found += [f"leave out {asked[name]}" for name in kept]
+    if problem.formula.trivial and not kept and not problem.compute:
+        found.append("let Dask's own tasks multiply, which may stream it: A @ B under enable()")
+    return found
 
 
 def _consider(problem: Problem, situation: Situation, engine: str, way: Way) -> Plan:

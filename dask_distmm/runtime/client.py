@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import dask_costs, read_options, setting
-from dask_distmm.errors import EngineError, ProtocolError
+from dask_distmm.errors import EngineError, MissingEngineError, ProtocolError
 from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.chunk_order import by_holder, reorder
@@ -31,6 +31,8 @@ _said: weakref.WeakKeyDictionary[Any, dict[Any, tuple[float, Snapshot]]] = weakr
 _FRESH = 10.0
 # Clients that have put the plugin on their scheduler.
 _installed: weakref.WeakSet[Any] = weakref.WeakSet()
+# Why the scheduler has refused it, and when.
+_refused: weakref.WeakKeyDictionary[Any, tuple[float, str]] = weakref.WeakKeyDictionary()
 
 
 class Snapshot:
@@ -138,9 +140,15 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
 def _install_plugin(client: Client) -> None:
     from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
+    when, refusal = _refused.get(client, (-_FRESH, ""))
+    if time.monotonic() - when < _FRESH:
+        raise MissingEngineError(refusal)
     try:
         client.register_plugin(DistMMSchedulerPlugin())
-    except ModuleNotFoundError as error:
+    except MissingEngineError as error:
+        _refused[client] = time.monotonic(), str(error)
+        raise
+    except ImportError as error:
         raise EngineError(
             f"the scheduler can't import dask_distmm ({error}); install it there, and start it again: "
             f"{install_command(elsewhere=True)}"

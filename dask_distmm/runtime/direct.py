@@ -1,9 +1,7 @@
 """All uses of internals of distributed: how a run begins and ends without tasks that workers run.
 
 The scheduler's side parks a task, puts tasks into memory, and fails a task; the worker's side keeps and frees values.
-`find_missing` and `find_unset` say on the scheduler which of the internals used here this version of distributed lacks;
-where it lacks any, dask_distmm refuses to multiply, and products under `enable` go to Dask's own functions. So versions
-that are newer than those tested may be installed.
+`compat` lists these internals, and looks whether this version of distributed has them before anything here is called.
 
 A parked task is in Dask's state ``no-worker``: all its inputs are in memory, and no worker may run it. Dask itself
 moves it back to ``waiting`` when an input is lost, and parks it again when that input has been computed again.
@@ -11,9 +9,7 @@ moves it back to ``waiting`` when an input is lost, and parks it again when that
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,54 +30,6 @@ if TYPE_CHECKING:
 
 # An address that no worker has.
 _NOWHERE = "tcp://0.0.0.0:1"
-
-# The methods that are called, by the class that has them, and the parameters of each call.
-_CALLED = {
-    "scheduler": {
-        "_add_to_memory": ("ts", "ws", "recommendations", "client_msgs", "type", "typename"),
-        "_transition": ("key", "finish", "stimulus_id"),
-        "transitions": ("recommendations", "stimulus_id"),
-        "send_all": ("client_msgs", "worker_msgs"),
-        "remove_replica": ("ts", "ws"),
-        "valid_workers": ("ts",),
-        "worker_send": ("worker", "msg"),
-        "request_acquire_replicas": ("addr", "keys", "stimulus_id"),
-        "stimulus_queue_slots_maybe_opened": ("stimulus_id",),
-    },
-    "worker": {"update_data": ("data", "stimulus_id"), "handle_stimulus": ("stims",)},
-}
-# The attributes that are read or set: of tasks, of workers as the scheduler sees them, of the scheduler.
-_TASK = (
-    *("key", "state", "priority", "run_spec", "type", "dependencies", "dependents", "waiting_on", "waiters", "who_has"),
-    *("who_wants", "worker_restrictions", "host_restrictions", "resource_restrictions", "loose_restrictions"),
-    *("exception_blame", "set_nbytes"),
-)
-_WORKER = ("address", "nthreads", "memory_limit", "memory", "status", "executing", "processing", "has_what")
-_SCHEDULER = (
-    *("tasks", "workers", "clients", "plugins", "extensions", "handlers", "stream_handlers", "unrunnable", "rpc"),
-    *("no_workers_timeout", "transition_counter", "task_prefixes", "_ongoing_background_tasks", "security", "validate"),
-)
-
-
-def find_missing(scheduler: type[Scheduler], worker: type[Worker]) -> list[str]:
-    """Return the internals that this version of distributed lacks, in words; empty if it has all."""
-    missing = []
-    for name, kind in (("scheduler", scheduler), ("worker", worker)):
-        for method, parameters in _CALLED[name].items():
-            found = getattr(kind, method, None)
-            has = inspect.signature(found).parameters if found is not None else {}
-            missing += [f"{kind.__name__}.{method}({x})" for x in parameters if x not in has]
-    table = getattr(scheduler, "_TRANSITIONS_TABLE", {})
-    wanted = [("waiting", "no-worker"), ("no-worker", "released"), ("no-worker", "erred"), ("released", "erred")]
-    missing += [f"the scheduler's transition {pair}" for pair in wanted if pair not in table]
-    fields = {field.name for field in dataclasses.fields(FreeKeysEvent)}
-    return missing + [f"FreeKeysEvent.{name}" for name in ("keys", "stimulus_id") if name not in fields]
-
-
-def find_unset(scheduler: Any, task: type, worker: type) -> list[str]:
-    """Return the attributes that tasks, workers or a scheduler lack, in words; empty if they have all."""
-    looked_at = ((task, "TaskState", _TASK), (worker, "WorkerState", _WORKER), (scheduler, "Scheduler", _SCHEDULER))
-    return [f"{name}.{each}" for found, name, names in looked_at for each in names if not hasattr(found, each)]
 
 
 def park(ts: TaskState) -> None:

@@ -35,7 +35,7 @@ Share = Annotated[float, (0, 1)]
 class Description(Reply):
     """The facts about a worker that planning needs."""
 
-    # The version of dask_distmm, and the name of the machine.
+    # The version of dask_distmm; empty where it can't be attached.
     version: str = ""
     # For each engine the versions of its libraries, or ``{"error": why it can't run here}``.
     engines: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
@@ -43,6 +43,7 @@ class Description(Reply):
     # the devices whose memory that can read.
     memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
     links: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    # The name of the machine.
     host: str = ""
 
 

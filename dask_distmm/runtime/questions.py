@@ -1,9 +1,8 @@
-"""The protocol between client, or task, and scheduler: every message, its operation, its fields and their types.
+"""The protocol between client and scheduler: every message, its operation, its fields and their types.
 
 ::
 
     client     RosterQuestion, ProgressQuestion, Free, FreeReplicas      -> scheduler
-    task       Supported                                                 -> scheduler
 
 `dask_distmm.runtime.wire` sends and checks them.
 """
@@ -106,17 +105,3 @@ class FreeReplicas(Call[Freed]):
 
     operation, answer = "distmm_free_replicas", Freed
     names: Sequence[str] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Support(Reply):
-    """Whether the scheduler's version of distributed has all that runs need."""
-
-    supported: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Supported(Call[Support]):
-    """A barrier that runs as a task asks whether the scheduler can take it."""
-
-    operation, answer = "distmm_supported", Support

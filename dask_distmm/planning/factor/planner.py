@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
+from dask_distmm.errors import NoWorkersError, PlanError
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import ENGINES
@@ -29,7 +29,7 @@ from dask_distmm.planning.factor.placement import FactorPlacement, work_of
 from dask_distmm.planning.factor.plan import block_width
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.factor.sharing import shared_bytes, shared_seconds
-from dask_distmm.planning.placement import Estimate, Where, over_limit
+from dask_distmm.planning.placement import Estimate, Where, check_memory, over_limit
 
 # A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
 # spectral decomposition, and one of values alone: one thread, N = 1200.
@@ -61,7 +61,7 @@ def plan_factorization(
             f"{problem.task.kind} in this form is computed by one worker of engine {engine!r}: expected method 'auto' "
             "or 'local'"
         )
-    participants, where = (*roster, *sources), where or {}
+    where = where or {}
     ways = sorted(_ways(problem, len(roster), engine))
     found = [_consider(problem, roster, sources, where, engine, *way) for way in ways]
     # The order says how eigenvalues are computed; the other way is taken where memory is short.
@@ -72,18 +72,23 @@ def plan_factorization(
         if not over_limit(one):
             return dataclasses.replace(one, alternatives=alternatives)
     leanest = min(found, key=lambda one: max(one.projected_bytes.values()))
-    limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
-    remedy = "a" if max(count for count, _ in ways) == 1 and problem.task.spectral else "more workers or a"
-    smaller = {"svd": "full_matrices=False", "qr": "mode='reduced'"} if problem.task.mode == "complete" else {}
-    use = f"Pass {smaller[problem.task.kind]}, or use" if problem.task.kind in smaller else "Use"
-    raise ProjectedMemoryError(
-        f"{problem.task.kind} of a matrix of {problem.task.a_shape} ({problem.task.dtype}) would hold "
-        f"{max(leanest.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
-        f"{min(limits.values()) / 2**30:.2f} GiB. {use} {remedy} higher memory_limit, or raise the config "
-        "distmm.memory.limit-fraction",
-        leanest.projected_bytes,
-        limits,
+    rows, cols = problem.task.a_shape
+    check_memory(
+        leanest,
+        f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})",
+        _remedies(problem, engine),
+        on_gpus=ENGINES[engine].on_gpus,
     )
+    raise AssertionError("unreachable")
+
+
+def _remedies(problem: FactorProblem, engine: str) -> list[str]:
+    """Return what would let a factorization fit that does not, in the way in which it was asked for."""
+    if _alone(problem, engine):
+        return []
+    if problem.method == "local":
+        return ["use method='auto', by which workers share it"]
+    return ["use more workers" if problem.workers is None else "name more workers by workers="]
 
 
 def _shares_eigh(problem: FactorProblem, workers: int, engine: str) -> bool:

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dask_distmm.config import DaskCosts
-from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import ENGINES, abilities_of
 from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.planner import plan
+from dask_distmm.planning.planner import plan, product_remedies
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.waves.blocks import choose_blocks, in_host, in_host_memory
 from dask_distmm.planning.waves.edges import BLOCKS, common_edges, grouped
@@ -104,7 +104,7 @@ def choose_scheme(
         raise ProjectedMemoryError(
             f"{problem.name} does not fit in waves either: two chunks of each operand along k, and what stays in "
             f"memory, are more than the {min(limits.values()) / 2**20:.0f} MiB that a worker may hold without "
-            "spilling. Use smaller chunks, more workers or a higher memory_limit",
+            f"spilling. {advice(['use smaller chunks', *product_remedies(problem), 'use a higher memory_limit'])}",
             {},
             limits,
         )

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes
 from distributed.metrics import time
 
-from dask_distmm.errors import DistMMError, ProjectedMemoryError
-from dask_distmm.planning import Computation, plan_computation
+from dask_distmm.errors import DistMMError, ProjectedMemoryError, advice
+from dask_distmm.planning import Computation, Problem, plan_computation
+from dask_distmm.planning.planner import product_remedies
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.scheduler.roster import Roster
 
@@ -80,12 +81,13 @@ class Admission:
                 holding = [ws for ws in paused if any(dts in ws.has_what for dts in ts.dependencies)]
                 if time() - since < limit or ts.state != "waiting" or not holding:
                     continue
+                remedies = product_remedies(problem) if isinstance(problem, Problem) else []
                 held = {ws.address: int(ws.memory.process) for ws in holding}
                 text = ", ".join(f"{address} holds {format_bytes(size)}" for address, size in held.items())
                 error = ProjectedMemoryError(
                     f"the inputs of {problem.name} can't be loaded: for {limit:g} s (config distmm.timeouts.load) "
-                    f"nothing has gone on, since workers with chunks of it are paused: {text}. Use more workers or a "
-                    "higher memory_limit, or let Dask's own tasks multiply, which may stream it: A @ B under enable()",
+                    f"nothing has gone on, since workers with chunks of it are paused: {text}. "
+                    f"{advice([*remedies, 'use a higher memory_limit'])}",
                     held,
                     {ws.address: ws.memory_limit for ws in holding},
                 )

@@ -12,7 +12,8 @@ import numpy as np
 from distributed.metrics import time
 from numpy.typing import NDArray
 
-from dask_distmm.errors import NoWorkersError
+from dask_distmm.engines.base import log
+from dask_distmm.errors import NoWorkersError, PlanError
 from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem, Worker, plan, plan_computation
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.placement import Where
@@ -23,12 +24,12 @@ from dask_distmm.runtime.run import Lost, Run
 from dask_distmm.runtime.scheduler.barriers import Barrier
 from dask_distmm.runtime.scheduler.holders import Holders
 from dask_distmm.runtime.scheduler.rank_groups import RankGroups
-from dask_distmm.runtime.scheduler.roster import Roster
+from dask_distmm.runtime.scheduler.roster import Allowed, Roster
 from dask_distmm.runtime.scheduler.voting import raise_if_ended
 
 if TYPE_CHECKING:
     from distributed import Scheduler
-    from distributed.scheduler import WorkerState
+    from distributed.scheduler import TaskState, WorkerState
 
 # How often the scheduler looks whether there are workers again that may multiply (seconds).
 _LOOK = 0.2
@@ -172,21 +173,28 @@ class Freezer:
         self, run: Run, problem: Computation, wanted: Iterable[Any]
     ) -> tuple[tuple[str, ...], list[Worker]]:
         """Return who multiplies (`Roster.choose`), when there is anybody: all may be paused, or started again."""
-        limit = problem.options.load_timeout
-        deadline = time() + limit
+        limits = {"distmm.timeouts.load": problem.options.load_timeout}
+        if self._scheduler.no_workers_timeout is not None:
+            limits["distributed.scheduler.no-workers-timeout"] = self._scheduler.no_workers_timeout
+        name, limit = min(limits.items(), key=lambda one: one[1])
+        deadline, told = time() + limit, False
         while True:
             try:
                 allowed = await self._allowed(wanted)
                 return await self._roster.choose(problem.demand, allowed)
             except NoWorkersError as error:
                 if time() > deadline:
-                    raise NoWorkersError(f"{error}; waited for {limit:g} s (config distmm.timeouts.load)") from error
+                    raise NoWorkersError(f"{error}; waited for {limit:g} s (config {name})") from error
+                if not told:
+                    log.warning("%s waits for workers, up to %g s (config %s): %s", problem.name, limit, name, error)
+                    told = True
             await asyncio.sleep(_LOOK)
             raise_if_ended(run)
 
-    async def _allowed(self, wanted: Iterable[Any]) -> frozenset[str] | None:
+    async def _allowed(self, wanted: Iterable[Any]) -> Allowed | None:
         """Return the workers on which the user lets the wanted tasks run; None for any."""
         found: set[str] | None = None
+        asked: list[str] = []
         for at, key in enumerate(wanted):
             if at and at % _SLICE == 0:
                 await asyncio.sleep(0)
@@ -196,8 +204,21 @@ class Freezer:
             valid = self._scheduler.valid_workers(ts)
             if valid is not None and (valid or not ts.loose_restrictions):
                 here = {ws.address for ws in valid}
+                asked.append(_asked(ts))
+                if found and here and not found & here:
+                    raise PlanError(
+                        f"one run makes all chunks, which are to lie on different workers: {asked[0]} was asked for "
+                        f"some, {asked[-1]} for others; ask for the same workers for all of them"
+                    )
                 found = here if found is None else found & here
-        return None if found is None else frozenset(found)
+        return None if found is None else Allowed(frozenset(found), " and ".join(dict.fromkeys(asked)))
+
+
+def _asked(ts: TaskState) -> str:
+    """Return the workers and resources that were asked for a task, as the user has written them."""
+    workers = sorted({*(ts.worker_restrictions or ()), *(ts.host_restrictions or ())})
+    found = [f"workers={workers}"] if workers else []
+    return ", ".join(found + ([f"resources={ts.resource_restrictions}"] if ts.resource_restrictions else []))
 
 
 def _lasting_array_of(barrier: Barrier, operand: str) -> str:

@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-import distributed
-from distributed import Scheduler, SchedulerPlugin, Worker
+from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 from distributed.scheduler import TaskState, WorkerState
 
-from dask_distmm._version import TESTED_DASK
+from dask_distmm import compat
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
-from dask_distmm.errors import DistMMError, MissingEngineError, ProtocolError
+from dask_distmm.errors import DistMMError, ProtocolError
 from dask_distmm.planning import Computation, Demand
 from dask_distmm.runtime import direct, messages, questions
 from dask_distmm.runtime.history import History
@@ -52,6 +51,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def start(self, scheduler: Scheduler) -> None:
         """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
+        compat.refuse("on the scheduler", compat.missing_on_scheduler(scheduler))
         before = scheduler.extensions.get(NAME)
         if before is not None and self.name not in scheduler.plugins:
             await before.retire()
@@ -60,8 +60,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if scheduler.plugins[self.name] is not self:
             return
         self.scheduler = scheduler
-        self.unsupported = direct.find_missing(Scheduler, Worker)
-        self.unsupported += direct.find_unset(scheduler, TaskState, WorkerState)
         direct.order_graphs(scheduler, True)
         self.coordinator = Coordinator(scheduler, self._event)
         self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
@@ -74,7 +72,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.admission = Admission(scheduler, self.roster, self._waiting)
         scheduler.handlers |= {
             **answering(questions.RosterQuestion, self.answer_roster),
-            **answering(questions.Supported, self.answer_supported),
             **answering(questions.Free, self.free),
             **answering(questions.FreeReplicas, self.replicas.free),
             **answering(questions.ProgressQuestion, self.answer_progress),
@@ -107,18 +104,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # Handlers
 
-    async def answer_supported(self, request: questions.Supported) -> questions.Support:
-        """Return whether this version of distributed has all that runs need."""
-        return questions.Support("OK", supported=not self.unsupported)
-
     async def answer_roster(self, question: questions.RosterQuestion) -> questions.RosterReply:
         """Return the engines and workers that would multiply, and where chunks are."""
-        if self.unsupported:
-            raise MissingEngineError(
-                f"distributed {distributed.__version__} on the scheduler is not supported: it lacks "
-                f"{', '.join(self.unsupported)}. Install one that works, on all machines: python -m pip install "
-                f'"dask=={TESTED_DASK[-1]}" "distributed=={TESTED_DASK[-1]}"'
-            )
         try:
             engines, workers = await self.roster.choose(Demand.from_wire(question.demand))
             sources, placed = self.holders.known(workers, question.names, question.counts)
@@ -163,8 +150,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Let no worker run barriers; called before new tasks make their first transitions."""
         tasks = list(tasks)
         self.bare.look(tasks)
-        if self.unsupported:
-            return
         self.gates.close(tasks)
         for key in tasks:
             if barrier_name(key) is None or (ts := scheduler.tasks.get(key)) is None or ts.run_spec is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from distributed.metrics import time
 
@@ -36,6 +36,15 @@ _LOOK = 0.2
 _STEP, _STEPS = 2**26, 32
 # Of a worker that has not described itself: it may hold chunks all the same.
 _UNKNOWN = Description("OK")
+# An error names so many workers.
+_LISTED = 8
+
+
+class Allowed(NamedTuple):
+    """The workers on which the user lets a result lie, and how that was asked for."""
+
+    workers: frozenset[str]
+    asked: str
 
 
 class Roster:
@@ -64,7 +73,7 @@ class Roster:
     async def choose(
         self,
         demand: Demand,
-        allowed: Collection[str] | None = None,
+        allowed: Allowed | None = None,
     ) -> tuple[tuple[str, ...], list[Worker]]:
         """Return the engines that can multiply, and the workers that can take part, in the scheduler's order."""
         engine, array, dtypes, wanted = demand.engine, demand.array, demand.dtypes, demand.workers
@@ -72,12 +81,19 @@ class Roster:
         if any(ws.status.name == "paused" for ws in self._scheduler.workers.values()):
             self._paused = time()
         if isinstance(wanted, tuple):
-            missing = [address for address in wanted if address not in running]
-            if missing:
-                raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {', '.join(sorted(running))}")
+            if missing := [address for address in wanted if address not in self._scheduler.workers]:
+                raise PlanError(f"workers={missing[0]!r} is not in the cluster; it has {_listed(running)}")
+            if paused := [address for address in wanted if address not in running]:
+                status = self._scheduler.workers[paused[0]].status.name
+                raise NoWorkersError(f"workers={paused[0]!r} was asked for, and that worker is {status}")
             running = {address: running[address] for address in wanted}
         if allowed is not None:
-            running = {address: ws for address, ws in running.items() if address in allowed}
+            there, running = running, {a: ws for a, ws in running.items() if a in allowed.workers}
+            if there and not running:
+                raise NoWorkersError(
+                    f"{allowed.asked} was asked for (dask.annotate, or client.compute(workers=)), and no such worker "
+                    f"is running; the cluster has {_listed(there)}"
+                )
         silent = await self.describe([address for address in running if address not in self._described])
         # Meanwhile workers may have died: they are not workers without an engine.
         running = {
@@ -200,13 +216,13 @@ class Roster:
             engines = self._described.get(address, _UNKNOWN).engines
             for engine in fitting:
                 if engine in engines:
-                    return (
-                        f"no worker has engine {engine!r}; {address} says: {engines[engine].get('error')}. For GPUs: "
-                        f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12) on workers with a GPU each"
-                    )
+                    gpus = f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12) on workers with a GPU each"
+                    more = f". For GPUs: {gpus}" if ENGINES[engine].on_gpus else ""
+                    return f"no worker has engine {engine!r}; {address} says: {engines[engine].get('error')}{more}"
+        told = next(((address, self.bare[address]) for address in addresses if address in self.bare), None)
         return (
             f"none of {len(addresses)} workers has dask_distmm; install it there, and start them again: "
-            f"{install_command(elsewhere=True)}"
+            f"{install_command(elsewhere=True)}{f' ({told[0]} says: {told[1]})' if told else ''}"
         )
 
     async def describe(self, addresses: Sequence[str]) -> set[str]:
@@ -223,7 +239,9 @@ class Roster:
                 return
             if answer is not None and address in self._scheduler.workers:
                 self._described[address] = answer
-                self._scheduler.worker_send(address, post(Begin(self._epoch)))
+                # A worker to which nothing of ours is attached does not know the message.
+                if answer.version:
+                    self._scheduler.worker_send(address, post(Begin(self._epoch)))
 
         await asyncio.gather(*map(ask_one, addresses))
         return silent
@@ -231,3 +249,10 @@ class Roster:
     def _has_engine(self, address: str, engine: str) -> bool:
         engines = self._described.get(address, _UNKNOWN).engines
         return engine in engines and "error" not in engines[engine]
+
+
+def _listed(addresses: Iterable[str]) -> str:
+    """Return some addresses as a text, and how many more there are."""
+    found = sorted(addresses)
+    more = [f"{len(found) - _LISTED} more"] if len(found) > _LISTED else []
+    return ", ".join(found[:_LISTED] + more) or "none that is running"

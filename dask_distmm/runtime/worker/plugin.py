@@ -5,7 +5,12 @@ from __future__ import annotations
 import cloudpickle
 from distributed import Worker, WorkerPlugin
 
-from dask_distmm.runtime.messages import NAME
+from dask_distmm import compat
+from dask_distmm._version import __version__
+from dask_distmm.engines.base import log
+from dask_distmm.planning import ENGINES
+from dask_distmm.runtime.messages import NAME, Describe, Description
+from dask_distmm.runtime.wire import answering
 from dask_distmm.runtime.worker.side import WorkerSide
 
 # The topic of Dask's events under which a worker says that it lacks this package.
@@ -19,16 +24,33 @@ class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
     idempotent = True
 
     def setup(self, worker: Worker) -> None:
-        """Attach, once."""
-        if NAME not in worker.extensions:
+        """Attach, once; a worker whose version of distributed lacks something says so when it describes itself."""
+        if missing := compat.missing_on_worker(worker):
+            _say_unfit(worker, compat.unsupported("on this worker", missing))
+        elif NAME not in worker.extensions:
             worker.extensions[NAME] = WorkerSide(worker)
 
     def teardown(self, worker: Worker) -> None:
         """Detach when the worker closes (a plugin that is only replaced keeps its `WorkerSide`)."""
+        if compat.missing_on_worker(worker):
+            return
         if worker.status.name in ("closing", "closing_gracefully", "closed", "failed"):
             side = worker.extensions.pop(NAME, None)
             if side is not None:
                 side.close()
+
+
+def _say_unfit(worker: Worker, reason: str) -> None:
+    """Answer the scheduler that this worker has no engine. Nothing is raised: the worker would not start."""
+
+    async def describe(request: Describe) -> Description:
+        return Description("OK", version=__version__, engines={name: {"error": reason} for name in ENGINES})
+
+    log.warning("%s", reason)
+    if hasattr(worker, "handlers"):
+        worker.handlers.update(answering(Describe, describe))
+    elif hasattr(worker, "log_event"):
+        worker.log_event(MISSING, {"worker": worker.address, "reason": reason})
 
 
 def for_any_worker() -> bytes:

@@ -1,0 +1,142 @@
+"""The internals of Dask and distributed that this package rests on: one list, and the check of a version by it.
+
+They are no public interface, and may change with any version. Where one is missing nothing of ours is attached: a
+scheduler refuses the plugin, a worker says that it has no engine. Then `matmul` raises one error that names what is
+missing, and products under `enable` go to Dask's own functions. So versions that are newer than those tested may be
+installed. `runtime.direct` has the code that rests on most of these names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from dask_distmm._version import TESTED_DASK
+from dask_distmm.errors import MissingEngineError
+
+# What is called, with the parameters of the call, and what is read or set: of a scheduler and of a worker.
+SCHEDULER = {
+    "_add_to_memory": ("ts", "ws", "recommendations", "client_msgs", "type", "typename"),
+    "_transition": ("key", "finish", "stimulus_id"),
+    "add_plugin": ("plugin", "name", "idempotent"),
+    "log_event": ("topic", "msg"),
+    "register_scheduler_plugin": ("plugin", "name", "idempotent"),
+    "register_worker_plugin": ("comm", "plugin", "name", "idempotent"),
+    "remove_replica": ("ts", "ws"),
+    "request_acquire_replicas": ("addr", "keys", "stimulus_id"),
+    "send_all": ("client_msgs", "worker_msgs"),
+    "set_restrictions": ("worker",),
+    "stimulus_queue_slots_maybe_opened": ("stimulus_id",),
+    "transitions": ("recommendations", "stimulus_id"),
+    "valid_workers": ("ts",),
+    "worker_send": ("worker", "msg"),
+    **dict.fromkeys(("_ongoing_background_tasks", "clients", "extensions", "handlers", "no_workers_timeout"), ()),
+    **dict.fromkeys(("plugins", "rpc", "security", "stream_handlers", "task_prefixes", "tasks"), ()),
+    **dict.fromkeys(("transition_counter", "unrunnable", "validate", "workers"), ()),
+}
+WORKER = {
+    "batched_send": ("msg",),
+    "handle_stimulus": ("stims",),
+    "update_data": ("data", "stimulus_id"),
+    **dict.fromkeys(("address", "data", "extensions", "handlers", "loop", "rpc", "status", "stream_handlers"), ()),
+}
+# Of classes, by the modules that have them.
+CLASSES = {
+    "distributed.scheduler.TaskState": (
+        *("annotations", "dependencies", "dependents", "exception_blame", "host_restrictions", "key"),
+        *("loose_restrictions", "priority", "resource_restrictions", "retries", "run_spec", "set_nbytes", "state"),
+        *("type", "waiters", "waiting_on", "who_has", "who_wants", "worker_restrictions"),
+    ),
+    "distributed.scheduler.WorkerState": (
+        *("address", "executing", "has_what", "memory", "memory_limit", "nthreads", "processing", "resources"),
+        "status",
+    ),
+    "distributed.scheduler.MemoryState": ("process", "unmanaged_old"),
+    "distributed.diagnostics.plugin.SchedulerPlugin": (
+        *("add_worker", "log_event", "remove_client", "remove_worker", "restart", "start", "transition"),
+        *("update_graph", "valid_workers_downscaling"),
+    ),
+    "distributed.diagnostics.plugin.WorkerPlugin": ("setup", "teardown"),
+}
+TRANSITIONS = (("waiting", "no-worker"), ("no-worker", "released"), ("no-worker", "erred"), ("released", "erred"))
+# What modules have, with the parameters of calls.
+MODULES: dict[str, dict[str, tuple[str, ...]]] = {
+    "dask._task_spec": dict.fromkeys(
+        ("Alias", "DataNode", "GraphNode", "List", "Task", "TaskRef", "convert_legacy_graph"), ()
+    ),
+    "dask.array.core": {"_HANDLED_FUNCTIONS": ()},
+    "dask.array.optimization": {"optimize": ("dsk", "keys")},
+    "dask.core": {"flatten": ("seq",)},
+    "dask.highlevelgraph": {"HighLevelGraph": (), "Layer": (), "MaterializedLayer": ()},
+    "dask.order": {"order": ("dsk",)},
+    "dask.sizeof": {"sizeof": ()},
+    "distributed.core": {"error_message": ("e",)},
+    "distributed.metrics": {"monotonic": (), "time": ()},
+    "distributed.protocol": {"dask_serialize": (), "to_serialize": ()},
+    "distributed.protocol.pickle": {"dumps": ("x",), "loads": ("x",)},
+    "distributed.utils": {"sync": ("loop", "func")},
+    "distributed.worker_state_machine": {"FreeKeysEvent": ("keys", "stimulus_id")},
+}
+
+
+def missing_on_scheduler(scheduler: Any) -> list[str]:
+    """Return what this version of distributed lacks of what is used on a scheduler, in words; empty if it has all."""
+    found = _lacking("Scheduler", scheduler, SCHEDULER)
+    for path, names in CLASSES.items():
+        module, _, kind = path.rpartition(".")
+        found += _lacking(kind, getattr(importlib.import_module(module), kind, None), dict.fromkeys(names, ()))
+    table = getattr(scheduler, "_TRANSITIONS_TABLE", {})
+    return found + [f"the scheduler's transition {pair}" for pair in TRANSITIONS if pair not in table]
+
+
+def missing_on_worker(worker: Any) -> list[str]:
+    """Return what this version of distributed lacks of what is used on a worker, in words; empty if it has all."""
+    return _lacking("Worker", worker, WORKER)
+
+
+def check_imports() -> None:
+    """Raise `ImportError` if modules of Dask or distributed lack what is imported from them."""
+    missing = [x for module, names in MODULES.items() for x in _lacking(module, _module(module), names)]
+    if missing:
+        raise ImportError(unsupported("here", missing))
+
+
+def refuse(where: str, missing: Iterable[str]) -> None:
+    """Raise `MissingEngineError` if anything is missing."""
+    if missing := list(missing):
+        raise MissingEngineError(unsupported(where, missing))
+
+
+def unsupported(where: str, missing: Iterable[str]) -> str:
+    """Return the text that says what a version lacks, and what to do."""
+    import distributed
+
+    return (
+        f"distributed {distributed.__version__} {where} is not supported: it lacks {', '.join(missing)}. Install one "
+        f'that works, on all machines: python -m pip install "dask=={TESTED_DASK[-1]}" "distributed=={TESTED_DASK[-1]}"'
+    )
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _lacking(name: str, thing: Any, used: Mapping[str, tuple[str, ...]]) -> list[str]:
+    if thing is None:
+        return [name]
+    missing = []
+    for each, parameters in used.items():
+        if (found := getattr(thing, each, _ABSENT)) is _ABSENT:
+            missing.append(f"{name}.{each}")
+        elif parameters:
+            has = inspect.signature(found).parameters if callable(found) else {}
+            missing += [f"{name}.{each}({x})" for x in parameters if x not in has]
+    return missing
+
+
+_ABSENT = object()
