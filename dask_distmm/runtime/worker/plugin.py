@@ -6,7 +6,6 @@ import cloudpickle
 from distributed import Worker, WorkerPlugin
 
 from dask_distmm import compat
-from dask_distmm._version import __version__
 from dask_distmm.engines.base import log
 from dask_distmm.planning import ENGINES
 from dask_distmm.runtime.messages import NAME, Describe, Description
@@ -44,7 +43,7 @@ def _say_unfit(worker: Worker, reason: str) -> None:
     """Answer the scheduler that this worker has no engine. Nothing is raised: the worker would not start."""
 
     async def describe(request: Describe) -> Description:
-        return Description("OK", version=__version__, engines={name: {"error": reason} for name in ENGINES})
+        return Description("OK", engines={name: {"error": reason} for name in ENGINES})
 
     log.warning("%s", reason)
     if hasattr(worker, "handlers"):
