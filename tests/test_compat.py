@@ -49,7 +49,7 @@ class Hidden:
 
 
 def started(nworkers=2):
-    return LocalCluster(n_workers=nworkers, threads_per_worker=1, processes=False, dashboard_address=None)
+    return LocalCluster(n_workers=nworkers, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0")
 
 
 def goes_on_without(what):
@@ -64,7 +64,6 @@ def goes_on_without(what):
         d = x @ x
         assert not any(barrier_name(key) for key in dict(d.dask))
         np.testing.assert_array_equal(d.compute(), A @ A)
-        np.testing.assert_allclose(da.linalg.qr(da.from_array(A, chunks=(3, 6)))[1].compute().shape, (6, 6))
 
 
 def test_internals_of_the_scheduler(monkeypatch):
@@ -125,7 +124,7 @@ def test_what_is_called_otherwise_is_named():
 def test_what_is_imported_is_named():
     """The package says at its import what is missing, and which version has it."""
     program = (
-        "import dask._task_spec, distributed.worker_state_machine as w; del dask._task_spec.Alias, w.FreeKeysEvent\n"
+        "import dask.array, distributed.worker_state_machine as w; del dask._task_spec.Alias, w.FreeKeysEvent\n"
         "try:\n    import dask_distmm\nexcept ImportError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -248,21 +248,20 @@ def test_where_the_user_lets_it_run(validated):
 
 def test_where_no_worker_may_run_it(validated):
     """As Dask's own tasks it waits for such a worker; then the error names who was asked for, and who is there."""
-    a, b, x, y = matrices()
-    address = sorted(validated.nthreads())[1]
-    x, y = validated.persist([x, y])
 
-    def product(workers, **options):
-        with dask.annotate(workers=workers, **options), dask.config.set({"distmm.timeouts.load": "0.3s"}):
-            return matmul(x, y, method="summa")
+    def check(**asked):
+        a, b, x, y = matrices()
+        x, y = validated.persist([x, y])
+        with dask.annotate(**asked), dask.config.set({"distmm.timeouts.load": "0.3s"}):
+            d = matmul(x, y, method="summa")
+        assert_product(a, b, validated.compute(d, optimize_graph=False).result(timeout=30))
 
     with pytest.raises(NoWorkersError, match=r"workers=\['nobody'\] was asked for .* has inproc.*waited for 0.3 s"):
-        validated.compute(product(["nobody"]), optimize_graph=False).result(timeout=30)
-    loose = product(["nobody"], allow_other_workers=True)
-    assert_product(a, b, validated.compute(loose, optimize_graph=False).result(timeout=30))
-    d = product([address])
-    e = d[:20].map_blocks(np.copy)
-    assert_product(a[:20], b, validated.compute(e, optimize_graph=False).result(timeout=30))
+        check(workers=["nobody"])
+    with pytest.raises(NoWorkersError, match=r"resources={'GPU': 1} was asked for .* has inproc.*waited for 0.3 s"):
+        check(resources={"GPU": 1})
+    check(workers=["nobody"], allow_other_workers=True)
+    check(workers=[min(validated.nthreads())])
 
 
 def test_the_first_of_several_by_priority(validated):
