@@ -16,6 +16,7 @@ from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.runtime import messages, questions
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.wire import Call, Message, to_wire
+from dask_distmm.runtime.worker.plugin import MISSING
 from dask_distmm.testing import assert_product, make_problem
 
 JUNK = (
@@ -114,11 +115,14 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
 
     found, epoch = inproc_client.run_on_scheduler(send)
     inproc_client.run(tell, epoch)
+    for event in (None, "x", {}, {"worker": []}, {"worker": next(iter(workers)), "reason": "forged"}):
+        inproc_client.log_event(MISSING, event)
     for name, statuses in found.items():
         assert statuses <= {"OK", "refused", "failed", "missing", "gone"}, name
         assert not statuses or name == "Describe" or "refused" in statuses, name
     assert_product(a, a, matmul(x, x, method="summa").compute())
     assert inproc_client.nthreads() == workers
+    assert not inproc_client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins[NAME].roster.bare)
 
 
 def test_an_error_within_a_handler_ends_nothing(inproc_client, monkeypatch):

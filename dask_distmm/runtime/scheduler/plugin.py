@@ -92,6 +92,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def retire(self) -> None:
         """End all that is under way, as another plugin takes this one's place: nobody hears of transitions any more."""
         driving = [barrier.task for barrier in self.barriers.values() if barrier.task is not None]
+        self.barriers.clear()
+        self.gates.clear()
         for task in driving:
             task.cancel("the scheduler's plugin was installed anew")
         await asyncio.gather(*driving, return_exceptions=True)
@@ -235,8 +237,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Hear of workers that lack this package."""
-        if topic == MISSING:
-            self.bare.note(str(msg["worker"]), str(msg["reason"]))
+        # Any client may log an event; a worker that has described itself has the package.
+        if topic == MISSING and isinstance(msg, dict) and str(msg.get("worker")) not in self.roster:
+            self.bare.note(str(msg.get("worker")), str(msg.get("reason")))
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Free the memory that engines keep between runs, if no client comes back soon."""
