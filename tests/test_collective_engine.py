@@ -136,7 +136,9 @@ def test_types_it_lacks_go_to_the_other_engine(client, engine):
     a = np.arange(900).reshape(30, 30)
     np.testing.assert_array_equal(dask_distmm.matmul(da.from_array(a, 10), da.from_array(a, 10)).compute(), a @ a)
     assert events(client, "start")[0]["engine"] == "numpy"
-    with pytest.raises(MissingEngineError, match="no engine multiplies numpy arrays of int64"):
+    with pytest.raises(
+        MissingEngineError, match="engine 'cublasmp' can't multiply numpy arrays of int64; use engine='numpy'"
+    ):
         dask_distmm.matmul(da.from_array(a, 10), da.from_array(a, 10), engine="cublasmp")
 
 

@@ -89,7 +89,9 @@ def test_factorizations_of_one_host_and_of_several(array, dtype):
     assert choose(apart, "cusolvermp", **asked) == (("cusolvermp",), ["w0", "w1"])
     with pytest.raises(EngineError, match=r"w0 is on host 'h', w1 on 'other'. Use engine='cusolvermp', or name"):
         choose(apart, "peer", **asked)
-    with pytest.raises(MissingEngineError, match="no engine multiplies"):
+    with pytest.raises(
+        MissingEngineError, match="engine 'cusolvermp' can't multiply .*; use engine='peer' or 'cublasmp'"
+    ):
         choose(apart, "cusolvermp", array=array, dtype=dtype)
     lacking = GPUS | {"cusolvermp": {"error": "no cuSOLVERMp"}}
     without = roster(gpu(0, engines=lacking), gpu(1, host="other", engines=lacking))

@@ -209,9 +209,14 @@ class Roster:
     def _why_none(self, fitting: Sequence[str], demand: Demand, addresses: Sequence[str]) -> str:
         """Say why no worker can do it."""
         if not fitting:
+            asked = demand.array, demand.dtypes
             types = " and ".join(dict.fromkeys(demand.dtypes))
-            does = "multiplies" if demand.kind == "product" else "factorizes"
-            return f"no engine {does} {demand.array} arrays of {types} in this way"
+            verb = "multiply" if demand.kind == "product" else "factorize"
+            what = f"{verb} {demand.array} arrays of {types}"
+            others = [name for name, one in ENGINES.items() if one.takes(*asked) and demand.kind in one.computes]
+            if demand.engine != "auto" and others:
+                return f"engine {demand.engine!r} can't {what}; use engine={' or '.join(map(repr, others))}"
+            return f"no engine can {what}; convert them, for example by astype('float64')"
         for address in addresses:
             engines = self._described.get(address, _UNKNOWN).engines
             for engine in fitting:
