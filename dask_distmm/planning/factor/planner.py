@@ -76,18 +76,18 @@ def plan_factorization(
     check_memory(
         leanest,
         f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})",
-        _remedies(problem, engine),
+        _remedies(problem, shared=max(count for count, _ in ways) > 1),
         on_gpus=ENGINES[engine].on_gpus,
     )
     raise AssertionError("unreachable")
 
 
-def _remedies(problem: FactorProblem, engine: str) -> list[str]:
+def _remedies(problem: FactorProblem, *, shared: bool) -> list[str]:
     """Return what would let a factorization fit that does not, in the way in which it was asked for."""
-    if _alone(problem, engine):
-        return []
     if problem.method == "local":
         return ["use method='auto', by which workers share it"]
+    if problem.task.spectral and not shared:
+        return []
     return ["use more workers" if problem.workers is None else "name more workers by workers="]
 
 
