@@ -296,8 +296,17 @@ def test_where_one_worker_does_it():
     with pytest.raises(ProjectedMemoryError, match="Use a higher memory_limit"):
         plan_factorization(problem, [Worker("a", memory_limit=30_000)], engine="numpy")
     problem = problem_of(linalg.svd(da.zeros((10_000, 10), chunks=(1000, 10)))[1])
-    with pytest.raises(ProjectedMemoryError, match="Pass full_matrices=False, or use a higher memory_limit"):
+    with pytest.raises(ProjectedMemoryError, match="Pass full_matrices=False.* or use a higher memory_limit"):
         plan_factorization(problem, [Worker("a", memory_limit=2**28)], engine="numpy")
+    for kind, options, advised in (
+        (linalg.eigvalsh, {"method": "local"}, "Use a higher"),
+        (linalg.cholesky, {}, "Use more workers or use a higher"),
+        (linalg.cholesky, {"method": "local"}, "Use method='auto', by which workers share it or use a higher"),
+        (linalg.cholesky, {"workers": 1}, "Name more workers by workers= or use a higher"),
+    ):
+        problem = problem_of(kind(da.zeros((400, 400), chunks=100), **options))
+        with pytest.raises(ProjectedMemoryError, match=advised):
+            plan_factorization(problem, [Worker("a", memory_limit=30_000)], engine="numpy")
 
 
 def test_explained(client):

@@ -76,18 +76,19 @@ def plan_factorization(
     check_memory(
         leanest,
         f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})",
-        _remedies(problem, shared=max(count for count, _ in ways) > 1),
+        _remedies(problem, len(roster), engine),
         on_gpus=ENGINES[engine].on_gpus,
     )
     raise AssertionError("unreachable")
 
 
-def _remedies(problem: FactorProblem, *, shared: bool) -> list[str]:
+def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
     """Return what would let a factorization fit that does not, in the way in which it was asked for."""
+    free = dataclasses.replace(problem, method="auto")
+    if max(count for count, _ in _ways(free, max(2, workers), engine)) == 1:
+        return []
     if problem.method == "local":
         return ["use method='auto', by which workers share it"]
-    if problem.task.spectral and not shared:
-        return []
     return ["use more workers" if problem.workers is None else "name more workers by workers="]
 
 
