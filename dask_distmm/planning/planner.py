@@ -156,7 +156,7 @@ def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[W
             return dataclasses.replace(chosen, alternatives=alternatives)
     leanest = min(found, key=lambda p: max(p.projected_bytes.values()))
     chosen_as = "the leanest there is" if problem.method == "auto" else "as asked for"
-    kept = [f"{name.upper()} is to be on each worker" for name in leanest.kept]
+    kept = [f"all of {name.upper()} is to be on each worker" for name in leanest.kept]
     check_memory(
         leanest,
         f"the multiply of {problem.m} x {problem.k} by {problem.k} x {problem.n} ({problem.dtype})",

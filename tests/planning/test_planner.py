@@ -257,7 +257,7 @@ def test_hundred_thousand_chunks_stay_small_on_the_wire():
         ({"method": "summa"}, ["Use more workers", "use method='auto'"], ["grid"]),
         ({"method": "summa", "grid": (2, 1, 1)}, ["Use a larger grid"], ["more workers", "method='auto'"]),
         ({"workers": 2}, ["Name more workers by workers="], ["Use more workers"]),
-        ({"gathered": "a"}, ["A is to be on each worker", "leave out gathered='a'"], ["A @ B under enable()"]),
+        ({"gathered": "a"}, ["all of A is to be on each worker", "leave out gathered='a'"], ["A @ B under enable()"]),
     ],
 )
 def test_what_is_advised_where_memory_is_short(changes, advised, useless):
