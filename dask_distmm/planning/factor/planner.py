@@ -84,12 +84,14 @@ def plan_factorization(
 
 def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
     """Return what would let a factorization fit that does not, in the way in which it was asked for."""
+    smaller = {"svd": "full_matrices=False", "qr": "mode='reduced'"} if problem.task.mode == "complete" else {}
+    found = [f"pass {smaller[problem.task.kind]}"] if problem.task.kind in smaller else []
     free = dataclasses.replace(problem, method="auto")
     if max(count for count, _ in _ways(free, max(2, workers), engine)) == 1:
-        return []
+        return found
     if problem.method == "local":
-        return ["use method='auto', by which workers share it"]
-    return ["use more workers" if problem.workers is None else "name more workers by workers="]
+        return [*found, "use method='auto', by which workers share it"]
+    return [*found, "use more workers" if problem.workers is None else "name more workers by workers="]
 
 
 def _shares_eigh(problem: FactorProblem, workers: int, engine: str) -> bool:
