@@ -27,11 +27,11 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.graph.build import RunTask, TasksLayer, barrier, chunk
+from dask_distmm.graph.build import TasksLayer, barrier, chunk
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
 from dask_distmm.planning.waves import Scheme, wave_problem
-from dask_distmm.runtime.keys import barrier_key, gate_key, is_sum, output_name
+from dask_distmm.runtime.keys import ChunkTask, RunTask, barrier_key, gate_key, is_sum, output_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _chunks(problem: Problem, output: str) -> dict[Any, Task]:
     """Return the chunks that the run of a wave makes, of an output or of D or its sums."""
     name, before = output_name(problem.result_name, output), barrier_key(problem.name)
     keys = [(name, *divmod(number, problem.columns(""))) for number in problem.numbers("").tolist()]
-    return {key: RunTask(key, chunk, output, index, TaskRef(before)) for index, key in enumerate(keys)}
+    return {key: ChunkTask(key, chunk, output, index, TaskRef(before)) for index, key in enumerate(keys)}
 
 
 def _needed(tasks: Mapping[Any, GraphNode], keys: Collection[Any]) -> dict[Any, GraphNode]:

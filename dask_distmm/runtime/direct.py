@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from distributed import Scheduler, Worker
     from distributed.scheduler import TaskState, WorkerState
 
+# The method of a scheduler that makes tasks of a graph.
+_TAKES_UP = "_create_taskstate_from_graph"
 # An address that no worker has.
 _NOWHERE = "tcp://0.0.0.0:1"
 
@@ -44,6 +46,7 @@ _CALLED = {
         "send_all": ("client_msgs", "worker_msgs"),
         "remove_replica": ("ts", "ws"),
         "valid_workers": ("ts",),
+        _TAKES_UP: ("dsk", "keys", "ordered"),
         "worker_send": ("worker", "msg"),
         "request_acquire_replicas": ("addr", "keys", "stimulus_id"),
         "stimulus_queue_slots_maybe_opened": ("stimulus_id",),
@@ -168,6 +171,33 @@ class Completion:
         self._scheduler.transitions(self._recommendations, self._stimulus_id)
         self._scheduler.send_all(self._messages, {})
         self._recommendations, self._messages = {}, {}
+
+
+def look_at_graphs(scheduler: Scheduler, look: Callable[..., None] | None) -> None:
+    """Have a scheduler show each new graph before it takes it up, in the same step of its event loop; None ends that.
+
+    It may be changed then. Plugins are told of a graph when its tasks have been made.
+    """
+    vars(scheduler).pop(_TAKES_UP, None)
+    if look is None:
+        return
+    take_up = getattr(scheduler, _TAKES_UP)
+
+    def take_up_reviewed(*, dsk: Any, keys: Any, ordered: Any, **others: Any) -> Any:
+        look(dsk, keys, ordered)
+        return take_up(dsk=dsk, keys=keys, ordered=ordered, **others)
+
+    setattr(scheduler, _TAKES_UP, take_up_reviewed)
+
+
+def forget_run_spec(ts: TaskState) -> list[TaskState]:
+    """Let a released task take its run_spec from the next graph that has one; return what it has depended on."""
+    before = list(ts.dependencies)
+    for dependency in before:
+        dependency.dependents.discard(ts)
+    ts.dependencies.clear()
+    ts.run_spec = None
+    return before
 
 
 # Schedulers of this process that order graphs apart, and Dask's own function.

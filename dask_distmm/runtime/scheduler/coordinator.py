@@ -34,7 +34,7 @@ from dask_distmm.runtime.keys import is_sum
 from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gathered, Gone, Prepare, Start, Vote
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Released, Replan, Run, summarize
-from dask_distmm.runtime.scheduler.barriers import Barrier, unwanted
+from dask_distmm.runtime.scheduler.barriers import Barrier, deliveries
 from dask_distmm.runtime.scheduler.completing import complete
 from dask_distmm.runtime.scheduler.freezing import Freezer, FrozenPlan
 from dask_distmm.runtime.scheduler.queue import RunQueue
@@ -160,7 +160,7 @@ class Coordinator:
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         how = {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}
         self._event("start", run, **how, bound=made.bound, ranks=made.workers, projected_bytes=made.projected_bytes)
-        request = Start(run.run_id, offers, unwanted(made.problem, frozen.wanted))
+        request = Start(run.run_id, offers, deliveries(made.problem, frozen.wanted))
 
         def start(address: str) -> Awaitable[Done | None]:
             return ask(self.scheduler.rpc(address), request)

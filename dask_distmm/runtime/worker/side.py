@@ -173,7 +173,7 @@ class WorkerSide:
             result = await self.replicas.share(run_id, plan, made, job.timings)
             missing = set(job.missing)
             result = {key: x for key, x in result.items() if key[1] not in missing}
-            placed = await self.chunks.place(run_id, plan, result, request.unwanted, lambda: run_id in self.runs)
+            placed = await self.chunks.place(run_id, plan, result, request.deliver, lambda: run_id in self.runs)
         except BaseException as error:
             self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
             return _failure(Done, error, self._closed)

@@ -1,0 +1,98 @@
+"""One key, one task: what a new graph asks for that the scheduler has already, from a graph of other parts of D.
+
+A chunk of D has one key, whichever chunks are wanted with it; the barrier that it depends on is that of a part of the
+multiply. The layer of D, which makes the parts, knows no other graph. So a new graph is looked at where the scheduler
+takes it up, with all its tasks:
+
+- a chunk that is there, or that a run is to make, stays with the barrier that it has;
+- the others of its part become a part of their own, which needs no more inputs than they do;
+- a chunk that is known, and that nobody waits for, goes to the barrier of the new graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dask._task_spec import GraphNode, List, TaskRef
+
+from dask_distmm.errors import ProtocolError
+from dask_distmm.planning import Problem, problem_from_wire
+from dask_distmm.runtime import direct
+from dask_distmm.runtime.keys import ChunkTask, RunTask, barrier_key, operand_keys, part_name
+from dask_distmm.runtime.scheduler.barriers import part_of
+
+if TYPE_CHECKING:
+    from distributed.scheduler import TaskState
+
+
+def reconcile(
+    tasks: Mapping[Any, TaskState], graph: dict[Any, GraphNode], keys: Collection[Any], order: dict[Any, int]
+) -> list[TaskState]:
+    """Change a new graph, and known tasks, so that each chunk has one task; return tasks that lost a dependent."""
+    chunks = {key: task for key, task in graph.items() if isinstance(task, ChunkTask)}
+    known = {
+        key: ts
+        for key, task in chunks.items()
+        if (ts := tasks.get(key)) is not None
+        and isinstance(ts.run_spec, ChunkTask)
+        and ts.run_spec.barrier != task.barrier
+    }
+    if not known:
+        return []
+    kept = {key: ts.run_spec for key, ts in known.items() if ts.state != "released"}
+    left: dict[Any, dict[Any, ChunkTask]] = {chunks[key].barrier: {} for key in kept}
+    for key, task in chunks.items():
+        if key not in kept and task.barrier in left:
+            left[task.barrier][key] = task
+    graph |= kept
+    for barrier, others in left.items():
+        if others and barrier in graph:
+            restricted = _restricted(graph[barrier], others)
+            order |= {key: order[barrier] for key in restricted if key not in order}
+            graph |= restricted
+    _cull(graph, keys)
+    lost: list[TaskState] = []
+    for key, ts in known.items():
+        if key not in kept and key in graph and graph[key].dependencies != ts.run_spec.dependencies:
+            lost += direct.forget_run_spec(ts)
+    return lost
+
+
+def _restricted(barrier: Any, chunks: Mapping[Any, ChunkTask]) -> dict[Any, GraphNode]:
+    """Return the tasks of the least part of a barrier's multiply that has some of its chunks."""
+    wire, keys = operand_keys(barrier)
+    try:
+        problem = problem_from_wire(wire)
+    except ProtocolError:
+        return {}  # the barrier will fail with it
+    if not isinstance(problem, Problem):
+        return {}
+    numbers = problem.numbers("").tolist()
+    part, inputs = part_of(
+        problem, dict(zip(problem.inputs, keys, strict=True)), {numbers[task.index] for task in chunks.values()}
+    )
+    if part is problem or part.part is None:
+        return {}
+    part = dataclasses.replace(part, name=part_name(part.part))
+    key = barrier_key(part.name)
+    lists = [List(*map(TaskRef, inputs[name])) for name in part.inputs]
+    found: dict[Any, GraphNode] = {key: RunTask(key, barrier.func, part.to_wire(), *lists, **barrier.kwargs)}
+    index = {number: index for index, number in enumerate(part.numbers("").tolist())}
+    for name, task in chunks.items():
+        found[name] = ChunkTask(name, task.func, task.output, index[numbers[task.index]], TaskRef(key))
+    return found
+
+
+def _cull(graph: dict[Any, GraphNode], keys: Collection[Any]) -> None:
+    """Drop the tasks that no key needs."""
+    needed: set[Any] = set()
+    todo = list(keys)
+    while todo:
+        key = todo.pop()
+        if key in graph and key not in needed:
+            needed.add(key)
+            todo += graph[key].dependencies
+    for key in graph.keys() - needed:
+        del graph[key]
