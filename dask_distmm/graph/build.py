@@ -58,6 +58,7 @@ from dask_distmm.runtime.keys import (
     part_name,
 )
 from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.parts import needed, restricted
 from dask_distmm.runtime.questions import Supported
 from dask_distmm.runtime.wire import ask
 
@@ -99,6 +100,26 @@ class TasksLayer(Layer):  # type: ignore[misc]
         """Whether the tasks have been made."""
         return "_tasks" in self.__dict__
 
+    def get_output_keys(self) -> set[Any]:
+        """Return the keys that other layers may need."""
+        return set(self)
+
+    def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
+        """Return a layer of the tasks that some keys need, and for each of them the keys of other layers."""
+        tasks = needed(self._tasks, keys)
+        wanted: dict[Any, dict[Any, ChunkTask]] = {}
+        for key, task in tasks.items():
+            if isinstance(task, ChunkTask):
+                wanted.setdefault(task.barrier, {})[key] = task
+        for before, chunks in wanted.items():
+            # An output of another layer needs a barrier as it is.
+            if before in tasks and before not in keys:
+                tasks |= restricted(tasks[before], chunks)
+        tasks = needed(tasks, keys)
+        layer = TasksLayer(tasks, self.annotations)
+        layer.collection_annotations = self.collection_annotations
+        return layer, {key: task.dependencies - tasks.keys() for key, task in tasks.items()}
+
     def clone(self, keys: Collection[Any], seed: Hashable, bind_to: Any = None) -> tuple[Layer, bool]:
         """Return copies of the tasks under other keys; those that need nothing that is copied wait for `bind_to`.
 
@@ -116,8 +137,9 @@ class TasksLayer(Layer):  # type: ignore[misc]
             copy = task.substitute(subs, key=new)
             if (name := barrier_name(key)) is not None:
                 wire, *inputs = copy.args
-                part = wire["part"] and {**wire["part"], "whole": copied_name(wire["part"]["whole"], seed)}
-                wire = {**wire, "name": copied_name(name, seed), "part": part}
+                wire = {**wire, "name": copied_name(name, seed)}
+                if part := wire.get("part"):
+                    wire["part"] = {**part, "whole": copied_name(part["whole"], seed)}
                 binding = {} if subs or bind_to is None else {"bound": TaskRef(bind_to)}
                 copy = RunTask(new, copy.func, wire, *inputs, **copy.kwargs, **binding)
                 bound |= bool(binding)

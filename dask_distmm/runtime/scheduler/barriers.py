@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning import Computation, Problem, problem_from_wire, restrict
-from dask_distmm.runtime.keys import ChunkTask, operand_keys, wave_of
+from dask_distmm.planning import Computation, Problem, problem_from_wire
+from dask_distmm.runtime.keys import ChunkTask, operand_keys
+from dask_distmm.runtime.parts import part_of
 
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState
@@ -69,22 +70,6 @@ class Barrier:
         if isinstance(self.problem, Problem) and len(numbers) < len(self.problem.numbers("")):
             return part_of(self.problem, self.keys, numbers)
         return self.problem, dict(self.keys)
-
-
-def part_of(
-    problem: Problem, keys: Mapping[str, list[Any]], numbers: Collection[int]
-) -> tuple[Problem, dict[str, list[Any]]]:
-    """Return the least part of a product that has some chunks of D, and the keys of its operands' chunks."""
-    # What a wave adds to the sums of the one before it is for all of its chunks.
-    part = restrict(problem, numbers) if wave_of(problem.name) is None else None
-    if part is None:
-        return problem, dict(keys)
-    found = {}
-    for name in part.operands:
-        places = np.searchsorted(problem.numbers(name), part.numbers(name))
-        every = keys[problem.source_of(name)]
-        found[name] = [every[place] for place in places.tolist()]
-    return part, found
 
 
 def deliveries(problem: Computation, wanted: Mapping[Any, tuple[str, int]]) -> list[tuple[str, str, bytes]]:

@@ -11,17 +11,14 @@ takes it up, with all its tasks:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dask._task_spec import GraphNode, List, TaskRef
+from dask._task_spec import GraphNode
 
-from dask_distmm.errors import ProtocolError
-from dask_distmm.planning import Problem, problem_from_wire
 from dask_distmm.runtime import direct
-from dask_distmm.runtime.keys import ChunkTask, RunTask, barrier_key, operand_keys, part_name
-from dask_distmm.runtime.scheduler.barriers import part_of
+from dask_distmm.runtime.keys import ChunkTask
+from dask_distmm.runtime.parts import needed, restricted
 
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState
@@ -49,50 +46,13 @@ def reconcile(
     graph |= kept
     for barrier, others in left.items():
         if others and barrier in graph:
-            restricted = _restricted(graph[barrier], others)
-            order |= {key: order[barrier] for key in restricted if key not in order}
-            graph |= restricted
-    _cull(graph, keys)
+            part = restricted(graph[barrier], others)
+            order |= {key: order[barrier] for key in part if key not in order}
+            graph |= part
+    for key in graph.keys() - needed(graph, keys).keys():
+        del graph[key]
     lost: list[TaskState] = []
     for key, ts in known.items():
         if key not in kept and key in graph and graph[key].dependencies != ts.run_spec.dependencies:
             lost += direct.forget_run_spec(ts)
     return lost
-
-
-def _restricted(barrier: Any, chunks: Mapping[Any, ChunkTask]) -> dict[Any, GraphNode]:
-    """Return the tasks of the least part of a barrier's multiply that has some of its chunks."""
-    wire, keys = operand_keys(barrier)
-    try:
-        problem = problem_from_wire(wire)
-    except ProtocolError:
-        return {}  # the barrier will fail with it
-    if not isinstance(problem, Problem):
-        return {}
-    numbers = problem.numbers("").tolist()
-    part, inputs = part_of(
-        problem, dict(zip(problem.inputs, keys, strict=True)), {numbers[task.index] for task in chunks.values()}
-    )
-    if part is problem or part.part is None:
-        return {}
-    part = dataclasses.replace(part, name=part_name(part.part))
-    key = barrier_key(part.name)
-    lists = [List(*map(TaskRef, inputs[name])) for name in part.inputs]
-    found: dict[Any, GraphNode] = {key: RunTask(key, barrier.func, part.to_wire(), *lists, **barrier.kwargs)}
-    index = {number: index for index, number in enumerate(part.numbers("").tolist())}
-    for name, task in chunks.items():
-        found[name] = ChunkTask(name, task.func, task.output, index[numbers[task.index]], TaskRef(key))
-    return found
-
-
-def _cull(graph: dict[Any, GraphNode], keys: Collection[Any]) -> None:
-    """Drop the tasks that no key needs."""
-    needed: set[Any] = set()
-    todo = list(keys)
-    while todo:
-        key = todo.pop()
-        if key in graph and key not in needed:
-            needed.add(key)
-            todo += graph[key].dependencies
-    for key in graph.keys() - needed:
-        del graph[key]
