@@ -87,7 +87,7 @@ def test_a_task_that_is_no_chunk_of_the_result(inproc_client):
     graph = dict(matmul(x, x).dask)
     (barrier,) = (key for key in graph if barrier_name(key))
     future = inproc_client.get({**graph, "stranger": Task("stranger", len, TaskRef(barrier))}, "stranger", sync=False)
-    with pytest.raises(ProtocolError, match="'stranger' depends on .* and is no chunk of its result"):
+    with pytest.raises(ProtocolError, match="'stranger' depends on .* and is not a chunk of its result"):
         future.result(timeout=30)
 
 
