@@ -17,7 +17,7 @@ from distributed import wait
 from run_events import newest_run, runs_after
 from test_waves import in_waves
 
-from dask_distmm import linalg, matmul
+from dask_distmm import linalg, matmul, matmul_grouped
 from dask_distmm.runtime.keys import barrier_name
 
 _seeds = itertools.count()
@@ -118,23 +118,22 @@ def graphs_that_are_rewritten():
     yield pickle.loads(pickle.dumps(d)), r
     some, others = dask.persist(d[:9], d[20:, 3:])
     yield d.sum() + some.sum() + others.sum(), r.sum() + r[:9].sum() + r[20:, 3:].sum()
-    aux = matmul(lazy, lazy, epilog="relu_aux")
-    for found, expected in zip(
-        dask.compute(*clone(aux[0], aux[1]["relu_aux"])), dask.compute(*map(_first, aux)), strict=True
-    ):
-        yield da.from_array(found), expected
-    yield bind(aux[1]["relu_aux"], da.ones(3), omit=aux[0]), aux[1]["relu_aux"].compute()
+    relu, aux = matmul(lazy, lazy, epilog="relu_aux")
+    copies = clone(relu, aux["relu_aux"])
+    yield copies[0] * copies[1], r * (r > 0)
+    yield bind(aux["relu_aux"], da.ones(3), omit=relu), r > 0
     u, r = factors()
     yield clone(u), r
     yield bind(u, da.ones(3, chunks=1)), r
+    tall = da.from_array(x.repeat(5, axis=0), chunks=(50, 60))
+    yield clone(linalg.lstsq(tall, tall @ np.ones((60, 1)))[0]).round(6), np.ones((60, 1))
+    grouped = matmul_grouped([lazy, lazy.T], [lazy, lazy])
+    for found, expected in zip(grouped, (r, x.T @ x), strict=True):
+        yield clone(found), expected
     for d, r in waves():
         yield clone(d), r
         yield bind(d, da.ones(3, chunks=1)), r
         yield dask.delayed(np.asarray)(d), r
-
-
-def _first(output):
-    return output["relu_aux"] if isinstance(output, dict) else output
 
 
 def test_graphs_that_are_rewritten(inproc_client):

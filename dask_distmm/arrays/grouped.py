@@ -28,6 +28,7 @@ from dask_distmm.arrays.views import view_of
 from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.graph.build import TasksLayer
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Share, Worker
 from dask_distmm.planning.dask_tasks import product_overhead
@@ -298,7 +299,7 @@ def _by_slabs(request: Request, share: Share) -> da.Array:
     }
     kind = b._meta if "cupy" in type(b._meta).__module__ else a._meta
     meta = meta_from_array(kind, ndim=2, dtype=request.dtype)
-    graph = HighLevelGraph.from_collections(name, layer, dependencies=[a, b])
+    graph = HighLevelGraph.from_collections(name, TasksLayer(layer), dependencies=[a, b])
     return da.Array(graph, name, (share.rows, (request.shape[1],)), meta=meta)
 
 

@@ -168,7 +168,8 @@ def parse_group_key(key: Any) -> int | None:
     """Return the place in the order of a task of a group's product, or None for others."""
     if not (isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], str) and key[0].startswith(GROUP_PREFIX)):
         return None
-    return int(key[0].split("-")[3])
+    place = key[0].split("-")[3]
+    return int(place) if place.isdigit() else None
 
 
 def operand_keys(barrier: Task) -> tuple[Any, list[list[Any]]]:

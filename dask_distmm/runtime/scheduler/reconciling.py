@@ -47,7 +47,7 @@ def reconcile(
     for barrier, others in left.items():
         if others and barrier in graph:
             part = restricted(graph[barrier], others)
-            order |= {key: order[barrier] for key in part if key not in order}
+            order |= {key: order[barrier] for key in part if key not in order and barrier in order}
             graph |= part
     for key in graph.keys() - needed(graph, keys).keys():
         del graph[key]
