@@ -119,12 +119,6 @@ def test_what_can_not_be_made_in_parts(changes):
     assert restrict(problem, [0]) is None
 
 
-def test_a_part_has_no_parts():
-    part = restrict(make_problem(((4, 4, 4), (8,)), ((8,), (8,))), [0, 1])
-    assert part.m == 8
-    assert restrict(part, [0]) is None
-
-
 def test_a_part_of_other_chunks_is_refused():
     wire = restrict(make_problem(((4, 4), (8,)), ((8,), (8,))), [0]).to_wire()
     wire["part"]["numbers"] = wire["part"]["numbers"][1:]

@@ -6,7 +6,8 @@ takes it up, with all its tasks:
 
 - a chunk that is there, or that a run is to make, stays with the barrier that it has;
 - the others of its part become a part of their own, which needs no more inputs than they do;
-- a chunk that is known, and that nobody waits for, goes to the barrier of the new graph.
+- a chunk that is known, and that nobody waits for, goes to the barrier of the new graph;
+- a task of Dask's own, which Dask fuses with others in one graph and not in another, stays as it is.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ if TYPE_CHECKING:
 def reconcile(
     tasks: Mapping[Any, TaskState], graph: dict[Any, GraphNode], keys: Collection[Any], order: dict[Any, int]
 ) -> list[TaskState]:
-    """Change a new graph, and known tasks, so that each chunk has one task; return tasks that lost a dependent."""
+    """Change a new graph, and known tasks, so that each key has one task; return tasks that lost a dependent."""
     chunks = {key: task for key, task in graph.items() if isinstance(task, ChunkTask)}
+    if not chunks:
+        return []
     known = {
         key: ts
-        for key, task in chunks.items()
+        for key, task in graph.items()
         if (ts := tasks.get(key)) is not None
-        and isinstance(ts.run_spec, ChunkTask)
-        and ts.run_spec.barrier != task.barrier
+        and isinstance(ts.run_spec, GraphNode)
+        and ts.run_spec.dependencies != task.dependencies
     }
-    if not known:
-        return []
-    kept = {key: ts.run_spec for key, ts in known.items() if ts.state != "released"}
-    left: dict[Any, dict[Any, ChunkTask]] = {chunks[key].barrier: {} for key in kept}
+    kept = {key: ts.run_spec for key, ts in known.items() if key not in chunks or ts.state != "released"}
+    left: dict[Any, dict[Any, ChunkTask]] = {chunks[key].barrier: {} for key in kept if key in chunks}
     for key, task in chunks.items():
         if key not in kept and task.barrier in left:
             left[task.barrier][key] = task
@@ -49,7 +50,7 @@ def reconcile(
             part = restricted(graph[barrier], others)
             order |= {key: order[barrier] for key in part if key not in order and barrier in order}
             graph |= part
-    for key in graph.keys() - needed(graph, keys).keys():
+    for key in graph.keys() - needed(graph, keys).keys() if known else ():
         del graph[key]
     lost: list[TaskState] = []
     for key, ts in known.items():
