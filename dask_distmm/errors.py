@@ -182,7 +182,8 @@ def rebuild(answer: Mapping[str, Any]) -> DistMMError:
     if kind == "RunFailedError":
         return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"], answer["history"])
     kinds = {
-        found.__name__: found for found in (PlanError, EngineError, MatrixError, MissingEngineError, NoWorkersError)
+        found.__name__: found
+        for found in (PlanError, EngineError, MatrixError, MissingEngineError, NoWorkersError, ProtocolError)
     }
     return kinds.get(kind, DistMMError)(message)
 

@@ -95,12 +95,13 @@ class Holders:
         """Return where the chunks of some arrays are; others get the event loop in between."""
         number = {worker.address: index for index, worker in enumerate(workers)}
         others: dict[str, int] = {}
+        sources: list[Worker] = []
         placed: list[bytes | None] = []
         looked_up = itertools.count(1)
         for name, along in zip(names, counts, strict=True):
             found: list[int] = []
             count = _chunk_count(along, len(self._scheduler.tasks))
-            for place in np.ndindex(*along) if count is not None else ():
+            for place in itertools.product(*map(range, along)) if count else ():
                 if next(looked_up) % _SLICE == 0:
                     await asyncio.sleep(0)
                 ts = self._scheduler.tasks.get((name, *place))
@@ -109,11 +110,14 @@ class Holders:
                 if known:
                     found.append(known[0])
                 elif holders:
-                    found.append(others.setdefault(holders[0], len(workers) + len(others)))
+                    if holders[0] not in others:
+                        others[holders[0]] = len(workers) + len(others)
+                        sources.append(self._roster.worker(self._scheduler.workers[holders[0]], ""))
+                    found.append(others[holders[0]])
                 else:
                     break
             placed.append(np.array(found, np.int32).tobytes() if len(found) == count else None)
-        return [self._roster.worker(self._scheduler.workers[address], "") for address in others], placed
+        return sources, placed
 
 
 def _chunk_count(along: Sequence[int], most: int) -> int | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound=Reply)
 
+# So many ranks that have failed are named; the error's attribute `ranks` has all.
+_NAMED = 8
 # How often the scheduler looks whether a run makes progress (seconds).
 _LOOK = 0.5
 
@@ -119,7 +121,9 @@ def _judge_vote(address: str, vote: Vote) -> None:
 
 def failed(run: Run, reason: str, ranks: Mapping[str, str] | None = None) -> RunFailedError:
     """Return the error that says of a run in which phase it failed, where (reasons by address) and why."""
-    who = f" on {', '.join(sorted(ranks))}" if ranks else ""
+    named = sorted(ranks or ())
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    who = f" on {', '.join(named[:_NAMED])}{more}" if named else ""
     phase = run.failed_in or run.phase
     message = f"run {run.run_id} of {run.name} failed while {phase}{who}: {reason}"
     return RunFailedError(message, run.run_id, phase, ranks)
