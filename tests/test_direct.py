@@ -17,7 +17,7 @@ from distributed import Client, LocalCluster, Scheduler, SchedulerPlugin, Worker
 from distributed.scheduler import TaskState, WorkerState, validate_state
 from run_events import events, events_after, newest_run
 
-from dask_distmm import EngineError, explain, matmul
+from dask_distmm import EngineError, explain, linalg, matmul
 from dask_distmm._version import TESTED_DASK
 from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.graph.build import build_graph
@@ -291,6 +291,9 @@ def test_a_scheduler_that_lacks_something_refuses(validated):
         cluster._said.clear()
         with pytest.raises(EngineError, match=r"lacks Scheduler.transitions\(stimulus_id\)"):
             explain(x, y)
+        # A factorization asks nobody before its barrier runs as a task.
+        with pytest.raises(EngineError, match=r"lacks Scheduler.transitions\(stimulus_id\)"):
+            linalg.cholesky(da.eye(60, chunks=20)).compute()
         with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
             d = x @ y
         assert not any(barrier_name(key) for key in dict(d.dask))

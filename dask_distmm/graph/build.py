@@ -312,11 +312,10 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, **waited_
 
     plugin = dumps(DistMMSchedulerPlugin())
     sync(worker.loop, worker.scheduler.register_scheduler_plugin, plugin=plugin, name=NAME, idempotent=True)
-    answer = sync(worker.loop, ask, worker.scheduler, Supported())
-    if answer is None or not answer.supported:
+    if sync(worker.loop, ask, worker.scheduler, Supported()) is None:
         raise EngineError(
-            f"the scheduler at {worker.scheduler.address} can't run collective multiplies: dask_distmm is missing "
-            "there, or does not support its version of distributed; `dask distmm check` says more"
+            f"the scheduler at {worker.scheduler.address} does not know {Supported.operation}: dask_distmm is missing "
+            "there, or another version; `dask distmm check` says more"
         )
     raise Reschedule
 

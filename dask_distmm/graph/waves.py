@@ -210,9 +210,14 @@ def _chunks(problem: Problem, output: str) -> dict[Any, Task]:
 
 
 def can_be_made(*arrays: Any) -> bool:
-    """Whether ranks can make all chunks of lazy Dask arrays: each of them by a chain of tasks of its own."""
+    """Whether ranks can make all chunks of lazy Dask arrays: each of them by a chain of tasks of its own.
+
+    Tasks with annotations are left to Dask, which knows what these mean.
+    """
     keys = [key for array in arrays for key in flatten(array.__dask_keys__())]
-    return _tasks_of(HighLevelGraph.merge(*(array.dask for array in arrays)), keys) is not None
+    graph = HighLevelGraph.merge(*(array.dask for array in arrays))
+    annotated = any(set(layer.annotations or ()) - {"span"} for layer in graph.layers.values())
+    return not annotated and _tasks_of(graph, keys) is not None
 
 
 def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | None:

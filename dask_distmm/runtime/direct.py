@@ -23,10 +23,12 @@ from dask._task_spec import DataNode
 from dask.sizeof import sizeof
 from distributed.core import error_message
 from distributed.metrics import monotonic, time
+from distributed.protocol import to_serialize
 from distributed.worker_state_machine import FreeKeysEvent
 
 from dask_distmm.engines.base import log
 from dask_distmm.runtime.keys import barrier_name, gate_barrier, previous_wave
+from dask_distmm.runtime.run import TaskFailed
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
@@ -57,9 +59,12 @@ _CALLED = {
 _TASK = (
     *("key", "state", "priority", "run_spec", "type", "dependencies", "dependents", "waiting_on", "waiters", "who_has"),
     *("who_wants", "worker_restrictions", "host_restrictions", "resource_restrictions", "loose_restrictions"),
-    *("exception_blame", "set_nbytes"),
+    *("exception_blame", "set_nbytes", "retries", "annotations"),
 )
-_WORKER = ("address", "nthreads", "memory_limit", "memory", "status", "executing", "processing", "has_what")
+_WORKER = (
+    *("address", "nthreads", "memory_limit", "memory", "resources"),
+    *("status", "executing", "processing", "has_what"),
+)
 _SCHEDULER = (
     *("tasks", "workers", "clients", "plugins", "extensions", "handlers", "stream_handlers", "unrunnable", "rpc"),
     *("no_workers_timeout", "transition_counter", "task_prefixes", "_ongoing_background_tasks", "security", "validate"),
@@ -249,8 +254,18 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
 
 
 def fail(scheduler: Scheduler, ts: TaskState, error: BaseException, stimulus_id: str) -> None:
-    """End a task that is parked, or waits, with an error, as if a worker had raised it."""
-    message = {name: value for name, value in error_message(error).items() if name != "status"}
+    """End a task that is parked, or waits, with an error, as if a worker had raised it.
+
+    An error of the user's goes to the client as the worker has pickled it: to open it here would run the user's code.
+    """
+    message: dict[str, Any]
+    if isinstance(error, TaskFailed):
+        reply = error.reply
+        traceback = to_serialize(reply.error_traceback) if reply.error_traceback else None
+        texts = {"exception_text": reply.error_text, "traceback_text": reply.traceback}
+        message = {"exception": to_serialize(reply.error), "traceback": traceback, **texts}
+    else:
+        message = {name: value for name, value in error_message(error).items() if name != "status"}
     if ts.state == "no-worker":
         recommendations, clients, workers = scheduler._transition(ts.key, "erred", stimulus_id, cause=ts.key, **message)
         scheduler.send_all(clients, workers)

@@ -109,14 +109,7 @@ class FreeReplicas(Call[Freed]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Support(Reply):
-    """Whether the scheduler's version of distributed has all that runs need."""
+class Supported(Call[Reply]):
+    """A barrier that runs as a task asks whether the scheduler can take it; else the error says what is lacking."""
 
-    supported: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Supported(Call[Support]):
-    """A barrier that runs as a task asks whether the scheduler can take it."""
-
-    operation, answer = "distmm_supported", Support
+    operation = "distmm_supported"

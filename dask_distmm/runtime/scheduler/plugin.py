@@ -31,7 +31,7 @@ from dask_distmm.runtime.scheduler.holders import Holders
 from dask_distmm.runtime.scheduler.progress import answer_progress
 from dask_distmm.runtime.scheduler.reconciling import reconcile
 from dask_distmm.runtime.scheduler.records import Records
-from dask_distmm.runtime.wire import answering, listening
+from dask_distmm.runtime.wire import Reply, answering, listening
 from dask_distmm.runtime.worker.plugin import MISSING, for_any_worker
 
 # Memory that engines keep between runs is freed when there has been no client for so long (seconds).
@@ -95,21 +95,25 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # Handlers
 
-    async def answer_supported(self, request: questions.Supported) -> questions.Support:
-        """Return whether this version of distributed has all that runs need."""
-        return questions.Support("OK", supported=not self.unsupported)
+    async def answer_supported(self, request: questions.Supported) -> Reply:
+        """Answer if this version of distributed has all that runs need."""
+        self._refuse_unsupported()
+        return Reply("OK")
 
-    async def answer_roster(self, question: questions.RosterQuestion) -> questions.RosterReply:
-        """Return the engines and workers that would multiply, and where chunks are."""
+    def _refuse_unsupported(self) -> None:
         if self.unsupported:
             raise MissingEngineError(
                 f"distributed {distributed.__version__} on the scheduler is not supported: it lacks "
                 f"{', '.join(self.unsupported)}. Install one that works, on all machines: python -m pip install "
                 f'"dask=={TESTED_DASK[-1]}" "distributed=={TESTED_DASK[-1]}"'
             )
+
+    async def answer_roster(self, question: questions.RosterQuestion) -> questions.RosterReply:
+        """Return the engines and workers that would multiply, and where chunks are."""
+        self._refuse_unsupported()
         try:
             engines, workers = await self.roster.choose(Demand.from_wire(question.demand))
-            sources, placed = self.holders.known(workers, question.names, question.counts)
+            sources, placed = await self.holders.known(workers, question.names, question.counts)
             answer = questions.RosterReply(
                 "OK",
                 engines=list(engines),
