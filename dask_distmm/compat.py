@@ -18,6 +18,7 @@ from dask_distmm.errors import MissingEngineError
 
 # What is called, with the parameters of the call, and what is read or set: of a scheduler and of a worker.
 SCHEDULER = {
+    "_create_taskstate_from_graph": ("dsk", "keys", "ordered"),
     "_add_to_memory": ("ts", "ws", "recommendations", "client_msgs", "type", "typename"),
     "_transition": ("key", "finish", "stimulus_id"),
     "add_plugin": ("plugin", "name", "idempotent"),

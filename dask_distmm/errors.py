@@ -8,8 +8,9 @@ are raised on a worker or the scheduler and read by the user at the client. In m
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
 
 from numpy.linalg import LinAlgError
 
@@ -30,6 +31,10 @@ __all__ = [
     "unknown_name",
 ]
 
+T = TypeVar("T")
+
+# Longer reasons are cut: they are kept, logged and sent to all participants of a run.
+_BRIEF = 1000
 # So many workers' histories go into an error's text.
 _TOLD = 8
 # A list of more names than this is left out of a message that has a similar name to offer.
@@ -188,5 +193,45 @@ def rebuild(answer: Mapping[str, Any]) -> DistMMError:
         return ProjectedMemoryError(message, answer["projected"], answer["limit"])
     if kind == "RunFailedError":
         return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"], answer["history"])
-    known = PlanError, EngineError, MatrixError, MissingEngineError, NotSquareError, NoWorkersError
-    return {found.__name__: found for found in known}.get(kind, DistMMError)(message)
+    kinds = {
+        found.__name__: found
+        for found in (
+            PlanError,
+            EngineError,
+            MatrixError,
+            MissingEngineError,
+            NotSquareError,
+            NoWorkersError,
+            ProtocolError,
+        )
+    }
+    return kinds.get(kind, DistMMError)(message)
+
+
+def brief(text: str, most: int = _BRIEF) -> str:
+    """Return a text, cut where it is too long to be kept and sent about."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def in_words(error: BaseException) -> str:
+    """Return the class and the text of an error in one line, as far as its class lets it."""
+    try:
+        return brief(f"{type(error).__name__}: {error}")
+    except Exception as failure:
+        return f"{type(error).__name__} (its text can't be made: {type(failure).__name__})"
+
+
+def call_user(status: str, what: str, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Call a function of the user's: by this frame `raised_by_user` finds whose error it is, which stays as it is."""
+    return function(*args, **kwargs)
+
+
+def raised_by_user(error: BaseException) -> tuple[str, str, TracebackType | None] | None:
+    """Return `status` and `what` of the `call_user` that an error left, and its traceback there; None if it is ours."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code is not call_user.__code__:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return None
+    given = traceback.tb_frame.f_locals
+    return given["status"], given["what"], traceback.tb_next

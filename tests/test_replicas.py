@@ -249,7 +249,7 @@ def test_a_vote_finds_out_what_is_missing():
         side.replicas._kept["x"] = 7, chunks
         side.replicas.drop("x", 6)
         assert (await ask(side, Prepare(8, 0, wire, keys))).status == "OK"
-        assert (await ask(side, Start(8))).status == "OK"
+        assert (await ask(side, Start(8, deliver=[("", "m", b"")]))).status == "OK"
         np.testing.assert_array_equal(side.worker.data["m", 1, 0], np.full((3, 6), 5.0))
         side.replicas.drop(name="x", run_id=7)
         assert not len(side.replicas)

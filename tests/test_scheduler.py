@@ -17,7 +17,7 @@ from dask_distmm.planning import Demand, Problem
 from dask_distmm.runtime.keys import barrier_key, barrier_name
 from dask_distmm.runtime.messages import NAME, Progress
 from dask_distmm.runtime.questions import Free, RosterQuestion
-from dask_distmm.runtime.wire import Reply, from_wire
+from dask_distmm.runtime.wire import Reply, ask, from_wire
 from dask_distmm.testing import make_problem
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="matmul-nobody-s")
@@ -66,6 +66,23 @@ def test_any_message(inproc_client, messages):
         assert answer in good.get(operation, {None})
 
 
+def test_the_places_of_more_chunks_than_there_are(inproc_client):
+    """No look at each of them: that would keep the scheduler busy for years."""
+    x = da.ones((20, 20), chunks=10).persist()
+    matmul(x, x).compute()
+
+    def question(counts):
+        request = RosterQuestion(DEMAND, [x.name], [counts])
+        return inproc_client.sync(ask, inproc_client.scheduler, request)
+
+    assert len(question([2, 2]).placed[0]) == 4 * 4
+    assert question([5 * 10**15]).placed == [None]
+    assert question([10**15, 0, 10**15]).placed == [b""]
+    for wrong in ([-1], [1.5], [1] * 65, ["2", 2]):
+        with pytest.raises(ProtocolError, match=r"counts must be at most 64 numbers of chunks for each array, got \["):
+            question(wrong)
+
+
 def test_a_barrier_of_something_malformed_fails(inproc_client):
     """One typed error, also if nothing but the graph is wrong."""
     x = da.from_array(np.ones((20, 20)), chunks=10)
@@ -87,7 +104,7 @@ def test_a_task_that_is_no_chunk_of_the_result(inproc_client):
     graph = dict(matmul(x, x).dask)
     (barrier,) = (key for key in graph if barrier_name(key))
     future = inproc_client.get({**graph, "stranger": Task("stranger", len, TaskRef(barrier))}, "stranger", sync=False)
-    with pytest.raises(ProtocolError, match="'stranger' depends on .* and is no chunk of its result"):
+    with pytest.raises(ProtocolError, match="'stranger' depends on .* and is not a chunk of its result"):
         future.result(timeout=30)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -15,7 +19,9 @@ from hypothesis import strategies as st
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Worker, plan
+from dask_distmm.runtime import chunk_tasks
 from dask_distmm.runtime.chunk_tasks import pack_tasks, unpack_tasks
+from dask_distmm.runtime.scheduler.freezing import _at_once
 from dask_distmm.testing import make_problem
 
 
@@ -68,6 +74,61 @@ def test_an_error_comes_where_the_chunk_is_used_and_the_rest_is_not_made():
     assert max(made) <= 3
 
 
+@pytest.mark.parametrize("failures", [0, 2, 3])
+def test_a_call_that_fails_is_made_again(failures):
+    """As often as it may be, and not once nobody wants the chunk any more."""
+    calls = []
+
+    def make():
+        calls.append(len(calls))
+        if len(calls) <= failures:
+            raise OSError("it is torn")
+        return np.ones((1, 1))
+
+    chunk = SourceChunk(Source(make, retries=2), lambda x: x)
+    loads = ChunkLoader([chunk], 1, 1)
+    if failures <= 2:
+        assert loads.take(chunk, never) == 1
+    else:
+        with pytest.raises(OSError, match="torn"):
+            loads.take(chunk, never)
+    loads.close()
+    assert len(calls) == min(failures, 2) + 1
+    calls.clear()
+    if failures:
+        with pytest.raises(OSError, match="torn"):
+            chunk.source.make()
+        assert len(calls) == 1
+
+
+def test_as_many_at_once_as_resources_allow(monkeypatch):
+    """Tasks meet in pairs: fewer at once would wait for ever."""
+    pairs, active, most, lock = threading.Barrier(2, timeout=60), [], [], threading.Lock()
+
+    def task(number):
+        with lock:
+            active.append(number)
+            most.append(len(active))
+        pairs.wait()
+        with lock:
+            active.remove(number)
+        pairs.wait()
+        return np.full((4, 4), number)
+
+    tasks = [functools.partial(task, number) for number in range(4)]
+    ws = SimpleNamespace(address="w", resources={"R": 5.0, "S": 9.0})
+    at_once = _at_once(SimpleNamespace(annotations={"resources": {"R": 2, "S": 3, "T": 0}}), [ws])
+    assert at_once == {"w": 2}
+    assert _at_once(SimpleNamespace(annotations=None), [ws]) == {}
+    made = plan(make_problem(((4,) * 4, (4,)), ((4,), (4,)), by_ranks=(True, False)), [Worker("w")])
+    # As `pack_tasks` gives them, but that a lock can't be pickled.
+    monkeypatch.setattr(chunk_tasks, "loads", lambda packed: (0, at_once["w"], {"a": (list(range(4)), tasks)}))
+    chunks = unpack_tasks(made, b"packed", None)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda chunk: chunk.source.make(), chunks.values()))
+    assert max(most) == 2
+
+
 def test_arrays_that_ranks_can_make(tmp_path):
     stored = da.from_zarr(zarr.create_array(str(tmp_path / "x.zarr"), data=np.ones((60, 6)), chunks=(5, 6)))
     generated = da.random.default_rng(1).random((60, 6), chunks=(5, 6))
@@ -78,6 +139,11 @@ def test_arrays_that_ranks_can_make(tmp_path):
     split = generated.rechunk((5, 3))
     for array in (stored - stored.mean(axis=0), generated.rechunk((7, 6)), split, here, stored[::-1] + stored):
         assert not can_be_made(array)
+    # Only Dask's tasks can do what annotations ask for.
+    for annotation in ({"retries": 2}, {"resources": {"GPU": 1}}, {"workers": ["w"]}, {"priority": 1}):
+        with dask.annotate(**annotation):
+            annotated = stored.map_blocks(np.sin)
+        assert not can_be_made(annotated + 1)
 
 
 @pytest.mark.parametrize("gram", [True, False])

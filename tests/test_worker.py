@@ -40,6 +40,8 @@ def small_plan() -> Plan:
     return plan(problem, [Worker("inproc://1")], where={"a": zeros, "b": zeros[:1]})
 
 
+# All chunks of D, under the usual name.
+ALL = [("", "m", b"")]
 KEYS = {"a": [("x", 0, 0), ("x", 1, 0)], "b": [("y", 0, 0)]}
 
 
@@ -59,10 +61,10 @@ def test_one_run_by_hand():
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
         answer = await ask(side, Fetch(1, "input", box, flat=False))
         assert answer.status == "OK"
-        answer = await ask(side, Start(1))
+        answer = await ask(side, Start(1, deliver=ALL))
         assert answer.status == "OK"
-        ((output, numbers, sizes),) = answer.placed
-        assert output == ""
+        ((array, numbers, sizes),) = answer.placed
+        assert array == "m"
         assert np.frombuffer(numbers, np.int64).tolist() == [0, 1]
         assert np.frombuffer(sizes, np.int64).tolist() == [4 * 6 * 8, 3 * 6 * 8]
         assert answer.type[1] == "numpy.ndarray"
@@ -83,11 +85,11 @@ def test_a_worker_that_closes_says_so():
         side = WorkerSide(Loop())
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
-        run = asyncio.ensure_future(ask(side, Start(1)))
+        run = asyncio.ensure_future(ask(side, Start(1, deliver=ALL)))
         await asyncio.sleep(0)
         side.close()
         assert (await run).status in ("lost", "OK")
-        assert (await ask(side, Start(1))).status == "lost"
+        assert (await ask(side, Start(1, deliver=ALL))).status == "lost"
         vote = await prepared(side, 2)
         assert (vote.status, vote.message) == ("lost", "it is closing")
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
@@ -102,14 +104,13 @@ def test_what_a_failed_run_has_placed_goes():
         side = WorkerSide(Loop())
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
-        unwanted = [("", np.array([0], np.int64).tobytes())]
-        answer = await ask(side, Start(1, unwanted=unwanted))
+        answer = await ask(side, Start(1, deliver=[("", "m", np.array([0], np.int64).tobytes())]))
         assert np.frombuffer(answer.placed[0][1], np.int64).tolist() == [1]
         assert ("m", 1, 0) in side.worker.data
         assert ("m", 0, 0) not in side.worker.data
         # Another run makes the same chunk before this worker hears that the first one has failed.
         assert (await prepared(side, 2)).status == "OK"
-        assert (await ask(side, Start(2))).status == "OK"
+        assert (await ask(side, Start(2, deliver=ALL))).status == "OK"
         side.end(run_id=1, reason="test")
         assert ("m", 1, 0) in side.worker.data
         side.end(run_id=2, reason="test")
@@ -130,12 +131,12 @@ def test_stale_and_missing():
         for run_id in (0, 1, 2, -5, "2", None):
             assert (await prepared(side, run_id)).status == "refused"
         for run_id in (1, 3, "x"):
-            assert (await ask(side, Start(run_id))).status == "refused"
+            assert (await ask(side, Start(run_id, deliver=ALL))).status == "refused"
             status = (await ask(side, Fetch(run_id, "input", b"\0" * 48, flat=False))).status
             assert status == ("refused" if run_id == "x" else "gone")
         assert state(side) == before
         await ask(side, Abort(2, "test"))
-        assert (await ask(side, Start(2))).status == "refused"
+        assert (await ask(side, Start(2, deliver=ALL))).status == "refused"
         side.close()
 
     asyncio.run(work())
@@ -172,7 +173,7 @@ def test_a_request_that_is_given_up_harms_no_run():
         boxes = np.array([[0, 0, 0, 1, 0, 1]], np.int64).tobytes()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ask(side, Fetch(1, "partial", boxes, flat=False)), 0.05)
-        assert (await ask(side, Start(1))).status == "OK"
+        assert (await ask(side, Start(1, deliver=ALL))).status == "OK"
         side.close()
 
     asyncio.run(work())
@@ -223,7 +224,7 @@ def test_any_message_in_any_order(messages):
             good = kind is Abort or (kind is Fetch and fields["kind"] == "input")
             assert answer.status in ({"OK", "refused", "gone"} if good else {"refused", "gone", "failed"})
             assert state(side) == before
-        assert (await ask(side, Start(1))).status == "OK"
+        assert (await ask(side, Start(1, deliver=ALL))).status == "OK"
         np.testing.assert_array_equal(side.worker.data["m", 0, 0], np.full((4, 6), 5.0))
         side.close()
 

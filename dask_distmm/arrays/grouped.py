@@ -28,7 +28,7 @@ from dask_distmm.arrays.views import view_of
 from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
-from dask_distmm.graph.build import RunTask
+from dask_distmm.graph.build import TasksLayer
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Share, Worker
 from dask_distmm.planning.dask_tasks import product_overhead
@@ -36,7 +36,7 @@ from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.many.batches import Pool, item_seconds
 from dask_distmm.planning.many.groups import long_products, share_out
 from dask_distmm.runtime.client import Snapshot, current_client
-from dask_distmm.runtime.keys import group_name
+from dask_distmm.runtime.keys import RunTask, group_name
 from dask_distmm.runtime.scheduler.priorities import GroupOrder
 from dask_distmm.typing import AllOptions, ArrayLike, GroupedOptions
 
@@ -299,7 +299,7 @@ def _by_slabs(request: Request, share: Share) -> da.Array:
     }
     kind = b._meta if "cupy" in type(b._meta).__module__ else a._meta
     meta = meta_from_array(kind, ndim=2, dtype=request.dtype)
-    graph = HighLevelGraph.from_collections(name, layer, dependencies=[a, b])
+    graph = HighLevelGraph.from_collections(name, TasksLayer(layer), dependencies=[a, b])
     return da.Array(graph, name, (share.rows, (request.shape[1],)), meta=meta)
 
 

@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 Boxes = NDArray[np.int64]  # (count, 6): operand (0 A, 1 B), chunk, row start, row stop, column start, column stop
 
 
+class PeerLostError(ConnectionError):
+    """Another participant can't be reached, or does not know the run: no other error counts as a lost worker."""
+
+
 class Comm(Protocol):
     """Gets matrices from other participants of one run."""
 

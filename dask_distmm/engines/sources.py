@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from dask_distmm.engines.base import wait_checked
+from dask_distmm.engines.base import log, wait_checked
+from dask_distmm.errors import in_words
 
 
 class ChunkTasks:
@@ -18,12 +19,23 @@ class ChunkTasks:
 
 
 class Source:
-    """The source of a chunk: a call that reads or makes it."""
+    """The source of a chunk: a call that reads or makes it, up to `retries` times again if it fails."""
 
-    __slots__ = ("make",)
+    __slots__ = ("_call", "_retries", "wanted")
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
+    def __init__(self, call: Callable[[], Any], retries: int = 0) -> None:
+        self._call, self._retries, self.wanted = call, retries, True
+
+    def make(self) -> Any:
+        """Return what the call returns."""
+        while True:
+            try:
+                return self._call()
+            except BaseException as error:
+                if self._retries <= 0 or not self.wanted:
+                    raise
+                log.info("a chunk is made again, %d retries are left: %s", self._retries, in_words(error))
+            self._retries -= 1
 
 
 class SourceChunk:
@@ -71,6 +83,8 @@ class ChunkLoader:
 
     def close(self) -> None:
         """Drop all chunks, and make no more."""
+        for source in self._uses:
+            source.wanted = False
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._made.clear()
 

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from dask._task_spec import Alias, GraphNode, List, Task, TaskRef
-from dask.base import tokenize
+from dask import graph_manipulation
+from dask._task_spec import GraphNode, List, Task, TaskRef
 from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
 from distributed.utils import sync
@@ -44,32 +46,22 @@ from dask_distmm.planning import (
     restrict,
 )
 from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
-from dask_distmm.runtime.keys import barrier_key, output_name, part_name
+from dask_distmm.runtime.keys import (
+    ChunkTask,
+    RunTask,
+    barrier_key,
+    barrier_name,
+    copied_key,
+    copied_name,
+    gate_barrier,
+    output_name,
+    part_name,
+)
 from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.parts import needed, restricted
 
 # A part of its own is worth a run if it saves so many floating-point operations.
 _FLOPS_OF_A_RUN = 1e9
-
-
-class RunTask(Task):  # type: ignore[misc]
-    """A task that Dask's optimizer must not fuse with others: its key is known to the plugins."""
-
-    __slots__ = ()
-
-    @property
-    def block_fusion(self) -> bool:
-        """Keep this task and its key as they are."""
-        return True
-
-    def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Any:
-        """Replace keys that this task needs, but never its own: a copy under another key is this task's result.
-
-        ``dask.delayed`` makes such copies of whole graphs that are given to it. A copied barrier would ask for the
-        run of another one.
-        """
-        if key is None and subs.get(self.key, self.key) != self.key:
-            return Alias(self.key)
-        return super().substitute(subs, key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +80,11 @@ class TasksLayer(Layer):  # type: ignore[misc]
     has_legacy_tasks = False
     _tasks: Mapping[Any, GraphNode]
 
+    def __init__(self, tasks: Mapping[Any, GraphNode] | None = None, annotations: Any = None) -> None:
+        super().__init__(annotations=annotations)
+        if tasks is not None:
+            self._tasks = tasks
+
     def __getitem__(self, key: Any) -> GraphNode:
         return self._tasks[key]
 
@@ -100,6 +97,58 @@ class TasksLayer(Layer):  # type: ignore[misc]
     def is_materialized(self) -> bool:
         """Whether the tasks have been made."""
         return "_tasks" in self.__dict__
+
+    def get_output_keys(self) -> set[Any]:
+        """Return the keys that other layers may need."""
+        return set(self)
+
+    def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
+        """Return a layer of the tasks that some keys need, and for each of them the keys of other layers."""
+        tasks = needed(self._tasks, keys)
+        wanted: dict[Any, dict[Any, ChunkTask]] = {}
+        for key, task in tasks.items():
+            if isinstance(task, ChunkTask):
+                wanted.setdefault(task.barrier, {})[key] = task
+        for before, chunks in wanted.items():
+            # An output of another layer needs a barrier as it is.
+            if before in tasks and before not in keys:
+                tasks |= restricted(tasks[before], chunks)
+        tasks = needed(tasks, keys)
+        layer = TasksLayer(tasks, self.annotations)
+        layer.collection_annotations = self.collection_annotations
+        return layer, {key: task.dependencies - tasks.keys() for key, task in tasks.items()}
+
+    def clone(self, keys: Collection[Any], seed: Hashable, bind_to: Any = None) -> tuple[Layer, bool]:
+        """Return copies of the tasks under other keys; those that need nothing that is copied wait for `bind_to`.
+
+        Keys of the layer that others never need are not among `keys`.
+        """
+        inner = self.keys() - self.get_output_keys()
+        found: dict[Any, GraphNode] = {}
+        bound = False
+        for key, task in self.items():
+            if key not in keys and key not in inner:
+                found[key] = task
+                continue
+            subs = {dep: copied_key(dep, seed) for dep in task.dependencies if dep in keys or dep in inner}
+            new = copied_key(key, seed)
+            copy = task.substitute(subs, key=new)
+            if (name := barrier_name(key)) is not None:
+                wire, *inputs = copy.args
+                wire = {**wire, "name": copied_name(name, seed)}
+                if part := wire.get("part"):
+                    wire["part"] = {**part, "whole": copied_name(part["whole"], seed)}
+                binding = {} if subs or bind_to is None else {"bound": TaskRef(bind_to)}
+                copy = RunTask(new, copy.func, wire, *inputs, **copy.kwargs, **binding)
+                bound |= bool(binding)
+            elif bind_to is not None and not subs and gate_barrier(key) is None:
+                if isinstance(task, ChunkTask):
+                    # A run puts into memory what waits for nothing else.
+                    found[key], copy = task, TaskRef(key)
+                bind, produces = graph_manipulation.chunks.bind, task.data_producer
+                copy, bound = Task(new, bind, copy, TaskRef(bind_to), _data_producer=produces), True
+            found[new] = copy
+        return TasksLayer(found, self.annotations), bound
 
 
 class ProductLayer(TasksLayer):
@@ -127,7 +176,7 @@ class ProductLayer(TasksLayer):
             for index, number in enumerate(problem.numbers("").tolist()):
                 if wanted is None or number in wanted:
                     key = self._key(number)
-                    found[key] = RunTask(key, chunk, "", index, TaskRef(before))
+                    found[key] = ChunkTask(key, chunk, "", index, TaskRef(before))
         return found
 
     def _inputs(self, problem: Problem, operand: str) -> list[Any]:
@@ -163,7 +212,7 @@ class ProductLayer(TasksLayer):
         barriers = self._barriers.intersection(keys)
         if not own and not barriers:
             return self, {}
-        numbers = {i * ncols + j for _, i, j in own}
+        numbers = {int(i) * ncols + int(j) for _, i, j in own}
         # Auxiliary outputs need a barrier as it is.
         whole = bool(barriers) or len(numbers) == self._count
         pieces = self.pieces if whole else tuple(pieces_of(self.whole, numbers))
@@ -203,7 +252,7 @@ def _piece(whole: Problem, wanted: Collection[int]) -> Piece:
     if part is None:
         return Piece(whole, numbers)
     assert part.part is not None
-    return Piece(dataclasses.replace(part, name=part_name(whole.name, tokenize(part.part.numbers))), numbers)
+    return Piece(dataclasses.replace(part, name=part_name(part.part)), numbers)
 
 
 def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:
@@ -218,13 +267,17 @@ def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) ->
 def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
     """Return the graph of an auxiliary output: chunks that the same run makes."""
     name, before = output_name(problem.name, output), barrier_key(problem.name)
-    nrows, ncols = problem.chunk_counts("d")
-    layer = {
-        (name, i, j): RunTask((name, i, j), chunk, output, i * ncols + j, TaskRef(before))
-        for i in range(nrows)
-        for j in range(ncols)
+    tasks = output_tasks(name, output, problem.chunk_counts("d"), before)
+    return HighLevelGraph.from_collections(name, TasksLayer(tasks), dependencies=[d])
+
+
+def output_tasks(name: str, output: str, counts: tuple[int, int], before: str) -> dict[Any, GraphNode]:
+    """Return the tasks of all chunks of an output, called `name`, that one run makes."""
+    places = itertools.product(*map(range, counts))
+    return {
+        (name, i, j): ChunkTask((name, i, j), chunk, output, index, TaskRef(before))
+        for index, (i, j) in enumerate(places)
     }
-    return HighLevelGraph.from_collections(name, layer, dependencies=[d])
 
 
 # The tasks themselves, for where no scheduler's plugin takes them
@@ -237,7 +290,7 @@ class Alone:
         self.chunks = chunks
 
 
-def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, gate: None = None) -> Alone:
+def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, **waited_for: None) -> Alone:
     """Multiply in this process, where there is no cluster.
 
     On a worker it has the plugin installed on the scheduler, which takes this task then: a scheduler that was started
@@ -245,8 +298,8 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, gate: Non
     """
     try:
         worker = get_worker()
-        # A task on a worker may compute something by itself, without the cluster.
-        alone = worker.get_current_task() != barrier_key(wire["name"])
+        # A task on a worker may compute something by itself, without the cluster, and in threads of its own.
+        alone = worker.active_threads.get(threading.get_ident()) != barrier_key(wire["name"])
     except ValueError:
         alone = True
     if alone:

@@ -12,9 +12,9 @@ from typing import Any
 from dask._task_spec import List, TaskRef
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_distmm.graph.build import RunTask, barrier, chunk
+from dask_distmm.graph.build import TasksLayer, barrier, output_tasks
 from dask_distmm.planning.factor.computation import FactorProblem
-from dask_distmm.runtime.keys import barrier_key, output_name
+from dask_distmm.runtime.keys import RunTask, barrier_key, output_name
 
 
 def build_factor_graph(problem: FactorProblem, operands: Sequence[Any]) -> HighLevelGraph:
@@ -25,13 +25,12 @@ def build_factor_graph(problem: FactorProblem, operands: Sequence[Any]) -> HighL
         nrows, ncols = problem.chunk_counts(name)
         places = itertools.product(range(nrows), range(ncols))
         inputs.append(List(*(TaskRef((array.name, i, j)) for i, j in places)))
-    layers: dict[str, Any] = {before: {before: RunTask(before, barrier, problem.to_wire(), *inputs)}}
-    for output in problem.outputs:
-        name, (nrows, ncols) = output_name(problem.name, output.name), output.counts
-        layers[name] = {
-            (name, i, j): RunTask((name, i, j), chunk, output.name, i * ncols + j, TaskRef(before))
-            for i, j in itertools.product(range(nrows), range(ncols))
-        }
-    graph = HighLevelGraph.from_collections(before, layers.pop(before), dependencies=list(operands))
+    run = TasksLayer({before: RunTask(before, barrier, problem.to_wire(), *inputs)})
+    graph = HighLevelGraph.from_collections(before, run, dependencies=list(operands))
+    layers = {
+        name: TasksLayer(output_tasks(name, output.name, output.counts, before))
+        for output in problem.outputs
+        for name in [output_name(problem.name, output.name)]
+    }
     dependencies = dict(graph.dependencies) | {name: {before} for name in layers}
     return HighLevelGraph({**graph.layers, **layers}, dependencies)

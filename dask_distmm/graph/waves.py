@@ -27,11 +27,12 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.graph.build import RunTask, TasksLayer, barrier, chunk
+from dask_distmm.graph.build import TasksLayer, barrier, chunk
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
 from dask_distmm.planning.waves import Scheme, wave_problem
-from dask_distmm.runtime.keys import barrier_key, gate_key, is_sum, output_name
+from dask_distmm.runtime.keys import ChunkTask, RunTask, barrier_key, gate_key, is_sum, output_name
+from dask_distmm.runtime.parts import needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class WavesLayer(TasksLayer):
     @functools.cached_property
     def _tasks(self) -> dict[Any, GraphNode]:  # type: ignore[override]
         found = self._tasks_by_ranks() if self.products[0].scheme.by_ranks else self._tasks_behind_gates()
-        return found if self.only is None else _needed(found, self.only)
+        return found if self.only is None else needed(found, self.only)
 
     def _tasks_by_ranks(self) -> dict[Any, GraphNode]:
         """Return the tasks where ranks make the chunks that are streamed."""
@@ -169,7 +170,7 @@ class WavesLayer(TasksLayer):
 
     def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
         """Return a layer of the tasks that some keys need, and for each of them the keys of other layers."""
-        tasks, layer = _needed(self._tasks, keys), self
+        tasks, layer = needed(self._tasks, keys), self
         if len(tasks) < len(self._tasks):
             layer = WavesLayer(self.products, self.upstream, frozenset(keys))
             layer.__dict__["_tasks"] = tasks
@@ -205,25 +206,18 @@ def _chunks(problem: Problem, output: str) -> dict[Any, Task]:
     """Return the chunks that the run of a wave makes, of an output or of D or its sums."""
     name, before = output_name(problem.result_name, output), barrier_key(problem.name)
     keys = [(name, *divmod(number, problem.columns(""))) for number in problem.numbers("").tolist()]
-    return {key: RunTask(key, chunk, output, index, TaskRef(before)) for index, key in enumerate(keys)}
-
-
-def _needed(tasks: Mapping[Any, GraphNode], keys: Collection[Any]) -> dict[Any, GraphNode]:
-    """Return those of some tasks that keys need."""
-    found: dict[Any, GraphNode] = {}
-    todo = list(keys)
-    while todo:
-        key = todo.pop()
-        if key not in found and key in tasks:
-            found[key] = tasks[key]
-            todo += tasks[key].dependencies
-    return found
+    return {key: ChunkTask(key, chunk, output, index, TaskRef(before)) for index, key in enumerate(keys)}
 
 
 def can_be_made(*arrays: Any) -> bool:
-    """Whether ranks can make all chunks of lazy Dask arrays: each of them by a chain of tasks of its own."""
+    """Whether ranks can make all chunks of lazy Dask arrays: each of them by a chain of tasks of its own.
+
+    Tasks with annotations are left to Dask, which knows what these mean.
+    """
     keys = [key for array in arrays for key in flatten(array.__dask_keys__())]
-    return _tasks_of(HighLevelGraph.merge(*(array.dask for array in arrays)), keys) is not None
+    graph = HighLevelGraph.merge(*(array.dask for array in arrays))
+    annotated = any(set(layer.annotations or ()) - {"span"} for layer in graph.layers.values())
+    return not annotated and _tasks_of(graph, keys) is not None
 
 
 def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | None:
@@ -233,7 +227,7 @@ def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | N
 def build_waves(products: Sequence[tuple[Problem, Scheme, Mapping[str, Any]]]) -> HighLevelGraph:
     """Return the graph of the waves of products, one product after the other; `build_wave_output` adds chunks of D."""
     found: list[InWaves] = []
-    needed: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     for problem, scheme, operands in products:
         turned = dict(zip("ab", problem.turned, strict=True))
         arrays = {name: (array.name, turned.get(name, False)) for name, array in operands.items()}
@@ -241,10 +235,10 @@ def build_waves(products: Sequence[tuple[Problem, Scheme, Mapping[str, Any]]]) -
         found.append(one)
         # Culling keeps the layers before one that needs no key of theirs.
         made = [name for name in operands if scheme.by_ranks and one.is_streamed(name)]
-        needed |= {array.name: array for name, array in operands.items() if name not in made}
+        loaded |= {array.name: array for name, array in operands.items() if name not in made}
     upstream = HighLevelGraph.merge(*(array.dask for _, _, operands in products for array in operands.values()))
     layer = WavesLayer(found, upstream)
-    return HighLevelGraph.from_collections(_layer_name(*products[0][:2]), layer, dependencies=list(needed.values()))
+    return HighLevelGraph.from_collections(_layer_name(*products[0][:2]), layer, dependencies=list(loaded.values()))
 
 
 def _layer_name(problem: Problem, scheme: Scheme) -> str:

@@ -46,7 +46,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_distmm.errors import PlanError, unknown_name
+from dask_distmm.errors import PlanError, call_user, unknown_name
 from dask_distmm.numeric.epilog_names import Epilog
 from dask_distmm.numeric.types import compute_dtype
 
@@ -234,7 +234,9 @@ def elementwise(
         c = inputs["c"].astype(dtype) * beta
         x = x + (c * inputs["scale_c"].astype(dtype) if "scale_c" in formula.scales else c)
     if formula.function:
-        d = _load(formula.function)(x, **{name: inputs[name] for name in formula.names})
+        function = call_user("function", "the function given as epilog can't be unpickled", _load, formula.function)
+        what = f"the epilog {getattr(function, '__name__', type(function).__name__)} has failed"
+        d = call_user("function", what, function, x, **{name: inputs[name] for name in formula.names})
         return (d.astype(dtype),)
     if "bias" in formula.inputs:
         x = x + inputs["bias"].astype(dtype)

@@ -16,19 +16,25 @@ _AXIS_OF_K = {"a": 1, "b": 0}
 
 
 def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
-    """Return the problem whose D is the least part of another's that has some chunks, cut where all chunks are."""
-    if problem.part is not None or any(problem.distributions) or problem.grid or problem.replicated:
+    """Return the problem whose D is the least part of another's that has some chunks, cut where all chunks are.
+
+    Chunks have the numbers that they have for the user, also where the problem itself is a part.
+    """
+    if any(problem.distributions) or problem.grid or problem.replicated:
         return None
     extras = [extra.chunks for extra in problem.extras]
     sizes = ([problem.out_chunks[0], problem.a_chunks[0]], [problem.out_chunks[1], problem.b_chunks[1]])
-    at = np.divmod(np.asarray(sorted(wanted), np.int64), len(problem.out_chunks[1]))
+    at = np.divmod(np.asarray(sorted(wanted), np.int64), problem.columns(""))
     marks: list[NDArray[np.bool_]] = []
     for axis, length in enumerate((problem.m, problem.n)):
         # An input that is broadcast along an axis is needed whole.
         long = [*sizes[axis], *(chunks[axis] for chunks in extras if sum(chunks[axis]) == length)]
         if any(0 in chunking for chunking in long):
             return None
-        marks.append(_mark(long, np.unique(at[axis]), length))
+        numbers_here = np.unique(at[axis])
+        if problem.part is not None:
+            numbers_here = np.searchsorted(problem.part.of("d")[axis], numbers_here)
+        marks.append(_mark(long, numbers_here, length))
     if all(mask.all() for mask in marks):
         return None
 
@@ -44,6 +50,13 @@ def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
     names = (*problem.operands, "d")
     numbers = {name: taken(name) for name in names}
 
+    def of_user(name: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        (rows, cols), ncols = numbers[name], problem.chunk_counts(name)[1]
+        if problem.part is None:
+            return rows, cols, ncols
+        whole_rows, whole_cols, ncols = problem.part.of(name)
+        return tuple(whole_rows[i] for i in rows), tuple(whole_cols[j] for j in cols), ncols
+
     def sizes_of(name: str) -> Chunks:
         (rows, cols), (of_rows, of_cols) = problem.chunks_of(name), numbers[name]
         return tuple(rows[i] for i in of_rows), tuple(cols[j] for j in of_cols)
@@ -57,7 +70,7 @@ def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
         method="auto",
         same=False,
         arrays=("", ""),
-        part=Part(tuple((name, *numbers[name], problem.chunk_counts(name)[1]) for name in names), problem.name),
+        part=Part(tuple((name, *of_user(name)) for name in names), problem.result_name),
     )
 
 

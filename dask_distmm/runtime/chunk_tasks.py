@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +16,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.sources import Source, SourceChunk
-from dask_distmm.errors import EngineError
+from dask_distmm.errors import EngineError, call_user, in_words
 from dask_distmm.planning import Placement, Plan, Problem
 from dask_distmm.planning.cuts import overlaps
 from dask_distmm.planning.footprint import is_by_ranks
@@ -24,17 +27,19 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 
-class SourceError(EngineError):
-    """A chunk can't be made; the cause is what its task has raised."""
-
-
-def pack_tasks(plan: Plan, tasks: Mapping[str, Sequence[Any]]) -> dict[str, bytes]:
-    """Return for each rank's address the tasks of those chunks that it needs, pickled."""
+def pack_tasks(
+    plan: Plan, tasks: Mapping[str, Sequence[Any]], retries: int = 0, at_once: Mapping[str, int] | None = None
+) -> dict[str, bytes]:
+    """Return for each rank's address the tasks of those chunks that it needs, pickled, and how it may run them."""
     found = {}
     for rank, address in enumerate(plan.workers):
         parts = {name: _needed_chunks(plan, rank, name).tolist() for name in tasks}
         # Together, so that a task of both operands stays one.
-        found[address] = dumps({name: (parts[name], [tasks[name][number] for number in parts[name]]) for name in tasks})
+        needed = {name: (parts[name], [tasks[name][number] for number in parts[name]]) for name in tasks}
+        try:
+            found[address] = dumps((retries, (at_once or {}).get(address, 0), needed))
+        except BaseException as error:  # of the user's objects: none may end the scheduler
+            raise EngineError(f"the tasks that make chunks can't be pickled: {in_words(error)}") from None
     return found
 
 
@@ -56,23 +61,26 @@ def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKe
     """Return the chunks that a rank on a worker makes itself, from what `pack_tasks` gave."""
     made: dict[Any, Source] = {}
     chunks: dict[ChunkKey, SourceChunk] = {}
+    if not packed:
+        return chunks
+    what = "the tasks that make chunks can't be unpickled"
+    retries, at_once, found = call_user("source", what, loads, packed)
+    turn = threading.Semaphore(at_once) if at_once else contextlib.nullcontext()
     # A chunk of both operands is used by both at one place of k, or else made anew: it would have to be kept.
     together = isinstance(plan.problem, Problem) and plan.problem.shared
-    for operand, (numbers, tasks) in (loads(packed) if packed else {}).items():
+    for operand, (numbers, tasks) in found.items():
         for number, task in zip(numbers, tasks, strict=True):
             where = plan.problem.place_of(operand, number)
-            make = functools.partial(_make_chunk, task, worker, f"chunk {where} of {operand.upper()}")
-            source = made.setdefault((id(task), together or operand), Source(make))
+            make = functools.partial(_make_chunk, task, worker, turn, f"chunk {where} of {operand.upper()}")
+            source = made.setdefault((id(task), together or operand), Source(make, retries))
             chunks[operand, number] = SourceChunk(source, functools.partial(_view, plan, operand, number))
     return chunks
 
 
-def _make_chunk(task: Any, worker: Worker, name: str) -> Any:
+def _make_chunk(task: Any, worker: Worker, turn: AbstractContextManager[Any], name: str) -> Any:
     direct.act_as_task(worker)
-    try:
-        return task()
-    except Exception as error:
-        raise SourceError(f"{name} can't be made: {type(error).__name__}: {error}") from error
+    with turn:
+        return call_user("source", f"{name} can't be made", task)
 
 
 def _view(plan: Placement, operand: str, number: int, made: Any) -> Any:

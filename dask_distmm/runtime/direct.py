@@ -19,15 +19,19 @@ from dask._task_spec import DataNode
 from dask.sizeof import sizeof
 from distributed.core import error_message
 from distributed.metrics import monotonic, time
+from distributed.protocol import to_serialize
 from distributed.worker_state_machine import FreeKeysEvent
 
 from dask_distmm.engines.base import log
 from dask_distmm.runtime.keys import barrier_name, gate_barrier, previous_wave
+from dask_distmm.runtime.run import TaskFailed
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
     from distributed.scheduler import TaskState, WorkerState
 
+# The method of a scheduler that makes tasks of a graph.
+_TAKES_UP = "_create_taskstate_from_graph"
 # An address that no worker has.
 _NOWHERE = "tcp://0.0.0.0:1"
 
@@ -118,6 +122,33 @@ class Completion:
         self._recommendations, self._messages = {}, {}
 
 
+def look_at_graphs(scheduler: Scheduler, look: Callable[..., None] | None) -> None:
+    """Have a scheduler show each new graph before it takes it up, in the same step of its event loop; None ends that.
+
+    It may be changed then. Plugins are told of a graph when its tasks have been made.
+    """
+    vars(scheduler).pop(_TAKES_UP, None)
+    if look is None:
+        return
+    take_up = getattr(scheduler, _TAKES_UP)
+
+    def take_up_reviewed(*, dsk: Any, keys: Any, ordered: Any, **others: Any) -> Any:
+        look(dsk, keys, ordered)
+        return take_up(dsk=dsk, keys=keys, ordered=ordered, **others)
+
+    setattr(scheduler, _TAKES_UP, take_up_reviewed)
+
+
+def forget_run_spec(ts: TaskState) -> list[TaskState]:
+    """Let a released task take its run_spec from the next graph that has one; return what it has depended on."""
+    before = list(ts.dependencies)
+    for dependency in before:
+        dependency.dependents.discard(ts)
+    ts.dependencies.clear()
+    ts.run_spec = None
+    return before
+
+
 # Schedulers of this process that order graphs apart, and Dask's own function.
 _ordering: set[int] = set()
 _dask_order = dask.order.order
@@ -167,8 +198,18 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
 
 
 def fail(scheduler: Scheduler, ts: TaskState, error: BaseException, stimulus_id: str) -> None:
-    """End a task that is parked, or waits, with an error, as if a worker had raised it."""
-    message = {name: value for name, value in error_message(error).items() if name != "status"}
+    """End a task that is parked, or waits, with an error, as if a worker had raised it.
+
+    An error of the user's goes to the client as the worker has pickled it: to open it here would run the user's code.
+    """
+    message: dict[str, Any]
+    if isinstance(error, TaskFailed):
+        reply = error.reply
+        traceback = to_serialize(reply.error_traceback) if reply.error_traceback else None
+        texts = {"exception_text": reply.error_text, "traceback_text": reply.traceback}
+        message = {"exception": to_serialize(reply.error), "traceback": traceback, **texts}
+    else:
+        message = {name: value for name, value in error_message(error).items() if name != "status"}
     if ts.state == "no-worker":
         recommendations, clients, workers = scheduler._transition(ts.key, "erred", stimulus_id, cause=ts.key, **message)
         scheduler.send_all(clients, workers)

@@ -6,6 +6,8 @@ import collections
 import time
 from typing import Any
 
+from dask_distmm.errors import brief
+
 
 class History:
     """The last events of runs, oldest first."""
@@ -15,7 +17,7 @@ class History:
 
     def note(self, run_id: int, what: str) -> None:
         """Add an event of a run, now."""
-        self._events.append((time.time(), run_id, what))
+        self._events.append((time.time(), run_id, brief(what)))
 
     def brief(self, run_id: int) -> str:
         """Return a run's events in one line: each with the seconds since the first of them."""

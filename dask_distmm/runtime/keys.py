@@ -1,6 +1,6 @@
-"""The names of tasks, from which scheduler and workers know which multiply a task belongs to.
+"""The tasks of runs, and their names, from which scheduler and workers know which multiply a task belongs to.
 
-For a result array called ``matmul-3f...`` there are
+What a chunk's task makes is in the task, and not in its key. For a result array called ``matmul-3f...`` there are
 
 - ``"distmm-barrier-matmul-3f..."``: the barrier, which depends on the chunks of A and B;
 - ``("matmul-3f...", i, j)``: one for each chunk of D, which depends on the barrier;
@@ -22,11 +22,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-from dask._task_spec import Task, TaskRef
+from dask._task_spec import Alias, Task, TaskRef
+from dask.base import clone_key, tokenize
 
 from dask_distmm.engines.sources import ChunkTasks
+from dask_distmm.planning.part import Part
 
 GROUP_PREFIX = "distmm-group-"
 # Of the tasks of QR by chunks of rows.
@@ -36,14 +39,69 @@ _SUM = re.compile(r".*-sum-\d{5,}")
 _WAVE = re.compile(r"(.*-wave-)(\d{5,})(.*)")
 
 
+class RunTask(Task):  # type: ignore[misc]
+    """A task that Dask's optimizer must not fuse with others: its key is known to the plugins."""
+
+    __slots__ = ()
+
+    @property
+    def block_fusion(self) -> bool:
+        """Keep this task and its key as they are."""
+        return True
+
+    def substitute(self, subs: Mapping[Any, Any], key: Any = None) -> Any:
+        """Replace keys that this task needs, but never its own: a copy under another key is this task's result.
+
+        ``dask.delayed`` makes such copies of whole graphs that are given to it. A copied barrier would ask for the
+        run of another one.
+        """
+        if key is None and subs.get(self.key, self.key) != self.key:
+            return Alias(self.key)
+        return super().substitute(subs, key)
+
+
+class ChunkTask(RunTask):
+    """The task of a chunk that a run makes: its arguments are `output`, `index` and `barrier`."""
+
+    __slots__ = ()
+
+    @property
+    def output(self) -> str:
+        """Name of the output."""
+        return str(self.args[0])
+
+    @property
+    def index(self) -> int:
+        """Number of the chunk among those that the run makes."""
+        return int(self.args[1])
+
+    @property
+    def barrier(self) -> Any:
+        """Key of the barrier of the run."""
+        return self.args[2].key
+
+
 def output_name(name: str, output: str) -> str:
     """Return the name of D's array (for ``""``) or of an auxiliary output's."""
     return f"{name}-{output}" if output else name
 
 
-def part_name(name: str, token: str) -> str:
-    """Return the name of a part of the multiply called `name`."""
-    return f"{name}-part-{token}"
+def part_name(part: Part) -> str:
+    """Return the name of a part of a multiply: the same for the same chunks, however they were asked for."""
+    return f"{part.whole}-part-{tokenize(part.numbers)}"
+
+
+def copied_name(name: str, seed: Hashable) -> str:
+    """Return the name of a copy of a run; which wave or part it is, at the end, stays."""
+    return f"copy-{tokenize(seed)[:8]}-{name}"
+
+
+def copied_key(key: Any, seed: Hashable) -> Any:
+    """Return the key of a copy of a task, as `dask.graph_manipulation.clone` makes it."""
+    for prefix in (_BARRIER, _GATE):
+        if isinstance(key, str) and key.startswith(prefix):
+            return prefix + copied_name(key.removeprefix(prefix), seed)
+    return clone_key(key, seed)
 
 
 def barrier_key(name: str) -> str:
@@ -110,7 +168,8 @@ def parse_group_key(key: Any) -> int | None:
     """Return the place in the order of a task of a group's product, or None for others."""
     if not (isinstance(key, tuple) and len(key) == 3 and isinstance(key[0], str) and key[0].startswith(GROUP_PREFIX)):
         return None
-    return int(key[0].split("-")[3])
+    place = key[0].split("-")[3]
+    return int(place) if place.isdigit() else None
 
 
 def operand_keys(barrier: Task) -> tuple[Any, list[list[Any]]]:

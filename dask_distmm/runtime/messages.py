@@ -97,7 +97,7 @@ class Done(Reply):
     held_bytes: Count = 0
     kept_bytes: Count = 0
     received_bytes: Count = 0
-    # For each output its name, the numbers of its chunks and their bytes, both as int64.
+    # For each array the name, the numbers of its chunks and their bytes, both as int64.
     placed: Sequence[tuple[str, bytes, bytes]] = ()
     # The type of the chunks: pickled, and its name.
     type: Sequence[Any] = ()
@@ -111,8 +111,9 @@ class Start(Call[Done]):
     # Number of the run, and the offers of all participants, in their order.
     run_id: int
     offers: Sequence[Any] = ()
-    # Names of outputs, and the numbers of those of their chunks that no task waits for, as int64.
-    unwanted: Sequence[tuple[str, bytes]] = ()
+    # For each array of which tasks wait for chunks: which output it is, its name, and the numbers of its chunks that no
+    # task waits for, as int64.
+    deliver: Sequence[tuple[str, str, bytes]] = ()
 
 
 @dataclasses.dataclass(frozen=True)

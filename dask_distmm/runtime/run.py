@@ -23,6 +23,7 @@ from dask.utils import format_bytes, format_time
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.messages import Done
+from dask_distmm.runtime.wire import Reply
 
 Phase = Literal["planned", "voting", "running", "done", "failed"]
 
@@ -45,6 +46,14 @@ class Replan(Exception):
 
 class Released(Exception):
     """Ends a run: no task waits for the result any more."""
+
+
+class TaskFailed(Exception):
+    """Ends a run: a function of the user's has raised an error, which only the client opens."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.message)
+        self.reply = reply
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from dask_distmm.comms import cross_memory
-from dask_distmm.comms.base import Boxes
+from dask_distmm.comms.base import Boxes, PeerLostError
 from dask_distmm.engines.base import log
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.runtime.messages import Fetch
@@ -52,7 +52,7 @@ class DaskComm:
             return asyncio.run_coroutine_threadsafe(request, self._worker.loop.asyncio_loop)
         except RuntimeError:  # the event loop is closed: this process ends
             request.close()
-            raise ConnectionError(f"worker {address_of(self._worker)} is closing") from None
+            raise PeerLostError(f"worker {address_of(self._worker)} is closing") from None
 
     async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
         place = cross_memory.process_name() if self._cross_memory else ""
@@ -66,10 +66,12 @@ class DaskComm:
                 f"worker {address} did not deliver its chunks within {self._timeout:g} s (config "
                 "distmm.timeouts.transfer)"
             ) from None
-        if answer is None or answer.status == "gone":
+        except OSError as error:  # CommClosedError among them
+            raise PeerLostError(f"worker {address}: {error}") from error
+        if answer is None or answer.status in ("gone", "lost"):
             # Either the run was ended, or another process has taken the worker's place, perhaps without the plugin yet.
             message = "it does not know the run" if answer is None else answer.message
-            raise ConnectionError(f"worker {address}: {message}")
+            raise PeerLostError(f"worker {address}: {message}")
         if answer.status != "OK":
             raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {answer.message}")
         data: Sequence[NDArray[Any]] = answer.data

@@ -22,7 +22,9 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, ProtocolError, as_plain, rebuild
 
-Status = Literal["OK", "missing", "no replicas", "orders", "refused", "failed", "matrix", "source", "lost", "gone"]
+Status = Literal[
+    "OK", "missing", "no replicas", "orders", "refused", "failed", "matrix", "source", "function", "lost", "gone"
+]
 
 A = TypeVar("A", bound="Reply")
 D = TypeVar("D")
@@ -45,8 +47,11 @@ class Reply:
     # Why the status is not ``"OK"``.
     message: str = ""
     traceback: str = ""
-    # Of the status ``"source"``, a chunk can't be made: what the user's code has raised, pickled.
+    # What the user's code has raised, and its traceback, pickled, and the error as text. Of the statuses ``"source"``,
+    # a chunk can't be made, and ``"function"``, an epilog has failed. Only the client opens them.
     error: bytes = b""
+    error_traceback: bytes = b""
+    error_text: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

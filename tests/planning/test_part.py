@@ -85,6 +85,16 @@ def test_the_part_is_made_of_whole_chunks_and_has_what_is_missing(case):
     assert Problem.from_wire(part.to_wire()) == part
 
 
+@given(problems(), st.data())
+def test_a_part_of_a_part_is_the_same_part(case, data):
+    problem, wanted = case
+    fewer = data.draw(st.sets(st.sampled_from(sorted(wanted)), min_size=1))
+    part, direct = restrict(problem, wanted), restrict(problem, fewer)
+    if part is not None:
+        again = restrict(part, fewer)
+        assert (again or part) == direct
+
+
 def test_of_a_times_a_both_operands_have_parts():
     problem = make_problem(((2, 2), (2, 2)), ((2, 2), (2, 2)), same=True, name="m")
     part = restrict(problem, [1])
@@ -107,12 +117,6 @@ def test_of_a_times_a_both_operands_have_parts():
 def test_what_can_not_be_made_in_parts(changes):
     problem = make_problem(((4, 4), (8,)), ((8,), (8,)), **({"out_chunks": ((4, 4), (8,))} | changes))
     assert restrict(problem, [0]) is None
-
-
-def test_a_part_has_no_parts():
-    part = restrict(make_problem(((4, 4, 4), (8,)), ((8,), (8,))), [0, 1])
-    assert part.m == 8
-    assert restrict(part, [0]) is None
 
 
 def test_a_part_of_other_chunks_is_refused():

@@ -39,6 +39,7 @@ from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.tall import Divisor, Divisors
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import MatrixError, PlanError
+from dask_distmm.graph.build import TasksLayer
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 from dask_distmm.runtime.keys import ROWS_PREFIX
@@ -114,8 +115,8 @@ class _Graph:
     def array(self, name: str, tasks: list[tuple[Any, ...]], rows: tuple[int, ...]) -> Array:
         """Return an array of the results of more tasks, each a chunk with so many rows and all columns."""
         steps, name = f"{ROWS_PREFIX}{self._token}", f"{ROWS_PREFIX}{name}-{self._token}"
-        whole = HighLevelGraph.from_collections(steps, self._tasks, [self._a])
-        layer = {(name, i, 0): Task((name, i, 0), *task) for i, task in enumerate(tasks)}
+        whole = HighLevelGraph.from_collections(steps, TasksLayer(self._tasks), [self._a])
+        layer = TasksLayer({(name, i, 0): Task((name, i, 0), *task) for i, task in enumerate(tasks)})
         layers, dependencies = {**whole.layers, name: layer}, {**whole.dependencies, name: {steps}}
         return Array(HighLevelGraph(layers, dependencies), name, (rows, self._a.chunks[1]), meta=self.meta)
 

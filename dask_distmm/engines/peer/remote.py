@@ -11,6 +11,7 @@ import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.peer.offers import FLAG_BYTES, Offers
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.errors import EngineError
@@ -90,7 +91,7 @@ class Remote:
                 time.sleep(_LOOK)
             if holder not in self._gone:
                 raise
-            raise ConnectionError(f"{self._plan.participants[holder].address} is gone: {error}") from error
+            raise PeerLostError(f"{self._plan.participants[holder].address} is gone: {error}") from error
         self._bases[holder][number] = mapped
         self._wake(holder, mapped, allocation.size)
 
@@ -113,7 +114,7 @@ class Remote:
             try:
                 if self._look(holder, flag):
                     return True
-            except ConnectionError:
+            except PeerLostError:
                 return False
             if gone or check is None:
                 return False

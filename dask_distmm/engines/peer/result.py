@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import cupy as cp
 import numpy as np
 
+from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import ResultKey
 from dask_distmm.engines.gpu.finishing import Finishing
 from dask_distmm.engines.gpu.operands import record
@@ -236,7 +237,7 @@ class Result:
                 source = sources.block(plan.ranks[rank], number, area * self.sums.itemsize) if area else None
                 if source is not None:
                     found += [x for index, rect in parts for x in self._part(index, rect, whole, source)]
-        except ConnectionError:
+        except PeerLostError:
             return None
         return found
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning import Computation, Problem, problem_from_wire, restrict
-from dask_distmm.runtime.keys import operand_keys, output_name
+from dask_distmm.planning import Computation, Problem, problem_from_wire
+from dask_distmm.runtime.keys import ChunkTask, operand_keys
+from dask_distmm.runtime.parts import part_of
 
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState
@@ -27,16 +28,6 @@ class Barrier:
         wire, keys = operand_keys(ts.run_spec)
         self.problem: Computation = problem_from_wire(wire)
         self.keys = dict(zip(self.problem.inputs, keys, strict=True))
-        part = self.problem.part
-        # For each output by the name of its array: its name, its columns of chunks, and which chunks it has.
-        self._outputs = {
-            output_name(self.problem.result_name, output.name): (
-                output.name,
-                self.problem.columns(output.name),
-                range(output.count) if part is None else frozenset(part.every("d").tolist()),
-            )
-            for output in self.problem.outputs
-        }
         self.losses = self.moves = 0
         self.task: asyncio.Task[None] | None = None
 
@@ -56,40 +47,37 @@ class Barrier:
         Others get the event loop in between.
         """
         found: dict[Any, tuple[str, int]] = {}
+        numbers = {output.name: self.problem.numbers(output.name).tolist() for output in self.problem.outputs}
         for at, ts in enumerate(list(self.ts.waiters or ())):
             if at and at % _SLICE == 0:
                 await asyncio.sleep(0)
-            match ts.key:
-                case (str(array), int(i), int(j)) if array in self._outputs:
-                    output, ncols, numbers = self._outputs[array]
-                    found[ts.key] = output, i * ncols + j
-                    known = i * ncols + j in numbers
-                case _:
-                    known = False
-            if not known:
-                raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is no chunk of its result")
+            found[ts.key] = self._chunk_of(ts, numbers)
         return found
+
+    def _chunk_of(self, ts: TaskState, numbers: Mapping[str, Sequence[int]]) -> tuple[str, int]:
+        """Return which output's chunk, and which of its chunks, a task is; its key has the place in its array."""
+        task = ts.run_spec
+        if isinstance(task, ChunkTask) and task.index < len(numbers.get(task.output, ())):
+            number = numbers[task.output][task.index]
+            if ts.key[1:] == divmod(number, self.problem.columns(task.output)):
+                return task.output, number
+        raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is not a chunk of its result")
 
     def part(self, wanted: Mapping[Any, tuple[str, int]]) -> tuple[Computation, dict[str, list[Any]]]:
         """Return the computation that makes the wanted chunks, and the keys of its operands' chunks."""
-        problem, keys = self.problem, self.keys
-        numbers = {number for _, number in wanted.values()}
         # Only a product can be made in part.
-        part = None
-        if isinstance(problem, Problem) and len(numbers) < len(problem.numbers("")):
-            part = restrict(problem, numbers)
-        if part is None:
-            return problem, dict(keys)
-        every = {name: keys[problem.source_of(name)] for name in part.operands}
-        return part, {name: [every[name][number] for number in part.numbers(name).tolist()] for name in every}
+        numbers = {number for _, number in wanted.values()}
+        if isinstance(self.problem, Problem) and len(numbers) < len(self.problem.numbers("")):
+            return part_of(self.problem, self.keys, numbers)
+        return self.problem, dict(self.keys)
 
 
-def unwanted(problem: Computation, wanted: Mapping[Any, tuple[str, int]]) -> list[tuple[str, bytes]]:
-    """Return the numbers, as int64, of chunks that a run makes and nobody waits for, for each output that has some."""
-    found = []
-    for output in (output.name for output in problem.outputs):
-        every = problem.numbers(output)
-        asked = np.array([number for name, number in wanted.values() if name == output], np.int64)
-        if len(asked) < len(every):
-            found.append((output, np.setdiff1d(every, asked).tobytes()))
-    return found
+def deliveries(problem: Computation, wanted: Mapping[Any, tuple[str, int]]) -> list[tuple[str, str, bytes]]:
+    """Return for each array of which chunks are waited for its output, its name, and the others' numbers, as int64."""
+    arrays: dict[tuple[str, str], list[int]] = {}
+    for (array, *_), (output, number) in wanted.items():
+        arrays.setdefault((output, array), []).append(number)
+    return [
+        (output, array, np.setdiff1d(problem.numbers(output), np.array(numbers, np.int64)).tobytes())
+        for (output, array), numbers in arrays.items()
+    ]

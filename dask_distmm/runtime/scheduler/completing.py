@@ -10,7 +10,6 @@ import numpy as np
 from distributed.metrics import time
 
 from dask_distmm.runtime import direct
-from dask_distmm.runtime.keys import output_name
 from dask_distmm.runtime.messages import Done
 from dask_distmm.runtime.scheduler.barriers import Barrier
 from dask_distmm.runtime.scheduler.freezing import FrozenPlan
@@ -26,7 +25,8 @@ async def complete(
     scheduler: Scheduler, run_id: int, barrier: Barrier, frozen: FrozenPlan, answers: Mapping[str, Done], began: float
 ) -> int:
     """Put the tasks of D into memory where their chunks are; return how many wanted ones are missing."""
-    stimulus, problem = f"distmm-done-{run_id}", barrier.problem
+    stimulus = f"distmm-done-{run_id}"
+    outputs = {key[0]: output for key, (output, _) in frozen.wanted.items()}
     completion = direct.Completion(scheduler, stimulus)
     left = set(frozen.wanted)
     ended, count = time(), 0
@@ -34,9 +34,8 @@ async def complete(
         ws, unknown = frozen.states[address], []
         total = sum(len(numbers) // 8 for _, numbers, _ in answer.placed)
         started, share = began, (ended - began) / max(1, total)
-        for output, raw_numbers, raw_sizes in answer.placed:
-            name = output_name(problem.result_name, output)
-            ncols = problem.columns(output)
+        for name, raw_numbers, raw_sizes in answer.placed:
+            ncols = barrier.problem.columns(outputs[name])
             numbers, sizes = np.frombuffer(raw_numbers, np.int64), np.frombuffer(raw_sizes, np.int64)
             for number, nbytes in zip(numbers.tolist(), sizes.tolist(), strict=True):
                 key = (name, *divmod(number, ncols))

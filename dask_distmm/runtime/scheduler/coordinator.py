@@ -26,15 +26,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from distributed.metrics import time
 
 from dask_distmm.engines.base import log
-from dask_distmm.errors import RunFailedError
+from dask_distmm.errors import RunFailedError, brief
 from dask_distmm.planning import ENGINES, Computation, Problem
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
 from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gathered, Gone, Prepare, Start, Vote
 from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.run import Lost, Released, Replan, Run, summarize
-from dask_distmm.runtime.scheduler.barriers import Barrier, unwanted
+from dask_distmm.runtime.run import Lost, Released, Replan, Run, TaskFailed, summarize
+from dask_distmm.runtime.scheduler.barriers import Barrier, deliveries
 from dask_distmm.runtime.scheduler.completing import complete
 from dask_distmm.runtime.scheduler.freezing import Freezer, FrozenPlan
 from dask_distmm.runtime.scheduler.queue import RunQueue
@@ -118,21 +118,23 @@ class Coordinator:
                     direct.wait_again(self.scheduler, barrier.ts, f"distmm-again-{run.run_id}")
             except BaseException as error:
                 running = run.phase == "running"
-                told = await self._end(run, str(error))
+                told = await self._end(run, brief(str(error)))
                 if isinstance(error, RunFailedError):
                     error.history.update(told)
-                self._event("failed", run, reason=str(error))
+                again = _may_retry(barrier, error)
+                self._event("restart" if again else "failed", run, reason=brief(str(error)))
                 if running and frozen is not None and (group := self.groups.drop(frozen.plan.group)):
                     # The ranks may be in the middle of a collective: the group is of no use any more.
                     self.releases.begin([group], barrier.problem.options.grace_timeout)
-                raise
+                if not again:
+                    raise
 
     def _lose(self, barrier: Barrier, run: Run, reason: str, *, counts: bool = True) -> None:
         """Count a run that has lost what it needs; raise if there were too many of them."""
         barrier.losses += counts
         if barrier.losses > barrier.problem.options.retries:
             error = failed(run, f"it was started again {barrier.problem.options.retries} times; last: {reason}")
-            self._event("failed", run, reason=str(error))
+            self._event("failed", run, reason=brief(str(error)))
             raise error
         self._event("restart", run, reason=reason)
 
@@ -162,7 +164,7 @@ class Coordinator:
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         how = {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}
         self._event("start", run, **how, bound=made.bound, ranks=made.workers, projected_bytes=made.projected_bytes)
-        request = Start(run.run_id, offers, unwanted(made.problem, frozen.wanted))
+        request = Start(run.run_id, offers, deliveries(made.problem, frozen.wanted))
 
         def start(address: str) -> Awaitable[Done | None]:
             return self._ask(address, request)
@@ -236,6 +238,16 @@ class Coordinator:
         for address in addresses:
             if address in self.roster and address in self.scheduler.workers:
                 self.scheduler.worker_send(address, wire)
+
+
+def _may_retry(barrier: Barrier, error: BaseException) -> bool:
+    """Whether a run that has failed begins again, as a task of Dask's would by the annotation ``retries``; count it."""
+    # Ranks have retried what makes chunks, each chunk by itself.
+    again = isinstance(error, RunFailedError) or (isinstance(error, TaskFailed) and error.reply.status != "source")
+    if not again or barrier.ts.retries <= 0:
+        return False
+    barrier.ts.retries -= 1
+    return True
 
 
 def _run_bytes(problem: Computation) -> dict[str, int]:

@@ -125,7 +125,10 @@ class Freezer:
         run.independent = isinstance(made, Plan) and ENGINES[made.engine].independent(made)
         states = {address: self._scheduler.workers[address] for address in addresses}
         tasks = {name: keys[problem.source_of(name)] for name in made_there}
-        packed = await asyncio.to_thread(pack_tasks, made, tasks) if isinstance(made, Plan) and tasks else {}
+        packed: dict[str, bytes] = {}
+        if isinstance(made, Plan) and tasks:
+            terms = barrier.ts.retries, _at_once(barrier.ts, map(states.__getitem__, made.workers))
+            packed = await asyncio.to_thread(pack_tasks, made, tasks, *terms)
         return FrozenPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted, packed)
 
     async def _plan_product(
@@ -219,6 +222,15 @@ def _asked(ts: TaskState) -> str:
     workers = sorted({*(ts.worker_restrictions or ()), *(ts.host_restrictions or ())})
     found = [f"workers={workers}"] if workers else []
     return ", ".join(found + ([f"resources={ts.resource_restrictions}"] if ts.resource_restrictions else []))
+
+
+def _at_once(ts: TaskState, workers: Iterable[WorkerState]) -> dict[str, int]:
+    """Return how many tasks each worker may run at once by the annotation ``resources`` of a barrier, if it has one."""
+    needed = (ts.annotations or {}).get("resources") or {}
+    amounts = [(name, amount) for name, amount in needed.items() if amount > 0]
+    if not amounts:
+        return {}
+    return {ws.address: max(1, min(int(ws.resources.get(name, 0) // x) for name, x in amounts)) for ws in workers}
 
 
 def _lasting_array_of(barrier: Barrier, operand: str) -> str:

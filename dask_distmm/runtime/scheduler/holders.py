@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from distributed.metrics import time
 from numpy.typing import NDArray
 
-from dask_distmm.errors import EngineError
+from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.installing import install_command
 from dask_distmm.planning import Worker
 from dask_distmm.runtime import direct
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # How long chunks may take from workers without this package to others, and how often that is looked at (seconds).
 _BRING_SECONDS = 60.0
 _LOOK = 0.01
+# The most axes that an array of NumPy has.
+_AXES = 64
 # So many chunks are looked up before others get the event loop again.
 _SLICE = 5000
 
@@ -86,24 +89,41 @@ class Holders:
                 )
             await asyncio.sleep(_LOOK)
 
-    def known(
+    async def known(
         self, workers: Sequence[Worker], names: Sequence[str], counts: Sequence[Sequence[int]]
     ) -> tuple[list[Worker], list[bytes | None]]:
-        """Return where the chunks of some arrays are."""
+        """Return where the chunks of some arrays are; others get the event loop in between."""
         number = {worker.address: index for index, worker in enumerate(workers)}
         others: dict[str, int] = {}
+        sources: list[Worker] = []
         placed: list[bytes | None] = []
+        looked_up = itertools.count(1)
         for name, along in zip(names, counts, strict=True):
-            found = []
-            for place in itertools.product(*map(range, along)):
+            found: list[int] = []
+            count = _chunk_count(along, len(self._scheduler.tasks))
+            for place in itertools.product(*map(range, along)) if count else ():
+                if next(looked_up) % _SLICE == 0:
+                    await asyncio.sleep(0)
                 ts = self._scheduler.tasks.get((name, *place))
                 holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
                 known = [number[address] for address in holders if address in number]
                 if known:
                     found.append(known[0])
                 elif holders:
-                    found.append(others.setdefault(holders[0], len(workers) + len(others)))
+                    if holders[0] not in others:
+                        others[holders[0]] = len(workers) + len(others)
+                        sources.append(self._roster.worker(self._scheduler.workers[holders[0]], ""))
+                    found.append(others[holders[0]])
                 else:
                     break
-            placed.append(np.array(found, np.int32).tobytes() if len(found) == math.prod(along) else None)
-        return [self._roster.worker(self._scheduler.workers[address], "") for address in others], placed
+            placed.append(np.array(found, np.int32).tobytes() if len(found) == count else None)
+        return sources, placed
+
+
+def _chunk_count(along: Sequence[int], most: int) -> int | None:
+    """Return how many chunks an array has, from those along each axis; None if they are more than there are tasks."""
+    if not all(isinstance(n, int) and n >= 0 for n in along) or len(along) > _AXES:
+        raise ProtocolError(
+            f"counts must be at most {_AXES} numbers of chunks for each array, got {reprlib.repr(along)}"
+        )
+    return count if (count := math.prod(along)) <= most else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
@@ -28,6 +28,7 @@ from dask_distmm.runtime.scheduler.coordinator import Coordinator
 from dask_distmm.runtime.scheduler.gates import Gates
 from dask_distmm.runtime.scheduler.holders import Holders
 from dask_distmm.runtime.scheduler.progress import answer_progress
+from dask_distmm.runtime.scheduler.reconciling import reconcile
 from dask_distmm.runtime.scheduler.records import Records
 from dask_distmm.runtime.wire import answering, listening
 from dask_distmm.runtime.worker.plugin import MISSING, for_any_worker
@@ -85,6 +86,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             attach(scheduler, self)
         # Graphs that came before this plugin: their barriers have asked for it, or another plugin has parked them.
         self.update_graph(scheduler, tasks=list(scheduler.tasks))
+        direct.look_at_graphs(scheduler, self._reconcile)
         await scheduler.register_worker_plugin(None, for_any_worker(), name=NAME, idempotent=True)
         for barrier in [barrier for barrier in self.barriers.values() if barrier.parked]:
             self.transition(barrier.key, "waiting", "no-worker")
@@ -103,6 +105,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def close(self) -> None:
         """Leave the process as it was."""
         direct.order_graphs(self.scheduler, False)
+        direct.look_at_graphs(self.scheduler, None)
 
     # Handlers
 
@@ -110,7 +113,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Return the engines and workers that would multiply, and where chunks are."""
         try:
             engines, workers = await self.roster.choose(Demand.from_wire(question.demand))
-            sources, placed = self.holders.known(workers, question.names, question.counts)
+            sources, placed = await self.holders.known(workers, question.names, question.counts)
             answer = questions.RosterReply(
                 "OK",
                 engines=list(engines),
@@ -167,16 +170,22 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
                 asyncio.get_running_loop().call_soon(direct.fail, scheduler, ts, error, f"distmm-refused-{key}")
 
     def _admit(self, barrier: Barrier) -> None:
-        """Look after a new barrier; forget one that nothing depends on.
+        """Look after a new barrier, unless nothing depends on it."""
+        if not self._forget(barrier.ts):
+            self.admission.begin(barrier.ts, barrier.problem)
 
-        Where chunks of D are known already, from a graph of another part of the product, Dask leaves them with the
-        barrier that they have.
-        """
-        ts = barrier.ts
-        if self.scheduler.tasks.get(ts.key) is ts and not ts.dependents and not ts.who_wants:
+    def _reconcile(self, graph: dict[Any, Any], keys: Collection[Any], order: dict[Any, int]) -> None:
+        """Leave each chunk that is known with one barrier."""
+        # Chunks that are known keep their barriers known.
+        for ts in reconcile(self.scheduler.tasks, graph, keys, order) if self.barriers else ():
+            asyncio.get_running_loop().call_soon(self._forget, ts)
+
+    def _forget(self, ts: TaskState) -> bool:
+        """Forget a barrier that nothing depends on; return whether that is so."""
+        unneeded = self.scheduler.tasks.get(ts.key) is ts and not ts.dependents and not ts.who_wants
+        if unneeded:
             self.scheduler.transitions({ts.key: "forgotten"}, f"distmm-orphan-{ts.key}")
-        else:
-            self.admission.begin(ts, barrier.problem)
+        return unneeded
 
     def _waiting(self) -> Iterable[tuple[TaskState, Computation]]:
         return (

@@ -7,12 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distributed.metrics import time
-from distributed.protocol.pickle import loads
 
-from dask_distmm.errors import EngineError, MatrixError, RunFailedError
+from dask_distmm.errors import EngineError, MatrixError, RunFailedError, in_words
 from dask_distmm.installing import install_command
 from dask_distmm.runtime.messages import Vote
-from dask_distmm.runtime.run import Lost, Released, Replan, Run
+from dask_distmm.runtime.run import Lost, Released, Replan, Run, TaskFailed
 from dask_distmm.runtime.wire import Reply
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound=Reply)
 
+# So many ranks that have failed are named; the error's attribute `ranks` has all.
+_NAMED = 8
 # How often the scheduler looks whether a run makes progress (seconds).
 _LOOK = 0.5
 
@@ -85,7 +86,7 @@ def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
     if isinstance(error, OSError):  # CommClosedError among them: the worker is going
         raise Lost(f"{address}: {error}") from error
     if error is not None:
-        raise failed(run, f"{type(error).__name__}: {error}", {address: str(error)}) from error
+        raise failed(run, in_words(error), {address: in_words(error)}) from error
     answer = task.result()
     if run.gone and (answer is None or answer.status != "OK"):
         raise Lost(f"{address} can't go on without {', '.join(sorted(run.gone))}")
@@ -102,22 +103,10 @@ def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
         raise Lost(f"{address}: {answer.message}")
     if answer.status == "matrix":
         raise MatrixError(answer.message)
-    if answer.status == "source":
-        raise _source_error(answer)
+    if answer.status in ("source", "function"):
+        raise TaskFailed(answer)
     detail = f"\n{answer.traceback}" if answer.traceback else ""
     raise failed(run, answer.message + detail, {address: answer.message})
-
-
-def _source_error(answer: Reply) -> BaseException:
-    """Return the error of a chunk that can't be made, as a task of Dask would have raised it, with the chunk's name."""
-    try:
-        error = loads(answer.error)
-    except Exception:  # its class may be unknown here
-        return EngineError(answer.message)
-    if not isinstance(error, Exception):
-        return EngineError(answer.message)
-    error.add_note(answer.message)
-    return error
 
 
 def _judge_vote(address: str, vote: Vote) -> None:
@@ -132,7 +121,9 @@ def _judge_vote(address: str, vote: Vote) -> None:
 
 def failed(run: Run, reason: str, ranks: Mapping[str, str] | None = None) -> RunFailedError:
     """Return the error that says of a run in which phase it failed, where (reasons by address) and why."""
-    who = f" on {', '.join(sorted(ranks))}" if ranks else ""
+    named = sorted(ranks or ())
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    who = f" on {', '.join(named[:_NAMED])}{more}" if named else ""
     phase = run.failed_in or run.phase
     message = f"run {run.run_id} of {run.name} failed while {phase}{who}: {reason}"
     return RunFailedError(message, run.run_id, phase, ranks)

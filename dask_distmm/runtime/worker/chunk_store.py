@@ -14,7 +14,6 @@ from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.planning import Placement
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import numbered
-from dask_distmm.runtime.keys import output_name
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -90,21 +89,19 @@ class ChunkStore:
         run_id: int,
         plan: Placement,
         result: Mapping[ResultKey, Any],
-        unwanted: Sequence[tuple[str, bytes]],
+        deliver: Sequence[tuple[str, str, bytes]],
         live: Callable[[], bool],
     ) -> list[tuple[str, bytes, bytes]]:
         """Give a run's chunks of D to Dask. On the worker's event loop, which others get in between."""
-        name, problem = plan.problem.result_name, plan.problem
-        skipped = {output: set(np.frombuffer(raw, np.int64).tolist()) for output, raw in unwanted}
-        todo: dict[str, dict[int, Any]] = {}
+        made: dict[str, dict[int, Any]] = {}
         for (output, number), value in numbered(plan, result).items():
-            if number not in skipped.get(output, ()):
-                todo.setdefault(output, {})[number] = value
+            made.setdefault(output, {})[number] = value
         placed = []
-        for output, values in todo.items():
+        for output, array, raw in deliver:
+            skipped = set(np.frombuffer(raw, np.int64).tolist())
+            values = {number: value for number, value in made.get(output, {}).items() if number not in skipped}
             sizes: list[int] = []
-            array, ncols = output_name(name, output), problem.columns(output)
-            every = list(values)
+            ncols, every = plan.problem.columns(output), list(values)
             for some in (every[at : at + _SLICE] for at in range(0, len(every), _SLICE)):
                 if not live():
                     raise EngineError(f"run {run_id} was ended")
@@ -114,7 +111,8 @@ class ChunkStore:
                 sizes.extend(direct.keep(self._worker, found, f"distmm-run-{run_id}").values())
                 if len(values) > _SLICE:
                     await asyncio.sleep(0)
-            placed.append((output, np.array(every, np.int64).tobytes(), np.array(sizes, np.int64).tobytes()))
+            if values:
+                placed.append((array, np.array(every, np.int64).tobytes(), np.array(sizes, np.int64).tobytes()))
         return placed
 
     def hand_over(self, run_id: int) -> None:

@@ -29,18 +29,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from dask.utils import typename
+from distributed.core import error_message
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps
 
 from dask_distmm._version import __version__
 from dask_distmm.comms import cross_memory
+from dask_distmm.comms.base import PeerLostError
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.engines.base import Job, ResultKey, contiguous, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
-from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError
+from dask_distmm.errors import (
+    DistMMError,
+    EngineError,
+    MatrixError,
+    ProtocolError,
+    brief,
+    in_words,
+    raised_by_user,
+)
 from dask_distmm.planning import ENGINES, Placement, plan_from_wire
 from dask_distmm.runtime import messages
-from dask_distmm.runtime.chunk_tasks import SourceError, unpack_tasks
+from dask_distmm.runtime.chunk_tasks import unpack_tasks
 from dask_distmm.runtime.chunks import check_chunks, other_orders, ready_event
 from dask_distmm.runtime.history import History
 from dask_distmm.runtime.messages import NAME, Aborted, Delivery, Done, Vote
@@ -54,6 +64,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 A = TypeVar("A", bound=Reply)
+T = TypeVar("T")
 
 # How often a worker says how far it is (seconds).
 _TELL = 0.5
@@ -61,6 +72,8 @@ _TELL = 0.5
 _OVERTAKES = 5.0
 # A process that frees a group's memory is not ended sooner than this (seconds).
 _LEAST_GRACE = 1.0
+# Longer texts of a user's errors are cut.
+_LONG = 10_000
 # The share of a GPU's memory above which dask-cuda moves results to the host, unless it is told another limit.
 _SPILLED_FROM = 0.8
 
@@ -156,9 +169,8 @@ class WorkerSide:
         try:
             # On the engine's thread: after the previous run, which may still be ending there.
             loop = asyncio.get_running_loop()
-            vote = await loop.run_in_executor(self.engine_thread, self._prepare, request, epoch)
-        except ProtocolError as error:
-            vote = Vote("refused", str(error))
+            work = functools.partial(_in_thread, self.address, self._prepare, request, epoch)
+            vote = await loop.run_in_executor(self.engine_thread, work)
         except BaseException as error:
             vote = _failure(Vote, error, self._closed)
         if run_id in self._over and epoch == self.epoch:  # ended meanwhile
@@ -217,17 +229,19 @@ class WorkerSide:
                 job.on_gathered = functools.partial(
                     loop.call_soon_threadsafe, self.worker.batched_send, post(messages.Gathered(run_id), epoch)
                 )
-            made = await loop.run_in_executor(self.engine_thread, _execute, job, request.offers)
+            work = functools.partial(_in_thread, self.address, _execute, job, request.offers)
+            made = await loop.run_in_executor(self.engine_thread, work)
             if self.runs.get(run_id) is not own:
                 raise EngineError(f"run {run_id} was ended")
             result = await self.replicas.share(run_id, plan, made, job.timings)
             missing = set(job.missing)
             result = {key: x for key, x in result.items() if key[1] not in missing}
             placed = await self.chunks.place(
-                *(run_id, plan, result, request.unwanted), lambda: self.runs.get(run_id) is own
+                *(run_id, plan, result, request.deliver), lambda: self.runs.get(run_id) is own
             )
         except BaseException as error:
-            self.history.note(run_id, f"failed with {type(error).__name__}, {self.progress.get(run_id, 0):.0%} done")
+            name = error.name if isinstance(error, _FailedError) else type(error).__name__
+            self.history.note(run_id, f"failed with {name}, {self.progress.get(run_id, 0):.0%} done")
             return _failure(Done, error, self._closed)
         finally:
             telling.cancel()
@@ -413,14 +427,59 @@ def _execute(job: Job[Any], offers: Any) -> Mapping[ResultKey, Any]:
     return job.execute()
 
 
+class _FailedError(Exception):
+    """What work in a thread has raised, as the fields of a reply. The error itself stays in its thread.
+
+    A future of asyncio can't take every error of a user's, and what pickling runs is the user's too.
+    """
+
+    def __init__(self, name: str, fields: dict[str, Any]) -> None:
+        super().__init__(fields["message"])
+        self.name, self.fields = name, fields
+
+
+def _in_thread(address: str, function: Callable[..., T], *args: Any) -> T:
+    """Call a function; what it raises leaves this thread as `_FailedError`."""
+    try:
+        return function(*args)
+    except BaseException as error:
+        raise _FailedError(type(error).__name__, _fields(error, address)) from None
+
+
 def _failure(kind: type[A], error: BaseException, closed: bool) -> A:
-    """Return an error as an answer; a connection that broke means a worker that is gone, as is one that has closed."""
-    text = f"{type(error).__name__}: {error}"
-    if closed or isinstance(error, OSError):
-        return kind("lost", "it is closing" if closed else text)
-    if isinstance(error, SourceError):
-        return kind("source", str(error), error=dumps(error.__cause__))
+    """Return an error as a reply; a worker that closes says only that."""
+    if closed:
+        return kind("lost", "it is closing")
+    return kind(**(error.fields if isinstance(error, _FailedError) else _fields(error)))
+
+
+def _fields(error: BaseException, address: str = "") -> dict[str, Any]:
+    """Return the fields of a reply for an error that is being handled; only one of the transport is a lost worker."""
+    if (user := raised_by_user(error)) is not None:
+        status, what, within = user
+        return {"status": status, **_user_fields(error.with_traceback(within), f"{what} on {address}")}
+    if isinstance(error, PeerLostError):
+        return {"status": "lost", "message": in_words(error)}
     if isinstance(error, MatrixError):
-        return kind("matrix", str(error))
-    detail = "" if isinstance(error, DistMMError) else "".join(traceback.format_exception(error)[-6:])
-    return kind("failed", text, detail)
+        return {"status": "matrix", "message": brief(str(error))}
+    if isinstance(error, ProtocolError):
+        return {"status": "refused", "message": brief(str(error))}
+    lines = [] if isinstance(error, DistMMError) else traceback.format_exception(error)[-6:]
+    return {"status": "failed", "message": in_words(error), "traceback": "".join(map(brief, lines))}
+
+
+def _user_fields(error: BaseException, what: str) -> dict[str, Any]:
+    """Return what a reply says of a user's error that is being handled: what Dask would send, and where it was."""
+    text = f"{what}: {in_words(error)}"
+    plain = EngineError(text).with_traceback(error.__traceback__)
+    with contextlib.suppress(Exception):  # its class may not let it
+        error.add_note(what)
+    # One that would end a process ends only what it was raised in; the other where that can't be pickled at all.
+    for sent in (error, plain) if isinstance(error, Exception) else (plain,):
+        with contextlib.suppress(BaseException):
+            message = error_message(sent)
+            break
+    found = message["exception"].data, message["traceback"].data if message["traceback"] is not None else b""
+    texts = brief(message["traceback_text"], _LONG), brief(message["exception_text"], _LONG)
+    fields = "error", "error_traceback", "traceback", "error_text"
+    return {"message": brief(text), **dict(zip(fields, (*found, *texts), strict=True))}
