@@ -14,7 +14,7 @@ from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions
+from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SolveOptions
 from dask_distmm.arrays.product import multiply_matrices
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
@@ -80,12 +80,17 @@ def common_type(arrays: Mapping[str, Array]) -> np.dtype:
     return np.dtype(_TYPES[found.char])
 
 
+def unchecked(how: RunOptions | SolveOptions) -> SolveOptions:
+    """Return the options for matrices that were made here of others."""
+    return SolveOptions(**{**how, "check_finite": False})
+
+
 def factorize(
     kind: str,
     operands: Mapping[str, Array],
     wanted: Mapping[str, Chunks],
     *,
-    how: RunOptions | FactorOptions,
+    how: RunOptions | SolveOptions | FactorOptions,
     **options: Any,
 ) -> dict[str, Array]:
     """Return outputs of a factorization as lazy arrays, all of them of one run."""
@@ -93,7 +98,8 @@ def factorize(
     # Ranks convert types as they gather, but a type's name does not tell the order of its bytes.
     arrays = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
     shapes = [array.shape for array in arrays]
-    task = Factorization(kind, shapes[0], dtype.name, shapes[1] if len(shapes) > 1 else None, **options)
+    b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
+    task = Factorization(kind, shapes[0], dtype.name, b_shape, check_finite=finite, **options)
     types = {one.name: one.dtype for one in task.outputs}
     outputs = tuple(Output(name, chunks, types[name]) for name, chunks in wanted.items())
     _, engine = check_names(None, how.get("engine"), kind=FactorProblem.kind)
@@ -141,7 +147,7 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
 
     An engine that is for factorizations alone is left out.
     """
-    named: Any = {name: value for name, value in how.items() if name not in ("method", "overwrite_a")}
+    named: Any = {name: value for name, value in how.items() if name not in ("method", "overwrite_a", "check_finite")}
     engine = ENGINES.get(named.get("engine") or "")
     if engine is not None and "product" not in engine.computes:
         del named["engine"]

@@ -10,7 +10,7 @@ from dask_distmm.arrays.linalg.factorize import adjoint, computed, times
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.qdwh import with_noise
-from dask_distmm.arrays.linalg.spectral import svd
+from dask_distmm.arrays.linalg.spectral import right_vectors, svd
 from dask_distmm.errors import PlanError
 
 
@@ -109,5 +109,5 @@ def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> t
     if not 1 <= k <= most:
         raise PlanError(f"n_components must be between 1 and {most}, got {k}")
     mean = a.mean(axis=0)
-    _, s, vh = svd(a - mean, full_matrices=False, **how)
+    s, vh = right_vectors(a - mean, how)
     return vh[:k], s[:k] ** 2 / (len(a) - 1), mean

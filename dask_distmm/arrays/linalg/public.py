@@ -48,7 +48,16 @@ class RunOptions(TypedDict, total=False):
     method: Literal["auto", "local", "columns", "rows"] | None
 
 
-class FactorOptions(RunOptions, total=False):
+class SolveOptions(RunOptions, total=False):
+    """The options of functions that refuse elements that are NaN or infinite, unless `check_finite` is False.
+
+    A rank finds them while it copies its part of the matrix.
+    """
+
+    check_finite: bool
+
+
+class FactorOptions(SolveOptions, total=False):
     """The options of functions that can give up A.
 
     Its chunks go as soon as all workers have read them, unless others want them: a client that holds them, other tasks.

@@ -8,12 +8,19 @@ import dask.array as da
 import numpy as np
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.factorize import common_type, factorize, inner_chunks, matrix, row_chunks
+from dask_distmm.arrays.linalg.factorize import (
+    common_type,
+    factorize,
+    inner_chunks,
+    matrix,
+    row_chunks,
+    unchecked,
+)
 from dask_distmm.arrays.linalg.factors import cholesky, picked
 from dask_distmm.arrays.linalg.level3 import mirrored, op_of
-from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SlogdetResult, public
+from dask_distmm.arrays.linalg.public import FactorOptions, SlogdetResult, SolveOptions, public
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
-from dask_distmm.arrays.linalg.tall import goes_by_rows, solve_rows
+from dask_distmm.arrays.linalg.tall import goes_by_rows, pseudoinverse_of_rows, solve_rows
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.planning.computation import Chunks
 
@@ -37,8 +44,8 @@ def cho_factor(a: Any, lower: bool = False, **how: Unpack[FactorOptions]) -> tup
     return cholesky(a, lower=lower, **how), lower
 
 
-@public(RunOptions)
-def cho_solve(c_and_lower: tuple[Any, bool], b: Any, **how: Unpack[RunOptions]) -> Any:
+@public(SolveOptions)
+def cho_solve(c_and_lower: tuple[Any, bool], b: Any, **how: Unpack[SolveOptions]) -> Any:
     """Solve ``A @ x = b`` with the Cholesky factor of A.
 
     Parameters
@@ -55,12 +62,12 @@ def cho_solve(c_and_lower: tuple[Any, bool], b: Any, **how: Unpack[RunOptions]) 
     """
     c, lower = c_and_lower
     first = solve_triangular(c, b, "N" if lower else "C", lower, **how)
-    return solve_triangular(c, first, "C" if lower else "N", lower, **how)
+    return solve_triangular(c, first, "C" if lower else "N", lower, **unchecked(how))
 
 
-@public(RunOptions)
+@public(SolveOptions)
 def lu_solve(
-    lu_and_piv: tuple[Any, Any], b: Any, trans: Literal["N", "T", "C", 0, 1, 2] = 0, **how: Unpack[RunOptions]
+    lu_and_piv: tuple[Any, Any], b: Any, trans: Literal["N", "T", "C", 0, 1, 2] = 0, **how: Unpack[SolveOptions]
 ) -> Any:
     """Solve ``op(A) @ x = b`` with what `lu_factor` has returned.
 
@@ -84,12 +91,12 @@ def lu_solve(
     if op == "N":
         rows = rows.map_blocks(_swapped, dtype=np.int64)
         first = solve_triangular(found, picked(columns, rows), lower=True, unit_diagonal=True, **how)
-        x = solve_triangular(found, first, **how)
+        x = solve_triangular(found, first, **unchecked(how))
     else:
         # op(A) is op(U) op(L) and then the swaps in the other order.
         rows = rows.map_blocks(_swapped_back, dtype=np.int64)
         first = solve_triangular(found, columns, op, **how)
-        x = picked(solve_triangular(found, first, op, lower=True, unit_diagonal=True, **how), rows)
+        x = picked(solve_triangular(found, first, op, lower=True, unit_diagonal=True, **unchecked(how)), rows)
     return x[:, 0] if b.ndim == 1 else x
 
 
@@ -300,7 +307,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
     columns = matrix("b", b, vector=True)
     m, n = a.shape
     if len(columns) == m and goes_by_rows(a, how):
-        x, norms, r = solve_rows(a, columns, common_type({"a": a, "b": columns}))
+        x, norms, r = solve_rows(a, columns, common_type({"a": a, "b": columns}), how.get("check_finite", True))
         found = {"x": x.rechunk({0: a.chunks[1]}), "residuals": norms[None], "r": r}
     else:
         wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1])}
@@ -353,4 +360,7 @@ def pinv(
     a, rtol = matrix("a", a), rcond if rtol is None else rtol
     if rtol is not None or hermitian:
         return pseudoinverse(a, rtol, hermitian, how)
+    if goes_by_rows(a, how):
+        found = pseudoinverse_of_rows(a, common_type({"a": a}), how.get("check_finite", True))
+        return found.rechunk({0: a.chunks[1]})
     return factorize("pinv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]
