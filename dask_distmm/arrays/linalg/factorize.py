@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
-from dask.base import tokenize
+from dask.base import is_dask_collection, tokenize
 from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
 
@@ -34,9 +34,23 @@ from dask_distmm.runtime.keys import ROWS_PREFIX, barrier_name, output_name
 _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
 
+def operand(name: str, x: Any) -> Array:
+    """Return an operand as an array of numbers, without chunks of size 0 beside others."""
+    if hasattr(x, "to_numpy") and not is_dask_collection(x):
+        x = x.to_numpy()  # of pandas and the like
+    try:
+        array = as_array(x)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{name} is a {type(x).__name__} of which no array can be made: {error}") from error
+    if array.dtype.kind not in "biufcV":
+        raise PlanError(f"{name} must have numbers, got {array.dtype} ({type(x).__name__}): convert it")
+    chunks = tuple(tuple(size for size in sizes if size) or (0,) for sizes in array.chunks)
+    return array if chunks == array.chunks else array.rechunk(chunks)
+
+
 def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
     """Return an operand as a matrix of known chunks."""
-    array = as_array(x)
+    array = operand(name, x)
     if array.ndim == 1 and vector:
         array = array[:, None]
     if array.ndim != 2:

@@ -8,8 +8,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.factorize import common_type, matrix
+from dask_distmm.arrays.linalg.factorize import common_type, matrix, operand
 from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
@@ -102,7 +101,7 @@ def norm(
     array, real
         0-d by default.
     """
-    x = as_array(x)
+    x = operand("x", x)
     if x.dtype.kind in "biu" or x.dtype.char in "eE":
         x = x.astype(common_type({"x": x}))
     whole = axis is None or sorted(np.atleast_1d(axis) % max(x.ndim, 1)) == [0, 1]

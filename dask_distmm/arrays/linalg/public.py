@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import itertools
 import numbers
 import reprlib
 import types
@@ -164,7 +165,9 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
         return isinstance(value, str) and origin is not tuple
     fixed = origin is tuple and arguments[-1] is not Ellipsis
-    return (not fixed or len(value) == len(arguments)) and all(_fits(one, arguments[0]) for one in value)
+    return (not fixed or len(value) == len(arguments)) and all(
+        map(_fits, value, arguments if fixed else itertools.repeat(arguments[0]))
+    )
 
 
 def _text(kind: Any) -> str:
@@ -172,5 +175,6 @@ def _text(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin is tuple:
-        return "integers" if arguments[-1] is Ellipsis else f"{len(arguments)} integers"
+        kind = "values" if Any in arguments else "integers"
+        return kind if arguments[-1] is Ellipsis else f"{len(arguments)} {kind}"
     return "addresses" if origin is not None else _CLASSES[kind][0]

@@ -7,12 +7,12 @@ from typing import Any, Literal, Unpack, cast
 import dask.array as da
 import numpy as np
 
-from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.factorize import (
     common_type,
     factorize,
     inner_chunks,
     matrix,
+    operand,
     row_chunks,
     unchecked,
 )
@@ -85,9 +85,18 @@ def lu_solve(
     array
         x, of the shape of `b`.
     """
-    found, piv = lu_and_piv
-    b, op = as_array(b), op_of(trans)
-    rows, columns = as_array(piv).rechunk(-1), matrix("b", b, vector=True)
+    found, rows = matrix("lu_and_piv[0]", lu_and_piv[0]), operand("lu_and_piv[1]", lu_and_piv[1])
+    if rows.shape != found.shape[:1] or rows.dtype.kind not in "iu":
+        raise PlanError(
+            f"lu_and_piv[1] must be {len(found)} pivots, got shape {rows.shape} of {rows.dtype}: pass on what "
+            "lu_factor returned"
+        )
+    b, op = operand("b", b), op_of(trans)
+    rows, columns = rows.rechunk(-1), matrix("b", b, vector=True)
+    if len(columns) != len(found):
+        raise PlanError(
+            f"a is {len(found)} x {found.shape[1]}, so b must have {len(found)} rows; it has {len(columns)}"
+        )
     if op == "N":
         rows = rows.map_blocks(_swapped, dtype=np.int64)
         first = solve_triangular(found, picked(columns, rows), lower=True, unit_diagonal=True, **how)
@@ -157,7 +166,7 @@ def solve(
         raise PlanError(unknown_name("assume_a", assume_a, _STRUCTURES))
     if structure in ("upper", "lower"):
         return solve_triangular(a, b, "T" if transposed else "N", structure == "lower", **how)
-    a, b = matrix("a", a), as_array(b)
+    a, b = matrix("a", a), operand("b", b)
     if structure in ("sym", "her") and a.shape[0] == a.shape[1]:
         a = mirrored(a, lower=lower, hermitian=structure == "her")
     columns = matrix("b", b, vector=True)
@@ -208,7 +217,7 @@ def solve_triangular(
     MatrixError
         When it is computed: an element of the diagonal is zero.
     """
-    a, b = matrix("a", a), as_array(b)
+    a, b = matrix("a", a), operand("b", b)
     columns = matrix("b", b, vector=not right)
     chunks = (columns.chunks[0], a.chunks[0]) if right else (a.chunks[0], columns.chunks[1])
     options = {"lower": lower, "op": op_of(trans), "unit_diagonal": unit_diagonal, "right": right}
@@ -303,7 +312,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
     """
     if rcond is not None:
         return least_squares_of_any_rank(a, b, rcond, how)
-    a, b = matrix("a", a), as_array(b)
+    a, b = matrix("a", a), operand("b", b)
     columns = matrix("b", b, vector=True)
     m, n = a.shape
     if len(columns) == m and goes_by_rows(a, how):

@@ -9,7 +9,6 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array, normalize_chunks
 
-from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.factorize import (
     adjoint,
     common_type,
@@ -17,6 +16,7 @@ from dask_distmm.arrays.linalg.factorize import (
     factorize,
     inner_chunks,
     matrix,
+    operand,
     row_chunks,
     times,
 )
@@ -305,7 +305,7 @@ def pseudoinverse(a: Array, rtol: float | None, hermitian: bool, how: FactorOpti
 
 def least_squares_of_any_rank(a: Any, b: Any, rcond: float, how: FactorOptions) -> tuple[Any, Any, Array, Array]:
     """Return what `lstsq` does, with the rank and the singular values, as lazy arrays."""
-    a, b = matrix("a", a), as_array(b)
+    a, b = matrix("a", a), operand("b", b)
     columns, (m, n) = matrix("b", b, vector=True), a.shape
     if len(columns) != m:
         raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {len(columns)}")
