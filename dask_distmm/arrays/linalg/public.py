@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import itertools
 import numbers
 import reprlib
 import types
@@ -165,9 +164,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
         return isinstance(value, str) and origin is not tuple
     fixed = origin is tuple and arguments[-1] is not Ellipsis
-    return (not fixed or len(value) == len(arguments)) and all(
-        map(_fits, value, arguments if fixed else itertools.repeat(arguments[0]))
-    )
+    each = arguments if fixed else arguments[:1] * len(value)
+    return len(value) == len(each) and all(map(_fits, value, each))
 
 
 def _text(kind: Any) -> str:
