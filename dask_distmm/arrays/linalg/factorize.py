@@ -44,6 +44,10 @@ def operand(name: str, x: Any) -> Array:
         raise PlanError(f"{name} is a {type(x).__name__} of which no array can be made: {error}") from error
     if array.dtype.kind not in "biufcV":
         raise PlanError(f"{name} must have numbers, got {array.dtype} ({type(x).__name__}): convert it")
+    if (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
+        raise PlanError(
+            f"the chunks of {name} are {kind}; expected numpy.ndarray or cupy.ndarray: convert by map_blocks"
+        )
     chunks = tuple(tuple(size for size in sizes if size) or (0,) for sizes in array.chunks)
     return array if chunks == array.chunks else array.rechunk(chunks)
 
@@ -58,10 +62,6 @@ def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
         raise PlanError(f"{name} must be {expected}, got {array.ndim}-D: loop over the matrices of a stack")
     if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
         raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
-    if (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
-        raise PlanError(
-            f"the chunks of {name} are {kind}; expected numpy.ndarray or cupy.ndarray: convert by map_blocks"
-        )
     return array
 
 
