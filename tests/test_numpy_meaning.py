@@ -87,3 +87,56 @@ def test_negative_axes_are_right_where_stock_dask_is_wrong(inproc_client):
         with dask_distmm.enabled():
             found = da.tensordot(x, y, axes=axes)
         np.testing.assert_array_equal(found, np.tensordot(a, b, axes=axes))
+
+
+def positive(n):
+    a = np.random.default_rng(n).standard_normal((n, n))
+    return a @ a.T + n * np.eye(n)
+
+
+def test_cholesky_is_numpys_or_dasks_by_its_name(inproc_client):
+    s = positive(20)
+    with dask_distmm.enabled():
+        for dtype, chunks in itertools.product(("float32", "complex128", "int64"), (20, 10, (7, 20))):
+            a = np.rint(s).astype(dtype)
+            x, low, close = da.from_array(a, chunks=chunks), np.linalg.cholesky(a), {"rtol": 1e-4, "atol": 1e-4}
+            np.testing.assert_allclose(np.linalg.cholesky(x), low, **close)
+            np.testing.assert_allclose(np.linalg.cholesky(x, upper=True), low.conj().T, **close)
+            np.testing.assert_allclose(da.linalg.cholesky(x), low.conj().T, **close)
+            np.testing.assert_allclose(da.linalg.cholesky(x, lower=True), low, **close)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, for its own results
+def test_what_is_not_finite(inproc_client, caplog):
+    """Dask's names refuse what they refuse without us, NumPy's compute."""
+    caplog.set_level(logging.CRITICAL, "distributed.worker")
+    b = np.ones(20)
+    functions = {
+        "cholesky": lambda x, la: la.cholesky(x),
+        "inv": lambda x, la: la.inv(x),
+        "lstsq": lambda x, la: la.lstsq(x, da.from_array(b, chunks=x.chunks[0]))[0],
+        "lu": lambda x, la: la.lu(x)[2],
+        "solve": lambda x, la: la.solve(x, da.from_array(b, chunks=x.chunks[0])),
+        "solve_triangular": lambda x, la: la.solve_triangular(x, da.from_array(b, chunks=x.chunks[0])),
+        "qr": lambda x, la: la.qr(x)[1],
+    }
+    for chunks, bad in itertools.product((20, 10, (15, 20)), (np.nan, np.inf)):
+        a = positive(20)
+        a[2, 2] = bad
+        x = da.from_array(a, chunks=chunks)
+        for name, call in functions.items():
+            with dask_distmm.enabled():
+                found = value(lambda x, call=call: call(x, da.linalg), (x,), {}, None)
+            assert isinstance(found, ValueError) == (name != "qr"), (name, chunks, bad, found)
+            stock = value(lambda x, call=call: call(x, da.linalg), (x,), {}, None)
+            assert isinstance(stock, ValueError) or name in ("qr", "cholesky"), "as without us"
+        with dask_distmm.enabled():
+            found = np.linalg.inv(x).compute(), np.linalg.solve(x, da.from_array(b, chunks=5)).compute()
+            assert np.isnan(np.linalg.slogdet(x)[1].compute()) == np.isnan(np.linalg.slogdet(a)[1])
+            assert not np.isfinite(np.linalg.det(x)), (chunks, bad)
+            # LAPACK's iterations may end with or without an error.
+            assert isinstance(value(np.linalg.eigvalsh, (x,), {}, None), np.ndarray | np.linalg.LinAlgError)
+            with pytest.raises(np.linalg.LinAlgError):
+                np.linalg.cholesky(x).compute()
+        for ours, numpys in zip(found, (np.linalg.inv(a), np.linalg.solve(a, b)), strict=True):
+            assert np.isfinite(ours).all() == np.isfinite(numpys).all()

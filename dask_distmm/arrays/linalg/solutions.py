@@ -331,7 +331,10 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
 
 
 def _singular_values(r: Any) -> Any:
-    return np.linalg.svd(r, compute_uv=False)
+    if np.isfinite(r).all():
+        return np.linalg.svd(r, compute_uv=False)
+    # LAPACK has an error for these.
+    return abs(np.diagonal(r)) * r.real.dtype.type(np.nan)
 
 
 @public(FactorOptions)
