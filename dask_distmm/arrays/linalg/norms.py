@@ -102,6 +102,8 @@ def norm(
         0-d by default.
     """
     x = operand("x", x)
+    if not x.size and ord not in (None, "fro", "nuc"):
+        raise PlanError(f"x is empty, {x.shape}: it has no norm of ord={ord!r}")
     if x.dtype.kind in "biu" or x.dtype.char in "eE":
         x = x.astype(common_type({"x": x}))
     whole = axis is None or sorted(np.atleast_1d(axis) % max(x.ndim, 1)) == [0, 1]

@@ -8,8 +8,8 @@ Each means the same as Dask's: results have its types and chunks. A function com
 - otherwise where a run is expected to be quicker than Dask's tasks.
 
 What Dask does without an error never ends in one here: least squares, which may be of any rank, stay Dask's wherever
-it has them, and so does ``np.linalg.pinv``. Elements that are NaN or infinite are refused by the names of Dask's
-functions that do so (SciPy computes in them), and computed by NumPy's.
+it has them, and so does ``np.linalg.pinv``. Elements that are NaN or infinite are refused under the names of Dask's
+functions that refuse them, and computed under NumPy's.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _det(a: Any) -> Any:
 
 
 def _slogdet(a: Any) -> Any:
-    return _take(lambda: solutions.slogdet(a), a, dasks="poor")
+    return _take(lambda: solutions.slogdet(a, check_finite=False), a, dasks="poor")
 
 
 def _eigh(a: Any, UPLO: str = "L") -> Any:
