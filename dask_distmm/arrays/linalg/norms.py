@@ -102,6 +102,8 @@ def norm(
         0-d by default.
     """
     x = operand("x", x)
+    if not x.ndim and ord is not None:
+        raise PlanError("x must have at least 1 dimension, got a number")
     if not x.size and ord not in (None, "fro", "nuc"):
         raise PlanError(f"x is empty, {x.shape}: it has no norm of ord={ord!r}")
     if x.dtype.kind in "biu" or x.dtype.char in "eE":
