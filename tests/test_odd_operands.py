@@ -85,7 +85,9 @@ def test_odd_operands():
         for name, call in ONE.items():
             expected = results(call(cut(S)))
             for kind, x in SAME.items():
-                for mine, theirs in zip(results(call(x)), expected, strict=True):
+                # Random vectors go by chunks, and signs by random vectors.
+                same = abs if name == "svd_compressed" else np.asarray
+                for mine, theirs in zip(map(same, results(call(x))), map(same, expected), strict=True):
                     np.testing.assert_allclose(mine, theirs, atol=1e-10, err_msg=f"{name}, {kind}")
             for kind, x in ODD.items():
                 try:
