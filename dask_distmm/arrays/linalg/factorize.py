@@ -43,7 +43,7 @@ def operand(name: str, x: Any) -> Array:
     except (TypeError, ValueError) as error:
         raise PlanError(f"{name} is a {type(x).__name__} of which no array can be made: {error}") from error
     if array.dtype.kind not in "biufcV":
-        raise PlanError(f"{name} must have numbers, got {array.dtype} ({type(x).__name__}): convert it")
+        raise PlanError(f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128: convert it")
     if (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
         raise PlanError(
             f"the chunks of {name} are {kind}; expected numpy.ndarray or cupy.ndarray: convert by map_blocks"
