@@ -35,7 +35,7 @@ _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F
 
 
 def operand(name: str, x: Any) -> Array:
-    """Return an operand as an array of numbers, without chunks of size 0 beside others."""
+    """Return an operand as an array of numbers."""
     if hasattr(x, "to_numpy") and not is_dask_collection(x):
         x = x.to_numpy()  # of pandas and the like
     try:
@@ -48,6 +48,11 @@ def operand(name: str, x: Any) -> Array:
         raise PlanError(
             f"the chunks of {name} are {kind}; expected numpy.ndarray or cupy.ndarray: convert by map_blocks"
         )
+    return array
+
+
+def filled(array: Array) -> Array:
+    """Return an array without chunks of size 0 beside others, which Dask's ``max`` has no result for."""
     chunks = tuple(tuple(size for size in sizes if size) or (0,) for sizes in array.chunks)
     return array if chunks == array.chunks else array.rechunk(chunks)
 

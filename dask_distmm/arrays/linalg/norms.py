@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import common_type, matrix, operand
+from dask_distmm.arrays.linalg.factorize import common_type, filled, matrix, operand
 from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
@@ -101,7 +101,7 @@ def norm(
     array, real
         0-d by default.
     """
-    x = operand("x", x)
+    x = filled(operand("x", x))
     if not x.ndim and ord is not None:
         raise PlanError("x must have at least 1 dimension, got a number")
     if not x.size and ord not in (None, "fro", "nuc"):

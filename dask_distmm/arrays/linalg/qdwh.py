@@ -21,7 +21,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import adjoint, factorize, plus_ones, times, unchecked
+from dask_distmm.arrays.linalg.factorize import adjoint, factorize, filled, plus_ones, times, unchecked
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.errors import MatrixError
@@ -68,6 +68,7 @@ def unitary_factor(a: Array, how: RunOptions) -> Array:
 
 def _scaled(a: Array, noise: float) -> Array:
     """Return a matrix, scaled to singular values of at most 1, with noise of a standard deviation."""
+    a = filled(a)
     largest = abs(a).max()
     a = a / largest.map_blocks(_divisor, dtype=largest.dtype, meta=largest._meta)
     # The 2-norm is at most the root of the product of these two.
