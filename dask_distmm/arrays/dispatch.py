@@ -11,10 +11,9 @@ Dask has no hook for this. All its ways to multiply end in three functions, each
 ========================================  ==================================
 
 While enabled, these names hold functions of ours, which pass all other calls on unchanged; so do those of the functions
-of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which NumPy's of the same names end. Functions of
-``np.linalg`` that Dask lacks, and for which it would compute its arrays at once, are in
-`dask_distmm.arrays.numpy_functions`. Arrays of other kinds, which have names of their own, are in
-`dask_distmm.arrays.kinds`.
+of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which most of NumPy's of the same names end. Others
+of ``np.linalg``, which Dask lacks or which mean something else there, are in `dask_distmm.arrays.numpy_functions`.
+Arrays of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from numbers import Integral
 from typing import Any
 
 import dask.array
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays import batched, numpy_functions
+from dask_distmm.arrays import batched
 from dask_distmm.arrays.fallback import why_leave
 from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
+from dask_distmm.arrays.numpy_functions import contracted_axes, numpys_first
 from dask_distmm.arrays.product import product_or_reason
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
@@ -102,15 +101,17 @@ def _replace_functions() -> None:
         _replace(owner, {name: ours for name, ours in ways.items() if isinstance(owner, type) == name.startswith("__")})
     if not planning():
         _replace(dask.array.linalg, routed.DASKS)
-    numpy_functions.install(is_enabled)
+    _replace(Array, {"__array_function__": numpys_first}, lambda make, before: make(before, is_enabled))
 
 
-def _replace(owner: Any, ways: Mapping[str, Callable[..., Any]]) -> None:
+def _replace(owner: Any, ways: Mapping[str, Callable[..., Any]], around: Callable[..., Any] | None = None) -> None:
     """Put functions of ours in place of those that a module or a class has under these names."""
     for name, ours in ways.items():
         if (owner, name) not in _replaced and (before := getattr(owner, name, None)) is not None:
             _replaced[owner, name] = before
-            setattr(owner, name, _passing_on(ours, before))
+            replacement: Any = (around or _passing_on)(ours, before)
+            replacement._distmm = True
+            setattr(owner, name, replacement)
 
 
 def _uninstall_if_unused() -> None:
@@ -121,7 +122,6 @@ def _uninstall_if_unused() -> None:
         if getattr(getattr(module, name), "_distmm", False):
             setattr(module, name, before)
     _replaced.clear()
-    numpy_functions.uninstall()
 
 
 def _passing_on(ours: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +136,6 @@ def _passing_on(ours: Callable[..., Any], before: Callable[..., Any]) -> Callabl
                 return result
         return before(*args, **kwargs)
 
-    routed._distmm = True  # type: ignore[attr-defined]
     return routed
 
 
@@ -151,22 +150,24 @@ def _reflected_matmul(b: Any, a: Any) -> Any:
 
 
 def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
-    """Take a contraction over one axis of matrices and vectors."""
+    """Take a contraction over one axis of matrices and vectors; pass no negative axes on, which Dask gets wrong."""
+    ndims = ndim_of(lhs), ndim_of(rhs)
     try:
-        ndims = ndim_of(lhs), ndim_of(rhs)
-        if isinstance(axes, Iterable):
-            left, right = ([x] if isinstance(x, Integral) else list(x) for x in axes)
-        else:
-            left, right = list(range(ndims[0] - axes, ndims[0])), list(range(axes))
-        if len(left) != 1 or len(right) != 1 or not all(1 <= ndim <= 2 for ndim in ndims):
-            return NotImplemented
-        left_axis, right_axis = (range(ndim)[x[0]] for ndim, x in zip(ndims, (left, right), strict=True))
-    except (TypeError, ValueError, IndexError):
+        left, right = found = contracted_axes(ndims, axes)
+    except (TypeError, ValueError):
         return NotImplemented  # Dask's own function has the error to raise
     a, b = as_array(lhs), as_array(rhs)
-    if np.promote_types(a.dtype, b.dtype) != np.result_type(a.dtype, b.dtype):
-        return NotImplemented
-    return _product(a if left_axis == ndims[0] - 1 else a.T, b if right_axis == 0 else b.T)
+    result = NotImplemented
+    if len(left) == 1 and all(1 <= ndim <= 2 for ndim in ndims) and _keeps_type(a, b):
+        result = _product(a if left[0] == ndims[0] - 1 else a.T, b if right[0] == 0 else b.T)
+    if result is NotImplemented and isinstance(axes, Iterable) and any(np.min(x, initial=0) < 0 for x in axes):
+        return dask.array.routines.tensordot(a, b, axes=found)
+    return result
+
+
+def _keeps_type(a: Array, b: Array) -> bool:
+    """Whether Dask's function returns the type that ours does."""
+    return np.promote_types(a.dtype, b.dtype) == np.result_type(a.dtype, b.dtype)
 
 
 def _einsum(*args: Any, **kwargs: Any) -> Any:

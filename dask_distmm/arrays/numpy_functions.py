@@ -1,20 +1,22 @@
-"""Functions of ``np.linalg`` that are matrix products, or factorizations that Dask lacks, on Dask arrays, lazily.
+"""NumPy's functions that are matrix products, or factorizations, on Dask arrays: lazily, and as NumPy means them.
 
-Dask lacks them: NumPy asks ``Array.__array_function__``, which computes the arrays, gathers them in this process and
-multiplies them here. While `dask_distmm.enable` is in force these functions take their place.
+NumPy asks ``Array.__array_function__``. That calls Dask's function of the same name, which may mean something else
+(``cholesky``), or computes the arrays, gathers them in this process and has NumPy multiply them here. While
+`dask_distmm.enable` is in force these functions come before both.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
-import dask
 import dask.array
 import dask.array.routines
 import numpy as np
-from dask.array.core import _HANDLED_FUNCTIONS
+from dask.array.chunk_types import is_valid_chunk_type
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from dask_distmm.arrays.fallback import added_in_64_bits
 from dask_distmm.arrays.linalg import routed
@@ -79,15 +81,32 @@ def _matmul(x1: Any, x2: Any, /) -> Any:
     return NotImplemented if _left_to_numpy(x1, x2) else dask.array.routines.matmul(x1, x2)
 
 
+def contracted_axes(ndims: tuple[int, int], axes: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the axes of two operands that ``tensordot(axes=)`` names, from 0; wrong ones are a ValueError."""
+    if isinstance(axes, Iterable):
+        left, right = axes
+    else:
+        left, right = range(ndims[0] - axes, ndims[0]), range(axes)
+    found = normalize_axis_tuple(_axes(left), ndims[0]), normalize_axis_tuple(_axes(right), ndims[1])
+    if len(found[0]) != len(found[1]):
+        raise ValueError(f"axes={axes!r} names {len(found[0])} and {len(found[1])} axes: expected as many of both")
+    return found
+
+
+def _axes(axes: Any) -> Any:
+    return axes if isinstance(axes, Integral) else tuple(axes)
+
+
 def _tensordot(x1: Any, x2: Any, /, *, axes: Any = 2) -> Any:
-    return NotImplemented if _left_to_numpy(x1, x2) else dask.array.routines.tensordot(x1, x2, axes=axes)
+    (left, right), shapes = contracted_axes((np.ndim(x1), np.ndim(x2)), axes), (np.shape(x1), np.shape(x2))
+    # Dask's function takes a length of 1 for any length.
+    if _left_to_numpy(x1, x2) or [shapes[0][i] for i in left] != [shapes[1][i] for i in right]:
+        return NotImplemented
+    return dask.array.routines.tensordot(x1, x2, axes=(left, right))
 
 
 def _inner(a: Any, b: Any, /) -> Any:
-    # Dask's function takes a length of 1 for any length.
-    if 0 in (np.ndim(a), np.ndim(b)) or np.shape(a)[-1] != np.shape(b)[-1]:
-        return NotImplemented
-    return _tensordot(a, b, axes=(-1, -1))
+    return NotImplemented if 0 in (np.ndim(a), np.ndim(b)) else _tensordot(a, b, axes=(-1, -1))
 
 
 _OURS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -100,24 +119,13 @@ _OURS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def install(wanted: Callable[[], bool]) -> None:
-    """Have Dask arrays answer to these functions; at once, as without us, while `wanted` says no."""
-    for function, ours in _OURS.items():
-        if function not in _HANDLED_FUNCTIONS:
-            _HANDLED_FUNCTIONS[function] = _lazily(function, ours, wanted)
+def numpys_first(before: Callable[..., Any], wanted: Callable[[], bool]) -> Callable[..., Any]:
+    """Return an ``Array.__array_function__`` that has these functions while `wanted` says so, and is `before` else."""
 
-
-def uninstall() -> None:
-    """Undo `install`."""
-    for function in _OURS:
-        if getattr(_HANDLED_FUNCTIONS.get(function), "_distmm", False):
-            del _HANDLED_FUNCTIONS[function]
-
-
-def _lazily(function: Any, ours: Callable[..., Any], wanted: Callable[[], bool]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        if wanted():
+    @functools.wraps(before)
+    def answer(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        ours = _OURS.get(func)
+        if ours is not None and wanted() and all(issubclass(type(self), x) or is_valid_chunk_type(x) for x in types):
             try:
                 result = ours(*args, **kwargs)
             except PlanError:
@@ -127,8 +135,6 @@ def _lazily(function: Any, ours: Callable[..., Any], wanted: Callable[[], bool])
                 result = NotImplemented
             if result is not NotImplemented:
                 return result
-        args, kwargs = dask.compute(args, kwargs)
-        return function(*args, **kwargs)
+        return before(self, func, types, args, kwargs)
 
-    answer._distmm = True  # type: ignore[attr-defined]
     return answer

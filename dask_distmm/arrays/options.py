@@ -68,7 +68,7 @@ def takes(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=_annotation_text(known[name])
             )
-            for name, value in {**DEFAULTS, "overwrite_a": False}.items()
+            for name, value in {**DEFAULTS, "overwrite_a": False, "check_finite": True}.items()
             if name in known
         ]
         names = [one.name for one in (*own, *listed)]

@@ -245,8 +245,9 @@ def test_matrices_that_have_no_such_factor(factorize, nranks):
         factorize("cholesky", nranks, a)
     a[37, 37] = np.nan
     assert np.isnan(factorize("solve", nranks, a, b, assume_a="pos")["x"]).any()
-    with pytest.raises(MatrixError, match="NaN or infinite"):
-        factorize("eigh", nranks, a)
+    for kind, given, options in (("eigh", (a,), {}), ("cholesky", (a,), {}), ("solve", (a, b), {"assume_a": "pos"})):
+        with pytest.raises(MatrixError, match="a must not contain infs or NaNs"):
+            factorize(kind, nranks, *given, check_finite=True, **options)
     singular = noise(rng, (60, 60), "float64")
     singular[:, 41] = 0
     for kind in ("solve", "inv"):

@@ -183,10 +183,10 @@ def test_a_panel_without_lookahead_is_found():
     [
         (("schur", (3, 3), "float64"), "unknown factorization 'schur'"),
         (("lu", (3, 3), "int64"), "convert A and B to one of"),
-        (("cholesky", (3, 4), "float64"), "square matrix, A is 3 x 4"),
+        (("cholesky", (3, 4), "float64"), "must be square, got 3 x 4"),
         (("solve", (3, 3), "float64"), "needs right-hand sides"),
         (("lu", (3, 3), "float64", (3, 1)), "has no right-hand sides"),
-        (("solve", (3, 3), "float64", (4, 1)), "B has 4 rows: expected 3"),
+        (("solve", (3, 3), "float64", (4, 1)), "b must have 3 rows; it has 4"),
     ],
 )
 def test_bad_problems(arguments, message):

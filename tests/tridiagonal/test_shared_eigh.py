@@ -89,7 +89,7 @@ def test_elements_that_are_no_numbers(ranks, value, at):
     a = hermitian("random", 37, "float64")
     a[at] = a[at[::-1]] = value
     for vectors in (True, False):
-        with pytest.raises(MatrixError, match="A has elements that are NaN or infinite"):
+        with pytest.raises(MatrixError, match="a must not contain infs or NaNs"):
             run(a, ranks, 5, vectors=vectors)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
-from dask.base import tokenize
+from dask.base import is_dask_collection, tokenize
 from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions
+from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SolveOptions
 from dask_distmm.arrays.product import multiply_matrices
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
@@ -34,9 +34,32 @@ from dask_distmm.runtime.keys import ROWS_PREFIX, barrier_name, output_name
 _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
 
+def operand(name: str, x: Any) -> Array:
+    """Return an operand as an array of numbers."""
+    if hasattr(x, "to_numpy") and not is_dask_collection(x):
+        x = x.to_numpy()  # of pandas and the like
+    try:
+        array = as_array(x)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"{name} is a {type(x).__name__} of which no array can be made: {error}") from error
+    if array.dtype.kind not in "biufcV":
+        raise PlanError(f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128: convert it")
+    if (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
+        raise PlanError(
+            f"the chunks of {name} are {kind}; expected numpy.ndarray or cupy.ndarray: convert by map_blocks"
+        )
+    return array
+
+
+def filled(array: Array) -> Array:
+    """Return an array without chunks of size 0 beside others, which Dask's ``max`` has no result for."""
+    chunks = tuple(tuple(size for size in sizes if size) or (0,) for sizes in array.chunks)
+    return array if chunks == array.chunks else array.rechunk(chunks)
+
+
 def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
     """Return an operand as a matrix of known chunks."""
-    array = as_array(x)
+    array = operand(name, x)
     if array.ndim == 1 and vector:
         array = array[:, None]
     if array.ndim != 2:
@@ -44,10 +67,6 @@ def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
         raise PlanError(f"{name} must be {expected}, got {array.ndim}-D: loop over the matrices of a stack")
     if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
         raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
-    if (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
-        raise PlanError(
-            f"the chunks of {name} are {kind}; expected numpy.ndarray or cupy.ndarray: convert by map_blocks"
-        )
     return array
 
 
@@ -80,12 +99,17 @@ def common_type(arrays: Mapping[str, Array]) -> np.dtype:
     return np.dtype(_TYPES[found.char])
 
 
+def unchecked(how: RunOptions | SolveOptions) -> SolveOptions:
+    """Return the options for matrices that were made here of others."""
+    return SolveOptions(**{**how, "check_finite": False})
+
+
 def factorize(
     kind: str,
     operands: Mapping[str, Array],
     wanted: Mapping[str, Chunks],
     *,
-    how: RunOptions | FactorOptions,
+    how: RunOptions | SolveOptions | FactorOptions,
     **options: Any,
 ) -> dict[str, Array]:
     """Return outputs of a factorization as lazy arrays, all of them of one run."""
@@ -93,7 +117,8 @@ def factorize(
     # Ranks convert types as they gather, but a type's name does not tell the order of its bytes.
     arrays = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
     shapes = [array.shape for array in arrays]
-    task = Factorization(kind, shapes[0], dtype.name, shapes[1] if len(shapes) > 1 else None, **options)
+    b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
+    task = Factorization(kind, shapes[0], dtype.name, b_shape, check_finite=finite, **options)
     types = {one.name: one.dtype for one in task.outputs}
     outputs = tuple(Output(name, chunks, types[name]) for name, chunks in wanted.items())
     _, engine = check_names(None, how.get("engine"), kind=FactorProblem.kind)
@@ -141,7 +166,7 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
 
     An engine that is for factorizations alone is left out.
     """
-    named: Any = {name: value for name, value in how.items() if name not in ("method", "overwrite_a")}
+    named: Any = {name: value for name, value in how.items() if name not in ("method", "overwrite_a", "check_finite")}
     engine = ENGINES.get(named.get("engine") or "")
     if engine is not None and "product" not in engine.computes:
         del named["engine"]

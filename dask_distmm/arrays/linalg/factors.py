@@ -145,10 +145,10 @@ def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unp
     a = matrix("a", a)
     inner, (rows, cols) = inner_chunks(a), a.chunks
     if mode != "complete" and goes_by_rows(a, how):
-        dtype = common_type({"a": a})
+        dtype, finite = common_type({"a": a}), how.get("check_finite", True)
         if mode == "r":
-            return r_of_rows(a, dtype).rechunk((inner, cols))
-        q, r = qr_of_rows(a, dtype)
+            return r_of_rows(a, dtype, finite).rechunk((inner, cols))
+        q, r = qr_of_rows(a, dtype, finite)
         return QRResult(q.rechunk({1: inner}), r.rechunk((inner, cols)))
     if mode == "r":
         return factorize("qr", {"a": a}, {"r": (inner, cols)}, mode=mode, how=how)["r"]

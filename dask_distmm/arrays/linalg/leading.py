@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, Unpack
 
 import dask.array as da
@@ -10,13 +11,13 @@ from dask_distmm.arrays.linalg.factorize import adjoint, computed, times
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.qdwh import with_noise
-from dask_distmm.arrays.linalg.spectral import svd
+from dask_distmm.arrays.linalg.spectral import right_vectors, svd
 from dask_distmm.errors import PlanError
 
 
 @public(RunOptions)
 def svd_compressed(
-    a: Any, k: int, *, n_power_iter: int = 0, n_oversamples: int = 10, seed: int = 0, **how: Unpack[RunOptions]
+    a: Any, k: int, *, n_power_iter: int = 0, n_oversamples: int = 10, seed: int | None = 0, **how: Unpack[RunOptions]
 ) -> tuple[Any, Any, Any]:
     """Return about the `k` largest singular values of a matrix, and their vectors.
 
@@ -34,7 +35,7 @@ def svd_compressed(
         Iterations that make the result more accurate where singular values decrease slowly.
     n_oversamples : int
         So many more random vectors than `k` are taken.
-    seed : int
+    seed : int, optional
         Of the random vectors: the same seed and the same chunks give the same result, up to rounding.
 
     Returns
@@ -56,9 +57,10 @@ def svd_compressed(
     a = computed("a", a)
     if not 1 <= k <= min(a.shape):
         raise PlanError(f"k must be between 1 and {min(a.shape)}, got {k}")
-    for name, value in (("n_power_iter", n_power_iter), ("n_oversamples", n_oversamples), ("seed", seed)):
+    for name, value in (("n_power_iter", n_power_iter), ("n_oversamples", n_oversamples), ("seed", seed or 0)):
         if value < 0:
             raise PlanError(f"{name} must be at least 0, got {value}")
+    seed = secrets.randbits(64) if seed is None else seed
     m, n = a.shape
     count, turned = min(k + n_oversamples, m, n), adjoint(a)
     vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
@@ -109,5 +111,5 @@ def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> t
     if not 1 <= k <= most:
         raise PlanError(f"n_components must be between 1 and {most}, got {k}")
     mean = a.mean(axis=0)
-    _, s, vh = svd(a - mean, full_matrices=False, **how)
+    s, vh = right_vectors(a - mean, how)
     return vh[:k], s[:k] ** 2 / (len(a) - 1), mean

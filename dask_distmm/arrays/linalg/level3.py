@@ -8,8 +8,7 @@ import numpy as np
 from dask.array.core import Array
 
 from dask_distmm.arrays import batched
-from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.factorize import common_type, computed, matrix, plus_ones
+from dask_distmm.arrays.linalg.factorize import common_type, computed, matrix, operand, plus_ones
 from dask_distmm.arrays.linalg.public import ProductOptions, public
 from dask_distmm.arrays.request import parse
 from dask_distmm.errors import NotSquareError
@@ -113,7 +112,7 @@ def op_of(trans: Literal["N", "T", "C"] | int) -> Literal["N", "T", "C"]:
 
 def _operands(a: Any, b: Any) -> tuple[Array, Array]:
     """Return a square matrix and its other factor, both in the type in which the product is computed."""
-    a, b = matrix("a", a), as_array(b)
+    a, b = matrix("a", a), operand("b", b)
     if a.shape[0] != a.shape[1]:
         raise NotSquareError(f"a must be square, got {a.shape[0]} x {a.shape[1]}")
     dtype = common_type({"a": a, "b": b})

@@ -8,8 +8,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.factorize import common_type, matrix
+from dask_distmm.arrays.linalg.factorize import common_type, filled, matrix, operand
 from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
@@ -102,7 +101,11 @@ def norm(
     array, real
         0-d by default.
     """
-    x = as_array(x)
+    x = filled(operand("x", x))
+    if not x.ndim and ord is not None:
+        raise PlanError("x must have at least 1 dimension, got a number")
+    if not x.size and ord not in (None, "fro", "nuc"):
+        raise PlanError(f"x is empty, {x.shape}: it has no norm of ord={ord!r}")
     if x.dtype.kind in "biu" or x.dtype.char in "eE":
         x = x.astype(common_type({"x": x}))
     whole = axis is None or sorted(np.atleast_1d(axis) % max(x.ndim, 1)) == [0, 1]

@@ -48,7 +48,16 @@ class RunOptions(TypedDict, total=False):
     method: Literal["auto", "local", "columns", "rows"] | None
 
 
-class FactorOptions(RunOptions, total=False):
+class SolveOptions(RunOptions, total=False):
+    """The options of functions that refuse elements that are NaN or infinite, unless `check_finite` is False.
+
+    A rank finds them while it copies its part of the matrix.
+    """
+
+    check_finite: bool
+
+
+class FactorOptions(SolveOptions, total=False):
     """The options of functions that can give up A.
 
     Its chunks go as soon as all workers have read them, unless others want them: a client that holds them, other tasks.
@@ -155,7 +164,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(value, str) or not isinstance(value, Sequence | np.ndarray):
         return isinstance(value, str) and origin is not tuple
     fixed = origin is tuple and arguments[-1] is not Ellipsis
-    return (not fixed or len(value) == len(arguments)) and all(_fits(one, arguments[0]) for one in value)
+    each = arguments if fixed else arguments[:1] * len(value)
+    return len(value) == len(each) and all(map(_fits, value, each))
 
 
 def _text(kind: Any) -> str:
@@ -163,5 +173,6 @@ def _text(kind: Any) -> str:
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin is tuple:
-        return "integers" if arguments[-1] is Ellipsis else f"{len(arguments)} integers"
+        kind = "values" if Any in arguments else "integers"
+        return kind if arguments[-1] is Ellipsis else f"{len(arguments)} {kind}"
     return "addresses" if origin is not None else _CLASSES[kind][0]

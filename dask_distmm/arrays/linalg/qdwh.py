@@ -21,7 +21,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import adjoint, factorize, plus_ones, times
+from dask_distmm.arrays.linalg.factorize import adjoint, factorize, filled, plus_ones, times, unchecked
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.errors import MatrixError
@@ -60,7 +60,7 @@ def unitary_factor(a: Array, how: RunOptions) -> Array:
     if a.shape[0] < a.shape[1]:
         return adjoint(unitary_factor(adjoint(a), how))
     n, eps = a.shape[1], float(np.finfo(a.dtype).eps)
-    x = _scaled(a, eps / (2 * math.sqrt(n)))
+    x, how = _scaled(a, eps / (2 * math.sqrt(n))), unchecked(how)
     for step in weights(_RARE * eps / (2 * n), eps):
         x = step.b / step.c * x + (step.a - step.b / step.c) * _inverse_applied(x, step.c, how)
     return x
@@ -68,6 +68,7 @@ def unitary_factor(a: Array, how: RunOptions) -> Array:
 
 def _scaled(a: Array, noise: float) -> Array:
     """Return a matrix, scaled to singular values of at most 1, with noise of a standard deviation."""
+    a = filled(a)
     largest = abs(a).max()
     a = a / largest.map_blocks(_divisor, dtype=largest.dtype, meta=largest._meta)
     # The 2-norm is at most the root of the product of these two.
@@ -79,7 +80,7 @@ def _scaled(a: Array, noise: float) -> Array:
 def _divisor(size: Any) -> Any:
     """Return the size of a matrix to divide by."""
     if not np.isfinite(size):
-        raise MatrixError("the matrix has elements that are NaN or infinite: replace or remove them first")
+        raise MatrixError("the matrix must not contain infs or NaNs: replace them")
     return size if size > 0 else size + 1
 
 

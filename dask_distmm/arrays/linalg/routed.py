@@ -8,7 +8,8 @@ Each means the same as Dask's: results have its types and chunks. A function com
 - otherwise where a run is expected to be quicker than Dask's tasks.
 
 What Dask does without an error never ends in one here: least squares, which may be of any rank, stay Dask's wherever
-it has them, and so does ``np.linalg.pinv``.
+it has them, and so does ``np.linalg.pinv``. Elements that are NaN or infinite are refused under the names of Dask's
+functions that refuse them, and computed under NumPy's.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ from dask_distmm.runtime.client import current_client, recent_snapshot
 Dasks = Literal["good", "poor", "none"]
 
 
-def _cholesky(a: Any, lower: bool = False, *, upper: bool | None = None) -> Any:
-    # `upper` is NumPy's; without it ``np.linalg.cholesky`` is Dask's function, which returns U.
-    dasks: Dasks = "good" if upper is None and _blocks(a) else "none"
-    return _take(lambda: factors.cholesky(a, lower=bool(lower if upper is None else not upper)), a, dasks=dasks)
+def _cholesky(a: Any, lower: bool = False) -> Any:
+    return _take(lambda: factors.cholesky(a, lower=bool(lower)), a, dasks="good" if _blocks(a) else "none")
+
+
+def _numpys_cholesky(a: Any, /, *, upper: bool = False) -> Any:
+    # NumPy's is L by default, Dask's U.
+    return da.linalg.cholesky(a, lower=not upper)
 
 
 def _lu(a: Any) -> Any:
@@ -61,7 +65,7 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
     rows = mode != "complete" and _by_rows(a)
     if rows and dasks == "good" and not isinstance(a._meta, np.ndarray):
         return NotImplemented
-    return _take(lambda: factors.qr(a, mode), a, dasks=dasks, run=not rows)  # type: ignore[arg-type]
+    return _take(lambda: factors.qr(a, mode, check_finite=False), a, dasks=dasks, run=not rows)  # type: ignore[arg-type]
 
 
 def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
@@ -74,14 +78,27 @@ def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
     return _take(lambda: solutions.solve(a, b, assume_a=assume_a), a, b, dasks=dasks)
 
 
+def _numpys_solve(a: Any, b: Any) -> Any:
+    return _take(lambda: solutions.solve(a, b, check_finite=False), a, b, dasks="poor")
+
+
 def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
     dasks: Dasks = "good" if _chunks_match(a, b) else "none"
     return _take(lambda: solutions.solve_triangular(a, b, lower=bool(lower)), a, b, dasks=dasks)
 
 
 def _inv(a: Any) -> Any:
+    return _inverse(a, _by_lu(_blocks(a)), check_finite=True)
+
+
+def _numpys_inv(a: Any) -> Any:
+    return _inverse(a, "poor", check_finite=False)
+
+
+def _inverse(a: Any, dasks: Dasks, *, check_finite: bool) -> Any:
     # Dask solves with an identity of float64.
-    return _take(lambda: solutions.inv(a).astype(np.result_type(a.dtype, np.float64)), a, dasks=_by_lu(_blocks(a)))
+    dtype = np.result_type(a.dtype, np.float64)
+    return _take(lambda: solutions.inv(a, check_finite=check_finite).astype(dtype), a, dasks=dasks)
 
 
 def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
@@ -99,19 +116,19 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
 
 
 def _det(a: Any) -> Any:
-    return _take(lambda: solutions.det(a), a, dasks="poor")
+    return _take(lambda: solutions.det(a, check_finite=False), a, dasks="poor")
 
 
 def _slogdet(a: Any) -> Any:
-    return _take(lambda: solutions.slogdet(a), a, dasks="poor")
+    return _take(lambda: solutions.slogdet(a, check_finite=False), a, dasks="poor")
 
 
 def _eigh(a: Any, UPLO: str = "L") -> Any:
-    return _take(lambda: spectral.eigh(a, UPLO), a, dasks="poor")  # type: ignore[arg-type]
+    return _take(lambda: spectral.eigh(a, UPLO, check_finite=False), a, dasks="poor")  # type: ignore[arg-type]
 
 
 def _eigvalsh(a: Any, UPLO: str = "L") -> Any:
-    return _take(lambda: spectral.eigvalsh(a, UPLO), a, dasks="poor")  # type: ignore[arg-type]
+    return _take(lambda: spectral.eigvalsh(a, UPLO, check_finite=False), a, dasks="poor")  # type: ignore[arg-type]
 
 
 def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, compute_uv: bool = True) -> Any:
@@ -147,10 +164,13 @@ DASKS: Mapping[str, Callable[..., Any]] = {
 }
 # NumPy's others of the same names end in Dask's.
 NUMPYS: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    np.linalg.cholesky: _numpys_cholesky,
     np.linalg.det: _det,
     np.linalg.eigh: _eigh,
     np.linalg.eigvalsh: _eigvalsh,
+    np.linalg.inv: _numpys_inv,
     np.linalg.slogdet: _slogdet,
+    np.linalg.solve: _numpys_solve,
 }
 
 

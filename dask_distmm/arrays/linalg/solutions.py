@@ -7,13 +7,20 @@ from typing import Any, Literal, Unpack, cast
 import dask.array as da
 import numpy as np
 
-from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.factorize import common_type, factorize, inner_chunks, matrix, row_chunks
+from dask_distmm.arrays.linalg.factorize import (
+    common_type,
+    factorize,
+    inner_chunks,
+    matrix,
+    operand,
+    row_chunks,
+    unchecked,
+)
 from dask_distmm.arrays.linalg.factors import cholesky, picked
 from dask_distmm.arrays.linalg.level3 import mirrored, op_of
-from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SlogdetResult, public
+from dask_distmm.arrays.linalg.public import FactorOptions, SlogdetResult, SolveOptions, public
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
-from dask_distmm.arrays.linalg.tall import goes_by_rows, solve_rows
+from dask_distmm.arrays.linalg.tall import goes_by_rows, pseudoinverse_of_rows, solve_rows
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.planning.computation import Chunks
 
@@ -37,8 +44,8 @@ def cho_factor(a: Any, lower: bool = False, **how: Unpack[FactorOptions]) -> tup
     return cholesky(a, lower=lower, **how), lower
 
 
-@public(RunOptions)
-def cho_solve(c_and_lower: tuple[Any, bool], b: Any, **how: Unpack[RunOptions]) -> Any:
+@public(SolveOptions)
+def cho_solve(c_and_lower: tuple[Any, bool], b: Any, **how: Unpack[SolveOptions]) -> Any:
     """Solve ``A @ x = b`` with the Cholesky factor of A.
 
     Parameters
@@ -55,12 +62,12 @@ def cho_solve(c_and_lower: tuple[Any, bool], b: Any, **how: Unpack[RunOptions]) 
     """
     c, lower = c_and_lower
     first = solve_triangular(c, b, "N" if lower else "C", lower, **how)
-    return solve_triangular(c, first, "C" if lower else "N", lower, **how)
+    return solve_triangular(c, first, "C" if lower else "N", lower, **unchecked(how))
 
 
-@public(RunOptions)
+@public(SolveOptions)
 def lu_solve(
-    lu_and_piv: tuple[Any, Any], b: Any, trans: Literal["N", "T", "C", 0, 1, 2] = 0, **how: Unpack[RunOptions]
+    lu_and_piv: tuple[Any, Any], b: Any, trans: Literal["N", "T", "C", 0, 1, 2] = 0, **how: Unpack[SolveOptions]
 ) -> Any:
     """Solve ``op(A) @ x = b`` with what `lu_factor` has returned.
 
@@ -78,18 +85,27 @@ def lu_solve(
     array
         x, of the shape of `b`.
     """
-    found, piv = lu_and_piv
-    b, op = as_array(b), op_of(trans)
-    rows, columns = as_array(piv).rechunk(-1), matrix("b", b, vector=True)
+    found, rows = matrix("lu_and_piv[0]", lu_and_piv[0]), operand("lu_and_piv[1]", lu_and_piv[1])
+    if rows.shape != found.shape[:1] or rows.dtype.kind not in "iu":
+        raise PlanError(
+            f"lu_and_piv[1] must be {len(found)} pivots, got shape {rows.shape} of {rows.dtype}: pass on what "
+            "lu_factor returned"
+        )
+    b, op = operand("b", b), op_of(trans)
+    rows, columns = rows.rechunk(-1), matrix("b", b, vector=True)
+    if len(columns) != len(found):
+        raise PlanError(
+            f"a is {len(found)} x {found.shape[1]}, so b must have {len(found)} rows; it has {len(columns)}"
+        )
     if op == "N":
         rows = rows.map_blocks(_swapped, dtype=np.int64)
         first = solve_triangular(found, picked(columns, rows), lower=True, unit_diagonal=True, **how)
-        x = solve_triangular(found, first, **how)
+        x = solve_triangular(found, first, **unchecked(how))
     else:
         # op(A) is op(U) op(L) and then the swaps in the other order.
         rows = rows.map_blocks(_swapped_back, dtype=np.int64)
         first = solve_triangular(found, columns, op, **how)
-        x = picked(solve_triangular(found, first, op, lower=True, unit_diagonal=True, **how), rows)
+        x = picked(solve_triangular(found, first, op, lower=True, unit_diagonal=True, **unchecked(how)), rows)
     return x[:, 0] if b.ndim == 1 else x
 
 
@@ -150,7 +166,7 @@ def solve(
         raise PlanError(unknown_name("assume_a", assume_a, _STRUCTURES))
     if structure in ("upper", "lower"):
         return solve_triangular(a, b, "T" if transposed else "N", structure == "lower", **how)
-    a, b = matrix("a", a), as_array(b)
+    a, b = matrix("a", a), operand("b", b)
     if structure in ("sym", "her") and a.shape[0] == a.shape[1]:
         a = mirrored(a, lower=lower, hermitian=structure == "her")
     columns = matrix("b", b, vector=True)
@@ -201,7 +217,7 @@ def solve_triangular(
     MatrixError
         When it is computed: an element of the diagonal is zero.
     """
-    a, b = matrix("a", a), as_array(b)
+    a, b = matrix("a", a), operand("b", b)
     columns = matrix("b", b, vector=not right)
     chunks = (columns.chunks[0], a.chunks[0]) if right else (a.chunks[0], columns.chunks[1])
     options = {"lower": lower, "op": op_of(trans), "unit_diagonal": unit_diagonal, "right": right}
@@ -296,11 +312,11 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
     """
     if rcond is not None:
         return least_squares_of_any_rank(a, b, rcond, how)
-    a, b = matrix("a", a), as_array(b)
+    a, b = matrix("a", a), operand("b", b)
     columns = matrix("b", b, vector=True)
     m, n = a.shape
     if len(columns) == m and goes_by_rows(a, how):
-        x, norms, r = solve_rows(a, columns, common_type({"a": a, "b": columns}))
+        x, norms, r = solve_rows(a, columns, common_type({"a": a, "b": columns}), how.get("check_finite", True))
         found = {"x": x.rechunk({0: a.chunks[1]}), "residuals": norms[None], "r": r}
     else:
         wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1])}
@@ -315,7 +331,10 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
 
 
 def _singular_values(r: Any) -> Any:
-    return np.linalg.svd(r, compute_uv=False)
+    if np.isfinite(r).all():
+        return np.linalg.svd(r, compute_uv=False)
+    # LAPACK has an error for these.
+    return abs(np.diagonal(r)) * r.real.dtype.type(np.nan)
 
 
 @public(FactorOptions)
@@ -353,4 +372,7 @@ def pinv(
     a, rtol = matrix("a", a), rcond if rtol is None else rtol
     if rtol is not None or hermitian:
         return pseudoinverse(a, rtol, hermitian, how)
+    if goes_by_rows(a, how):
+        found = pseudoinverse_of_rows(a, common_type({"a": a}), how.get("check_finite", True))
+        return found.rechunk({0: a.chunks[1]})
     return factorize("pinv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]

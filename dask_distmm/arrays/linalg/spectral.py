@@ -9,7 +9,6 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array, normalize_chunks
 
-from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.factorize import (
     adjoint,
     common_type,
@@ -17,6 +16,7 @@ from dask_distmm.arrays.linalg.factorize import (
     factorize,
     inner_chunks,
     matrix,
+    operand,
     row_chunks,
     times,
 )
@@ -117,7 +117,7 @@ def _eigenpairs(
     rows, cols = a.chunks
     if subset is not None:
         first, last = subset = operator.index(subset[0]), operator.index(subset[1])
-        cols = normalize_chunks(max(cols, default=1), (max(0, last - first + 1),))[0]
+        cols = normalize_chunks(max(1, *cols), (max(0, last - first + 1),))[0]
     wanted: dict[str, Chunks] = {"w": row_chunks(sum(cols)), "v": (rows, cols)}
     if not vectors:
         del wanted["v"]
@@ -181,8 +181,7 @@ def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -
     if m < n:
         found = _decomposition(adjoint(a), False, compute_uv, how)
         return (adjoint(found[2]), found[1], adjoint(found[0])) if compute_uv else found
-    shared = method == "columns"
-    tall = method == "rows" or (m >= _TALL * n and (m * n >= _LARGE or shared))
+    shared, tall = method == "columns", _goes_by_r(a, how)
     if tall and not compute_uv:
         a = qr(a, "r", **how)
     elif tall:
@@ -192,6 +191,23 @@ def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -
     by_polar = shared or _quicker_by_polar(a, compute_uv)
     found = _by_polar(a, compute_uv, how) if by_polar else _decomposed(a, False, compute_uv, how)
     return (times(q, found[0], how), *found[1:]) if tall and compute_uv else found
+
+
+def right_vectors(a: Array, how: RunOptions) -> tuple[Any, Any]:
+    """Return s and vh of `svd`; of a matrix that is much longer than wide without its Q."""
+    if _goes_by_r(a, how):
+        a = qr(a, "r", **how)
+        if how.get("method") == "rows":
+            del how["method"]
+    found: tuple[Any, Any] = svd(a, full_matrices=False, **how)[1:]
+    return found
+
+
+def _goes_by_r(a: Array, how: RunOptions) -> bool:
+    """Whether a matrix that is not wide is reduced to R before its decomposition."""
+    (m, n), method = a.shape, how.get("method", "auto")
+    large = m * n >= _LARGE or method == "columns"
+    return m >= n if method == "rows" else method != "local" and m >= _TALL * n and large
 
 
 def _quicker_by_polar(a: Array, vectors: bool) -> bool:
@@ -234,7 +250,7 @@ def svdvals(a: Any, **how: Unpack[FactorOptions]) -> Any:
 
 
 @public(FactorOptions)
-def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[RunOptions]) -> tuple[Any, Any]:
+def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[FactorOptions]) -> tuple[Any, Any]:
     """Return the polar decomposition ``a = u @ p``, or ``a = p @ u``: p is Hermitian and positive semidefinite.
 
     ``method="columns"``: all workers take the steps of QDWH, each a product and a factorization. ``"local"``: by the
@@ -289,7 +305,7 @@ def pseudoinverse(a: Array, rtol: float | None, hermitian: bool, how: FactorOpti
 
 def least_squares_of_any_rank(a: Any, b: Any, rcond: float, how: FactorOptions) -> tuple[Any, Any, Array, Array]:
     """Return what `lstsq` does, with the rank and the singular values, as lazy arrays."""
-    a, b = matrix("a", a), as_array(b)
+    a, b = matrix("a", a), operand("b", b)
     columns, (m, n) = matrix("b", b, vector=True), a.shape
     if len(columns) != m:
         raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {len(columns)}")

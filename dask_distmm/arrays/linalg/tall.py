@@ -32,10 +32,12 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
+from dask_distmm.arrays.linalg.factorize import adjoint
 from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.engines.factor import tall
 from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.factor.spectral import not_finite
 from dask_distmm.engines.factor.tall import Divisor, Divisors
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import MatrixError, PlanError
@@ -59,7 +61,7 @@ _MEMORY = 3
 def goes_by_rows(a: Array, how: RunOptions) -> bool:
     """Whether a matrix is factorized by its chunks of rows: if asked for, or if it is tall and no run is asked for."""
     m, n = a.shape
-    asked, run = how.get("method", "auto"), how.keys() - {"method"}
+    asked, run = how.get("method", "auto"), how.keys() - {"method", "check_finite"}
     if asked != "rows":
         return asked == "auto" and not run and 0 < _ALL * n <= m and m >= _EACH * n * len(a.chunks[0])
     if run:
@@ -69,11 +71,11 @@ def goes_by_rows(a: Array, how: RunOptions) -> bool:
     return True
 
 
-def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
-    """Return Q, in the chunks of rows of `a`, and R, in one chunk."""
+def qr_of_rows(a: Array, dtype: np.dtype, finite: bool) -> tuple[Array, Array]:
+    """Return Q, in the chunks of rows of `a`, and R, in one chunk; `finite`: `a` has to be."""
     a = a.rechunk({1: -1})
     by_gram = _pays(a) and _fits_in_memory(a)
-    graph = _Graph(a, dtype, f"q-{by_gram}")
+    graph = _Graph(a, dtype, f"q-{by_gram}-{finite}")
     divisors: Any = None
     if by_gram:
         grams = graph.sums("gram", [graph.add("gram", _gram, a, dtype) for a in graph.chunks])
@@ -82,17 +84,17 @@ def qr_of_rows(a: Array, dtype: np.dtype) -> tuple[Array, Array]:
             "second-gram", [graph.add("second-gram", _second_gram, a, first, dtype) for a in graph.chunks]
         )
         divisors = graph.add("second", _second, first, *grams)
-    pairs = [graph.add("pair", _pair, a, divisors, dtype) for a in graph.chunks]
+    pairs = [graph.add("pair", _pair, a, divisors, dtype, finite) for a in graph.chunks]
     top, below = graph.stack([graph.add("found", operator.itemgetter(1), pair) for pair in pairs])
     parts = [(_q_of_chunk, pair, below[i // _STACKED], i % _STACKED) for i, pair in enumerate(pairs)]
     return graph.array("q", parts, a.chunks[0]), graph.array("r", [(_r, divisors, top, graph.meta)], a.chunks[1])
 
 
-def r_of_rows(a: Array, dtype: np.dtype) -> Array:
+def r_of_rows(a: Array, dtype: np.dtype, finite: bool) -> Array:
     """Return R alone; as `qr_of_rows`. Each chunk is read once."""
     a = a.rechunk({1: -1})
-    graph = _Graph(a, dtype, "r")
-    top, _ = graph.stack([graph.add("found", _r_of_chunk, a, dtype) for a in graph.chunks])
+    graph = _Graph(a, dtype, f"r-{finite}")
+    top, _ = graph.stack([graph.add("found", _r_of_chunk, a, dtype, finite) for a in graph.chunks])
     return graph.array("r", [(_r, None, top, graph.meta)], a.chunks[1])
 
 
@@ -141,16 +143,26 @@ class _Graph:
         return top, below
 
 
-def solve_rows(a: Array, b: Array, dtype: np.dtype) -> tuple[Array, Array, Array]:
+def solve_rows(a: Array, b: Array, dtype: np.dtype, finite: bool) -> tuple[Array, Array, Array]:
     """Return x, (n, k), that minimizes ``|a @ x - b|``, the squared norms, (k,), and R, in one chunk."""
     a, b = (x.astype(dtype) for x in (a.rechunk({1: -1}), b.rechunk({0: a.chunks[0]})))
-    q, r = qr_of_rows(a, dtype)
-    right = dask_matmul(q.conj().T, b)
-    solve = functools.partial(_solve_full_rank, rows=len(a))
-    x = da.blockwise(solve, "ij", r, "il", right, "lj", concatenate=True, dtype=dtype, meta=right._meta)
+    q, r = qr_of_rows(a, dtype, finite)
+    x = _solutions(r, dask_matmul(adjoint(q), b), len(a), finite)
     # By the difference itself: norms of the two sides would cancel.
     residuals = (abs(b - dask_matmul(a, x)) ** 2).sum(axis=0)
     return x, residuals, r
+
+
+def pseudoinverse_of_rows(a: Array, dtype: np.dtype, finite: bool) -> Array:
+    """Return the pseudo-inverse of a matrix of full rank, in chunks of columns: R^-1 Q^H."""
+    q, r = qr_of_rows(a, dtype, finite)
+    return _solutions(r, adjoint(q), len(a), finite)
+
+
+def _solutions(r: Array, right: Array, rows: int, finite: bool) -> Array:
+    """Solve with R, of a matrix of so many rows, for each chunk of columns."""
+    solve = functools.partial(_solve_full_rank, rows=rows, finite=finite)
+    return da.blockwise(solve, "ij", r, "il", right, "lj", concatenate=True, dtype=right.dtype, meta=right._meta)
 
 
 def _groups(parts: list[TaskRef]) -> list[list[TaskRef]]:
@@ -192,14 +204,25 @@ def _second(first: Divisor | None, *grams: Any) -> Divisors | None:
     return None if first is None else tall.both_divisors(_kernels(grams[0]), first, _total(*grams))
 
 
-def _pair(chunk: Any, divisors: Divisors | None, dtype: np.dtype) -> tuple[Any, Any]:
-    """Return Q of a chunk and None; or, without divisors, Q and R of the chunk alone."""
+def _pair(chunk: Any, divisors: Divisors | None, dtype: np.dtype, finite: bool) -> tuple[Any, Any]:
+    """Return Q of a chunk and None; or, without divisors, which no NaN has, Q and R of the chunk alone."""
     kernels, chunk = _kernels(chunk), chunk.astype(dtype, copy=False)
-    return tall.tall_qr(kernels, chunk) if divisors is None else (tall.quotient(kernels, chunk, divisors), None)
+    if divisors is not None:
+        return tall.quotient(kernels, chunk, divisors), None
+    q, r = tall.tall_qr(kernels, chunk)
+    return q, _checked(r, finite)
 
 
-def _r_of_chunk(chunk: Any, dtype: np.dtype) -> Any:
-    return tall.tall_r(_kernels(chunk), chunk.astype(dtype, copy=False))
+def _r_of_chunk(chunk: Any, dtype: np.dtype, finite: bool) -> Any:
+    return _checked(tall.tall_r(_kernels(chunk), chunk.astype(dtype, copy=False)), finite)
+
+
+def _checked(made: Any, finite: bool, name: str = "a") -> Any:
+    """Return R of a matrix, or Q^H B, which is not finite where the matrix is not."""
+    kernels = _kernels(made)
+    if finite and not kernels.host(kernels.xp.isfinite(made).all()):
+        raise MatrixError(not_finite(name))
+    return made
 
 
 def _stack(*parts: Any) -> tuple[Any, Any]:
@@ -225,7 +248,7 @@ def _r(divisors: Divisors | None, top: tuple[Any, Any], like: Any) -> Any:
     return top[1] if divisors is None else divisors.r(_kernels(like))
 
 
-def _solve_full_rank(r: Any, right: Any, rows: int) -> Any:
+def _solve_full_rank(r: Any, right: Any, rows: int, finite: bool) -> Any:
     """Solve with R, once its diagonal says that the matrix, of so many rows, is of full rank."""
     kernels = _kernels(r)
     diagonal, norms = (kernels.host(x) for x in (kernels.diagonal(r), kernels.xp.linalg.norm(r, axis=0)))
@@ -237,7 +260,7 @@ def _solve_full_rank(r: Any, right: Any, rows: int) -> Any:
     columns = kernels.empty(r.shape, r.dtype)
     columns[...] = r
     x = kernels.empty(right.shape, r.dtype)
-    x[...] = right
+    x[...] = _checked(right, finite, "b")
     kernels.trsm(columns, x, right=False, lower=False, op="N", unit=False)
     return x
 

@@ -138,7 +138,7 @@ class SharedExecution(Execution):
             reflect("N")
             return
         self._check_rank()
-        if problem.underdetermined:
+        if problem.by_adjoint:
             shared.trsm(a, b, order=k, lower=False, op="C", unit=False)
             reflect("N")
         else:
@@ -158,7 +158,7 @@ class SharedExecution(Execution):
         for start, _, block in self._blocks(0):
             finite.append(xp.isfinite(xp.tril(block[start:])).all())
         good = all(bool(self.kernels.host(one)) for one in finite)
-        self.group.refuse("" if good else not_finite("A"))
+        self.group.refuse("" if good else not_finite("a"))
         job = ctypes.create_string_buffer(b"N" if b is None else b"V")
         w = cp.zeros(n, np.zeros(0, self.plan.problem.dtype).real.dtype)
         # Without vectors nothing is written to Q: A is there for a place.

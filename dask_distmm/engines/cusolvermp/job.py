@@ -30,7 +30,6 @@ from dask_distmm.engines.cusolvermp.execution import SharedExecution
 from dask_distmm.engines.cusolvermp.library import Group
 from dask_distmm.engines.cusolvermp.state import CusolverMpState
 from dask_distmm.engines.cusolvermp.trade import Gift, Receipt, trade
-from dask_distmm.engines.factor.copies import put
 from dask_distmm.engines.gpu.entry import CollectiveEntry
 from dask_distmm.engines.gpu.factor import GpuFactorJob
 from dask_distmm.engines.gpu.operands import record
@@ -147,11 +146,11 @@ class CusolverMpJob(GpuFactorJob):
             return
         assert self.rank is not None
         plan, rank_of = self.plan, {index: rank for rank, index in enumerate(self.plan.ranks)}
-        for number, name in enumerate(plan.problem.operands):
-            turned, target, where = plan.problem.task.turned(name), self._execution.held(number), plan.where[name]
+        for name in plan.problem.operands:
+            where = plan.where[name]
 
-            def putting(copy: Any, turned: Any = turned, target: Any = target) -> Callable[[Any], None]:
-                return lambda part: put(target, copy, part, turned.transposed, turned.conjugated)
+            def putting(copy: Any, name: str = name) -> Callable[[Any], None]:
+                return lambda part: self._put(name, copy, part)
 
             gifts, receipts = [], []
             outside = {holder: iter(parts) for (operand, holder), parts in self._outside.items() if operand == name}
@@ -169,6 +168,13 @@ class CusolverMpJob(GpuFactorJob):
                         receipts.append(Receipt(rank_of[holder], (r1 - r0, c1 - c0), putting(copy)))
             self._traded += trade(self._group.comm, gifts, receipts, plan.problem.dtype)
         self._outside = {}
+
+    def _refuse(self, problem: str) -> None:
+        """Raise on all ranks if there is a problem with the operands on one of them."""
+        if self._shared and self.plan.problem.task.check_finite:
+            self._group.refuse(problem)
+        else:
+            super()._refuse(problem)
 
     def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:
         """Return the chunks of an output that this rank puts together."""

@@ -128,7 +128,7 @@ class SharedEigh:
             others = (rank for rank in range(self._plan.ranks) if rank != self._rank)
             sizes = np.concatenate([sizes, *(self._messages.fetch("size", rank, rank)[0] for rank in others)])
         if not np.isfinite(sizes).all():
-            raise MatrixError(not_finite("A"))
+            raise MatrixError(not_finite("a"))
         exponent = int(np.frexp(sizes.max())[1])
         most = _MOST[np.finfo(self._plan.problem.dtype).dtype.name]
         self._exponent = 0 if abs(exponent) <= _MODERATE else max(-most, min(most, exponent))

@@ -28,6 +28,8 @@ from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.outputs import inside, output_part, triangle_of, whole
+from dask_distmm.engines.factor.spectral import not_finite
+from dask_distmm.errors import MatrixError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor.placement import FactorPlacement
@@ -49,6 +51,8 @@ class FactorJob(Job[FactorPlacement]):
         self.kernels = kernels
         self.exchange = PanelExchange(plan.ranks, comm)
         self._parts: dict[str, NDArray[Any]] = {}
+        # Parts of the operands that are to be finite, where they are, and their sums.
+        self._sums: list[tuple[str, Copy, Any, Any]] = []
         self._final: Future[None] = Future()
         self._execution: Execution
 
@@ -66,6 +70,7 @@ class FactorJob(Job[FactorPlacement]):
         marks = [time.perf_counter()]
         self._gather()
         self._mark(marks)
+        self._refuse(self._unfit())
         self.on_gathered()
         self._execution.execute()
         self._mark(marks)
@@ -83,6 +88,36 @@ class FactorJob(Job[FactorPlacement]):
         """Note the time when all work so far is done."""
         marks.append(time.perf_counter())
 
+    def _put(self, name: str, copy: Copy, part: Any) -> None:
+        """Write a part of an operand to its place, and add it up there: the sum of a NaN or an infinity is none."""
+        task = self.plan.problem.task
+        turned, target = task.turned(name), self._execution.held(self.plan.problem.operands.index(name))
+        put(target, copy, part, turned.transposed, turned.conjugated)
+        if task.check_finite and part.dtype.kind in "fc":
+            place = target[copy.dst_index]
+            with np.errstate(all="ignore"):
+                self._sums.append((name, copy, place, place.T.sum()))
+
+    def _unfit(self) -> str:
+        """Return what is wrong with the elements of the operands that were read, or nothing."""
+        xp, task = self.kernels.xp, self.plan.problem.task
+        sums, self._sums = self._sums, []
+        good = self.kernels.host(xp.isfinite(xp.stack([total for *_, total in sums]))) if sums else ()
+        for (name, copy, place, _), fine in zip(sums, good, strict=True):
+            if not fine:
+                # The sum may have overflowed, and the other triangle may hold anything.
+                below = xp.arange(copy.row, copy.row + copy.nrows)[:, None] - xp.arange(copy.col, copy.col + copy.ncols)
+                unit = int(name == "a" and task.unit_diagonal)
+                read = {"lower": below >= unit, "upper": -below >= unit}.get(task.read(name), True)
+                if self.kernels.host((~xp.isfinite(place) & read).any()):
+                    return not_finite(name)
+        return ""
+
+    def _refuse(self, problem: str) -> None:
+        """Raise if there is a problem with the operands."""
+        if problem:
+            raise MatrixError(problem)
+
     def _complete_parts(self) -> None:
         """Complete this rank's parts of the outputs, and let others have them."""
         for output in self.plan.problem.outputs:
@@ -95,8 +130,6 @@ class FactorJob(Job[FactorPlacement]):
         """Write this rank's block columns of the operands."""
         assert self.rank is not None
         for number, name in enumerate(self.plan.problem.operands):
-            turned = self.plan.problem.task.turned(name)
-            target = self._execution.held(number)
             here: list[tuple[Copy, Any]] = []
             remote: dict[int, list[tuple[Copy, tuple[int, ...]]]] = collections.defaultdict(list)
             for copy, box in self._parts_of(name, self.rank):
@@ -112,11 +145,10 @@ class FactorJob(Job[FactorPlacement]):
                 asked.append((copies, self.comm.fetch(holder, "input", boxes, False)))
             for copy, part in here:
                 self.ended.check()
-                put(target, copy, part, turned.transposed, turned.conjugated)
+                self._put(name, copy, part)
             for copies, answer in asked:
                 for (copy, _), part in zip(copies, wait_checked(answer, self.ended.check), strict=True):
-                    part = self.kernels.xp.asarray(part)  # noqa: PLW2901
-                    put(target, copy, part, turned.transposed, turned.conjugated)
+                    self._put(name, copy, self.kernels.xp.asarray(part))
 
     def _parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
         """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""

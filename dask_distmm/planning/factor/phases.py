@@ -56,7 +56,7 @@ def phases(problem: Factorization, columns: Columns) -> tuple[Phase, ...]:
     panels = tuple(range(-(-min(columns.matrices[0].shape) // columns.matrices[0].width)))
     # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution of
     # an underdetermined system.
-    together = second and problem.kind != "qr" and not problem.underdetermined
+    together = second and problem.kind != "qr" and not problem.by_adjoint
     found = []
     if name:
         stop = count if together else last
@@ -68,8 +68,8 @@ def phases(problem: Factorization, columns: Columns) -> tuple[Phase, ...]:
         if name == "cholesky":
             found.append(_substitution(True, "C", False, panels, others))
         else:
-            found.append(_substitution(False, "C" if problem.underdetermined else "N", False, panels, others))
-    if second and (problem.kind == "qr" or problem.underdetermined):
+            found.append(_substitution(False, "C" if problem.by_adjoint else "N", False, panels, others))
+    if second and (problem.kind == "qr" or problem.by_adjoint):
         # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
         reflected = tuple((last + panel, count) for panel in panels) if problem.kind == "qr" else others
         found.append(Phase(Operation("reflect"), "lower", panels[::-1], reflected[::-1]))

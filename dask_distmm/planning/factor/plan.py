@@ -87,7 +87,7 @@ class FactorPlan:
             rows, cols = problem.b_shape
             second = (cols, rows) if problem.turned("b").transposed else (rows, cols)
         elif problem.b_order is not None:
-            second = (m, problem.b_order)
+            second = (m if problem.kind == "qr" else problem.b_order, problem.b_order)
         elif problem.spectral and problem.vectors and self.collective:
             second = a
         elif self.shared and problem.vectors:

@@ -100,6 +100,8 @@ class Factorization:
     # eigh: the first and the last index of the eigenvalues that are computed, counted from the least one; None for
     # all.
     subset: tuple[int, int] | None = None
+    # All kinds: whether a NaN or an infinity among the elements that are read is an error.
+    check_finite: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -110,7 +112,7 @@ class Factorization:
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(map(repr, known))}")
         for field in dataclasses.fields(self)[4:]:
-            if getattr(self, field.name) != field.default and field.name not in KINDS[self.kind]:
+            if getattr(self, field.name) != field.default and field.name not in KINDS[self.kind] | {"check_finite"}:
                 raise PlanError(f"{self.kind} has no option {field.name}: leave it out")
         self._check_shapes()
 
@@ -146,9 +148,18 @@ class Factorization:
         return self.kind == "eigh" and self.b_shape is None and self.a_shape[0] > 0
 
     @property
-    def underdetermined(self) -> bool:
+    def _wide(self) -> bool:
         """Whether it is a least-squares problem with fewer equations than unknowns: there A^H is factorized."""
         return self.kind in ("lstsq", "pinv") and self.a_shape[0] < self.a_shape[1]
+
+    @property
+    def by_adjoint(self) -> bool:
+        """Whether the equations are solved with R^H, and the solution is multiplied by Q.
+
+        So it is of fewer equations than unknowns. Of a pseudo-inverse, or its conjugate transpose, that takes an
+        identity of the smaller order of A.
+        """
+        return self.kind == "pinv" or self._wide
 
     @property
     def hermitian(self) -> bool:
@@ -161,7 +172,7 @@ class Factorization:
         m, n = self.a_shape
         if self.kind == "qr" and self.mode != "r":
             return m if self.mode == "complete" else min(m, n)
-        return m if self.kind in ("inv", "pinv") else None
+        return min(m, n) if self.kind in ("inv", "pinv") else None
 
     @property
     def flops(self) -> float:
@@ -204,7 +215,7 @@ class Factorization:
             return Turned(not self.lower, not self.lower)
         if self.kind == "solve":
             return Turned(self.op != "N", self.op == "C")
-        return Turned(self.underdetermined, self.underdetermined)
+        return Turned(self._wide, self._wide)
 
     def read(self, name: str) -> Form:
         """Return which part of ``"a"`` or ``"b"`` is read, in the form that ranks are given: a triangle or all."""
@@ -230,6 +241,8 @@ class Factorization:
         x = TaskOutput("x", (n, nrhs), dtype, 1, "full", self.turned("b"))
         if self.right and self.b_shape is not None:
             x = dataclasses.replace(x, shape=self.b_shape)
+        if self.kind == "pinv":
+            x = dataclasses.replace(x, shape=(n, m), turned=Turned(not self._wide, not self._wide))
         if self.kind == "cholesky":
             # U is the conjugate transpose of the L that ranks compute.
             name, turned = ("l", Turned()) if self.lower else ("u", Turned(True, True))
@@ -253,7 +266,7 @@ class Factorization:
             return self._spectral_outputs(k, real)
         if self.kind == "lstsq":
             found = (x, TaskOutput("r", (k, k), dtype, 0, "upper"))
-            return found if self.underdetermined else (*found, TaskOutput("residuals", (1, nrhs), real, 1, "residuals"))
+            return found if self._wide else (*found, TaskOutput("residuals", (1, nrhs), real, 1, "residuals"))
         return (x,)
 
     def _spectral_outputs(self, k: int, real: str) -> tuple[TaskOutput, ...]:
