@@ -104,8 +104,8 @@ def test_what_can_not_be_read_is_said_in_a_line(tmp_path: Path) -> None:
         ("g.zarr", "this is a group; name one of its arrays: .*g.zarr::x/a$"),
         ("g.zarr::x", "this is a group; name one of its arrays: .*g.zarr::x/a$"),
         ("g.zarr::y", "there is no such array; name one of its arrays: .*g.zarr::x/a$"),
-        ("objects.npy", "it holds Python objects"),
-        ("broken.npy", "is not an .npy file"),
+        ("objects.npy", "it holds Python objects, not numbers"),
+        ("broken.npy", "is not an .npy file; write"),
     ):
         with pytest.raises(DistMMError, match=reason) as error:
             files.read(place(tmp_path / name), 1)

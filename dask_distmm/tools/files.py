@@ -131,10 +131,13 @@ def _mapped(place: Place) -> Any:
     try:
         return np.load(place.path, mmap_mode="r", allow_pickle=False)
     except ValueError as error:
+        with open(place.path, "rb") as file:
+            named = file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
+        if not named:
+            raise PlanError(f"{place} is not an .npy file; write the array by numpy.save") from error
         # NumPy would have one load it in an unsafe way.
-        reason = "it holds Python objects" if "object" in str(error) else first_line(error)
-        message = f"{place} is not an .npy file of numbers, or it is damaged ({reason}); write it by numpy.save"
-        raise PlanError(message) from error
+        reason = "it holds Python objects, not numbers" if "object" in str(error) else f"damaged ({first_line(error)})"
+        raise PlanError(f"{place} can't be read: {reason}; write it anew by numpy.save") from error
 
 
 def _zarr_array(zarr: Any, place: Place) -> Any:

@@ -188,8 +188,6 @@ COMMANDS = [
     "explain A.npy B.npy --html none/plan.html",
     "check --scheduler 127.0.0.1:1",
     "bench --size many",
-    "bench --size 64 --plot bench.txt",
-    "bench --size 64 --plot none/bench.png",
     "demo --size 999999999 --workers 2",
 ]
 

@@ -47,7 +47,7 @@ VARIES = [
     (r"--size \d+ would fit", "--size SOME would fit"),
     (r"\(Timed out .*?\)", "(REASON)"),
     (r"can't be read: .*?; write", "can't be read: REASON; write"),
-    (r"cut off \(.*?\)", "cut off (REASON)"),
+    (r"damaged \(.*?\)", "damaged (REASON)"),
     (r"\((Chunks .*?)\); expected", "(REASON); expected"),
 ]
 
