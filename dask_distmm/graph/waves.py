@@ -10,6 +10,9 @@ r"""The task graph of a product in waves: a barrier for each wave, and the opera
 Here for waves along k; where each wave finishes chunks of D no barrier depends on another. Several products, as the
 items of a batch, have their waves one after the other. What the operands are made of is looked at, and copied under
 other names, when the tasks are asked for.
+
+Where only some chunks of D are wanted, culling leaves a part of the product, as in `graph.build`: without waves if it
+is small, else in waves of its own.
 """
 
 from __future__ import annotations
@@ -27,11 +30,19 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.graph.build import RunTask, TasksLayer, barrier, chunk
+from dask_distmm.graph.build import ProductLayer, RunTask, TasksLayer, barrier, chunk, pieces_of
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
-from dask_distmm.planning.waves import Scheme, wave_problem
+from dask_distmm.planning.footprint import chunk_bytes
+from dask_distmm.planning.part import Part
+from dask_distmm.planning.waves import Scheme, part_scheme, wave_problem
 from dask_distmm.runtime.keys import barrier_key, gate_key, is_sum, output_name
+
+# A part of a product is culled if it is at most this share of the work, and is made without waves if it needs less than
+# this share of the memory of a worker.
+_SHARE_OF_A_PART = 0.5
+# A key that no layer has.
+_NO_KEY = ("distmm-none",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +54,8 @@ class InWaves:
     scheme: Scheme
     # For each operand the name of the array whose chunks it is made of, and whether these are transposed.
     arrays: Mapping[str, tuple[str, bool]]
+    # Which part of the product is made; None for all of it.
+    part: Part | None = None
 
     def is_streamed(self, operand: str) -> bool:
         """Whether the chunks of an operand are loaded for a wave and dropped after it."""
@@ -53,10 +66,16 @@ class WavesLayer(TasksLayer):
     """The tasks of waves, but for chunks of D; made only when they are looked at."""
 
     def __init__(
-        self, products: Sequence[InWaves], upstream: HighLevelGraph, only: frozenset[Any] | None = None
+        self,
+        products: Sequence[InWaves],
+        upstream: HighLevelGraph,
+        only: frozenset[Any] | None = None,
+        chunks: frozenset[Any] = frozenset(),
     ) -> None:
         super().__init__()
         self.products, self.upstream, self.only = tuple(products), upstream, only
+        # Those of D that are among the tasks.
+        self.chunks = chunks
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_tasks", "waves")}
@@ -65,7 +84,7 @@ class WavesLayer(TasksLayer):
     def waves(self) -> list[tuple[InWaves, Problem]]:
         """For each wave its product, and its problem."""
         return [
-            (one, wave_problem(one.problem, one.scheme, number))
+            (one, wave_problem(one.problem, one.scheme, number, one.part))
             for one in self.products
             for number in range(len(one.scheme.waves))
         ]
@@ -73,6 +92,9 @@ class WavesLayer(TasksLayer):
     @functools.cached_property
     def _tasks(self) -> dict[Any, GraphNode]:  # type: ignore[override]
         found = self._tasks_by_ranks() if self.products[0].scheme.by_ranks else self._tasks_behind_gates()
+        for _, problem in self.waves if self.chunks else ():
+            if not is_sum(problem.result_name):
+                found |= {key: task for key, task in _chunks(problem, "").items() if key in self.chunks}
         return found if self.only is None else _needed(found, self.only)
 
     def _tasks_by_ranks(self) -> dict[Any, GraphNode]:
@@ -165,24 +187,28 @@ class WavesLayer(TasksLayer):
 
     def get_output_keys(self) -> set[Any]:
         """Return the keys that other layers may need: of the barriers, for chunks of D and auxiliary outputs."""
-        return {barrier_key(problem.name) for _, problem in self.waves}
+        return {barrier_key(problem.name) for _, problem in self.waves} | self.chunks
 
     def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
         """Return a layer of the tasks that some keys need, and for each of them the keys of other layers."""
         tasks, layer = _needed(self._tasks, keys), self
         if len(tasks) < len(self._tasks):
-            layer = WavesLayer(self.products, self.upstream, frozenset(keys))
+            layer = WavesLayer(self.products, self.upstream, frozenset(tasks), self.chunks & tasks.keys())
             layer.__dict__["_tasks"] = tasks
             layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
-        return layer, {key: task.dependencies - tasks.keys() for key, task in tasks.items()}
+        needs = {key: set(task.dependencies - tasks.keys()) for key, task in tasks.items()}
+        if needs:
+            # Dask keeps all layers that are left, whole, once no key is: here those of chunks that ranks make.
+            next(iter(needs.values())).add(_NO_KEY)
+        return layer, needs
 
 
 class WaveOutputLayer(TasksLayer):
     """The chunks of D, or of an auxiliary output, of a product in waves; made only when they are looked at."""
 
-    def __init__(self, problem: Problem, scheme: Scheme, output: str) -> None:
+    def __init__(self, one: InWaves, output: str, waves: WavesLayer) -> None:
         super().__init__()
-        self.problem, self.scheme, self.output = problem, scheme, output
+        self.one, self.output, self.waves = one, output, waves
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_tasks"}
@@ -190,15 +216,44 @@ class WaveOutputLayer(TasksLayer):
     @functools.cached_property
     def _tasks(self) -> dict[Any, Task]:  # type: ignore[override]
         found: dict[Any, Task] = {}
-        for number, wave in enumerate(self.scheme.waves):
+        for number, wave in enumerate(self.one.scheme.waves):
             if wave.last:
-                found.update(_chunks(wave_problem(self.problem, self.scheme, number), self.output))
+                found.update(_chunks(wave_problem(self.one.problem, self.one.scheme, number), self.output))
         return found
 
     def get_output_keys(self) -> set[Any]:
         """Return the keys of all chunks."""
-        name, (nrows, ncols) = output_name(self.problem.name, self.output), self.problem.chunk_counts("d")
+        problem = self.one.problem
+        name, (nrows, ncols) = output_name(problem.name, self.output), problem.chunk_counts("d")
         return {(name, i, j) for i in range(nrows) for j in range(ncols)}
+
+    def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
+        """Return a layer that makes only some chunks, and for each of its tasks the keys of other layers."""
+        own = self.get_output_keys() & set(keys)
+        # Auxiliary outputs need the waves as they are; so do the other products of a series.
+        others = self.output or len(self.waves.products) > 1 or not self.waves.get_output_keys().isdisjoint(keys)
+        part = self._part(own) if not others and own else None
+        layer: Layer
+        layer, needs = super().cull(own, all_hlg_keys) if part is None else part.cull(own, all_hlg_keys)
+        layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
+        return layer, needs
+
+    def _part(self, own: Collection[Any]) -> Layer | None:
+        """Return a layer of the runs that make some chunks of D: small ones as they are, others in waves."""
+        one, whole = self.one, self.one.problem
+        ncols = whole.chunk_counts("d")[1]
+        pieces = pieces_of(whole, {int(i) * ncols + int(j) for _, i, j in own})
+        if sum(piece.problem.flops for piece in pieces) > _SHARE_OF_A_PART * whole.flops:
+            return None
+        held = sum(chunk_bytes(piece.problem, name).sum() for piece in pieces for name in ("a", "b", "d"))
+        if not one.scheme.budget_bytes or held < one.scheme.budget_bytes * _SHARE_OF_A_PART:
+            return ProductLayer(whole, one.arrays)
+        parts = [
+            InWaves(whole, part_scheme(whole, one.scheme, problem.part, problem.name), one.arrays, problem.part)
+            for problem in (piece.problem for piece in pieces)
+            if problem.part is not None
+        ]
+        return WavesLayer(parts, self.waves.upstream, None, frozenset(own)) if len(parts) == len(pieces) else None
 
 
 def _chunks(problem: Problem, output: str) -> dict[Any, Task]:
@@ -237,12 +292,9 @@ def build_waves(products: Sequence[tuple[Problem, Scheme, Mapping[str, Any]]]) -
     for problem, scheme, operands in products:
         turned = dict(zip("ab", problem.turned, strict=True))
         arrays = {name: (array.name, turned.get(name, False)) for name, array in operands.items()}
-        one = InWaves(problem, scheme, arrays)
-        found.append(one)
-        # Culling keeps the layers before one that needs no key of theirs.
-        made = [name for name in operands if scheme.by_ranks and one.is_streamed(name)]
-        needed |= {array.name: array for name, array in operands.items() if name not in made}
-    upstream = HighLevelGraph.merge(*(array.dask for _, _, operands in products for array in operands.values()))
+        found.append(InWaves(problem, scheme, arrays))
+        needed |= {array.name: array for array in operands.values()}
+    upstream = HighLevelGraph.merge(*(array.dask for array in needed.values()))
     layer = WavesLayer(found, upstream)
     return HighLevelGraph.from_collections(_layer_name(*products[0][:2]), layer, dependencies=list(needed.values()))
 
@@ -253,6 +305,10 @@ def _layer_name(problem: Problem, scheme: Scheme) -> str:
 
 def build_wave_output(waves: HighLevelGraph, problem: Problem, scheme: Scheme, output: str = "") -> HighLevelGraph:
     """Return the graph of D, or of an auxiliary output: chunks that those runs make which finish chunks of D."""
-    name, layer = output_name(problem.name, output), WaveOutputLayer(problem, scheme, output)
-    dependencies = {**waves.dependencies, name: {_layer_name(problem, scheme)}}
-    return HighLevelGraph({**waves.layers, name: layer}, dependencies)
+    name, before = output_name(problem.name, output), _layer_name(problem, scheme)
+    runs = waves.layers[before]
+    (one,) = (one for one in runs.products if one.problem.name == problem.name)
+    # A part of D needs chunks of the operands. What auxiliary outputs need is known before what D does.
+    needed = {before, *((problem.name,) if output else (array for array, _ in one.arrays.values()))}
+    layer = WaveOutputLayer(one, output, runs)
+    return HighLevelGraph({**waves.layers, name: layer}, {**waves.dependencies, name: needed})
