@@ -88,8 +88,8 @@ def pipelined(request: Request, problem: Problem, client: Client, made: Plan) ->
     loading = sum(itertools.compress(sizes, lazy)) / (len(made.participants) * budget.rate(problem.array))
     if loading < _LONG or not all(one.makes for one in abilities_of([made.engine])):
         return None
-    scheme = _scheme(request, problem, client, budget)
-    if scheme is None or not scheme.by_ranks or scheme.seconds > loading + made.seconds:
+    scheme = _scheme(request, problem, client, budget, made.method)
+    if scheme is None or scheme.seconds > loading + made.seconds:
         return None
     return WavePlan(problem, scheme)
 
@@ -109,23 +109,39 @@ def _spills(made: Plan, budget: Budget) -> bool:
     return any(made.projected_bytes[worker.address] > budget.of(worker) for worker in made.participants)
 
 
-def _scheme(request: Request, problem: Problem, client: Client, budget: Budget) -> Scheme | None:
-    """Return the waves of a product; None if it can't be made in waves, or does not fit in them either."""
+def _scheme(
+    request: Request, problem: Problem, client: Client, budget: Budget, method_by_ranks: str = ""
+) -> Scheme | None:
+    """Return the waves of a product; None if it can't be made in waves, or does not fit in them either.
+
+    With `method_by_ranks` only waves of that method in which ranks make chunks, and with less care.
+    """
     arrays = [*map(under, (request.a, request.b), problem.arrays, problem.turned)]
     known = snapshot(client, problem, arrays)
     if known is None:
         return None
     lazy_a, lazy_b = (where is None for where in known.placed)
-    can_a = lazy_a and can_be_made(arrays[0])
-    can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1])
+    sampled = bool(method_by_ranks)
+    can_a = lazy_a and can_be_made(arrays[0], sampled=sampled)
+    can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1], sampled=sampled)
     given = problem, known.workers
+    if sampled:
+        if (can_a, can_b) != (lazy_a, lazy_b):
+            return None
+        given = dataclasses.replace(problem, method=method_by_ranks), known.workers
     try:
         return choose_scheme(
-            *given, (lazy_a, lazy_b), budget, dask_costs(), engine=known.engines, by_ranks=(can_a, can_b)
+            *given,
+            (lazy_a, lazy_b),
+            budget,
+            dask_costs(),
+            engine=known.engines,
+            by_ranks=(can_a, can_b),
+            only_by_ranks=sampled,
         )
     except (PlanError, ProjectedMemoryError) as error:
         reason = error
-    if not (lazy_a and lazy_b):
+    if not sampled and not (lazy_a and lazy_b):
         # Results that have no room in memory are on disk: Dask reads back those of a wave, and spills others for them.
         with contextlib.suppress(PlanError, ProjectedMemoryError):
             return choose_scheme(*given, (True, True), budget, dask_costs(), engine=known.engines)

@@ -57,6 +57,10 @@ class InWaves:
     # Which part of the product is made; None for all of it.
     part: Part | None = None
 
+    def with_scheme(self, scheme: Scheme) -> InWaves:
+        """Return the same product in other waves."""
+        return dataclasses.replace(self, scheme=scheme)
+
     def is_streamed(self, operand: str) -> bool:
         """Whether the chunks of an operand are loaded for a wave and dropped after it."""
         return operand in "ab" and self.scheme.streamed["ab".index(operand)]
@@ -91,26 +95,38 @@ class WavesLayer(TasksLayer):
 
     @functools.cached_property
     def _tasks(self) -> dict[Any, GraphNode]:  # type: ignore[override]
-        found = self._tasks_by_ranks() if self.products[0].scheme.by_ranks else self._tasks_behind_gates()
+        made = self._made_by_ranks() if self.products[0].scheme.by_ranks else None
+        if made is None:
+            schemes = (dataclasses.replace(one.scheme, by_ranks=False) for one in self.products)
+            self.products = tuple(map(InWaves.with_scheme, self.products, schemes))
+            self.__dict__.pop("waves", None)
+        found = self._tasks_behind_gates() if made is None else self._tasks_by_ranks(made)
         for _, problem in self.waves if self.chunks else ():
             if not is_sum(problem.result_name):
                 found |= {key: task for key, task in _chunks(problem, "").items() if key in self.chunks}
         return found if self.only is None else _needed(found, self.only)
 
-    def _tasks_by_ranks(self) -> dict[Any, GraphNode]:
-        """Return the tasks where ranks make the chunks that are streamed."""
-        tasks: dict[Any, Task] = {}
+    def _made_by_ranks(self) -> dict[Any, Task] | None:
+        """Return for each chunk that is streamed the task by which ranks make it; None if that can't be."""
+        made: dict[Any, Task] = {}
         for name in "ab":
-            # Each operand by itself, as `can_be_made` has looked at it: what both are made of is made for each.
-            if streamed := set().union(*self._streamed(name)) - tasks.keys():
-                tasks |= _tasks_of(self.upstream, list(streamed)) or {}
+            # Each operand by itself, as `can_be_made` looks at it: what both are made of is made for each.
+            if streamed := set().union(*self._streamed(name)) - made.keys():
+                tasks = _tasks_of(self.upstream, list(streamed))
+                if tasks is None:
+                    return None
+                made |= tasks
+        return made
+
+    def _tasks_by_ranks(self, made: Mapping[Any, Task]) -> dict[Any, GraphNode]:
+        """Return the tasks where ranks make the chunks that are streamed."""
         found: dict[Any, GraphNode] = {}
         for number, (one, problem) in enumerate(self.waves):
             inputs = []
             for operand in problem.inputs:
                 keys = self._inputs(number, operand)
-                made = one.is_streamed(operand)
-                inputs.append(ChunkTasks([tasks[key] for key in keys]) if made else List(*map(TaskRef, keys)))
+                streamed = one.is_streamed(operand)
+                inputs.append(ChunkTasks([made[key] for key in keys]) if streamed else List(*map(TaskRef, keys)))
             found.update(self._run_of(number, inputs, behind=True))
         return found
 
@@ -275,10 +291,22 @@ def _needed(tasks: Mapping[Any, GraphNode], keys: Collection[Any]) -> dict[Any, 
     return found
 
 
-def can_be_made(*arrays: Any) -> bool:
-    """Whether ranks can make all chunks of lazy Dask arrays: each of them by a chain of tasks of its own."""
-    keys = [key for array in arrays for key in flatten(array.__dask_keys__())]
+def can_be_made(*arrays: Any, sampled: bool = False) -> bool:
+    """Whether ranks can make all chunks of lazy Dask arrays: each of them by a chain of tasks of its own.
+
+    With `sampled` a few chunks are looked at, in a time that does not depend on how many there are.
+    """
+    keys = [key for array in arrays for key in _some_keys(array, sampled)]
     return _tasks_of(HighLevelGraph.merge(*(array.dask for array in arrays)), keys) is not None
+
+
+def _some_keys(array: Any, sampled: bool) -> list[Any]:
+    if not sampled:
+        return list(flatten(array.__dask_keys__()))
+    last = [count - 1 for count in array.numblocks]
+    # A chunk that comes of the same task as another one is beside it.
+    places = itertools.product(*({0, min(1, at), at} for at in last))
+    return [(array.name, *place) for place in places]
 
 
 def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | None:
