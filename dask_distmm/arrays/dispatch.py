@@ -14,7 +14,7 @@ While enabled, these names hold functions of ours, which pass all other calls on
 of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which NumPy's of the same names end. Functions of
 ``np.linalg`` that Dask lacks, and for which it would compute its arrays at once, are in
 `dask_distmm.arrays.numpy_functions`. Arrays of other kinds, which have names of their own, are in
-`dask_distmm.arrays.kinds`.
+`dask_distmm.arrays.kinds`. ``rechunk`` does what it did, and is noted for products (`dask_distmm.arrays.views`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral
@@ -37,6 +38,7 @@ from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners,
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.product import product_or_reason
 from dask_distmm.arrays.request import parse
+from dask_distmm.arrays.views import rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, ProjectedMemoryError
@@ -102,6 +104,8 @@ def _replace_functions() -> None:
         _replace(owner, {name: ours for name, ours in ways.items() if isinstance(owner, type) == name.startswith("__")})
     if not planning():
         _replace(dask.array.linalg, routed.DASKS)
+        for owner in (dask.array, sys.modules["dask.array.rechunk"]):
+            _replace(owner, {"rechunk": rechunk})
     numpy_functions.install(is_enabled)
 
 

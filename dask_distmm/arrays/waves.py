@@ -8,7 +8,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from dask_distmm.arrays.request import Request
-from dask_distmm.arrays.views import is_lazy, under
+from dask_distmm.arrays.views import is_lazy, operands_under
 from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.waves import can_be_made
@@ -83,7 +83,8 @@ def pipelined(request: Request, problem: Problem, client: Client, made: Plan) ->
     """
     if (budget := budget_now()) is None:
         return None
-    lazy = [is_lazy(request.a), not problem.shared and is_lazy(request.b)]
+    lazy_a, lazy_b = map(is_lazy, operands_under(request.a, request.b, problem))
+    lazy = [lazy_a, not problem.shared and lazy_b]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
     loading = sum(itertools.compress(sizes, lazy)) / (len(made.participants) * budget.rate(problem.array))
     if loading < _LONG or not all(one.makes for one in abilities_of([made.engine])):
@@ -116,7 +117,7 @@ def _scheme(
 
     With `method_by_ranks` only waves of that method in which ranks make chunks, and with less care.
     """
-    arrays = [*map(under, (request.a, request.b), problem.arrays, problem.turned)]
+    arrays = operands_under(request.a, request.b, problem)
     known = snapshot(client, problem, arrays)
     if known is None:
         return None
