@@ -24,7 +24,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import zarr
-from distributed import Client, LocalCluster, wait
+from distributed import Client, LocalCluster, futures_of, wait
 
 import dask_distmm
 from benchmarks.revision import revision
@@ -106,7 +106,10 @@ def once(make: Callable[[], da.Array], compute: Callable[[da.Array], Any], on: b
         started = time.perf_counter()
         result = compute(a @ b).persist()
         wait(result)
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+    if bad := [future for future in futures_of(result) if future.status != "finished"]:
+        raise bad[0].exception()
+    return seconds
 
 
 def main() -> None:
@@ -117,6 +120,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=4, help="along each axis")
     parser.add_argument("--repeat", type=int, default=5, help="of which medians are taken")
     parser.add_argument("--only", nargs="+", default=[""], help="programs by how their names begin")
+    parser.add_argument("--without", nargs="+", default=(), help="programs by how their names end")
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args()
     found, worse = {}, []
@@ -127,7 +131,7 @@ def main() -> None:
     ):
         print(f"{'milliseconds':44s} {'with':>9s} {'without':>9s} {'ratio':>6s}")
         for name, make, compute in programs(options, folder):
-            if not name.startswith(tuple(options.only)):
+            if not name.startswith(tuple(options.only)) or name.endswith(tuple(options.without)):
                 continue
             taken: dict[bool, list[float]] = {True: [], False: []}
             for turn in range(options.repeat + 1):

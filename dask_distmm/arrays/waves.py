@@ -56,7 +56,7 @@ def run_or_waves(request: Request, problem: Problem, client: Client | None, know
     failure: ProjectedMemoryError | None = None
     made: Plan | None = None
     try:
-        made = known.plan(problem)
+        made = known.plan(problem, lazy=any(map(is_lazy, operands_under(request.a, request.b, problem))))
     except ProjectedMemoryError as error:
         failure = error
     waves = None if client is None else waves_now(request, problem, client, made)
