@@ -27,8 +27,8 @@ import zarr
 from distributed import Client, LocalCluster, futures_of, wait
 
 import dask_distmm
+from benchmarks.harness import environment
 from benchmarks.revision import revision
-from dask_distmm.tools.bench import environment
 
 # A program may be so much slower, and take so many seconds more.
 _SLOWER, _MORE = 1.05, 0.01
