@@ -112,7 +112,8 @@ def explain_matrices(request: Request) -> Plan | WavePlan | NotCollective:
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     try:
-        lazy = any(map(is_lazy, operands_under(request.a, request.b, problem)))
+        # Of imagined workers nothing is known, nor of what they hold.
+        lazy = client is not None and any(map(is_lazy, operands_under(request.a, request.b, problem)))
         made = known.plan(problem, reordered=True, lazy=lazy)
     except ProjectedMemoryError:
         if client is None or (waves := waves_now(request, problem, client, None)) is None:
