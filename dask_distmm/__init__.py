@@ -10,28 +10,16 @@
 Importing this starts nothing and imports neither CUDA nor a dashboard.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dask_distmm._version import __version__
 from dask_distmm.compat import check_imports as _check_imports
 from dask_distmm.config import enabled_setting as _enabled_setting
 from dask_distmm.config import register_defaults as _register_defaults
-
-_check_imports()
-_register_defaults()
-
-import dask_distmm.show  # noqa: E402, F401
-from dask_distmm import linalg  # noqa: E402
-from dask_distmm.api import explain, matmul  # noqa: E402
-from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled  # noqa: E402
-from dask_distmm.arrays.distribute import distribute  # noqa: E402
-from dask_distmm.arrays.grouped import explain_grouped, matmul_grouped  # noqa: E402
-from dask_distmm.arrays.prepared import Matmul  # noqa: E402
-from dask_distmm.arrays.product import NotCollective  # noqa: E402
-from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize  # noqa: E402
-from dask_distmm.arrays.replicate import free_replicas, replicate  # noqa: E402
-from dask_distmm.arrays.tensors import to_torch  # noqa: E402
-from dask_distmm.diagnostics.attach import attach as _attach  # noqa: E402
-from dask_distmm.diagnostics.bars import progress  # noqa: E402
-from dask_distmm.errors import (  # noqa: E402
+from dask_distmm.errors import (
     DistMMError,
     EngineError,
     PlanError,
@@ -39,12 +27,44 @@ from dask_distmm.errors import (  # noqa: E402
     ProtocolError,
     RunFailedError,
 )
-from dask_distmm.numeric.epilogs import Epilog  # noqa: E402
-from dask_distmm.planning import BatchPlan, Explanation, GroupPlan, Plan  # noqa: E402
-from dask_distmm.planning.distribution import BlockCyclic, Slab  # noqa: E402
-from dask_distmm.preload import dask_setup  # noqa: E402, F401  (Dask's --preload looks for it here)
-from dask_distmm.runtime.client import free_workspaces  # noqa: E402
-from dask_distmm.runtime.scheduler import attachments as _attachments  # noqa: E402
+from dask_distmm.preload import dask_setup  # noqa: F401  (Dask's --preload looks for it here)
+from dask_distmm.runtime.scheduler import attachments as _attachments
+
+if TYPE_CHECKING:
+    from dask_distmm import linalg
+    from dask_distmm.api import explain, matmul
+    from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled
+    from dask_distmm.arrays.distribute import distribute
+    from dask_distmm.arrays.grouped import explain_grouped, matmul_grouped
+    from dask_distmm.arrays.prepared import Matmul
+    from dask_distmm.arrays.product import NotCollective
+    from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize
+    from dask_distmm.arrays.replicate import free_replicas, replicate
+    from dask_distmm.arrays.tensors import to_torch
+    from dask_distmm.diagnostics.bars import progress
+    from dask_distmm.numeric.epilogs import Epilog
+    from dask_distmm.planning import BatchPlan, Explanation, GroupPlan, Plan
+    from dask_distmm.planning.distribution import BlockCyclic, Slab
+    from dask_distmm.runtime.client import free_workspaces
+
+# Where the names are that are imported when they are first used: workers and schedulers need few of them.
+_HOMES = {
+    "api": ("explain", "matmul"),
+    "arrays.dispatch": ("disable", "enable", "enabled", "is_enabled"),
+    "arrays.distribute": ("distribute",),
+    "arrays.grouped": ("explain_grouped", "matmul_grouped"),
+    "arrays.prepared": ("Matmul",),
+    "arrays.product": ("NotCollective",),
+    "arrays.quantize": ("BlockScaled", "dequantize", "quantize"),
+    "arrays.replicate": ("free_replicas", "replicate"),
+    "arrays.tensors": ("to_torch",),
+    "diagnostics.bars": ("progress",),
+    "numeric.epilogs": ("Epilog",),
+    "planning": ("BatchPlan", "Explanation", "GroupPlan", "Plan"),
+    "planning.distribution": ("BlockCyclic", "Slab"),
+    "runtime.client": ("free_workspaces",),
+}
+_MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BatchPlan",
@@ -89,11 +109,29 @@ def __dir__() -> list[str]:
     return sorted([*__all__, "errors", "typing"])
 
 
+def __getattr__(name: str) -> Any:
+    """Import what a public name stands for, once."""
+    if name in _MODULES:
+        found = getattr(importlib.import_module(_MODULES[name]), name)
+    elif name in ("linalg", "typing"):
+        found = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def _attach(scheduler: Any, plugin: Any) -> None:
+    importlib.import_module(f"{__name__}.diagnostics.attach").attach(scheduler, plugin)
+
+
+_check_imports()
+_register_defaults()
 _attachments.append(_attach)
 
 try:
     if _enabled_setting() is True:
-        enable()
+        __getattr__("enable")()
 except PlanError as _error:
     # An import must not fail by it, on a scheduler or worker least of all. Calls do.
     import warnings as _warnings

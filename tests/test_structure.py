@@ -120,13 +120,30 @@ def test_pure_parts_know_no_cluster_and_no_gpu() -> None:
     assert not wrong
 
 
+def run_alone(program: str) -> None:
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_importing_is_cheap() -> None:
-    """No CUDA, no dashboard, no plotting; no thread and no patch."""
-    program = (
+    """No CUDA, no dashboard, no plotting, no optimizers; little of our own; no thread and no patch."""
+    run_alone(
         "import sys, threading, dask.array as da; before = da.matmul, da.routines.matmul; import dask_distmm; "
-        "bad = {'cupy', 'nvmath', 'nccl', 'bokeh', 'prometheus_client', 'matplotlib', 'zarr', 'sklearn'}; "
+        "bad = {'cupy', 'nvmath', 'nccl', 'bokeh', 'prometheus_client', 'matplotlib', 'zarr', 'sklearn', 'ml_dtypes', "
+        "'scipy.optimize', 'scipy.linalg', 'dask_distmm.planning', 'dask_distmm.arrays', 'dask_distmm.show'}; "
         "bad &= set(sys.modules); "
         "assert not bad, bad; assert threading.active_count() == 1; "
         "assert (da.matmul, da.routines.matmul) == before"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_what_multiplies_imports_neither_optimizers_nor_factorizations() -> None:
+    """SciPy's optimizers are 14 MiB and 0.1 s, the package scipy.linalg 5 MiB; its BLAS can be imported afterwards."""
+    run_alone(
+        "import sys, dask.array as da, dask_distmm; x = da.ones((80, 80), chunks=40); "
+        "assert dask_distmm.matmul(x, x).sum().compute() == 80**3; "
+        "import dask_distmm.runtime.worker.plugin, dask_distmm.runtime.scheduler.plugin; "
+        "bad = {'scipy.optimize', 'scipy.linalg', 'dask_distmm.engines.factor', 'dask_distmm.show'}; "
+        "bad &= set(sys.modules); "
+        "assert not bad, bad; import scipy.linalg.cython_blas; assert scipy.linalg.cython_blas.__pyx_capi__; "
+        "assert (dask_distmm.linalg.solve(x + 80 * da.eye(80, chunks=40), x[0]).compute() > 0).all()"
+    )

@@ -79,3 +79,29 @@ def test_explain_finds_the_chunks_under_a_transpose(client):
     for i in range(4):
         for j in range(4):
             assert found[i, j] in holders[str((a.name, j, i))]
+
+
+@pytest.mark.parametrize("method", ["tasks", "p2p"])
+def test_rechunked_operands(inproc_client, method):
+    """The chunks before are multiplied, and no other tasks are made; D has the chunks that Dask gives it."""
+    a, b = matrix(40, 36), matrix(36, 50)
+    with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0, "array.rechunk.method": method}):
+        kept, held = inproc_client.persist([a, a.rechunk((5, 36))])
+        for x in (a, kept):
+            cut = x.rechunk((40, 5))
+            assert cut.chunks == a.rechunk((40, 5)).chunks
+            found = view_of(cut.T.rechunk(7).conj())
+            assert (found.array.name, found.array.chunks, *found[1:]) == (x.name, x.chunks, True, True)
+            for left, right in ((cut, b), (b.T, cut.T.rechunk(9)), (cut.rechunk((3, 36)), b.rechunk((6, -1)))):
+                d = left @ right
+                assert d.chunks == (left.chunks[0], right.chunks[1])
+                graph = dict(dask.optimize(d)[0].dask)
+                assert not any("rechunk" in str(key) for key in graph)
+                assert_product(left.compute(), right.compute(), d.compute())
+            np.testing.assert_allclose((cut @ b)[:3, -2:].compute(), (cut.compute() @ b.compute())[:3, -2:])
+        # What is computed already is multiplied as it is.
+        assert view_of(held).array.name == held.name
+        assert_product(held.compute(), b.compute(), (held @ b).compute())
+        gram = cut.T @ cut
+        assert_product(cut.compute().T, cut.compute(), gram.compute())
+    assert view_of(a.rechunk(3)).array.chunks == a.rechunk(3).chunks

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import copy
+import dataclasses
 import io
 import itertools
 import os
@@ -15,6 +18,7 @@ import pytest
 import zarr
 from dask.array.optimization import optimize
 from dask.core import flatten
+from dask.highlevelgraph import HighLevelGraph
 from dask.utils import key_split
 from distributed import Client, LocalCluster, SchedulerPlugin, get_worker, wait
 
@@ -23,7 +27,7 @@ from dask_distmm import ProjectedMemoryError, matmul
 from dask_distmm.arrays.outputs import run_outputs
 from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.config import dask_costs
-from dask_distmm.graph.waves import can_be_made
+from dask_distmm.graph.waves import WaveOutputLayer, can_be_made
 from dask_distmm.planning import Plan, Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
 from dask_distmm.runtime.keys import barrier_name, gate_barrier, wave_of
@@ -409,3 +413,56 @@ def test_persisted_operands_that_dask_has_spilled(tmp_path):
         assert (abs(found @ v - a @ (b @ v)) <= bound).all().compute()
         assert client.run(process_id) == pids
         assert_nothing_left(client)
+
+
+CALLS: collections.Counter = collections.Counter()
+
+
+def counted(x, name, block_info=None):
+    row, col = block_info[0]["chunk-location"]
+    CALLS[name, (row, col)] += 1
+    return x + np.arange(x.size).reshape(x.shape) % 7 - row - 2 * col
+
+
+# What is taken of D, and of which rows and columns of chunks; None for all.
+PARTS = {
+    "a corner": (lambda d: d[:7, -7:], [0], [-1]),
+    "an element": (lambda d: d[-1, 0], [-1], [0]),
+    "some rows": (lambda d: d[:7], [0], None),
+}
+
+
+@pytest.mark.parametrize("by_ranks", [False, True])
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_chunks_are_made_for_what_is_wanted(name, by_ranks):
+    """Each of them once, however D is made: in waves, or as a run where the part is small."""
+    m, k, n = SHAPES[name]
+    cut = 60 if name == "blocks" else 300
+    ones = da.ones((m, k), chunks=cut), da.ones((k, n), chunks=cut)
+    x, y = (array.map_blocks(counted, of, dtype=float) for array, of in zip(ones, "ab", strict=True))
+    a, b = dask.compute(x, y, scheduler="sync")
+    d = in_waves(x, y, name, by_ranks=by_ranks)
+    (layer,) = (one for one in d.dask.layers.values() if isinstance(one, WaveOutputLayer))
+    roomy = copy.copy(layer)
+    roomy.one = dataclasses.replace(layer.one, scheme=dataclasses.replace(layer.one.scheme, budget_bytes=0))
+    for part, (take, rows, cols) in PARTS.items():
+        i, j = ([z % size for z in found or range(size)] for found, size in zip((rows, cols), d.numblocks, strict=True))
+        made = {("a", (row, depth)) for row in i for depth in range(x.numblocks[1])}
+        made |= {("b", (depth, col)) for depth in range(x.numblocks[1]) for col in j}
+        for culled in (layer, roomy):
+            graph = HighLevelGraph({**d.dask.layers, d.name: culled}, d.dask.dependencies)
+            CALLS.clear()
+            got = take(da.Array(graph, d.name, d.chunks, meta=d._meta)).compute(scheduler="sync")
+            np.testing.assert_allclose(got, take(a @ b), err_msg=part)
+            assert CALLS.keys() == made, part
+            # Operands are read again for each block of D.
+            assert set(CALLS.values()) == {1} or (name == "blocks" and culled is layer), part
+
+
+def test_chunks_that_ranks_can_not_make_after_all(inproc_client):
+    """Where a closer look shows that a chunk needs an array that lies in the graph Dask's tasks make them."""
+    rng = np.random.default_rng(11)
+    a, b = rng.standard_normal((60, 4000)), rng.standard_normal((4000, 50))
+    d = in_waves(lazy(a, 300), lazy(b, 300), by_ranks=True)
+    assert_product(a, b, d.compute())
+    assert_product(a, b, d.compute(scheduler="sync"))

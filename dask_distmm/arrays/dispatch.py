@@ -13,7 +13,8 @@ Dask has no hook for this. All its ways to multiply end in three functions, each
 While enabled, these names hold functions of ours, which pass all other calls on unchanged; so do those of the functions
 of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which most of NumPy's of the same names end. Others
 of ``np.linalg``, which Dask lacks or which mean something else there, are in `dask_distmm.arrays.numpy_functions`.
-Arrays of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`.
+Arrays of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`. ``rechunk`` does what it did,
+and is noted for products (`dask_distmm.arrays.views`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -36,6 +38,7 @@ from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.numpy_functions import contracted_axes, numpys_first
 from dask_distmm.arrays.product import product_or_reason
 from dask_distmm.arrays.request import parse
+from dask_distmm.arrays.views import rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, ProjectedMemoryError
@@ -101,6 +104,8 @@ def _replace_functions() -> None:
         _replace(owner, {name: ours for name, ours in ways.items() if isinstance(owner, type) == name.startswith("__")})
     if not planning():
         _replace(dask.array.linalg, routed.DASKS)
+        for owner in (dask.array, sys.modules["dask.array.rechunk"]):
+            _replace(owner, {"rechunk": rechunk})
     _replace(Array, {"__array_function__": numpys_first}, lambda make, before: make(before, is_enabled))
 
 

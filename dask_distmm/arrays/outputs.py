@@ -16,7 +16,7 @@ from dask_distmm.arrays.extras import Extras
 from dask_distmm.arrays.kinds import reducible
 from dask_distmm.arrays.quantize import widened
 from dask_distmm.arrays.stock import dask_matmul
-from dask_distmm.arrays.views import under
+from dask_distmm.arrays.views import operands_under
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.graph.build import build_graph, build_output
 from dask_distmm.graph.waves import build_wave_output, build_waves
@@ -55,8 +55,7 @@ def run_outputs(
 
 def as_they_lie(problem: Problem, a: da.Array, b: da.Array, extras: Sequence[da.Array]) -> dict[str, da.Array]:
     """Return the operands of a run by name; of A and B the arrays whose chunks are multiplied, turned or not."""
-    lying = map(under, (a, b), problem.arrays, problem.turned)
-    return dict(zip(problem.operands, [*lying, *extras], strict=False))
+    return dict(zip(problem.operands, [*operands_under(a, b, problem), *extras], strict=False))
 
 
 def _outputs(

@@ -29,7 +29,7 @@ from dask_distmm.arrays.outputs import run_outputs
 from dask_distmm.arrays.prepared_operands import Layout, Operands
 from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.request import Request, parse, problem_of_request
-from dask_distmm.arrays.views import under
+from dask_distmm.arrays.views import operands_under
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import Types
 from dask_distmm.planning import ENGINES, Plan, Problem
@@ -136,7 +136,7 @@ class Matmul:
         asked: AllOptions = {**self._asked, "epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
         request = _parse(self._operands.arrays, inputs, asked, self._types)
         problem = problem_of_request(request)
-        known = snapshot(client, problem, [*map(under, (request.a, request.b), problem.arrays, problem.turned)])
+        known = snapshot(client, problem, operands_under(request.a, request.b, problem))
         if known is None:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
         self._layout = Layout(known.plan(problem), known)

@@ -15,7 +15,7 @@ from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import run_outputs, without_a_run
 from dask_distmm.arrays.request import Request, parse, problem_of_request, result_chunks
 from dask_distmm.arrays.stock import dask_matmul
-from dask_distmm.arrays.views import is_lazy, under
+from dask_distmm.arrays.views import is_lazy, operands_under
 from dask_distmm.arrays.waves import Decision, decide, pipelined, waves_now
 from dask_distmm.config import minimum_flops
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
@@ -108,11 +108,13 @@ def explain_matrices(request: Request) -> Plan | WavePlan | NotCollective:
         known: Snapshot | None = Snapshot(imaginary, [], [None, None], [problem.engine_alone], [])
     else:
         assert client is not None
-        known = snapshot(client, problem, [*map(under, (request.a, request.b), problem.arrays, problem.turned)])
+        known = snapshot(client, problem, operands_under(request.a, request.b, problem))
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     try:
-        made = known.plan(problem, reordered=True)
+        # Of imagined workers nothing is known, nor of what they hold.
+        lazy = client is not None and any(map(is_lazy, operands_under(request.a, request.b, problem)))
+        made = known.plan(problem, reordered=True, lazy=lazy)
     except ProjectedMemoryError:
         if client is None or (waves := waves_now(request, problem, client, None)) is None:
             raise
@@ -139,7 +141,7 @@ def _why_slower(made: Plan) -> str:
 
 def _used_once(request: Request, problem: Problem) -> bool:
     """Whether there are lazy operands, and Dask's own tasks use each chunk of these for one chunk of D."""
-    lazy = is_lazy(request.a), is_lazy(request.b)
+    lazy = tuple(map(is_lazy, operands_under(request.a, request.b, problem)))
     rows, cols = problem.chunk_counts("d")
     return any(lazy) and (cols == 1 or not lazy[0]) and (rows == 1 or not lazy[1])
 

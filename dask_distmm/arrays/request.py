@@ -179,8 +179,9 @@ def problem_of_request(request: Request) -> Problem:
     a, b, types, formula = request.a, request.b, request.types, request.formula
     options = read_options()
     chunks = result_chunks(a, b, request.out_chunks)
-    fields = (a.chunks, b.chunks, chunks, types.a, types.b, types.d, request.method, request.engine, request.workers)
     views = view_of(a), view_of(b)
+    of_a, of_b = (view.array.chunks[::-1] if view.turned else view.array.chunks for view in views)
+    fields = (of_a, of_b, chunks, types.a, types.b, types.d, request.method, request.engine, request.workers)
     found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in request.extras)
     turned, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
     names = (a.name, b.name, *(array.name for _, array in request.extras))

@@ -7,5 +7,7 @@ from typing import Any
 
 import dask.array
 import dask.array.routines
+from dask.array.rechunk import rechunk
 
 dask_matmul: Callable[..., Any] = dask.array.routines.matmul
+dask_rechunk: Callable[..., Any] = rechunk

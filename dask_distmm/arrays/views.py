@@ -1,21 +1,30 @@
-"""Operands as they lie: the array under a lazy ``A.T`` or ``A.conj()``.
+"""Operands as they lie: the array under a lazy ``A.T``, ``A.conj()`` or ``A.rechunk(...)``.
 
 The chunks of the array underneath are multiplied, turned without a copy, and BLAS conjugates while it multiplies. So
 ``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
 
 Nothing of a graph is interpreted. Dask gives an array a name that follows from what it is made of: if ``x`` depends on
-one array alone, and the transpose of that array would have the name of ``x``, then ``x`` is its transpose.
+one array alone, and the transpose of that array would have the name of ``x``, then ``x`` is its transpose. What was cut
+otherwise can't be seen in this way: while `enable` is in force the names of arrays that are rechunked are noted. A run
+takes any chunks, so nothing has to be cut for it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import collections
+from typing import Any, NamedTuple
 
 import dask.array as da
 from dask.array.core import Array
 from distributed import Future
 
+from dask_distmm.arrays.stock import dask_rechunk
 from dask_distmm.errors import PlanError
+from dask_distmm.planning import Chunks, Problem
+
+# By the names of rechunked arrays the name and the chunks of what they were made of; the latest ones.
+_rechunked: collections.OrderedDict[str, tuple[str, Chunks]] = collections.OrderedDict()
+_NOTED = 10_000
 
 
 class MatrixView(NamedTuple):
@@ -41,9 +50,28 @@ def apply_op(name: str, array: da.Array, op: str) -> da.Array:
     return turned.conj() if op == "C" and array.dtype.kind == "c" else turned
 
 
-def under(x: da.Array, name: str, turned: bool) -> da.Array:
-    """Return the array of that name, which `view_of` has found under a matrix."""
-    return x if x.name == name else Array(x.dask, name, x.chunks[::-1] if turned else x.chunks, meta=x._meta)
+def rechunk(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Cut an array as Dask does, and note of what it is made."""
+    if not isinstance(x, Array):
+        return NotImplemented
+    found = dask_rechunk(x, *args, **kwargs)
+    if x.ndim == 2 and found.name != x.name:
+        _rechunked[found.name] = x.name, x.chunks
+        while len(_rechunked) > _NOTED:
+            _rechunked.popitem(last=False)
+    return found
+
+
+def under(x: da.Array, name: str, chunks: Chunks) -> da.Array:
+    """Return the array of that name and these chunks, which is under a matrix."""
+    return x if x.name == name else Array(x.dask, name, chunks, meta=x._meta)
+
+
+def operands_under(a: da.Array, b: da.Array, problem: Problem) -> list[da.Array]:
+    """Return the arrays whose chunks are multiplied: those that `view_of` has found under A and B."""
+    chunks = problem.a_chunks, problem.b_chunks
+    found = zip((a, b), problem.arrays, chunks, problem.turned, strict=True)
+    return [under(x, name, sizes[::-1] if turned else sizes) for x, name, sizes, turned in found]
 
 
 def is_lazy(x: da.Array) -> bool:
@@ -58,12 +86,18 @@ def is_lazy(x: da.Array) -> bool:
 def view_of(x: da.Array) -> MatrixView:
     """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
     turned = conjugated = False
-    while x.name.startswith(("transpose-", "conjugate-")):
+    while x.name.startswith(("transpose-", "conjugate-")) or x.name in _rechunked:
+        if (source := _rechunked.get(x.name)) is not None:
+            # The array may have been computed meanwhile.
+            if source[0] not in x.dask.layers:
+                break
+            x = under(x, *source)
+            continue
         needs = x.dask.dependencies.get(x.name, ())
         if len(needs) != 1:
             break
         (name,) = needs
-        across, along = (under(x, name, turn) for turn in (True, False))
+        across, along = under(x, name, x.chunks[::-1]), under(x, name, x.chunks)
         if across.T.name == x.name:
             x, turned = across, not turned
         elif along.conj().name == x.name:

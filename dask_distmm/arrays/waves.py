@@ -8,7 +8,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from dask_distmm.arrays.request import Request
-from dask_distmm.arrays.views import is_lazy, under
+from dask_distmm.arrays.views import is_lazy, operands_under
 from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.waves import can_be_made
@@ -56,7 +56,7 @@ def run_or_waves(request: Request, problem: Problem, client: Client | None, know
     failure: ProjectedMemoryError | None = None
     made: Plan | None = None
     try:
-        made = known.plan(problem)
+        made = known.plan(problem, lazy=any(map(is_lazy, operands_under(request.a, request.b, problem))))
     except ProjectedMemoryError as error:
         failure = error
     waves = None if client is None else waves_now(request, problem, client, made)
@@ -83,13 +83,14 @@ def pipelined(request: Request, problem: Problem, client: Client, made: Plan) ->
     """
     if (budget := budget_now()) is None:
         return None
-    lazy = [is_lazy(request.a), not problem.shared and is_lazy(request.b)]
+    lazy_a, lazy_b = map(is_lazy, operands_under(request.a, request.b, problem))
+    lazy = [lazy_a, not problem.shared and lazy_b]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
     loading = sum(itertools.compress(sizes, lazy)) / (len(made.participants) * budget.rate(problem.array))
     if loading < _LONG or not all(one.makes for one in abilities_of([made.engine])):
         return None
-    scheme = _scheme(request, problem, client, budget)
-    if scheme is None or not scheme.by_ranks or scheme.seconds > loading + made.seconds:
+    scheme = _scheme(request, problem, client, budget, made.method)
+    if scheme is None or scheme.seconds > loading + made.seconds:
         return None
     return WavePlan(problem, scheme)
 
@@ -109,23 +110,39 @@ def _spills(made: Plan, budget: Budget) -> bool:
     return any(made.projected_bytes[worker.address] > budget.of(worker) for worker in made.participants)
 
 
-def _scheme(request: Request, problem: Problem, client: Client, budget: Budget) -> Scheme | None:
-    """Return the waves of a product; None if it can't be made in waves, or does not fit in them either."""
-    arrays = [*map(under, (request.a, request.b), problem.arrays, problem.turned)]
+def _scheme(
+    request: Request, problem: Problem, client: Client, budget: Budget, method_by_ranks: str = ""
+) -> Scheme | None:
+    """Return the waves of a product; None if it can't be made in waves, or does not fit in them either.
+
+    With `method_by_ranks` only waves of that method in which ranks make chunks, and with less care.
+    """
+    arrays = operands_under(request.a, request.b, problem)
     known = snapshot(client, problem, arrays)
     if known is None:
         return None
     lazy_a, lazy_b = (where is None for where in known.placed)
-    can_a = lazy_a and can_be_made(arrays[0])
-    can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1])
+    sampled = bool(method_by_ranks)
+    can_a = lazy_a and can_be_made(arrays[0], sampled=sampled)
+    can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1], sampled=sampled)
     given = problem, known.workers
+    if sampled:
+        if (can_a, can_b) != (lazy_a, lazy_b):
+            return None
+        given = dataclasses.replace(problem, method=method_by_ranks), known.workers
     try:
         return choose_scheme(
-            *given, (lazy_a, lazy_b), budget, dask_costs(), engine=known.engines, by_ranks=(can_a, can_b)
+            *given,
+            (lazy_a, lazy_b),
+            budget,
+            dask_costs(),
+            engine=known.engines,
+            by_ranks=(can_a, can_b),
+            only_by_ranks=sampled,
         )
     except (PlanError, ProjectedMemoryError) as error:
         reason = error
-    if not (lazy_a and lazy_b):
+    if not sampled and not (lazy_a and lazy_b):
         # Results that have no room in memory are on disk: Dask reads back those of a wave, and spills others for them.
         with contextlib.suppress(PlanError, ProjectedMemoryError):
             return choose_scheme(*given, (True, True), budget, dask_costs(), engine=known.engines)

@@ -10,6 +10,9 @@ r"""The task graph of a product in waves: a barrier for each wave, and the opera
 Here for waves along k; where each wave finishes chunks of D no barrier depends on another. Several products, as the
 items of a batch, have their waves one after the other. What the operands are made of is looked at, and copied under
 other names, when the tasks are asked for.
+
+Where only some chunks of D are wanted, culling leaves a part of the product, as in `graph.build`: without waves if it
+is small, else in waves of its own.
 """
 
 from __future__ import annotations
@@ -27,12 +30,20 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.graph.build import TasksLayer, barrier, chunk
+from dask_distmm.graph.build import ProductLayer, TasksLayer, barrier, chunk, pieces_of
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
-from dask_distmm.planning.waves import Scheme, wave_problem
+from dask_distmm.planning.footprint import chunk_bytes
+from dask_distmm.planning.part import Part
+from dask_distmm.planning.waves import Scheme, part_scheme, wave_problem
 from dask_distmm.runtime.keys import ChunkTask, RunTask, barrier_key, gate_key, is_sum, output_name
 from dask_distmm.runtime.parts import needed
+
+# A part of a product is culled if it is at most this share of the work, and is made without waves if it needs less than
+# this share of the memory of a worker.
+_SHARE_OF_A_PART = 0.5
+# A key that no layer has.
+_NO_KEY = ("distmm-none",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +55,12 @@ class InWaves:
     scheme: Scheme
     # For each operand the name of the array whose chunks it is made of, and whether these are transposed.
     arrays: Mapping[str, tuple[str, bool]]
+    # Which part of the product is made; None for all of it.
+    part: Part | None = None
+
+    def with_scheme(self, scheme: Scheme) -> InWaves:
+        """Return the same product in other waves."""
+        return dataclasses.replace(self, scheme=scheme)
 
     def is_streamed(self, operand: str) -> bool:
         """Whether the chunks of an operand are loaded for a wave and dropped after it."""
@@ -54,10 +71,16 @@ class WavesLayer(TasksLayer):
     """The tasks of waves, but for chunks of D; made only when they are looked at."""
 
     def __init__(
-        self, products: Sequence[InWaves], upstream: HighLevelGraph, only: frozenset[Any] | None = None
+        self,
+        products: Sequence[InWaves],
+        upstream: HighLevelGraph,
+        only: frozenset[Any] | None = None,
+        chunks: frozenset[Any] = frozenset(),
     ) -> None:
         super().__init__()
         self.products, self.upstream, self.only = tuple(products), upstream, only
+        # Those of D that are among the tasks.
+        self.chunks = chunks
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_tasks", "waves")}
@@ -66,30 +89,45 @@ class WavesLayer(TasksLayer):
     def waves(self) -> list[tuple[InWaves, Problem]]:
         """For each wave its product, and its problem."""
         return [
-            (one, wave_problem(one.problem, one.scheme, number))
+            (one, wave_problem(one.problem, one.scheme, number, one.part))
             for one in self.products
             for number in range(len(one.scheme.waves))
         ]
 
     @functools.cached_property
     def _tasks(self) -> dict[Any, GraphNode]:  # type: ignore[override]
-        found = self._tasks_by_ranks() if self.products[0].scheme.by_ranks else self._tasks_behind_gates()
+        made = self._made_by_ranks() if self.products[0].scheme.by_ranks else None
+        if made is None:
+            schemes = (dataclasses.replace(one.scheme, by_ranks=False) for one in self.products)
+            self.products = tuple(map(InWaves.with_scheme, self.products, schemes))
+            self.__dict__.pop("waves", None)
+        found = self._tasks_behind_gates() if made is None else self._tasks_by_ranks(made)
+        for _, problem in self.waves if self.chunks else ():
+            if not is_sum(problem.result_name):
+                found |= {key: task for key, task in _chunks(problem, "").items() if key in self.chunks}
         return found if self.only is None else needed(found, self.only)
 
-    def _tasks_by_ranks(self) -> dict[Any, GraphNode]:
-        """Return the tasks where ranks make the chunks that are streamed."""
-        tasks: dict[Any, Task] = {}
+    def _made_by_ranks(self) -> dict[Any, Task] | None:
+        """Return for each chunk that is streamed the task by which ranks make it; None if that can't be."""
+        made: dict[Any, Task] = {}
         for name in "ab":
-            # Each operand by itself, as `can_be_made` has looked at it: what both are made of is made for each.
-            if streamed := set().union(*self._streamed(name)) - tasks.keys():
-                tasks |= _tasks_of(self.upstream, list(streamed)) or {}
+            # Each operand by itself, as `can_be_made` looks at it: what both are made of is made for each.
+            if streamed := set().union(*self._streamed(name)) - made.keys():
+                tasks = _tasks_of(self.upstream, list(streamed))
+                if tasks is None:
+                    return None
+                made |= tasks
+        return made
+
+    def _tasks_by_ranks(self, made: Mapping[Any, Task]) -> dict[Any, GraphNode]:
+        """Return the tasks where ranks make the chunks that are streamed."""
         found: dict[Any, GraphNode] = {}
         for number, (one, problem) in enumerate(self.waves):
             inputs = []
             for operand in problem.inputs:
                 keys = self._inputs(number, operand)
-                made = one.is_streamed(operand)
-                inputs.append(ChunkTasks([tasks[key] for key in keys]) if made else List(*map(TaskRef, keys)))
+                streamed = one.is_streamed(operand)
+                inputs.append(ChunkTasks([made[key] for key in keys]) if streamed else List(*map(TaskRef, keys)))
             found.update(self._run_of(number, inputs, behind=True))
         return found
 
@@ -166,24 +204,28 @@ class WavesLayer(TasksLayer):
 
     def get_output_keys(self) -> set[Any]:
         """Return the keys that other layers may need: of the barriers, for chunks of D and auxiliary outputs."""
-        return {barrier_key(problem.name) for _, problem in self.waves}
+        return {barrier_key(problem.name) for _, problem in self.waves} | self.chunks
 
     def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
         """Return a layer of the tasks that some keys need, and for each of them the keys of other layers."""
         tasks, layer = needed(self._tasks, keys), self
         if len(tasks) < len(self._tasks):
-            layer = WavesLayer(self.products, self.upstream, frozenset(keys))
+            layer = WavesLayer(self.products, self.upstream, frozenset(tasks), self.chunks & tasks.keys())
             layer.__dict__["_tasks"] = tasks
             layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
-        return layer, {key: task.dependencies - tasks.keys() for key, task in tasks.items()}
+        needs = {key: set(task.dependencies - tasks.keys()) for key, task in tasks.items()}
+        if needs:
+            # Dask keeps all layers that are left, whole, once no key is: here those of chunks that ranks make.
+            next(iter(needs.values())).add(_NO_KEY)
+        return layer, needs
 
 
 class WaveOutputLayer(TasksLayer):
     """The chunks of D, or of an auxiliary output, of a product in waves; made only when they are looked at."""
 
-    def __init__(self, problem: Problem, scheme: Scheme, output: str) -> None:
+    def __init__(self, one: InWaves, output: str, waves: WavesLayer) -> None:
         super().__init__()
-        self.problem, self.scheme, self.output = problem, scheme, output
+        self.one, self.output, self.waves = one, output, waves
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_tasks"}
@@ -191,15 +233,44 @@ class WaveOutputLayer(TasksLayer):
     @functools.cached_property
     def _tasks(self) -> dict[Any, Task]:  # type: ignore[override]
         found: dict[Any, Task] = {}
-        for number, wave in enumerate(self.scheme.waves):
+        for number, wave in enumerate(self.one.scheme.waves):
             if wave.last:
-                found.update(_chunks(wave_problem(self.problem, self.scheme, number), self.output))
+                found.update(_chunks(wave_problem(self.one.problem, self.one.scheme, number), self.output))
         return found
 
     def get_output_keys(self) -> set[Any]:
         """Return the keys of all chunks."""
-        name, (nrows, ncols) = output_name(self.problem.name, self.output), self.problem.chunk_counts("d")
+        problem = self.one.problem
+        name, (nrows, ncols) = output_name(problem.name, self.output), problem.chunk_counts("d")
         return {(name, i, j) for i in range(nrows) for j in range(ncols)}
+
+    def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
+        """Return a layer that makes only some chunks, and for each of its tasks the keys of other layers."""
+        own = self.get_output_keys() & set(keys)
+        # Auxiliary outputs need the waves as they are; so do the other products of a series.
+        others = self.output or len(self.waves.products) > 1 or not self.waves.get_output_keys().isdisjoint(keys)
+        part = self._part(own) if not others and own else None
+        layer: Layer
+        layer, needs = super().cull(own, all_hlg_keys) if part is None else part.cull(own, all_hlg_keys)
+        layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
+        return layer, needs
+
+    def _part(self, own: Collection[Any]) -> Layer | None:
+        """Return a layer of the runs that make some chunks of D: small ones as they are, others in waves."""
+        one, whole = self.one, self.one.problem
+        ncols = whole.chunk_counts("d")[1]
+        pieces = pieces_of(whole, {int(i) * ncols + int(j) for _, i, j in own})
+        if sum(piece.problem.flops for piece in pieces) > _SHARE_OF_A_PART * whole.flops:
+            return None
+        held = sum(chunk_bytes(piece.problem, name).sum() for piece in pieces for name in ("a", "b", "d"))
+        if not one.scheme.budget_bytes or held < one.scheme.budget_bytes * _SHARE_OF_A_PART:
+            return ProductLayer(whole, one.arrays)
+        parts = [
+            InWaves(whole, part_scheme(whole, one.scheme, problem.part, problem.name), one.arrays, problem.part)
+            for problem in (piece.problem for piece in pieces)
+            if problem.part is not None
+        ]
+        return WavesLayer(parts, self.waves.upstream, None, frozenset(own)) if len(parts) == len(pieces) else None
 
 
 def _chunks(problem: Problem, output: str) -> dict[Any, Task]:
@@ -209,15 +280,25 @@ def _chunks(problem: Problem, output: str) -> dict[Any, Task]:
     return {key: ChunkTask(key, chunk, output, index, TaskRef(before)) for index, key in enumerate(keys)}
 
 
-def can_be_made(*arrays: Any) -> bool:
+def can_be_made(*arrays: Any, sampled: bool = False) -> bool:
     """Whether ranks can make all chunks of lazy Dask arrays: each of them by a chain of tasks of its own.
 
-    Tasks with annotations are left to Dask, which knows what these mean.
+    Tasks with annotations are left to Dask, which knows what these mean. With `sampled` a few chunks are looked at, in
+    a time that does not depend on how many there are.
     """
-    keys = [key for array in arrays for key in flatten(array.__dask_keys__())]
+    keys = [key for array in arrays for key in _some_keys(array, sampled)]
     graph = HighLevelGraph.merge(*(array.dask for array in arrays))
     annotated = any(set(layer.annotations or ()) - {"span"} for layer in graph.layers.values())
     return not annotated and _tasks_of(graph, keys) is not None
+
+
+def _some_keys(array: Any, sampled: bool) -> list[Any]:
+    if not sampled:
+        return list(flatten(array.__dask_keys__()))
+    last = [count - 1 for count in array.numblocks]
+    # A chunk that comes of the same task as another one is beside it.
+    places = itertools.product(*({0, min(1, at), at} for at in last))
+    return [(array.name, *place) for place in places]
 
 
 def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | None:
@@ -227,18 +308,15 @@ def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | N
 def build_waves(products: Sequence[tuple[Problem, Scheme, Mapping[str, Any]]]) -> HighLevelGraph:
     """Return the graph of the waves of products, one product after the other; `build_wave_output` adds chunks of D."""
     found: list[InWaves] = []
-    loaded: dict[str, Any] = {}
+    sources: dict[str, Any] = {}
     for problem, scheme, operands in products:
         turned = dict(zip("ab", problem.turned, strict=True))
         arrays = {name: (array.name, turned.get(name, False)) for name, array in operands.items()}
-        one = InWaves(problem, scheme, arrays)
-        found.append(one)
-        # Culling keeps the layers before one that needs no key of theirs.
-        made = [name for name in operands if scheme.by_ranks and one.is_streamed(name)]
-        loaded |= {array.name: array for name, array in operands.items() if name not in made}
-    upstream = HighLevelGraph.merge(*(array.dask for _, _, operands in products for array in operands.values()))
+        found.append(InWaves(problem, scheme, arrays))
+        sources |= {array.name: array for array in operands.values()}
+    upstream = HighLevelGraph.merge(*(array.dask for array in sources.values()))
     layer = WavesLayer(found, upstream)
-    return HighLevelGraph.from_collections(_layer_name(*products[0][:2]), layer, dependencies=list(loaded.values()))
+    return HighLevelGraph.from_collections(_layer_name(*products[0][:2]), layer, dependencies=list(sources.values()))
 
 
 def _layer_name(problem: Problem, scheme: Scheme) -> str:
@@ -247,6 +325,10 @@ def _layer_name(problem: Problem, scheme: Scheme) -> str:
 
 def build_wave_output(waves: HighLevelGraph, problem: Problem, scheme: Scheme, output: str = "") -> HighLevelGraph:
     """Return the graph of D, or of an auxiliary output: chunks that those runs make which finish chunks of D."""
-    name, layer = output_name(problem.name, output), WaveOutputLayer(problem, scheme, output)
-    dependencies = {**waves.dependencies, name: {_layer_name(problem, scheme)}}
-    return HighLevelGraph({**waves.layers, name: layer}, dependencies)
+    name, before = output_name(problem.name, output), _layer_name(problem, scheme)
+    runs = waves.layers[before]
+    (one,) = (one for one in runs.products if one.problem.name == problem.name)
+    # A part of D needs chunks of the operands. What auxiliary outputs need is known before what D does.
+    needs = {before, *((problem.name,) if output else (array for array, _ in one.arrays.values()))}
+    layer = WaveOutputLayer(one, output, runs)
+    return HighLevelGraph({**waves.layers, name: layer}, {**waves.dependencies, name: needs})

@@ -1,10 +1,12 @@
 """The attributes that all plans have, and how plans show themselves.
 
-`dask_distmm.show` registers the forms, so that planning imports no pages and no pictures.
+`dask_distmm.show` registers the forms, and is imported when something is first shown: planning imports no pages and no
+pictures.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -17,16 +19,22 @@ def register_forms(kind: type, text: Callable[[Any], str], html: Callable[[Any],
     _forms[kind] = text, html or (lambda shown: f"<pre>{escape(text(shown))}</pre>")
 
 
+def _forms_of(kind: type) -> tuple[Callable[[Any], str], Callable[[Any], str]]:
+    if kind not in _forms:
+        importlib.import_module("dask_distmm.show")
+    return _forms.get(kind, (object.__repr__, object.__repr__))
+
+
 class Shown:
     """Base of classes whose forms as text and HTML are registered."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return _forms[type(self)][0](self) if type(self) in _forms else object.__repr__(self)
+        return _forms_of(type(self))[0](self)
 
     def _repr_html_(self) -> str:
-        return _forms[type(self)][1](self)
+        return _forms_of(type(self))[1](self)
 
 
 class Explanation(Shown):

@@ -281,3 +281,15 @@ def check_memory(plan: Placement, what: str, remedies: Sequence[str], *, why: st
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
+
+
+def match_ranks(costs: NDArray[Any]) -> list[int]:
+    """Return for each rank (row) a worker (column) of its own, so that the costs of all pairs together are least."""
+    rows, least = np.arange(len(costs)), costs.min(axis=1)
+    # Mostly each rank has a worker that is best for it alone. SciPy's optimizers take 14 MiB and 0.1 s to import.
+    for chosen in (rows, costs.argmin(axis=1)):
+        if len(set(chosen.tolist())) == len(rows) and np.array_equal(costs[rows, chosen], least):
+            return list(chosen.tolist())
+    from scipy.optimize import linear_sum_assignment
+
+    return list(linear_sum_assignment(costs)[1].tolist())

@@ -13,7 +13,6 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.layout import ChunkGrid, redistribution
@@ -26,7 +25,7 @@ from dask_distmm.planning.footprint import chunk_bytes, packing
 from dask_distmm.planning.grids import candidates
 from dask_distmm.planning.needs import needed_and_held
 from dask_distmm.planning.numpy import costs
-from dask_distmm.planning.placement import Where, check_memory, everywhere, over_limit
+from dask_distmm.planning.placement import Where, check_memory, everywhere, match_ranks, over_limit
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.replicas import with_replicas
@@ -226,8 +225,8 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
         order_b=situation.orders[1],
     )
     needed, held = needed_and_held(made, len(situation.roster))
-    _, chosen = linear_sum_assignment(-held - _begun(made, len(situation.roster)))
-    made = dataclasses.replace(made, ranks=tuple(chosen.tolist()))
+    chosen = match_ranks(-held - _begun(made, len(situation.roster)))
+    made = dataclasses.replace(made, ranks=tuple(chosen))
     at_home = held[np.arange(len(needed)), chosen]
     project, estimate = abilities.project or costs.project, abilities.estimate or costs.estimate
     made.projected_bytes.update(project(made))

@@ -49,8 +49,11 @@ class Snapshot:
         self.workers, self.sources, self.placed, self.groups = workers, sources, placed, groups
         self.engines = tuple(engines)
 
-    def plan(self, problem: Problem, *, reordered: bool = False) -> Plan:
-        """Return the plan for a problem on these workers, with an estimate for Dask's own tasks."""
+    def plan(self, problem: Problem, *, reordered: bool = False, lazy: bool = False) -> Plan:
+        """Return the plan for a problem on these workers, with an estimate for Dask's own tasks.
+
+        With `lazy` chunks are still to be made: tasks of Dask come before the run, and among its own.
+        """
         a, b, *_ = self.placed or (None, None)
         found = {"a": _turned(problem, "a", a), "b": _turned(problem, "b", b)}
         where = {name: table for name, table in found.items() if table is not None}
@@ -68,7 +71,7 @@ class Snapshot:
         costs, machine = dask_costs(), problem.machine_of_tasks(made.engine)
         # With a number of operations as the limit nobody chooses by time.
         own = product_by_tasks(problem, self.workers, machine, costs) if setting("minimum-flops") is None else None
-        return dataclasses.replace(made, around=product_overhead(problem, costs), by_tasks=own)
+        return dataclasses.replace(made, around=product_overhead(problem, costs) + lazy * costs.start, by_tasks=own)
 
 
 def _turned(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:

@@ -160,7 +160,8 @@ _threads_users: list[Any] = []
 
 @functools.cache
 def _libraries() -> ThreadpoolController:
-    """Return the BLAS libraries of this process. Finding them takes milliseconds; ours are there since the imports."""
+    """Return the BLAS libraries of this process, ours among them. Finding them takes milliseconds."""
+    routine("d", "gemm")
     return ThreadpoolController()
 
 

@@ -29,12 +29,10 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ChunkKey, Engine, Job, ResultKey
-from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.gathered import GatheredChunks
 from dask_distmm.engines.numpy.answer import Answer
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.inputs import Inputs
-from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.numpy.streaming import Streamed
 from dask_distmm.engines.numpy.sums import Block, Sums, chunk_part, pack_blocks, placed_block
 from dask_distmm.engines.panels import ChunkBlock, Panel, panels, twins
@@ -44,7 +42,6 @@ from dask_distmm.numeric.conversions import stored
 from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Plan
-from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import goes_on
 
@@ -299,17 +296,6 @@ class NumpyJob(Job[Plan]):
                 _open(future, error)
 
 
-class NumpyFactorJob(FactorJob):
-    """One participant's side of a factorization on CPUs, with SciPy's LAPACK."""
-
-    lends = True
-
-    def execute(self) -> dict[ResultKey, Any]:
-        """Do this rank's part with as many threads as its worker has."""
-        with blas_threads(self.plan.participants[self.me].nthreads):
-            return super().execute()
-
-
 class NumpyEngine(Engine):
     """Multiplies on CPUs with SciPy's BLAS and NumPy."""
 
@@ -321,13 +307,13 @@ class NumpyEngine(Engine):
 
     def job(
         self,
-        plan: Plan | FactorPlacement,
+        plan: Any,
         me: int,
         chunks: Mapping[ChunkKey, NDArray[Any]],
         comm: Comm,
         progress: Callable[[float], None] = lambda share: None,
         ready: Sequence[Any] = (),
-    ) -> NumpyJob | NumpyFactorJob:
+    ) -> Job[Any]:
         """Return participant `me`'s side of a run."""
         for (operand, number), chunk in chunks.items():
             made = not isinstance(chunk, SourceChunk)  # else looked at later
@@ -336,9 +322,13 @@ class NumpyEngine(Engine):
                     f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the numpy engine needs "
                     "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray)"
                 )
-        if isinstance(plan, FactorPlacement):
-            return NumpyFactorJob(plan, me, chunks, comm, progress, LapackKernels())
-        return NumpyJob(plan, me, chunks, comm, progress)
+        if isinstance(plan, Plan):
+            return NumpyJob(plan, me, chunks, comm, progress)
+        # Workers that only multiply import none of it.
+        from dask_distmm.engines.numpy.factor import NumpyFactorJob
+        from dask_distmm.engines.numpy.lapack import LapackKernels
+
+        return NumpyFactorJob(plan, me, chunks, comm, progress, LapackKernels())
 
 
 ENGINE = NumpyEngine()

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.numeric.types import dtype_from_name
@@ -27,7 +26,7 @@ from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles, slab_st
 from dask_distmm.planning.cuts import by_rows, chunk_owners, padded, uniform_cut
 from dask_distmm.planning.footprint import chunk_bytes, spread, upload_seconds
 from dask_distmm.planning.gemm_sizes import slowdown
-from dask_distmm.planning.placement import Estimate, everywhere
+from dask_distmm.planning.placement import Estimate, everywhere, match_ranks
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.situation import Situation, Way
@@ -99,8 +98,7 @@ def _held(chunks: Chunks, where: NDArray[np.int32] | None, tile: Tile, npart: in
 
 def _ranks(made: Plan, held: _Elements, groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
     """Match ranks to workers so that most bytes lie right; a group that exists already saves making one."""
-    rank, worker = linear_sum_assignment(-held.T)
-    best = tuple(worker[np.argsort(rank)].tolist())
+    best = tuple(match_ranks(-held.T))
     machine = made.problem.options.machine(made.engine)
     number = {w.address: index for index, w in enumerate(made.participants[: len(held)])}
     at_home = held[list(best), range(len(best))].sum()

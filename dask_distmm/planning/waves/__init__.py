@@ -14,6 +14,16 @@ run itself takes, and what stays. A wave is as large as these leave room for; ea
 
 from dask_distmm.planning.waves.blocks import in_host, in_host_memory
 from dask_distmm.planning.waves.choice import Budget, choose_scheme
-from dask_distmm.planning.waves.scheme import Scheme, Wave, WavePlan, wave_problem
+from dask_distmm.planning.waves.scheme import Scheme, Wave, WavePlan, part_scheme, wave_problem
 
-__all__ = ["Budget", "Scheme", "Wave", "WavePlan", "choose_scheme", "in_host", "in_host_memory", "wave_problem"]
+__all__ = [
+    "Budget",
+    "Scheme",
+    "Wave",
+    "WavePlan",
+    "choose_scheme",
+    "in_host",
+    "in_host_memory",
+    "part_scheme",
+    "wave_problem",
+]

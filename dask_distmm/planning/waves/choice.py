@@ -68,8 +68,9 @@ def choose_scheme(
     engine: str | Sequence[str] = "numpy",
     by_ranks: tuple[bool, bool] = (False, False),
     products: int = 1,
+    only_by_ranks: bool = False,
 ) -> Scheme:
-    """Return the quickest scheme that fits into the memory of the workers."""
+    """Return the quickest scheme that fits into the memory of the workers; one by ranks only, if that is asked for."""
     apart = in_host_memory(problem, engine)
     if reason := _why_whole(problem, lazy, apart=apart):
         raise PlanError(f"{problem.name} can't be made in waves: {reason}")
@@ -89,8 +90,10 @@ def choose_scheme(
     names = [one.name for one in abilities_of([engine] if isinstance(engine, str) else engine)]
     makers = [name for name in names if ENGINES[name].makes]
     for sketch in _sketches(problem, lazy, _makeable(problem, makers, by_ranks)):
-        if products > 1 and sketch.streamed != lazy:
+        if (products > 1 and sketch.streamed != lazy) or (only_by_ranks and not sketch.by_ranks):
             continue
+        if only_by_ranks and found and sketch.name == "blocks":
+            break
         similar = [one for one in found if one.name == sketch.name]
         if any(one.by_ranks == sketch.by_ranks or sketch.name != "blocks" for one in similar):
             continue  # it reads more blocks, or loads what ranks can make
@@ -217,7 +220,10 @@ class _Fitting:
     def scheme(self, method: str) -> Scheme | None:
         """Return the scheme with the largest waves that fit, of which there are enough; None if none fit."""
         segments = len(self._edges) - 1
-        if (segments < 2 and self.fewest == _FEWEST) or (segments <= _FEW and self._try(segments, method) is None):
+        if segments < 2 and self.fewest == _FEWEST:
+            return None
+        # Where ranks make chunks the largest waves mostly fit, too.
+        if segments <= _FEW and not self.sketch.by_ranks and self._try(segments, method) is None:
             return None
         # Numbers of waves along the axis: more fit sooner, and take longer to look at.
         low = high = 1

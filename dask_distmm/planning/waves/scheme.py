@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning.computation import Chunks
@@ -96,8 +97,41 @@ class WavePlan(Explanation):
         return None
 
 
-def wave_problem(problem: Problem, scheme: Scheme, number: int) -> Problem:
-    """Return one wave of a product as a problem called ``...-wave-00012`` after the product or the series."""
+def part_scheme(problem: Problem, scheme: Scheme, part: Part, name: str) -> Scheme:
+    """Return the waves, called after `name`, that make a part of a product.
+
+    Waves along k are joined as long as they read no more than a wave of the whole.
+    """
+    rows, cols = _kept(problem, part)
+    sizes = problem.itemsize("a") * scheme.streamed[0], problem.itemsize("b") * scheme.streamed[1]
+
+    def read(nrows: int, ncols: int, depth: Range) -> int:
+        return (nrows * sizes[0] + ncols * sizes[1]) * (depth[1] - depth[0])
+
+    most = max(read(wave.rows[1] - wave.rows[0], wave.cols[1] - wave.cols[0], wave.depth) for wave in scheme.waves)
+    found: list[Wave] = []
+    for wave in scheme.waves:
+        extents = int(rows[slice(*wave.rows)].sum()), int(cols[slice(*wave.cols)].sum())
+        if 0 in extents:
+            continue
+        joined = (found[-1].depth[0], wave.depth[1]) if found and not wave.first else wave.depth
+        if joined != wave.depth and read(*extents, joined) <= most:
+            found[-1] = dataclasses.replace(found[-1], depth=joined, last=wave.last)
+        else:
+            found.append(wave)
+    return dataclasses.replace(scheme, waves=tuple(found), series=name, before=0)
+
+
+def _kept(problem: Problem, part: Part) -> list[NDArray[np.bool_]]:
+    """Return which rows, and which columns, of D are in a part."""
+    return [
+        np.repeat(np.isin(np.arange(len(sizes)), numbers), sizes)
+        for sizes, numbers in zip(problem.out_chunks, part.of("d")[:2], strict=True)
+    ]
+
+
+def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | None = None) -> Problem:
+    """Return one wave of a product, or of its part, as a problem called ``...-wave-00012`` after it or the series."""
     wave = scheme.waves[number]
     axes = {"m": wave.rows, "n": wave.cols, "k": wave.depth}
     extents = {"m": problem.m, "n": problem.n}
@@ -112,6 +146,9 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int) -> Problem:
                 start, stop = 0, sum(own)  # broadcast
             ends = np.cumsum(own)
             taken.append(tuple(np.flatnonzero((ends > start) & (ends <= stop)).tolist()))
+        if part is not None:
+            kept = part.of("d" if name == "partial" else name)
+            taken = [tuple(x for x in mine if x in of) for mine, of in zip(taken, kept[:2], strict=True)]
         rows, cols = taken
         numbers.append((name, rows, cols, len(sizes[1])))
         chunks[name] = tuple(sizes[0][i] for i in rows), tuple(sizes[1][j] for j in cols)
@@ -131,10 +168,11 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int) -> Problem:
     # The same chunks, as in X.T @ X: transposed once, and in the same columns.
     across = problem.turned in ((True, False), (False, True)) and numbers[0][1] == numbers[1][2]
     shared = problem.shared and across
-    whole = problem.name if wave.last else f"{problem.name}-sum-{number:05d}"
+    series, number = scheme.series or problem.name, scheme.before + number
+    whole = problem.name if wave.last else f"{series}-sum-{number:05d}"
     return dataclasses.replace(
         problem,
-        name=f"{scheme.series or problem.name}-wave-{scheme.before + number:05d}",
+        name=f"{series}-wave-{number:05d}",
         a_chunks=chunks["a"],
         b_chunks=chunks["b"],
         out_chunks=chunks["d"],
