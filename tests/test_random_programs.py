@@ -1,0 +1,700 @@
+"""Random programs on Dask arrays under ``enable()``, against NumPy.
+
+A seed determines a program: operands of random types, chunks and origins, statements that multiply them, cut and join
+what comes out, rewrite its graph, keep it on the workers or forget it, and statements that compute. All of it is
+computed by NumPy, too, in extended precision and of absolute values, so that each result has a gate of its own: 16 eps
+for each step that rounds, times the sum of the absolute values. Integers are exact. Warnings, and what Dask logs of
+that level, are failures.
+
+    python tests/test_random_programs.py 5000             so many programs, with fresh seeds, and what failed
+    python tests/test_random_programs.py --seed 1234      one program, reduced to the statements that it fails by
+    python tests/test_random_programs.py --stock ...      without dask_distmm: what fails is Dask's own
+    python tests/test_random_programs.py --processes ...  on worker processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import gc
+import itertools
+import logging
+import pickle
+import re
+import secrets
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+from dask.graph_manipulation import bind, checkpoint, clone, wait_on
+
+import dask_distmm
+from dask_distmm.testing import assert_nothing_left, random_chunks
+
+DTYPES = ["float64", "float32", "complex128", "complex64", "int64", ">f8"]
+ORIGINS = ["memory", "memory", "persisted", "made", "made", "zarr", "delayed", "fortran", "scattered"]
+LENGTHS = (1, 2, 5, 8, 13, 24)
+# Programs of larger numbers could overflow.
+LARGEST = 1e8
+
+
+@dataclasses.dataclass
+class Value:
+    """What a variable is: as NumPy has it, without rounding, and by absolute values; and how often it was rounded."""
+
+    plain: Any
+    exact: Any
+    size: Any
+    steps: int
+    eps: float
+
+
+class Program:
+    """The lines of a program, and the values of its variables."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.inputs: list[Any] = []
+        self.lines: list[str] = []
+        # Those that can be used by the next statement, and all.
+        self.live: dict[str, Value] = {}
+        self.values: dict[str, Value] = {}
+        self.dtypes = self.rng.choice(DTYPES, size=int(self.rng.choice([1, 1, 2, 3])), p=[0.4, 0.2, 0.1, 0.1, 0.15, 0.05])
+        self.minimum_flops = [0, 0, None][self.rng.integers(3)]
+        self.patient = self.chance(0.9)
+        for _ in range(int(self.rng.integers(2, 12))):
+            self.add(STATEMENTS)
+            if self.rng.random() < 0.2:
+                self.add(ENDS)
+        for _ in range(int(self.rng.integers(1, 4))):
+            self.add(ENDS)
+
+    def __str__(self) -> str:
+        inputs = [f"# input {i}: {x.dtype} {x.shape}" for i, x in enumerate(self.inputs)]
+        return "\n".join([f"# minimum-flops: {self.minimum_flops}, patient: {self.patient}", *inputs, *self.lines])
+
+    def add(self, kinds: list[Callable[[Program], None]]) -> None:
+        """Add a statement of a random kind; one that finds no operands of its own makes some."""
+        kinds[self.rng.integers(len(kinds))](self)
+
+    def let(self, text: str, numpy: str | None = None, size: str | None = None, steps: int = 1) -> str:
+        """Add a statement for one new variable: its text, NumPy's, and that of absolute values, where they differ."""
+        name, numpy = f"v{len(self.values)}", text if numpy is None else numpy
+        self.lines.append(f"{name} = {text}")
+        parents = [self.values[found] for found in dict.fromkeys(re.findall(r"\bv\d+\b", numpy))]
+        spaces = [{n: getattr(v, field) for n, v in self.values.items()} for field in ("plain", "exact", "size")]
+        with np.errstate(all="ignore"):
+            plain, exact, whole = (
+                np.asarray(eval(line, {"np": np, "xp": np}, space))
+                for line, space in zip((numpy, numpy, size or numpy), spaces, strict=True)
+            )
+        self.keep(name, plain, exact, whole, steps + sum(x.steps for x in parents), max(x.eps for x in parents))
+        return name
+
+    def keep(self, name: str, plain: Any, exact: Any, size: Any, steps: int, eps: float) -> None:
+        assert plain.shape == exact.shape == size.shape
+        own = float(np.finfo(plain.dtype).eps) if plain.dtype.kind in "fc" else 0.0
+        self.live[name] = self.values[name] = Value(plain, exact, size.real, steps, max(eps, own))
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.rng.random() < probability)
+
+    def choose(self, things: Any) -> Any:
+        return things[self.rng.integers(len(things))]
+
+    def length(self) -> int:
+        return int(self.choose(LENGTHS))
+
+    def chunks(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        def cut(size: int) -> tuple[int, ...]:
+            if size == 0 or self.chance(0.2):
+                return (size,)
+            return (1,) * size if size < 6 and self.chance(0.1) else random_chunks(self.rng, size, 4)
+
+        return tuple(map(cut, shape))
+
+    def new(self, shape: tuple[int, ...], origin: str | None = None) -> str:
+        """Add an operand, and return its name."""
+        dtype, name = np.dtype(self.choose(self.dtypes)), f"v{len(self.values)}"
+        x = self.rng.integers(-9, 10, shape) if dtype.kind == "i" else self.rng.standard_normal(shape)
+        x = (x + 1j * self.rng.standard_normal(shape) if dtype.kind == "c" else x).astype(dtype)
+        self.lines.append(f"{name} = {origin or self.choose(ORIGINS)}({len(self.inputs)}, {self.chunks(shape)})")
+        self.inputs.append(x)
+        wide = np.clongdouble if dtype.kind == "c" else np.longdouble
+        self.keep(name, x, x if dtype.kind == "i" else x.astype(wide), abs(x.astype(wide)), 0, 0.0)
+        return name
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.values[name].plain.shape
+
+    def pick(self, *ndims: int, wanted: Callable[[Value], bool] = lambda x: True) -> str:
+        """Return a variable of so many dimensions; the latest are taken more often."""
+        found = [
+            name
+            for name, x in self.live.items()
+            if x.plain.ndim in ndims and 0 < x.plain.size < 3000 and x.size.max() < LARGEST and wanted(x)
+        ]
+        if found and not self.chance(0.15):
+            return found[-1] if self.chance(0.4) else str(self.choose(found))
+        return self.new(tuple(self.length() for _ in range(self.choose(ndims))))
+
+    def like(self, shape: tuple[int, ...]) -> str:
+        """Return a variable of one shape."""
+        found = [n for n, x in self.live.items() if x.plain.shape == shape and x.size.max(initial=0) < LARGEST]
+        return str(self.choose(found)) if found and self.chance(0.7) else self.new(shape)
+
+    def some(self, most: int = 3) -> list[str]:
+        """Return the newest variable and others."""
+        names = list(self.live) or [self.new((5, 5))]
+        others = self.rng.permutation(names[:-1])[: self.rng.integers(most)]
+        return [names[-1], *map(str, others)]
+
+    def same(self, names: list[str], text: str) -> None:
+        """Add a statement whose results are what these variables are."""
+        made = [f"v{len(self.values) + i}" for i in range(len(names))]
+        self.lines.append(f"{', '.join(made)}{',' if len(made) == 1 else ''} = {text}")
+        for name, before in zip(made, names, strict=True):
+            self.live[name] = self.values[name] = self.values[before]
+        if self.chance(0.5):
+            self.forget(names)
+
+    def forget(self, names: list[str]) -> None:
+        self.lines.append(f"del {', '.join(names)}")
+        for name in names:
+            del self.live[name]
+
+
+# Products.
+
+
+def operator(p: Program) -> None:
+    a = p.pick(2, 2, 1)
+    b = p.like((p.shape(a)[-1], p.length()) if p.chance(0.8) else p.shape(a)[-1:])
+    text = p.choose(["{} @ {}", "np.matmul({}, {})", "np.dot({}, {})", "{}.dot({})", "xp.dot({}, {})", "xp.matmul({}, {})"])
+    p.let(text.format(a, b))
+
+
+def of_one(p: Program) -> None:
+    """Products of a matrix and its own transpose."""
+    a = p.pick(2)
+    p.let(p.choose([f"{a}.T @ {a}", f"{a} @ {a}.T", f"np.linalg.matmul({a}, {a}.T)"]))
+
+
+def adjoint(p: Program) -> None:
+    a = p.pick(2)
+    p.let(f"{a}.conj().T @ {a}")
+
+
+def of_vectors(p: Program) -> None:
+    a = p.pick(1)
+    if p.chance(0.5):
+        p.let(f"{p.choose(['np', 'xp'])}.outer({a}, {p.pick(1)})")
+    else:
+        p.let(f"{p.choose(['np', 'xp'])}.vdot({a}, {p.like(p.shape(a))})")
+
+
+def batched(p: Program) -> None:
+    a = p.pick(3)
+    *batch, _, k = p.shape(a)
+    shapes = [(*batch, k, p.length()), (k, p.length()), (k,), (1, k, p.length())]
+    p.let(f"{p.choose(['np', 'xp'])}.matmul({a}, {p.like(p.choose(shapes))})")
+
+
+def tensordot(p: Program) -> None:
+    a = p.pick(1, 2, 2, 3)
+    ndim = len(p.shape(a))
+    count = int(p.rng.integers(1, min(ndim, 2) + 1))
+    left = [int(x) for x in p.rng.permutation(ndim)[:count]]
+    contracted = [p.shape(a)[axis] for axis in left]
+    rest = [p.length() for _ in range(p.rng.integers(0, 2 if ndim == 3 else 3))]
+    places = [int(x) for x in p.rng.permutation(count + len(rest))]
+    shape: list[int] = [0] * len(places)
+    for place, size in zip(places, contracted + rest, strict=True):
+        shape[place] = size
+    b = p.like(tuple(shape))
+    right = places[:count]
+    left = [axis - ndim if p.chance(0.3) else axis for axis in left]
+    right = [axis - len(shape) if p.chance(0.3) else axis for axis in right]
+    axes: Any = (left, right) if count > 1 or p.chance(0.5) else (left[0], right[0])
+    p.let(f"{p.choose(['np', 'xp', 'np.linalg'])}.tensordot({a}, {b}, axes={axes})")
+
+
+def inner(p: Program) -> None:
+    a = p.pick(1, 2, 2)
+    k = p.shape(a)[-1]
+    p.let(f"np.inner({a}, {p.like((p.length(), k) if p.chance(0.7) else (k,))})")
+
+
+def einsum(p: Program) -> None:
+    a = p.pick(2)
+    i, k = p.shape(a)
+    j = p.length()
+    spec, shape = p.choose([
+        ("ik,kj->ij", (k, j)), ("ik,kj->ji", (k, j)), ("ik,jk", (j, k)), ("ik,k->i", (k,)), ("ik,ij->kj", (i, j)),
+        ("ik,ik->i", (i, k)), ("ik,ik->", (i, k)), ("ik,kj->j", (k, j)),
+    ])  # fmt: skip
+    p.let(f"{p.choose(['np', 'xp'])}.einsum('{spec}', {a}, {p.like(shape)})")
+
+
+def multi_dot(p: Program) -> None:
+    a = p.pick(2, 1)
+    b = p.like((p.shape(a)[-1], p.length()))
+    c = p.like((p.shape(b)[-1], p.length()) if p.chance(0.7) else p.shape(b)[-1:])
+    p.let(f"np.linalg.multi_dot([{a}, {b}, {c}])", steps=3)
+
+
+def matrix_power(p: Program) -> None:
+    a = p.pick(2, wanted=lambda x: x.plain.shape[0] == x.plain.shape[1] and x.size.max() < 1e2)
+    if p.shape(a)[0] != p.shape(a)[1] or p.values[a].size.max() > 1e2:
+        a = p.new((p.length(),) * 2)
+    n = int(p.rng.integers(1, 5))
+    p.let(f"np.linalg.matrix_power({a}, {n})", steps=n + (n - 1) * p.values[a].steps)
+
+
+# Parts of what there is.
+
+
+def slices(p: Program) -> None:
+    a = p.pick(1, 2, 2, 3)
+
+    def index(size: int) -> str:
+        low, high = sorted(int(x) for x in p.rng.integers(-size, size + 1, 2))
+        step = p.choose(["", ":2", ":-1", ":-3", ""])
+        texts = [":", f"{low}:{high}{step}", f":{high}", f"{low}:", f"::{step[1:] or 1}", str(p.rng.integers(-size, size))]
+        return str(p.choose(texts))
+
+    p.let(f"{a}[{', '.join(index(size) for size in p.shape(a))}]", steps=0)
+
+
+def fancy(p: Program) -> None:
+    a = p.pick(1, 2, 2)
+    axis = int(p.rng.integers(len(p.shape(a))))
+    size = p.shape(a)[axis]
+    rows = [int(x) for x in p.rng.integers(-size, size, p.rng.integers(1, size + 2))]
+    before = ":, " * axis
+    if p.chance(0.3):
+        p.let(f"{p.choose(['np', 'xp'])}.take({a}, {rows}, axis={axis})", steps=0)
+    else:
+        p.let(f"{a}[{before}{rows if p.chance(0.6) else f'np.array({rows})'}]", steps=0)
+
+
+def boolean(p: Program) -> None:
+    a = p.pick(1, 2, 2)
+    axis = int(p.rng.integers(len(p.shape(a))))
+    mask = (p.rng.random(p.shape(a)[axis]) < 0.5).tolist()
+    p.let(f"{a}[{':, ' * axis}np.array({mask})]", steps=0)
+
+
+def unknown(p: Program) -> None:
+    """A choice by a Dask array, whose length nobody knows before."""
+    a = p.pick(1, 2, 2)
+    mask = f"np.array({(p.rng.random(p.shape(a)[0]) < 0.5).tolist()})"
+    text = f"{a}[da.from_array({mask}, chunks=2)]"
+    if p.chance(0.5):
+        p.let(f"{text}.sum(axis=0)", f"{a}[{mask}].sum(axis=0)")
+    else:
+        p.let(f"{text}.compute_chunk_sizes()", f"{a}[{mask}]", steps=0)
+
+
+def points(p: Program) -> None:
+    a = p.pick(2)
+    rows, cols = ([int(x) for x in p.rng.integers(0, size, 4)] for size in p.shape(a))
+    p.let(f"{a}.vindex[{rows}, {cols}]", f"{a}[{rows}, {cols}]", steps=0)
+
+
+def blocks(p: Program) -> None:
+    a = p.pick(2)
+    chunks = p.chunks(p.shape(a))
+    where = [int(p.rng.integers(len(sizes))) for sizes in chunks]
+    starts = [sum(sizes[:at]) for at, sizes in zip(where, chunks, strict=True)]
+    numpy = ", ".join(f"{low}:{low + sizes[at]}" for low, at, sizes in zip(starts, where, chunks, strict=True))
+    p.let(f"{a}.rechunk({chunks}).blocks[{', '.join(map(str, where))}]", f"{a}[{numpy}]", steps=0)
+
+
+def assignment(p: Program) -> None:
+    a = p.pick(1, 2, 2)
+    size = p.shape(a)[0]
+    low, high = sorted(int(x) for x in p.rng.integers(0, size + 1, 2))
+    rows = f"np.arange({size})[{':, None' if len(p.shape(a)) == 2 else ':'}]"
+    numpy = f"np.where(({rows} >= {low}) & ({rows} < {high}), np.zeros_like({a}), {a})"
+    p.let(f"assigned({a}, {low}, {high})", numpy, steps=0)
+
+
+def diagonals(p: Program) -> None:
+    a = p.pick(2)
+    offset = int(p.choose([0, 0, 1, -1, 2]))
+    name = p.choose(["np", "xp"])
+    texts = [f"{name}.trace({a})", f"{name}.trace({a}, {offset})", f"{name}.diagonal({a}, {offset})", f"{name}.diag({a})"]
+    p.let(p.choose(texts))
+
+
+# Other shapes.
+
+
+def triangles(p: Program) -> None:
+    a = p.pick(2)
+    if p.values[a].plain.dtype.kind != "c":  # for which Dask warns
+        p.let(f"{p.choose(['np', 'xp'])}.{p.choose(['tril', 'triu'])}({a}, {p.choose([0, -1, 2])})", steps=0)
+
+
+def from_diagonal(p: Program) -> None:
+    p.let(f"xp.diag({p.pick(1)})", steps=0)
+
+
+def join(p: Program) -> None:
+    a = p.pick(1, 2, 2)
+    others = [a, *(p.like(p.shape(a)) for _ in range(p.rng.integers(1, 3)))]
+    p.rng.shuffle(others)
+    axis = int(p.rng.integers(-len(p.shape(a)), len(p.shape(a))))
+    name = p.choose(["np", "xp"])
+    texts = [f"{name}.concatenate([{', '.join(others)}], axis={axis})", f"{name}.stack([{', '.join(others)}], axis={axis})"]
+    texts += [f"{name}.vstack([{', '.join(others)}])", f"{name}.hstack([{', '.join(others)}])"]
+    p.let(p.choose(texts), steps=0)
+
+
+def block(p: Program) -> None:
+    a = p.pick(2)
+    b = p.like(p.shape(a))
+    p.let(f"{p.choose(['np', 'xp'])}.block([[{a}, {b}], [{b}, {a}]])", steps=0)
+
+
+def reshape(p: Program) -> None:
+    a = p.pick(1, 2, 2, 3)
+    size = p.values[a].plain.size
+    first = int(p.choose([x for x in range(1, size + 1) if size % x == 0]))
+    # Of other chunks Dask refuses some shapes.
+    whole, shape = f"{a}.rechunk(-1)", f"({first}, {size // first})"
+    texts = [(f"{whole}.reshape({shape})", f"{a}.reshape({shape})"), (f"xp.reshape({whole}, {shape})", f"xp.reshape({a}, {shape})")]
+    p.let(*p.choose([*texts, (f"{a}.ravel()",), (f"{a}.flatten()",)]), steps=0)
+
+
+def turn(p: Program) -> None:
+    a = p.pick(2)
+    name = p.choose(["np", "xp"])
+    texts = [f"{a}.T", f"{name}.transpose({a})", f"{name}.swapaxes({a}, 0, 1)", f"{name}.flip({a}, {p.rng.integers(2)})"]
+    texts += [f"{name}.roll({a}, 3, axis=1)", f"{name}.moveaxis({a}, 0, 1)", f"{name}.rot90({a})"]
+    p.let(p.choose(texts), steps=0)
+
+
+def axes(p: Program) -> None:
+    a = p.pick(1, 2)
+    texts = [f"{a}[None]", f"{a}[..., None]", f"np.expand_dims({a}, 0)", f"xp.broadcast_to({a}, {(2, *p.shape(a))})"]
+    texts += [f"xp.pad({a}, 1)", f"xp.repeat({a}, 2, axis=0)", f"xp.tile({a}, 2)", f"xp.squeeze({a}[None])"]
+    p.let(p.choose(texts), steps=0)
+
+
+def rechunk(p: Program) -> None:
+    a = p.pick(1, 2, 2, 3)
+    chunks = p.choose([p.chunks(p.shape(a)), -1, 3])
+    p.let(f"{a}.rechunk({chunks})", a, steps=0)
+
+
+# What goes element by element, and what reduces.
+
+
+def elementwise(p: Program) -> None:
+    a = p.pick(1, 2, 2)
+    b = p.like(p.shape(a) if p.chance(0.7) else p.shape(a)[-1:])
+    plus = f"{a} + {b}"
+    texts = [(plus, plus, plus), (f"{a} - {b}", None, plus), (f"{a} * {b}", None, None), (f"-{a}", None, a)]
+    texts += [(f"{a} * 2 + {b}", None, None), (f"abs({a})", None, None), (f"{a}.real", None, a), (f"{a} + {a}.T", None, None)]
+    texts += [(f"{a}.conj()", None, None), (f"{a}.map_blocks(np.negative)", f"-{a}", a), (f"np.square({a})", None, None)]
+    if len(set(p.shape(a))) > 1:
+        texts.pop(7)
+    p.let(*p.choose(texts))
+
+
+def mean(p: Program) -> None:
+    a = p.pick(1, 2, 2, 3)
+    axis = p.choose([None, *range(len(p.shape(a)))])
+    names = ["sum", "sum", "mean", "cumsum"] if axis is not None else ["sum", "sum", "mean"]
+    if p.values[a].plain.dtype.kind != "c":
+        names += ["max", "min"]
+    name = p.choose(names)
+    p.let(f"{a}.{name}(axis={axis})", size=f"{a}.{'max' if name == 'min' else name}(axis={axis})")
+
+
+def norm(p: Program) -> None:
+    p.let(f"{p.choose(['np', 'xp'])}.linalg.norm({p.pick(1, 2)})")
+
+
+# Other graphs of the same, and what is kept of them.
+
+
+def persist(p: Program) -> None:
+    names = p.some()
+    p.same(names, f"dask.persist({', '.join(names)})")
+
+
+def persist_part(p: Program) -> None:
+    """Keep a part of something on the workers, which is computed as a whole later."""
+    a = p.pick(2)
+    p.let(f"{a}[:{max(1, p.shape(a)[0] // 2)}].persist()", f"{a}[:{max(1, p.shape(a)[0] // 2)}]", steps=0)
+
+
+def optimize(p: Program) -> None:
+    names = p.some()
+    p.same(names, f"dask.optimize({', '.join(names)})")
+
+
+def rewrite(p: Program) -> None:
+    names = p.some(2)
+    name, other = names[0], names[-1]
+    texts = [f"[clone({name})]", f"[bind({name}, {other})]", f"[wait_on({name})]"]
+    if name != other:
+        texts += [f"[clone({name}, omit={other})]", f"[bind({name}, {other}, omit={other}, assume_layers=False)]"]
+    texts += [f"[pickle.loads(pickle.dumps({name}))]", f"annotated(lambda: [{name} + 0])", f"[{name}.copy()]"]
+    texts += [f"[dask.delayed(lambda x: x)({name})]"]
+    text = p.choose(texts)
+    if "delayed" in text:
+        x = p.values[name].plain
+        text = f"[da.from_delayed({text[1:-1]}, shape={x.shape}, dtype='{x.dtype}')]"
+    p.same([name], text)
+
+
+def store(p: Program) -> None:
+    # Zarr has no empty chunks.
+    names = [name for name in p.some() if p.values[name].plain.size and p.values[name].plain.ndim]
+    if names:
+        p.same(names[:1], f"[stored({names[0]})]")
+
+
+def forget(p: Program) -> None:
+    if len(p.live) > 2:
+        p.forget([str(p.choose(list(p.live)[:-1]))])
+
+
+# What computes.
+
+
+def compute(p: Program) -> None:
+    names = p.some(4)
+    given = ", ".join(names)
+    texts = [f"dask.compute({given})", f"client.gather(client.compute([{given}]))"]
+    texts += [f"client.gather(client.compute([{given}], optimize_graph=False))", f"[x.compute() for x in [{given}]]"]
+    texts += [f"dask.compute({', '.join(f'dask.delayed(np.asarray)({name})' for name in names)})", f"into_memory({given})"]
+    texts += [f"[np.asarray(x) for x in [{given}]]", f"[x.compute(optimize_graph=False) for x in [{given}]]"]
+    p.lines.append(f"check('{' '.join(names)}', {p.choose(texts)})")
+
+
+def whole_and_part(p: Program) -> None:
+    a = p.pick(2)
+    rows = max(1, p.shape(a)[0] // 2)
+    part = p.let(f"{a}[:{rows}]", steps=0)
+    lines = [f"check('{a}', [{a}.compute()])", f"check('{part}', [{part}.compute()])"]
+    if p.chance(0.5):
+        lines.insert(0, f"{a}.sum().compute()")
+    p.rng.shuffle(lines)
+    p.lines += lines
+
+
+def wait(p: Program) -> None:
+    p.lines.append(f"assert checkpoint({', '.join(p.some())}).compute() is None")
+
+
+PRODUCTS = [operator, operator, operator, of_one, adjoint, of_vectors, batched, tensordot, inner, einsum, multi_dot, matrix_power]
+PARTS = [slices, slices, fancy, boolean, unknown, points, blocks, assignment, diagonals, diagonals]
+SHAPES = [triangles, from_diagonal, join, block, reshape, turn, axes, rechunk]
+NUMBERS = [elementwise, elementwise, mean, mean, norm]
+GRAPHS = [persist, persist_part, optimize, rewrite, rewrite, store, forget]
+ENDS = [compute, compute, compute, whole_and_part, wait]
+STATEMENTS = PRODUCTS * 2 + PARTS + SHAPES + NUMBERS + GRAPHS
+
+
+def execute(program: Program, lines: list[str], client: Any, folder: Path) -> None:
+    """Execute lines of a program; AssertionError if a result is wrong or Dask warns."""
+    numbers = itertools.count()
+
+    def stored(x: Any) -> Any:
+        path = str(folder / f"{next(numbers)}.zarr")
+        x.rechunk(tuple(max(sizes[0], 1) for sizes in x.chunks)).to_zarr(path)
+        return da.from_zarr(path)
+
+    def memory(i: int, chunks: Any) -> Any:
+        return da.from_array(program.inputs[i], chunks=chunks)
+
+    def made(i: int, chunks: Any) -> Any:
+        x = program.inputs[i]
+        return da.map_blocks(functools.partial(_block, x), chunks=chunks, dtype=x.dtype, meta=x[(slice(0, 0),) * x.ndim])
+
+    def delayed(i: int, chunks: Any, wrap: Any = dask.delayed) -> Any:
+        x = program.inputs[i]
+        return da.from_delayed(wrap(x), shape=x.shape, dtype=x.dtype).rechunk(chunks)
+
+    def into_memory(*arrays: Any) -> Any:
+        return [client.compute(x.to_delayed().ravel().tolist(), sync=True) and x.compute() for x in arrays]
+
+    def annotated(make: Callable[[], Any]) -> Any:
+        with dask.annotate(priority=3, retries=1):
+            return make()
+
+    def check(names: str, results: Any) -> None:
+        for name, found in zip(names.split(), results, strict=True):
+            compare(name, program.values[name], space[name], found)
+
+    space = {
+        "np": np, "xp": da, "da": da, "dask": dask, "client": client, "pickle": pickle,
+        "bind": bind, "checkpoint": checkpoint, "clone": clone, "wait_on": wait_on,
+        "memory": memory, "made": made, "delayed": delayed, "stored": stored, "into_memory": into_memory,
+        "persisted": lambda i, chunks: memory(i, chunks).persist(),
+        "zarr": lambda i, chunks: stored(memory(i, chunks)),
+        "fortran": lambda i, chunks: da.from_array(np.asfortranarray(program.inputs[i]), chunks=chunks),
+        "scattered": lambda i, chunks: delayed(i, chunks, client.scatter),
+        "assigned": _assigned, "annotated": annotated, "check": check,
+    }  # fmt: skip
+    with no_warnings(), dask.config.set({"distmm.minimum-flops": program.minimum_flops}):
+        for line in lines:
+            if program.patient:
+                _settle(client)
+            exec(line, space)
+            # NumPy's functions that Dask lacks compute, if they are not routed.
+            space.update({name: da.asarray(x) for name, x in space.items() if isinstance(x, np.ndarray | np.generic)})
+        # What is freed late belongs to this program, too.
+        space.clear()
+
+
+def _settle(client: Any) -> None:
+    """Wait until the scheduler has forgotten what nobody holds.
+
+    Dask submits keys again with other dependencies (whatever is fused with what depends on what is wanted), and what
+    it has not yet forgotten of the last time makes it warn, or lose chunks.
+    """
+    gc.collect()
+    scheduler = client.cluster.scheduler
+    while any(ts.who_wants and ts.key not in client.futures for ts in list(scheduler.tasks.values())):
+        time.sleep(0.002)
+
+
+def _block(x: Any, block_info: Any = None) -> Any:
+    return x[tuple(slice(*ends) for ends in block_info[None]["array-location"])].copy()
+
+
+def _assigned(x: Any, low: int, high: int) -> Any:
+    x = x.copy()
+    x[low:high] = 0
+    return x
+
+
+def compare(name: str, value: Value, array: Any, found: Any) -> None:
+    """Check a result: its type, its shape, what the lazy array says of them, and each element."""
+    found = np.asarray(found)
+    assert found.shape == value.plain.shape, f"{name} has the shape {found.shape}, expected {value.plain.shape}"
+    # The order of bytes is lost in some of Dask's and NumPy's functions.
+    expected, said = (np.promote_types(x.dtype, x.dtype) for x in (value.plain, array))
+    found = found.astype(found.dtype.newbyteorder("="), copy=False)
+    assert said == found.dtype, f"{name} is {found.dtype}, its lazy array {said}"
+    assert found.dtype == expected, f"{name} is {found.dtype}, expected {expected}"
+    assert array.shape == found.shape, f"{name} has the shape {found.shape}, its lazy array {array.shape}"
+    exact = value.exact.astype(found.dtype) if value.eps == 0 else value.exact
+    bound = 16 * value.eps * value.steps * value.size
+    good = (found == exact) | (abs(found - exact) <= bound)
+    assert good.all(), (
+        f"{name}: {np.count_nonzero(~good)} of {good.size} elements are outside the gate of {value.steps} steps; "
+        f"{found[~good].ravel()[:3]}, expected {exact[~good].ravel()[:3]}"
+    )
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    """Let warnings, and what Dask and dask_distmm log of that level, be an AssertionError."""
+    found: list[str] = []
+
+    class Collected(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            # A busy machine makes its loop unresponsive and its collections of garbage long.
+            if not record.name.startswith(("distributed.core", "distributed.gc", "distributed.utils_perf")):
+                found.append(f"{record.name}: {record.getMessage()}")
+
+    handler, loggers = Collected(logging.WARNING), [logging.getLogger(name) for name in ("distributed", "dask_distmm")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", da.PerformanceWarning)
+            warnings.filterwarnings("ignore", "The `numpy.* function is not implemented by Dask array", FutureWarning)
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert not found, f"logged: {found}"
+
+
+def failure(program: Program, lines: list[str], client: Any, stock: bool = False) -> Exception | None:
+    """Execute lines of a program, and return what it fails by."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.nullcontext() if stock else dask_distmm.enabled():
+        try:
+            execute(program, lines, client, Path(folder))
+        except Exception as error:
+            return error.with_traceback(None)
+        finally:
+            gc.collect()
+    return None
+
+
+def reduced(program: Program, client: Any, stock: bool, kind: type) -> list[str]:
+    """Return lines of a program that still fail by an error of one kind, none of which can be left out."""
+    lines = list(program.lines)
+    for line in reversed(program.lines):
+        fewer = [other for other in lines if other is not line]
+        if type(failure(program, fewer, client, stock)) is kind:
+            lines = fewer
+    return lines
+
+
+def test_random_programs(inproc_client):
+    for _ in range(200):
+        seed = secrets.randbits(32)
+        program = Program(seed)
+        error = failure(program, program.lines, inproc_client)
+        assert error is None, (
+            f"{error!r}\n{program}\nOnce more, and shorter: python tests/test_random_programs.py --seed {seed}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int, nargs="?", default=200)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--processes", action="store_true")
+    options = parser.parse_args()
+    from distributed import Client, LocalCluster
+
+    failed = 0
+    seeds = [secrets.randbits(32) for _ in range(options.count)] if options.seed is None else [options.seed]
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, processes=options.processes, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+    ):
+        start = time.monotonic()
+        for number, seed in enumerate(seeds):
+            program = Program(seed)
+            # A program that hangs is printed before.
+            sys.stdout.flush()
+            faulthandler.dump_traceback_later(120, exit=True)
+            print(f"{number} of {len(seeds)}, {failed} failed: --seed {seed}", end="\r")
+            error = failure(program, program.lines, client, options.stock)
+            faulthandler.cancel_dump_traceback_later()
+            if error is not None:
+                failed += 1
+                lines = reduced(program, client, options.stock, type(error)) if options.seed else []
+                print(f"--seed {seed}: {type(error).__name__}: {str(error)[:600]}", program, "", *lines, sep="\n")
+        print(f"{len(seeds)} programs in {time.monotonic() - start:.0f} s, {failed} failed")
+        if not options.stock:
+            assert_nothing_left(client)
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
