@@ -325,7 +325,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
             wanted["residuals"] = (1,), columns.chunks[1]
         found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
     x, r = found["x"], found["r"]
-    residuals = found["residuals"][0] if m > n else da.zeros((0,), x.real.dtype)
+    residuals = found["residuals"][0] if m > n else da.zeros_like(x.real, shape=(0,), chunks=(0,))
     s = r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
     return x[:, 0] if b.ndim == 1 else x, residuals, min(m, n), s
 

@@ -1,0 +1,147 @@
+"""A stand-in for CuPy whose arrays refuse what CuPy's refuse: to become NumPy's silently, or to meet them."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+# Functions that make arrays of anything where `like` is an array of CuPy.
+_MAKING = ("arange", "array", "asanyarray", "asarray", "empty", "eye", "full", "identity", "ones", "zeros")
+# Of NumPy's array functions these are not in CuPy.
+_MISSING = ("block", "linalg.multi_dot", "linalg.matrix_transpose", "insert", "piecewise_")
+
+
+class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - as CuPy's
+    """An array in the memory of a device that is not there."""
+
+    __module__ = "cupy"
+    device = types.SimpleNamespace(id=0)
+
+    def __init__(self, held: Any) -> None:
+        self._held = np.asarray(held)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return wrapped(getattr(ufunc, method)(*map(held, inputs), **{key: held(x) for key, x in kwargs.items()}))
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func.__name__ in _MAKING:
+            return wrapped(func(*(x._held if isinstance(x, ndarray) else x for x in args), **kwargs))
+        if f"{func.__module__}.{func.__name__}".removeprefix("numpy.") in _MISSING:
+            return NotImplemented
+        return wrapped(func(*held(args), **held(kwargs)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = getattr(self._held, name)
+        if not callable(found):
+            return wrapped(found)
+        return lambda *args, **kwargs: wrapped(found(*held(args), **held(kwargs)))
+
+    def __getitem__(self, index: Any) -> Any:
+        # CuPy has arrays where NumPy has scalars, and takes NumPy's arrays of indices.
+        return wrapped(np.asarray(self._held[_index(index)]))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._held[_index(index)] = held(value)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def __int__(self) -> int:
+        return int(self._held)
+
+    def __float__(self) -> float:
+        return float(self._held)
+
+    def __complex__(self) -> complex:
+        return complex(self._held)
+
+    def __index__(self) -> int:
+        return self._held.__index__()
+
+    def __dask_tokenize__(self) -> Any:
+        return "cupy", self._held
+
+    def __reduce__(self) -> Any:
+        return ndarray, (self._held,)
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        return self._held.copy()
+
+    def tolist(self) -> Any:
+        return self._held.tolist()
+
+
+def _index(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(map(_index, index))
+    return index._held if isinstance(index, ndarray) else index
+
+
+def held(x: Any) -> Any:
+    """Return NumPy's array of one of ours; a TypeError of NumPy's own, which CuPy does not take."""
+    if isinstance(x, ndarray):
+        return x._held
+    if isinstance(x, np.ndarray):
+        raise TypeError(f"Unsupported type {type(x)}")
+    if isinstance(x, dict):
+        return {key: held(value) for key, value in x.items()}
+    return type(x)(map(held, x)) if type(x) in (tuple, list) else x
+
+
+def wrapped(x: Any) -> Any:
+    if isinstance(x, np.ndarray | np.generic) and not isinstance(x, np.dtype):
+        return ndarray(x)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*map(wrapped, x))
+    if type(x) is tuple and not all(isinstance(one, int) for one in x):
+        return tuple(map(wrapped, x))
+    return [wrapped(one) for one in x] if type(x) is list else x
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(sys.modules["numpy"], name)
+        if not callable(found) or isinstance(found, type):
+            return found
+        if name in _MAKING:
+            return lambda *args, **kwargs: wrapped(found(*map(_index, args), **kwargs))
+        return lambda *args, **kwargs: wrapped(found(*held(args), **held(kwargs)))
+
+
+def module() -> Any:
+    """Return the stand-in for the module."""
+    made: Any = _Module("cupy")
+    made.ndarray, made.asnumpy = ndarray, lambda x, **kwargs: x.get() if isinstance(x, ndarray) else np.asarray(x)
+    return made
+
+
+class Kernels:
+    """The kernels of the CPU, for arrays of the stand-in."""
+
+    xp = np
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._kernels, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = found(*_index(args), **{key: _index(x) for key, x in kwargs.items()})
+            return result if name == "host" else wrapped(result)
+
+        return call
