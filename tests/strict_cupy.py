@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import numpy as np
+import scipy.linalg
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 # Functions that make arrays of anything where `like` is an array of CuPy.
@@ -19,6 +20,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - as CuPy's
     """An array in the memory of a device that is not there."""
 
     __module__ = "cupy"
+    __array_priority__ = 100
     device = types.SimpleNamespace(id=0)
 
     def __init__(self, held: Any) -> None:
@@ -33,6 +35,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - as CuPy's
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func.__name__ in _MAKING:
             return wrapped(func(*(x._held if isinstance(x, ndarray) else x for x in args), **kwargs))
+        if func.__name__ == "split":
+            return wrapped(func(*_index(args), **kwargs))
         if f"{func.__module__}.{func.__name__}".removeprefix("numpy.") in _MISSING:
             return NotImplemented
         return wrapped(func(*held(args), **held(kwargs)))
@@ -120,20 +124,21 @@ class _Module(types.ModuleType):
         return lambda *args, **kwargs: wrapped(found(*held(args), **held(kwargs)))
 
 
-def module() -> Any:
-    """Return the stand-in for the module."""
-    made: Any = _Module("cupy")
-    made.ndarray, made.asnumpy = ndarray, lambda x, **kwargs: x.get() if isinstance(x, ndarray) else np.asarray(x)
-    return made
+def modules() -> dict[str, Any]:
+    """Return the stand-ins for the modules, by their names."""
+    cupy: Any = _Module("cupy")
+    cupy.ndarray, cupy.asnumpy = ndarray, lambda x, **kwargs: x.get() if isinstance(x, ndarray) else np.asarray(x)
+    linalg: Any = types.ModuleType("cupyx.scipy.linalg")
+    linalg.solve_triangular = lambda a, b, **kwargs: wrapped(scipy.linalg.solve_triangular(held(a), held(b), **kwargs))
+    scipy_of = types.SimpleNamespace(linalg=linalg)
+    return {"cupy": cupy, "cupyx": types.SimpleNamespace(scipy=scipy_of), "cupyx.scipy": scipy_of, "cupyx.scipy.linalg": linalg}
 
 
 class Kernels:
     """The kernels of the CPU, for arrays of the stand-in."""
 
-    xp = np
-
     def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
+        self._kernels, self.xp = kernels, sys.modules["cupy"]
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._kernels, name)

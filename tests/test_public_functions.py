@@ -61,7 +61,8 @@ before = build._run_alone
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
 @pytest.mark.parametrize("single", [False, True], ids=["chunks", "one-chunk"])
 def test_cupy_chunks(routing, monkeypatch, call, single):
-    monkeypatch.setitem(sys.modules, "cupy", strict_cupy.module())
+    for name, module in strict_cupy.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(build, "_run_alone", run_on_the_host)
     monkeypatch.setattr(tall, "_kernels", lambda chunk: strict_cupy.Kernels(LapackKernels()))
 
