@@ -13,7 +13,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 # Functions that make arrays of anything where `like` is an array of CuPy.
 _MAKING = ("arange", "array", "asanyarray", "asarray", "empty", "eye", "full", "identity", "ones", "zeros")
 # Of NumPy's array functions these are not in CuPy.
-_MISSING = ("block", "linalg.multi_dot", "linalg.matrix_transpose", "insert", "piecewise_")
+_MISSING = ("block", "insert", "linalg.multi_dot", "linalg.matrix_transpose")
 
 
 class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - as CuPy's
@@ -36,7 +36,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - as CuPy's
         if func.__name__ in _MAKING:
             return wrapped(func(*(x._held if isinstance(x, ndarray) else x for x in args), **kwargs))
         if func.__name__ == "split":
-            return wrapped(func(*_index(args), **kwargs))
+            return wrapped(func(*on_host(args), **kwargs))
         if f"{func.__module__}.{func.__name__}".removeprefix("numpy.") in _MISSING:
             return NotImplemented
         return wrapped(func(*held(args), **held(kwargs)))
@@ -51,10 +51,10 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - as CuPy's
 
     def __getitem__(self, index: Any) -> Any:
         # CuPy has arrays where NumPy has scalars, and takes NumPy's arrays of indices.
-        return wrapped(np.asarray(self._held[_index(index)]))
+        return wrapped(np.asarray(self._held[on_host(index)]))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._held[_index(index)] = held(value)
+        self._held[on_host(index)] = held(value)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -87,10 +87,11 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - as CuPy's
         return self._held.tolist()
 
 
-def _index(index: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(map(_index, index))
-    return index._held if isinstance(index, ndarray) else index
+def on_host(x: Any) -> Any:
+    """Return NumPy's array of one of ours, NumPy's own as they are."""
+    if type(x) in (tuple, list):
+        return type(x)(map(on_host, x))
+    return x._held if isinstance(x, ndarray) else x
 
 
 def held(x: Any) -> Any:
@@ -120,7 +121,7 @@ class _Module(types.ModuleType):
         if not callable(found) or isinstance(found, type):
             return found
         if name in _MAKING:
-            return lambda *args, **kwargs: wrapped(found(*map(_index, args), **kwargs))
+            return lambda *args, **kwargs: wrapped(found(*map(on_host, args), **kwargs))
         return lambda *args, **kwargs: wrapped(found(*held(args), **held(kwargs)))
 
 
@@ -131,7 +132,12 @@ def modules() -> dict[str, Any]:
     linalg: Any = types.ModuleType("cupyx.scipy.linalg")
     linalg.solve_triangular = lambda a, b, **kwargs: wrapped(scipy.linalg.solve_triangular(held(a), held(b), **kwargs))
     scipy_of = types.SimpleNamespace(linalg=linalg)
-    return {"cupy": cupy, "cupyx": types.SimpleNamespace(scipy=scipy_of), "cupyx.scipy": scipy_of, "cupyx.scipy.linalg": linalg}
+    return {
+        "cupy": cupy,
+        "cupyx": types.SimpleNamespace(scipy=scipy_of),
+        "cupyx.scipy": scipy_of,
+        "cupyx.scipy.linalg": linalg,
+    }
 
 
 class Kernels:
@@ -146,7 +152,7 @@ class Kernels:
             return found
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = found(*_index(args), **{key: _index(x) for key, x in kwargs.items()})
+            result = found(*on_host(args), **{key: on_host(x) for key, x in kwargs.items()})
             return result if name == "host" else wrapped(result)
 
         return call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import sys
 
@@ -42,33 +44,31 @@ def test_numpy_chunks(routing, call):
     check(call, lazy, "numpy")
 
 
-def run_on_the_host(problem, inputs):
-    """Have a run's chunks in host memory, where the engine is that of CPUs."""
-    import dataclasses
-
-    lists = [[task() for task in x.tasks] if isinstance(x, ChunkTasks) else x for x in inputs]
-    if all(isinstance(chunk, np.ndarray) for chunks in lists for chunk in chunks):
-        return before(problem, inputs)
-    kinds = {"array": "numpy"}
-    done = before(dataclasses.replace(problem, **kinds), [[strict_cupy._index(chunk) for chunk in x] for x in lists])
-    return build.Alone({key: strict_cupy.wrapped(x) for key, x in done.chunks.items()})
-
-
-before = build._run_alone
-
-
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy itself is tested on GPUs")
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="with CuPy itself tests/gpu does this")
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
-@pytest.mark.parametrize("single", [False, True], ids=["chunks", "one-chunk"])
-def test_cupy_chunks(routing, monkeypatch, call, single):
+def test_chunks_that_refuse_to_mix(routing, on_the_host, call):
+    def on_device(x, chunked):
+        return chunked(x).map_blocks(
+            strict_cupy.ndarray, dtype=x.dtype, meta=strict_cupy.ndarray(np.empty((0,) * x.ndim, x.dtype))
+        )
+
+    check(call, lambda x: on_device(x, lazy), "cupy")
+    check(call, lambda x: on_device(x, functools.partial(da.from_array, chunks=-1)), "cupy")
+
+
+@pytest.fixture
+def on_the_host(monkeypatch):
+    """The stand-in for CuPy, whose arrays runs and kernels take and return by way of the engine for CPUs."""
+    run_alone = build._run_alone
+
+    def run(problem, inputs):
+        chunks = [[task() for task in x.tasks] if isinstance(x, ChunkTasks) else x for x in inputs]
+        if problem.array == "numpy":
+            return run_alone(problem, chunks)
+        done = run_alone(dataclasses.replace(problem, array="numpy"), [strict_cupy.on_host(x) for x in chunks])
+        return build.Alone({key: strict_cupy.wrapped(x) for key, x in done.chunks.items()})
+
     for name, module in strict_cupy.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(build, "_run_alone", run_on_the_host)
+    monkeypatch.setattr(build, "_run_alone", run)
     monkeypatch.setattr(tall, "_kernels", lambda chunk: strict_cupy.Kernels(LapackKernels()))
-
-    def on_device(x):
-        meta = strict_cupy.ndarray(np.empty((0,) * x.ndim, x.dtype))
-        host = da.from_array(x, chunks=-1) if single else lazy(x)
-        return host.map_blocks(strict_cupy.ndarray, dtype=x.dtype, meta=meta)
-
-    check(call, on_device, "cupy")

@@ -69,7 +69,9 @@ class Program:
         # Those that can be used by the next statement, and all.
         self.live: dict[str, Value] = {}
         self.values: dict[str, Value] = {}
-        self.dtypes = self.rng.choice(DTYPES, size=int(self.rng.choice([1, 1, 2, 3])), p=[0.4, 0.2, 0.1, 0.1, 0.15, 0.05])
+        self.dtypes = self.rng.choice(
+            DTYPES, size=int(self.rng.choice([1, 1, 2, 3])), p=[0.4, 0.2, 0.1, 0.1, 0.15, 0.05]
+        )
         self.minimum_flops = [0, 0, None][self.rng.integers(3)]
         self.patient = self.chance(0.9)
         for _ in range(int(self.rng.integers(2, 10))):
@@ -180,7 +182,9 @@ class Program:
 def operator(p: Program) -> None:
     a = p.pick(2, 2, 1)
     b = p.like((p.shape(a)[-1], p.length()) if p.chance(0.8) else p.shape(a)[-1:])
-    text = p.choose(["{} @ {}", "np.matmul({}, {})", "np.dot({}, {})", "{}.dot({})", "xp.dot({}, {})", "xp.matmul({}, {})"])
+    text = p.choose(
+        ["{} @ {}", "np.matmul({}, {})", "np.dot({}, {})", "{}.dot({})", "xp.dot({}, {})", "xp.matmul({}, {})"]
+    )
     p.let(text.format(a, b))
 
 
@@ -270,7 +274,14 @@ def slices(p: Program) -> None:
     def index(size: int) -> str:
         low, high = sorted(int(x) for x in p.rng.integers(-size, size + 1, 2))
         step = p.choose(["", ":2", ":-1", ":-3", ""])
-        texts = [":", f"{low}:{high}{step}", f":{high}", f"{low}:", f"::{step[1:] or 1}", str(p.rng.integers(-size, size))]
+        texts = [
+            ":",
+            f"{low}:{high}{step}",
+            f":{high}",
+            f"{low}:",
+            f"::{step[1:] or 1}",
+            str(p.rng.integers(-size, size)),
+        ]
         return str(p.choose(texts))
 
     p.let(f"{a}[{', '.join(index(size) for size in p.shape(a))}]", steps=0)
@@ -334,7 +345,12 @@ def diagonals(p: Program) -> None:
     a = p.pick(2)
     offset = int(p.choose([0, 0, 1, -1, 2]))
     name = p.choose(["np", "xp"])
-    texts = [f"{name}.trace({a})", f"{name}.trace({a}, {offset})", f"{name}.diagonal({a}, {offset})", f"{name}.diag({a})"]
+    texts = [
+        f"{name}.trace({a})",
+        f"{name}.trace({a}, {offset})",
+        f"{name}.diagonal({a}, {offset})",
+        f"{name}.diag({a})",
+    ]
     p.let(p.choose(texts))
 
 
@@ -357,7 +373,10 @@ def join(p: Program) -> None:
     p.rng.shuffle(others)
     axis = int(p.rng.integers(-len(p.shape(a)), len(p.shape(a))))
     name = p.choose(["np", "xp"])
-    texts = [f"{name}.concatenate([{', '.join(others)}], axis={axis})", f"{name}.stack([{', '.join(others)}], axis={axis})"]
+    texts = [
+        f"{name}.concatenate([{', '.join(others)}], axis={axis})",
+        f"{name}.stack([{', '.join(others)}], axis={axis})",
+    ]
     texts += [f"{name}.vstack([{', '.join(others)}])", f"{name}.hstack([{', '.join(others)}])"]
     p.let(p.choose(texts), steps=0)
 
@@ -374,14 +393,22 @@ def reshape(p: Program) -> None:
     first = int(p.choose([x for x in range(1, size + 1) if size % x == 0]))
     # Of other chunks Dask refuses some shapes.
     whole, shape = f"{a}.rechunk(-1)", f"({first}, {size // first})"
-    texts = [(f"{whole}.reshape({shape})", f"{a}.reshape({shape})"), (f"xp.reshape({whole}, {shape})", f"xp.reshape({a}, {shape})")]
+    texts = [
+        (f"{whole}.reshape({shape})", f"{a}.reshape({shape})"),
+        (f"xp.reshape({whole}, {shape})", f"xp.reshape({a}, {shape})"),
+    ]
     p.let(*p.choose([*texts, (f"{a}.ravel()",), (f"{a}.flatten()",)]), steps=0)
 
 
 def turn(p: Program) -> None:
     a = p.pick(2)
     name = p.choose(["np", "xp"])
-    texts = [f"{a}.T", f"{name}.transpose({a})", f"{name}.swapaxes({a}, 0, 1)", f"{name}.flip({a}, {p.rng.integers(2)})"]
+    texts = [
+        f"{a}.T",
+        f"{name}.transpose({a})",
+        f"{name}.swapaxes({a}, 0, 1)",
+        f"{name}.flip({a}, {p.rng.integers(2)})",
+    ]
     texts += [f"{name}.roll({a}, 3, axis=1)", f"{name}.moveaxis({a}, 0, 1)", f"{name}.rot90({a})"]
     p.let(p.choose(texts), steps=0)
 
@@ -407,8 +434,17 @@ def elementwise(p: Program) -> None:
     b = p.like(p.shape(a) if p.chance(0.7) else p.shape(a)[-1:])
     plus = f"{a} + {b}"
     texts = [(plus, plus, plus), (f"{a} - {b}", None, plus), (f"{a} * {b}", None, None), (f"-{a}", None, a)]
-    texts += [(f"{a} * 2 + {b}", None, None), (f"abs({a})", None, None), (f"{a}.real", None, a), (f"{a} + {a}.T", None, None)]
-    texts += [(f"{a}.conj()", None, None), (f"{a}.map_blocks(np.negative)", f"-{a}", a), (f"np.square({a})", None, None)]
+    texts += [
+        (f"{a} * 2 + {b}", None, None),
+        (f"abs({a})", None, None),
+        (f"{a}.real", None, a),
+        (f"{a} + {a}.T", None, None),
+    ]
+    texts += [
+        (f"{a}.conj()", None, None),
+        (f"{a}.map_blocks(np.negative)", f"-{a}", a),
+        (f"np.square({a})", None, None),
+    ]
     if len(set(p.shape(a))) > 1:
         texts.pop(7)
     p.let(*p.choose(texts))
@@ -482,7 +518,10 @@ def compute(p: Program) -> None:
     given = ", ".join(names)
     texts = [f"dask.compute({given})", f"client.gather(client.compute([{given}]))"]
     texts += [f"client.gather(client.compute([{given}], optimize_graph=False))", f"[x.compute() for x in [{given}]]"]
-    texts += [f"dask.compute({', '.join(f'dask.delayed(np.asarray)({name})' for name in names)})", f"into_memory({given})"]
+    texts += [
+        f"dask.compute({', '.join(f'dask.delayed(np.asarray)({name})' for name in names)})",
+        f"into_memory({given})",
+    ]
     texts += [f"[np.asarray(x) for x in [{given}]]", f"[x.compute(optimize_graph=False) for x in [{given}]]"]
     p.lines.append(f"check('{' '.join(names)}', {p.choose(texts)})")
 
@@ -502,7 +541,20 @@ def wait(p: Program) -> None:
     p.lines.append(f"assert checkpoint({', '.join(p.some())}).compute() is None")
 
 
-PRODUCTS = [operator, operator, operator, of_one, adjoint, of_vectors, batched, tensordot, inner, einsum, multi_dot, matrix_power]
+PRODUCTS = [
+    operator,
+    operator,
+    operator,
+    of_one,
+    adjoint,
+    of_vectors,
+    batched,
+    tensordot,
+    inner,
+    einsum,
+    multi_dot,
+    matrix_power,
+]
 PARTS = [slices, slices, fancy, boolean, unknown, points, blocks, assignment, diagonals, diagonals]
 SHAPES = [triangles, from_diagonal, join, block, reshape, turn, axes, rechunk]
 NUMBERS = [elementwise, elementwise, mean, mean, norm]
@@ -525,7 +577,9 @@ def execute(program: Program, lines: list[str], client: Any, folder: Path) -> No
 
     def made(i: int, chunks: Any) -> Any:
         x = program.inputs[i]
-        return da.map_blocks(functools.partial(_block, x), chunks=chunks, dtype=x.dtype, meta=x[(slice(0, 0),) * x.ndim])
+        return da.map_blocks(
+            functools.partial(_block, x), chunks=chunks, dtype=x.dtype, meta=x[(slice(0, 0),) * x.ndim]
+        )
 
     def delayed(i: int, chunks: Any, wrap: Any = dask.delayed) -> Any:
         x = program.inputs[i]
@@ -655,12 +709,18 @@ class Machine:
         """Execute a program, or some of its lines, and return what it fails by."""
         if self.client is None:
             cluster = LocalCluster(
-                n_workers=2, threads_per_worker=1, processes=self.processes, dashboard_address="127.0.0.1:0", memory_limit=0
+                n_workers=2,
+                threads_per_worker=1,
+                processes=self.processes,
+                dashboard_address="127.0.0.1:0",
+                memory_limit=0,
             )
             self.client = Client(cluster)
         found: list[BaseException | None] = []
         # Dask can wait for ever for what it has lost.
-        thread = threading.Thread(target=lambda: found.append(self._failure(program, lines or program.lines)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: found.append(self._failure(program, lines or program.lines)), daemon=True
+        )
         thread.start()
         thread.join(60)
         error = found[0] if found else TimeoutError("no end after 60 s")
@@ -703,9 +763,8 @@ def failures(seeds: Iterable[int], ours: Machine) -> Iterator[tuple[Program, Bas
 def test_random_programs():
     with Machine() as machine:
         for program, error in failures((secrets.randbits(32) for _ in range(200)), machine):
-            assert error is None, (
-                f"{error!r}\n{program}\nOnce more, and shorter: python tests/test_random_programs.py --seed {program.seed}"
-            )
+            again = f"Once more, and shorter: python tests/test_random_programs.py --seed {program.seed}"
+            assert error is None, f"{error!r}\n{program}\n{again}"
 
 
 def main() -> int:

@@ -159,7 +159,9 @@ def _svd_compressed(
     seed = int(np.random.default_rng(seed).integers(2**31)) if seed is None else int(seed)
     extra = compression_level(min(a.shape), k, n_oversamples) - k
     ours = leading.svd_compressed
-    return _take(lambda: ours(a, k, n_power_iter=n_power_iter, n_oversamples=extra, seed=seed), a, dasks="none", run=False)
+    return _take(
+        lambda: ours(a, k, n_power_iter=n_power_iter, n_oversamples=extra, seed=seed), a, dasks="none", run=False
+    )
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
