@@ -121,7 +121,7 @@ class Program:
         def cut(size: int) -> tuple[int, ...]:
             if size == 0 or self.chance(0.2):
                 return (size,)
-            return (1,) * size if size < 6 and self.chance(0.1) else random_chunks(self.rng, size, 4)
+            return (1,) * size if size < 6 and self.chance(0.1) else random_chunks(self.rng, size, 3)
 
         return tuple(map(cut, shape))
 
