@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dask.array as da
 import pytest
 from function_calls import CALLS, IDS, check
 from test_epilogs import on_gpus
@@ -14,10 +15,16 @@ pytestmark = pytest.mark.engines("peer")
 COUNTS = (1, 2)
 
 
+def in_one_chunk(x):
+    import cupy
+
+    return da.from_array(x, chunks=-1).map_blocks(cupy.asarray, meta=cupy.empty((0,) * x.ndim, x.dtype))
+
+
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
-def test_call(clusters, nworkers, call):
+@pytest.mark.parametrize("make", [on_gpus, in_one_chunk])
+def test_call(clusters, nworkers, make, call):
     client, _ = clusters(nworkers)
     with dask_distmm.enabled():
-        check(call, on_gpus, "cupy", lambda *arrays: client.compute(list(arrays), sync=True))
-        check(call, lambda x: on_gpus(x).rechunk(-1), "cupy", lambda *arrays: client.compute(list(arrays), sync=True))
+        check(call, make, "cupy", lambda *arrays: client.compute(list(arrays), sync=True))
     assert_nothing_left(client)
