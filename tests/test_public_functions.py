@@ -31,7 +31,8 @@ def routing():
 
 
 def test_every_public_function_is_called():
-    names = {f"linalg.{name}" for name in linalg.__all__} - {"linalg.MatrixError", "linalg.explain"}
+    functions = {name for name in linalg.__all__ if not isinstance(getattr(linalg, name), type)} - {"explain"}
+    names = {f"linalg.{name}" for name in functions}
     names |= {f"da.linalg.{name}" for name in routed.DASKS}
     for function in numpy_functions._OURS:
         module = function.__module__.replace("numpy", "np").replace("._core.multiarray", "")

@@ -204,8 +204,10 @@ def _blocks(a: Any) -> int:
 
 
 def _chunks_match(a: Any, b: Any) -> bool:
-    """Whether Dask takes the chunks of a right-hand side."""
-    return isinstance(a, Array) and isinstance(b, Array) and a.ndim == 2 and b.ndim > 0 and a.chunks[1] == b.chunks[0]
+    """Whether Dask's functions take the chunks of a square matrix and a right-hand side."""
+    if not isinstance(a, Array) or not isinstance(b, Array) or a.ndim != 2 or not b.ndim:
+        return False
+    return bool(a.chunks[0] == a.chunks[1] == b.chunks[0])
 
 
 def _by_rows(a: Any) -> bool:
