@@ -116,6 +116,10 @@ class Program:
     def choose(self, things: Any) -> Any:
         return things[self.rng.integers(len(things))]
 
+    def form(self, forms: str) -> str:
+        """Return one of several texts; XP in it is NumPy, whose functions ask Dask, or Dask."""
+        return str(self.choose(forms.split(" | "))).replace("XP", self.choose(["np", "xp"]))
+
     def length(self) -> int:
         return int(self.choose(LENGTHS))
 
@@ -184,36 +188,25 @@ class Program:
 def operator(p: Program) -> None:
     a = p.pick(2, 2, 1)
     b = p.like((p.shape(a)[-1], p.length()) if p.chance(0.8) else p.shape(a)[-1:])
-    text = p.choose(
-        ["{} @ {}", "np.matmul({}, {})", "np.dot({}, {})", "{}.dot({})", "xp.dot({}, {})", "xp.matmul({}, {})"]
-    )
-    p.let(text.format(a, b))
+    p.let(p.form(f"{a} @ {b} | {a}.dot({b}) | XP.matmul({a}, {b}) | XP.dot({a}, {b})"))
 
 
 def of_one(p: Program) -> None:
     """Products of a matrix and its own transpose."""
     a = p.pick(2)
-    p.let(p.choose([f"{a}.T @ {a}", f"{a} @ {a}.T", f"np.linalg.matmul({a}, {a}.T)"]))
-
-
-def adjoint(p: Program) -> None:
-    a = p.pick(2)
-    p.let(f"{a}.conj().T @ {a}")
+    p.let(p.form(f"{a}.T @ {a} | {a} @ {a}.T | np.linalg.matmul({a}, {a}.T) | {a}.conj().T @ {a}"))
 
 
 def of_vectors(p: Program) -> None:
     a = p.pick(1)
-    if p.chance(0.5):
-        p.let(f"{p.choose(['np', 'xp'])}.outer({a}, {p.pick(1)})")
-    else:
-        p.let(f"{p.choose(['np', 'xp'])}.vdot({a}, {p.like(p.shape(a))})")
+    p.let(p.form(f"XP.outer({a}, {p.pick(1)}) | XP.vdot({a}, {p.like(p.shape(a))})"))
 
 
 def batched(p: Program) -> None:
     a = p.pick(3)
     *batch, _, k = p.shape(a)
     shapes = [(*batch, k, p.length()), (k, p.length()), (k,), (1, k, p.length())]
-    p.let(f"{p.choose(['np', 'xp'])}.matmul({a}, {p.like(p.choose(shapes))})")
+    p.let(p.form(f"XP.matmul({a}, {p.like(p.choose(shapes))})"))
 
 
 def tensordot(p: Program) -> None:
@@ -232,7 +225,7 @@ def tensordot(p: Program) -> None:
     left = [axis - ndim if p.chance(0.3) else axis for axis in left]
     right = [axis - len(shape) if p.chance(0.3) else axis for axis in right]
     axes: Any = (left, right) if count > 1 or p.chance(0.5) else (left[0], right[0])
-    p.let(f"{p.choose(['np', 'xp', 'np.linalg'])}.tensordot({a}, {b}, axes={axes})")
+    p.let(p.form("XP.TENSORDOT | np.linalg.TENSORDOT").replace("TENSORDOT", f"tensordot({a}, {b}, axes={axes})"))
 
 
 def inner(p: Program) -> None:
@@ -249,7 +242,7 @@ def einsum(p: Program) -> None:
         ("ik,kj->ij", (k, j)), ("ik,kj->ji", (k, j)), ("ik,jk", (j, k)), ("ik,k->i", (k,)), ("ik,ij->kj", (i, j)),
         ("ik,ik->i", (i, k)), ("ik,ik->", (i, k)), ("ik,kj->j", (k, j)),
     ])  # fmt: skip
-    p.let(f"{p.choose(['np', 'xp'])}.einsum('{spec}', {a}, {p.like(shape)})")
+    p.let(p.form(f"XP.einsum('{spec}', {a}, {p.like(shape)})"))
 
 
 def multi_dot(p: Program) -> None:
@@ -276,15 +269,7 @@ def slices(p: Program) -> None:
     def index(size: int) -> str:
         low, high = sorted(int(x) for x in p.rng.integers(-size, size + 1, 2))
         step = p.choose(["", ":2", ":-1", ":-3", ""])
-        texts = [
-            ":",
-            f"{low}:{high}{step}",
-            f":{high}",
-            f"{low}:",
-            f"::{step[1:] or 1}",
-            str(p.rng.integers(-size, size)),
-        ]
-        return str(p.choose(texts))
+        return p.form(f": | {low}:{high}{step} | :{high} | {low}: | ::{step[1:] or 1} | {p.rng.integers(-size, size)}")
 
     p.let(f"{a}[{', '.join(index(size) for size in p.shape(a))}]", steps=0)
 
@@ -296,7 +281,7 @@ def fancy(p: Program) -> None:
     rows = [int(x) for x in p.rng.integers(-size, size, p.rng.integers(1, size + 2))]
     before = ":, " * axis
     if p.chance(0.3):
-        p.let(f"{p.choose(['np', 'xp'])}.take({a}, {rows}, axis={axis})", steps=0)
+        p.let(p.form(f"XP.take({a}, {rows}, axis={axis})"), steps=0)
     else:
         p.let(f"{a}[{before}{rows if p.chance(0.6) else f'np.array({rows})'}]", steps=0)
 
@@ -346,14 +331,7 @@ def assignment(p: Program) -> None:
 def diagonals(p: Program) -> None:
     a = p.pick(2)
     offset = int(p.choose([0, 0, 1, -1, 2]))
-    name = p.choose(["np", "xp"])
-    texts = [
-        f"{name}.trace({a})",
-        f"{name}.trace({a}, {offset})",
-        f"{name}.diagonal({a}, {offset})",
-        f"{name}.diag({a})",
-    ]
-    p.let(p.choose(texts))
+    p.let(p.form(f"XP.trace({a}) | XP.trace({a}, {offset}) | XP.diagonal({a}, {offset}) | XP.diag({a})"))
 
 
 # Other shapes.
@@ -362,7 +340,7 @@ def diagonals(p: Program) -> None:
 def triangles(p: Program) -> None:
     a = p.pick(2)
     if p.values[a].plain.dtype.kind != "c":  # for which Dask warns
-        p.let(f"{p.choose(['np', 'xp'])}.{p.choose(['tril', 'triu'])}({a}, {p.choose([0, -1, 2])})", steps=0)
+        p.let(p.form(f"XP.{p.choose(['tril', 'triu'])}({a}, {p.choose([0, -1, 2])})"), steps=0)
 
 
 def from_diagonal(p: Program) -> None:
@@ -374,52 +352,40 @@ def join(p: Program) -> None:
     others = [a, *(p.like(p.shape(a)) for _ in range(p.rng.integers(1, 3)))]
     p.rng.shuffle(others)
     axis = int(p.rng.integers(-len(p.shape(a)), len(p.shape(a))))
-    name = p.choose(["np", "xp"])
-    texts = [
-        f"{name}.concatenate([{', '.join(others)}], axis={axis})",
-        f"{name}.stack([{', '.join(others)}], axis={axis})",
-    ]
-    texts += [f"{name}.vstack([{', '.join(others)}])", f"{name}.hstack([{', '.join(others)}])"]
-    p.let(p.choose(texts), steps=0)
+    given = f"[{', '.join(others)}]"
+    joins = ["XP.concatenate(GIVEN, axis=AXIS)", "XP.stack(GIVEN, axis=AXIS)", "XP.vstack(GIVEN)", "XP.hstack(GIVEN)"]
+    p.let(p.form(" | ".join(joins)).replace("GIVEN", given).replace("AXIS", str(axis)), steps=0)
 
 
 def block(p: Program) -> None:
     a = p.pick(2)
     b = p.like(p.shape(a))
-    p.let(f"{p.choose(['np', 'xp'])}.block([[{a}, {b}], [{b}, {a}]])", steps=0)
+    p.let(p.form(f"XP.block([[{a}, {b}], [{b}, {a}]])"), steps=0)
 
 
 def reshape(p: Program) -> None:
     a = p.pick(1, 2, 2, 3)
     size = p.values[a].plain.size
     first = int(p.choose([x for x in range(1, size + 1) if size % x == 0]))
-    # Of other chunks Dask refuses some shapes.
-    whole, shape = f"{a}.rechunk(-1)", f"({first}, {size // first})"
-    texts = [
-        (f"{whole}.reshape({shape})", f"{a}.reshape({shape})"),
-        (f"xp.reshape({whole}, {shape})", f"xp.reshape({a}, {shape})"),
-    ]
-    p.let(*p.choose([*texts, (f"{a}.ravel()",), (f"{a}.flatten()",)]), steps=0)
+    if p.chance(0.5):
+        p.let(p.form(f"{a}.ravel() | {a}.flatten()"), steps=0)
+    else:
+        # Of other chunks Dask refuses some shapes.
+        form = p.form(f"A.reshape({first}, {size // first}) | XP.reshape(A, ({first}, {size // first}))")
+        p.let(form.replace("A", f"{a}.rechunk(-1)"), form.replace("A", a), steps=0)
 
 
 def turn(p: Program) -> None:
     a = p.pick(2)
-    name = p.choose(["np", "xp"])
-    texts = [
-        f"{a}.T",
-        f"{name}.transpose({a})",
-        f"{name}.swapaxes({a}, 0, 1)",
-        f"{name}.flip({a}, {p.rng.integers(2)})",
-    ]
-    texts += [f"{name}.roll({a}, 3, axis=1)", f"{name}.moveaxis({a}, 0, 1)", f"{name}.rot90({a})"]
-    p.let(p.choose(texts), steps=0)
+    forms = f"{a}.T | XP.transpose({a}) | XP.swapaxes({a}, 0, 1) | XP.flip({a}, {p.rng.integers(2)})"
+    p.let(p.form(f"{forms} | XP.roll({a}, 3, axis=1) | XP.moveaxis({a}, 0, 1) | XP.rot90({a})"), steps=0)
 
 
 def axes(p: Program) -> None:
     a = p.pick(1, 2)
-    texts = [f"{a}[None]", f"{a}[..., None]", f"np.expand_dims({a}, 0)", f"xp.broadcast_to({a}, {(2, *p.shape(a))})"]
-    texts += [f"xp.pad({a}, 1)", f"xp.repeat({a}, 2, axis=0)", f"xp.tile({a}, 2)", f"xp.squeeze({a}[None])"]
-    p.let(p.choose(texts), steps=0)
+    forms = f"{a}[None] | {a}[..., None] | np.expand_dims({a}, 0) | xp.broadcast_to({a}, {(2, *p.shape(a))})"
+    forms += f" | xp.pad({a}, 1) | xp.repeat({a}, 2, axis=0) | xp.tile({a}, 2) | xp.squeeze({a}[None])"
+    p.let(p.form(forms), steps=0)
 
 
 def rechunk(p: Program) -> None:
@@ -434,22 +400,13 @@ def rechunk(p: Program) -> None:
 def elementwise(p: Program) -> None:
     a = p.pick(1, 2, 2)
     b = p.like(p.shape(a) if p.chance(0.7) else p.shape(a)[-1:])
-    plus = f"{a} + {b}"
-    texts = [(plus, plus, plus), (f"{a} - {b}", None, plus), (f"{a} * {b}", None, None), (f"-{a}", None, a)]
-    texts += [
-        (f"{a} * 2 + {b}", None, None),
-        (f"abs({a})", None, None),
-        (f"{a}.real", None, a),
-        (f"{a} + {a}.T", None, None),
-    ]
-    texts += [
-        (f"{a}.conj()", None, None),
-        (f"{a}.map_blocks(np.negative)", f"-{a}", a),
-        (f"np.square({a})", None, None),
-    ]
-    if len(set(p.shape(a))) > 1:
-        texts.pop(7)
-    p.let(*p.choose(texts))
+    if p.chance(0.5):
+        plus = f"{a} + {b}"
+        p.let(*p.choose([(plus,), (f"{a} - {b}", None, plus), (f"-{a}", None, a), (f"{a}.real", None, a)]))
+    elif p.chance(0.2):
+        p.let(f"{a}.map_blocks(np.negative)", f"-{a}", a)
+    else:
+        p.let(p.form(f"{a} * {b} | {a} * 2 + {b} | abs({a}) | {a}.conj() | np.square({a})"))
 
 
 def mean(p: Program) -> None:
@@ -463,7 +420,7 @@ def mean(p: Program) -> None:
 
 
 def norm(p: Program) -> None:
-    p.let(f"{p.choose(['np', 'xp'])}.linalg.norm({p.pick(1, 2)})")
+    p.let(p.form(f"XP.linalg.norm({p.pick(1, 2)})"))
 
 
 # Other graphs of the same, and what is kept of them.
@@ -545,21 +502,8 @@ def wait(p: Program) -> None:
     p.lines.append(f"assert checkpoint({', '.join(p.some())}).compute() is None")
 
 
-PRODUCTS = [
-    operator,
-    operator,
-    operator,
-    of_one,
-    adjoint,
-    of_vectors,
-    batched,
-    tensordot,
-    inner,
-    einsum,
-    multi_dot,
-    matrix_power,
-]
-PARTS = [slices, slices, fancy, boolean, unknown, points, blocks, assignment, diagonals, diagonals]
+PRODUCTS = [*[operator] * 3, of_one, of_vectors, batched, tensordot, inner, einsum, multi_dot, matrix_power]
+PARTS = [*[slices, diagonals] * 2, fancy, boolean, unknown, points, blocks, assignment]
 SHAPES = [triangles, from_diagonal, join, block, reshape, turn, axes, rechunk]
 NUMBERS = [elementwise, elementwise, mean, mean, norm]
 GRAPHS = [persist, persist_part, optimize, rewrite, rewrite, store, forget]
