@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -446,8 +447,8 @@ def rewrite(p: Program) -> None:
     names = p.some(2)
     name, other = names[0], names[-1]
     texts = [f"[clone({name})]", f"[bind({name}, {other})]", f"[wait_on({name})]"]
-    if not p.shape(name):
-        # Of an element Dask's own copies can't be fused.
+    if len(p.shape(name)) < 2:
+        # Products of vectors end in a choice of a column, and Dask can't fuse its copies of a choice.
         texts = [f"[wait_on({name})]"]
     elif name != other:
         texts += [f"[clone({name}, omit={other})]", f"[bind({name}, {other}, omit={other}, assume_layers=False)]"]
@@ -545,7 +546,8 @@ def execute(program: Program, lines: list[str], client: Any, folder: Path) -> No
             compare(name, program.values[name], space[name], found)
 
     space = {
-        "np": np, "xp": da, "da": da, "dask": dask, "client": client, "pickle": pickle,
+        "np": np if dask_distmm.is_enabled() else _numpy_of_dask(),
+        "xp": da, "da": da, "dask": dask, "client": client, "pickle": pickle,
         "bind": bind, "checkpoint": checkpoint, "clone": clone, "wait_on": wait_on,
         "memory": memory, "made": made, "delayed": delayed, "stored": stored, "into_memory": into_memory,
         "persisted": lambda i, chunks: memory(i, chunks).persist(),
@@ -563,6 +565,30 @@ def execute(program: Program, lines: list[str], client: Any, folder: Path) -> No
             space.update({name: da.asarray(x) for name, x in space.items() if isinstance(x, np.ndarray | np.generic)})
         # What is freed late belongs to this program, too.
         space.clear()
+
+
+def _numpy_of_dask() -> Any:
+    """Return NumPy with Dask's products in place of those functions that Dask lacks, and would compute at once."""
+
+    def tensordot(a: Any, b: Any, axes: Any) -> Any:
+        left, right = (x if isinstance(x, tuple | list) else [x] for x in axes)
+        return da.tensordot(a, b, axes=([x % a.ndim for x in left], [x % b.ndim for x in right]))
+
+    return types.SimpleNamespace(
+        **{
+            **vars(np),
+            "inner": lambda a, b: tensordot(a, b, (-1, -1)),
+            "linalg": types.SimpleNamespace(
+                **{
+                    **vars(np.linalg),
+                    "matmul": da.matmul,
+                    "tensordot": tensordot,
+                    "multi_dot": lambda arrays: functools.reduce(da.matmul, arrays),
+                    "matrix_power": lambda a, n: functools.reduce(da.matmul, [a] * n),
+                }
+            ),
+        }
+    )
 
 
 def _settle(client: Any) -> None:
