@@ -23,9 +23,10 @@ from typing import Any, Literal
 import dask.array as da
 import numpy as np
 from dask.array.core import Array
+from dask.array.linalg import compression_level
 from dask.array.linalg import lstsq as dask_lstsq
 
-from dask_distmm.arrays.linalg import factors, solutions, spectral
+from dask_distmm.arrays.linalg import factors, leading, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.public import named
 from dask_distmm.arrays.linalg.tall import goes_by_rows
@@ -51,7 +52,7 @@ def _numpys_cholesky(a: Any, /, *, upper: bool = False) -> Any:
 
 
 def _lu(a: Any) -> Any:
-    return _take(lambda: factors.lu(a), a, dasks=_by_lu(_blocks(a)))
+    return _take(lambda: factors.lu(a), a, dasks=_by_lu(a, _blocks(a)))
 
 
 def _qr(a: Any, mode: str = "reduced") -> Any:
@@ -72,7 +73,7 @@ def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
     if sym_pos is not None:
         return NotImplemented
     blocks = _blocks(a) if _chunks_match(a, b) else 0
-    dasks = _by_lu(blocks)
+    dasks = _by_lu(a, blocks)
     if assume_a != "gen":
         dasks = "good" if assume_a == "pos" and blocks else "none"
     return _take(lambda: solutions.solve(a, b, assume_a=assume_a), a, b, dasks=dasks)
@@ -88,7 +89,7 @@ def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
 
 
 def _inv(a: Any) -> Any:
-    return _inverse(a, _by_lu(_blocks(a)), check_finite=True)
+    return _inverse(a, _by_lu(a, _blocks(a)), check_finite=True)
 
 
 def _numpys_inv(a: Any) -> Any:
@@ -110,7 +111,7 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
 
     def make() -> Any:
         x, residuals, rank, values = solutions.lstsq(a, b, rcond)
-        return x, residuals, da.asarray(rank), values
+        return x, residuals, da.full_like(x, rank, shape=(), chunks=(), dtype=np.int64), values
 
     return _take(make, a, b, dasks="none", run=rcond is None and not _by_rows(a))
 
@@ -142,6 +143,27 @@ def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, comp
     return _take(lambda: spectral.svd(a, full_matrices=False), a, dasks="none", run=False)
 
 
+def _svd_compressed(
+    a: Any,
+    k: int,
+    iterator: str = "power",
+    n_power_iter: int = 0,
+    n_oversamples: int = 10,
+    seed: Any = None,
+    compute: bool = False,
+    coerce_signs: bool = True,
+) -> Any:
+    # Dask's own makes NumPy's random vectors for any chunks.
+    if _on_host(a) or not coerce_signs or not isinstance(seed, int | np.integer | None):
+        return NotImplemented
+    seed = int(np.random.default_rng(seed).integers(2**31)) if seed is None else int(seed)
+    extra = compression_level(min(a.shape), k, n_oversamples) - k
+    ours = leading.svd_compressed
+    return _take(
+        lambda: ours(a, k, n_power_iter=n_power_iter, n_oversamples=extra, seed=seed), a, dasks="none", run=False
+    )
+
+
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have a function leave arguments that it does not have to Dask's own, whose error names that one."""
     signature = inspect.signature(function)
@@ -160,7 +182,7 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 DASKS: Mapping[str, Callable[..., Any]] = {
     function.__name__.removeprefix("_"): _checked(function)
-    for function in (_cholesky, _inv, _lstsq, _lu, _qr, _solve, _solve_triangular, _svd)
+    for function in (_cholesky, _inv, _lstsq, _lu, _qr, _solve, _solve_triangular, _svd, _svd_compressed)
 }
 # NumPy's others of the same names end in Dask's.
 NUMPYS: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -182,8 +204,10 @@ def _blocks(a: Any) -> int:
 
 
 def _chunks_match(a: Any, b: Any) -> bool:
-    """Whether Dask takes the chunks of a right-hand side."""
-    return isinstance(a, Array) and isinstance(b, Array) and a.ndim == 2 and b.ndim > 0 and a.chunks[1] == b.chunks[0]
+    """Whether Dask's functions take the chunks of a square matrix and a right-hand side."""
+    if not isinstance(a, Array) or not isinstance(b, Array) or a.ndim != 2 or not b.ndim:
+        return False
+    return bool(a.chunks[0] == a.chunks[1] == b.chunks[0])
 
 
 def _by_rows(a: Any) -> bool:
@@ -191,9 +215,14 @@ def _by_rows(a: Any) -> bool:
     return isinstance(a, Array) and a.ndim == 2 and goes_by_rows(a, {})
 
 
-def _by_lu(blocks: int) -> Dasks:
+def _on_host(a: Any) -> bool:
+    """Whether chunks are NumPy's: some of Dask's functions have them meet NumPy's arrays, or give them to SciPy."""
+    return isinstance(a, Array) and isinstance(a._meta, np.ndarray)
+
+
+def _by_lu(a: Any, blocks: int) -> Dasks:
     """Return how Dask's functions by LU are, of so many rows of square chunks."""
-    return "good" if blocks == 1 else "poor" if blocks else "none"
+    return "none" if not _on_host(a) or not blocks else "good" if blocks == 1 else "poor"
 
 
 def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = True) -> Any:

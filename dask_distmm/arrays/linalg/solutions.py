@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack, cast
 
-import dask.array as da
 import numpy as np
+from dask.array.core import from_array
 
 from dask_distmm.arrays.linalg.factorize import (
     common_type,
@@ -325,7 +325,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
             wanted["residuals"] = (1,), columns.chunks[1]
         found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
     x, r = found["x"], found["r"]
-    residuals = found["residuals"][0] if m > n else da.zeros((0,), x.real.dtype)
+    residuals = found["residuals"][0] if m > n else from_array(x._meta.real.ravel())
     s = r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
     return x[:, 0] if b.ndim == 1 else x, residuals, min(m, n), s
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack
 
 import dask.array as da
 import numpy as np
-from dask.array.core import Array, normalize_chunks
+from dask.array.core import Array, from_array, normalize_chunks
 
 from dask_distmm.arrays.linalg.factorize import (
     adjoint,
@@ -315,7 +315,7 @@ def least_squares_of_any_rank(a: Any, b: Any, rcond: float, how: FactorOptions) 
     limit = zero_below(s, a.shape, float(np.finfo(s.dtype).eps) if rcond < 0 else rcond)
     inner = times(adjoint(u), columns, how) * _inverted(s, limit)[:, None]
     x = times(adjoint(vh), inner, how)
-    residuals = (abs(columns - times(a, x, how)) ** 2).sum(axis=0) if m > n else da.zeros((0,), s.dtype)
+    residuals = (abs(columns - times(a, x, how)) ** 2).sum(axis=0) if m > n else from_array(s._meta.ravel())
     return x[:, 0] if b.ndim == 1 else x, residuals, (s > limit).sum(), s
 
 

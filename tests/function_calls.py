@@ -1,0 +1,172 @@
+"""A call of each public function of linear algebra with default arguments, and what NumPy or SciPy makes of it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import dask
+import dask.array as da
+import numpy as np
+import scipy.linalg
+from matrices import noise, positive
+
+from dask_distmm import linalg
+
+
+def given() -> dict[str, Any]:
+    """Return the matrices that the calls take."""
+    rng = np.random.default_rng()
+    return {
+        "a": noise(rng, (20, 20), "float64") + 5 * np.eye(20),
+        "c": noise(rng, (20, 20), "complex128") + 5 * np.eye(20),
+        "s": positive(20),
+        "t": noise(rng, (30, 8), "float64"),
+        "w": noise(rng, (8, 20), "float64"),
+        # A matrix of integers, of so few chunks and rows as one types in.
+        "i": rng.integers(-9, 9, (12, 3)),
+        "j": rng.integers(-9, 9, 12),
+        "q": np.eye(6, dtype=np.int64) * 9 + rng.integers(-1, 2, (6, 6)),
+        # Many rows, of which each chunk is factorized where it lies.
+        "r": noise(rng, (400, 6), "float32"),
+        "v": noise(rng, (20,), "float64"),
+        "b": noise(rng, (30, 2), "float64"),
+    }
+
+
+class Call(NamedTuple):
+    """A call, what it returns, and whether only up to signs."""
+
+    name: str
+    ours: Callable[[Any], Any]
+    expected: Callable[[Any], Any]
+    signs: bool = False
+
+
+def _svd(x: Any) -> Any:
+    return np.linalg.svd(x, full_matrices=False)
+
+
+def _norms(x: Any) -> Any:
+    return [np.linalg.norm(x, order) for order in (None, 1, 2, "nuc", np.inf)]
+
+
+def _pca(x: Any) -> Any:
+    _, s, vh = _svd(x - x.mean(axis=0))
+    return vh, s**2 / (len(x) - 1), x.mean(axis=0)
+
+
+def _lower(x: Any) -> Any:
+    return scipy.linalg.solve_triangular(x.a, x.v, lower=True)
+
+
+CALLS = [
+    Call("linalg.cholesky", lambda x: linalg.cholesky(x.s), lambda x: np.linalg.cholesky(x.s)),
+    Call("linalg.cho_factor", lambda x: linalg.cho_factor(x.s), lambda x: np.linalg.cholesky(x.s).T),
+    Call(
+        "linalg.cho_solve", lambda x: linalg.cho_solve(linalg.cho_factor(x.s), x.v), lambda x: np.linalg.solve(x.s, x.v)
+    ),
+    Call(
+        "linalg.cond",
+        lambda x: [linalg.cond(x.a), linalg.cond(x.a, 1)],
+        lambda x: [np.linalg.cond(x.a), np.linalg.cond(x.a, 1)],
+    ),
+    Call("linalg.det", lambda x: linalg.det(x.a), lambda x: np.linalg.det(x.a)),
+    Call("linalg.det", lambda x: linalg.det(x.q), lambda x: np.linalg.det(x.q)),
+    Call("linalg.eigh", lambda x: linalg.eigh(x.s), lambda x: np.linalg.eigh(x.s), signs=True),
+    Call("linalg.eigvalsh", lambda x: linalg.eigvalsh(x.s), lambda x: np.linalg.eigvalsh(x.s)),
+    Call("linalg.gram", lambda x: linalg.gram(x.t), lambda x: x.t.T @ x.t),
+    Call("linalg.gram", lambda x: linalg.gram(x.i), lambda x: (x.i.T @ x.i).astype(float)),
+    Call("linalg.inv", lambda x: linalg.inv(x.a), lambda x: np.linalg.inv(x.a)),
+    Call("linalg.inv", lambda x: linalg.inv(x.q), lambda x: np.linalg.inv(x.q)),
+    Call("linalg.lstsq", lambda x: linalg.lstsq(x.t, x.b), lambda x: np.linalg.lstsq(x.t, x.b)),
+    Call("linalg.lstsq", lambda x: linalg.lstsq(x.i, x.j), lambda x: np.linalg.lstsq(x.i, x.j)),
+    Call("linalg.lstsq", lambda x: linalg.lstsq(x.q, x.j[:6]), lambda x: np.linalg.lstsq(x.q, x.j[:6])),
+    Call("linalg.lu", lambda x: linalg.lu(x.a), lambda x: scipy.linalg.lu(x.a)),
+    Call("linalg.lu", lambda x: linalg.lu(x.c), lambda x: scipy.linalg.lu(x.c)),
+    Call("linalg.lu", lambda x: linalg.lu(x.a, True), lambda x: scipy.linalg.lu(x.a, True)),
+    Call("linalg.lu", lambda x: linalg.lu(x.t, p_indices=True), lambda x: scipy.linalg.lu(x.t, p_indices=True)),
+    Call("linalg.lu_factor", lambda x: linalg.lu_factor(x.a), lambda x: scipy.linalg.lu_factor(x.a)),
+    Call("linalg.lu_solve", lambda x: linalg.lu_solve(linalg.lu_factor(x.a), x.v), lambda x: np.linalg.solve(x.a, x.v)),
+    Call("linalg.matrix_rank", lambda x: linalg.matrix_rank(x.t), lambda x: np.linalg.matrix_rank(x.t)),
+    Call(
+        "linalg.norm",
+        lambda x: [linalg.norm(x.a, order) for order in (None, 1, 2, "nuc", np.inf)],
+        lambda x: _norms(x.a),
+    ),
+    Call("linalg.pca", lambda x: linalg.pca(x.t), lambda x: _pca(x.t), signs=True),
+    Call("linalg.pinv", lambda x: linalg.pinv(x.t), lambda x: np.linalg.pinv(x.t)),
+    Call("linalg.pinv", lambda x: linalg.pinv(x.w), lambda x: np.linalg.pinv(x.w)),
+    Call("linalg.pinv", lambda x: linalg.pinv(x.i), lambda x: np.linalg.pinv(x.i)),
+    Call("linalg.polar", lambda x: linalg.polar(x.a), lambda x: scipy.linalg.polar(x.a)),
+    Call("linalg.qr", lambda x: linalg.qr(x.a), lambda x: np.linalg.qr(x.a), signs=True),
+    Call("linalg.qr", lambda x: linalg.qr(x.r), lambda x: np.linalg.qr(x.r), signs=True),
+    Call("linalg.qr", lambda x: linalg.qr(x.i), lambda x: np.linalg.qr(x.i), signs=True),
+    Call("linalg.slogdet", lambda x: linalg.slogdet(x.a), lambda x: np.linalg.slogdet(x.a)),
+    Call("linalg.solve", lambda x: linalg.solve(x.a, x.v), lambda x: np.linalg.solve(x.a, x.v)),
+    Call("linalg.solve", lambda x: linalg.solve(x.q, x.j[:6]), lambda x: np.linalg.solve(x.q, x.j[:6])),
+    Call("linalg.solve_triangular", lambda x: linalg.solve_triangular(x.a, x.v, lower=True), _lower),
+    Call("linalg.svd", lambda x: linalg.svd(x.t, full_matrices=False), lambda x: _svd(x.t), signs=True),
+    Call("linalg.svdvals", lambda x: linalg.svdvals(x.t), lambda x: np.linalg.svd(x.t, compute_uv=False)),
+    Call("linalg.svd_compressed", lambda x: linalg.svd_compressed(x.t, 8), lambda x: _svd(x.t), signs=True),
+    Call("linalg.symm", lambda x: linalg.symm(x.s, x.a), lambda x: x.s @ x.a),
+    Call("linalg.trmm", lambda x: linalg.trmm(x.a, x.s), lambda x: np.triu(x.a) @ x.s),
+    Call("da.linalg.cholesky", lambda x: da.linalg.cholesky(x.s), lambda x: np.linalg.cholesky(x.s).T),
+    Call("da.linalg.inv", lambda x: da.linalg.inv(x.a), lambda x: np.linalg.inv(x.a)),
+    Call("da.linalg.lstsq", lambda x: da.linalg.lstsq(x.t, x.b[:, 0]), lambda x: np.linalg.lstsq(x.t, x.b[:, 0])),
+    Call("da.linalg.lu", lambda x: da.linalg.lu(x.a), lambda x: scipy.linalg.lu(x.a)),
+    Call("da.linalg.qr", lambda x: da.linalg.qr(x.a), lambda x: np.linalg.qr(x.a), signs=True),
+    Call("da.linalg.solve", lambda x: da.linalg.solve(x.a, x.v), lambda x: np.linalg.solve(x.a, x.v)),
+    Call("da.linalg.solve_triangular", lambda x: da.linalg.solve_triangular(x.a, x.v, True), _lower),
+    Call("da.linalg.svd", lambda x: da.linalg.svd(x.t), lambda x: _svd(x.t), signs=True),
+    Call(
+        "da.linalg.svd_compressed", lambda x: da.linalg.svd_compressed(x.t, 8, seed=1), lambda x: _svd(x.t), signs=True
+    ),
+    Call("np.linalg.cholesky", lambda x: np.linalg.cholesky(x.s), lambda x: np.linalg.cholesky(x.s)),
+    Call("np.linalg.det", lambda x: np.linalg.det(x.a), lambda x: np.linalg.det(x.a)),
+    Call("np.linalg.eigh", lambda x: np.linalg.eigh(x.s), lambda x: np.linalg.eigh(x.s), signs=True),
+    Call("np.linalg.eigvalsh", lambda x: np.linalg.eigvalsh(x.s), lambda x: np.linalg.eigvalsh(x.s)),
+    Call("np.linalg.inv", lambda x: np.linalg.inv(x.a), lambda x: np.linalg.inv(x.a)),
+    Call("np.linalg.slogdet", lambda x: np.linalg.slogdet(x.a), lambda x: np.linalg.slogdet(x.a)),
+    Call("np.linalg.solve", lambda x: np.linalg.solve(x.a, x.v), lambda x: np.linalg.solve(x.a, x.v)),
+    Call("np.linalg.lstsq", lambda x: np.linalg.lstsq(x.t, x.b[:, 0]), lambda x: np.linalg.lstsq(x.t, x.b[:, 0])),
+    Call("np.linalg.norm", lambda x: np.linalg.norm(x.a), lambda x: np.linalg.norm(x.a)),
+    Call("np.linalg.qr", lambda x: np.linalg.qr(x.a), lambda x: np.linalg.qr(x.a), signs=True),
+    Call("np.linalg.svd", lambda x: np.linalg.svd(x.t, full_matrices=False), lambda x: _svd(x.t), signs=True),
+    Call("np.linalg.matmul", lambda x: np.linalg.matmul(x.a, x.s), lambda x: x.a @ x.s),
+    Call("np.linalg.matrix_power", lambda x: np.linalg.matrix_power(x.a, 3), lambda x: x.a @ x.a @ x.a),
+    Call("np.linalg.multi_dot", lambda x: np.linalg.multi_dot([x.w, x.a, x.v]), lambda x: x.w @ x.a @ x.v),
+    Call("np.linalg.tensordot", lambda x: np.linalg.tensordot(x.a, x.w, axes=(0, 1)), lambda x: x.a.T @ x.w.T),
+    Call("np.inner", lambda x: np.inner(x.a, x.w), lambda x: x.a @ x.w.T),
+    Call("np.matmul", lambda x: np.matmul(x.w, x.a), lambda x: x.w @ x.a),
+    Call("np.dot", lambda x: np.dot(x.w, x.a), lambda x: x.w @ x.a),
+    Call("np.tensordot", lambda x: np.tensordot(x.w, x.a, axes=1), lambda x: x.w @ x.a),
+    Call("np.einsum", lambda x: np.einsum("ij,jk", x.w, x.a), lambda x: x.w @ x.a),
+    Call("da.matmul", lambda x: da.matmul(x.w, x.a), lambda x: x.w @ x.a),
+    Call("da.dot", lambda x: da.dot(x.w, x.a), lambda x: x.w @ x.a),
+    Call("da.tensordot", lambda x: da.tensordot(x.w, x.a, axes=1), lambda x: x.w @ x.a),
+    Call("da.einsum", lambda x: da.einsum("ij,jk", x.w, x.a), lambda x: x.w @ x.a),
+]
+IDS = [f"{call.name}-{number}" for number, call in enumerate(CALLS)]
+
+
+def check(call: Call, as_dask: Callable[[Any], Any], kind: str, compute: Callable[..., Any] = dask.compute) -> None:
+    """Compare what a call returns with what is expected; its chunks, and what it says of them, are of one kind."""
+    matrices = given()
+    found = call.ours(types.SimpleNamespace(**{name: as_dask(x) for name, x in matrices.items()}))
+    expected = call.expected(types.SimpleNamespace(**matrices))
+    lazy = [x for x in (found if isinstance(found, tuple | list) else [found]) if isinstance(x, da.Array)]
+    wanted = list(expected) if isinstance(expected, tuple | list) else [expected]
+    if len(lazy) < len(wanted):
+        # Least squares know the rank of a matrix of full rank.
+        found, wanted = [np.asarray(x) for x in wanted], [x for x in wanted if not isinstance(x, int | np.integer)]
+    assert len(lazy) == len(wanted), call.name
+    for x, result, right in zip(lazy, compute(*lazy), wanted, strict=True):
+        assert type(x._meta).__module__.split(".")[0] == kind or not x.ndim, f"{call.name}: {type(x._meta)}"
+        assert type(result).__module__.split(".")[0] == kind, f"{call.name}: {type(result)}"
+        host = np.asarray(result.get() if kind == "cupy" else result)
+        assert host.dtype == x.dtype
+        near = 1e-3 if host.dtype == np.float32 else 1e-8
+        ours, theirs = (abs(host), abs(np.asarray(right))) if call.signs else (host, right)
+        np.testing.assert_allclose(ours, theirs, rtol=near, atol=near, err_msg=call.name)

@@ -1,0 +1,75 @@
+"""Each public function with default arguments, on chunks of NumPy and on a stand-in for CuPy that refuses to mix."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import sys
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import strict_cupy
+from function_calls import CALLS, IDS, check
+from matrices import lazy
+
+import dask_distmm
+from dask_distmm import linalg
+from dask_distmm.arrays import numpy_functions
+from dask_distmm.arrays.linalg import routed, tall
+from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.sources import ChunkTasks
+from dask_distmm.graph import build
+
+
+@pytest.fixture
+def routing():
+    with dask_distmm.enabled(), dask.config.set(scheduler="synchronous"):
+        yield
+
+
+def test_every_public_function_is_called():
+    functions = {name for name in linalg.__all__ if not isinstance(getattr(linalg, name), type)} - {"explain"}
+    names = {f"linalg.{name}" for name in functions}
+    names |= {f"da.linalg.{name}" for name in routed.DASKS}
+    for function in numpy_functions._OURS:
+        module = function.__module__.replace("numpy", "np").replace("._core.multiarray", "")
+        names.add(f"{module}.{function.__name__}")
+    assert names - {call.name for call in CALLS} == set()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_numpy_chunks(routing, call):
+    check(call, lazy, "numpy")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="with CuPy itself tests/gpu does this")
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_chunks_that_refuse_to_mix(routing, on_the_host, call):
+    def on_device(x, chunked):
+        return chunked(x).map_blocks(
+            strict_cupy.ndarray, dtype=x.dtype, meta=strict_cupy.ndarray(np.empty((0,) * x.ndim, x.dtype))
+        )
+
+    check(call, lambda x: on_device(x, lazy), "cupy")
+    check(call, lambda x: on_device(x, functools.partial(da.from_array, chunks=-1)), "cupy")
+
+
+@pytest.fixture
+def on_the_host(monkeypatch):
+    """The stand-in for CuPy, whose arrays runs and kernels take and return by way of the engine for CPUs."""
+    run_alone = build._run_alone
+
+    def run(problem, inputs):
+        chunks = [[task() for task in x.tasks] if isinstance(x, ChunkTasks) else x for x in inputs]
+        if problem.array == "numpy":
+            return run_alone(problem, chunks)
+        done = run_alone(dataclasses.replace(problem, array="numpy"), [strict_cupy.on_host(x) for x in chunks])
+        return build.Alone({key: strict_cupy.wrapped(x) for key, x in done.chunks.items()})
+
+    for name, module in strict_cupy.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(build, "_run_alone", run)
+    monkeypatch.setattr(tall, "_kernels", lambda chunk: strict_cupy.Kernels(LapackKernels()))
