@@ -13,8 +13,16 @@ from narrow_cases import PAIRS, Narrow, random_fp8, to_float64
 
 import dask_distmm
 from dask_distmm import PlanError, dequantize, explain, matmul, quantize
-from dask_distmm.numeric.conversions import decode, encode, round_tf32, saturated
-from dask_distmm.numeric.types import FP8, resolve_types, takes_on_cpus, takes_on_gpus
+from dask_distmm.numeric.types import (
+    FP8,
+    decode,
+    encode,
+    resolve_types,
+    round_tf32,
+    saturated,
+    takes_on_cpus,
+    takes_on_gpus,
+)
 from dask_distmm.planning import Problem
 from dask_distmm.testing import assert_product, make_problem, random_chunks
 

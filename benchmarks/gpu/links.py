@@ -49,7 +49,7 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     from dask_distmm.engines.gpu.copy_kernels import copy_rectangles
     from dask_distmm.engines.peer.memory import Mappings
     from dask_distmm.engines.peer.offers import Allocation
-    from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
+    from dask_distmm.engines.peer.readable import Rectangle, make_copies, table_of
     from dask_distmm.layout.rectangles import Span
 
     mappings = _KEPT.setdefault("mappings", Mappings())
@@ -136,7 +136,7 @@ def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str
 
     from benchmarks.gpu.batch import Batch
     from dask_distmm.engines.gpu.copy_kernels import copy_rectangles
-    from dask_distmm.engines.peer.pulls import Rectangle, make_copies, table_of
+    from dask_distmm.engines.peer.readable import Rectangle, make_copies, table_of
     from dask_distmm.layout.rectangles import Span
 
     source = next_source(offers)
@@ -179,7 +179,7 @@ def beside(offers: Sequence[Any], n: int, dtype: str, how: str, begin: float) ->
     from benchmarks.gpu.batch import Batch
     from benchmarks.gpu.matrices import make_chunk
     from dask_distmm.engines.gpu.gemm import Gemm, Kinds, Memory, Shape
-    from dask_distmm.engines.peer.pulls import Rectangle
+    from dask_distmm.engines.peer.readable import Rectangle
     from dask_distmm.layout.rectangles import Span
 
     kind = Kinds(dtype, dtype, dtype)

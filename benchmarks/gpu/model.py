@@ -1,7 +1,7 @@
 """How the order of a run's pulls and products works out, without GPUs: ``python -m benchmarks.gpu.model``.
 
 A fluid model of the peer engine. Ranks begin a little apart. Each pulls and multiplies in the engine's own order
-(`dask_distmm.engines.peer.schedule_builder`). A GPU sends and receives so many bytes a second in all, which copies that
+(`dask_distmm.engines.peer.schedule`). A GPU sends and receives so many bytes a second in all, which copies that
 go on at the same time share as evenly as can be; products take what their operations take at the rate of a large one,
 or longer if they are too small to fill a GPU. The host, latencies and the sums that ranks pull at the end are left out:
 the model tells orders from each other, and no milliseconds.
@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu import cases
-from dask_distmm.engines.peer.schedule import pending_loads
-from dask_distmm.engines.peer.schedule_builder import make_schedule
+from dask_distmm.engines.peer.schedule import make_schedule, pending_loads
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.gemm_sizes import full_side
+from dask_distmm.planning.cuts import full_side
 from dask_distmm.planning.peer.block_schedule import BlockSchedule, block_schedules, extent_multiple
 from dask_distmm.planning.plan import Rect
 from dask_distmm.testing import make_problem
@@ -114,7 +113,7 @@ def rank_of(made: Plan, rank: int, schedule: BlockSchedule) -> Rank:
             (r0, r1, c0, c1), (k0, k1) = product.rect, product.a[0].depth
             needs = frozenset(load.number for load in product.loaded)
             area = (r1 - r0) * (c1 - c0)
-            # Near what was measured: see `dask_distmm.planning.gemm_sizes`.
+            # Near what was measured: see `dask_distmm.planning.cuts`.
             share = math.sqrt(min(1.0, area / full**2))
             products.append(Product(2.0 * area * (k1 - k0), share, number, needs))
     return Rank(pulls, products)

@@ -20,9 +20,8 @@ from dask_distmm.arrays.views import operands_under
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.graph.build import build_graph, build_output
 from dask_distmm.graph.waves import build_wave_output, build_waves
-from dask_distmm.numeric.conversions import stored
 from dask_distmm.numeric.epilogs import Formula, elementwise, reductions, scaled
-from dask_distmm.numeric.types import FP8, Types, carried, compute_dtype, dtype_from_name, sum_dtype
+from dask_distmm.numeric.types import FP8, Types, carried, compute_dtype, dtype_from_name, stored, sum_dtype
 from dask_distmm.planning import Problem
 from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind, array_module

@@ -20,8 +20,8 @@ from dask_distmm.arrays.waves import Decision, decide, pipelined, waves_now
 from dask_distmm.config import minimum_flops
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
 from dask_distmm.planning import Plan, Problem, Worker
-from dask_distmm.planning.display import Explanation
 from dask_distmm.planning.engines import abilities_of
+from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot, snapshot
 

@@ -28,9 +28,8 @@ from dask.array.utils import meta_from_array
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.errors import PlanError, unknown_name
-from dask_distmm.numeric.conversions import decode, largest, saturated, stored
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.numeric.types import FP8, Types, carried, type_name
+from dask_distmm.numeric.types import FP8, Types, carried, decode, largest, saturated, stored, type_name
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.typing import ArrayLike, BlockFormat, Scaled
 

@@ -13,7 +13,7 @@ from dask._task_spec import List, TaskRef
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.graph.build import TasksLayer, barrier, output_tasks
-from dask_distmm.planning.factor.computation import FactorProblem
+from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.runtime.keys import RunTask, barrier_key, output_name
 
 

@@ -13,11 +13,8 @@ build on one another in this order:
 """
 
 from dask_distmm.layout.axis import Axis, AxisCopies, intersect
-from dask_distmm.layout.blockcyclic import BlockCyclicLayout, numroc
-from dask_distmm.layout.chunkgrid import ChunkGrid
-from dask_distmm.layout.grid import ProcessGrid
-from dask_distmm.layout.moves import Legs, Moves
-from dask_distmm.layout.redistribute import Copies, Copy, Distribution, redistribution
+from dask_distmm.layout.chunkgrid import BlockCyclicLayout, ChunkGrid, ProcessGrid, numroc
+from dask_distmm.layout.redistribute import Copies, Copy, Distribution, Legs, Moves, redistribution
 
 __all__ = [
     "Axis",

@@ -12,17 +12,15 @@ from dask_distmm.planning.computation_kinds import plan_computation, plan_from_w
 from dask_distmm.planning.cublasmp.abilities import CUBLASMP
 from dask_distmm.planning.cusolvermp.abilities import CUSOLVERMP
 from dask_distmm.planning.demand import Demand, Worker
-from dask_distmm.planning.display import Explanation
 from dask_distmm.planning.engines import ENGINES, Abilities, register
 from dask_distmm.planning.many.batches import Batch, BatchEstimate, BatchPlan
 from dask_distmm.planning.many.groups import GroupPlan, Share
 from dask_distmm.planning.numpy import NUMPY
 from dask_distmm.planning.peer.abilities import PEER
-from dask_distmm.planning.placement import EVERYWHERE, Estimate, Placement, everywhere
+from dask_distmm.planning.placement import EVERYWHERE, Estimate, Explanation, Placement, everywhere
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.planner import plan
-from dask_distmm.planning.problem import METHODS, Extra, Problem
-from dask_distmm.planning.restriction import restrict
+from dask_distmm.planning.problem import METHODS, Extra, Problem, restrict
 
 __all__ = [
     "ENGINES",

@@ -9,9 +9,9 @@ from typing import Any
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.placement import Placement, Where
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan

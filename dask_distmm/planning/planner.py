@@ -9,27 +9,149 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.layout import ChunkGrid, redistribution
-from dask_distmm.planning.assignment import asked_ways
-from dask_distmm.planning.chunk_order import holder_cuts
+from dask_distmm.planning.assignment import asked_ways, candidates
+from dask_distmm.planning.chunk_order import free_axes, holder_cuts
 from dask_distmm.planning.cuts import Bounds, chunk_owners, grid_cuts, reduce_cuts
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import ENGINES, abilities_of
-from dask_distmm.planning.footprint import chunk_bytes, packing
-from dask_distmm.planning.grids import candidates
-from dask_distmm.planning.needs import needed_and_held
+from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks, operand_grids, packing, spread
 from dask_distmm.planning.numpy import costs
 from dask_distmm.planning.placement import Where, check_memory, everywhere, match_ranks, over_limit
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem
-from dask_distmm.planning.replicas import with_replicas
 from dask_distmm.planning.situation import Situation, Way
+
+# The bytes of A and B that each rank of a plan needs, and how many of them each worker has. Pure
+
+
+def needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the input bytes that each rank needs, and how many of them each worker of the roster has."""
+    p, q, s = made.grid
+    npart = len(made.participants)
+    (need_a, held_a), (need_b, held_b) = _operand_needs(made, "a"), _operand_needs(made, "b")
+    need = need_a[:, None, :] + need_b.T[None, :, :]
+    home = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
+    return need.reshape(p * q * s), home.reshape(npart, p * q * s).T[:, :nroster]
+
+
+def gathered_bytes(made: Plan, operand: str) -> NDArray[np.float64]:
+    """Return the bytes of A or B that each rank fetches in order to multiply."""
+    needed, held = _operand_needs(made, operand)
+    found = []
+    for rank, me in enumerate(made.ranks):
+        i, j, depth = made.coords(rank)
+        part = (i, depth) if operand == "a" else (depth, j)
+        found.append(needed[part] - held[(me, *part)])
+    return np.array(found)
+
+
+def _operand_needs(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the bytes of each part of A (rows x depth) or B (depth x cols), and those that each participant has."""
+    problem, npart = made.problem, len(made.participants)
+    rows, cols, depth = (np.diff(cut).astype(float) for cut in (made.rows, made.cols, made.depth))
+    needed = np.outer(rows, depth) if operand == "a" else np.outer(depth, cols)
+    where, parts = made.where.get(operand), operand_grids(made)["ab".index(operand)]
+    held: NDArray[Any]
+    if is_by_ranks(problem, operand):
+        # They come from their source as others come from other workers.
+        held = np.zeros((npart, *needed.shape))
+    elif where is None and needed.size > 1 and _lies_in_slabs(problem, operand, needed.shape):
+        held = np.zeros((npart, needed.size))
+        np.fill_diagonal(held, needed.ravel())
+        held = held.reshape(npart, *needed.shape)
+    elif where is None or everywhere(where):
+        held = np.broadcast_to(needed / (npart if where is None else 1), (npart, *needed.shape))
+    else:
+        held = redistribution(ChunkGrid(problem.chunks_of(operand)), parts).traffic(where, npart)
+        held = held.reshape(npart, *needed.shape)
+    itemsize = float(problem.itemsize(operand))
+    return needed * itemsize, np.asarray(held * itemsize, float)
+
+
+def _lies_in_slabs(problem: Problem, operand: str, parts: tuple[int, ...]) -> bool:
+    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `chunk_order`."""
+    axis, counts = int(parts[1] > 1), problem.chunk_counts(operand)
+    slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
+    return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(problem)
+
+
+# ``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory
+
+
+# All of D, or of an operand, on every worker besides its chunks: what that costs a plan. Pure
+
+
+# Between GPUs chunks of so many bytes travel by themselves, smaller ones packed: in one vector to each rank.
+ALONE_BYTES = 2**16
+
+
+def with_replicas(made: Plan, count: int) -> Plan:
+    """Return a plan after whose run the first `count` participants keep all of `Plan.kept`, with estimate and memory.
+
+    Each gets the chunks that it lacks from those who have them.
+    """
+    if not made.kept:
+        return made
+    found = [
+        _result_replicas(made, count) if matrix == "d" else _operand_replicas(made, matrix, count)
+        for matrix in made.kept
+    ]
+    held, moved = (np.sum(sizes, axis=0) for sizes in zip(*found, strict=True))
+    projected = {
+        worker.address: made.projected_bytes[worker.address] + int(size)
+        for worker, size in zip(made.participants, held, strict=True)
+    }
+    assert made.estimate is not None
+    machine = made.problem.options.machine(made.engine)
+    seconds = float(moved.max()) / machine.bandwidth
+    estimate = dataclasses.replace(
+        made.estimate,
+        seconds=made.estimate.seconds + seconds + (machine.latency if seconds else 0.0),
+        transfer_seconds=made.estimate.transfer_seconds + seconds,
+        bytes_moved=made.estimate.bytes_moved + int(moved.sum()),
+        peak_bytes=max(projected.values()),
+    )
+    return dataclasses.replace(made, replicas=count, projected_bytes=projected, estimate=estimate)
+
+
+def _result_replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the bytes that each participant holds, and gets, more than without replicas of D."""
+    sizes = chunk_bytes(made.problem, "d")
+    missing = np.full(len(made.participants), float(sizes.sum()))
+    missing[list(made.ranks)] -= np.bincount(made.owners, sizes, len(made.ranks))
+    missing[count:] = 0
+    held = missing.copy()
+    engine = ENGINES[made.engine]
+    if engine.all_reduced(made):
+        missing[list(made.ranks)] = 0
+    elif engine.collective:
+        small = np.where(sizes < ALONE_BYTES, sizes, 0)
+        own = np.bincount(made.owners, small, len(made.ranks))
+        # A vector to each other rank, and one from it.
+        held[list(made.ranks)] += own * (len(made.ranks) - 1) + (small.sum() - own)
+    return held, missing
+
+
+def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the bytes that each participant holds, and gets, more than without replicas of A or B."""
+    sizes = chunk_bytes(made.problem, operand)
+    held = np.maximum(sizes.sum() - spread(made, operand, sizes), 0.0)
+    held[count:] = 0
+    moved = held.copy()
+    if ENGINES[made.engine].keeps_gathered:
+        moved[list(made.ranks)] -= gathered_bytes(made, operand)
+    return held, np.maximum(moved, 0.0)
+
+
+# ``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory
+
 
 # One way is looked at for each so many seconds that the product is expected to take, and these many at least; and a
 # worker that has so large a share of the chunks may best do it all.

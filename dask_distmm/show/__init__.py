@@ -1,17 +1,16 @@
 """Plans as text, HTML and SVG. Importing it says how plans are shown."""
 
 from dask_distmm.arrays.product import NotCollective
-from dask_distmm.planning.display import register_forms
 from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.many.batches import BatchPlan
 from dask_distmm.planning.many.chains import ChainPlan
 from dask_distmm.planning.many.groups import GroupPlan
+from dask_distmm.planning.placement import register_forms
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.show.factor import chain_text, factor_text
 from dask_distmm.show.html import batch_html, group_html, plan_html, reason_html
-from dask_distmm.show.text import batch_text, group_text, plan_text, reason_text
-from dask_distmm.show.waves import waves_text
+from dask_distmm.show.text import batch_text, group_text, plan_text, reason_text, waves_text
 
 register_forms(NotCollective, reason_text, lambda made: reason_html(made.reason))
 register_forms(Plan, plan_text, plan_html)

@@ -23,7 +23,7 @@ FAULT_POINTS = {
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
     "steps": ("dask_distmm.engines.factor.execution", "Execution", "execute"),
     "solver": ("dask_distmm.engines.cusolvermp.library", "Group", "call"),
-    "panel": ("dask_distmm.engines.peer.multiplication", "Multiplication", "_multiply"),
+    "panel": ("dask_distmm.engines.peer.products", "Multiplication", "_multiply"),
     "step": ("dask_distmm.engines.peer.streaming", "Streaming", "_multiply"),
     "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }

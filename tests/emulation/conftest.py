@@ -20,12 +20,12 @@ from dask_distmm.config import read_options
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import ENGINES, METHODS, Plan, Worker
-from dask_distmm.planning import gemm_sizes as extents
+from dask_distmm.planning import cuts as extents
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor import Factorization
-from dask_distmm.planning.factor.computation import FactorProblem, as_matrix
 from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.planning.factor.problem import FactorProblem, as_matrix
 from dask_distmm.testing import conformance, random_chunks, run_jobs
 
 
@@ -212,7 +212,7 @@ def peer_engine(tmp_path_factory):
         _small_pinned_buffers(monkeypatch)
         # Small products are cut into pieces, and begun before the vote, too.
         monkeypatch.setattr(extents, "_FULL", (8, 8))
-        monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.ahead"], "_LEAST_SECONDS", 0.0)
+        monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.products"], "_LEAST_SECONDS", 0.0)
         yield engine, world
     _forget()
 

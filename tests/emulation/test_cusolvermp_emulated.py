@@ -15,9 +15,9 @@ from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES, Worker
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor import Factorization
-from dask_distmm.planning.factor.computation import FactorProblem, as_matrix
 from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.planning.factor.problem import FactorProblem, as_matrix
 from dask_distmm.testing import (
     assert_cholesky,
     assert_eigh,
@@ -230,7 +230,7 @@ def test_chunks_of_workers_that_are_no_ranks(factorize, host):
 def test_few_rows_more_columns_than_one_batch(factorize, monkeypatch):
     import sys
 
-    monkeypatch.setattr(sys.modules["dask_distmm.engines.cusolvermp.trade"].batches, "__defaults__", (300,))
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.cusolvermp.job"].batches, "__defaults__", (300,))
     a = noise(np.random.default_rng(), (90, 90), "float64")
     found = factorize("lu", 3, a)
     assert_lu(a, found["l"], found["u"], found["p"][0])

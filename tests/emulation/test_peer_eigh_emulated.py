@@ -197,7 +197,7 @@ def test_columns_that_are_taken_and_rotated(merging, dtype):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which compiles for GPUs without one")
 @pytest.mark.parametrize("dtype", [*DTYPES, None])
 def test_sources_compile_for_gpus(peer_engine, tmp_path, dtype):
-    sources = sys.modules["dask_distmm.engines.gpu.sources"]
+    sources = sys.modules["dask_distmm.engines.gpu.host"]
     code = sources.source("merging") if dtype is None else sources.source("tridiagonal", np.dtype(dtype))
     (tmp_path / "code.cu").write_text(code)
     command = ["nvcc", "-arch=sm_90", "-std=c++17", "-cubin", "-Werror", "all-warnings", "-o", tmp_path / "code.cubin"]

@@ -394,7 +394,7 @@ def test_what_is_multiplied_before_the_vote_is_over_when_a_run_is_given_up(make_
 @pytest.mark.parametrize("method", ["local", "allgather", "summa", "reducescatter"])
 def test_first_products_that_ran_before_are_a_graph(make_peers, monkeypatch, method, dtype):
     ranks, _ = make_peers()
-    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.ahead"], "_LEAST_SECONDS", 1.0)
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.products"], "_LEAST_SECONDS", 1.0)
     nranks, captured = (1 if method == "local" else 2), 0
     for seed in range(30):
         for _ in range(2):
@@ -408,7 +408,7 @@ def test_first_products_that_ran_before_are_a_graph(make_peers, monkeypatch, met
 @pytest.mark.parametrize(("least", "most", "begun"), [(0.0, 1.0, True), (1.0, 5.0, False), (0.0, 1e-12, False)])
 def test_what_takes_too_little_or_too_much_is_not_begun_before_the_vote(make_peers, monkeypatch, least, most, begun):
     ranks, _ = make_peers()
-    module = sys.modules["dask_distmm.engines.peer.ahead"]
+    module = sys.modules["dask_distmm.engines.peer.products"]
     monkeypatch.setattr(module, "_LEAST_SECONDS", least)
     monkeypatch.setattr(module, "_MOST_SECONDS", most)
     for again in (False, True):
@@ -453,7 +453,7 @@ def test_only_so_much_stays_mapped(make_peers, monkeypatch):
 def test_a_rank_that_fails_ends_the_run_for_all(make_peers, monkeypatch, method):
     """The others wait for its sums at most until they are told."""
     ranks, _ = make_peers()
-    kind = sys.modules["dask_distmm.engines.peer.multiplication"].Multiplication
+    kind = sys.modules["dask_distmm.engines.peer.products"].Multiplication
     real = kind._multiply
 
     def fail(self, product, gemms):

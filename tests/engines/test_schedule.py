@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpu.model import lies_in_one
-from dask_distmm.engines.peer.schedule import merged, pending_loads
-from dask_distmm.engines.peer.schedule_builder import make_schedule
+from dask_distmm.engines.peer.schedule import make_schedule, merged, pending_loads
 from dask_distmm.layout import ChunkGrid
 from dask_distmm.planning import METHODS, Worker, plan
-from dask_distmm.planning import gemm_sizes as extents
+from dask_distmm.planning import cuts as extents
+from dask_distmm.planning.peer import block_schedule as reads
 from dask_distmm.planning.peer import block_schedule as schedules
-from dask_distmm.planning.peer import reads
 from dask_distmm.planning.peer.block_schedule import PANELS, block_schedules, extent_multiple
 from dask_distmm.testing import make_problem, random_chunks
 

@@ -106,7 +106,7 @@ def clusters(tmp_path_factory):
 
     def cut_into_pieces():
         # Products of these sizes fill no GPU, so that what is pulled would never be cut.
-        from dask_distmm.planning import gemm_sizes as extents
+        from dask_distmm.planning import cuts as extents
         from dask_distmm.planning.peer import triangle
 
         extents._FULL = (16, 16)

@@ -10,8 +10,7 @@ import pytest
 from dask_distmm import PlanError, ProjectedMemoryError
 from dask_distmm.config import DaskCosts
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.peer.block_schedule import block_schedules
-from dask_distmm.planning.peer.reads import independent, peer_reads
+from dask_distmm.planning.peer.block_schedule import block_schedules, independent, peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.runtime.client import Snapshot
 from dask_distmm.testing import make_problem

@@ -17,7 +17,7 @@ from dask_distmm.engines.panels import chunk_blocks_of
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.footprint import made_bytes
 from dask_distmm.planning.peer import block_schedule, streams
-from dask_distmm.planning.peer.reads import peer_reads
+from dask_distmm.planning.peer.block_schedule import peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.runtime.chunk_tasks import _needed_chunks
 from dask_distmm.testing import make_problem

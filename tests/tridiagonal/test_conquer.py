@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import bisection, conquer
-from dask_distmm.engines.tridiagonal.conquer import Conquest, row_bounds
-from dask_distmm.engines.tridiagonal.deflation import deflate
-from dask_distmm.engines.tridiagonal.secular import Secular
+from dask_distmm.engines.tridiagonal.conquer import Conquest, deflate, row_bounds
+from dask_distmm.engines.tridiagonal.kernels import Secular
 
 EPS = np.finfo(float).eps
 # Residuals in units of n eps, in the 1-norm; LAPACK's tests allow 30.

@@ -25,7 +25,7 @@ from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.computation_kinds import problem_from_wire
 from dask_distmm.planning.factor import Factorization
-from dask_distmm.planning.factor.computation import FactorProblem
+from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 from dask_distmm.runtime.keys import ROWS_PREFIX, barrier_name, output_name

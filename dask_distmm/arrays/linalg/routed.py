@@ -33,8 +33,8 @@ from dask_distmm.arrays.linalg.tall import goes_by_rows
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import MissingEngineError, NotSquareError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation_kinds import plan_computation
-from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.dask_tasks import factor_by_tasks, factor_overhead
+from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
 # How Dask's own function is: "good"; "poor": it may be wrong, or NumPy's is called on whole matrices in this process;

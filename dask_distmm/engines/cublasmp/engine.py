@@ -14,9 +14,8 @@ import cupy as cp
 from dask_distmm.comms.base import Comm
 from dask_distmm.engines.base import ChunkKey, Engine, log
 from dask_distmm.engines.cublasmp.job import CublasMpJob
-from dask_distmm.engines.cublasmp.library import check_versions
-from dask_distmm.engines.cublasmp.state import CublasMpState
-from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
+from dask_distmm.engines.cublasmp.library import CublasMpState, check_versions
+from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
 from dask_distmm.planning import Plan

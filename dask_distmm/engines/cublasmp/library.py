@@ -24,6 +24,27 @@ from dask_distmm.layout import ProcessGrid
 from dask_distmm.numeric.types import FP8
 from dask_distmm.planning.cublasmp.tiles import Stored, Tiles
 
+# The stream and the communicators that a process keeps between its runs
+
+
+class CublasMpState:
+    """A stream, and by number the groups of ranks that have a communicator."""
+
+    def __init__(self) -> None:
+        self._stream: cp.cuda.Stream | None = None
+        self.groups: dict[int, Group] = {}
+
+    @property
+    def stream(self) -> cp.cuda.Stream:
+        """The engine's own stream, on the process' current device."""
+        if self._stream is None:
+            self._stream = cp.cuda.Stream(non_blocking=True)
+        return self._stream
+
+
+# cuBLASMp through its bindings: handles, descriptors, workspace, the calls
+
+
 _LEAST_CUBLASMP = 1000  # 0.10.0
 _MOST_DESCRIPTORS = 32
 

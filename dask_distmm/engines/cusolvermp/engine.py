@@ -15,9 +15,8 @@ import cupy as cp
 from dask_distmm.comms.base import Comm
 from dask_distmm.engines.base import ChunkKey, Engine, log
 from dask_distmm.engines.cusolvermp.job import CusolverMpJob
-from dask_distmm.engines.cusolvermp.library import check_versions
-from dask_distmm.engines.cusolvermp.state import CusolverMpState
-from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
+from dask_distmm.engines.cusolvermp.library import CusolverMpState, check_versions
+from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
 from dask_distmm.planning.factor.placement import FactorPlacement

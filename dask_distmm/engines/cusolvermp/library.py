@@ -20,6 +20,45 @@ from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.installing import install_command
 
+# What a process keeps between its runs: a stream, the library's handle, and the communicators
+
+
+class CusolverMpState:
+    """A stream, the handle of cuSOLVERMp, and by number the groups of ranks that have a communicator."""
+
+    def __init__(self) -> None:
+        self.groups: dict[int, Group] = {}
+        self._stream: cp.cuda.Stream | None = None
+        self._handle = 0
+        self._solver: Any = None
+
+    @property
+    def stream(self) -> cp.cuda.Stream:
+        """The engine's own stream, on the process' current device."""
+        if self._stream is None:
+            self._stream = cp.cuda.Stream(non_blocking=True)
+        return self._stream
+
+    @property
+    def handle(self) -> int:
+        """The library's handle. One process may have no more than one for its GPU."""
+        if not self._handle:
+            self._handle = int(cusolverMp.create(int(cp.cuda.runtime.getDevice()), self.stream.ptr))
+        return self._handle
+
+    def solver(self) -> Any:
+        """Return the kernels of one GPU (`SolverKernels`), on the engine's stream."""
+        if self._solver is None:
+            # cuSOLVER is loaded by those who use it.
+            from dask_distmm.engines.gpu.lapack import SolverKernels
+
+            self._solver = SolverKernels(self.stream)
+        return self._solver
+
+
+# cuSOLVERMp, and cuBLASMp's trsm, through their bindings: grids, descriptors, workspace, the calls
+
+
 _LEAST = 901  # 0.9.1
 # cublasFillMode_t, cublasSideMode_t, cublasDiagType_t
 LOWER, _UPPER, LEFT, _NON_UNIT, _UNIT = 0, 1, 0, 0, 1

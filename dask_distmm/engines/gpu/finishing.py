@@ -12,9 +12,8 @@ import numpy as np
 
 from dask_distmm.engines.base import ChunkKey, ResultKey, log
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
-from dask_distmm.numeric.conversions import decode, stored
 from dask_distmm.numeric.epilogs import Formula, elementwise, part_shape, reductions, scalars, scaled
-from dask_distmm.numeric.types import FP8, carried
+from dask_distmm.numeric.types import FP8, carried, decode, stored
 from dask_distmm.planning import Chunks, Plan
 
 

@@ -8,7 +8,7 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.gpu.sources import kernel
+from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.tridiagonal.bisection import bounds
 
 _THREADS = 256
@@ -57,7 +57,7 @@ class DeviceMerging:
 
 
 class DeviceSecular:
-    """`dask_distmm.engines.tridiagonal.secular.Secular` on a GPU."""
+    """`dask_distmm.engines.tridiagonal.kernels.Secular` on a GPU."""
 
     def __init__(self, poles: Vector, weights: Vector, rho: float) -> None:
         count, inverse = len(poles), 1.0 / rho

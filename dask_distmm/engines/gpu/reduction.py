@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import log
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.gpu.sources import kernel
 from dask_distmm.engines.tridiagonal.reduction import TINY, Tridiagonal, panel_width
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.planning.factor import Columns

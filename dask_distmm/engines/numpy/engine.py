@@ -38,9 +38,8 @@ from dask_distmm.engines.numpy.sums import Block, Sums, chunk_part, pack_blocks,
 from dask_distmm.engines.panels import ChunkBlock, Panel, panels, twins
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
-from dask_distmm.numeric.conversions import stored
 from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
-from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.numeric.types import dtype_from_name, stored
 from dask_distmm.planning import Plan
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import goes_on

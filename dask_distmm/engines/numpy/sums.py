@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.numpy.blas import add_lower, gemm, is_symmetric, mirror, reflect
 from dask_distmm.engines.panels import ChunkBlock, split_at_chunks
-from dask_distmm.numeric.conversions import round_tf32
+from dask_distmm.numeric.types import round_tf32
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import is_gram

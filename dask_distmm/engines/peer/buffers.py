@@ -7,8 +7,7 @@ from typing import Any
 
 import cupy as cp
 
-from dask_distmm.engines.peer.pulls import span_of
-from dask_distmm.engines.peer.readable import DeviceView, Sources
+from dask_distmm.engines.peer.readable import DeviceView, Sources, span_of
 from dask_distmm.engines.peer.result import ALIGNED
 from dask_distmm.engines.peer.schedule import Load, Slot
 from dask_distmm.numeric.types import carried

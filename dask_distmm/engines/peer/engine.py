@@ -19,7 +19,7 @@ import numpy as np
 
 from dask_distmm.comms.base import Comm
 from dask_distmm.engines.base import ChunkKey, Engine
-from dask_distmm.engines.gpu.checks import check_arrays, check_gpu
+from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.job import PeerJob
 from dask_distmm.engines.peer.state import PeerState

@@ -29,25 +29,19 @@ from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark
 from dask_distmm.engines.peer.buffers import OperandBuffers
-from dask_distmm.engines.peer.downloads import Downloads
 from dask_distmm.engines.peer.loads import Loads
-from dask_distmm.engines.peer.multiplication import Multiplication
 from dask_distmm.engines.peer.offering import make_offer
 from dask_distmm.engines.peer.offers import Expected
-from dask_distmm.engines.peer.products import Gemms
+from dask_distmm.engines.peer.products import Gemms, Multiplication
 from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.remote import Remote
-from dask_distmm.engines.peer.result import Result
-from dask_distmm.engines.peer.schedule import Schedule
-from dask_distmm.engines.peer.schedule_builder import make_schedule
-from dask_distmm.engines.peer.state import PeerState
-from dask_distmm.engines.peer.stream_steps import StreamSteps, made_orders, make_steps
+from dask_distmm.engines.peer.result import Downloads, Result
+from dask_distmm.engines.peer.schedule import Schedule, StreamSteps, made_orders, make_schedule, make_steps
+from dask_distmm.engines.peer.state import PeerState, Trace
 from dask_distmm.engines.peer.streaming import Streaming
-from dask_distmm.engines.peer.trace import Trace
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import Plan
-from dask_distmm.planning.peer.block_schedule import block_schedules, native, sums_in
-from dask_distmm.planning.peer.reads import peer_reads
+from dask_distmm.planning.peer.block_schedule import block_schedules, native, peer_reads, sums_in
 from dask_distmm.planning.peer.streams import streams
 from dask_distmm.planning.peer.triangle import square_on_diagonal
 

@@ -10,10 +10,9 @@ import cupy as cp
 
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.buffers import OperandBuffers
-from dask_distmm.engines.peer.pulls import CopyBatch
-from dask_distmm.engines.peer.readable import Parts, Pull, Sources
+from dask_distmm.engines.peer.readable import CopyBatch, Parts, Pull, Sources
 from dask_distmm.engines.peer.schedule import Load, PendingLoad, Product, ScheduleStep, Slot, pending_loads
-from dask_distmm.engines.peer.trace import Trace
+from dask_distmm.engines.peer.state import Trace
 
 
 class Loads:

@@ -28,9 +28,8 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.base import ChunkKey
-from dask_distmm.engines.gpu.checks import check_arrays
 from dask_distmm.engines.gpu.host import device_like, in_type, to_device
-from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.operands import check_arrays, record
 from dask_distmm.engines.peer.readable import DeviceView
 from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.layout.rectangles import Span

@@ -1,20 +1,239 @@
-"""The products of a schedule as GEMMs into the blocks of D."""
+"""The products of a schedule as GEMMs into the blocks of D.
+
+Long products are begun before the vote is counted, because they need no other rank and the GPU is idle.
+
+They are on the same stream as all other products. A stream that waits until the run takes place (cuStreamWaitValue32)
+would save the 0.1 ms that the host takes for a first launch, but CUDA waits for all streams when it loads a kernel for
+the first time: on H200 that ended in a deadlock. Short products become a CUDA graph: the host launches a graph in 0.005
+ms, while a call of the library takes 0.02 ms, and 0.1 ms after an idle moment.
+
+The host issues each step when the one `PANELS` before it is done, and checks in between whether the run has been ended.
+No kernel waits for another rank.
+"""
 
 from __future__ import annotations
 
+import collections
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy as cp
 import numpy as np
 
+from dask_distmm.engines.base import log
 from dask_distmm.engines.gpu.finishing import NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape
-from dask_distmm.engines.peer.ahead import Work
+from dask_distmm.engines.gpu.operands import mark, record
 from dask_distmm.engines.peer.buffers import OperandBuffers
-from dask_distmm.engines.peer.pulls import span_of
-from dask_distmm.engines.peer.readable import DeviceView, moved
-from dask_distmm.engines.peer.result import Result
-from dask_distmm.engines.peer.schedule import Product
+from dask_distmm.engines.peer.loads import Loads
+from dask_distmm.engines.peer.readable import DeviceView, Sources, moved, span_of
+from dask_distmm.engines.peer.result import Downloads, Result
+from dask_distmm.engines.peer.schedule import Product, ScheduleStep
+from dask_distmm.engines.peer.state import Trace
 from dask_distmm.planning.cuts import padded
-from dask_distmm.planning.peer.block_schedule import extent_multiple
+from dask_distmm.planning.peer.block_schedule import PANELS, extent_multiple
 from dask_distmm.planning.plan import Rect
+
+# The steps of one rank's schedule, issued on streams: loads, GEMMs, and the sums of other ranks
+
+
+class Multiplication:
+    """All steps of one rank."""
+
+    def __init__(
+        self,
+        steps: Sequence[ScheduleStep],
+        loads: Loads,
+        gemms: Gemms,
+        result: Result,
+        sources: Sources,
+        stream: cp.cuda.Stream,
+        trace: Trace,
+    ) -> None:
+        self.steps, self.loads, self.rank = steps, loads, result.rank
+        self._result, self._sources, self._stream, self._trace = result, sources, stream, trace
+        self._gemms: list[list[Sequence[Work]]] = [[gemms.of(product) for product in step.products] for step in steps]
+        self.early: Ahead | None = None
+        self.first: Captured | None = None
+
+    def begin_early(self, rate: float, *, possible: bool) -> None:
+        """Begin the first products whose operands are on this GPU, or capture them in a CUDA graph."""
+        every = [
+            (product, gemms, at)
+            for step, gemms in zip(self.steps, self._gemms, strict=True)
+            for at, product in enumerate(step.products)
+        ]
+        count, long = at_hand([(gemms[at], possible and self._is_here(product)) for product, gemms, at in every], rate)
+        products = [gemm for _, gemms, at in every[:count] for gemm in gemms[at]]
+        self.early = Ahead(self._stream, products) if long else None
+        self.first = None if long else capture(self._stream, products)
+        done = count if self.early or self.first else 0
+        for number, (_, gemms, at) in enumerate(every):
+            gemms[at] = [] if number < done else shorten(self._stream, gemms[at], rate)
+
+    def _is_here(self, product: Product) -> bool:
+        return all(load.number in self.loads.before_vote for load in product.loaded)
+
+    def find_loads(self) -> None:
+        """Find all copies from other GPUs; the first step's are urgent if the GPU has no GEMM that began early."""
+        waiting = self.steps[: not (self.early or self.first)]
+        self.loads.find({load.number for step in waiting for load in step.loads})
+
+    def run(
+        self, bias: NativeBias | None, progress: Callable[[float], None], downloads: Downloads | None = None
+    ) -> None:
+        """Issue all steps, and add the sums of other ranks as they get ready."""
+        over: collections.deque[Any] = collections.deque()
+        mine, done, result, ended = False, list[int](), self._result, self._sources.ended
+        if bias is not None:
+            self._sources.gather(bias, self._stream)
+            bias.convert(self._stream)
+        if self.first is not None:
+            with self._trace.step("GEMM", 0, self.first.flops, self._stream):
+                self.first.run(self._stream)
+        self.loads.begin()
+        for number, step in enumerate(self.steps):
+            if len(over) >= PANELS:
+                # Others' sums are added to this rank's part of D once that is complete: while the GPU has other work.
+                if mine and result.coming:
+                    result.add_ready(block=False)
+                ended.wait(over.popleft())
+                progress((number + 1 - PANELS) / len(self.steps))
+            ended.check()
+            self._issue(number, step)
+            over.append(record(self._stream))
+            self.loads.note_use(step, over[-1])
+            if downloads is not None:
+                downloads.begin(number, over[-1])
+            done += step.done
+            # Of a triangle nothing is complete before all of it is.
+            if result.triangle is None or step is self.steps[-1]:
+                result.mirror()
+                for rank in done:
+                    result.raise_flag(rank)
+                mine, done = mine or self.rank in done, []
+            while self.loads.issue_next(number):
+                pass
+        while result.coming:
+            result.add_ready(block=True)
+        if len(result.plan.ranks) > 1:
+            result.raise_flag(len(result.plan.ranks))
+
+    def _issue(self, number: int, step: ScheduleStep) -> None:
+        """Issue the products of a step, each as soon as its own loads are issued.
+
+        The host takes about as long to issue the loads of a step as GPUs take for one of them.
+        """
+        for product, gemms in zip(step.products, self._gemms[number], strict=True):
+            self.loads.issue_for(product)
+            with self._trace.step("GEMM", number, sum(x.flops for x in gemms), self._stream):
+                self._multiply(product, gemms)
+            self.loads.issue_next(number - 1)
+
+    def _multiply(self, product: Product, gemms: Sequence[Work]) -> None:
+        """Put a product on the stream, where it waits for its operands."""
+        self.loads.wait_for(product, self._stream)
+        for gemm in gemms:
+            gemm.run(self._stream)
+
+
+# The products of a schedule as GEMMs into the blocks of D
+
+
+# The first products of a rank, whose operands are on its own GPU: begun before the vote, or captured in a graph
+
+
+# Products that together take between so many seconds are begun before the vote. Shorter ones are kept to hide pulls.
+# Longer ones would waste too much time if the run does not take place.
+_LEAST_SECONDS, _MOST_SECONDS = 1e-3, 5e-3
+# Products that together take less than so many seconds become a graph; behind longer ones the host has enough time.
+_SHORT_SECONDS = 0.3e-3
+
+
+class Captured:
+    """Products as one CUDA graph; see `capture`."""
+
+    def __init__(self, graph: Any, products: Sequence[Work]) -> None:
+        # The products hold what the library has made of them.
+        self._graph, self._products = graph, products
+        self.flops: float = sum(gemm.flops for gemm in products)
+
+    def run(self, stream: cp.cuda.Stream) -> None:
+        """Put them on a stream."""
+        self._graph.launch(stream)
+
+
+# Work that can be put on a stream.
+Work = Gemm | Captured
+
+
+def capture(stream: cp.cuda.Stream, products: Sequence[Work]) -> Captured | None:
+    """Return products as a graph; None if they can't be: most of all if the library has yet to load its kernels."""
+    if not products or not all(isinstance(gemm, Gemm) and gemm.ran for gemm in products):
+        return None
+    try:
+        stream.begin_capture()
+        try:
+            for gemm in products:
+                gemm.run(stream)
+        finally:
+            graph = stream.end_capture()
+        graph.upload(stream)
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        log.info("products can't be captured: %s", error)
+        return None
+    return Captured(graph, products)
+
+
+def shorten(stream: cp.cuda.Stream, products: Sequence[Work], rate: float) -> Sequence[Work]:
+    """Return products that are put on a stream together as a graph, if they are short and can be."""
+    if not 0 < sum(gemm.flops for gemm in products) < _SHORT_SECONDS * rate:
+        return products
+    captured = capture(stream, products)
+    return products if captured is None else [captured]
+
+
+def at_hand(products: Sequence[tuple[Sequence[Work], bool]], rate: float) -> tuple[int, bool]:
+    """Return how many products can come first, and whether these are to be begun."""
+    seconds, count = 0.0, 0
+    for gemms, here in products:
+        more = sum(gemm.flops for gemm in gemms) / rate
+        if not here or seconds + more > _MOST_SECONDS:
+            break
+        seconds, count = seconds + more, count + 1
+    return count, count > 0 and seconds >= _LEAST_SECONDS
+
+
+class Ahead:
+    """The first products of a run, under way."""
+
+    def __init__(self, stream: cp.cuda.Stream, products: Sequence[Work]) -> None:
+        self._start = self._end = mark(stream)
+        try:
+            for gemm in products:
+                gemm.run(stream)
+        finally:
+            self._end = mark(stream)
+            # However the run is lost: what is freed goes to users of the default stream.
+            self._finalizer = weakref.finalize(self, cp.cuda.Stream.null.wait_event, self._end)
+            self._finalizer.atexit = False
+        self._flops, self._put = sum(gemm.flops for gemm in products), time.perf_counter()
+
+    def give_up(self) -> None:
+        """Have them over before anybody gets the memory of the run. Any thread; may be repeated."""
+        self._finalizer()
+
+    def over(self, trace: Trace, began: float) -> tuple[float, float]:
+        """Return how many seconds they took, and how many of these before the run began; they are done."""
+        self._finalizer.detach()
+        trace.add("GEMM", 0, self._flops, self._start, self._end, self._put)
+        seconds = float(cp.cuda.get_elapsed_time(self._start, self._end)) / 1e3
+        return seconds, min(seconds, began - self._put)
+
+
+# The products of a schedule as GEMMs into the blocks of D
 
 
 class Gemms:

@@ -23,16 +23,13 @@ import cupy as cp
 from dask_distmm.engines.gpu.finishing import NativeBias
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.peer.buffers import OperandBuffers
-from dask_distmm.engines.peer.downloads import Downloads
 from dask_distmm.engines.peer.loads import Loads
 from dask_distmm.engines.peer.making import DeviceMaker, Made, bits
 from dask_distmm.engines.peer.products import Gemms
 from dask_distmm.engines.peer.readable import DeviceView, Sources
-from dask_distmm.engines.peer.result import Result
-from dask_distmm.engines.peer.schedule import Load, Product, ScheduleStep
-from dask_distmm.engines.peer.state import PeerState
-from dask_distmm.engines.peer.stream_steps import StreamStep, StreamSteps
-from dask_distmm.engines.peer.trace import Trace
+from dask_distmm.engines.peer.result import Downloads, Result
+from dask_distmm.engines.peer.schedule import Load, Product, ScheduleStep, StreamStep, StreamSteps
+from dask_distmm.engines.peer.state import PeerState, Trace
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span
 

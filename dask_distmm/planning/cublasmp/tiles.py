@@ -39,8 +39,7 @@ import math
 
 from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.cuts import padded
-from dask_distmm.planning.gemm_sizes import ALIGNED_BYTES
+from dask_distmm.planning.cuts import ALIGNED_BYTES, padded
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 

@@ -1,10 +1,52 @@
-"""The abilities of the engine `cusolvermp`."""
+"""The abilities of the engine `cusolvermp`.
+
+The rates are shares of a product's, of fp64 on H200s with NVLink: cuSOLVER on one, N = 32768 (eigh: 16384, svd: 8192),
+and cuSOLVERMp 0.9.1 on two (eigh: 16384, the others 32768, the better one of 1 x 2 and 2 x 1 processes). Those of
+triangular systems and of values alone have not been measured. Workspaces are counted in panels of all rows, of which
+the library broadcasts one while another is made, and for an eigen decomposition in matrices: the ones that LAPACK's
+syevd has, dealt out to the ranks.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dask_distmm.numeric.types import takes_on_gpus
-from dask_distmm.planning.cusolvermp.costs import decomposes, share, workspace
 from dask_distmm.planning.engines import Abilities
+from dask_distmm.planning.factor.problem import Factorization
+
+if TYPE_CHECKING:
+    from dask_distmm.planning.factor.plan import FactorPlan
+
+# What the engine `cusolvermp` shares out, how quick that is, and what memory it takes. Pure
+
+
+_ALONE = {"cholesky": 0.72, "lu": 0.54, "qr": 0.51, "": 0.70, "eigh": 0.20, "svd": 0.023, "values": 0.10}
+_TOGETHER = {"cholesky": 0.55, "lu": 0.20, "qr": 0.36, "": 0.50, "eigh": 0.085, "values": 0.05}
+_PANELS, _MATRICES, _VALUES = 6, 4, 2
+
+
+def decomposes(task: Factorization) -> bool:
+    """Whether ranks compute a spectral decomposition together: all eigenvalues of one matrix (syevd)."""
+    return task.kind == "eigh" and task.b_shape is None and task.subset is None
+
+
+def share(way: str, ranks: int) -> float:
+    """Return the share of a product's rate at which a factorization runs on so many ranks."""
+    return (_ALONE if ranks == 1 else _TOGETHER)[way]
+
+
+def workspace(work: FactorPlan, rank: int) -> int:
+    """Return the elements that the library holds on a rank beside its matrices."""
+    panels = _PANELS * work.columns.rows * work.width
+    if not work.problem.spectral:
+        return panels
+    n = work.columns.rows
+    return panels + (_MATRICES if work.problem.vectors else _VALUES) * n * -(-n // work.ranks)
+
+
+# The abilities of the engine `cusolvermp`
+
 
 CUSOLVERMP = Abilities(
     "cusolvermp",

@@ -5,21 +5,22 @@ panels are applied to which block columns, in which order; `lookahead` turns pha
 them together.
 """
 
-from dask_distmm.planning.factor.columns import Columns, DiagonalBlock, Matrix
-from dask_distmm.planning.factor.lookahead import launch_order
 from dask_distmm.planning.factor.phases import Phase
-from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan
+from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan, launch_order
 from dask_distmm.planning.factor.problem import KINDS, Factorization, TaskOutput
 from dask_distmm.planning.factor.steps import (
     Apply,
     Ask,
     Check,
+    Columns,
     Decompose,
+    DiagonalBlock,
     Diagonalize,
     Drop,
     Factor,
     Get,
     Key,
+    Matrix,
     Operation,
     Orient,
     Part,

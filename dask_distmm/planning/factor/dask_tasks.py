@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.phases import factored
 from dask_distmm.planning.factor.planner import SHARES
+from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.placement import Estimate
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from dask_distmm.planning.factor.columns import Columns
 from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.planning.factor.steps import Operation, Part
+from dask_distmm.planning.factor.steps import Columns, Operation, Part
 
 _FACTORS = ("cholesky", "lu", "qr")
 

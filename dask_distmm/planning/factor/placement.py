@@ -15,8 +15,8 @@ from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.layout.redistribute import Copies
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.engines import ENGINES
-from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.plan import FactorPlan, factor_plan
+from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.factor.steps import Part
 from dask_distmm.planning.placement import Placement, in_range
 

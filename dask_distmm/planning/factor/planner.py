@@ -7,6 +7,13 @@
     panels     = what one panel after the other takes (`Abilities.panel_seconds`)
     messages   = one for each panel
     transfer   = (operands from their holders + panels of others + chunks of outputs from other ranks) / bandwidth
+
+::
+
+    seconds    = reads + columns + products
+    reads      = n^3 / 6 elements, of one triangle for each column that is eliminated  / (ranks * memory bandwidth)
+    columns    = n * what a column takes beside that: launches, and an exchange between ranks
+    products   = updates of the triangle, merges, reflectors: at a share of a product's rate
 """
 
 from __future__ import annotations
@@ -19,17 +26,55 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.config import Machine
 from dask_distmm.errors import NoWorkersError, PlanError
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.engines import ENGINES
-from dask_distmm.planning.factor.computation import FactorProblem
 from dask_distmm.planning.factor.phases import factored
 from dask_distmm.planning.factor.placement import FactorPlacement, work_of
 from dask_distmm.planning.factor.plan import block_width
-from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.planning.factor.sharing import shared_bytes, shared_seconds
+from dask_distmm.planning.factor.problem import Factorization, FactorProblem
 from dask_distmm.planning.placement import Estimate, Where, check_memory, over_limit
+
+# What it costs that several ranks share the eigenvalues of a Hermitian matrix, by way of a tridiagonal one. Pure
+
+
+# The share of a product's rate at which products run.
+_SHARE = 0.7
+# Columns of vectors as long as the matrix that a rank has beside its block columns: reflectors twice, what belongs to
+# them, a panel, and what columns are summed in.
+_NARROW = 320
+# Elements of the eigenvectors of a merge that are made at once.
+_PANEL_ELEMENTS = 2**26
+
+
+def shared_seconds(task: Factorization, ranks: int, threads: int, machine: Machine, column: float) -> float:
+    """Return the seconds of the computation itself."""
+    n, complexes = float(task.a_shape[0]), 4 if task.dtype.startswith("complex") else 1
+    size = {"float32": 4, "float64": 8, "complex64": 8, "complex128": 16}[task.dtype]
+    reads = n**3 / 6 * size / (ranks * machine.memory_bandwidth)
+    columns = n * (column or (2 * machine.latency if ranks > 1 else 0.0))
+    products = 2 / 3 * complexes * n**3 / machine.rate(task.dtype)
+    if task.vectors:
+        products += 4 / 3 * n**3 / machine.rate("float64") + 2 * complexes * n**3 / machine.rate(task.dtype)
+    return reads + columns + products / (threads * _SHARE)
+
+
+def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> int:
+    """Return the bytes that a rank holds beside its block columns of the matrix and of eigenvectors.
+
+    Its rows of eigenvectors of the tridiagonal matrix, twice; a panel of those of a merge; panels of reflectors.
+    """
+    n = task.a_shape[0]
+    narrow = n * (_NARROW + 2 * width) * itemsize
+    if not task.vectors:
+        return narrow
+    return narrow + 8 * (2 * math.ceil(n / ranks) * n + min(_PANEL_ELEMENTS, n * n))
+
+
+# Who computes a factorization: how many of the workers, and which; its time and its memory as projected
+
 
 # A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
 # spectral decomposition, and one of values alone: one thread, N = 1200.

@@ -23,7 +23,7 @@ from dask_distmm.config import Machine
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.display import Explanation
+from dask_distmm.planning.placement import Explanation
 
 Sizes = tuple[int, ...]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dask_distmm.planning.display import Explanation
-from dask_distmm.planning.placement import Placement
+from dask_distmm.planning.placement import Explanation, Placement
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -13,8 +13,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from dask_distmm.planning.display import Shown
 from dask_distmm.planning.many.batches import WORTH, Sizes, resize
+from dask_distmm.planning.placement import Shown
 
 # Slabs lower than this keep BLAS from its speed.
 _LEAST_ROWS = 256

@@ -7,9 +7,8 @@ from dask.utils import format_bytes
 from dask_distmm.numeric.types import takes_on_gpus
 from dask_distmm.planning.engines import Abilities
 from dask_distmm.planning.peer.access import out_of_reach
-from dask_distmm.planning.peer.block_schedule import block_schedules, extent_multiple, native
+from dask_distmm.planning.peer.block_schedule import block_schedules, extent_multiple, independent, native
 from dask_distmm.planning.peer.costs import estimate, project
-from dask_distmm.planning.peer.reads import independent
 from dask_distmm.planning.peer.streams import streams
 from dask_distmm.planning.plan import Plan
 

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.planning.cuts import pieces_that_fill, slowdown
 from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks, spread, upload_seconds
-from dask_distmm.planning.gemm_sizes import pieces_that_fill, slowdown
 from dask_distmm.planning.peer.block_schedule import (
     BlockSchedule,
     block_schedules,
@@ -30,10 +30,10 @@ from dask_distmm.planning.peer.block_schedule import (
     in_place,
     multiplied_sizes,
     native,
+    peer_reads,
     stored_again,
     sums_in,
 )
-from dask_distmm.planning.peer.reads import peer_reads
 from dask_distmm.planning.peer.streams import rate, streams
 from dask_distmm.planning.peer.triangle import square_on_diagonal
 from dask_distmm.planning.placement import Estimate

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning.computation import Chunks
-from dask_distmm.planning.display import Explanation
 from dask_distmm.planning.part import Part
+from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.problem import Extra, Problem
 
 Range = tuple[int, int]
