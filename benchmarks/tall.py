@@ -132,8 +132,8 @@ def _seconds(function: Callable[..., Any], shape: tuple[int, int, int], number: 
     """Return the seconds of one call on fresh chunks."""
     a, b = _fresh(*shape), _fresh(shape[0], 1, shape[2])
     began = time.perf_counter()
-    results = dask.persist(function(a, b, number))
-    wait(results)
+    found = function(a, b, number)
+    wait(dask.persist(*(found if isinstance(found, tuple | list) else [found])))
     return time.perf_counter() - began
 
 

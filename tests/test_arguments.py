@@ -31,6 +31,8 @@ def operands(name):
         return ((a, True) if name == "cho_solve" else (a, da.arange(N))), b
     if name == "svd_compressed":
         return a, 2
+    if name == "ridge":
+        return a, b, 1.0
     return (a, b) if "b" in ARGUMENTS.by_place(ARGUMENTS.parameters(FUNCTIONS[name])) else (a,)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from dask_distmm.programs.recorder import Recorder, Rows, Tall
 from dask_distmm.programs.steps import Buffer, Step
-from dask_distmm.programs.tall import r_from_gram, reflected_r, tall_qr, tall_r
+from dask_distmm.programs.tall import divide, gram, r_from_gram, reflected_r, tall_qr, tall_r, tsqr
 
 # The sizes of a tall output along its two axes: -1 stands for the rows of the operands.
 Shape = tuple[int, int]
@@ -94,7 +94,7 @@ def svd_compressed(
     """Find leading singular values by a random projection (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1)."""
     a = operands["a"]
     n = a.cols
-    x, r = p.small(n, width), p.small(width, width)
+    x, q = p.small(n, width), p.tall(width)
     p.on_root("normal", [], [x], seed=seed)
     for turn in range(iterations + 1):  # Q = orth(A X), X = orth(A^H Q)
         p.give(x)
@@ -103,13 +103,8 @@ def svd_compressed(
             p.new(part)
             p.call("times", chunk, x, part)
         p.drop(x)
-        tall_qr(p, y, q, r)
+        z = _project(p, a, y, q, last=turn == iterations)
         p.drop_tall(y)
-        p.drop(r)
-        z = p.zeros(n, width)
-        for chunk, part in p.chunks(a, q):
-            p.call("adjoint_times", chunk, part, z)
-        p.add_up(z)
         if turn < iterations:
             p.drop_tall(q)
             x = p.small(n, width)
@@ -132,6 +127,47 @@ def svd_compressed(
             p.drop(part)
         p.store_tall("u", u)
     _store(p, wanted, s=s, vh=vh)
+
+
+def _project(p: Recorder, a: Tall, y: Tall, q: Tall, *, last: bool) -> Buffer:
+    """Return Z = A^H Q on rank 0, and have Q = orth(Y), at last; A is read while the Gram matrix of Q is made."""
+    width = y.cols
+    z, r = p.small(a.cols, width), p.small(width, width)
+    g = gram(p, y)
+    first, once, usable = p.small(width, width), p.flag(), p.flag()
+    p.on_root("cholesky", [g], [first, once, usable])
+    p.drop(g, once)
+    p.give(usable, first)
+
+    def by_gram() -> None:
+        h, product, second, good = p.zeros(width, width), p.zeros(a.cols, width), p.small(width, width), p.flag()
+        for chunk, part, whole in p.chunks(y, q, a):
+            p.new(part)
+            p.call("quotient_and_gram", first, chunk, part, h)
+            p.call("adjoint_times", whole, part, product)
+        p.add_up(h, product)
+        p.on_root("second_factor", [h, first], [second, r, good])
+        p.on_root("quotient", [second, product], [z])
+        p.drop(h, product)
+        p.give(good, second)
+        p.either(good, lambda: divide(p, second, q) if last else None, again)
+
+    def again() -> None:
+        p.drop_tall(q)
+        reflections()
+
+    def reflections() -> None:
+        tsqr(p, y, q, r)
+        product = p.zeros(a.cols, width)
+        for whole, part in p.chunks(a, q):
+            p.call("adjoint_times", whole, part, product)
+        p.add_up(product)
+        p.on_root("copy", [product], [z])
+        p.drop(product)
+
+    p.either(usable, by_gram, reflections)
+    p.drop(first, r)
+    return z
 
 
 def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int) -> None:

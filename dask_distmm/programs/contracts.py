@@ -69,6 +69,7 @@ CONTRACTS: dict[str, Contract] = {
     "stack": Contract("wwu", lambda r, _, *t: 2 * len(t) * r[0] ** 3),
     "orthonormalize": Contract("rw", _cubic(4)),
     "solve": Contract("ru", lambda r, b: r[0] ** 2 * b[1]),
+    "quotient": Contract("rrw", lambda r, b, _: r[0] ** 2 * b[0]),
     "inverse": Contract("rw", _cubic(1)),
     "pseudo_inverse": Contract("rrw", _cubic(1)),
     "singular_values": Contract("rw", _cubic(3)),

@@ -104,8 +104,7 @@ def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer
 
     def finish(second: Buffer) -> None:
         if right is None:
-            for (part,) in p.chunks(q):
-                p.call("divide", second, part)
+            divide(p, second, q)
         else:
             w = right()
             p.on_root("solve", [second], [w])
@@ -122,6 +121,12 @@ def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer
 
     p.either(usable, by_gram, reflections)
     p.drop(first)
+
+
+def divide(p: Recorder, r: Buffer, q: Tall) -> None:
+    """Have Q R^-1 in the place of Q; all ranks have R."""
+    for (part,) in p.chunks(q):
+        p.call("divide", r, part)
 
 
 def multiply(p: Recorder, w: Buffer, q: Tall) -> None:

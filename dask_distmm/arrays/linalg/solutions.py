@@ -399,7 +399,10 @@ def ridge(a: Any, b: Any, alpha: float | Sequence[float], **how: Unpack[SolveOpt
         The shapes do not fit each other, or a value of `alpha` is negative.
     """
     a, b = matrix("a", a, unknown_rows=True), operand("b", b)
-    alphas = np.atleast_1d(np.asarray(alpha, np.float64))
+    try:
+        alphas = np.atleast_1d(np.asarray(alpha, np.float64))
+    except (TypeError, ValueError):
+        alphas = np.empty(0)
     if alphas.ndim != 1 or not alphas.size or not (np.isfinite(alphas) & (alphas >= 0)).all():
         raise PlanError(f"alpha must be a number that is not negative, or a sequence of them, got {alpha!r}")
     method = how.get("method") or "auto"

@@ -231,6 +231,11 @@ class ProgramKernels:
         """B = R^-1 B."""
         self.blas.trsm(r, b, right=False, lower=False, op="N", unit=False)
 
+    def quotient(self, r: Any, b: Any, x: Any) -> None:
+        """X = B R^-1."""
+        x[...] = b
+        self.blas.trsm(r, x, right=True, lower=False, op="N", unit=False)
+
     def inverse(self, r: Any, w: Any, *, rows: int) -> None:
         """R^-1 of a matrix of so many rows and full rank."""
         self._check_rank(r, rows)
