@@ -164,7 +164,8 @@ def goes_by_rows(a: Array, how: RunOptions | FactorOptions) -> bool:
     """Whether a matrix is worked on in chunks of rows: if asked for, or if it is tall."""
     (m, n), method = a.shape, how.get("method") or "auto"
     engine = ENGINES.get(how.get("engine") or "")
-    if method not in ("auto", "rows") or (engine is not None and ProgramProblem.kind not in engine.computes):
+    able = engine is None or ProgramProblem.kind in engine.computes
+    if method not in ("auto", "rows") or (method == "auto" and not able):
         return False
     if method == "rows" and not 0 < n <= m and not np.isnan(m):
         raise PlanError(f"method='rows' of {m} rows and {n} columns: expected columns, and not more of them than rows")
