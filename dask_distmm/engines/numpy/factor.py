@@ -1,4 +1,4 @@
-"""Factorizations and programs on CPUs. Imported when there is one: workers that only multiply do without SciPy's larger half."""
+"""Factorizations and programs on CPUs. Imported for one: workers that only multiply do without SciPy's larger half."""
 
 from __future__ import annotations
 
