@@ -1,4 +1,4 @@
-"""Programs' kernels on a stand-in for CuPy that refuses to mix: in all branches, no array of the host gets in between."""
+"""Programs' kernels on a stand-in for CuPy that refuses to mix, in all branches."""
 
 from __future__ import annotations
 
