@@ -9,8 +9,8 @@ engine, workers
     As `dask_distmm.matmul` takes them: the engine's name, and addresses of workers or their number.
 method
     ``"local"``: one worker has the whole matrix; ``"columns"``: block columns are dealt out to all workers; ``"auto"``:
-    the cost model chooses. `qr`, `lstsq` and `svd` also know ``"rows"``: each chunk of rows is factorized where it
-    lies, in plain tasks; ``"auto"`` takes that for tall matrices if neither `engine` nor `workers` is given.
+    the cost model chooses. `qr`, `lstsq`, `svd`, `pinv` and those that build on them also know ``"rows"``: chunks of
+    rows stay on the workers that have them; ``"auto"`` takes that for matrices with many more rows than columns.
 overwrite_a
     A is given up: its chunks go as soon as all workers have read them, unless others want them. Of functions that
     factorize A.
@@ -40,6 +40,7 @@ from dask_distmm.arrays.linalg.solutions import (
     lstsq,
     lu_solve,
     pinv,
+    ridge,
     slogdet,
     solve,
     solve_triangular,
@@ -76,6 +77,7 @@ __all__ = [
     "pinv",
     "polar",
     "qr",
+    "ridge",
     "slogdet",
     "solve",
     "solve_triangular",
@@ -97,10 +99,9 @@ def explain(x: Any) -> Placement | ChainPlan:
 
     Returns
     -------
-    FactorPlacement, Plan or ChainPlan
-        The plan of the run; where it is more than one, or a matrix is factorized by its chunks of rows in plain tasks,
-        a `ChainPlan` that lists all of it in `runs` and `row_tasks`. A `ChainPlan` without any stands for an array that
-        only Dask's own tasks compute.
+    FactorPlacement, ProgramPlacement, Plan or ChainPlan
+        The plan of the run; where it is more than one a `ChainPlan`, which lists all of them in `runs`. A `ChainPlan`
+        without any stands for an array that only Dask's own tasks compute.
 
     Raises
     ------
@@ -117,10 +118,9 @@ def explain(x: Any) -> Placement | ChainPlan:
     if not any(map(_lazy, arrays)):
         raise PlanError(f"x must be a lazy result of dask_distmm.linalg, not persisted; got {type(x).__name__}")
     found = [steps_of(one) for one in arrays]
-    problems = list({problem.name: problem for some, _ in found for problem in some}.values())
+    problems = list({problem.name: problem for some in found for problem in some}.values())
     runs = tuple(map(_plan_of, problems))
-    row_tasks = max(count for _, count in found)
-    return runs[0] if len(runs) == 1 and not row_tasks else ChainPlan(runs, row_tasks)
+    return runs[0] if len(runs) == 1 else ChainPlan(runs)
 
 
 def _lazy(x: Array) -> bool:

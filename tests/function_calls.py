@@ -103,6 +103,11 @@ CALLS = [
     Call("linalg.qr", lambda x: linalg.qr(x.a), lambda x: np.linalg.qr(x.a), signs=True),
     Call("linalg.qr", lambda x: linalg.qr(x.r), lambda x: np.linalg.qr(x.r), signs=True),
     Call("linalg.qr", lambda x: linalg.qr(x.i), lambda x: np.linalg.qr(x.i), signs=True),
+    Call(
+        "linalg.ridge",
+        lambda x: linalg.ridge(x.t, x.b, 2.0),
+        lambda x: np.linalg.solve(x.t.T @ x.t + 2 * np.eye(x.t.shape[1]), x.t.T @ x.b),
+    ),
     Call("linalg.slogdet", lambda x: linalg.slogdet(x.a), lambda x: np.linalg.slogdet(x.a)),
     Call("linalg.solve", lambda x: linalg.solve(x.a, x.v), lambda x: np.linalg.solve(x.a, x.v)),
     Call("linalg.solve", lambda x: linalg.solve(x.q, x.j[:6]), lambda x: np.linalg.solve(x.q, x.j[:6])),

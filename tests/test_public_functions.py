@@ -18,8 +18,7 @@ from matrices import lazy
 import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.arrays import numpy_functions
-from dask_distmm.arrays.linalg import routed, tall
-from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.arrays.linalg import routed
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.graph import build
 
@@ -72,4 +71,3 @@ def on_the_host(monkeypatch):
     for name, module in strict_cupy.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(build, "_run_alone", run)
-    monkeypatch.setattr(tall, "_kernels", lambda chunk: strict_cupy.Kernels(LapackKernels()))

@@ -337,8 +337,7 @@ def test_leading_singular_values_in_few_runs(client):
     a = da.from_array(random((300, 30)), chunks=(100, 30))
     before = newest_run(client)
     first = dask.compute(*linalg.svd_compressed(a, 4))
-    # A product with random vectors, one with what QR by chunks of rows makes of it, its SVD, and a product for u.
-    assert runs_after(client, before) == 4
+    assert runs_after(client, before) == 1
     for mine, other in zip(first, dask.compute(*linalg.svd_compressed(a, 4)), strict=True):
         np.testing.assert_allclose(mine, other, rtol=0, atol=1e-11)
 

@@ -22,6 +22,7 @@ ORDER = [
     "compat",
     "layout",
     "numeric",
+    "programs",
     "planning",
     "typing",
     "comms",
@@ -39,7 +40,7 @@ ORDER = [
     "tools",
     "__main__",
 ]
-PURE = {"errors", "layout", "numeric", "planning", "typing", "engines", "show"}
+PURE = {"errors", "layout", "numeric", "programs", "planning", "typing", "engines", "show"}
 ON_GPUS = {"cublasmp", "cusolvermp", "gpu", "peer"}
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 ENGINES = {"numpy", "peer", "cublasmp", "cusolvermp"}

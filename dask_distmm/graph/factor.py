@@ -1,4 +1,4 @@
-"""The task graph of a factorization: one barrier, which depends on all chunks of its operands, and its outputs' chunks.
+"""The task graph of a factorization or a program: a barrier, which depends on all chunks of its operands, and outputs.
 
 On a cluster no worker runs any of these tasks, as for products (`graph.build`).
 """
@@ -14,10 +14,11 @@ from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.graph.build import TasksLayer, barrier, output_tasks
 from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.keys import RunTask, barrier_key, output_name
 
 
-def build_factor_graph(problem: FactorProblem, operands: Sequence[Any]) -> HighLevelGraph:
+def build_factor_graph(problem: FactorProblem | ProgramProblem, operands: Sequence[Any]) -> HighLevelGraph:
     """Return the graph of all outputs: a layer for the barrier, and one for each output, called after its array."""
     before = barrier_key(problem.name)
     inputs = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -114,6 +115,10 @@ class Computation:
 
     def keeping(self) -> Self:
         """Return the same computation, by which nothing is given up."""
+        return self
+
+    def making(self, outputs: Collection[str]) -> Self:
+        """Return the same computation, which may leave out all other outputs."""
         return self
 
     @property

@@ -16,11 +16,13 @@ from dask_distmm.planning.placement import Placement, Where
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import Problem
+from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
 
 # By the kind that ``to_wire`` names: the class of the computation, and that of its plans.
-_KINDS: dict[str, tuple[type[Problem | FactorProblem], type[Plan | FactorPlacement]]] = {
+_KINDS: dict[str, tuple[type[Problem | FactorProblem | ProgramProblem], type[Placement]]] = {
     Problem.kind: (Problem, Plan),
     FactorProblem.kind: (FactorProblem, FactorPlacement),
+    ProgramProblem.kind: (ProgramProblem, ProgramPlacement),
 }
 
 
@@ -38,7 +40,7 @@ def plan_from_wire(wire: Any) -> Placement:
     return _classes(problem)[1].from_wire(wire)
 
 
-def _classes(wire: Any) -> tuple[type[Problem | FactorProblem], type[Plan | FactorPlacement]]:
+def _classes(wire: Any) -> tuple[type[Problem | FactorProblem | ProgramProblem], type[Placement]]:
     kind = wire.get("kind") if isinstance(wire, dict) else None
     if kind not in _KINDS:
         raise ProtocolError(f"malformed problem: a computation of kind {kind!r}; known are {', '.join(_KINDS)}")
@@ -55,13 +57,14 @@ def plan_computation(
 ) -> Placement:
     """Choose how a computation of any kind runs, quickly; parameters and errors are those of `planner.plan`.
 
-    A factorization is for the first engine that can run it in the memory that there is.
+    A factorization or a program is for the first engine that can run it in the memory that there is.
     """
     if isinstance(problem, Problem):
         return plan(problem, roster, where, engine=engine, sources=sources, quickly=True)
-    assert isinstance(problem, FactorProblem)
+    assert isinstance(problem, FactorProblem | ProgramProblem)
+    planned: Any = plan_factorization if isinstance(problem, FactorProblem) else plan_program
     *first, last = engine
     for name in first:
         with contextlib.suppress(PlanError, ProjectedMemoryError):
-            return plan_factorization(problem, roster, where, engine=name, sources=sources)
-    return plan_factorization(problem, roster, where, engine=last, sources=sources)
+            return planned(problem, roster, where, engine=name, sources=sources)  # type: ignore[no-any-return]
+    return planned(problem, roster, where, engine=last, sources=sources)  # type: ignore[no-any-return]

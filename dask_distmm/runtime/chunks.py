@@ -80,7 +80,9 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
         i, j = divmod(index, len(sizes[1]))
         shape = (sizes[0][i], sizes[1][j])
         chunk, expected = typed(chunk, dtype), carried(dtype, array_kind(chunk))  # noqa: PLW2901
-        fits = getattr(chunk, "shape", None) == shape
+        found_shape = getattr(chunk, "shape", ())
+        # -1 stands for what is not known.
+        fits = len(found_shape) == 2 and all(one in (-1, size) for one, size in zip(shape, found_shape, strict=True))
         if fits and chunk.dtype != expected and np.can_cast(chunk.dtype, expected, "same_kind"):
             chunk = chunk.astype(expected)  # noqa: PLW2901
         if not fits or chunk.dtype != expected:

@@ -32,8 +32,6 @@ from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.planning.part import Part
 
 GROUP_PREFIX = "distmm-group-"
-# Of the tasks of QR by chunks of rows.
-ROWS_PREFIX = "qr-rows-"
 _BARRIER, _TILE, _GATE = "distmm-barrier-", "distmm-tile-", "distmm-gate-"
 _SUM = re.compile(r".*-sum-\d{5,}")
 _WAVE = re.compile(r"(.*-wave-)(\d{5,})(.*)")

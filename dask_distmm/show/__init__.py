@@ -7,8 +7,9 @@ from dask_distmm.planning.many.chains import ChainPlan
 from dask_distmm.planning.many.groups import GroupPlan
 from dask_distmm.planning.placement import register_forms
 from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
-from dask_distmm.show.factor import chain_text, factor_text
+from dask_distmm.show.factor import chain_text, factor_text, program_text
 from dask_distmm.show.html import batch_html, group_html, plan_html, reason_html
 from dask_distmm.show.text import batch_text, group_text, plan_text, reason_text, waves_text
 
@@ -17,5 +18,6 @@ register_forms(Plan, plan_text, plan_html)
 register_forms(BatchPlan, batch_text, batch_html)
 register_forms(GroupPlan, group_text, group_html)
 register_forms(FactorPlacement, factor_text)
+register_forms(ProgramPlacement, program_text)
 register_forms(ChainPlan, chain_text)
 register_forms(WavePlan, waves_text)

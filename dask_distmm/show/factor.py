@@ -1,4 +1,4 @@
-"""Plans of factorizations, and of results that take several runs, as text."""
+"""Plans of factorizations, of programs, and of results that take several runs, as text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.many.chains import ChainPlan
 from dask_distmm.planning.placement import Placement
+from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
 
 _WHAT = {
     "local": "one worker has the whole matrix",
@@ -67,9 +68,7 @@ _LISTED = 30
 def chain_text(plan: ChainPlan) -> str:
     """Return the text of the runs of a result."""
     count = len(plan.runs)
-    parts = [f"{count} run{'s' * (count > 1)}"] * bool(count)
-    parts += [f"QR by chunks of rows in {plan.row_tasks} plain tasks"] * bool(plan.row_tasks)
-    lines = [f"Plan: {' and '.join(parts) or 'only plain tasks of Dask, no collective run'}"]
+    lines = [f"Plan: {count} run{'s' * (count > 1)}" if count else "Plan: only plain tasks of Dask, no collective run"]
     lines += [f"  {number:<10}{_run_text(run)}" for number, run in enumerate(plan.runs[:_LISTED], 1)]
     lines += [f"  ...       and {count - _LISTED} more"] * (count > _LISTED)
     if plan.bytes_moved is not None:
@@ -85,8 +84,45 @@ def chain_text(plan: ChainPlan) -> str:
 def _run_text(run: Placement) -> str:
     """Return a run in one line: what it computes of which matrices, where, and how long it is expected to take."""
     problem = run.problem
-    kind = problem.task.kind if isinstance(problem, FactorProblem) else "product"
-    sizes = (" x ".join(str(sum(sizes)) for sizes in problem.chunks_of(name)) for name in problem.operands)
+    kind = "product"
+    if isinstance(problem, FactorProblem | ProgramProblem):
+        kind = problem.task.kind if isinstance(problem, FactorProblem) else problem.builder
+    sizes = (" x ".join(map(_size, problem.chunks_of(name))) for name in problem.operands)
     text = f"{kind} of {' and '.join(sizes)}: {run.method} on {len(run.ranks)} of {len(run.participants)} workers, "
     text += f"engine {run.engine}"
     return text + (f", {format_time(run.estimate.seconds)}" if run.estimate is not None else "")
+
+
+def program_text(plan: ProgramPlacement) -> str:
+    """Return the text of the plan of a program."""
+    problem, cost = plan.problem, plan.cost
+    matrices = [
+        f"  {name.upper():10}{_size(rows)} x {sum(cols)} {problem.dtypes[name]}, {len(rows)} chunks of rows"
+        for name, (rows, cols) in problem.chunks.items()
+    ]
+    outputs = ", ".join(f"{one.name} {_size(one.chunks[0])} x {_size(one.chunks[1])}" for one in problem.outputs)
+    lines = [
+        f"Plan: {problem.builder} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
+        *matrices,
+        f"  makes     {outputs}",
+        f"  method    rows stay where they are; A is read {cost.passes:g} times if it is well-conditioned",
+        f"  work      {cost.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved in {cost.messages} messages",
+    ]
+    if plan.projected_bytes:
+        address = max(plan.projected_bytes, key=lambda key: plan.projected_bytes[key])
+        lines.append(f"  memory    up to {format_bytes(plan.projected_bytes[address])} a worker ({address})")
+    if plan.estimate is not None:
+        seconds = [plan.estimate.seconds, plan.estimate.compute_seconds, plan.estimate.transfer_seconds]
+        total, compute, transfer = map(format_time, seconds)
+        lines.append(f"  time      {total} estimated: {compute} computing, {transfer} waiting for others")
+    reads = {0.0: ""}
+    steps = [
+        f"{line.kernel:20}{format_time(line.seconds):>12}  {line.flops:8.2g} flops{reads.get(line.passes, '  reads A')}"
+        for line in cost.lines
+        if line.flops or line.passes
+    ]
+    return "\n".join([*lines, "  steps     " + "\n            ".join(steps)])
+
+
+def _size(sizes: tuple[int, ...]) -> str:
+    return "?" if min(sizes) < 0 else str(sum(sizes))

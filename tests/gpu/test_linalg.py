@@ -10,7 +10,6 @@ from test_epilogs import computed, finished, on_gpus
 
 import dask_distmm
 from dask_distmm import linalg
-from dask_distmm.arrays.linalg import tall
 from dask_distmm.testing import assert_eigh, assert_nothing_left, assert_svd
 
 pytestmark = pytest.mark.engines("peer", "cusolvermp")
@@ -295,25 +294,38 @@ def test_eigenvalues_and_singular_values(clusters, nworkers, dtype):
 @on_one_host
 @pytest.mark.parametrize("dtype", [*DTYPES, "int64"])
 @pytest.mark.parametrize("condition", [1, 50, 1e30])
-@pytest.mark.parametrize("by_gram", [True, False])
-def test_tall_matrices(clusters, nworkers, monkeypatch, dtype, condition, by_gram):
+def test_tall_matrices(clusters, nworkers, dtype, condition):
     client, _ = clusters(nworkers)
-    monkeypatch.setattr(tall, "_pays", lambda a: by_gram)
     a = (noise(np.random.default_rng(), (2000, 60), "complex64" if dtype[0] == "c" else "float32") * 100).astype(dtype)
     if condition == 1e30:
         a[:, 7] = a[:, 3]
     elif condition > 1:
         a[:, 1:] += a[:, :1] * 20
-    q, r = linalg.qr(on_gpus(a), method="rows")
-    assert any("gram" in key[0] for key in q.__dask_graph__()) == by_gram
-    q, r = (computed(client, x) for x in client.persist([q, r]))
+    x = on_gpus(a)
+    before = finished(client)
+    q, r = (computed(client, one) for one in client.persist(linalg.qr(x, method="rows")))
+    assert len(finished(client) - before) == 1
     wide = a.astype(q.dtype)
     assert residual(q @ r, wide, norm(wide), len(a)) < GATE
     assert residual(q.conj().T @ q, np.eye(60, dtype=q.dtype), 1, len(a)) < GATE
     assert not np.tril(r, -1).any()
-    if condition == 1:
-        x = computed(client, linalg.lstsq(on_gpus(a), on_gpus(a[:, :5].copy()), method="rows")[0])
-        np.testing.assert_allclose(x, np.eye(60, 5), atol=1e4 * np.finfo(q.dtype).eps)
+    assert_svd(
+        wide, *(computed(client, one) for one in client.persist(linalg.svd(x, full_matrices=False, method="rows")))
+    )
+    _, variances, mean = (computed(client, one) for one in client.persist(linalg.pca(x, 4)))
+    expected = np.linalg.svd(wide - wide.mean(axis=0), compute_uv=False)[:4]
+    np.testing.assert_allclose(np.sqrt(variances * 1999), expected, atol=GATE * np.finfo(q.dtype).eps * expected[0])
+    np.testing.assert_allclose(mean, wide.mean(axis=0), atol=GATE * np.finfo(q.dtype).eps * abs(wide).max())
+    s = computed(client, linalg.svd_compressed(x, 50, n_power_iter=2)[1])
+    assert s[0] <= np.linalg.norm(wide, 2) * (1 + 1e-3)
+    if condition < 1e30:
+        b = on_gpus(wide[:, :5].copy())
+        near = {"rtol": 0, "atol": 1e4 * np.finfo(q.dtype).eps}
+        np.testing.assert_allclose(computed(client, linalg.lstsq(x, b)[0]), np.eye(60, 5), **near)
+        np.testing.assert_allclose(computed(client, linalg.pinv(x)) @ wide, np.eye(60), **near)
+        found = computed(client, linalg.ridge(x, b, [0.0, 1.0]))
+        np.testing.assert_allclose(found[0], np.eye(60, 5), **near)
+    assert_nothing_left(client)
 
 
 @on_one_host

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,13 @@ from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.computation_kinds import problem_from_wire
 from dask_distmm.planning.factor import Factorization
 from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
-from dask_distmm.runtime.keys import ROWS_PREFIX, barrier_name, output_name
+from dask_distmm.runtime.keys import barrier_name, output_name
 
+# A matrix is tall if it has this many times as many rows as columns, and so has each chunk of rows, on average.
+_ALL, _EACH = 4, 2
 # By the characters of types; E is bfloat16.
 _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
@@ -57,15 +60,15 @@ def filled(array: Array) -> Array:
     return array if chunks == array.chunks else array.rechunk(chunks)
 
 
-def matrix(name: str, x: Any, *, vector: bool = False) -> Array:
-    """Return an operand as a matrix of known chunks."""
+def matrix(name: str, x: Any, *, vector: bool = False, unknown_rows: bool = False) -> Array:
+    """Return an operand as a matrix of known chunks; with `unknown_rows` only those of columns are."""
     array = operand(name, x)
     if array.ndim == 1 and vector:
         array = array[:, None]
     if array.ndim != 2:
         expected = "1-D or 2-D" if vector else "2-D"
         raise PlanError(f"{name} must be {expected}, got {array.ndim}-D: loop over the matrices of a stack")
-    if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
+    if any(np.isnan(size) for size in itertools.chain(*array.chunks[unknown_rows:])):
         raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
     return array
 
@@ -113,36 +116,93 @@ def factorize(
     **options: Any,
 ) -> dict[str, Array]:
     """Return outputs of a factorization as lazy arrays, all of them of one run."""
-    dtype = common_type(operands)
-    # Ranks convert types as they gather, but a type's name does not tell the order of its bytes.
-    arrays = [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
+    dtype, arrays = common_type(operands), _native(operands)
     shapes = [array.shape for array in arrays]
     b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
     task = Factorization(kind, shapes[0], dtype.name, b_shape, check_finite=finite, **options)
     types = {one.name: one.dtype for one in task.outputs}
     outputs = tuple(Output(name, chunks, types[name]) for name, chunks in wanted.items())
-    _, engine = check_names(None, how.get("engine"), kind=FactorProblem.kind)
     method = how.get("method") or "auto"
     if method == "rows":
         raise PlanError("method='rows' is for qr, lstsq, and svd without full_matrices: pass 'columns' or 'local'")
-    kinds = {array_kind(array._meta) for array in arrays}
-    array = "cupy" if "cupy" in kinds else "numpy"
+    *request, overwrite = _request(FactorProblem.kind, arrays, how)
     chunks, dtypes = tuple(array.chunks for array in arrays), tuple(array.dtype.name for array in arrays)
     names = [array.name for array in arrays]
-    people, settings, overwrite = check_workers(how.get("workers")), read_options(), bool(how.get("overwrite_a"))
-    described = task, chunks, dtypes, outputs, engine, people, settings, array, method, overwrite
-    problem = FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described)
+    described: Any = (task, chunks, dtypes, outputs, *request, method, overwrite)
+    return _arrays(FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described), arrays)
+
+
+def by_program(
+    builder: str,
+    operands: Mapping[str, Array],
+    wanted: Mapping[str, tuple[Chunks, str]],
+    *,
+    how: RunOptions | FactorOptions,
+    **options: Any,
+) -> dict[str, Array]:
+    """Return outputs of a program as lazy arrays, all of them of one run: by name their chunks and types.
+
+    Operands are in chunks of rows, the same of all.
+    """
+    dtype, arrays = common_type(operands), _native(operands)
+    chunks = {name: _known(array.chunks) for name, array in zip(operands, arrays, strict=True)}
+    dtypes = {name: array.dtype.name for name, array in zip(operands, arrays, strict=True)}
+    outputs = tuple(Output(name, _known(sizes), kind) for name, (sizes, kind) in wanted.items())
+    request = _request(ProgramProblem.kind, arrays, how)
+    options["finite"] = bool(how.get("check_finite", True))
+    described: Any = (builder, options, dtype.name, chunks, dtypes, outputs, *request)
+    names = [array.name for array in arrays]
+    return _arrays(ProgramProblem(f"{builder}-{tokenize(repr((names, *described)))}", *described), arrays)
+
+
+def rows_of(a: Array) -> Array:
+    """Return a matrix in chunks of rows."""
+    return a if len(a.chunks[1]) == 1 else a.rechunk({1: -1})
+
+
+def goes_by_rows(a: Array, how: RunOptions | FactorOptions) -> bool:
+    """Whether a matrix is worked on in chunks of rows: if asked for, or if it is tall."""
+    (m, n), method = a.shape, how.get("method") or "auto"
+    engine = ENGINES.get(how.get("engine") or "")
+    able = engine is None or ProgramProblem.kind in engine.computes
+    if method not in ("auto", "rows") or (method == "auto" and not able):
+        return False
+    if method == "rows" and not 0 < n <= m and not np.isnan(m):
+        raise PlanError(f"method='rows' of {m} rows and {n} columns: expected columns, and not more of them than rows")
+    return bool(n and (method == "rows" or np.isnan(m) or m >= n * max(_ALL, _EACH * len(a.chunks[0]))))
+
+
+def _known(chunks: Chunks) -> Chunks:
+    """Return chunk sizes with -1 in place of those that are not known."""
+    rows, cols = (tuple(-1 if np.isnan(size) else int(size) for size in sizes) for sizes in chunks)
+    return rows, cols
+
+
+def _native(operands: Mapping[str, Array]) -> list[Array]:
+    """Return operands whose bytes are in the order of the machine, which a type's name does not tell."""
+    return [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
+
+
+def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions) -> tuple[Any, ...]:
+    """Return engine, workers, settings, what the chunks are, and whether A is given up."""
+    _, engine = check_names(None, how.get("engine"), kind=kind)
+    array = "cupy" if "cupy" in {array_kind(array._meta) for array in arrays} else "numpy"
+    return engine, check_workers(how.get("workers")), read_options(), array, bool(how.get("overwrite_a"))
+
+
+def _arrays(problem: FactorProblem | ProgramProblem, arrays: Sequence[Array]) -> dict[str, Array]:
+    """Return the outputs of a run as lazy arrays."""
     graph = build_factor_graph(problem, arrays)
-    prototype = next(x._meta for x in arrays if array_kind(x._meta) == array)
+    prototype = next(x._meta for x in arrays if array_kind(x._meta) == problem.array)
     return {
         one.name: Array(
             graph,
             output_name(problem.name, one.name),
-            one.chunks,
+            tuple(tuple(size if size >= 0 else np.nan for size in sizes) for sizes in one.chunks),
             # NumPy warns when complex numbers become real, even if there are none.
             meta=meta_from_array(prototype if one.dtype.startswith("complex") else prototype.real, 2, dtype=one.dtype),
         )
-        for one in outputs
+        for one in problem.outputs
     }
 
 
@@ -174,10 +234,9 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
     return found
 
 
-def steps_of(x: Array) -> tuple[list[Computation], int]:
-    """Return the computations of the runs in the graph of an array, in order, and the number of tasks of QR by rows."""
+def steps_of(x: Array) -> list[Computation]:
+    """Return the computations of the runs in the graph of an array, in order."""
     found: list[Computation] = []
-    row_tasks = 0
     for name in x.dask._toposort_layers():
         layer = x.dask.layers[name]
         if not isinstance(layer, MaterializedLayer | TasksLayer):
@@ -187,16 +246,15 @@ def steps_of(x: Array) -> tuple[list[Computation], int]:
             # A graph that has been optimized is one layer.
             barriers = [key for key in toposort(dict(layer)) if barrier_name(key) is not None]
         found += [problem_from_wire(layer[key].args[0]) for key in barriers]
-        row_tasks += sum(isinstance(key, tuple) and str(key[0]).startswith(ROWS_PREFIX) for key in layer)
-    return found, row_tasks
+    return found
 
 
-def problem_of(x: Array) -> FactorProblem | None:
-    """Return the last factorization that an array is made by, or None if there is none in its graph."""
+def problem_of(x: Array) -> FactorProblem | ProgramProblem | None:
+    """Return the last factorization or program that an array is made by, or None if there is none in its graph."""
     for name in reversed(list(x.dask.layers)):
         layer = x.dask.layers[name]
         if barrier_name(name) is not None and len(layer) == 1:
             (task,) = layer.values()
-            if task.args[0].get("kind") == FactorProblem.kind:
-                return FactorProblem.from_wire(task.args[0])
+            if task.args[0].get("kind") in (FactorProblem.kind, ProgramProblem.kind):
+                return problem_from_wire(task.args[0])  # type: ignore[return-value]
     return None

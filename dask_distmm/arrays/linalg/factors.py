@@ -7,9 +7,17 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from dask.array.core import Array, blockwise, from_array
 
-from dask_distmm.arrays.linalg.factorize import common_type, factorize, inner_chunks, matrix, row_chunks
+from dask_distmm.arrays.linalg.factorize import (
+    by_program,
+    common_type,
+    factorize,
+    goes_by_rows,
+    inner_chunks,
+    matrix,
+    row_chunks,
+    rows_of,
+)
 from dask_distmm.arrays.linalg.public import FactorOptions, QRResult, public
-from dask_distmm.arrays.linalg.tall import goes_by_rows, qr_of_rows, r_of_rows
 from dask_distmm.errors import PlanError
 from dask_distmm.planning.computation import Chunks
 
@@ -123,12 +131,17 @@ def lu_factor(a: Any, **how: Unpack[FactorOptions]) -> tuple[Any, Any]:
     return found["lu"], found["piv"][0]
 
 
+def in_columns(q: Array, cols: tuple[int, ...]) -> Array:
+    """Return a matrix in chunks of columns; the sizes of chunks of rows may be unknown."""
+    return q if q.chunks[1] == cols else q.rechunk({1: cols})
+
+
 @public(FactorOptions)
 def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unpack[FactorOptions]) -> Any:
     """Return Q and R with ``a = Q @ R``: Q has orthonormal columns, R is upper triangular.
 
-    With ``method="rows"``, and by itself for a matrix with many more rows than columns, each chunk of rows is
-    factorized where it lies, in plain tasks.
+    With ``method="rows"``, and by itself for a matrix with many more rows than columns, chunks of rows stay where they
+    are. The number of rows in each of them need not be known.
 
     Parameters
     ----------
@@ -142,14 +155,15 @@ def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unp
     Q, R : array
         A named tuple, as in NumPy; only R if `mode` is ``"r"``.
     """
-    a = matrix("a", a)
-    inner, (rows, cols) = inner_chunks(a), a.chunks
+    a = matrix("a", a, unknown_rows=mode != "complete")
     if mode != "complete" and goes_by_rows(a, how):
-        dtype, finite = common_type({"a": a}), how.get("check_finite", True)
-        if mode == "r":
-            return r_of_rows(a, dtype, finite).rechunk((inner, cols))
-        q, r = qr_of_rows(a, dtype, finite)
-        return QRResult(q.rechunk({1: inner}), r.rechunk((inner, cols)))
+        cols, slabs, dtype = a.chunks[1], rows_of(a), common_type({"a": a}).name
+        rows, whole = slabs.chunks
+        results = {"r": ((whole, whole), dtype)} | ({} if mode == "r" else {"q": ((rows, whole), dtype)})
+        found = by_program("qr", {"a": slabs}, results, how=how)
+        r = found["r"].rechunk((cols, cols))
+        return r if mode == "r" else QRResult(in_columns(found["q"], cols), r)
+    inner, (rows, cols) = inner_chunks(a), a.chunks
     if mode == "r":
         return factorize("qr", {"a": a}, {"r": (inner, cols)}, mode=mode, how=how)["r"]
     middle = rows if mode == "complete" else inner

@@ -6,13 +6,16 @@ import secrets
 from typing import Any, Unpack
 
 import dask.array as da
+import numpy as np
+from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import adjoint, computed, times
+from dask_distmm.arrays.linalg.factorize import adjoint, by_program, computed, goes_by_rows, row_chunks, rows_of, times
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import right_vectors, svd
 from dask_distmm.errors import PlanError
+from dask_distmm.planning.computation import Chunks
 
 
 @public(RunOptions)
@@ -45,7 +48,8 @@ def svd_compressed(
     s : array, (k,), real
         In descending order; each at most as large as the true one, but for rounding.
     vh : array, (k, n)
-        Orthonormal rows. The first one of the largest components of each is real and positive.
+        Orthonormal rows. The first one of the largest components of each is real and positive; where m < n that of each
+        column of u.
 
     Raises
     ------
@@ -62,6 +66,11 @@ def svd_compressed(
             raise PlanError(f"{name} must be at least 0, got {value}")
     seed = secrets.randbits(64) if seed is None else seed
     m, n = a.shape
+    if m < n and goes_by_rows(a.T, how):
+        found = _compressed_by_rows(adjoint(a), k, n_power_iter, n_oversamples, seed, how)
+        return adjoint(found[2]), found[1], adjoint(found[0])
+    if goes_by_rows(a, how):
+        return _compressed_by_rows(a, k, n_power_iter, n_oversamples, seed, how)
     count, turned = min(k + n_oversamples, m, n), adjoint(a)
     vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
     q, _ = qr(times(a, vectors, how), **how)
@@ -73,12 +82,27 @@ def svd_compressed(
     return times(q, adjoint(left[:k]), how), s[:k], adjoint(right[:, :k])
 
 
+def _compressed_by_rows(
+    a: Array, k: int, iterations: int, more: int, seed: int, how: RunOptions
+) -> tuple[Array, Array, Array]:
+    """Return what `svd_compressed` does of a tall matrix."""
+    slabs, n = rows_of(a), a.shape[1]
+    wanted: dict[str, tuple[Chunks, str]] = {
+        "u": ((slabs.chunks[0], (k,)), a.dtype.name),
+        "s": (row_chunks(k), np.empty(0, a.dtype).real.dtype.name),
+        "vh": (((k,), (n,)), a.dtype.name),
+    }
+    options = {"k": k, "width": min(k + more, n), "iterations": iterations, "seed": seed}
+    found = by_program("svd_compressed", {"a": slabs}, wanted, how=how, **options)
+    return found["u"], found["s"][0], found["vh"].rechunk({1: a.chunks[1]})
+
+
 @public(RunOptions)
 def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> tuple[Any, Any, Any]:
     """Return the principal components of the rows of a matrix: right singular vectors of its centred columns.
 
-    A tall matrix goes through its QR factorization (see `qr`): each chunk of rows through its Gram matrix where its
-    condition allows that, and else through reflections.
+    A tall matrix is read once, for means and the Gram matrix of the centred rows, if the variances that are asked for
+    are not too far apart for that; otherwise again, for its QR factorization.
 
     Parameters
     ----------
@@ -110,6 +134,15 @@ def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> t
         raise PlanError(f"a must have at least 2 rows, got {len(a)}")
     if not 1 <= k <= most:
         raise PlanError(f"n_components must be between 1 and {most}, got {k}")
+    if goes_by_rows(a, how):
+        n = a.shape[1]
+        wanted: dict[str, tuple[Chunks, str]] = {
+            "components": (((k,), (n,)), a.dtype.name),
+            "variances": (row_chunks(k), np.empty(0, a.dtype).real.dtype.name),
+            "mean": (row_chunks(n), a.dtype.name),
+        }
+        found = by_program("pca", {"a": rows_of(a)}, wanted, how=how, k=k)
+        return found["components"].rechunk({1: a.chunks[1]}), found["variances"][0], found["mean"][0]
     mean = a.mean(axis=0)
     s, vh = right_vectors(a - mean, how)
     return vh[:k], s[:k] ** 2 / (len(a) - 1), mean

@@ -40,7 +40,7 @@ class RunOptions(TypedDict, total=False):
     """The options of a run: `engine` and `workers` as `dask_distmm.matmul` takes them.
 
     `method` is ``"auto"``, ``"local"`` (one worker has the whole matrix) or ``"columns"`` (all workers have block
-    columns); of qr, lstsq and svd also ``"rows"``, which is not a run (`dask_distmm.arrays.linalg.tall`).
+    columns); of tall matrices also ``"rows"``: chunks of rows stay where they are (`dask_distmm.programs`).
     """
 
     engine: Engine | None

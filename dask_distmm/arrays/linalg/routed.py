@@ -7,9 +7,9 @@ Each means the same as Dask's: results have its types and chunks. A function com
   errors, or matrices pass for singular;
 - otherwise where a run is expected to be quicker than Dask's tasks.
 
-What Dask does without an error never ends in one here: least squares, which may be of any rank, stay Dask's wherever
-it has them, and so does ``np.linalg.pinv``. Elements that are NaN or infinite are refused under the names of Dask's
-functions that refuse them, and computed under NumPy's.
+What Dask does without an error never ends in one here: least squares may be of any rank where Dask has them, and
+``np.linalg.pinv`` stays Dask's. Elements that are NaN or infinite are refused under the names of Dask's functions that
+refuse them, and computed under NumPy's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dask.array.linalg import compression_level
 from dask.array.linalg import lstsq as dask_lstsq
 
 from dask_distmm.arrays.linalg import factors, leading, solutions, spectral
-from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.arrays.linalg.factorize import common_type, goes_by_rows, problem_of
 from dask_distmm.arrays.linalg.public import named
-from dask_distmm.arrays.linalg.tall import goes_by_rows
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import MissingEngineError, NotSquareError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation_kinds import plan_computation
-from dask_distmm.planning.factor.dask_tasks import factor_by_tasks, factor_overhead
+from dask_distmm.planning.factor.dask_tasks import factor_by_tasks, factor_overhead, program_by_tasks
 from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
 # How Dask's own function is: "good"; "poor": it may be wrong, or NumPy's is called on whole matrices in this process;
@@ -63,10 +63,7 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
         # Q is that of the first chunk: no run is as quick.
         return NotImplemented
     dasks: Dasks = "good" if plain and len(a.chunks[1]) == 1 else "none"
-    rows = mode != "complete" and _by_rows(a)
-    if rows and dasks == "good" and not isinstance(a._meta, np.ndarray):
-        return NotImplemented
-    return _take(lambda: factors.qr(a, mode, check_finite=False), a, dasks=dasks, run=not rows)  # type: ignore[arg-type]
+    return _take(lambda: factors.qr(a, mode, check_finite=False), a, dasks=dasks)  # type: ignore[arg-type]
 
 
 def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
@@ -105,15 +102,22 @@ def _inverse(a: Any, dasks: Dasks, *, check_finite: bool) -> Any:
 def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
     if not isinstance(a, Array) or a.ndim != 2:
         return NotImplemented
-    if rcond is None and len(a.chunks[1]) == 1 and a.shape[0] >= a.shape[1]:
-        # NumPy's argument, which Dask lacks.
-        return dask_lstsq(a, b)
+    good = rcond is None and len(a.chunks[1]) == 1 and a.shape[0] >= a.shape[1]
+    rows = _by_rows(a)
 
     def make() -> Any:
-        x, residuals, rank, values = solutions.lstsq(a, b, rcond)
-        return x, residuals, da.full_like(x, rank, shape=(), chunks=(), dtype=np.int64), values
+        # Dask's may be of any rank.
+        limit = max(a.shape) * float(np.finfo(common_type({"a": a, "b": b})).eps) if good and rows else rcond
+        x, residuals, rank, values = solutions.lstsq(a, b, limit)
+        if isinstance(rank, int):
+            rank = da.full_like(x, rank, shape=(), chunks=(), dtype=np.int64)
+        return x, residuals, rank, values
 
-    return _take(make, a, b, dasks="none", run=rcond is None and not _by_rows(a))
+    found = NotImplemented
+    if rows or not good:
+        found = _take(make, a, b, dasks="good" if good else "none", run=rows or rcond is None)
+    # NumPy's argument, which Dask lacks.
+    return dask_lstsq(a, b) if good and found is NotImplemented else found
 
 
 def _det(a: Any) -> Any:
@@ -138,9 +142,17 @@ def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, comp
     if not compute_uv:
         # NumPy's argument, which Dask lacks.
         return _take(lambda: spectral.svdvals(a), a, dasks="none", run=False)
-    if not coerce_signs or full_matrices or 1 in a.numblocks:
+    if full_matrices:
         return NotImplemented
-    return _take(lambda: spectral.svd(a, full_matrices=False), a, dasks="none", run=False)
+    if 1 not in a.numblocks:
+        make = functools.partial(spectral.svd, a, full_matrices=False)
+        return _take(make, a, dasks="none", run=False) if coerce_signs else NotImplemented
+    # Dask's signs are those of sums, which the rank that has R knows only of the right vectors of a tall matrix.
+    if a.dtype.kind != "c" and a.numblocks[1] == 1 and _by_rows(a):
+        return _take(lambda: spectral.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, dasks="good")
+    if not coerce_signs and a.numblocks[0] == 1 and _by_rows(a.T):
+        return _take(functools.partial(spectral.svd, a, full_matrices=False), a, dasks="good")
+    return NotImplemented
 
 
 def _svd_compressed(
@@ -211,7 +223,7 @@ def _chunks_match(a: Any, b: Any) -> bool:
 
 
 def _by_rows(a: Any) -> bool:
-    """Whether a matrix is factorized by its chunks of rows: on CPUs they take a quarter of the time of Dask's."""
+    """Whether a matrix is worked on in chunks of rows."""
     return isinstance(a, Array) and a.ndim == 2 and goes_by_rows(a, {})
 
 
@@ -250,8 +262,8 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = Tru
         raise
 
 
-def _left(problem: FactorProblem, dasks: Dasks) -> bool:
-    """Whether a factorization is left to Dask's own function."""
+def _left(problem: FactorProblem | ProgramProblem, dasks: Dasks) -> bool:
+    """Whether a factorization or a program is left to Dask's own function."""
     client, least = current_client(), minimum_flops()
     if dasks == "good" and (client is None or problem.flops < (least or 1)):
         return True
@@ -262,5 +274,6 @@ def _left(problem: FactorProblem, dasks: Dasks) -> bool:
     if dasks != "good" or least is not None:
         return False
     costs, machine = dask_costs(), problem.machine_of_tasks(made.engine)
-    own = factor_by_tasks(problem, known.workers, machine, costs)
+    by_tasks: Any = factor_by_tasks if isinstance(problem, FactorProblem) else program_by_tasks
+    own = by_tasks(problem, known.workers, machine, costs)
     return not dataclasses.replace(made, around=factor_overhead(problem, costs), by_tasks=own).worth_it

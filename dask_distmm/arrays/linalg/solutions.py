@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Unpack, cast
 
 import numpy as np
-from dask.array.core import from_array
+from dask.array.core import Array, from_array
 
 from dask_distmm.arrays.linalg.factorize import (
+    adjoint,
+    by_program,
     common_type,
     factorize,
+    goes_by_rows,
     inner_chunks,
     matrix,
     operand,
     row_chunks,
+    rows_of,
     unchecked,
 )
 from dask_distmm.arrays.linalg.factors import cholesky, picked
 from dask_distmm.arrays.linalg.level3 import mirrored, op_of
 from dask_distmm.arrays.linalg.public import FactorOptions, SlogdetResult, SolveOptions, public
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
-from dask_distmm.arrays.linalg.tall import goes_by_rows, pseudoinverse_of_rows, solve_rows
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.planning.computation import Chunks
 
@@ -310,20 +314,16 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
     MatrixError
         When it is computed: the matrix is not of full rank, and there is no `rcond`.
     """
+    a, b = matrix("a", a, unknown_rows=True), operand("b", b)
+    if goes_by_rows(a, how):
+        return least_squares_by_rows(a, b, rcond, how)
     if rcond is not None:
         return least_squares_of_any_rank(a, b, rcond, how)
-    a, b = matrix("a", a), operand("b", b)
-    columns = matrix("b", b, vector=True)
-    m, n = a.shape
-    if len(columns) == m and goes_by_rows(a, how):
-        x, norms, r = solve_rows(a, columns, common_type({"a": a, "b": columns}), how.get("check_finite", True))
-        found = {"x": x.rechunk({0: a.chunks[1]}), "residuals": norms[None], "r": r}
-    else:
-        wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1])}
-        wanted["r"] = (inner_chunks(a),) * 2
-        if m > n:
-            wanted["residuals"] = (1,), columns.chunks[1]
-        found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
+    columns, (m, n) = matrix("b", b, vector=True), a.shape
+    wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1]), "r": (inner_chunks(a),) * 2}
+    if m > n:
+        wanted["residuals"] = (1,), columns.chunks[1]
+    found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
     x, r = found["x"], found["r"]
     residuals = found["residuals"][0] if m > n else from_array(x._meta.real.ravel())
     s = r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
@@ -335,6 +335,87 @@ def _singular_values(r: Any) -> Any:
         return np.linalg.svd(r, compute_uv=False)
     # LAPACK has an error for these.
     return abs(np.diagonal(r)) * r.real.dtype.type(np.nan)
+
+
+def least_squares_by_rows(a: Array, b: Array, rcond: float | None, how: FactorOptions) -> tuple[Any, Any, Any, Any]:
+    """Return what `lstsq` does of a tall matrix."""
+    (m, n), (slabs, columns) = a.shape, _same_rows(a, b)
+    dtype, k = common_type({"a": a, "b": b}), columns.shape[1]
+    real = np.empty(0, dtype).real.dtype
+    wanted: dict[str, tuple[Chunks, str]] = {
+        "x": (((n,), (k,)), dtype.name),
+        "residuals": (((1,), (k,)), real.name),
+        "rank": (((1,), (1,)), "int64"),
+        "s": (((1,), (n,)), real.name),
+    }
+    # LAPACK takes the machine precision in place of a negative one.
+    rtol = float(np.finfo(real).eps) if rcond is not None and rcond < 0 else rcond
+    found = by_program("lstsq", {"a": slabs, "b": columns}, wanted, how=how, rtol=rtol)
+    x = found["x"].rechunk((a.chunks[1], k if b.ndim == 1 else b.chunks[1]))
+    residuals = found["residuals"][0] if m > n else from_array(found["x"]._meta.real.ravel())
+    rank = n if rcond is None else found["rank"][0, 0]
+    return x[:, 0] if b.ndim == 1 else x, residuals, rank, found["s"][0]
+
+
+def _same_rows(a: Array, b: Array) -> tuple[Array, Array]:
+    """Return a matrix and right-hand sides in the same chunks of rows."""
+    columns, slabs = matrix("b", b, vector=True, unknown_rows=True), rows_of(a)
+    (m, n), rows = a.shape, columns.shape[0]
+    if np.isnan(m) or np.isnan(rows):
+        if len(columns.chunks[0]) != len(slabs.chunks[0]):
+            raise PlanError(
+                f"a has rows of unknown number in {len(slabs.chunks[0])} chunks, so b must have as many chunks; it has "
+                f"{len(columns.chunks[0])}: call compute_chunk_sizes() of both first"
+            )
+        return slabs, rows_of(columns)
+    if rows != m:
+        raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {rows}")
+    return slabs, columns.rechunk((slabs.chunks[0], -1))
+
+
+@public(SolveOptions)
+def ridge(a: Any, b: Any, alpha: float | Sequence[float], **how: Unpack[SolveOptions]) -> Any:
+    """Return the x that minimizes ``|a @ x - b|^2 + alpha |x|^2``: ridge regression, without an intercept.
+
+    `a` is read once, also for many values of `alpha`; once or twice more if it is ill-conditioned.
+
+    Parameters
+    ----------
+    a : array, (m, n)
+        The matrix, of any chunks; an n x n matrix has to fit into the memory of each worker.
+    b : array, (m,) or (m, k)
+        Right-hand sides.
+    alpha : float or sequence of floats
+        The weight of ``|x|^2``, not negative.
+
+    Returns
+    -------
+    array, (n,) or (n, k)
+        The solution; for a sequence (number of values, n) or (number of values, n, k).
+
+    Raises
+    ------
+    PlanError
+        The shapes do not fit each other, or a value of `alpha` is negative.
+    """
+    a, b = matrix("a", a, unknown_rows=True), operand("b", b)
+    try:
+        alphas = np.atleast_1d(np.asarray(alpha, np.float64))
+    except (TypeError, ValueError):
+        alphas = np.empty(0)
+    if alphas.ndim != 1 or not alphas.size or not (np.isfinite(alphas) & (alphas >= 0)).all():
+        raise PlanError(f"alpha must be a number that is not negative, or a sequence of them, got {alpha!r}")
+    method = how.get("method") or "auto"
+    if method not in ("auto", "rows"):
+        raise PlanError(f"method={method!r} is not for ridge: pass 'rows', or leave it out")
+    slabs, columns = _same_rows(a, b)
+    n, k, count = a.shape[1], columns.shape[1], len(alphas)
+    dtype = common_type({"a": a, "b": b}).name
+    wanted: dict[str, tuple[Chunks, str]] = {"x": (((n,), (k * count,)), dtype)}
+    x = by_program("ridge", {"a": slabs, "b": columns}, wanted, how=how, alphas=tuple(alphas.tolist()))["x"]
+    if np.ndim(alpha):
+        x = x.reshape(n, count, k).transpose(1, 0, 2)
+    return x[..., 0] if b.ndim == 1 else x
 
 
 @public(FactorOptions)
@@ -370,9 +451,12 @@ def pinv(
     if rcond is not None and rtol is not None:
         raise PlanError(f"rcond={rcond} and rtol={rtol} are two names for one limit: pass one of them")
     a, rtol = matrix("a", a), rcond if rtol is None else rtol
+    if a.shape[0] < a.shape[1] and not hermitian and goes_by_rows(a.T, how):
+        return adjoint(pinv(adjoint(a), rtol, **how))
+    if not hermitian and goes_by_rows(a, how):
+        slabs, dtype = rows_of(a), common_type({"a": a}).name
+        found = by_program("pinv", {"a": slabs}, {"x": (slabs.chunks[::-1], dtype)}, how=how, rtol=rtol)
+        return found["x"].rechunk({0: a.chunks[1]})
     if rtol is not None or hermitian:
         return pseudoinverse(a, rtol, hermitian, how)
-    if goes_by_rows(a, how):
-        found = pseudoinverse_of_rows(a, common_type({"a": a}), how.get("check_finite", True))
-        return found.rechunk({0: a.chunks[1]})
     return factorize("pinv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]

@@ -11,16 +11,19 @@ from dask.array.core import Array, from_array, normalize_chunks
 
 from dask_distmm.arrays.linalg.factorize import (
     adjoint,
+    by_program,
     common_type,
     computed,
     factorize,
+    goes_by_rows,
     inner_chunks,
     matrix,
     operand,
     row_chunks,
+    rows_of,
     times,
 )
-from dask_distmm.arrays.linalg.factors import qr
+from dask_distmm.arrays.linalg.factors import in_columns, qr
 from dask_distmm.arrays.linalg.public import EighResult, FactorOptions, RunOptions, SVDResult, public
 from dask_distmm.arrays.linalg.qdwh import unitary_factor
 from dask_distmm.errors import PlanError
@@ -131,8 +134,9 @@ def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True, **how: Unpa
 
     ``method="local"``: one worker decomposes the matrix, by LAPACK's ``gesdd``, in one run. ``"columns"``: a matrix
     that is much longer than wide, or the other way round, is reduced to a square one by a QR factorization; its polar
-    decomposition is computed, and the eigenvalues of its Hermitian factor as `eigh` has them by itself. ``"rows"``: a
-    QR factorization by chunks of rows first. ``"auto"``: each of these steps where it is expected to save time.
+    decomposition is computed, and the eigenvalues of its Hermitian factor as `eigh` has them by itself. ``"rows"``:
+    chunks of rows of a tall matrix, or of columns of a wide one, stay where they are, in one run. ``"auto"``: each of
+    these where it is expected to save time.
 
     Parameters
     ----------
@@ -161,7 +165,7 @@ def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True, **how: Unpa
     MatrixError
         When it is computed: an element is NaN or infinite.
     """
-    a = matrix("a", a)
+    a = matrix("a", a, unknown_rows=not (full_matrices and compute_uv))
     m, n = a.shape
     full, method = full_matrices and compute_uv and m != n, how.get("method", "auto")
     if full and method != "auto" and method != "local" and a.size:
@@ -173,7 +177,7 @@ def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True, **how: Unpa
 def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -> Any:
     """Return what `svd` does; `full` only of a matrix that is not square."""
     m, n = a.shape
-    if not a.size:
+    if not all(a.shape):
         how["method"] = "local"
     method = how.get("method", "auto")
     if full or method == "local":
@@ -181,13 +185,13 @@ def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -
     if m < n:
         found = _decomposition(adjoint(a), False, compute_uv, how)
         return (adjoint(found[2]), found[1], adjoint(found[0])) if compute_uv else found
+    if goes_by_rows(a, how):
+        return svd_by_rows(a, compute_uv, how)
     shared, tall = method == "columns", _goes_by_r(a, how)
     if tall and not compute_uv:
         a = qr(a, "r", **how)
     elif tall:
         q, a = qr(a, **how)
-    if method == "rows":
-        del how["method"]
     by_polar = shared or _quicker_by_polar(a, compute_uv)
     found = _by_polar(a, compute_uv, how) if by_polar else _decomposed(a, False, compute_uv, how)
     return (times(q, found[0], how), *found[1:]) if tall and compute_uv else found
@@ -197,8 +201,6 @@ def right_vectors(a: Array, how: RunOptions) -> tuple[Any, Any]:
     """Return s and vh of `svd`; of a matrix that is much longer than wide without its Q."""
     if _goes_by_r(a, how):
         a = qr(a, "r", **how)
-        if how.get("method") == "rows":
-            del how["method"]
     found: tuple[Any, Any] = svd(a, full_matrices=False, **how)[1:]
     return found
 
@@ -206,8 +208,19 @@ def right_vectors(a: Array, how: RunOptions) -> tuple[Any, Any]:
 def _goes_by_r(a: Array, how: RunOptions) -> bool:
     """Whether a matrix that is not wide is reduced to R before its decomposition."""
     (m, n), method = a.shape, how.get("method", "auto")
-    large = m * n >= _LARGE or method == "columns"
-    return m >= n if method == "rows" else method != "local" and m >= _TALL * n and large
+    return method != "local" and m >= _TALL * n and (m * n >= _LARGE or method == "columns")
+
+
+def svd_by_rows(a: Array, vectors: bool, how: RunOptions | FactorOptions, **options: Any) -> Any:
+    """Return the decomposition of a tall matrix whose rows stay where they are."""
+    slabs, dtype, cols = rows_of(a), common_type({"a": a}), a.chunks[1]
+    rows, whole = slabs.chunks
+    wanted: dict[str, tuple[Chunks, str]] = {"s": (row_chunks(sum(whole)), np.empty(0, dtype).real.dtype.name)}
+    if vectors:
+        wanted |= {"u": ((rows, whole), dtype.name), "vh": ((whole, whole), dtype.name)}
+    found = by_program("svd", {"a": slabs}, wanted, how=how, **options)
+    s = found["s"][0]
+    return (in_columns(found["u"], cols), s, found["vh"].rechunk((cols, cols))) if vectors else s
 
 
 def _quicker_by_polar(a: Array, vectors: bool) -> bool:

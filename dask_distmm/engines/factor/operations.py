@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dask_distmm.engines.factor.copies import assign
+from dask_distmm.engines.factor.gram import gram_reflectors
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.factor.tall import gram_reflectors
 from dask_distmm.planning.factor import DiagonalBlock, Operation
 
 _FORWARD = Operation("substitute", lower=True)

@@ -43,6 +43,7 @@ from dask_distmm.numeric.types import dtype_from_name, stored
 from dask_distmm.planning import Plan
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import goes_on
+from dask_distmm.planning.program import ProgramPlacement
 
 # Boxes smaller than this on average travel in one vector.
 _FLAT_BYTES = 2**20
@@ -324,10 +325,12 @@ class NumpyEngine(Engine):
         if isinstance(plan, Plan):
             return NumpyJob(plan, me, chunks, comm, progress)
         # Workers that only multiply import none of it.
-        from dask_distmm.engines.numpy.factor import NumpyFactorJob
+        from dask_distmm.engines.numpy.factor import NumpyFactorJob, NumpyProgramJob
         from dask_distmm.engines.numpy.lapack import LapackKernels
 
-        return NumpyFactorJob(plan, me, chunks, comm, progress, LapackKernels())
+        kind: Any = NumpyProgramJob if isinstance(plan, ProgramPlacement) else NumpyFactorJob
+        job: Job[Any] = kind(plan, me, chunks, comm, progress, LapackKernels())
+        return job
 
 
 ENGINE = NumpyEngine()

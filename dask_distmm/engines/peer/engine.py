@@ -20,6 +20,7 @@ import numpy as np
 from dask_distmm.comms.base import Comm
 from dask_distmm.engines.base import ChunkKey, Engine
 from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
+from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.job import PeerJob
 from dask_distmm.engines.peer.state import PeerState
@@ -27,6 +28,7 @@ from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Plan
 from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.program import ProgramPlacement
 
 
 class PeerEngine(PeerState, Engine):
@@ -61,17 +63,19 @@ class PeerEngine(PeerState, Engine):
 
     def job(
         self,
-        plan: Plan | FactorPlacement,
+        plan: Plan | FactorPlacement | ProgramPlacement,
         me: int,
         chunks: Mapping[ChunkKey, Any],
         comm: Comm,
         progress: Callable[[float], None] = lambda share: None,
         ready: Sequence[Any] = (),
-    ) -> PeerJob | PeerFactorJob:
+    ) -> PeerJob | PeerFactorJob | GpuProgramJob:
         """Return participant `me`'s side of a run."""
         check_arrays(self.name, {key: chunk for key, chunk in chunks.items() if not isinstance(chunk, SourceChunk)})
         if isinstance(plan, FactorPlacement):
             return PeerFactorJob(plan, me, chunks, comm, progress, ready, self)
+        if isinstance(plan, ProgramPlacement):
+            return GpuProgramJob(plan, me, chunks, comm, progress, ready, self)
         return PeerJob(plan, me, chunks, comm, progress, ready, self)
 
     def release(self, group: int) -> None:

@@ -164,7 +164,7 @@ Vector = NDArray[np.float64]
 
 
 class Solved(Protocol):
-    """A secular equation that has been solved; `dask_distmm.engines.tridiagonal.secular.Secular` says more."""
+    """A secular equation that has been solved; `dask_distmm.engines.tridiagonal.kernels.Secular` says more."""
 
     @property
     def values(self) -> Vector:

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from dask_distmm.config import DaskCosts, Machine
@@ -21,11 +22,29 @@ from dask_distmm.planning.factor.phases import factored
 from dask_distmm.planning.factor.planner import SHARES
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.placement import Estimate
+from dask_distmm.planning.program import ProgramProblem
+
+# LAPACK's QR of a chunk, as NumPy calls it, runs at this share of a product's rate; each chunk takes so many tasks.
+_QR_SHARE, _QR_TASKS = 0.25, 6
 
 
-def factor_overhead(problem: FactorProblem, costs: DaskCosts) -> float:
+def program_by_tasks(
+    problem: ProgramProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts
+) -> Estimate:
+    """Return what Dask's own tasks would take for a program: QR of each chunk, and of all R."""
+    rows, cols = (sum(sizes) for sizes in problem.chunks["a"])
+    chunks, threads = len(problem.chunks["a"][0]), sum(worker.nthreads for worker in workers)
+    flops = 4 * (rows + chunks * cols) * cols**2 * (4 if problem.dtype.kind == "c" else 1)
+    compute = flops / (machine.rate(problem.compute_type) * min(threads, chunks) * _QR_SHARE)
+    moved = chunks * cols**2 * problem.dtype.itemsize
+    transfer = moved / (machine.dask_bandwidth or machine.bandwidth)
+    seconds = costs.start + chunks * _QR_TASKS * costs.task + compute + transfer
+    return Estimate("dask", (chunks, 1, 1), seconds, compute, transfer, moved, 0)
+
+
+def factor_overhead(problem: FactorProblem | ProgramProblem, costs: DaskCosts) -> float:
     """Return the seconds that Dask takes around a run."""
-    given = sum(len(rows) * len(cols) for rows, cols in problem.chunks)
+    given = sum(math.prod(problem.chunk_counts(name)) for name in problem.operands)
     return costs.run + costs.chunk * (given + sum(output.count for output in problem.outputs))
 
 

@@ -9,7 +9,7 @@ NUMPY = Abilities(
     "numpy",
     "dask_distmm.engines.numpy.engine",
     takes_on_cpus,
-    frozenset(["product", "factorization"]),
+    frozenset(["product", "factorization", "program"]),
     carries=True,
     decomposes=lambda task: task.shareable,
     in_place=True,

@@ -56,7 +56,7 @@ PEER = Abilities(
     "peer",
     "dask_distmm.engines.peer.engine",
     takes_on_gpus,
-    frozenset(["product", "factorization"]),
+    frozenset(["product", "factorization", "program"]),
     (128, 512),
     decomposes=lambda task: task.shareable,
     panel_seconds=_PANEL_SECONDS,

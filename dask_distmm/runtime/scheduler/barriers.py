@@ -69,7 +69,7 @@ class Barrier:
         numbers = {number for _, number in wanted.values()}
         if isinstance(self.problem, Problem) and len(numbers) < len(self.problem.numbers("")):
             return part_of(self.problem, self.keys, numbers)
-        return self.problem, dict(self.keys)
+        return self.problem.making({output for output, _ in wanted.values()}), dict(self.keys)
 
 
 def deliveries(problem: Computation, wanted: Mapping[Any, tuple[str, int]]) -> list[tuple[str, str, bytes]]:

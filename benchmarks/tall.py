@@ -1,0 +1,174 @@
+"""Tall matrices on two worker processes of one thread each: ``python -m benchmarks.tall``.
+
+For each function and shape, the time from the call to all results in memory, the best of some rounds on fresh chunks
+that are in memory: stock Dask, under ``enable()``, ``dask_distmm.linalg``, and the kernels alone: two processes at once
+do to half of the rows what a rank does, in plain NumPy and SciPy, without messages. The aim is 1.25 times these, and 50
+ms more.
+"""
+
+from __future__ import annotations
+
+import os
+
+for _name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ[_name] = "1"
+
+import argparse  # noqa: E402
+import multiprocessing  # noqa: E402
+import secrets  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from typing import Any  # noqa: E402
+
+import dask  # noqa: E402
+import dask.array as da  # noqa: E402
+import numpy as np  # noqa: E402
+import scipy.linalg  # noqa: E402
+from distributed import Client, LocalCluster, wait  # noqa: E402
+
+import dask_distmm  # noqa: E402
+from dask_distmm import linalg  # noqa: E402
+
+# Rows, columns, chunks.
+SHAPES = [(200_000, 256, 8), (1_000_000, 50, 16), (20_000, 64, 8)]
+ROUNDS = 5
+AIM = 1.25, 0.05
+
+Matrix = Any
+
+
+def _divide(a: Matrix, r: Matrix) -> Matrix:
+    return scipy.linalg.blas.dtrsm(1, r, a.T, 0, 0, 1, overwrite_b=1).T
+
+
+def _qr(a: Matrix) -> tuple[Matrix, Matrix]:
+    q = _divide(a.copy(), first := scipy.linalg.cholesky(a.T @ a))
+    return _divide(q, second := scipy.linalg.cholesky(q.T @ q)), second @ first
+
+
+def _svd(a: Matrix) -> Matrix:
+    q, r = _qr(a)
+    return q @ np.linalg.svd(r)[0]
+
+
+def _lstsq(a: Matrix, b: Matrix) -> Matrix:
+    factor = scipy.linalg.cho_factor(a.T @ a)
+    x = scipy.linalg.cho_solve(factor, a.T @ b)
+    return x + scipy.linalg.cho_solve(factor, a.T @ (b - a @ x))
+
+
+def _compressed(a: Matrix) -> Matrix:
+    q, _ = _qr(a @ np.random.default_rng(0).standard_normal((a.shape[1], 20)))
+    q, _ = _qr(a @ np.linalg.qr(a.T @ q)[0])
+    return q @ np.linalg.svd(q.T @ a, full_matrices=False)[0][:, :10]
+
+
+def _pca(a: Matrix) -> Matrix:
+    gram = np.zeros((a.shape[1],) * 2)
+    for rows in np.array_split(a, max(1, a.nbytes // 2**22)):
+        gram += (centred := rows - rows.mean(axis=0)).T @ centred
+    return np.linalg.eigh(gram)
+
+
+# By function: stock, ours (of a, b and the number of the round), and the kernels (of half of a, half of b).
+Case = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+CASES: dict[str, Case] = {
+    "qr, R": (
+        lambda a, b, i: da.linalg.qr(a)[1],
+        lambda a, b, i: linalg.qr(a, "r"),
+        lambda a, b: scipy.linalg.cholesky(a.T @ a),
+    ),
+    "qr, Q and R": (lambda a, b, i: da.linalg.qr(a), lambda a, b, i: linalg.qr(a), lambda a, b: _qr(a)),
+    "lstsq": (lambda a, b, i: da.linalg.lstsq(a, b)[:2], lambda a, b, i: linalg.lstsq(a, b)[:2], _lstsq),
+    "svd": (lambda a, b, i: da.linalg.svd(a), lambda a, b, i: linalg.svd(a, full_matrices=False), lambda a, b: _svd(a)),
+    "svd_compressed": (
+        lambda a, b, i: da.linalg.svd_compressed(a, 10, n_power_iter=1, seed=i),
+        lambda a, b, i: linalg.svd_compressed(a, 10, n_power_iter=1, seed=i),
+        lambda a, b: _compressed(a),
+    ),
+    "pca, 5": (
+        lambda a, b, i: [x[:5] for x in da.linalg.svd(a - a.mean(axis=0))[1:]],
+        lambda a, b, i: linalg.pca(a, 5),
+        lambda a, b: _pca(a),
+    ),
+    "ridge": (
+        lambda a, b, i: da.linalg.solve(a.T @ a + da.eye(a.shape[1], chunks=a.shape[1]), a.T @ b),
+        lambda a, b, i: linalg.ridge(a, b, 1.0),
+        lambda a, b: np.linalg.solve(a.T @ a + np.eye(a.shape[1]), a.T @ b),
+    ),
+}
+
+
+def _best_alone(kernels: Callable[..., Any], a: Matrix, b: Matrix) -> float:
+    """Return the best time of two processes that do the same at once."""
+    context = multiprocessing.get_context("fork")
+    barrier, queue = context.Barrier(2), context.SimpleQueue()
+
+    def work() -> None:
+        seconds = []
+        for _ in range(ROUNDS):
+            barrier.wait()
+            began = time.perf_counter()
+            kernels(a, b)
+            seconds.append(time.perf_counter() - began)
+        queue.put(min(seconds))
+
+    workers = [context.Process(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return max(float(queue.get()), float(queue.get()))
+
+
+def _fresh(rows: int, cols: int, chunks: int) -> da.Array:
+    random = da.random.default_rng(secrets.randbits(30))
+    made = random.standard_normal((rows, cols), chunks=(rows // chunks, cols)).persist()
+    wait(made)
+    return made
+
+
+def _seconds(function: Callable[..., Any], shape: tuple[int, int, int], number: int) -> float:
+    """Return the seconds of one call on fresh chunks."""
+    a, b = _fresh(*shape), _fresh(shape[0], 1, shape[2])
+    began = time.perf_counter()
+    found = function(a, b, number)
+    wait(dask.persist(*(found if isinstance(found, tuple | list) else [found])))
+    return time.perf_counter() - began
+
+
+def measure(shape: tuple[int, int, int], names: list[str]) -> None:
+    """Print the table of one shape; the ways take turns."""
+    random = np.random.default_rng()
+    half = random.standard_normal((shape[0] // 2, shape[1])), random.standard_normal((shape[0] // 2, 1))
+    print(f"{shape[0]} x {shape[1]}, {shape[2]} chunks: ms, best of {ROUNDS}")
+    print(f"  {'':16}{'stock':>8}{'enable':>8}{'linalg':>8}{'kernels':>9}{'aim':>8}")
+    for name in names:
+        stock, ours, kernels = CASES[name]
+        found: dict[str, list[float]] = {"stock": [], "enable": [], "linalg": []}
+        for number in range(ROUNDS + 1):
+            for way, seconds in found.items():
+                with dask.config.set({"array.slicing.split-large-chunks": False}):
+                    if way == "enable":
+                        dask_distmm.enable()
+                    seconds.append(_seconds(ours if way == "linalg" else stock, shape, number))
+                    dask_distmm.disable()
+        best = [min(seconds[1:]) for seconds in found.values()]
+        alone = _best_alone(kernels, *half)
+        aim = AIM[0] * alone + AIM[1]
+        figures = "".join(f"{seconds * 1e3:8.0f}" for seconds in best)
+        verdict = "" if best[-1] <= aim else f"  {best[-1] / aim:.2f} x"
+        print(f"  {name:16}{figures}{alone * 1e3:9.1f}{aim * 1e3:8.0f}{verdict}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--functions", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="numbers of shapes")
+    arguments = parser.parse_args()
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=0) as cluster,
+        Client(cluster),
+    ):
+        for one in arguments.shapes:
+            measure(SHAPES[one], arguments.functions)

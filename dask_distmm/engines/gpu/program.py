@@ -1,0 +1,97 @@
+"""One participant's side of a program on a GPU: kernels are queued on one stream, what is small goes by the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, ResultKey, contiguous
+from dask_distmm.engines.gpu.factor import SolverState
+from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.planning.program import ProgramPlacement
+from dask_distmm.programs.steps import Buffer
+
+
+class GpuProgramJob(ProgramJob):
+    """One participant's side of one run. See the module's text."""
+
+    lends = True
+
+    def __init__(
+        self,
+        plan: ProgramPlacement,
+        me: int,
+        chunks: Mapping[ChunkKey, Any],
+        comm: Comm,
+        progress: Callable[[float], None],
+        ready: Sequence[Any],
+        state: SolverState,
+    ) -> None:
+        super().__init__(plan, me, chunks, comm, progress, state.solver())
+        self._ready, self._stream = ready, state.stream
+
+    def prepare(self) -> None:
+        """Bring the chunks to the device."""
+        super().prepare()
+        for event in self._ready:
+            cp.cuda.Stream.null.wait_event(event)
+        self.chunks = {key: cp.asarray(chunk) for key, chunk in self.chunks.items()}
+        # Others may ask for them from the vote on.
+        cp.cuda.Stream.null.synchronize()
+
+    def execute(self) -> dict[ResultKey, Any]:
+        """Queue all steps on the stream."""
+        self._stream.wait_event(record(cp.cuda.Stream.null))
+        try:
+            with self._stream:
+                return super().execute()
+        finally:
+            self._stream.synchronize()
+
+    def _complete(self) -> None:
+        self._stream.synchronize()
+
+    def _new(self, buffer: Buffer) -> Any:
+        # Chunks of outputs are freed by others, on the stream that these use.
+        make = functools.partial(super()._new, buffer)
+        return self._on_default_stream(make) if buffer.like else make()
+
+    def _on_default_stream(self, make: Callable[[], Any]) -> Any:
+        """Return new memory, which others use on the default stream, and free there."""
+        with cp.cuda.Stream.null:
+            made = make()
+        # Whoever has freed this memory may still have kernels on that stream that use it.
+        self._stream.wait_event(record(cp.cuda.Stream.null))
+        return made
+
+    def _lent(self, array: Any) -> Any:
+        """Return a copy on the host."""
+        return array if isinstance(array, np.ndarray) else array.get(stream=self._stream)
+
+    def _fill(self, target: Any, part: Any) -> None:
+        """Write what another rank has lent."""
+        target[...] = part if isinstance(target, np.ndarray) else cp.asarray(part)
+
+    def _handed_over(self, array: Any, *, tall: bool) -> Any:
+        """Return a chunk of an output as the user has given those of the operands: CuPy's, or NumPy's."""
+        if self.plan.problem.array == "numpy":
+            return array.get(stream=self._stream)
+        if tall:
+            return array
+        made = self._on_default_stream(functools.partial(cp.empty, array.shape, array.dtype))
+        made[...] = array
+        return made
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return chunks of operands, or what this rank has published."""
+        found = super().serve(kind, boxes, flat)
+        if kind == "input":
+            found = contiguous(found)
+            cp.cuda.Stream.null.synchronize()
+        return found

@@ -1,0 +1,188 @@
+"""One participant's side of a program: its rank's steps, one after the other.
+
+What a rank publishes others get by `Comm.fetch`, as soon as it is there; chunks of operands that are elsewhere are
+asked for before the first step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import ChunkKey, Job, ResultKey, wait_checked
+from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.programs.kernels import ProgramKernels
+from dask_distmm.planning.program import ProgramPlacement
+from dask_distmm.programs.steps import Buffer, Call, Drop, If, Make, New, Publish, Pull, Step, Store
+
+# So many messages are asked for before they are needed: then they come as soon as they are there.
+_AHEAD = 4
+
+
+class ProgramJob(Job[ProgramPlacement]):
+    """One participant's side of one run. See the module's text."""
+
+    def __init__(
+        self,
+        plan: ProgramPlacement,
+        me: int,
+        chunks: Mapping[ChunkKey, Any],
+        comm: Comm,
+        progress: Callable[[float], None],
+        kernels: Kernels,
+    ) -> None:
+        super().__init__(plan, me, chunks, comm, progress)
+        self.kernels = ProgramKernels(kernels)
+        self._steps: tuple[Step, ...] = ()
+        self._arrays: dict[str, Any] = {}
+        # Rows of chunks of operands by their names, also when they are gone.
+        self._lengths: dict[str, int] = {}
+        self._published: dict[int, Future[Sequence[Any]]] = {}
+        self._asked: dict[ChunkKey, Future[Sequence[Any]]] = {}
+        # By rank and number.
+        self._pulls: dict[tuple[int, int], Future[Sequence[Any]]] = {}
+        self._result: dict[ResultKey, Any] = {}
+        self._error: BaseException | None = None
+        self._operands = 0
+
+    def prepare(self) -> None:
+        """Record this rank's steps."""
+        if self.rank is not None:
+            self._steps = self.plan.steps(self.rank)
+
+    def execute(self) -> dict[ResultKey, Any]:
+        """Take all steps."""
+        makes = [step for step in self._steps if isinstance(step, Make)]
+        for step in makes:
+            if (step.operand, step.number) not in self.chunks:
+                self._asked[step.operand, step.number] = self._ask(step)
+        self._operands = len(makes)
+        began = time.perf_counter()
+        self.timings["wait"] = 0.0
+        # What is infinite or no number is looked at where it matters.
+        with np.errstate(all="ignore"):
+            self._take_all(self._steps, 0.0, 1.0)
+        self._complete()
+        self.timings["work"] = time.perf_counter() - began - self.timings["wait"]
+        return self._result
+
+    def _complete(self) -> None:
+        """Wait until all is done."""
+
+    def _take_all(self, steps: Sequence[Step], before: float, share: float) -> None:
+        pulls = (step for step in steps if isinstance(step, Pull))
+        for pull in itertools.islice(pulls, _AHEAD):
+            self._ask_for(pull)
+        for number, step in enumerate(steps, start=1):
+            self.ended.check()
+            if isinstance(step, If):
+                branch = step.then if self._arrays[step.flag.name].all() else step.otherwise
+                self._take_all(branch, before + share * (number - 1) / len(steps), share / len(steps))
+            else:
+                self._take(step)
+                if isinstance(step, Pull):
+                    for pull in itertools.islice(pulls, 1):
+                        self._ask_for(pull)
+            self.progress(before + share * number / len(steps))
+
+    def _take(self, step: Step) -> None:
+        arrays = self._arrays
+        match step:
+            case Call(kernel, arguments, options):
+                getattr(self.kernels, kernel)(*[arrays[buffer.name] for buffer in arguments], **options)
+            case New(buffer, zero):
+                arrays[buffer.name] = self._new(buffer)
+                if zero:
+                    arrays[buffer.name][...] = 0
+            case Make(buffer, operand, number):
+                arrays[buffer.name] = self._chunk(operand, number)
+                self._lengths[buffer.name] = len(arrays[buffer.name])
+            case Publish(key, buffers):
+                self._future(key).set_result([self._lent(arrays[buffer.name]) for buffer in buffers])
+            case Pull(owner, key, buffers):
+                began = time.perf_counter()
+                found = wait_checked(self._pulls.pop((owner, key)), self.ended.check)
+                self.timings["wait"] += time.perf_counter() - began
+                for buffer, part in zip(buffers, found, strict=True):
+                    self._fill(arrays[buffer.name], part)
+            case Store(buffer, output, number):
+                self._result[output, number] = self._handed_over(arrays.pop(buffer.name), tall=bool(buffer.like))
+            case Drop(buffer):
+                del arrays[buffer.name]
+                if buffer.is_operand:
+                    self._operands -= 1
+                    if not self._operands:
+                        self.on_gathered()
+
+    def _ask_for(self, pull: Pull) -> None:
+        """Ask for what another rank publishes, now or later."""
+        request = np.array([[pull.key, 0, 0, 0, 0, 0]], np.int64)
+        self._pulls[pull.owner, pull.key] = self.comm.fetch(self.plan.ranks[pull.owner], "part", request, False)
+
+    def _new(self, buffer: Buffer) -> Any:
+        rows, cols = buffer.shape
+        if buffer.like:
+            here = self._lengths[buffer.like]
+            rows, cols = (here if rows < 0 else rows), (here if cols < 0 else cols)
+        return self.kernels.empty((rows, cols), np.dtype(buffer.dtype), tall=bool(buffer.like))
+
+    def _ask(self, step: Make) -> Future[Sequence[Any]]:
+        """Ask the participant that has a chunk for it."""
+        names = self.plan.problem.operands
+        box = self.plan.whole(step.operand, step.number)
+        boxes = np.array([(names.index(step.operand), step.number, *box)], np.int64)
+        return self.comm.fetch(int(self.plan.where[step.operand][step.number]), "input", boxes, False)
+
+    def _chunk(self, operand: str, number: int) -> Any:
+        """Return a chunk of an operand in the type that is computed in."""
+        if (operand, number) in self._asked:
+            (chunk,) = wait_checked(self._asked.pop((operand, number)), self.ended.check)
+        else:
+            chunk = self.chunks[operand, number]
+        return self.kernels.xp.asarray(chunk, self.plan.problem.dtype)
+
+    def _lent(self, array: Any) -> Any:
+        """Return what others get of an array."""
+        return array
+
+    def _fill(self, target: Any, part: Any) -> None:
+        """Write what another rank has lent."""
+        target[...] = part
+
+    def _handed_over(self, array: Any, *, tall: bool) -> Any:
+        """Return a chunk of an output as Dask gets it."""
+        return np.ascontiguousarray(array)
+
+    # For peers
+
+    def available(self, kind: str, boxes: Boxes) -> Future[Any]:
+        """Return the future that says when `serve` can answer."""
+        return self._future(int(boxes[0, 0])) if kind == "part" else self._inputs
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return chunks of operands, or what this rank has published."""
+        if kind == "input":
+            return super().serve(kind, boxes, flat)
+        self.ended.check()
+        return list(self._future(int(boxes[0, 0])).result())
+
+    def _future(self, key: int) -> Future[Sequence[Any]]:
+        # It is published in the engine's thread, and asked for in that of the event loop.
+        future = self._published.setdefault(key, Future())
+        if self._error is not None and not future.done():
+            future.set_exception(self._error)
+        return future
+
+    def abort(self, error: BaseException) -> None:
+        """End everything with `error`."""
+        super().abort(error)
+        self._error = error
+        for future in list(self._published.values()):
+            if not future.done():
+                future.set_exception(error)

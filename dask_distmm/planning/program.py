@@ -1,0 +1,333 @@
+"""Computations on tall matrices by programs: what is computed, on which ranks, and what that takes.
+
+Ranks are the workers that hold chunks of A: rows stay where they are. Chunks of B that are elsewhere are fetched.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.config import Options, options_from_wire
+from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.computation import Chunks, Computation, Output, chunk_elements
+from dask_distmm.planning.demand import Demand, Worker
+from dask_distmm.planning.part import Part
+from dask_distmm.planning.placement import Estimate, Placement, Where, in_range, over_limit
+from dask_distmm.programs.check import all_flags, peak_bytes
+from dask_distmm.programs.composite import BUILDERS, record
+from dask_distmm.programs.model import Cost, Rates, cost
+from dask_distmm.programs.recorder import Rows
+from dask_distmm.programs.steps import Step
+
+# A message over Dask's comms takes this at least (seconds), whatever the engine's own links do.
+_LATENCY = 2e-3
+# The end of a range of rows whose number is not known.
+_ALL = 2**62
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProgramProblem(Computation):
+    """What a program computes of Dask arrays in chunks of rows, each with all columns; a `Computation`."""
+
+    kind: ClassVar[str] = "program"
+    part: ClassVar[Part | None] = None
+
+    # Names the computation everywhere; the arrays of its outputs are called after it.
+    name: str
+    # Name of the builder (`programs.composite`), and its options.
+    builder: str
+    options_of_builder: Mapping[str, Any]
+    # Name of the type that is computed in.
+    compute_type: str
+    # For each operand by name Dask's chunk sizes along both axes, -1 for rows whose number is not known, and the name
+    # of its type: ranks convert it.
+    chunks: Mapping[str, Chunks]
+    dtypes: Mapping[str, str]
+    # The outputs to be made. A vector is a row.
+    wanted: tuple[Output, ...]
+    # As asked for; ``"auto"`` leaves the choice to the cost model.
+    engine: str
+    # Addresses to use, or their number, or None for all.
+    workers: tuple[str, ...] | int | None
+    # What the run needs of the client's configuration.
+    options: Options
+    # What the chunks are: ``"numpy"`` or ``"cupy"``.
+    array: str = "numpy"
+    # Whether the user gives A up: its chunks may go as soon as they have been read for the last time.
+    overwrite_a: bool = False
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the matrices that are read."""
+        return tuple(self.chunks)
+
+    @property
+    def given_up(self) -> tuple[str, ...]:
+        """A, if it is to be overwritten."""
+        return ("a",) if self.overwrite_a else ()
+
+    def keeping(self) -> Self:
+        """Return the same computation, by which A is not given up."""
+        return dataclasses.replace(self, overwrite_a=False)
+
+    def making(self, outputs: Collection[str]) -> Self:
+        """Return the same computation, which makes only some outputs."""
+        return dataclasses.replace(self, wanted=tuple(one for one in self.wanted if one.name in outputs))
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """The arrays that are made."""
+        return self.wanted
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type that is computed in."""
+        return dtype_from_name(self.compute_type)
+
+    @property
+    def demand(self) -> Demand:
+        """The demand that it makes on the workers."""
+        dtypes = (self.compute_type,) * 3
+        return Demand(self.engine, self.array, dtypes, self.workers, self.options.allow_plaintext_nccl, self.kind)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the program, as on one rank."""
+        rows = len(self.chunks["a"][0])
+        return cost([self.steps((0,) * rows, 1, 0)], Rates(1.0, 1.0, 1.0, 0.0)).flops
+
+    def chunks_of(self, operand: str) -> Chunks:
+        """Chunk sizes of an operand."""
+        return self.chunks[operand]
+
+    def dtype_of(self, operand: str) -> str:
+        """Name of the type of an operand."""
+        return self.dtypes[operand]
+
+    def numbers(self, name: str) -> NDArray[np.int64]:
+        """Return the numbers of all chunks of an operand or an output."""
+        counts = self.chunk_counts(name) if name in self.chunks else self._output(name).counts
+        return np.arange(math.prod(counts))
+
+    def columns(self, output: str) -> int:
+        """Return how many columns of chunks an output has."""
+        return self._output(output).counts[1]
+
+    def _output(self, name: str) -> Output:
+        return next(one for one in self.wanted if one.name == name)
+
+    def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
+        """Return the steps of a rank, if `owners` have the chunks of rows."""
+        rows, cols = Rows(self.chunks["a"][0], owners, ranks), {name: sum(x[1]) for name, x in self.chunks.items()}
+        wanted = [one.name for one in self.wanted]
+        return record(self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, rank)
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> ProgramProblem:
+        """Make it from what ``to_wire`` gave, checked."""
+        try:
+            workers = wire["workers"]
+            problem = cls(
+                name=str(wire["name"]),
+                builder=str(wire["builder"]),
+                options_of_builder={
+                    str(name): tuple(value) if isinstance(value, list | tuple) else value
+                    for name, value in wire["options_of_builder"].items()
+                },
+                compute_type=dtype_from_name(wire["compute_type"]).name,
+                chunks={str(name): _chunks(chunks) for name, chunks in wire["chunks"].items()},
+                dtypes={str(name): dtype_from_name(dtype).name for name, dtype in wire["dtypes"].items()},
+                wanted=tuple(
+                    Output(str(one["name"]), _chunks(one["chunks"]), dtype_from_name(one["dtype"]).name)
+                    for one in wire["wanted"]
+                ),
+                engine=str(wire["engine"]),
+                workers=tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers,
+                options=options_from_wire(wire["options"]),
+                array=str(wire["array"]),
+                overwrite_a=bool(wire["overwrite_a"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProtocolError(f"malformed problem: {error!r}") from error
+        if problem.builder not in BUILDERS or problem.array not in ("numpy", "cupy") or "a" not in problem.chunks:
+            raise ProtocolError(f"malformed problem: builder {problem.builder!r}, array {problem.array!r}")
+        return problem
+
+
+def _chunks(wire: Any) -> Chunks:
+    rows, cols = wire
+    return tuple(map(int, rows)), tuple(map(int, cols))
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class ProgramPlacement(Placement):
+    """How a ProgramProblem runs."""
+
+    problem: ProgramProblem
+    # For each chunk of rows the rank that has it.
+    owners: tuple[int, ...]
+
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """Return the steps of a rank."""
+        return self.problem.steps(self.owners, len(self.ranks), rank)
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        """What the program takes, where the matrix is well-conditioned."""
+        lists = [self.steps(rank) for rank in range(len(self.ranks))]
+        return cost(lists, self._rates())
+
+    def _rates(self) -> Rates:
+        machine = self.problem.options.machine(self.engine)
+        threads = min((self.participants[index].nthreads for index in self.ranks), default=1)
+        hosts = {self.participants[index].host for index in self.ranks}
+        bandwidth = (machine.network_bandwidth if len(hosts) > 1 else 0.0) or machine.bandwidth
+        rate = machine.rate(self.problem.compute_type) * threads
+        return Rates(rate, machine.memory_bandwidth, bandwidth, max(_LATENCY, machine.latency))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """One column of ranks."""
+        return len(self.ranks), 1, 1
+
+    @property
+    def compute_type(self) -> str:
+        """Name of the type of all matrices."""
+        return self.problem.compute_type
+
+    def whole(self, operand: str, number: int) -> tuple[int, int, int, int]:
+        """Return the rows and columns of all of a chunk of an operand."""
+        rows, cols = self.problem.chunks_of(operand)
+        return 0, rows[number] if rows[number] >= 0 else _ALL, 0, cols[0]
+
+    def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
+        """Refuse a peer's request for a part that this plan does not have."""
+        if kind not in ("input", "part") or not len(boxes):
+            raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
+        if kind == "part":
+            if len(boxes) != 1 or boxes[0, 0] < 0:
+                raise ProtocolError(f"there is no part {boxes[:, 0].tolist()}")
+            return
+        names = self.problem.operands
+        for operand, number, *box in boxes.tolist():
+            known = 0 <= operand < len(names) and 0 <= number < len(self.owners)
+            if not known or tuple(box) != self.whole(names[operand], number):
+                raise ProtocolError(f"there is no part {box} of chunk {number} of operand {operand}")
+
+    def to_wire(self) -> dict[str, Any]:
+        """As a dict of plain types."""
+        return {**super().to_wire(), "owners": list(self.owners)}
+
+    @classmethod
+    def fields(cls, wire: Any) -> dict[str, Any]:
+        """Return the arguments of a plan from what ``to_wire`` gave."""
+        problem = ProgramProblem.from_wire(wire["problem"])
+        return super().fields(wire) | {"problem": problem, "owners": tuple(map(int, wire["owners"]))}
+
+    def check(self) -> None:
+        """Raise `ProtocolError` if the parts of a plan do not fit each other."""
+        super().check()
+        count = len(self.problem.chunks["a"][0])
+        if not self.ranks or not in_range(np.array(self.owners, np.int32), count, len(self.ranks)):
+            raise ProtocolError(f"malformed plan: owners do not fit {count} chunks and {len(self.ranks)} ranks")
+
+
+def plan_program(
+    problem: ProgramProblem,
+    roster: Sequence[Worker],
+    where: Where | None = None,
+    *,
+    engine: str,
+    sources: Sequence[Worker] = (),
+) -> ProgramPlacement:
+    """Plan a program: chunks stay on those workers of `roster` that have them."""
+    if not roster:
+        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    where, participants = where or {}, (*roster, *sources)
+    workers = _workers_of_rows(problem, len(roster), where.get("a"))
+    ranks = tuple(sorted(set(workers)))
+    plan = ProgramPlacement(
+        problem=problem,
+        engine=engine,
+        method="rows",
+        participants=participants,
+        ranks=ranks,
+        where=where,
+        owners=tuple(map(ranks.index, workers)),
+    )
+    moved = _project(plan)
+    plan.projected_bytes.update(moved.projected)
+    if over_limit(plan):
+        limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
+        raise ProjectedMemoryError(
+            f"{problem.builder} of a matrix in {len(workers)} chunks of rows would hold "
+            f"{max(plan.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
+            f"{min(limits.values()) / 2**30:.2f} GiB. Use more workers or a higher memory_limit, or raise the config "
+            "distmm.memory.limit-fraction",
+            plan.projected_bytes,
+            limits,
+        )
+    fetched = moved.fetched / plan._rates().bandwidth
+    estimate = Estimate(
+        method=plan.method,
+        grid=plan.grid,
+        seconds=plan.cost.seconds + fetched,
+        compute_seconds=plan.cost.seconds - plan.cost.waiting,
+        transfer_seconds=plan.cost.waiting + fetched,
+        bytes_moved=plan.cost.bytes_moved + moved.fetched,
+        peak_bytes=max(plan.projected_bytes.values()),
+    )
+    return dataclasses.replace(plan, estimate=estimate)
+
+
+def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int32] | None) -> list[int]:
+    """Return for each chunk of rows the worker that works on it: the one that has it, if it is one of `count`."""
+    rows = problem.chunks["a"][0]
+    if where is None:
+        return [number * min(count, len(rows)) // len(rows) for number in range(len(rows))]
+    loads = collections.Counter(dict.fromkeys(range(count), 0))
+    found = []
+    for holder, size in zip(where.tolist(), rows, strict=True):
+        worker = holder if 0 <= holder < count else min(loads, key=loads.__getitem__)
+        loads[worker] += abs(size) + 1
+        found.append(worker)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Projection:
+    """The bytes that participants hold at most, and those of operands that are fetched."""
+
+    projected: dict[str, int]
+    fetched: int
+
+
+def _project(plan: ProgramPlacement) -> _Projection:
+    problem, fetched = plan.problem, 0
+    held = np.zeros(len(plan.participants))
+    owners = np.array(plan.ranks)[list(plan.owners)]
+    for name, chunks in problem.chunks.items():
+        elements = chunk_elements((tuple(max(0, size) for size in chunks[0]), (sum(chunks[1]),)))
+        sizes = elements * dtype_from_name(problem.dtypes[name]).itemsize
+        holders = plan.where.get(name, owners)
+        held += np.bincount(holders, sizes, len(held))
+        copied = holders != owners
+        fetched += int(sizes[copied].sum())
+        if problem.dtypes[name] != problem.compute_type:
+            copied[:] = True
+        held += np.bincount(owners, np.where(copied, elements * problem.dtype.itemsize, 0), len(held))
+    for rank, index in enumerate(plan.ranks):
+        steps = plan.steps(rank)
+        held[index] += max(peak_bytes(steps, flags) for flags in all_flags([steps]))
+    return _Projection(
+        {worker.address: int(size) for worker, size in zip(plan.participants, held, strict=True)}, fetched
+    )

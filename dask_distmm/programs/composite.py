@@ -1,0 +1,339 @@
+"""What users call on tall matrices: one run each, whatever it is made of. Only what is wanted is made.
+
+Each builder takes operands by name and returns nothing: it leaves steps. `outputs` says which outputs one has, with
+their shapes; a tall output has chunks of rows, as the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from dask_distmm.programs.recorder import Recorder, Rows, Tall
+from dask_distmm.programs.steps import Buffer, Step
+from dask_distmm.programs.tall import divide, gram, r_from_gram, reflected_r, tall_qr, tall_r, tsqr
+
+# The sizes of a tall output along its two axes: -1 stands for the rows of the operands.
+Shape = tuple[int, int]
+Operands = Mapping[str, Tall]
+Wanted = Collection[str]
+
+
+def _end(p: Recorder, operands: Operands) -> None:
+    p.drop_tall(*(operand for operand in operands.values() if not operand.made))
+
+
+def qr(p: Recorder, operands: Operands, wanted: Wanted) -> None:
+    """Factorize A = Q R."""
+    a = operands["a"]
+    if "q" in wanted:
+        q, r = p.tall(a.cols), p.small(a.cols, a.cols)
+        tall_qr(p, a, q, r)
+        _end(p, operands)
+        p.store_tall("q", q)
+    else:
+        r = tall_r(p, a)
+        _end(p, operands)
+    _store(p, wanted, r=r)
+
+
+def svd(p: Recorder, operands: Operands, wanted: Wanted, *, by_sum: bool = False) -> None:
+    """Decompose A = U diag(s) V^H; `by_sum`: with the signs that Dask's vectors have."""
+    a = operands["a"]
+    n = a.cols
+    left, s, vh = p.small(n, n), p.small(1, n, p.real), p.small(n, n)
+    if "u" in wanted:
+        q, r = p.tall(n), p.small(n, n)
+
+        def right() -> Buffer:
+            p.on_root("singular_vectors", [r], [left, s, vh], by_sum=by_sum)
+            return left
+
+        tall_qr(p, a, q, r, right)
+        _end(p, operands)
+        p.store_tall("u", q)
+    else:
+        r = tall_r(p, a)
+        _end(p, operands)
+        if "vh" in wanted:
+            p.on_root("singular_vectors", [r], [left, s, vh], by_sum=by_sum)
+        else:
+            p.on_root("singular_values", [r], [s])
+    _store(p, wanted, s=s, vh=vh)
+
+
+def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None) -> None:
+    """Invert: X = R^-1 Q^H of a matrix of full rank, X = V S^+ U^H with `rtol`."""
+    a = operands["a"]
+    n = a.cols
+    q, r, w = p.tall(n), p.small(n, n), p.small(n, n)
+    left, s, vh = p.small(n, n), p.small(1, n, p.real), p.small(n, n)
+
+    def right() -> Buffer:
+        p.on_root("singular_vectors", [r], [left, s, vh])
+        return left
+
+    tall_qr(p, a, q, r, None if rtol is None else right)
+    _end(p, operands)
+    if rtol is None:
+        p.on_root("inverse", [r], [w], rows=p.rows.count(n))
+    else:
+        p.on_root("pseudo_inverse", [s, vh], [w], rtol=rtol)
+    p.give(w)
+    for number, part in p.numbered(q):
+        x = Buffer(f"x.{number}", (n, p.rows.sizes[number]), p.dtype, f"a.{number}")
+        p.new(x)
+        p.call("times_adjoint", w, part, x)
+        p.drop(part)
+        p.store("x", x, number)
+
+
+def svd_compressed(
+    p: Recorder, operands: Operands, wanted: Wanted, *, k: int, width: int, iterations: int, seed: int
+) -> None:
+    """Find leading singular values by a random projection (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1)."""
+    a = operands["a"]
+    n = a.cols
+    x, q = p.small(n, width), p.tall(width)
+    p.on_root("normal", [], [x], seed=seed)
+    for turn in range(iterations + 1):  # Q = orth(A X), X = orth(A^H Q)
+        p.give(x)
+        y, q = p.tall(width), p.tall(width)
+        for chunk, part in p.chunks(a, y):
+            p.new(part)
+            p.call("times", chunk, x, part)
+        p.drop(x)
+        z = _project(p, a, y, q, last=turn == iterations)
+        p.drop_tall(y)
+        if turn < iterations:
+            p.drop_tall(q)
+            x = p.small(n, width)
+            p.on_root("orthonormalize", [z], [x])
+            p.drop(z)
+    _end(p, operands)
+    # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
+    right, s, left = p.small(n, k), p.small(1, k, p.real), p.small(k, width)
+    vh, turned = p.small(k, n), p.small(width, k)
+    p.on_root("singular_vectors", [z], [right, s, left], by_left=True)
+    p.on_root("adjoint", [right], [vh])
+    p.on_root("adjoint", [left], [turned])
+    p.drop(z, right, left)
+    if "u" in wanted:
+        p.give(turned)
+        u = p.tall(k)
+        for part, target in p.chunks(q, u):
+            p.new(target)
+            p.call("times", part, turned, target)
+            p.drop(part)
+        p.store_tall("u", u)
+    _store(p, wanted, s=s, vh=vh)
+
+
+def _project(p: Recorder, a: Tall, y: Tall, q: Tall, *, last: bool) -> Buffer:
+    """Return Z = A^H Q on rank 0, and have Q = orth(Y), at last; A is read while the Gram matrix of Q is made."""
+    width = y.cols
+    z, r = p.small(a.cols, width), p.small(width, width)
+    g = gram(p, y)
+    first, once, usable = p.small(width, width), p.flag(), p.flag()
+    p.on_root("cholesky", [g], [first, once, usable])
+    p.drop(g, once)
+    p.give(usable, first)
+
+    def by_gram() -> None:
+        h, product, second, good = p.zeros(width, width), p.zeros(a.cols, width), p.small(width, width), p.flag()
+        for chunk, part, whole in p.chunks(y, q, a):
+            p.new(part)
+            p.call("quotient_and_gram", first, chunk, part, h)
+            p.call("adjoint_times", whole, part, product)
+        p.add_up(h, product)
+        p.on_root("second_factor", [h, first], [second, r, good])
+        p.on_root("quotient", [second, product], [z])
+        p.drop(h, product)
+        p.give(good, second)
+        p.either(good, lambda: divide(p, second, q) if last else None, again)
+
+    def again() -> None:
+        p.drop_tall(q)
+        reflections()
+
+    def reflections() -> None:
+        tsqr(p, y, q, r)
+        product = p.zeros(a.cols, width)
+        for whole, part in p.chunks(a, q):
+            p.call("adjoint_times", whole, part, product)
+        p.add_up(product)
+        p.on_root("copy", [product], [z])
+        p.drop(product)
+
+    p.either(usable, by_gram, reflections)
+    p.drop(first, r)
+    return z
+
+
+def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int) -> None:
+    """Find principal components. A is read once, if the variances that are wanted are not too far apart."""
+    a = operands["a"]
+    n = a.cols
+    count, mean, g = p.zeros(1, 1, p.real), p.zeros(1, n), p.zeros(n, n)
+    for (chunk,) in p.chunks(a):
+        p.call("moments", chunk, count, mean, g)
+    p.add_up(count, mean, g, op="merge_moments")
+    variances, components, good = p.small(1, k, p.real), p.small(k, n), p.flag()
+    p.on_root("principal", [count, g], [variances, components, good])
+    p.give(good)
+
+    def centred() -> Iterator[Buffer]:
+        c = p.tall(n)
+        for chunk, part in p.chunks(a, c):
+            p.new(part)
+            p.call("centre", chunk, mean, part)
+            yield part
+            p.drop(part)
+
+    def by_r() -> None:
+        p.give(mean)
+        r = r_from_gram(p, centred, g)
+        p.on_root("principal_of_r", [count, r], [variances, components])
+
+    p.either(good, lambda: None, by_r)
+    _end(p, operands)
+    _store(p, wanted, variances=variances, components=components, mean=mean)
+
+
+def _both(p: Recorder, operands: Operands) -> tuple[Buffer, Buffer]:
+    """Return A^H A and A^H B on rank 0: A is read once."""
+    a, b = operands["a"], operands["b"]
+    g, c = p.zeros(a.cols, a.cols), p.zeros(a.cols, b.cols)
+    for left, right in p.chunks(a, b):
+        p.call("gram", left, g)
+        p.call("adjoint_times", left, right, c)
+    p.add_up(g, c)
+    return g, c
+
+
+def _check_right(p: Recorder, good: Buffer, c: Buffer) -> None:
+    """Refuse right-hand sides that are not finite, where the matrix is."""
+    if p.finite:
+        p.on_root("check_right", [good, c], [])
+
+
+def _residuals(p: Recorder, operands: Operands, x: Buffer, *norms: Buffer) -> Buffer:
+    """Return A^H (B - A X) on rank 0, and the squared norms of columns, of solutions that are side by side in X."""
+    a, b = operands["a"], operands["b"]
+    rest, difference = p.tall(x.shape[1]), p.zeros(*x.shape)
+    for left, right, part in p.chunks(a, b, rest):
+        p.new(part)
+        p.call("residual", left, x, right, part)
+        p.call("adjoint_times", left, part, difference)
+        for total in norms:
+            p.call("square_norms", part, total)
+        p.drop(part)
+    p.add_up(difference, *norms)
+    return difference
+
+
+def _r_of_both(p: Recorder, operands: Operands) -> Buffer:
+    """Return R of [A B] on rank 0, by reflections."""
+    a, b = operands["a"], operands["b"]
+    cols = a.cols + b.cols
+
+    def rows() -> Iterator[Buffer]:
+        both = p.tall(cols)
+        for left, right, part in p.chunks(a, b, both):
+            p.new(part)
+            p.call("append", left, right, part)
+            yield part
+            p.drop(part)
+
+    r = p.small(cols, cols)
+    reflected_r(p, rows, r, a.cols)
+    return r
+
+
+def lstsq(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None) -> None:
+    """Minimize |A X - B|: from A^H A with a step of refinement, where its condition allows that, else from R."""
+    a, b = operands["a"], operands["b"]
+    n, cols = a.cols, b.cols
+    x, residuals = p.small(n, cols), p.small(1, cols, p.real)
+    rank, s = p.small(1, 1, "int64"), p.small(1, n, p.real)
+    g, c = _both(p, operands)
+    first, once, usable, good = p.small(n, n), p.flag(), p.flag(), p.flag()
+    p.on_root("cholesky", [g], [first, once, usable, good], least=rtol)
+    p.drop(g, once, usable)
+    x0 = p.small(n, cols)
+    _check_right(p, good, c)
+    p.on_root("solve_normal", [first, c], [x0])
+    p.give(good, x0)
+
+    def by_gram() -> None:
+        norms = p.zeros(1, cols, p.real)
+        difference = _residuals(p, operands, x0, norms)
+        p.on_root("refine", [first, difference, x0, norms], [x, residuals])
+        p.on_root("full_rank", [first], [rank, s], values="s" in wanted)
+
+    def by_reflections() -> None:
+        r = _r_of_both(p, operands)
+        p.on_root("least_squares", [r], [x, residuals, rank, s], rows=p.rows.count(n), rtol=rtol)
+
+    p.either(good, by_gram, by_reflections)
+    _end(p, operands)
+    _store(p, wanted, x=x, residuals=residuals, rank=rank, s=s)
+
+
+def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[float, ...]) -> None:
+    """Solve (A^H A + alpha I) X = A^H B for each alpha, side by side in X, with one Gram matrix."""
+    n, cols = operands["a"].cols, operands["b"].cols
+    g, c = _both(p, operands)
+    width = cols * len(alphas)
+    first, x, once, good = p.small(n, width), p.small(n, width), p.flag(), p.flag()
+    p.on_root("ridge", [g, c], [first, once, good], alphas=alphas)
+    _check_right(p, good, c)
+    p.drop(c)
+    p.give(once, good)
+
+    def refined() -> None:
+        p.give(first)
+        difference = _residuals(p, operands, first)
+        p.on_root("refine_ridge", [g, difference, first], [x], alphas=alphas)
+
+    def by_reflections() -> None:
+        r = _r_of_both(p, operands)
+        p.on_root("ridge_of_r", [r], [x], alphas=alphas)
+
+    p.either(
+        once,
+        lambda: p.on_root("copy", [first], [x]),
+        lambda: p.either(good, refined, by_reflections),
+    )
+    _end(p, operands)
+    _store(p, wanted, x=x)
+
+
+def _store(p: Recorder, wanted: Wanted, **outputs: Buffer) -> None:
+    """Hand over those of some small matrices that are wanted."""
+    for name, buffer in outputs.items():
+        if name in wanted:
+            p.store(name, buffer)
+
+
+BUILDERS: Mapping[str, Callable[..., None]] = {
+    "qr": qr,
+    "svd": svd,
+    "pinv": pinv,
+    "svd_compressed": svd_compressed,
+    "pca": pca,
+    "lstsq": lstsq,
+    "ridge": ridge,
+}
+
+
+def record(
+    kind: str, options: Mapping[str, Any], rows: Rows, cols: Mapping[str, int], dtype: str, wanted: Wanted, me: int
+) -> tuple[Step, ...]:
+    """Return the steps of rank `me`; `cols` has the columns of each operand by name."""
+    options = dict(options)
+    p = Recorder(me, rows, dtype, finite=options.pop("finite", True))
+    operands = {name: Tall(name, size, operand=True) for name, size in cols.items()}
+    p.make(*operands.values())
+    BUILDERS[kind](p, operands, wanted, **options)
+    return p.end()

@@ -1,0 +1,230 @@
+"""What builders are written in: the steps of one rank, as a program of MPI would be written.
+
+A builder is run once for each rank. All runs call the same methods in the same order, so that names of buffers and
+numbers of messages agree; each leaves the steps of its own rank. Small matrices are on rank 0 (`on_root`, `add_up`)
+until they are given to all (`give`): what is not unique, as signs of vectors, is computed once and copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.programs.steps import FLAG, Buffer, Call, Drop, If, Make, New, Publish, Pull, Step, Store
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """Chunks of rows, and the rank that has each; they stay there."""
+
+    # -1 where the number of rows is not known.
+    sizes: tuple[int, ...]
+    owners: tuple[int, ...]
+    ranks: int
+
+    def count(self, least: int) -> int:
+        """Return the number of all rows; `least` where that is not known."""
+        return sum(self.sizes) if min(self.sizes) >= 0 else least
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tall:
+    """A matrix in chunks of rows; of an operand a rank may make each chunk when it needs it (`made`)."""
+
+    name: str
+    cols: int
+    operand: bool = False
+    made: bool = False
+
+
+class Recorder:
+    """Records the steps of rank `me`."""
+
+    def __init__(self, me: int, rows: Rows, dtype: str, *, finite: bool = True) -> None:
+        self.me, self.rows, self.dtype = me, rows, dtype
+        # Whether elements that are NaN or infinite are refused. None of them has a usable Gram matrix.
+        self.finite = finite
+        self.real = np.empty(0, dtype).real.dtype.name
+        self.steps: list[Step] = []
+        self._names, self._keys = itertools.count(), itertools.count()
+        self._here: set[Buffer] = set()
+        self._mine = [number for number, owner in enumerate(rows.owners) if owner == me]
+
+    # Names
+
+    def small(self, rows: int, cols: int, dtype: str | None = None) -> Buffer:
+        """Return the name of a small matrix, which is not there yet."""
+        return Buffer(f"s{next(self._names)}", (rows, cols), dtype or self.dtype)
+
+    def flag(self) -> Buffer:
+        """Return the name of a flag."""
+        return self.small(1, 1, FLAG)
+
+    def tall(self, cols: int) -> Tall:
+        """Return the name of a matrix in the same chunks of rows as the operands."""
+        return Tall(f"t{next(self._names)}", cols)
+
+    def piece(self, matrix: Tall, number: int) -> Buffer:
+        """Return a chunk of rows."""
+        like = "" if matrix.operand else f"a.{number}"
+        return Buffer(f"{matrix.name}.{number}", (self.rows.sizes[number], matrix.cols), self.dtype, like)
+
+    # Steps of this rank
+
+    def make(self, *operands: Tall) -> None:
+        """Take all chunks of operands that are not made one by one."""
+        for operand, number in itertools.product(operands, self._mine):
+            if not operand.made:
+                self._make(operand, number)
+
+    def _make(self, operand: Tall, number: int) -> None:
+        self.steps.append(Make(self._begin(self.piece(operand, number)), operand.name, number))
+
+    def chunks(self, *matrices: Tall) -> Iterator[tuple[Buffer, ...]]:
+        """Yield this rank's chunks of matrices: one that is made is there while it is looked at."""
+        made = [matrix for matrix in matrices if matrix.made]
+        for number in self._mine:
+            for matrix in made:
+                self._make(matrix, number)
+            yield tuple(self.piece(matrix, number) for matrix in matrices)
+            self.drop(*(self.piece(matrix, number) for matrix in made))
+
+    def numbered(self, matrix: Tall) -> Iterator[tuple[int, Buffer]]:
+        """Yield this rank's chunks of a matrix with their numbers."""
+        return ((number, self.piece(matrix, number)) for number in self._mine)
+
+    def call(self, kernel: str, *arguments: Buffer, **options: Any) -> None:
+        """Call a kernel."""
+        self.steps.append(Call(kernel, arguments, options))
+
+    def new(self, *buffers: Buffer, zero: bool = False) -> None:
+        """Allocate buffers."""
+        self.steps += (New(self._begin(buffer), zero) for buffer in buffers)
+
+    def zeros(self, rows: int, cols: int, dtype: str | None = None) -> Buffer:
+        """Return a new small matrix of zeros on this rank, for a sum."""
+        buffer = self.small(rows, cols, dtype)
+        self.new(buffer, zero=True)
+        return buffer
+
+    def drop(self, *buffers: Buffer) -> None:
+        """Free buffers, where they are."""
+        self.steps += (Drop(self._end(buffer)) for buffer in buffers if buffer in self._here)
+
+    def drop_tall(self, *matrices: Tall) -> None:
+        """Free this rank's chunks of matrices."""
+        self.drop(*(self.piece(matrix, number) for matrix in matrices for number in self._mine))
+
+    def store(self, output: str, buffer: Buffer, number: int = 0) -> None:
+        """Hand a buffer over as a chunk of an output: a small one from rank 0, others drop theirs."""
+        if self.me and not buffer.like:
+            self.drop(buffer)
+        else:
+            self.steps.append(Store(self._end(buffer), output, number))
+
+    def store_tall(self, output: str, matrix: Tall) -> None:
+        """Hand this rank's chunks over as those of an output."""
+        for number, buffer in self.numbered(matrix):
+            self.store(output, buffer, number)
+
+    def _begin(self, buffer: Buffer) -> Buffer:
+        self._here.add(buffer)
+        return buffer
+
+    def _end(self, buffer: Buffer) -> Buffer:
+        self._here.remove(buffer)
+        return buffer
+
+    # Steps of all ranks
+
+    def add_up(self, *buffers: Buffer, op: str = "") -> None:
+        """Add buffers of all ranks up on rank 0, along a binary tree; others drop theirs.
+
+        `op` is a kernel that adds some buffers to others, in place of the sum.
+        """
+        step, ranks = 1, self.rows.ranks
+        while step < ranks:
+            key, giver = next(self._keys), self.me % (2 * step)
+            if giver == step:
+                self.steps.append(Publish(key, buffers))
+                self.drop(*buffers)
+            elif giver == 0 and self.me + step < ranks:
+                others = tuple(dataclasses.replace(buffer, name=f"{buffer.name}+{step}") for buffer in buffers)
+                self.new(*others)
+                self.steps.append(Pull(self.me + step, key, others))
+                if op:
+                    self.call(op, *others, *buffers)
+                else:
+                    for other, buffer in zip(others, buffers, strict=True):
+                        self.call("add", other, buffer)
+                self.drop(*others)
+            step *= 2
+
+    def on_root(self, kernel: str, reads: Sequence[Buffer], writes: Sequence[Buffer], **options: Any) -> None:
+        """Call a kernel on rank 0, which then has what it writes."""
+        if self.me == 0:
+            self.new(*(buffer for buffer in writes if buffer not in self._here))
+            self.call(kernel, *reads, *writes, **options)
+
+    def give(self, *buffers: Buffer) -> None:
+        """Copy small matrices from rank 0 to all, in one message."""
+        key = next(self._keys)
+        if self.rows.ranks == 1:
+            return
+        if self.me == 0:
+            self.steps.append(Publish(key, buffers))
+        else:
+            self.new(*buffers)
+            self.steps.append(Pull(0, key, buffers))
+
+    def scatter(self, parts: Sequence[Buffer], own: Buffer) -> None:
+        """Give each rank the one of rank 0's parts that has its number, as `own`."""
+        keys = [next(self._keys) for _ in parts]
+        if self.me == 0:
+            self.steps += (Publish(key, (part,)) for key, part in zip(keys[1:], parts[1:], strict=True))
+            self.call("copy", parts[0], own)
+        else:
+            self.steps.append(Pull(0, keys[self.me], (own,)))
+        if self.me == 0:
+            self.drop(*parts)
+
+    def collect(self, *own: Buffer) -> list[tuple[Buffer, ...]]:
+        """Return the buffers of each rank, on rank 0."""
+        ranks = range(self.rows.ranks)
+        keys = [next(self._keys) for _ in ranks]
+        parts = [tuple(dataclasses.replace(one, name=f"{one.name}@{rank}") for one in own) for rank in ranks]
+        if self.me == 0:
+            self.new(*itertools.chain(*parts))
+            for one, part in zip(own, parts[0], strict=True):
+                self.call("copy", one, part)
+            self.steps += (Pull(rank, keys[rank], parts[rank]) for rank in ranks[1:])
+        else:
+            self.steps.append(Publish(keys[self.me], own))
+        return parts
+
+    def either(self, flag: Buffer, then: Callable[[], Any], otherwise: Callable[[], Any]) -> None:
+        """Go on in one way or the other, by a flag that all ranks have; both leave the same buffers."""
+        outside, before, lists, ends = self.steps, set(self._here), [], []
+        for branch in (then, otherwise):
+            self.steps, self._here = [], set(before)
+            branch()
+            lists.append(tuple(self.steps))
+            ends.append(self._here)
+        self.steps = outside
+        kept = ends[0] & ends[1]
+        # What only one of them leaves is of no use after it.
+        lists = [
+            (*steps, *map(Drop, sorted(end - kept, key=lambda one: one.name)))
+            for steps, end in zip(lists, ends, strict=True)
+        ]
+        self._here = kept
+        self.steps.append(If(flag, *lists))
+
+    def end(self) -> tuple[Step, ...]:
+        """Free what is left, and return the steps."""
+        self.drop(*sorted(self._here, key=lambda buffer: buffer.name))
+        return tuple(self.steps)

@@ -1,0 +1,122 @@
+"""The eight kinds of steps, and the buffers that they name."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# The types of flags, and of numbers of rows: they are on the host.
+FLAG, COUNT = "bool", "int32"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffer:
+    """A matrix in the memory of one rank."""
+
+    name: str
+    # Where the number of rows is not known before the run it is -1: that of the chunk `like`.
+    shape: tuple[int, int]
+    dtype: str
+    like: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, without rows that are not known."""
+        return max(0, math.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether it is a chunk of an operand, which is named by the operand and its number."""
+        return self.name[0] in "ab"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class New:
+    """Allocate; `zero`: filled with zeros, as sums need."""
+
+    buffer: Buffer
+    zero: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Make:
+    """Take a chunk of an operand: one that is in memory here, or elsewhere, or is still to be made."""
+
+    buffer: Buffer
+    operand: str
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """Call a kernel: all arithmetic. `arguments` are in the order of its contract."""
+
+    kernel: str
+    arguments: tuple[Buffer, ...]
+    options: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Publish:
+    """Let other ranks have buffers, under a number that is the same on all ranks; they don't change any more."""
+
+    key: int
+    buffers: tuple[Buffer, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pull:
+    """Copy what another rank publishes under a number, now or later: one message."""
+
+    owner: int
+    key: int
+    buffers: tuple[Buffer, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class If:
+    """Go on by one list or the other: all ranks have the flag from rank 0."""
+
+    flag: Buffer
+    then: tuple[Step, ...]
+    otherwise: tuple[Step, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Store:
+    """Hand a buffer over as a chunk of an output; it is not in use any more."""
+
+    buffer: Buffer
+    output: str
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drop:
+    """Free a buffer."""
+
+    buffer: Buffer
+
+
+Step = New | Make | Call | Publish | Pull | If | Store | Drop
+
+
+def flatten(steps: Sequence[Step], flags: Mapping[str, bool]) -> Iterator[Step]:
+    """Yield the steps that are run with certain values of the flags; True for those that are not named."""
+    for step in steps:
+        yield step
+        if isinstance(step, If):
+            yield from flatten(step.then if flags.get(step.flag.name, True) else step.otherwise, flags)
+
+
+def flags_of(steps: Sequence[Step]) -> set[str]:
+    """Return the names of all flags of a list."""
+    found: set[str] = set()
+    for step in steps:
+        if isinstance(step, If):
+            found |= {step.flag.name} | flags_of(step.then) | flags_of(step.otherwise)
+    return found

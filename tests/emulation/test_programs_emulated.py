@@ -1,0 +1,67 @@
+"""Programs on GPUs over the stand-ins. LAPACK computes."""
+
+from __future__ import annotations
+
+import sys
+
+import dask.array as da
+import devices
+import numpy as np
+import pytest
+from lapack_kernels import QueuedKernels
+
+from dask_distmm import linalg
+from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.planning import Worker
+from dask_distmm.planning.program import ProgramPlacement, plan_program
+from dask_distmm.testing import assert_least_squares, assert_qr, run_jobs
+
+
+@pytest.fixture
+def run(make_peers, monkeypatch):
+    ranks, _ = make_peers()
+    state = sys.modules["dask_distmm.engines.peer.state"].PeerState
+    monkeypatch.setattr(state, "solver", lambda self: QueuedKernels(self.stream))
+
+    def run(results, *matrices, nranks=3):
+        problem = problem_of(results[0])
+        rng, rows = np.random.default_rng(), problem.chunks["a"][0]
+        cuts = np.cumsum([0, *rows])
+        where = {name: rng.integers(0, nranks, len(rows)).astype(np.int32) for name in problem.operands}
+        workers = [Worker(f"w{index}") for index in range(nranks)]
+        plan = plan_program(problem, workers, where, engine="peer")
+        chunks = {
+            (name, number): x[cuts[number] : cuts[number + 1]].copy()
+            for name, x in zip(problem.operands, matrices, strict=True)
+            for number in range(len(rows))
+        }
+        found = run_jobs(ranks, ProgramPlacement.from_wire(plan.to_wire()), chunks)
+        assert all(isinstance(chunk, devices.ndarray) for chunk in found.values())
+        return {
+            one.name: np.concatenate([np.asarray(found[one.name, number]) for number in range(one.count)])
+            for one in problem.outputs
+        }
+
+    return run
+
+
+def cupy_array(x, chunks):
+    array = da.from_array(x, chunks=chunks)
+    array._meta = array._meta.view(devices.ndarray)
+    return array
+
+
+@pytest.mark.parametrize("condition", [1, 1e5, 1e20])
+def test_tall_matrices(run, condition):
+    rng = np.random.default_rng()
+    u, v = (np.linalg.qr(rng.standard_normal((size, 6)))[0] for size in (200, 6))
+    a, b = (u * np.geomspace(1, 1 / condition, 6)) @ v.T, rng.standard_normal((200, 2))
+    x, y = cupy_array(a, (40, 6)), cupy_array(b, (40, 2))
+    found = run(linalg.qr(x), a)
+    assert_qr(a, found["q"], found["r"])
+    found = run(linalg.svd(x, full_matrices=False), a)
+    np.testing.assert_allclose((found["u"] * found["s"]) @ found["vh"], a, atol=1e-13)
+    found = run(linalg.pca(x), a)
+    np.testing.assert_allclose(found["mean"][0], a.mean(axis=0), atol=1e-15)
+    if condition < 1e20:
+        assert_least_squares(a, run(linalg.lstsq(x, y), a, b)["x"], b)

@@ -1,0 +1,51 @@
+"""Programs' kernels on a stand-in for CuPy that refuses to mix, in all branches."""
+
+from __future__ import annotations
+
+import sys
+
+import dask.array as da
+import numpy as np
+import strict_cupy
+
+from dask_distmm import linalg
+from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.program import plan_program
+
+
+class StrictJob(ProgramJob):
+    def _chunk(self, operand, number):
+        return self.chunks[operand, number]
+
+    def _handed_over(self, array, *, tall):
+        assert isinstance(array, strict_cupy.ndarray)
+        return array
+
+
+def test_kernels_do_not_mix(monkeypatch):
+    for name, module in strict_cupy.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    rng = np.random.default_rng()
+    for condition in (1, 1e3, 1e14):
+        u, v = (np.linalg.qr(rng.standard_normal((size, 6)))[0] for size in (200, 6))
+        operands = {"a": (u * np.geomspace(1, 1 / condition, 6)) @ v.T, "b": rng.standard_normal((200, 2))}
+        x, y = (da.from_array(one, chunks=(50, -1)) for one in operands.values())
+        for made in (
+            linalg.qr(x).Q, linalg.qr(x, "r"), linalg.svd(x, full_matrices=False).U, linalg.svdvals(x),
+            linalg.lstsq(x, y)[0], linalg.lstsq(x, y, 1e-8)[0], linalg.ridge(x, y, [0.0, 1.0]), linalg.pinv(x),
+            linalg.pinv(x, 1e-8), linalg.pca(x, 3)[0], linalg.svd_compressed(x, 3, n_power_iter=1)[0],
+        ):  # fmt: skip
+            problem = problem_of(made)
+            chunks = {
+                (name, number): strict_cupy.ndarray(operands[name][50 * number : 50 * number + 50])
+                for name in problem.operands
+                for number in range(4)
+            }
+            kernels = strict_cupy.Kernels(LapackKernels())
+            plan = plan_program(problem, [Worker("here")], engine="numpy")
+            job = StrictJob(plan, 0, chunks, None, lambda share: None, kernels)
+            job.prepare()
+            assert job.execute()

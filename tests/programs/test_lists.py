@@ -1,0 +1,143 @@
+"""Programs without numbers: every builder over random layouts goes through the checker, and faults are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_distmm.engines.programs.kernels import ProgramKernels
+from dask_distmm.programs.check import ProgramError, all_flags, check, peak_bytes
+from dask_distmm.programs.composite import BUILDERS, record
+from dask_distmm.programs.contracts import CONTRACTS
+from dask_distmm.programs.model import Rates, cost
+from dask_distmm.programs.recorder import Rows
+from dask_distmm.programs.steps import Call, Drop, If, New, Publish, Pull, Step
+
+# Builder, options, all outputs.
+CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("qr", {}, ("q", "r")),
+    ("svd", {}, ("u", "s", "vh")),
+    ("pinv", {"rtol": None}, ("x",)),
+    ("pinv", {"rtol": 1e-3}, ("x",)),
+    ("svd_compressed", {"k": 3, "width": 5, "iterations": 2, "seed": 0}, ("u", "s", "vh")),
+    ("pca", {"k": 2}, ("components", "variances", "mean")),
+    ("lstsq", {"rtol": None}, ("x", "residuals", "rank", "s")),
+    ("lstsq", {"rtol": 1e-8}, ("x", "residuals", "rank", "s")),
+    ("ridge", {"alphas": (1.0, 2.0)}, ("x",)),
+]
+
+
+def recorded(case, owners, ranks, sizes, wanted=None):
+    builder, options, outputs = case
+    cols = {"a": 8} | ({"b": 2} if builder in ("lstsq", "ridge") else {})
+    rows = Rows(tuple(sizes), tuple(owners), ranks)
+    return [
+        record(builder, options, rows, cols, "float64", outputs if wanted is None else wanted, me)
+        for me in range(ranks)
+    ]
+
+
+def test_contracts_and_kernels_and_builders_know_each_other():
+    methods = {name for name in vars(ProgramKernels) if not name.startswith("_")} - {"empty"}
+    assert methods == CONTRACTS.keys()
+    used: set[str] = set()
+    for case in CASES:
+        for steps in recorded(case, [0, 1], 2, [9, 9]):
+            used |= {step.kernel for step in every(steps) if isinstance(step, Call)}
+    for builder in ("svd",):
+        used |= {s.kernel for s in every(recorded((builder, {}, ("s",)), [0], 1, [9])[0]) if isinstance(s, Call)}
+    assert used == CONTRACTS.keys()
+    assert {case[0] for case in CASES} == BUILDERS.keys()
+
+
+def every(steps):
+    for step in steps:
+        yield step
+        if isinstance(step, If):
+            yield from every(step.then + step.otherwise)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(CASES), st.integers(1, 9), st.data())
+def test_programs_come_to_their_end(case, ranks, data):
+    others = data.draw(st.lists(st.integers(0, ranks - 1), max_size=6))
+    owners = data.draw(st.permutations([*range(ranks), *others]))
+    sizes = data.draw(st.lists(st.sampled_from([-1, 0, 3, 50]), min_size=len(owners), max_size=len(owners)))
+    wanted = data.draw(st.sets(st.sampled_from(case[2]), min_size=1))
+    lists = recorded(case, owners, ranks, sizes, wanted)
+    check(lists)
+    for flags in all_flags([lists[0]]):
+        assert cost(lists, Rates(1e9, 1e9, 1e9, 1e-3), flags).messages % max(1, ranks - 1) == 0
+        assert peak_bytes(lists[0], flags) > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_mutations_are_found(case):
+    """A step that is deleted, moved or changed is found, unless it makes no difference."""
+    number, found, tried = random.Random(0), 0, 0
+    lists = recorded(case, [0, 1, 1], 2, [9, 9, 9])
+    for _ in range(60):
+        rank = number.randrange(2)
+        steps = list(lists[rank])
+        at = number.randrange(len(steps))
+        step = steps[at]
+        if isinstance(step, If | Call):
+            continue  # arithmetic is the business of numeric tests
+        tried += 1
+        if number.random() < 0.5 or not isinstance(step, Pull | Publish):
+            del steps[at]
+        else:
+            steps[at] = dataclasses.replace(step, key=step.key + 1)
+        changed: list[Any] = list(lists)
+        changed[rank] = steps
+        try:
+            check(changed)
+        except (ProgramError, KeyError):
+            found += 1
+        else:
+            # What nobody pulls, or is freed at the end anyway.
+            assert isinstance(step, Publish), step
+    assert found > 0.9 * tried
+
+
+def test_what_the_checker_says():
+    lists = recorded(CASES[0], [0, 1], 2, [9, 9])
+    drop = next(step for step in lists[0] if isinstance(step, Drop))
+
+    def without(kind: type[Step], rank: int = 0) -> list[Any]:
+        steps = list(lists[rank])
+        steps.remove(next(step for step in steps if isinstance(step, kind)))
+        return [steps if rank == one else lists[one] for one in range(2)]
+
+    for changed, said in (
+        (without(Publish, 1), "no rank can go on"),
+        (without(New), "is not there"),
+        (without(Drop), "leave|there already"),
+        ([[*lists[0], drop], lists[1]], "is not there"),
+    ):
+        with pytest.raises(ProgramError, match=said):
+            check(changed)
+
+
+def test_passes_over_a():
+    def passes(case, wanted, **flags):
+        lists = recorded(case, [0, 1, 0], 2, [500] * 3, wanted)
+        names = [step.flag.name for step in every(lists[0]) if isinstance(step, If)]
+        values = dict(zip(names, flags.values(), strict=False))
+        return cost(lists, Rates(1e9, 1e9, 1e9, 1e-3), values).passes
+
+    by_name = {case[0]: case for case in CASES}
+    assert passes(by_name["qr"], ["r"]) == 1
+    assert passes(by_name["qr"], ["r"], once=False) == 2
+    assert passes(by_name["qr"], ["r"], once=False, usable=False) == 2
+    assert passes(by_name["qr"], ["q", "r"]) == 2
+    assert passes(by_name["svd"], ["s"]) == 1
+    assert passes(by_name["pca"], ["components"]) == 1
+    assert passes(by_name["ridge"], ["x"]) == 1
+    assert passes(by_name["lstsq"], ["x"]) == 2
+    assert passes(by_name["svd_compressed"], ["u"]) == 6

@@ -1,0 +1,291 @@
+"""Programs with numbers, by LAPACK's gates: on several ranks, of all conditions, types, scales and layouts."""
+
+from __future__ import annotations
+
+import itertools
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from matrices import noise
+
+from dask_distmm import PlanError, linalg
+from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.engines.base import get_engine
+from dask_distmm.errors import MatrixError
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.program import ProgramPlacement, plan_program
+from dask_distmm.testing import assert_least_squares, assert_qr
+from dask_distmm.testing.network import run_jobs
+
+DTYPES = ["float32", "float64", "complex64", "complex128"]
+CONDITIONS = [1, 1e3, 1e8, 1e14, 1e30]
+GATE = 30
+
+
+def matrix(rng, shape, dtype, condition):
+    wide = "complex128" if np.dtype(dtype).kind == "c" else "float64"
+    u, v = (np.linalg.qr(noise(rng, (size, shape[1]), wide))[0] for size in shape)
+    return ((u * np.geomspace(1, 1 / condition, shape[1])) @ v.conj().T).astype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _here():
+    with dask.config.set(scheduler="sync"):
+        yield
+
+
+def on_ranks(results, arrays, ranks=3):
+    """Return arrays that one program makes, from a run on several ranks whose chunks lie anywhere."""
+    rng, problem = np.random.default_rng(), problem_of(results[0])
+    rows = problem.chunks["a"][0]
+    where = {name: rng.integers(0, ranks + 1, len(rows)).astype(np.int32) for name in problem.operands}
+    workers = [Worker(f"w{number}") for number in range(ranks + 1)]
+    plan = plan_program(problem, workers[:ranks], where, engine="numpy", sources=workers[ranks:])
+    assert ProgramPlacement.from_wire(plan.to_wire()).to_wire() == plan.to_wire()
+    cuts = np.cumsum([0, *rows])
+    chunks = {(name, i): array[cuts[i] : cuts[i + 1]] for name, array in arrays.items() for i in range(len(rows))}
+    found = run_jobs(get_engine("numpy"), plan, chunks)
+    made = {}
+    for output in problem.outputs:
+        numbers = range(output.count)
+        made[output.name] = np.concatenate(
+            [found[output.name, number] for number in numbers], axis=0 if output.counts[0] > 1 else 1
+        )
+    return made
+
+
+def ratio(found, scale, size, dtype):
+    return np.linalg.norm(found) / max(np.linalg.norm(scale), np.finfo(dtype).tiny) / size / np.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qr_and_svd(dtype):
+    rng = np.random.default_rng()
+    for condition, rows, scale in itertools.product(
+        CONDITIONS, ([60, 0, 90, 3, 47], [41]), (1, 1e-150, 1e150) if dtype[-2:] != "32" and "64" in dtype else (1,)
+    ):
+        n = 9
+        a = matrix(rng, (sum(rows), n), dtype, condition) * np.dtype(dtype).type(scale if dtype != "complex64" else 1)
+        x = da.from_array(a, chunks=(tuple(rows), 4))
+        q, r = linalg.qr(x, method="rows")
+        assert (q.chunks, r.chunks) == (x.chunks, (x.chunks[1],) * 2)
+        assert_qr(a, *dask.compute(q, r))
+        made = on_ranks((q, r), {"a": a})
+        assert_qr(a, made["q"], made["r"])
+        only_r = on_ranks((linalg.qr(x, "r", method="rows"),), {"a": a})["r"]
+        size = abs(a).max()
+        scaled = a / size, only_r / size
+        assert (
+            ratio(np.subtract(*(one.conj().T @ one for one in scaled)), scaled[0].conj().T @ scaled[0], n, dtype) < GATE
+        )
+        assert not np.tril(only_r, -1).any()
+        expected = np.linalg.svd(a, compute_uv=False)
+        for u, s, vh in (
+            dask.compute(*linalg.svd(x, full_matrices=False, method="rows")),
+            map(on_ranks(linalg.svd(x, full_matrices=False, method="rows"), {"a": a}).get, ("u", "s", "vh")),
+        ):
+            assert ratio((u * s) @ vh - a, a, n, dtype) < GATE
+            for one in (u, vh.conj().T):
+                assert ratio(one.conj().T @ one - np.eye(n), 1, n, dtype) < GATE
+            assert ratio(s - expected, expected[0], 1, dtype) < GATE
+        assert ratio(linalg.svdvals(x, method="rows").compute() - expected, expected[0], 1, dtype) < GATE
+        assert ratio(linalg.svdvals(x.T, method="rows").compute() - expected, expected[0], 1, dtype) < GATE
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matrices_of_lower_rank_and_zeros(dtype):
+    rng = np.random.default_rng()
+    for kind in ("zero column", "repeated", "zero", "one row"):
+        a = noise(rng, (150, 7), dtype)
+        if kind == "zero column":
+            a[:, 3] = 0
+        elif kind == "repeated":
+            a[:, 5] = a[:, 2]
+        elif kind == "zero":
+            a[...] = 0
+        else:
+            a[1:] = 0
+        x = da.from_array(a, chunks=(50, 7))
+        made = on_ranks(linalg.qr(x), {"a": a})
+        assert_qr(a, made["q"], made["r"])
+        made = on_ranks(linalg.svd(x, full_matrices=False), {"a": a})
+        assert ratio((made["u"] * made["s"]) @ made["vh"] - a, max(1, np.linalg.norm(a)), 7, dtype) < GATE
+        assert ratio(made["u"].conj().T @ made["u"] - np.eye(7), 1, 7, dtype) < GATE
+        if kind == "one row":
+            continue
+        with pytest.raises(MatrixError, match="depends on those before it"):
+            linalg.lstsq(x, x[:, :2])[0].compute()
+        with pytest.raises(MatrixError, match="depends on those before it"):
+            linalg.pinv(x).compute()
+        b = noise(rng, (150, 2), dtype)
+        rtol = 100 * float(np.finfo(dtype).eps)
+        found, residuals, rank, s = dask.compute(*linalg.lstsq(x, da.from_array(b, chunks=(50, 2)), rcond=rtol))
+        wanted = np.linalg.lstsq(a, b, rcond=rtol)
+        assert rank == wanted[2]
+        np.testing.assert_allclose(found, wanted[0], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(s, wanted[3], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(residuals, np.linalg.norm(b - a @ found, axis=0) ** 2, rtol=1e-3)
+        np.testing.assert_allclose(linalg.pinv(x, rtol).compute(), np.linalg.pinv(a, rcond=rtol), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_least_squares(dtype):
+    rng, eps = np.random.default_rng(), float(np.finfo(dtype).eps)
+    for condition, scale in ((1, 1), (30, 1), (1e3, 1), (0.01 / eps, 1), (10, 1e15), (10, 1e-15)):
+        a, b = matrix(rng, (300, 12), dtype, condition), noise(rng, (300, 5), dtype)
+        a *= np.dtype(dtype).type(scale)
+        x, y = da.from_array(a, chunks=(60, 5)), da.from_array(b, chunks=(70, 2))
+        found, residuals, rank, s = linalg.lstsq(x, y)
+        assert (rank, found.dtype, found.chunks) == (12, a.dtype, (x.chunks[1], y.chunks[1]))
+        np.testing.assert_allclose(s.compute(), np.linalg.svd(a, compute_uv=False), rtol=1e-3, atol=1e3 * eps * scale)
+        for one in (found.compute(), on_ranks((found,), {"a": a, "b": b})["x"]):
+            assert_least_squares(a, one, b)
+            expected = np.linalg.norm(b - a @ one, axis=0) ** 2
+            np.testing.assert_allclose(residuals.compute(), expected, rtol=1e-3)
+        # A system that has a solution.
+        b = (a / scale) @ noise(rng, (12, 1), dtype)
+        assert_least_squares(a, linalg.lstsq(x, da.from_array(b, chunks=(60, 1)))[0].compute(), b)
+        vector, residuals, *_ = linalg.lstsq(x, y[:, 0])
+        assert (vector.shape, residuals.shape) == ((12,), (1,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ridge(dtype):
+    rng, eps = np.random.default_rng(), float(np.finfo(dtype).eps)
+    for condition in (1, 100, 0.001 / eps):
+        a, b = matrix(rng, (300, 12), dtype, condition), noise(rng, (300, 2), dtype)
+        x, y = da.from_array(a, chunks=(60, 5)), da.from_array(b, chunks=60)
+        alphas = [0.0, 1e-6, 0.5, 100]
+        found = linalg.ridge(x, y, alphas)
+        for one in (found.compute(), on_ranks((found,), {"a": a, "b": b})["x"].reshape(12, 4, 2).transpose(1, 0, 2)):
+            for alpha, solution in zip(alphas, one, strict=True):
+                # Least squares with alpha^(1/2) I below A.
+                below = np.vstack([a, alpha**0.5 * np.eye(12, dtype=dtype)])
+                assert_least_squares(below.astype(dtype), solution, np.vstack([b, np.zeros((12, 2), dtype)]))
+        assert linalg.ridge(x, y[:, 0], 1).shape == (12,)
+        assert linalg.ridge(x, y, 1).shape == (12, 2)
+        np.testing.assert_allclose(linalg.ridge(x, y, 0.5).compute(), found[2].compute(), rtol=1e-3, atol=1e-5)
+    for alpha in (-1.0, [], np.nan):
+        with pytest.raises(PlanError, match="alpha must be a number that is not negative"):
+            linalg.ridge(x, y, alpha)
+    with pytest.raises(PlanError, match="so b must have 300 rows; it has 200"):
+        linalg.ridge(x, y[:200], 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_principal_components(dtype):
+    rng, eps = np.random.default_rng(), float(np.finfo(dtype).eps)
+    for condition, distance in ((1, 0.0), (10, 1e4), (1e6, 0.0), (1e3, 1e4)):
+        a = matrix(rng, (300, 8), dtype, condition)
+        a += np.dtype(dtype).type(distance) * a.std()
+        x = da.from_array(a, chunks=(60, 8))
+        wide = a.astype("complex128" if a.dtype.kind == "c" else "float64")
+        expected = np.linalg.svd(wide - wide.mean(axis=0), full_matrices=False)
+        for k in (2, 8):
+            results = linalg.pca(x, k)
+            for found in (
+                dict(zip(("components", "variances", "mean"), dask.compute(*results), strict=True)),
+                on_ranks(results, {"a": a}),
+            ):
+                s = np.sqrt(found["variances"].ravel() * 299)
+                # Data that are so far from zero have no more digits.
+                gate = GATE * eps * (1 + distance)
+                assert abs(s - expected[1][:k]).max() <= gate * expected[1][0]
+                assert np.linalg.norm(found["components"] @ found["components"].conj().T - np.eye(k)) < GATE * k * eps
+                assert abs(found["mean"].ravel() - wide.mean(axis=0)).max() <= GATE * eps * abs(wide).max()
+
+
+def test_a_mean_of_a_million_deviations():
+    rng = np.random.default_rng()
+    a = rng.standard_normal((4000, 5)) * [5, 4, 3, 2, 1] + 1e6
+    _, variances, mean = dask.compute(*linalg.pca(da.from_array(a, chunks=(700, 5))))
+    centred = a - a.mean(axis=0)
+    np.testing.assert_allclose(variances, np.linalg.eigvalsh(centred.T @ centred / 3999)[::-1], rtol=1e-8)
+    np.testing.assert_allclose(mean, a.mean(axis=0), rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pseudo_inverses(dtype):
+    rng, eps = np.random.default_rng(), float(np.finfo(dtype).eps)
+    for condition in (1, 1e3, 0.01 / eps):
+        a = matrix(rng, (130, 6), dtype, condition)
+        for x, rtol in itertools.product((a, a.conj().T), (None, 1e-3 * eps)):
+            found = linalg.pinv(da.from_array(x, chunks=(50, 50)), rtol)
+            assert found.chunks[0] == found.chunks[0]
+            # Each is right up to rounding times the condition.
+            expected = np.linalg.pinv(x.astype("complex128"), rcond=0)
+            assert abs(found.compute() - expected).max() < GATE * eps * condition * abs(expected).max()
+
+
+def test_leading_singular_values():
+    rng = np.random.default_rng()
+    a = matrix(rng, (400, 20), "float64", 1e6)
+    for x, array in ((da.from_array(a, chunks=(90, 20)), a), (da.from_array(a.T, chunks=(20, 90)), a.T)):
+        u, s, vh = dask.compute(*linalg.svd_compressed(x, 3, n_power_iter=2))
+        np.testing.assert_allclose(s, np.linalg.svd(array, compute_uv=False)[:3], rtol=1e-8)
+        for one in (u, vh.T):
+            np.testing.assert_allclose(one.T @ one, np.eye(3), atol=1e-13)
+        np.testing.assert_allclose(u.T @ array @ vh.T, np.diag(s), atol=1e-10)
+        oriented = vh if len(array) > array.shape[1] else u.T
+        assert (oriented[np.arange(3), abs(oriented).argmax(axis=1)] > 0).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_numbers_that_are_not_finite(value):
+    a = np.random.default_rng().standard_normal((300, 12))
+    a[150, 3] = value
+    x = da.from_array(a, chunks=(60, 5))
+    q, r = dask.compute(*linalg.qr(x, check_finite=False))
+    assert not np.isfinite(q).all()
+    assert not np.isfinite(r).all()
+    assert np.isnan(linalg.svdvals(x, check_finite=False).compute()).all()
+    y = x[:, :1]
+    for made in (
+        linalg.qr(x).Q, linalg.svdvals(x), linalg.svd(x, full_matrices=False)[0], linalg.pca(x)[0], linalg.pinv(x),
+        linalg.pinv(x, 1e-8), linalg.svd_compressed(x, 2)[1], linalg.lstsq(x, y)[0], linalg.ridge(x, y, 1),
+    ):  # fmt: skip
+        with pytest.raises(MatrixError, match="a must not contain infs or NaNs"):
+            made.compute()
+    for made in (linalg.lstsq(y, x)[0], linalg.ridge(y, x, 1), linalg.lstsq(y, x, 1e-3)[0]):
+        with pytest.raises(MatrixError, match="b must not contain infs or NaNs"):
+            made.compute()
+    assert np.isnan(linalg.lstsq(y, x, check_finite=False)[0].compute()[:, 3]).all()
+
+
+def test_rows_of_unknown_number():
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((500, 6)), rng.standard_normal(500)
+    kept = a[:, 0] > 0
+    x, y = da.from_array(a, chunks=(90, 6)), da.from_array(b, chunks=90)
+    x, y = x[da.from_array(kept, chunks=90)], y[da.from_array(kept, chunks=90)]
+    a, b = a[kept], b[kept]
+    q, r = linalg.qr(x)
+    assert np.isnan(q.chunks[0]).all()
+    assert_qr(a, *dask.compute(q, r))
+    u, s, vh = dask.compute(*linalg.svd(x, full_matrices=False))
+    np.testing.assert_allclose((u * s) @ vh, a, atol=1e-12)
+    np.testing.assert_allclose(linalg.lstsq(x, y)[0].compute(), np.linalg.lstsq(a, b, rcond=None)[0], rtol=1e-10)
+    with pytest.raises(PlanError, match="so b must have as many chunks"):
+        linalg.lstsq(x, da.from_array(b, chunks=30))
+
+
+def test_which_matrices_go_by_rows():
+    def rows(m, n, chunks, **how):
+        return problem_of(linalg.qr(da.ones((m, n), chunks=chunks), "r", **how)).kind == "program"
+
+    assert rows(1000, 100, 500)
+    assert rows(1000, 100, 500, engine="numpy", workers=1)
+    assert not rows(1000, 100, 100)
+    assert not rows(300, 100, 300)
+    assert not rows(1000, 100, 500, method="columns")
+    for shape in ((10, 20), (10, 0)):
+        with pytest.raises(PlanError, match="expected columns, and not more of them than rows"):
+            linalg.qr(da.ones(shape), method="rows")
+
+
+def test_a_plan_says_what_it_does():
+    text = repr(linalg.explain(linalg.lstsq(da.ones((4000, 10), chunks=1000), da.ones(4000, chunks=1000))[0]))
+    for line in ("Plan: lstsq on 1 of 1 workers", "A is read 2 times", "gram", "solve_normal", "reads A", "flops"):
+        assert line in text
