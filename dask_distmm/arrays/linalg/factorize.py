@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from dask.array.core import Array
+from dask.array.core import Array, concatenate
+from dask.array.linalg import tsqr
 from dask.array.utils import meta_from_array
 from dask.base import is_dask_collection, tokenize
 from dask.core import toposort
@@ -18,21 +19,23 @@ from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SolveOpt
 from dask_distmm.arrays.product import multiply_matrices
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
 from dask_distmm.graph.factor import build_factor_graph
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, Output
-from dask_distmm.planning.computation_kinds import problem_from_wire
+from dask_distmm.planning.computation_kinds import plan_computation, problem_from_wire
 from dask_distmm.planning.factor import Factorization
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind
-from dask_distmm.runtime.client import current_client
+from dask_distmm.runtime.client import current_client, recent_snapshot
 from dask_distmm.runtime.keys import barrier_name, output_name
 
 # A matrix is tall if it has this many times as many rows as columns, and so has each chunk of rows, on average.
 _ALL, _EACH = 4, 2
+# A tall matrix that is smaller than this share of the workers' memory fits without a closer look.
+_SMALL = 1 / 8
 # By the characters of types; E is bfloat16.
 _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
@@ -142,7 +145,7 @@ def by_program(
 ) -> dict[str, Array]:
     """Return outputs of a program as lazy arrays, all of them of one run: by name their chunks and types.
 
-    Operands are in chunks of rows, the same of all.
+    Operands are in chunks of rows, the same of all. `ProjectedMemoryError` if the workers can't hold them.
     """
     dtype, arrays = common_type(operands), _native(operands)
     chunks = {name: _known(array.chunks) for name, array in zip(operands, arrays, strict=True)}
@@ -152,7 +155,33 @@ def by_program(
     options["finite"] = bool(how.get("check_finite", True))
     described: Any = (builder, options, dtype.name, chunks, dtypes, outputs, *request)
     names = [array.name for array in arrays]
-    return _arrays(ProgramProblem(f"{builder}-{tokenize(repr((names, *described)))}", *described), arrays)
+    problem = ProgramProblem(f"{builder}-{tokenize(repr((names, *described)))}", *described)
+    _check_fit(problem, arrays)
+    return _arrays(problem, arrays)
+
+
+def _check_fit(problem: ProgramProblem, arrays: Sequence[Array]) -> None:
+    """Raise `ProjectedMemoryError` if the workers that are there can't hold a program's matrices."""
+    client = current_client()
+    sizes = [array.nbytes for array in arrays]
+    if client is None or np.isnan(sizes).any():
+        return
+    try:
+        known = recent_snapshot(client, problem)
+        if known is not None and sum(sizes) > _SMALL * sum(worker.memory_limit for worker in known.workers):
+            plan_computation(problem, known.workers, engine=known.engines)
+    except ProjectedMemoryError:
+        raise
+    except DistMMError:
+        pass  # It is said when the result is computed, if it is still so.
+
+
+def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
+    """Return Q and, column by column, R of tall matrices beside each other, by Dask's tasks: chunks come and go."""
+    dtype = common_type({str(number): x for number, x in enumerate((a, *beside))})
+    columns = np.cumsum([x.shape[1] for x in (a, *beside)])
+    q, r = tsqr(concatenate([rows_of(x).astype(dtype) for x in (a, *beside)], axis=1).rechunk({1: -1}))
+    return q, *(r[:, start:stop] for start, stop in itertools.pairwise((0, *columns)))
 
 
 def rows_of(a: Array) -> Array:

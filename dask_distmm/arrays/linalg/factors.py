@@ -14,11 +14,12 @@ from dask_distmm.arrays.linalg.factorize import (
     goes_by_rows,
     inner_chunks,
     matrix,
+    reduced,
     row_chunks,
     rows_of,
 )
 from dask_distmm.arrays.linalg.public import FactorOptions, QRResult, public
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 
 
@@ -160,7 +161,10 @@ def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unp
         cols, slabs, dtype = a.chunks[1], rows_of(a), common_type({"a": a}).name
         rows, whole = slabs.chunks
         results = {"r": ((whole, whole), dtype)} | ({} if mode == "r" else {"q": ((rows, whole), dtype)})
-        found = by_program("qr", {"a": slabs}, results, how=how)
+        try:
+            found = by_program("qr", {"a": slabs}, results, how=how)
+        except ProjectedMemoryError:
+            found = dict(zip("qr", reduced(slabs), strict=True))
         r = found["r"].rechunk((cols, cols))
         return r if mode == "r" else QRResult(in_columns(found["q"], cols), r)
     inner, (rows, cols) = inner_chunks(a), a.chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from typing import Any, Unpack
 
@@ -14,7 +15,7 @@ from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import right_vectors, svd
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 
 
@@ -67,10 +68,12 @@ def svd_compressed(
     seed = secrets.randbits(64) if seed is None else seed
     m, n = a.shape
     if m < n and goes_by_rows(a.T, how):
-        found = _compressed_by_rows(adjoint(a), k, n_power_iter, n_oversamples, seed, how)
-        return adjoint(found[2]), found[1], adjoint(found[0])
+        with contextlib.suppress(ProjectedMemoryError):
+            found = _compressed_by_rows(adjoint(a), k, n_power_iter, n_oversamples, seed, how)
+            return adjoint(found[2]), found[1], adjoint(found[0])
     if goes_by_rows(a, how):
-        return _compressed_by_rows(a, k, n_power_iter, n_oversamples, seed, how)
+        with contextlib.suppress(ProjectedMemoryError):
+            return _compressed_by_rows(a, k, n_power_iter, n_oversamples, seed, how)
     count, turned = min(k + n_oversamples, m, n), adjoint(a)
     vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
     q, _ = qr(times(a, vectors, how), **how)
@@ -141,8 +144,9 @@ def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> t
             "variances": (row_chunks(k), np.empty(0, a.dtype).real.dtype.name),
             "mean": (row_chunks(n), a.dtype.name),
         }
-        found = by_program("pca", {"a": rows_of(a)}, wanted, how=how, k=k)
-        return found["components"].rechunk({1: a.chunks[1]}), found["variances"][0], found["mean"][0]
+        with contextlib.suppress(ProjectedMemoryError):
+            found = by_program("pca", {"a": rows_of(a)}, wanted, how=how, k=k)
+            return found["components"].rechunk({1: a.chunks[1]}), found["variances"][0], found["mean"][0]
     mean = a.mean(axis=0)
     s, vh = right_vectors(a - mean, how)
     return vh[:k], s[:k] ** 2 / (len(a) - 1), mean

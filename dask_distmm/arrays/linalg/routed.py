@@ -251,7 +251,9 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = Tru
     if not run:
         return made
     problem, raises = problem_of(made[0] if isinstance(made, tuple) else made), raises_beyond_memory()
-    assert problem is not None
+    if problem is None:
+        # Larger than the workers' memory: made of Dask's own tasks.
+        return NotImplemented if dasks == "good" else made
     try:
         return NotImplemented if _left(problem, dasks) else made
     except MissingEngineError:

@@ -17,15 +17,17 @@ from dask_distmm.arrays.linalg.factorize import (
     inner_chunks,
     matrix,
     operand,
+    reduced,
     row_chunks,
     rows_of,
+    times,
     unchecked,
 )
 from dask_distmm.arrays.linalg.factors import cholesky, picked
 from dask_distmm.arrays.linalg.level3 import mirrored, op_of
 from dask_distmm.arrays.linalg.public import FactorOptions, SlogdetResult, SolveOptions, public
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
-from dask_distmm.errors import PlanError, unknown_name
+from dask_distmm.errors import PlanError, ProjectedMemoryError, unknown_name
 from dask_distmm.planning.computation import Chunks
 
 # SciPy's names, and the way to solve.
@@ -316,7 +318,12 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
     """
     a, b = matrix("a", a, unknown_rows=True), operand("b", b)
     if goes_by_rows(a, how):
-        return least_squares_by_rows(a, b, rcond, how)
+        try:
+            return least_squares_by_rows(a, b, rcond, how)
+        except ProjectedMemoryError:
+            # R of A and B beside each other has the same solution, residuals and singular values.
+            _, r, right = reduced(*_same_rows(a, b))
+            a, b = r.rechunk({1: a.chunks[1]}), right if b.ndim > 1 else right[:, 0]
     if rcond is not None:
         return least_squares_of_any_rank(a, b, rcond, how)
     columns, (m, n) = matrix("b", b, vector=True), a.shape
@@ -412,7 +419,12 @@ def ridge(a: Any, b: Any, alpha: float | Sequence[float], **how: Unpack[SolveOpt
     n, k, count = a.shape[1], columns.shape[1], len(alphas)
     dtype = common_type({"a": a, "b": b}).name
     wanted: dict[str, tuple[Chunks, str]] = {"x": (((n,), (k * count,)), dtype)}
-    x = by_program("ridge", {"a": slabs, "b": columns}, wanted, how=how, alphas=tuple(alphas.tolist()))["x"]
+    values = tuple(alphas.tolist())
+    try:
+        x = by_program("ridge", {"a": slabs, "b": columns}, wanted, how=how, alphas=values)["x"]
+    except ProjectedMemoryError:
+        _, r, right = reduced(slabs, columns)
+        x = by_program("ridge", {"a": r, "b": right}, wanted, how=how, alphas=values)["x"]
     if np.ndim(alpha):
         x = x.reshape(n, count, k).transpose(1, 0, 2)
     return x[..., 0] if b.ndim == 1 else x
@@ -455,8 +467,12 @@ def pinv(
         return adjoint(pinv(adjoint(a), rtol, **how))
     if not hermitian and goes_by_rows(a, how):
         slabs, dtype = rows_of(a), common_type({"a": a}).name
-        found = by_program("pinv", {"a": slabs}, {"x": (slabs.chunks[::-1], dtype)}, how=how, rtol=rtol)
-        return found["x"].rechunk({0: a.chunks[1]})
+        try:
+            found = by_program("pinv", {"a": slabs}, {"x": (slabs.chunks[::-1], dtype)}, how=how, rtol=rtol)["x"]
+        except ProjectedMemoryError:
+            q, r = reduced(slabs)
+            found = times(pinv(r, rtol, **how), adjoint(q), {})
+        return found.rechunk({0: a.chunks[1]})
     if rtol is not None or hermitian:
         return pseudoinverse(a, rtol, hermitian, how)
     return factorize("pinv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from typing import Any, Literal, Unpack
 
@@ -26,7 +27,7 @@ from dask_distmm.arrays.linalg.factorize import (
 from dask_distmm.arrays.linalg.factors import in_columns, qr
 from dask_distmm.arrays.linalg.public import EighResult, FactorOptions, RunOptions, SVDResult, public
 from dask_distmm.arrays.linalg.qdwh import unitary_factor
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.runtime.chunks import array_kind
 
@@ -186,7 +187,8 @@ def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -
         found = _decomposition(adjoint(a), False, compute_uv, how)
         return (adjoint(found[2]), found[1], adjoint(found[0])) if compute_uv else found
     if goes_by_rows(a, how):
-        return svd_by_rows(a, compute_uv, how)
+        with contextlib.suppress(ProjectedMemoryError):
+            return svd_by_rows(a, compute_uv, how)
     shared, tall = method == "columns", _goes_by_r(a, how)
     if tall and not compute_uv:
         a = qr(a, "r", **how)
