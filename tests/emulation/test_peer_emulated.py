@@ -485,7 +485,7 @@ def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkey
         monkeypatch.setattr(kind, name, call)
 
     log("loads", "Loads", "_issue")
-    log("multiplication", "Multiplication", "_multiply")
+    log("products", "Multiplication", "_multiply")
     sizes = ((20,) * 4,) * 2
     problem = make_problem(sizes, sizes, method="allgather")
     where = np.tile(np.arange(4) % 2, 4).astype(np.int32)
