@@ -3,7 +3,7 @@
 For each function and shape, the time from the call to all results in memory, the best of some rounds on fresh chunks
 that are in memory: stock Dask, under ``enable()``, ``dask_distmm.linalg``, and the kernels alone: two processes at once
 do to half of the rows what a rank does, in plain NumPy and SciPy, without messages. The aim is 1.25 times these, and 50
-ms more.
+ms more. With ``--gpu`` chunks are CuPy's, on two GPUs, without the kernels alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ for _name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ[_name] = "1"
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import multiprocessing  # noqa: E402
 import secrets  # noqa: E402
 import time  # noqa: E402
@@ -24,13 +25,14 @@ import dask  # noqa: E402
 import dask.array as da  # noqa: E402
 import numpy as np  # noqa: E402
 import scipy.linalg  # noqa: E402
-from distributed import Client, LocalCluster, wait  # noqa: E402
+from distributed import Client, LocalCluster, futures_of, wait  # noqa: E402
 
 import dask_distmm  # noqa: E402
 from dask_distmm import linalg  # noqa: E402
 
 # Rows, columns, chunks.
 SHAPES = [(200_000, 256, 8), (1_000_000, 50, 16), (20_000, 64, 8)]
+GPU_SHAPES = [(400_000, 512, 8), (4_000_000, 64, 16), (2_000_000, 256, 8)]
 ROUNDS = 5
 AIM = 1.25, 0.05
 
@@ -121,26 +123,50 @@ def _best_alone(kernels: Callable[..., Any], a: Matrix, b: Matrix) -> float:
     return max(float(queue.get()), float(queue.get()))
 
 
-def _fresh(rows: int, cols: int, chunks: int) -> da.Array:
-    random = da.random.default_rng(secrets.randbits(30))
-    made = random.standard_normal((rows, cols), chunks=(rows // chunks, cols)).persist()
+def _fresh(rows: int, cols: int, chunks: int, gpu: bool) -> da.Array:
+    if gpu:
+        import cupy
+
+        state = da.random.RandomState(secrets.randbits(30), RandomState=cupy.random.RandomState)
+        made = state.standard_normal((rows, cols), chunks=(rows // chunks, cols)).persist()
+    else:
+        random = da.random.default_rng(secrets.randbits(30))
+        made = random.standard_normal((rows, cols), chunks=(rows // chunks, cols)).persist()
     wait(made)
     return made
 
 
-def _seconds(function: Callable[..., Any], shape: tuple[int, int, int], number: int) -> float:
-    """Return the seconds of one call on fresh chunks."""
-    a, b = _fresh(*shape), _fresh(shape[0], 1, shape[2])
+def _synchronize() -> None:
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+
+
+def _seconds(
+    function: Callable[..., Any], shape: tuple[int, int, int], number: int, client: Client, gpu: bool
+) -> float:
+    """Return the seconds of one call on fresh chunks; NaN if it fails, as some of Dask's functions do of CuPy chunks."""
+    a, b = _fresh(*shape, gpu), _fresh(shape[0], 1, shape[2], gpu)
+    if gpu:
+        client.run(_synchronize)
     began = time.perf_counter()
-    found = function(a, b, number)
-    wait(dask.persist(*(found if isinstance(found, tuple | list) else [found])))
+    try:
+        found = function(a, b, number)
+        found = dask.persist(*(found if isinstance(found, tuple | list) else [found]))
+        wait(found)
+        if any(future.status != "finished" for future in futures_of(found)):
+            return float("nan")
+    except Exception:
+        return float("nan")
+    if gpu:
+        client.run(_synchronize)
     return time.perf_counter() - began
 
 
-def measure(shape: tuple[int, int, int], names: list[str]) -> None:
+def measure(shape: tuple[int, int, int], names: list[str], client: Client, gpu: bool) -> None:
     """Print the table of one shape; the ways take turns."""
     random = np.random.default_rng()
-    half = random.standard_normal((shape[0] // 2, shape[1])), random.standard_normal((shape[0] // 2, 1))
+    half = () if gpu else tuple(random.standard_normal((shape[0] // 2, cols)) for cols in (shape[1], 1))
     print(f"{shape[0]} x {shape[1]}, {shape[2]} chunks: ms, best of {ROUNDS}")
     print(f"  {'':16}{'stock':>8}{'enable':>8}{'linalg':>8}{'kernels':>9}{'aim':>8}")
     for name in names:
@@ -151,12 +177,15 @@ def measure(shape: tuple[int, int, int], names: list[str]) -> None:
                 with dask.config.set({"array.slicing.split-large-chunks": False}):
                     if way == "enable":
                         dask_distmm.enable()
-                    seconds.append(_seconds(ours if way == "linalg" else stock, shape, number))
+                    seconds.append(_seconds(ours if way == "linalg" else stock, shape, number, client, gpu))
                     dask_distmm.disable()
         best = [min(seconds[1:]) for seconds in found.values()]
+        figures = "".join(f"{seconds * 1e3:8.0f}" for seconds in best)
+        if gpu:
+            print(f"  {name:16}{figures}", flush=True)
+            continue
         alone = _best_alone(kernels, *half)
         aim = AIM[0] * alone + AIM[1]
-        figures = "".join(f"{seconds * 1e3:8.0f}" for seconds in best)
         verdict = "" if best[-1] <= aim else f"  {best[-1] / aim:.2f} x"
         print(f"  {name:16}{figures}{alone * 1e3:9.1f}{aim * 1e3:8.0f}{verdict}", flush=True)
 
@@ -165,10 +194,18 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--functions", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="numbers of shapes")
+    parser.add_argument("--gpu", action="store_true", help="CuPy chunks on two GPUs")
+    parser.add_argument("--protocol", default="ucx", help="of the cluster of GPUs")
     arguments = parser.parse_args()
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=0) as cluster,
-        Client(cluster),
-    ):
+    with contextlib.ExitStack() as stack:
+        if arguments.gpu:
+            from dask_cuda import LocalCUDACluster
+
+            started = LocalCUDACluster(
+                n_workers=2, protocol=arguments.protocol, dashboard_address=None, silence_logs=50
+            )
+        else:
+            started = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=0)
+        owner = stack.enter_context(Client(stack.enter_context(started)))
         for one in arguments.shapes:
-            measure(SHAPES[one], arguments.functions)
+            measure((GPU_SHAPES if arguments.gpu else SHAPES)[one], arguments.functions, owner, arguments.gpu)
