@@ -145,7 +145,7 @@ def _synchronize() -> None:
 def _seconds(
     function: Callable[..., Any], shape: tuple[int, int, int], number: int, client: Client, gpu: bool
 ) -> float:
-    """Return the seconds of one call on fresh chunks; NaN if it fails, as some of Dask's functions do of CuPy chunks."""
+    """Return the seconds of one call on fresh chunks; NaN if it fails, as some of Dask's do of CuPy chunks."""
     a, b = _fresh(*shape, gpu), _fresh(shape[0], 1, shape[2], gpu)
     if gpu:
         client.run(_synchronize)

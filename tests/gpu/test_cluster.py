@@ -108,8 +108,10 @@ def test_a_rank_killed_inside_a_collective(start, nworkers, point):
         addresses, rows = [victim, *others], 4096 // nworkers
         a, b = random((4096, 384)), random((384, 384))
         slabs = [on_gpus(a[at * rows : (at + 1) * rows], 128) for at in range(nworkers)]
-        x = da.concatenate([client.persist(s, workers=[w]) for s, w in zip(slabs, addresses, strict=True)])
-        y = client.persist(on_gpus(b, 128), workers=[victim])
+        # What was on the victim is made again where there is a worker: that which takes its place has another address.
+        anywhere = {"allow_other_workers": True}
+        x = da.concatenate([client.persist(s, workers=[w], **anywhere) for s, w in zip(slabs, addresses, strict=True)])
+        y = client.persist(on_gpus(b, 128), workers=[victim], **anywhere)
         multiplied = [dask_distmm.matmul(x, y, alpha=alpha, method="allgather") for alpha in (1.0, 2.0)]
         assert_large_product(a, b, client.compute(multiplied[0], sync=True).get())
         survivors = set(client.run(os.getpid, workers=others).values())

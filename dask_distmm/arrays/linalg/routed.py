@@ -110,7 +110,7 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
         limit = max(a.shape) * float(np.finfo(common_type({"a": a, "b": b})).eps) if good and rows else rcond
         x, residuals, rank, values = solutions.lstsq(a, b, limit)
         if isinstance(rank, int):
-            rank = da.full_like(x, rank, shape=(), chunks=(), dtype=np.int64)
+            rank = da.from_array(np.asarray(rank, np.int64, like=x._meta))
         return x, residuals, rank, values
 
     found = NotImplemented
