@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -107,15 +108,21 @@ def test_workers_end_their_writes_before_files_are_removed(client: Client, tmp_p
 
 def test_ctrl_c_in_a_terminal(client: Client, files: dict[str, np.ndarray]) -> None:
     before = left()
-    command = [sys.executable, "-m", "dask_distmm", "matmul", "A.zarr", "B.npy", "--out", "C.zarr"]
+    # So many chunks take some seconds to write.
+    command = [sys.executable, "-m", "dask_distmm", "matmul", "A.zarr", "B.npy", "--out", "C.zarr", "--chunks", "1,2"]
     process = subprocess.Popen([*command, "--scheduler", client.scheduler.address], stderr=subprocess.PIPE, text=True)
     with process:
         deadline = time.monotonic() + 60
         while left() == before and time.monotonic() < deadline:
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
+        # Where the first one falls into a finalizer, Python drops it: users press again.
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    # A shell says 130 of both.
+    assert process.returncode in (130, -signal.SIGINT)
     assert "Interrupted: no half-written result is left." in errors.splitlines()
     assert left() == before
 
