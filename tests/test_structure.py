@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import pathlib
 import subprocess
 import sys
@@ -148,3 +149,12 @@ def test_what_multiplies_imports_neither_optimizers_nor_factorizations() -> None
         "assert not bad, bad; import scipy.linalg.cython_blas; assert scipy.linalg.cython_blas.__pyx_capi__; "
         "assert (dask_distmm.linalg.solve(x + 80 * da.eye(80, chunks=40), x[0]).compute() > 0).all()"
     )
+
+
+def test_the_package_does_not_grow() -> None:
+    """A change that needs more room says so: ``python -m tests.structure --write``."""
+    recorded = json.loads(structure.RECORD.read_text())
+    grown = {
+        what: count for what, count in structure.measured().items() if count > recorded[what] * (1 + structure.GROWTH)
+    }
+    assert not grown, f"recorded were {recorded}"
