@@ -18,12 +18,12 @@ def code_lines(text: str) -> int:
     lines = dict(enumerate(text.splitlines(), 1))
     for node in ast.walk(ast.parse(text)):
         documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
+        left_out = [node] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if documented and ast.get_docstring(node) is not None:
-            node = node.body[0]
-        elif not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        for number in range(node.lineno, node.end_lineno + 1):
-            lines.pop(number, None)
+            left_out.append(node.body[0])
+        for statement in left_out:
+            for number in range(statement.lineno, statement.end_lineno + 1):
+                lines.pop(number, None)
     return sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines.values())
 
 
