@@ -99,9 +99,9 @@ def explain(x: Any) -> Placement | ChainPlan:
 
     Returns
     -------
-    FactorPlacement, ProgramPlacement, Plan or ChainPlan
-        The plan of the run; where it is more than one a `ChainPlan`, which lists all of them in `runs`. A `ChainPlan`
-        without any stands for an array that only Dask's own tasks compute.
+    plan
+        The plan of the run; if there are several, one that lists all of them in its attribute ``runs``. If ``runs`` is
+        empty, only Dask's own tasks compute the array.
 
     Raises
     ------
