@@ -5,11 +5,9 @@ touches matrix data.  A two-dimensional layout is the product of two one-dimensi
 build on one another in this order:
 
 - `axis`: one dimension cut into segments, and how two such cuts intersect;
-- `grid`: processes arranged in rows and columns;
-- `blockcyclic`: ScaLAPACK's layout of a matrix over a process grid;
-- `chunkgrid`: Dask's layout, a grid of chunks of any sizes;
-- `redistribute`: the copies which turn one layout into another;
-- `moves`: these copies as one table, with the sender and the receiver of each.
+- `chunkgrid`: Dask's layout, a grid of chunks of any sizes; ScaLAPACK's, over processes in rows and columns;
+- `redistribute`: the copies which turn one layout into another, also as one table with sender and receiver of each;
+- `rectangles`: tables of rectangles for the kernels that copy.
 """
 
 from dask_distmm.layout.axis import Axis, AxisCopies, intersect

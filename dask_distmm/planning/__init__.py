@@ -1,10 +1,10 @@
 """Planning, without I/O: ``plan(problem, roster)`` returns one frozen `Plan`.
 
-`problem` says what is multiplied, `demand` by whom, `plan` how. `grids` and `cuts` are the ways to cut a product,
-`assignment` and `distribution` the layouts that were asked for, `footprint` the memory of each way, `planner` the
-choice. `engines` has the abilities of each engine; folders of their names have their costs. `restriction` cuts a part
-out of a problem, `chunk_order` takes chunks in the order of their holders, `needs` has the bytes of A and B that each
-rank needs, `replicas` keeps all of D or of an operand everywhere, `many` plans many products at once.
+`problem` says what is multiplied and cuts parts out of it, `demand` by whom, `plan` how. `cuts` are the ways to cut a
+product, `assignment` and `distribution` the layouts that were asked for, `footprint` the memory of each way, `planner`
+the choice, with what each rank needs and replicas. `engines` has the abilities of each engine; folders of their names
+have their costs. `chunk_order` takes chunks in the order of their holders, `many` plans many products at once,
+`program` plans programs.
 """
 
 from dask_distmm.planning.computation import Chunks, Computation, Output
