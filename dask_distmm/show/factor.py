@@ -47,13 +47,7 @@ def factor_text(plan: FactorPlacement) -> str:
         *([f"  blocks    {blocks} of up to {plan.width} columns"] if dealt else []),
         f"  work      {problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers",
     ]
-    if plan.projected_bytes:
-        address = max(plan.projected_bytes, key=lambda key: plan.projected_bytes[key])
-        lines.append(f"  memory    up to {format_bytes(plan.projected_bytes[address])} a worker ({address})")
-    if plan.estimate is not None:
-        seconds = [plan.estimate.seconds, plan.estimate.compute_seconds, plan.estimate.transfer_seconds]
-        total, compute, transfer = map(format_time, seconds)
-        lines.append(f"  time      {total} estimated: {compute} computing, {transfer} moving")
+    lines += _memory_and_time(plan, "moving")
     others = [one for one in plan.alternatives if one is not plan.estimate and one.grid != plan.grid]
     if others:
         texts = [f"{one.grid[1]} workers: {format_time(one.seconds)}" for one in others]
@@ -108,13 +102,7 @@ def program_text(plan: ProgramPlacement) -> str:
         f"  method    rows stay where they are; A is read {cost.passes:g} times if it is well-conditioned",
         f"  work      {cost.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved in {cost.messages} messages",
     ]
-    if plan.projected_bytes:
-        address = max(plan.projected_bytes, key=lambda key: plan.projected_bytes[key])
-        lines.append(f"  memory    up to {format_bytes(plan.projected_bytes[address])} a worker ({address})")
-    if plan.estimate is not None:
-        seconds = [plan.estimate.seconds, plan.estimate.compute_seconds, plan.estimate.transfer_seconds]
-        total, compute, transfer = map(format_time, seconds)
-        lines.append(f"  time      {total} estimated: {compute} computing, {transfer} waiting for others")
+    lines += _memory_and_time(plan, "waiting for others")
     reads = {0.0: ""}
     steps = [
         f"{line.kernel:20}{format_time(line.seconds):>12}  {line.flops:8.2g} flops{reads.get(line.passes, '  reads A')}"
@@ -126,3 +114,16 @@ def program_text(plan: ProgramPlacement) -> str:
 
 def _size(sizes: tuple[int, ...]) -> str:
     return "?" if min(sizes) < 0 else str(sum(sizes))
+
+
+def _memory_and_time(plan: FactorPlacement | ProgramPlacement, rest: str) -> list[str]:
+    """Return the lines of a plan's memory and time; `rest` is what workers do when they do not compute."""
+    lines = []
+    if plan.projected_bytes:
+        address = max(plan.projected_bytes, key=lambda key: plan.projected_bytes[key])
+        lines.append(f"  memory    up to {format_bytes(plan.projected_bytes[address])} a worker ({address})")
+    if plan.estimate is not None:
+        seconds = [plan.estimate.seconds, plan.estimate.compute_seconds, plan.estimate.transfer_seconds]
+        total, compute, transfer = map(format_time, seconds)
+        lines.append(f"  time      {total} estimated: {compute} computing, {transfer} {rest}")
+    return lines
