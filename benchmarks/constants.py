@@ -24,8 +24,8 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks.overhead import extents, operands, seconds
 from dask_distmm import matmul
+from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.request import parse, problem_of_request
-from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.engines.numpy.blas import gemm
 from dask_distmm.numeric.types import dtype_from_name

@@ -34,7 +34,7 @@ from distributed import Client, futures_of, wait
 import dask_distmm
 from benchmarks.harness import environment
 from benchmarks.revision import revision
-from dask_distmm.arrays.stock import dask_matmul
+from dask_distmm.arrays.fallback import dask_matmul
 
 _HASH = """
     unsigned long long z = first + i + seed * 0x9E3779B97F4A7C15ULL;

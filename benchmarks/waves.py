@@ -36,7 +36,7 @@ from distributed import Client, LocalCluster, wait
 from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm import matmul
-from dask_distmm.arrays.stock import dask_matmul
+from dask_distmm.arrays.fallback import dask_matmul
 
 Case = tuple[str, float, Callable[[Any], Any]]
 _SAMPLED = 0.05

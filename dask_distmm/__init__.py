@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from dask_distmm import linalg
     from dask_distmm.api import explain, matmul
     from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled
-    from dask_distmm.arrays.distribute import distribute
+    from dask_distmm.arrays.distribute import distribute, free_replicas, replicate
     from dask_distmm.arrays.grouped import explain_grouped, matmul_grouped
     from dask_distmm.arrays.prepared import Matmul
     from dask_distmm.arrays.product import NotCollective
     from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize
-    from dask_distmm.arrays.replicate import free_replicas, replicate
     from dask_distmm.arrays.tensors import to_torch
     from dask_distmm.diagnostics.bars import progress
     from dask_distmm.numeric.epilogs import Epilog
@@ -51,12 +50,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": ("explain", "matmul"),
     "arrays.dispatch": ("disable", "enable", "enabled", "is_enabled"),
-    "arrays.distribute": ("distribute",),
+    "arrays.distribute": ("distribute", "free_replicas", "replicate"),
     "arrays.grouped": ("explain_grouped", "matmul_grouped"),
     "arrays.prepared": ("Matmul",),
     "arrays.product": ("NotCollective",),
     "arrays.quantize": ("BlockScaled", "dequantize", "quantize"),
-    "arrays.replicate": ("free_replicas", "replicate"),
     "arrays.tensors": ("to_torch",),
     "diagnostics.bars": ("progress",),
     "numeric.epilogs": ("Epilog",),

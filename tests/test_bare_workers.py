@@ -20,7 +20,7 @@ from matrices import until
 
 from dask_distmm import EngineError, matmul, quantize
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.scheduler.bare import needs_package
+from dask_distmm.runtime.scheduler.plugin import needs_package
 from dask_distmm.runtime.worker.plugin import for_any_worker
 from dask_distmm.testing import assert_product
 from dask_distmm.tools.cli import main

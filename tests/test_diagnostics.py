@@ -22,11 +22,9 @@ from dask_distmm import PlanError, matmul
 from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import ProgressBar, as_html, as_lines, bar_of
 from dask_distmm.errors import ProtocolError
-from dask_distmm.runtime.messages import Progress
-from dask_distmm.runtime.questions import ProgressLine
+from dask_distmm.runtime.messages import Progress, ProgressLine
 from dask_distmm.runtime.run import Run
-from dask_distmm.runtime.scheduler.progress import progress_of
-from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase
+from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase, progress_of
 from dask_distmm.runtime.wire import from_wire
 from dask_distmm.testing import assert_product, inject, remove_faults
 

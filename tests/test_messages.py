@@ -13,7 +13,8 @@ from matrices import until
 
 from dask_distmm import matmul
 from dask_distmm.planning import Demand, Worker, plan
-from dask_distmm.runtime import messages, questions
+from dask_distmm.runtime import messages
+from dask_distmm.runtime import messages as questions
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.wire import Call, Message, to_wire
 from dask_distmm.runtime.worker.plugin import MISSING

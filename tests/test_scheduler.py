@@ -15,8 +15,7 @@ from dask_distmm import matmul
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import Demand, Problem
 from dask_distmm.runtime.keys import barrier_key, barrier_name
-from dask_distmm.runtime.messages import NAME, Progress
-from dask_distmm.runtime.questions import Free, RosterQuestion
+from dask_distmm.runtime.messages import NAME, Free, Progress, RosterQuestion
 from dask_distmm.runtime.wire import Reply, ask, from_wire
 from dask_distmm.testing import make_problem
 

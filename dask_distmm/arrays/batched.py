@@ -10,13 +10,13 @@ import dask.array as da
 from dask.utils import format_bytes, parse_bytes
 
 from dask_distmm.arrays import product
+from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.items import as_one_product, by_items, by_runs, item_of
 from dask_distmm.arrays.kinds import check_planned
 from dask_distmm.arrays.outputs import without_a_run
 from dask_distmm.arrays.product import NotCollective, why_not_run
 from dask_distmm.arrays.request import Request, problem_of_request
 from dask_distmm.arrays.series import fit_together, made_bytes, multiply_all
-from dask_distmm.arrays.stock import dask_matmul
 from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import dask_costs, parsed, read_options
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice

@@ -14,7 +14,7 @@ While enabled, these names hold functions of ours, which pass all other calls on
 of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which most of NumPy's of the same names end. Others
 of ``np.linalg``, which Dask lacks or which mean something else there, are in `dask_distmm.arrays.numpy_functions`.
 Arrays of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`. ``rechunk`` does what it did,
-and is noted for products (`dask_distmm.arrays.views`).
+and is noted for products (`dask_distmm.arrays.outputs`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from dask_distmm.arrays.fallback import why_leave
 from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.numpy_functions import contracted_axes, numpys_first
+from dask_distmm.arrays.outputs import rechunk
 from dask_distmm.arrays.product import product_or_reason
 from dask_distmm.arrays.request import parse
-from dask_distmm.arrays.views import rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, ProjectedMemoryError

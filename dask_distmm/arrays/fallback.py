@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
+import dask.array
 import dask.array as da
+import dask.array.routines
 import numpy as np
+from dask.array.rechunk import rechunk
 
 from dask_distmm.numeric.types import FP8, Types, supported
 from dask_distmm.planning import ENGINES
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
+
+# Dask's own functions, whatever is installed under their names later
+
+
+dask_matmul: Callable[..., Any] = dask.array.routines.matmul
+dask_rechunk: Callable[..., Any] = rechunk
+
+
+# Why a product is left to Dask's own function
 
 
 def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:

@@ -20,11 +20,11 @@ from dask_distmm.arrays.batched import known_workers, task_options
 from dask_distmm.arrays.extras import epilog_name
 from dask_distmm.arrays.items import multiply_items
 from dask_distmm.arrays.options import takes
+from dask_distmm.arrays.outputs import view_of
 from dask_distmm.arrays.product import why_not_run
 from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.request import Request, check_batch, parse, problem_of_request
 from dask_distmm.arrays.series import multiply_all
-from dask_distmm.arrays.views import view_of
 from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError

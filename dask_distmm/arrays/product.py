@@ -10,12 +10,10 @@ import numpy as np
 from dask.utils import format_time
 
 from dask_distmm.arrays.extras import unfit
-from dask_distmm.arrays.fallback import why_leave, why_not
+from dask_distmm.arrays.fallback import dask_matmul, why_leave, why_not
 from dask_distmm.arrays.kinds import check_planned, planning
-from dask_distmm.arrays.outputs import run_outputs, without_a_run
+from dask_distmm.arrays.outputs import is_lazy, operands_under, run_outputs, without_a_run
 from dask_distmm.arrays.request import Request, parse, problem_of_request, result_chunks
-from dask_distmm.arrays.stock import dask_matmul
-from dask_distmm.arrays.views import is_lazy, operands_under
 from dask_distmm.arrays.waves import Decision, decide, pipelined, waves_now
 from dask_distmm.config import minimum_flops
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError

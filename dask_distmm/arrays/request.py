@@ -15,8 +15,8 @@ from dask.base import tokenize
 
 from dask_distmm.arrays.extras import Asked, parse_formula
 from dask_distmm.arrays.options import DEFAULTS
+from dask_distmm.arrays.outputs import apply_op, view_of
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.views import apply_op, view_of
 from dask_distmm.config import read_options, setting
 from dask_distmm.engines.base import log
 from dask_distmm.errors import PlanError, unknown_name

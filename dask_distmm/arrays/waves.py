@@ -7,8 +7,8 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING
 
+from dask_distmm.arrays.outputs import is_lazy, operands_under
 from dask_distmm.arrays.request import Request
-from dask_distmm.arrays.views import is_lazy, operands_under
 from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.waves import can_be_made

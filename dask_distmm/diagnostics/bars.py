@@ -15,7 +15,7 @@ from dask.utils import format_bytes
 
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.runtime.keys import wave_of
-from dask_distmm.runtime.questions import ProgressLine, ProgressQuestion
+from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion
 from dask_distmm.runtime.wire import ask
 
 if TYPE_CHECKING:

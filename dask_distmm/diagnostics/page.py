@@ -24,8 +24,7 @@ from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import as_html, bar_of
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.scheduler.progress import progress_of
-from dask_distmm.runtime.scheduler.records import PHASES, Record
+from dask_distmm.runtime.scheduler.records import PHASES, Record, progress_of
 
 _UPDATE_MILLISECONDS = 500
 # What is said where tables stand still; the plots go on.

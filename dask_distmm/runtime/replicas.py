@@ -34,8 +34,7 @@ from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
 from dask_distmm.planning.footprint import chunk_bytes
 from dask_distmm.planning.placement import Where
 from dask_distmm.runtime.keys import barrier_name
-from dask_distmm.runtime.messages import DropReplicas
-from dask_distmm.runtime.questions import Freed, FreeReplicas, RosterReply
+from dask_distmm.runtime.messages import DropReplicas, Freed, FreeReplicas, RosterReply
 from dask_distmm.runtime.transfers import DaskComm, address_of
 from dask_distmm.runtime.wire import Message
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.factor import Execution, Kernels, PanelExchange
-from dask_distmm.engines.factor.outputs import block_columns, whole
+from dask_distmm.engines.factor.job import block_columns, whole
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import PlanError

@@ -12,13 +12,13 @@ import time
 from typing import Any
 
 FAULT_POINTS = {
-    "read": ("dask_distmm.runtime.worker.chunk_store", "ChunkStore", "read"),
+    "read": ("dask_distmm.runtime.worker.side", "ChunkStore", "read"),
     "vote": ("dask_distmm.runtime.worker.side", "WorkerSide", "_prepare"),
     "execute": ("dask_distmm.engines.numpy.engine", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy.engine", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_assemble"),
     "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
-    "place": ("dask_distmm.runtime.worker.chunk_store", "ChunkStore", "place"),
+    "place": ("dask_distmm.runtime.worker.side", "ChunkStore", "place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
     "steps": ("dask_distmm.engines.factor.execution", "Execution", "execute"),

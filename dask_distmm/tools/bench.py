@@ -12,7 +12,7 @@ import dask.array as da
 import numpy as np
 from distributed import Client
 
-from dask_distmm.arrays.stock import dask_matmul
+from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.planning import ENGINES, Demand
 from dask_distmm.runtime.client import ask_roster
 from dask_distmm.tools.demo import ROUNDS, check_product, collective, computed, side_by_side

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from dask_distmm import enabled, explain
 from dask_distmm._version import __version__
-from dask_distmm.arrays.stock import dask_matmul
+from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.errors import DistMMError
 from dask_distmm.installing import library_of
 from dask_distmm.runtime.keys import barrier_key

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.engines.factor.outputs import inside
+from dask_distmm.engines.factor.job import inside
 from dask_distmm.errors import PlanError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.factor import (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from matrices import noise
 from test_spectral import SPECTRA, hermitian
 
-from dask_distmm.engines.factor.eigen import triangular_factor
+from dask_distmm.engines.factor.execution import triangular_factor
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import conquer
 from dask_distmm.engines.tridiagonal.reduction import HostReduction, panel_width, reflector

@@ -11,9 +11,8 @@ import numpy as np
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ChunkKey, contiguous
 from dask_distmm.engines.factor.copies import assign
-from dask_distmm.engines.factor.job import FactorJob
+from dask_distmm.engines.factor.job import TRIANGLES, FactorJob
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.factor.outputs import TRIANGLES
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.planning.factor.placement import FactorPlacement
 

@@ -29,12 +29,18 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ChunkKey, Engine, Job, ResultKey
-from dask_distmm.engines.gathered import GatheredChunks
-from dask_distmm.engines.numpy.answer import Answer
 from dask_distmm.engines.numpy.blas import blas_threads
-from dask_distmm.engines.numpy.inputs import Inputs
-from dask_distmm.engines.numpy.streaming import Streamed
-from dask_distmm.engines.numpy.sums import Block, Sums, chunk_part, pack_blocks, placed_block
+from dask_distmm.engines.numpy.sums import (
+    Answer,
+    Block,
+    GatheredChunks,
+    Inputs,
+    Streamed,
+    Sums,
+    chunk_part,
+    pack_blocks,
+    placed_block,
+)
 from dask_distmm.engines.panels import ChunkBlock, Panel, panels, twins
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError

@@ -2,19 +2,217 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+import collections
+import time
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.base import GATHERED, ChunkKey, ResultKey, wait_checked
 from dask_distmm.engines.numpy.blas import add_lower, gemm, is_symmetric, mirror, reflect
-from dask_distmm.engines.panels import ChunkBlock, split_at_chunks
-from dask_distmm.numeric.types import round_tf32
+from dask_distmm.engines.panels import ChunkBlock, chunk_blocks_of, pairs, split_at_chunks
+from dask_distmm.engines.sources import ChunkLoader, SourceChunk
+from dask_distmm.errors import EngineError
+from dask_distmm.numeric.types import dtype_from_name, round_tf32
 from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import is_gram
+
+# The operand that a run keeps: put together again from the pieces that a rank fetches in order to multiply. Pure
+
+
+class GatheredChunks:
+    """Chunks of `Problem.gathered` on one rank. Nothing, if the plan keeps no operand."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._problem, self._kept = plan.problem, plan.kept
+        self._chunks: dict[int, NDArray[Any]] = {}
+        self._missing: dict[int, int] = {}
+
+    def add(self, piece: ChunkBlock, data: NDArray[Any]) -> None:
+        """Take a piece that has arrived; no two pieces of a rank have an element in common."""
+        operand = self._problem.operands[piece.operand]
+        if operand not in self._kept:
+            return
+        rows, cols = self._problem.chunks_of(operand)
+        i, j = divmod(piece.chunk, len(cols))
+        shape = rows[i], cols[j]
+        if data.shape == shape:
+            self._chunks[piece.chunk], self._missing[piece.chunk] = data, 0
+            return
+        if piece.chunk not in self._chunks:
+            self._chunks[piece.chunk], self._missing[piece.chunk] = np.empty(shape, data.dtype), rows[i] * cols[j]
+        self._chunks[piece.chunk][piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols] = data
+        self._missing[piece.chunk] -= data.size
+
+    def complete(self) -> dict[ResultKey, NDArray[Any]]:
+        """Return the chunks of which all elements have arrived."""
+        return {(GATHERED, number): chunk for number, chunk in self._chunks.items() if not self._missing[number]}
+
+
+# Products of chunks that a rank makes itself, each multiplied as soon as it is there, while the next ones are made
+
+
+class Streamed:
+    """One rank's chunks that it makes itself, and those of the other operand, which are in memory somewhere."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, Any],
+        ask: Callable[[int, list[ChunkBlock]], Answer],
+        check: Callable[[], None],
+    ) -> None:
+        self._plan, self._chunks, self._ask, self._check = plan, chunks, ask, check
+        self._steps = pairs(plan, plan.ranks.index(me))
+        self._threads = plan.participants[me].nthreads
+        self._waited = 0.0
+
+    def multiply(self, sums: Sums, progress: Callable[[float], None]) -> float:
+        """Add all products to the sums, and tell the share that is done; return the seconds of waiting for chunks."""
+        uses = [self._source(piece) for own, others in self._steps for piece in (own, *others)]
+        loads = ChunkLoader([chunk for chunk in uses if chunk is not None], self._threads, made_ahead(self._threads))
+        try:
+            resident = self._resident({piece for _, others in self._steps for piece in others})
+            for number, (own, others) in enumerate(self._steps):
+                outer = self._block(own, loads, resident)
+                for piece in others:
+                    blocks = [outer], [self._block(piece, loads, resident)]
+                    a, b = blocks if own.operand == 0 else blocks[::-1]
+                    sums.add(a, b, (0, 0), self._check)
+                progress((number + 1) / len(self._steps))
+        finally:
+            loads.close()
+        sums.complete()
+        return self._waited
+
+    def _block(self, piece: ChunkBlock, loads: ChunkLoader, resident: Mapping[ChunkBlock, Block]) -> Block:
+        """Return a part of a chunk with its place, once the chunk is there."""
+        chunk = self._source(piece)
+        if chunk is None:
+            return resident[piece]
+        started = time.perf_counter()
+        data = loads.take(chunk, self._check)
+        self._waited += time.perf_counter() - started
+        return self._packed(piece, data[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols])
+
+    def _source(self, piece: ChunkBlock) -> SourceChunk | None:
+        found = self._chunks.get(("ab"[piece.operand], piece.chunk))
+        return found if isinstance(found, SourceChunk) else None
+
+    def _resident(self, pieces: Collection[ChunkBlock]) -> dict[ChunkBlock, Block]:
+        """Return those of some pieces that are in memory, here or on other workers."""
+        found: dict[ChunkBlock, NDArray[Any]] = {}
+        remote: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
+        for piece in pieces:
+            if ("ab"[piece.operand], piece.chunk) not in self._chunks:
+                remote[int(self._plan.where["ab"[piece.operand]][piece.chunk])].append(piece)
+            elif self._source(piece) is None:
+                found[piece] = chunk_part(self._chunks, piece)
+        for asked, answer in [(asked, self._ask(peer, asked)) for peer, asked in remote.items()]:
+            found |= zip(asked, answer.wait(self._check), strict=True)
+        return {piece: self._packed(piece, data) for piece, data in found.items()}
+
+    def _packed(self, piece: ChunkBlock, data: NDArray[Any]) -> Block:
+        """Return numbers with their place, copied to the type that is computed in where they have another one."""
+        packing, problem = self._plan.packing, self._plan.problem
+        block = placed_block(piece, data)
+        if (packing.a, packing.b)[piece.operand]:
+            return pack_blocks([block], problem, conjugated=problem.conjugated[piece.operand])
+        return block
+
+
+# The inputs of the formula beside the product, gathered for one chunk of D at a time
+
+
+class _AskedInput(NamedTuple):
+    """One input on its way: where it goes, which pieces are here, which come from others."""
+
+    name: str
+    data: NDArray[Any]
+    here: list[ChunkBlock]
+    answers: list[tuple[list[ChunkBlock], Any]]
+
+
+class Inputs:
+    """The problem's extras, as one rank needs them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: int,
+        chunks: Mapping[ChunkKey, NDArray[Any]],
+        ask: Callable[[int, list[ChunkBlock]], Any],
+        check: Callable[[], None],
+    ) -> None:
+        self._plan, self._me, self._chunks, self._ask, self._check = plan, me, chunks, ask, check
+
+    def ask(self, index: int, without: Collection[str] = ()) -> list[_AskedInput]:
+        """Ask for the parts that chunk number `index` of D needs, but of some inputs, without waiting."""
+        problem, found = self._plan.problem, []
+        r0, r1, c0, c1 = self._plan.chunk_rect(index)
+        for number, name in enumerate(problem.operands[2:], start=2):
+            if name in without:
+                continue
+            sizes, where = problem.chunks_of(name), self._plan.where[name]
+            assert where is not None
+            # An axis of length 1 is broadcast.
+            top, bottom = (r0, r1) if sum(sizes[0]) == problem.m else (0, 1)
+            left, right = (c0, c1) if sum(sizes[1]) == problem.n else (0, 1)
+            data = np.empty((bottom - top, right - left), dtype_from_name(problem.dtype_of(name)))
+            here: list[ChunkBlock] = []
+            away: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
+            for piece in chunk_blocks_of(sizes, number, (top, bottom, left, right)):
+                peer = int(where[piece.chunk])
+                (here if peer == self._me else away[peer]).append(piece)
+            found.append(
+                _AskedInput(name, data, here, [(pieces, self._ask(peer, pieces)) for peer, pieces in away.items()])
+            )
+        return found
+
+    def wait(self, asked: list[_AskedInput]) -> dict[str, NDArray[Any]]:
+        """Return the inputs by name once they are here."""
+        for one in asked:
+            for piece in one.here:
+                chunk = self._chunks[one.name, piece.chunk]
+                _put_piece(one.data, piece, chunk[piece.r0 : piece.r0 + piece.rows, piece.c0 : piece.c0 + piece.cols])
+            for pieces, answer in one.answers:
+                for piece, arrived in zip(pieces, answer.wait(self._check), strict=True):
+                    _put_piece(one.data, piece, arrived)
+        return {one.name: one.data for one in asked}
+
+
+def _put_piece(data: NDArray[Any], piece: ChunkBlock, values: NDArray[Any]) -> None:
+    data[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols] = values
+
+
+# Matrices that a peer has been asked for
+
+
+class Answer:
+    """Matrices on their way."""
+
+    def __init__(self, future: Future[Sequence[NDArray[Any]]], shapes: list[tuple[int, int]], flat: bool) -> None:
+        self._future, self._shapes, self._flat = future, shapes, flat
+
+    def wait(self, check: Callable[[], None]) -> list[NDArray[Any]]:
+        """Return them once they are here; `check` raises if the run has been aborted."""
+        arrived = list(wait_checked(self._future, check))
+        if self._flat and len(arrived) == 1 < len(self._shapes):
+            ends = np.cumsum([rows * cols for rows, cols in self._shapes])
+            arrived = [x.reshape(shape) for x, shape in zip(np.split(arrived[0], ends[:-1]), self._shapes, strict=True)]
+        found = [x.shape for x in arrived]
+        if found != self._shapes:
+            raise EngineError(f"a peer sent matrices of shapes {found}, expected {self._shapes}")
+        return arrived
+
+
+# The memory that a rank sums its part of D into: one matrix, or right the chunks of the result
 
 
 class Block(NamedTuple):

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ChunkKey, ResultKey
 from dask_distmm.engines.factor.execution import Execution
+from dask_distmm.engines.factor.job import needs_copy, output_part
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.factor.outputs import needs_copy, output_part
 from dask_distmm.engines.gpu.factor import GpuFactorJob
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.gpu.reduction import DeviceReduction, Peers, exchange_bytes
@@ -60,7 +60,7 @@ _WORDS = 256
 
 
 class PeerShares:
-    """`dask_distmm.engines.factor.eigen.Shares` of one rank; all its memory is allocated when it is made."""
+    """`dask_distmm.engines.factor.execution.Shares` of one rank; all its memory is allocated when it is made."""
 
     def __init__(self, plan: FactorPlacement, rank: int, kernels: Kernels, exporter: Exporter, flags: Any) -> None:
         self._plan, self._rank, self._kernels, self._flags = plan, rank, kernels, flags

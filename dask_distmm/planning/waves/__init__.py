@@ -12,8 +12,7 @@ While wave w is multiplied the inputs of wave w + 1 are loaded, and no more: two
 run itself takes, and what stays. A wave is as large as these leave room for; each is an ordinary `Problem`.
 """
 
-from dask_distmm.planning.waves.blocks import in_host, in_host_memory
-from dask_distmm.planning.waves.choice import Budget, choose_scheme
+from dask_distmm.planning.waves.choice import Budget, choose_scheme, in_host, in_host_memory
 from dask_distmm.planning.waves.scheme import Scheme, Wave, WavePlan, part_scheme, wave_problem
 
 __all__ = [

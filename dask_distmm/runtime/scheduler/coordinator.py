@@ -20,9 +20,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from distributed.metrics import time
 
 from dask_distmm.engines.base import log
@@ -31,21 +33,161 @@ from dask_distmm.planning import ENGINES, Computation, Problem
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
-from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gathered, Gone, Prepare, Start, Vote
+from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gathered, Gone, Prepare, Release, Start, Vote
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Released, Replan, Run, TaskFailed, summarize
 from dask_distmm.runtime.scheduler.barriers import Barrier, deliveries
-from dask_distmm.runtime.scheduler.completing import complete
 from dask_distmm.runtime.scheduler.freezing import Freezer, FrozenPlan
-from dask_distmm.runtime.scheduler.queue import RunQueue
-from dask_distmm.runtime.scheduler.rank_groups import RankGroups
-from dask_distmm.runtime.scheduler.releasing import Releases
+from dask_distmm.runtime.scheduler.rank_groups import RankGroup, RankGroups
 from dask_distmm.runtime.scheduler.roster import Roster
-from dask_distmm.runtime.scheduler.voting import ask_all, failed
+from dask_distmm.runtime.scheduler.voting import ask_all, failed, raise_if_ended
 from dask_distmm.runtime.wire import Call, Message, Reply, ask, post
 
 if TYPE_CHECKING:
     from distributed import Scheduler
+
+# All runs that are not over, in the order in which they take place, and waiting for them
+
+
+class RunQueue(dict[int, Run]):
+    """Runs by number, from when they get it until they have been seen through."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        # Runs count within an epoch; see `wire`.
+        self.newest, self.epoch = 0, uuid.uuid4().hex
+        self._scheduler, self._changed = scheduler, asyncio.Condition()
+
+    def of(self, key: str) -> list[Run]:
+        """Return the runs that a barrier waits for."""
+        return [run for run in self.values() if run.key == key]
+
+    @contextlib.asynccontextmanager
+    async def begin(self, name: str, key: str, participants: frozenset[str] = frozenset()) -> AsyncIterator[Run]:
+        """Give a run its number; it is live until the context ends. Parameters as `Run`."""
+        self.newest += 1
+        run = self[self.newest] = Run(self.newest, name, key, participants)
+        try:
+            yield run
+        finally:
+            del self[run.run_id]
+            await self.changed()
+
+    async def turn(self, run: Run) -> None:
+        """Wait until no earlier run uses a worker of this one: collectives meet in one order everywhere."""
+
+        def in_the_way(other: Run) -> bool:
+            # One whose participants are not fixed yet may turn out to need the same workers.
+            return other.run_id < run.run_id and (not other.participants or bool(other.participants & run.participants))
+
+        await self._wait_for(lambda: not run.live or not any(map(in_the_way, self.values())))
+        raise_if_ended(run)
+
+    async def ended(self, run: Run) -> None:
+        """Wait until a run is done or has failed."""
+        await self._wait_for(lambda: not run.live)
+
+    async def over(self, run: Run) -> None:
+        """Wait until a run has been seen through."""
+        await self._wait_for(lambda: run.run_id not in self)
+
+    async def _wait_for(self, happened: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(happened)
+
+    async def changed(self) -> None:
+        """Have everybody who waits look again."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def changed_soon(self) -> None:
+        """Have everybody who waits look again, from where nothing may be awaited."""
+        tasks = self._scheduler._ongoing_background_tasks
+        # A scheduler that closes has cancelled everybody who waits, and takes no more tasks.
+        if not tasks.closed:
+            tasks.call_soon(self.changed)
+
+
+# Frees the memory that groups of workers keep between runs, each group in its turn among the runs
+
+
+# A worker that stands still is not waited for longer than this beyond the grace time (seconds).
+_STANDSTILL = 5.0
+
+
+class Releases:
+    """Releases of groups that are under way. On the scheduler's event loop."""
+
+    def __init__(self, scheduler: Scheduler, queue: RunQueue) -> None:
+        self._scheduler, self._queue = scheduler, queue
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    def begin(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
+        """Have groups freed, each in its turn as if it were a run of its ranks; it goes on in the background."""
+        tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(self._release(group, grace)) for group in groups]
+        # The event loop holds tasks weakly only.
+        self._tasks.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._tasks.discard)
+        return tasks
+
+    async def _release(self, group: RankGroup, grace: float) -> None:
+        async with self._queue.begin(f"group-{group.number}", "", frozenset(group.workers)) as run:
+            # A rank that leaves ends it: the plugin has told the others, or they end themselves.
+            with contextlib.suppress(Lost, Released, OSError, TimeoutError):
+                await self._queue.turn(run)
+                request = Release(group.number, group.engine, grace)
+                asked = [ask(self._scheduler.rpc(address), request, self._queue.epoch) for address in group.workers]
+                # A watchdog bites after `grace` where a rank is stuck; one that stands still is not waited for.
+                await asyncio.wait_for(asyncio.gather(*asked), grace + _STANDSTILL)
+
+
+# Completes D: its tasks go to memory, where participants have left their chunks
+
+
+# So many tasks are put into memory before others get the event loop again.
+_SLICE = 1000
+
+
+async def complete(
+    scheduler: Scheduler, run_id: int, barrier: Barrier, frozen: FrozenPlan, answers: Mapping[str, Done], began: float
+) -> int:
+    """Put the tasks of D into memory where their chunks are; return how many wanted ones are missing."""
+    stimulus = f"distmm-done-{run_id}"
+    outputs = {key[0]: output for key, (output, _) in frozen.wanted.items()}
+    completion = direct.Completion(scheduler, stimulus)
+    left = set(frozen.wanted)
+    ended, count = time(), 0
+    for address, answer in answers.items():
+        ws, unknown = frozen.states[address], []
+        total = sum(len(numbers) // 8 for _, numbers, _ in answer.placed)
+        started, share = began, (ended - began) / max(1, total)
+        for name, raw_numbers, raw_sizes in answer.placed:
+            ncols = barrier.problem.columns(outputs[name])
+            numbers, sizes = np.frombuffer(raw_numbers, np.int64), np.frombuffer(raw_sizes, np.int64)
+            for number, nbytes in zip(numbers.tolist(), sizes.tolist(), strict=True):
+                key = (name, *divmod(number, ncols))
+                ts = scheduler.tasks.get(key)
+                # Dask's dashboard gets an equal share of the run for each of a worker's chunks.
+                span = {"action": "compute", "start": started, "stop": started + share}
+                started += share
+                if ts is not None and completion.add(barrier.ts, ts, ws, nbytes, answer.type, span):
+                    left.discard(key)
+                elif ts is None or ws not in (ts.who_has or ()):
+                    unknown.append(key)
+                count += 1
+                if count % _SLICE == 0:
+                    completion.finish()
+                    await asyncio.sleep(0)
+        direct.free(scheduler, address, unknown, stimulus)
+    completion.finish()
+    # A chunk that no task wants any more is not missing.
+    tasks = (scheduler.tasks.get(key) for key in left)
+    return sum(ts is not None and ts.state == "waiting" for ts in tasks)
+
+
+# Sees a multiply through, from its parked barrier to the chunks of D in memory
+
 
 A = TypeVar("A", bound=Reply)
 
