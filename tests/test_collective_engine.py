@@ -28,8 +28,8 @@ from dask_distmm.testing import assert_nothing_left, assert_product
 class StandInJob(NumpyJob):
     """Multiplies as the numpy engine does, behind the gate of a collective engine."""
 
-    def __init__(self, engine, *args):
-        super().__init__(*args)
+    def __init__(self, engine, side):
+        super().__init__(side)
         self.engine, self.gate = engine, Gate(len(self.plan.ranks))
         self.held_bytes, self.kept_bytes = 1000 + self.me, 700
 
@@ -82,8 +82,8 @@ class StandIn(NumpyEngine):
     def memory(self):
         return 10**10
 
-    def job(self, plan, me, chunks, comm, progress, ready=()):
-        return StandInJob(self, plan, me, chunks, comm, progress)
+    def job(self, side):
+        return StandInJob(self, side)
 
     def release(self, group):
         with self.lock:

@@ -6,7 +6,7 @@ from epilog_cases import ALL, Case, run_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.engines import get_engine
+from dask_distmm.engines.base import get_engine
 from dask_distmm.errors import PlanError
 
 

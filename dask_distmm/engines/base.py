@@ -6,6 +6,7 @@ engine's business. Engines are picked by name and imported only then.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 import time
@@ -56,17 +57,27 @@ class Ended:
         self.check()
 
 
+@dataclasses.dataclass(frozen=True)
+class Side(Generic[P]):
+    """What participant `me` of a run is given: the chunks that it holds are there after `ready`."""
+
+    plan: P
+    me: int
+    chunks: Mapping[ChunkKey, Any]
+    comm: Comm
+    progress: Callable[[float], None] = lambda share: None
+    ready: Sequence[Any] = ()
+
+
 class Job(Generic[P]):
     """One participant's side of one run. Those of engines are subclasses."""
 
     lends = False
 
-    def __init__(
-        self, plan: P, me: int, chunks: Mapping[ChunkKey, Any], comm: Comm, progress: Callable[[float], None]
-    ) -> None:
-        self.plan, self.me, self.comm, self.progress = plan, me, comm, progress
-        self.chunks: dict[ChunkKey, Any] = dict(chunks)
-        self.rank = plan.ranks.index(me) if me in plan.ranks else None
+    def __init__(self, side: Side[P]) -> None:
+        self.plan, self.me, self.comm, self.progress = side.plan, side.me, side.comm, side.progress
+        self.chunks: dict[ChunkKey, Any] = dict(side.chunks)
+        self.rank = self.plan.ranks.index(self.me) if self.me in self.plan.ranks else None
         self.ended = Ended()
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
@@ -142,16 +153,8 @@ class Engine:
         """Return the name of this process' device and of those that it can read; empty where that does not matter."""
         return "", ()
 
-    def job(
-        self,
-        plan: Any,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None] = lambda share: None,
-        ready: Sequence[Any] = (),
-    ) -> Job[Any]:
-        """Return participant `me`'s side of a run, over the chunks that it holds; these are there after `ready`."""
+    def job(self, side: Side[Any]) -> Job[Any]:
+        """Return what does a participant's part of a run."""
         raise NotImplementedError
 
     def release(self, group: int) -> None:

@@ -32,7 +32,7 @@ from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
 from distributed.utils import sync
 
-from dask_distmm.engines import get_engine
+from dask_distmm.engines.base import Side, get_engine
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.planning import (
@@ -338,7 +338,7 @@ def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks
     else:
         made = plan_computation(problem, [Worker("here")], where, engine=(problem.engine_alone,))
     chunks = check_chunks(made, {(name, i): x for name, all_of in operands.items() for i, x in enumerate(all_of)})
-    job = get_engine(made.engine).job(made, 0, chunks, _NoComm(), lambda share: None, ready_event(chunks.values()))
+    job = get_engine(made.engine).job(Side(made, 0, chunks, _NoComm(), ready=ready_event(chunks.values())))
     job.prepare()
     job.accept([job.offer])
     return Alone(job.execute())

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, Engine, Job, ResultKey
+from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, Engine, Job, ResultKey, Side
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import EVERYWHERE, Placement
 
@@ -76,7 +76,7 @@ def run_jobs(
         for me in range(len(made.participants)):
             mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}
             making = sources(made.ranks.index(me)) if me in made.ranks else {}
-            jobs.append(engine.job(made, me, {**mine, **making}, comm, lambda share: None))
+            jobs.append(engine.job(Side(made, me, {**mine, **making}, comm)))
         for job in jobs:
             job.prepare()
         offers = [job.offer for job in jobs]

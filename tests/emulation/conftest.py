@@ -37,11 +37,11 @@ class Ranks:
     def __init__(self, module, host):
         self.module, self.host, self.engines, self.jobs = module, host, {}, []
 
-    def job(self, plan, me, chunks, comm, progress):
-        engine = self.engines.get(me) or self.engines.setdefault(me, self.module.CublasMpEngine())
-        plan = dataclasses.replace(plan, group=hash(plan.workers) % 1000 + 1)
-        chunks = {key: chunk if self.host else chunk.view(devices.ndarray) for key, chunk in chunks.items()}
-        self.jobs.append(engine.job(plan, me, chunks, comm, progress))
+    def job(self, side):
+        engine = self.engines.get(side.me) or self.engines.setdefault(side.me, self.module.CublasMpEngine())
+        plan = dataclasses.replace(side.plan, group=hash(side.plan.workers) % 1000 + 1)
+        chunks = {key: chunk if self.host else chunk.view(devices.ndarray) for key, chunk in side.chunks.items()}
+        self.jobs.append(engine.job(dataclasses.replace(side, plan=plan, chunks=chunks)))
         return self.jobs[-1]
 
     def check_that_runs_are_freed(self):
@@ -71,11 +71,11 @@ class SolverRanks(Ranks):
         super().__init__(module, host)
         self.kernels = kernels
 
-    def job(self, plan, me, chunks, comm, progress):
-        if me not in self.engines:
-            self.engines[me] = self.module.CusolverMpEngine()
-            self.engines[me]._solver = self.kernels
-        return super().job(plan, me, chunks, comm, progress)
+    def job(self, side):
+        if side.me not in self.engines:
+            self.engines[side.me] = self.module.CusolverMpEngine()
+            self.engines[side.me]._solver = self.kernels
+        return super().job(side)
 
 
 class AsProcess:
@@ -113,16 +113,17 @@ class PeerRanks(Ranks):
         # Of those that are to offer nothing.
         self.silent = set()
 
-    def job(self, plan, me, chunks, comm, progress):
-        process = plan.participants[me].address
+    def job(self, side):
+        plan = side.plan
+        process = plan.participants[side.me].address
         with self.memory.as_process(process):
             engine = self.engines.setdefault(process, self.module.PeerEngine())
             plan = dataclasses.replace(plan, group=1)
             if isinstance(plan, Plan):
                 plan = dataclasses.replace(plan, from_host=self.from_host)
-            made = {key for key, chunk in chunks.items() if isinstance(chunk, SourceChunk)}
-            chunks = {key: x if self.host or key in made else self.on_device(x) for key, x in chunks.items()}
-            job = engine.job(plan, me, chunks, comm, progress)
+            made = {key for key, chunk in side.chunks.items() if isinstance(chunk, SourceChunk)}
+            chunks = {key: x if self.host or key in made else self.on_device(x) for key, x in side.chunks.items()}
+            job = engine.job(dataclasses.replace(side, plan=plan, chunks=chunks))
         if process in self.silent:
             job._make_offer = lambda: None
             job.__class__ = type("Silent", (type(job),), {"prepare": _prepare_in_silence})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dask_distmm.config import read_options
-from dask_distmm.engines import get_engine
+from dask_distmm.engines.base import Side, get_engine
 from dask_distmm.engines.numpy import sums
 from dask_distmm.engines.numpy.blas import gemm, is_symmetric
 from dask_distmm.errors import EngineError
@@ -151,8 +151,8 @@ def test_aborted_while_waiting():
     jobs = []
     comm = LocalComm(jobs, hook=lambda peer, kind: threading.Event().wait(1) and None)
     mine = {key: chunk for key, chunk in chunks.items() if made.where["a"][key[1]] == made.ranks[0]}
-    job = ENGINE.job(made, made.ranks[0], mine, comm, lambda share: None)
-    other = ENGINE.job(made, made.ranks[1], {}, comm, lambda share: None)
+    job = ENGINE.job(Side(made, made.ranks[0], mine, comm))
+    other = ENGINE.job(Side(made, made.ranks[1], {}, comm))
     jobs.extend([job, other] if made.ranks[0] == 0 else [other, job])
     job.prepare()
     threading.Timer(0.3, job.abort, [EngineError("enough")]).start()
@@ -165,7 +165,7 @@ def test_wrong_chunks_are_refused():
     made, chunks = setup(1)
     chunks["a", 0] = [[1.0]]
     with pytest.raises(EngineError, match="map_blocks"):
-        ENGINE.job(made, 0, chunks, None, lambda share: None)
+        ENGINE.job(Side(made, 0, chunks, None))
 
 
 def cut_up(x, rows, cols):

@@ -10,6 +10,7 @@ import strict_cupy
 
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.engines.base import Side
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.planning.demand import Worker
@@ -46,6 +47,6 @@ def test_kernels_do_not_mix(monkeypatch):
             }
             kernels = strict_cupy.Kernels(LapackKernels())
             plan = plan_program(problem, [Worker("here")], engine="numpy")
-            job = StrictJob(plan, 0, chunks, None, lambda share: None, kernels)
+            job = StrictJob(Side(plan, 0, chunks, None), kernels)
             job.prepare()
             assert job.execute()

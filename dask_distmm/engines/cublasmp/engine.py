@@ -6,19 +6,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cupy as cp
 
-from dask_distmm.comms.base import Comm
-from dask_distmm.engines.base import ChunkKey, Engine, log
+from dask_distmm.engines.base import Engine, Side, log
 from dask_distmm.engines.cublasmp.job import CublasMpJob
 from dask_distmm.engines.cublasmp.library import CublasMpState, check_versions
 from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
-from dask_distmm.planning import Plan
 
 
 class CublasMpEngine(CublasMpState, Engine):
@@ -40,18 +37,10 @@ class CublasMpEngine(CublasMpState, Engine):
         """Return the bytes of the device."""
         return int(cp.cuda.runtime.memGetInfo()[1])
 
-    def job(
-        self,
-        plan: Plan,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None] = lambda share: None,
-        ready: Sequence[Any] = (),
-    ) -> CublasMpJob:
-        """Return participant `me`'s side of a run."""
-        check_arrays(self.name, chunks)
-        return CublasMpJob(plan, me, chunks, comm, progress, ready, self)
+    def job(self, side: Side[Any]) -> CublasMpJob:
+        """Return what does a participant's part of a run."""
+        check_arrays(self.name, side.chunks)
+        return CublasMpJob(side, self)
 
     def release(self, group: int) -> None:
         """Free the communicator and the workspace of a group; all of its ranks do so at the same time."""

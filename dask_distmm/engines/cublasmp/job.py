@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import cupy as cp
 import numpy as np
 
-from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ChunkKey, Job, contiguous, is_of_d, wait_checked
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import ChunkKey, Job, Side, contiguous, is_of_d, wait_checked
 from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange, InputExchange, Replication, named
 from dask_distmm.engines.cublasmp.library import CublasMpState, Group
 from dask_distmm.engines.cublasmp.shuffle import Route
@@ -137,25 +137,17 @@ _LOOK = 2e-5
 class CublasMpJob(Job[Plan]):
     """One participant's side of one run; see the text of the module."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None],
-        ready: Sequence[Any],
-        engine: CublasMpState,
-    ) -> None:
-        super().__init__(plan, me, chunks, comm, progress)
+    def __init__(self, side: Side[Plan], engine: CublasMpState) -> None:
+        super().__init__(side)
+        plan = self.plan
         self._tiles = make_tiles(plan)
         self._native = native_epilog(plan, self._tiles)
         # The engine applies its part of the formula to sums that are not rounded yet.
         self.sum_type = returned_type(plan, self._tiles)
         # The types that the library takes and returns.
         self.kinds = Kinds(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
-        self._ready, self._stream, self._groups = ready, engine.stream, engine.groups
-        self._entry = CollectiveEntry(plan, self.rank, comm, self.ended)
+        self._ready, self._stream, self._groups = side.ready, engine.stream, engine.groups
+        self._entry = CollectiveEntry(plan, self.rank, self.comm, self.ended)
 
     # Before the vote
 

@@ -7,19 +7,16 @@ between the ranks, `job` is one participant's side of a run, `state` what a proc
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cupy as cp
 
-from dask_distmm.comms.base import Comm
-from dask_distmm.engines.base import ChunkKey, Engine, log
+from dask_distmm.engines.base import Engine, Side, log
 from dask_distmm.engines.cusolvermp.job import CusolverMpJob
 from dask_distmm.engines.cusolvermp.library import CusolverMpState, check_versions
 from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
-from dask_distmm.planning.factor.placement import FactorPlacement
 
 
 class CusolverMpEngine(CusolverMpState, Engine):
@@ -41,18 +38,10 @@ class CusolverMpEngine(CusolverMpState, Engine):
         """Return the bytes of the device."""
         return int(cp.cuda.runtime.memGetInfo()[1])
 
-    def job(
-        self,
-        plan: FactorPlacement,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None] = lambda share: None,
-        ready: Sequence[Any] = (),
-    ) -> CusolverMpJob:
-        """Return participant `me`'s side of a run."""
-        check_arrays(self.name, chunks)
-        return CusolverMpJob(plan, me, chunks, comm, progress, ready, self)
+    def job(self, side: Side[Any]) -> CusolverMpJob:
+        """Return what does a participant's part of a run."""
+        check_arrays(self.name, side.chunks)
+        return CusolverMpJob(side, self)
 
     def release(self, group: int) -> None:
         """Free the communicator of a group; all of its ranks do so at the same time."""

@@ -33,16 +33,16 @@ import ctypes
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 import cupy as cp
 import numpy as np
 
-from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.comms.base import Boxes
 from dask_distmm.comms.nccl import NcclComm
-from dask_distmm.engines.base import ChunkKey, ResultKey, wait_checked
+from dask_distmm.engines.base import ResultKey, Side, wait_checked
 from dask_distmm.engines.cusolvermp.library import LEFT, LOWER, CusolverMpState, Group, Matrix, Shared
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.exchange import PanelExchange
@@ -338,20 +338,11 @@ _SETTLING, _LOOK = 5.0, 1e-3
 class CusolverMpJob(GpuFactorJob):
     """One participant's side of one run; see the text of the module."""
 
-    def __init__(
-        self,
-        plan: FactorPlacement,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None],
-        ready: Sequence[Any],
-        engine: CusolverMpState,
-    ) -> None:
-        super().__init__(plan, me, chunks, comm, progress, ready, engine)
-        self._state, self._shared = engine, len(plan.ranks) > 1
-        least = share(way_of(plan.problem.task), len(plan.ranks))
-        self._entry = CollectiveEntry(plan, self.rank, comm, self.ended, least)
+    def __init__(self, side: Side[FactorPlacement], engine: CusolverMpState) -> None:
+        super().__init__(side, engine)
+        self._state, self._shared = engine, len(self.plan.ranks) > 1
+        least = share(way_of(self.plan.problem.task), len(self.plan.ranks))
+        self._entry = CollectiveEntry(self.plan, self.rank, self.comm, self.ended, least)
         self._traded = 0
 
     @property

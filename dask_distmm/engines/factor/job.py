@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ import numpy as np
 import scipy.linalg
 from numpy.typing import NDArray
 
-from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ChunkKey, Job, ResultKey, wait_checked
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import Job, ResultKey, Side, wait_checked
 from dask_distmm.engines.factor.copies import assign, put
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
@@ -211,18 +211,10 @@ def _pivots(execution: Execution) -> NDArray[np.int32]:
 class FactorJob(Job[FactorPlacement]):
     """One participant's side of one run. See the module's text."""
 
-    def __init__(
-        self,
-        plan: FactorPlacement,
-        me: int,
-        chunks: Mapping[ChunkKey, NDArray[Any]],
-        comm: Comm,
-        progress: Callable[[float], None],
-        kernels: Kernels,
-    ) -> None:
-        super().__init__(plan, me, chunks, comm, progress)
+    def __init__(self, side: Side[FactorPlacement], kernels: Kernels) -> None:
+        super().__init__(side)
         self.kernels = kernels
-        self.exchange = PanelExchange(plan.ranks, comm)
+        self.exchange = PanelExchange(self.plan.ranks, self.comm)
         self._parts: dict[str, NDArray[Any]] = {}
         # Parts of the operands that are to be finite, where they are, and their sums.
         self._sums: list[tuple[str, Copy, Any, Any]] = []

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import cupy as cp
 import numpy as np
 
-from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ChunkKey, contiguous
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import Side, contiguous
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.job import TRIANGLES, FactorJob
 from dask_distmm.engines.factor.kernels import Kernels
@@ -33,18 +33,9 @@ class SolverState(Protocol):
 class GpuFactorJob(FactorJob):
     """One participant's side of a factorization on a GPU: chunks are there, and results are made there."""
 
-    def __init__(
-        self,
-        plan: FactorPlacement,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None],
-        ready: Sequence[Any],
-        state: SolverState,
-    ) -> None:
-        super().__init__(plan, me, chunks, comm, progress, state.solver())
-        self._ready, self._stream = ready, state.stream
+    def __init__(self, side: Side[FactorPlacement], state: SolverState) -> None:
+        super().__init__(side, state.solver())
+        self._ready, self._stream = side.ready, state.stream
 
     def _upload(self) -> None:
         """Bring the chunks to the device, in the type that is computed in."""

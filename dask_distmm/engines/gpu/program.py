@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import cupy as cp
 import numpy as np
 
-from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ChunkKey, ResultKey, contiguous
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.factor import SolverState
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.job import ProgramJob
@@ -23,18 +23,9 @@ class GpuProgramJob(ProgramJob):
 
     lends = True
 
-    def __init__(
-        self,
-        plan: ProgramPlacement,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None],
-        ready: Sequence[Any],
-        state: SolverState,
-    ) -> None:
-        super().__init__(plan, me, chunks, comm, progress, state.solver())
-        self._ready, self._stream = ready, state.stream
+    def __init__(self, side: Side[ProgramPlacement], state: SolverState) -> None:
+        super().__init__(side, state.solver())
+        self._ready, self._stream = side.ready, state.stream
 
     def prepare(self) -> None:
         """Bring the chunks to the device."""

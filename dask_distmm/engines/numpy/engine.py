@@ -20,15 +20,15 @@ import dataclasses
 import functools
 import importlib.metadata
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ChunkKey, Engine, Job, ResultKey
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import Engine, Job, ResultKey, Side
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.sums import (
     Answer,
@@ -68,19 +68,12 @@ class NumpyJob(Job[Plan]):
 
     lends = True
 
-    def __init__(
-        self,
-        plan: Plan,
-        me: int,
-        chunks: Mapping[ChunkKey, NDArray[Any]],
-        comm: Comm,
-        progress: Callable[[float], None],
-    ) -> None:
-        super().__init__(plan, me, chunks, comm, progress)
-        self.compute_type = plan.problem.compute_type
+    def __init__(self, side: Side[Plan]) -> None:
+        super().__init__(side)
+        self.compute_type = self.plan.problem.compute_type
         self.result: dict[ResultKey, NDArray[Any]] = {}
         self._sums: Sums
-        self._gathered = GatheredChunks(plan)
+        self._gathered = GatheredChunks(self.plan)
         # Chunks of D that an earlier run has begun: sums go on in them.
         self._begun: dict[int, NDArray[Any]] = {}
         self._available: dict[str, Future[None]] = {"partial": Future(), "final": Future()}
@@ -311,31 +304,23 @@ class NumpyEngine(Engine):
         """Return no versions: any NumPy works with any other."""
         return {"numpy": importlib.metadata.version("numpy").split(".")[0]}
 
-    def job(
-        self,
-        plan: Any,
-        me: int,
-        chunks: Mapping[ChunkKey, NDArray[Any]],
-        comm: Comm,
-        progress: Callable[[float], None] = lambda share: None,
-        ready: Sequence[Any] = (),
-    ) -> Job[Any]:
-        """Return participant `me`'s side of a run."""
-        for (operand, number), chunk in chunks.items():
+    def job(self, side: Side[Any]) -> Job[Any]:
+        """Return what does a participant's part of a run."""
+        for (operand, number), chunk in side.chunks.items():
             made = not isinstance(chunk, SourceChunk)  # else looked at later
             if made and (not isinstance(chunk, np.ndarray) or chunk.ndim != 2):
                 raise EngineError(
                     f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the numpy engine needs "
                     "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray)"
                 )
-        if isinstance(plan, Plan):
-            return NumpyJob(plan, me, chunks, comm, progress)
+        if isinstance(side.plan, Plan):
+            return NumpyJob(side)
         # Workers that only multiply import none of it.
         from dask_distmm.engines.numpy.factor import NumpyFactorJob, NumpyProgramJob
         from dask_distmm.engines.numpy.lapack import LapackKernels
 
-        kind: Any = NumpyProgramJob if isinstance(plan, ProgramPlacement) else NumpyFactorJob
-        job: Job[Any] = kind(plan, me, chunks, comm, progress, LapackKernels())
+        kind: Any = NumpyProgramJob if isinstance(side.plan, ProgramPlacement) else NumpyFactorJob
+        job: Job[Any] = kind(side, LapackKernels())
         return job
 
 

@@ -11,14 +11,12 @@ and `trace` notes times.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cupy as cp
 import numpy as np
 
-from dask_distmm.comms.base import Comm
-from dask_distmm.engines.base import ChunkKey, Engine
+from dask_distmm.engines.base import Engine, Side
 from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
 from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.peer.factor import PeerFactorJob
@@ -26,7 +24,6 @@ from dask_distmm.engines.peer.job import PeerJob
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
-from dask_distmm.planning import Plan
 from dask_distmm.planning.factor.placement import FactorPlacement
 from dask_distmm.planning.program import ProgramPlacement
 
@@ -61,22 +58,16 @@ class PeerEngine(PeerState, Engine):
         )
         return str(runtime.deviceGetPCIBusId(mine)), reach
 
-    def job(
-        self,
-        plan: Plan | FactorPlacement | ProgramPlacement,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None] = lambda share: None,
-        ready: Sequence[Any] = (),
-    ) -> PeerJob | PeerFactorJob | GpuProgramJob:
-        """Return participant `me`'s side of a run."""
-        check_arrays(self.name, {key: chunk for key, chunk in chunks.items() if not isinstance(chunk, SourceChunk)})
-        if isinstance(plan, FactorPlacement):
-            return PeerFactorJob(plan, me, chunks, comm, progress, ready, self)
-        if isinstance(plan, ProgramPlacement):
-            return GpuProgramJob(plan, me, chunks, comm, progress, ready, self)
-        return PeerJob(plan, me, chunks, comm, progress, ready, self)
+    def job(self, side: Side[Any]) -> PeerJob | PeerFactorJob | GpuProgramJob:
+        """Return what does a participant's part of a run."""
+        check_arrays(
+            self.name, {key: chunk for key, chunk in side.chunks.items() if not isinstance(chunk, SourceChunk)}
+        )
+        if isinstance(side.plan, FactorPlacement):
+            return PeerFactorJob(side, self)
+        if isinstance(side.plan, ProgramPlacement):
+            return GpuProgramJob(side, self)
+        return PeerJob(side, self)
 
     def release(self, group: int) -> None:
         """Unmap the memory that only the ranks of this group read of each other; free the memory kept for next runs."""

@@ -14,15 +14,15 @@ Chunks of workers whose memory this GPU can't read come over Dask's comms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ChunkKey, ResultKey
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import ResultKey, Side
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import needs_copy, output_part
 from dask_distmm.engines.factor.kernels import Kernels
@@ -132,20 +132,11 @@ class PeerShares:
 class PeerFactorJob(GpuFactorJob):
     """One participant's side of a factorization on GPUs; see the text of the module."""
 
-    def __init__(
-        self,
-        plan: FactorPlacement,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None],
-        ready: Sequence[Any],
-        state: PeerState,
-    ) -> None:
-        super().__init__(plan, me, chunks, comm, progress, ready, state)
+    def __init__(self, side: Side[FactorPlacement], state: PeerState) -> None:
+        super().__init__(side, state)
         self._state = state
         self._streams: tuple[cp.cuda.Stream, ...] = state.solver().streams
-        self._address = plan.participants[me].address
+        self._address = self.plan.participants[self.me].address
         self._offered: list[tuple[int, Any]] = []
         self._remote: Remote | None = None
         # Where ranks share eigenvalues.

@@ -16,15 +16,15 @@ The memory that a rank offers stays as it is until all participants have answere
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ChunkKey, Job, ResultKey, contiguous
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import Job, ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark
@@ -49,20 +49,12 @@ from dask_distmm.planning.peer.triangle import square_on_diagonal
 class PeerJob(Job[Plan]):
     """One participant's side of one run; see the text of the module."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None],
-        ready: Sequence[Any],
-        engine: PeerState,
-    ) -> None:
-        super().__init__(plan, me, chunks, comm, progress)
-        self.engine, self._address = engine, plan.participants[me].address
+    def __init__(self, side: Side[Plan], engine: PeerState) -> None:
+        super().__init__(side)
+        plan = self.plan
+        self.engine, self._address = engine, plan.participants[self.me].address
         self._gone: set[int] = set()
-        self._ready, self._stream = ready, engine.stream
+        self._ready, self._stream = side.ready, engine.stream
         self._block_schedules = block_schedules(plan)
         self._sums = sums_in(plan, self._block_schedules)
         self._epilog = native(plan, self._block_schedules)
@@ -72,7 +64,9 @@ class PeerJob(Job[Plan]):
         self._downloads: Downloads | None = None
         self.lends = plan.from_host
         self._trace = Trace(on=engine.trace is not None)
-        self._sources = Sources(plan, me, comm, self.chunks, engine.pulls(len(plan.participants) - 1), self.ended)
+        self._sources = Sources(
+            plan, self.me, self.comm, self.chunks, engine.pulls(len(plan.participants) - 1), self.ended
+        )
 
     @property
     def received_bytes(self) -> int:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
-from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ChunkKey, Job, ResultKey, wait_checked
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.planning.program import ProgramPlacement
@@ -28,16 +28,8 @@ _AHEAD = 4
 class ProgramJob(Job[ProgramPlacement]):
     """One participant's side of one run. See the module's text."""
 
-    def __init__(
-        self,
-        plan: ProgramPlacement,
-        me: int,
-        chunks: Mapping[ChunkKey, Any],
-        comm: Comm,
-        progress: Callable[[float], None],
-        kernels: Kernels,
-    ) -> None:
-        super().__init__(plan, me, chunks, comm, progress)
+    def __init__(self, side: Side[ProgramPlacement], kernels: Kernels) -> None:
+        super().__init__(side)
         self.kernels = ProgramKernels(kernels)
         self._steps: tuple[Step, ...] = ()
         self._arrays: dict[str, Any] = {}

@@ -38,7 +38,7 @@ from dask_distmm._version import __version__
 from dask_distmm.comms import cross_memory
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.comms.serializers import let_types_travel
-from dask_distmm.engines.base import ChunkKey, Job, ResultKey, contiguous, get_engine, log
+from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, contiguous, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import (
     DistMMError,
@@ -315,7 +315,7 @@ class WorkerSide:
         def progress(share: float) -> None:
             self.progress[run_id] = share
 
-        job = get_engine(plan.engine).job(plan, me, chunks, comm, progress, ready_event(own.values()))
+        job = get_engine(plan.engine).job(Side(plan, me, chunks, comm, progress, ready_event(own.values())))
         job.prepare()
         with self._changing:
             if epoch != self.epoch:
