@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from string import ascii_letters
 from typing import Any
 
 import dask.array
@@ -32,6 +32,7 @@ import numpy as np
 from dask.array.core import Array
 
 from dask_distmm.arrays import batched
+from dask_distmm.arrays.contraction import contract, einsum, parsed
 from dask_distmm.arrays.fallback import why_leave
 from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
@@ -155,7 +156,7 @@ def _reflected_matmul(b: Any, a: Any) -> Any:
 
 
 def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
-    """Take a contraction over one axis of matrices and vectors; pass no negative axes on, which Dask gets wrong."""
+    """Take a contraction that is a product; pass no negative axes on, which Dask gets wrong."""
     ndims = ndim_of(lhs), ndim_of(rhs)
     try:
         left, right = found = contracted_axes(ndims, axes)
@@ -163,39 +164,22 @@ def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
         return NotImplemented  # Dask's own function has the error to raise
     a, b = as_array(lhs), as_array(rhs)
     result = NotImplemented
-    if len(left) == 1 and all(1 <= ndim <= 2 for ndim in ndims) and _keeps_type(a, b):
-        result = _product(a if left[0] == ndims[0] - 1 else a.T, b if right[0] == 0 else b.T)
+    # Else Dask's function returns another type than ours does.
+    if np.promote_types(a.dtype, b.dtype) == np.result_type(a.dtype, b.dtype):
+        first, rest = ascii_letters[: ndims[0]], iter(ascii_letters[ndims[0] :])
+        second = "".join(first[left[right.index(i)]] if i in right else next(rest) for i in range(ndims[1]))
+        out = "".join(x for x in first + second if (x in first) != (x in second))
+        result = contract(a, first, b, second, out, _product)
     if result is NotImplemented and isinstance(axes, Iterable) and any(np.min(x, initial=0) < 0 for x in axes):
         return dask.array.routines.tensordot(a, b, axes=found)
     return result
 
 
-def _keeps_type(a: Array, b: Array) -> bool:
-    """Whether Dask's function returns the type that ours does."""
-    return np.promote_types(a.dtype, b.dtype) == np.result_type(a.dtype, b.dtype)
-
-
 def _einsum(*args: Any, **kwargs: Any) -> Any:
-    """Take a contraction over one axis of matrices and vectors, without a batch, as a product."""
+    """Take contractions that are products, of two operands or of more, one after the other."""
     # How Dask would go about it says nothing of ours.
-    if len(args) != 3 or not isinstance(args[0], str) or set(kwargs) - {"optimize", "split_every"}:
-        return NotImplemented
-    spec, lhs, rhs = args
-    # xarray writes an ellipsis before each operand, which stands for no axis where there are as many as letters.
-    found = re.fullmatch(r"([a-zA-Z]{1,2}),([a-zA-Z]{1,2})(?:->([a-zA-Z]{0,2}))?", re.sub(r"\.\.\.|\s", "", spec))
-    if found is None or not all(isinstance(x, Array) for x in (lhs, rhs)):
-        return NotImplemented
-    left, right, out = found.groups()
-    summed = set(left) & set(right)
-    if any(len(set(x)) != len(x) for x in (left, right)) or len(summed) != 1:
-        return NotImplemented
-    (k,) = summed
-    kept = (left + right).replace(k, "")
-    out = "".join(sorted(kept)) if out is None else out
-    if sorted(kept) != sorted(out) or (lhs.ndim, rhs.ndim) != (len(left), len(right)):
-        return NotImplemented
-    result = _tensordot(lhs, rhs, axes=(left.index(k), right.index(k)))
-    return result.T if result is not NotImplemented and kept != out else result
+    asked = None if set(kwargs) - {"optimize", "split_every"} else parsed(args)
+    return NotImplemented if asked is None else einsum(*asked, _product)
 
 
 def _product(a: Any, b: Any) -> Any:

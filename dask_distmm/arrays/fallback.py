@@ -22,6 +22,7 @@ from dask_distmm.runtime.client import current_client
 
 
 dask_matmul: Callable[..., Any] = dask.array.routines.matmul
+dask_tensordot: Callable[..., Any] = dask.array.routines.tensordot
 dask_rechunk: Callable[..., Any] = rechunk
 
 

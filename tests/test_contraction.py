@@ -1,0 +1,106 @@
+"""Contractions over several axes, of several operands, with axes in common: beside NumPy's."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+from matrices import noise
+
+import dask_distmm
+from dask_distmm.arrays import dispatch
+
+# Each with the number of products that are made here; where there is none Dask's function does it all.
+SPECS = {
+    "ijk,jkl->il": 1,
+    "kij,ljk->li": 1,
+    "ij,jkl->ikl": 1,
+    "ijk,k->ij": 1,
+    "ijk,jk->i": 1,
+    "ijkl,klm": 1,
+    "aij,ajk->aik": 1,
+    "aij,ajk->kia": 1,
+    "aijk,akj->ai": 1,
+    "abij,bjc->abic": 1,
+    "ij,jk,kl->il": 2,
+    "ijk,jl,km->ilm": 2,
+    "ij,ij->": 0,
+    "ij,kl->ijkl": 0,
+    "ii,ij->j": 0,
+    "ij,jk->k": 0,
+}
+SIZES = dict(zip("abcijklm", (3, 2, 4, 7, 6, 5, 8, 4), strict=True))
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The shapes of what is multiplied here."""
+    found, before = [], dispatch._product
+
+    def product(a, b):
+        found.append((a.shape, b.shape))
+        return before(a, b)
+
+    monkeypatch.setattr(dispatch, "_product", product)
+    return found
+
+
+def cut(rng, array, letters):
+    sizes = {one: int(rng.integers(1, size + 1)) for one, size in SIZES.items()}
+    return da.from_array(array, chunks=tuple(sizes[one] for one in letters))
+
+
+@pytest.mark.filterwarnings("ignore:Increasing number of chunks:dask.array.core.PerformanceWarning")
+def test_einsum(inproc_client, take_all, products):
+    rng = np.random.default_rng()
+    for spec, count in SPECS.items():
+        dtype = str(rng.choice(["float32", "float64", "complex128", "int64"]))
+        terms = spec.split("->")[0].split(",")
+        shapes = [tuple(SIZES[x] for x in letters) for letters in terms]
+        given = [rng.integers(-9, 9, x) if dtype == "int64" else noise(rng, x, dtype) for x in shapes]
+        lazy = [cut(rng, x, letters) for x, letters in zip(given, terms, strict=True)]
+        products.clear()
+        with dask_distmm.enabled():
+            found = np.einsum(spec, *lazy) if rng.integers(2) else da.einsum(spec, *lazy)
+        assert len(products) == count, spec
+        expected, bound = np.einsum(spec, *given), np.einsum(spec, *map(np.abs, given))
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        eps = 0 if dtype == "int64" else np.finfo(dtype).eps
+        assert (np.abs(found.compute() - expected) <= 64 * eps * bound).all(), (spec, dtype)
+
+
+def test_chunks_and_parts(inproc_client, take_all, products):
+    """Chunks are those that Dask gives; a part is a part."""
+    rng = np.random.default_rng()
+    a, b = noise(rng, (6, 8, 10), "float64"), noise(rng, (8, 10, 9), "float64")
+    x, y = da.from_array(a, chunks=(4, 3, 5)), da.from_array(b, chunks=(3, 5, 4))
+    expected = np.tensordot(a, b, axes=2)
+    for axes in (2, ([1, 2], [0, 1]), ([2, 1], [1, 0]), ([-1, -2], [1, 0])):
+        with dask_distmm.enabled():
+            found = da.tensordot(x, y, axes=axes)
+        assert found.chunks == da.tensordot(x, y, axes=([1, 2], [0, 1])).chunks
+        np.testing.assert_allclose(found.compute(), expected, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(found[5:, :3].compute(), expected[5:, :3], rtol=1e-12, atol=1e-12)
+    assert len(products) == 4
+    # Chunks that do not match are cut, as Dask cuts them; unknown ones are Dask's.
+    with dask_distmm.enabled():
+        np.testing.assert_allclose(da.tensordot(x, y.rechunk(2), axes=2).compute(), expected, rtol=1e-12, atol=1e-12)
+        with pytest.raises(ValueError, match=r"Chunks|align|shape|match"):
+            da.tensordot(x, y, axes=([0, 1], [0, 1])).compute()
+
+
+def test_xarrays_dot(inproc_client, take_all, products):
+    """Over two dimensions, and sums that skip NaN: xarray's weighted sums are products with zeros in their place."""
+    xr = pytest.importorskip("xarray", reason="needs xarray")
+    rng = np.random.default_rng()
+    values, weights = rng.random((6, 8, 10)), rng.random((8, 10))
+    values[rng.random(values.shape) < 0.2] = np.nan
+    field = xr.DataArray(da.from_array(values, chunks=(3, 4, 5)), dims=("time", "y", "x"))
+    weight = xr.DataArray(da.from_array(weights, chunks=(4, 5)), dims=("y", "x"))
+    with dask_distmm.enabled():
+        found = xr.dot(field.fillna(0.0), weight, dim=("y", "x"))
+        assert products
+        mean = field.weighted(weight).mean(("y", "x"))
+    expected = np.nansum(values * weights, axis=(1, 2))
+    np.testing.assert_allclose(found.compute(), expected)
+    np.testing.assert_allclose(mean.compute(), expected / np.sum(~np.isnan(values) * weights, axis=(1, 2)))
