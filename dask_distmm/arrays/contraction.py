@@ -110,7 +110,9 @@ def parsed(args: Sequence[Any]) -> tuple[str, list[Array]] | None:
     except (TypeError, ValueError):
         return None
     spec = re.sub(r"\s", "", f"{terms}->{out}")
-    return (spec, list(arrays)) if len(arrays) > 1 and all(isinstance(x, Array) for x in arrays) else None
+    given = [x.ndim if isinstance(x, Array) else -1 for x in arrays]
+    named = [len(one) for one in spec.split("->")[0].split(",")]
+    return (spec, list(arrays)) if len(given) > 1 and given == named else None
 
 
 def _merged(x: Array, letters: str, groups: Sequence[str]) -> Array:
