@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import Machine, Options
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.engines import engine_alone
 from dask_distmm.planning.part import Part
+from dask_distmm.planning.wire import Wired
 
 # Dask's chunk sizes along rows and columns.
 Chunks = tuple[tuple[int, ...], tuple[int, ...]]
@@ -27,15 +29,6 @@ def chunk_elements(chunks: Chunks) -> NDArray[np.int64]:
     """Return the elements of every chunk of a matrix, in C order."""
     rows, cols = (np.asarray(sizes, np.int64) for sizes in chunks)
     return np.multiply.outer(rows, cols).ravel()
-
-
-def chunks_from_wire(wire: Any) -> Chunks:
-    """Return chunk sizes that came over the wire. ValueError or TypeError if they are none."""
-    rows, cols = wire
-    found = (tuple(map(int, rows)), tuple(map(int, cols)))
-    if any(size < 0 for size in (*found[0], *found[1])):
-        raise ValueError(f"negative chunk sizes in {found}")
-    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,10 +53,11 @@ class Output:
         return math.prod(self.counts)
 
 
-class Computation:
+class Computation(Wired):
     """The base of `Problem` and `FactorProblem`: all that graphs and the runtime ask them."""
 
     __slots__ = ()
+    what: ClassVar[str] = "problem"
     kind: ClassVar[str]
 
     if TYPE_CHECKING:
@@ -177,8 +171,12 @@ class Computation:
         """How many columns of chunks an output has in the computation that the user sees."""
         raise NotImplementedError
 
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types; what follows from the rest is not in it."""
-        derived = {field.name for field in dataclasses.fields(self) if not field.init}  # type: ignore[arg-type]
-        every = dataclasses.asdict(self)  # type: ignore[call-overload]
-        return {"kind": self.kind, **{name: value for name, value in every.items() if name not in derived}}
+    def check(self) -> None:
+        """Raise if sizes of chunks, types or the kind of the arrays can't be."""
+        every = [self.chunks_of(name) for name in self.operands] + [output.chunks for output in self.outputs]
+        if any(size < 0 for chunks in every for sizes in chunks for size in sizes):
+            raise ValueError(f"negative chunk sizes in {every}")
+        for name in (*map(self.dtype_of, self.operands), *(output.dtype for output in self.outputs)):
+            dtype_from_name(name)
+        if self.array not in ("numpy", "cupy"):
+            raise ValueError(f"array {self.array!r}")

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from dask_distmm.errors import ProtocolError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,14 +37,3 @@ class Part:
     def of(self, operand: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the numbers of an operand's rows and columns of chunks, and how many columns the whole one has."""
         return next((rows, cols, ncols) for name, rows, cols, ncols in self.numbers if name == operand)
-
-    @classmethod
-    def from_wire(cls, wire: Any, counts: dict[str, tuple[int, int]]) -> Part:
-        """Make it from what `dataclasses.asdict` gave, checked against the numbers of chunks of the problem itself."""
-        found = tuple(
-            (str(name), tuple(map(int, rows)), tuple(map(int, cols)), int(ncols))
-            for name, rows, cols, ncols in wire["numbers"]
-        )
-        if {name: (len(rows), len(cols)) for name, rows, cols, _ in found} != counts:
-            raise ProtocolError(f"malformed problem: a part of other chunks than {counts}")
-        return cls(found, str(wire["whole"]))

@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.planning.cuts import Bounds, overlaps, reduce_cuts
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
+from dask_distmm.planning.wire import HERE
 
 Rect = tuple[int, int, int, int]  # row start, row stop, column start, column stop
 
@@ -75,7 +75,7 @@ class Plan(Placement):
     order_b: str = "C"
     d_cuts: tuple[Bounds, Bounds] | None = None
     from_host: bool = False
-    left: str = ""
+    left: str = dataclasses.field(default="", metadata=HERE)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -186,38 +186,6 @@ class Plan(Placement):
                 shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
             if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
                 raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
-
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types: what a worker needs to do its part."""
-        return {
-            **super().to_wire(),
-            "rows": list(self.rows),
-            "cols": list(self.cols),
-            "depth": list(self.depth),
-            "owners": self.owners.tobytes(),
-            "packing": dataclasses.astuple(self.packing),
-            "orders": [self.order_a, self.order_b],
-            "d_cuts": None if self.d_cuts is None else [list(cut) for cut in self.d_cuts],
-            "from_host": self.from_host,
-        }
-
-    @classmethod
-    def fields(cls, wire: Any) -> dict[str, Any]:
-        """Return the arguments of a plan from what ``to_wire`` gave."""
-        order_a, order_b = wire["orders"]
-        slabs = wire["d_cuts"]
-        return super().fields(wire) | {
-            "problem": Problem.from_wire(wire["problem"]),
-            "rows": tuple(map(int, wire["rows"])),
-            "cols": tuple(map(int, wire["cols"])),
-            "depth": tuple(map(int, wire["depth"])),
-            "owners": np.frombuffer(wire["owners"], np.int32),
-            "packing": Packing(*map(bool, wire["packing"])),
-            "order_a": str(order_a),
-            "order_b": str(order_b),
-            "d_cuts": None if slabs is None else (tuple(map(int, slabs[0])), tuple(map(int, slabs[1]))),
-            "from_host": bool(wire["from_host"]),
-        }
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Options, options_from_wire
+from dask_distmm.config import Options
 from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, chunk_elements
@@ -131,41 +131,10 @@ class ProgramProblem(Computation):
         wanted = [one.name for one in self.wanted]
         return record(self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, rank)
 
-    @classmethod
-    def from_wire(cls, wire: Any) -> ProgramProblem:
-        """Make it from what ``to_wire`` gave, checked."""
-        try:
-            workers = wire["workers"]
-            problem = cls(
-                name=str(wire["name"]),
-                builder=str(wire["builder"]),
-                options_of_builder={
-                    str(name): tuple(value) if isinstance(value, list | tuple) else value
-                    for name, value in wire["options_of_builder"].items()
-                },
-                compute_type=dtype_from_name(wire["compute_type"]).name,
-                chunks={str(name): _chunks(chunks) for name, chunks in wire["chunks"].items()},
-                dtypes={str(name): dtype_from_name(dtype).name for name, dtype in wire["dtypes"].items()},
-                wanted=tuple(
-                    Output(str(one["name"]), _chunks(one["chunks"]), dtype_from_name(one["dtype"]).name)
-                    for one in wire["wanted"]
-                ),
-                engine=str(wire["engine"]),
-                workers=tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers,
-                options=options_from_wire(wire["options"]),
-                array=str(wire["array"]),
-                overwrite_a=bool(wire["overwrite_a"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"malformed problem: {error!r}") from error
-        if problem.builder not in BUILDERS or problem.array not in ("numpy", "cupy") or "a" not in problem.chunks:
-            raise ProtocolError(f"malformed problem: builder {problem.builder!r}, array {problem.array!r}")
-        return problem
-
-
-def _chunks(wire: Any) -> Chunks:
-    rows, cols = wire
-    return tuple(map(int, rows)), tuple(map(int, cols))
+    def check(self) -> None:
+        """Raise for a builder or an array that there is not; numbers of rows need not be known."""
+        if self.builder not in BUILDERS or self.array not in ("numpy", "cupy") or "a" not in self.chunks:
+            raise ValueError(f"builder {self.builder!r}, array {self.array!r}")
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -222,16 +191,6 @@ class ProgramPlacement(Placement):
             known = 0 <= operand < len(names) and 0 <= number < len(self.owners)
             if not known or tuple(box) != self.whole(names[operand], number):
                 raise ProtocolError(f"there is no part {box} of chunk {number} of operand {operand}")
-
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types."""
-        return {**super().to_wire(), "owners": list(self.owners)}
-
-    @classmethod
-    def fields(cls, wire: Any) -> dict[str, Any]:
-        """Return the arguments of a plan from what ``to_wire`` gave."""
-        problem = ProgramProblem.from_wire(wire["problem"])
-        return super().fields(wire) | {"problem": problem, "owners": tuple(map(int, wire["owners"]))}
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""

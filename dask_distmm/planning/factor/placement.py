@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,20 +104,6 @@ class FactorPlacement(Placement):
             raise ProtocolError(f"there is no chunk {index} of {name!r}")
         i, j = divmod(index, len(cols))
         return rows[i], cols[j]
-
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types."""
-        owners = {name: table.tobytes() for name, table in self.owners.items()}
-        return {**super().to_wire(), "width": self.width, "owners": owners}
-
-    @classmethod
-    def fields(cls, wire: Any) -> dict[str, Any]:
-        """Return the arguments of a plan from what ``to_wire`` gave."""
-        return super().fields(wire) | {
-            "problem": FactorProblem.from_wire(wire["problem"]),
-            "width": int(wire["width"]),
-            "owners": {str(name): np.frombuffer(raw, np.int32) for name, raw in wire["owners"].items()},
-        }
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""

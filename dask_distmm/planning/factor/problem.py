@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Options, options_from_wire
-from dask_distmm.errors import NotSquareError, PlanError, ProtocolError
+from dask_distmm.config import Options
+from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, Output, chunks_from_wire
+from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.engines import ENGINES, Abilities
 from dask_distmm.planning.part import Part
@@ -127,42 +127,11 @@ class FactorProblem(Computation):
         """Return how many columns of chunks an output has."""
         return self.output(output).counts[1]
 
-    @classmethod
-    def from_wire(cls, wire: Any) -> FactorProblem:
-        """Make it from what ``to_wire`` gave, checked."""
-        try:
-            task = dict(wire["task"])
-            m, n = map(int, task["a_shape"])
-            task["a_shape"] = m, n
-            if task["b_shape"] is not None:
-                m, n = map(int, task["b_shape"])
-                task["b_shape"] = m, n
-            if task["subset"] is not None:
-                first, last = map(int, task["subset"])
-                task["subset"] = first, last
-            wanted = tuple(
-                Output(str(one["name"]), chunks_from_wire(one["chunks"]), dtype_from_name(one["dtype"]).name)
-                for one in wire["wanted"]
-            )
-            workers = wire["workers"]
-            problem = cls(
-                name=str(wire["name"]),
-                task=Factorization(**task),
-                chunks=tuple(map(chunks_from_wire, wire["chunks"])),
-                dtypes=tuple(dtype_from_name(name).name for name in wire["dtypes"]),
-                wanted=wanted,
-                engine=str(wire["engine"]),
-                workers=tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers,
-                options=options_from_wire(wire["options"]),
-                array=str(wire["array"]),
-                method=str(wire["method"]),
-                overwrite_a=bool(wire["overwrite_a"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"malformed problem: {error!r}") from error
-        if problem.array not in ("numpy", "cupy") or problem.method not in ("auto", "local", "columns"):
-            raise ProtocolError(f"malformed problem: array {problem.array!r}, method {problem.method!r}")
-        return problem
+    def check(self) -> None:
+        """Raise for a method that there is not."""
+        Computation.check(self)
+        if self.method not in ("auto", "local", "columns"):
+            raise ValueError(f"method {self.method!r}")
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
