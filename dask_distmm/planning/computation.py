@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dask_distmm.config import Machine, Options
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.demand import Demand
-from dask_distmm.planning.engines import engine_alone
+from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.part import Part
 from dask_distmm.planning.wire import Wired
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from dask_distmm.errors import ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.model import Estimate
 from dask_distmm.planning.wire import HERE, Wired
 
 # The attributes that all plans have, and how plans show themselves
@@ -101,23 +102,6 @@ _CLEARLY = 0.9
 def everywhere(where: NDArray[np.int32] | None) -> bool:
     """Whether every rank has all chunks of an operand."""
     return where is not None and bool(np.all(where == EVERYWHERE))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Estimate:
-    """The cost model's estimate of one way to run a problem."""
-
-    # Name of the method and its p x q x s.
-    method: str
-    grid: tuple[int, int, int]
-    # Estimated time: in all, multiplying, and receiving and adding up.
-    seconds: float
-    compute_seconds: float
-    transfer_seconds: float
-    # Bytes that travel between workers, all ranks together.
-    bytes_moved: int
-    # The largest projection of a worker's memory.
-    peak_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)

@@ -25,6 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
+from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.cuts import Bounds, overlaps, reduce_cuts
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
@@ -104,6 +106,29 @@ class Plan(Placement):
         """The largest extent of a rank's part of m, n and k."""
         return tuple(int(np.diff(cut).max()) for cut in (self.rows, self.cols, self.depth))  # type: ignore[return-value]
 
+    @functools.cached_property
+    def extents(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Rows, columns and depth of each rank's block."""
+        (p, q, s), (rows, cols, depth) = self.grid, (np.diff(cut) for cut in (self.rows, self.cols, self.depth))
+        return np.repeat(rows, q * s), np.tile(np.repeat(cols, s), p), np.tile(depth, p * q)
+
+    @functools.cached_property
+    def final_elements(self) -> NDArray[np.int64]:
+        """Elements of D that each rank has in full, after sums over k are added up."""
+        if self.grid[2] > 1 and self.method == "allreduce":
+            return np.bincount(self.owners, chunk_elements(self.problem.out_chunks), len(self.ranks))
+        rows, cols = self.final_cuts
+        return np.multiply.outer(np.diff(rows), np.diff(cols)).ravel()
+
+    @functools.cached_property
+    def final_traffic(self) -> NDArray[np.int64]:
+        """Elements of the chunks of each rank (rows) that each rank (columns) has in full."""
+        nranks = len(self.ranks)
+        if self.grid[2] > 1 and self.method == "allreduce":
+            return np.diag(self.final_elements)
+        rows, cols = (tuple(np.diff(cut).tolist()) for cut in self.final_cuts)
+        return redistribution(ChunkGrid(self.problem.out_chunks), ChunkGrid((rows, cols))).traffic(self.owners, nranks)
+
     def coords(self, rank: int) -> tuple[int, int, int]:
         """Return (i, j, l) of a rank; l varies fastest."""
         _, q, s = self.grid
@@ -136,9 +161,9 @@ class Plan(Placement):
         return np.flatnonzero(self.owners == rank)
 
     @functools.cached_property
-    def _final_cuts(self) -> tuple[Bounds, Bounds]:
-        """Cuts of D's rows and columns into the slabs in which partial sums are added up."""
-        return self.d_cuts or reduce_cuts(self.problem, self.grid[2])
+    def final_cuts(self) -> tuple[Bounds, Bounds]:
+        """Cuts of D's rows and columns into the parts that ranks have in full, but where each chunk is one."""
+        return (self.rows, self.cols) if self.grid[2] == 1 else self.d_cuts or reduce_cuts(self.problem, self.grid[2])
 
     def final_rects(self, rank: int) -> list[Rect]:
         """Return the parts of D that `rank` has in full, after sums over k are added up."""
@@ -147,7 +172,7 @@ class Plan(Placement):
         if self.method == "allreduce":
             rects = [self.chunk_rect(int(index)) for index in self.owned(rank)]
             return [r for r in rects if r[0] < r[1] and r[2] < r[3]]
-        rows, cols = self._final_cuts
+        rows, cols = self.final_cuts
         i, j = divmod(rank, len(cols) - 1)
         return [(rows[i], rows[i + 1], cols[j], cols[j + 1])]
 
@@ -158,7 +183,7 @@ class Plan(Placement):
             return []
         if self.grid[2] > 1 and self.method == "allreduce":
             return [(int(self.owners[index]), rect)]
-        rows, cols = (self.rows, self.cols) if self.grid[2] == 1 else self._final_cuts
+        rows, cols = self.final_cuts
         ncols = len(cols) - 1
         return [
             (i * ncols + j, (r0, r1, c0, c1))

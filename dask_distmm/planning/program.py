@@ -20,8 +20,9 @@ from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolErr
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, chunk_elements
 from dask_distmm.planning.demand import Demand, Worker
+from dask_distmm.planning.model import Estimate, speeds
 from dask_distmm.planning.part import Part
-from dask_distmm.planning.placement import Estimate, Placement, Where, in_range, over_limit
+from dask_distmm.planning.placement import Placement, Where, in_range, over_limit
 from dask_distmm.programs.check import all_flags, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.model import Cost, Rates, cost
@@ -159,9 +160,8 @@ class ProgramPlacement(Placement):
         machine = self.problem.options.machine(self.engine)
         threads = min((self.participants[index].nthreads for index in self.ranks), default=1)
         hosts = {self.participants[index].host for index in self.ranks}
-        bandwidth = (machine.network_bandwidth if len(hosts) > 1 else 0.0) or machine.bandwidth
         rate = machine.rate(self.problem.compute_type) * threads
-        return Rates(rate, machine.memory_bandwidth, bandwidth, max(_LATENCY, machine.latency))
+        return Rates(rate, machine.memory_bandwidth, speeds(machine, hosts)["ranks"], max(_LATENCY, machine.latency))
 
     @property
     def grid(self) -> tuple[int, int, int]:

@@ -55,7 +55,7 @@ from dask_distmm.engines.gpu.gemm import OPS
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning.computation import Output
-from dask_distmm.planning.cusolvermp.abilities import share
+from dask_distmm.planning.cusolvermp import CUSOLVERMP
 from dask_distmm.planning.factor import FactorPlan
 from dask_distmm.planning.factor.phases import factored
 from dask_distmm.planning.factor.placement import FactorPlacement
@@ -350,7 +350,7 @@ class CusolverMpJob(GpuFactorJob):
     ) -> None:
         super().__init__(plan, me, chunks, comm, progress, ready, engine)
         self._state, self._shared = engine, len(plan.ranks) > 1
-        least = share(way_of(plan.problem.task), len(plan.ranks))
+        least = CUSOLVERMP.share(way_of(plan.problem.task), len(plan.ranks))
         self._entry = CollectiveEntry(plan, self.rank, comm, self.ended, least)
         self._traded = 0
 

@@ -14,10 +14,10 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.layout.redistribute import Copies
 from dask_distmm.planning.computation import Chunks
-from dask_distmm.planning.engines import ENGINES
 from dask_distmm.planning.factor.plan import FactorPlan, factor_plan
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.factor.steps import Part
+from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement, in_range
 
 # In a request for a panel, the part of it by its number.
@@ -116,10 +116,8 @@ class FactorPlacement(Placement):
 
 def work_of(problem: FactorProblem, engine: str, count: int, width: int, method: str) -> FactorPlan:
     """Return the layout and the steps of so many ranks of an engine."""
-    abilities, shared = ENGINES[engine], method == "columns"
-    return factor_plan(
-        problem.task, count, width, carries=abilities.carries, collective=abilities.collective, shared=shared
-    )
+    model, shared = ENGINES[engine], method == "columns"
+    return factor_plan(problem.task, count, width, carries=model.by_panels, collective=model.collective, shared=shared)
 
 
 def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:

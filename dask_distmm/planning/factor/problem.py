@@ -14,7 +14,7 @@ from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.demand import Demand
-from dask_distmm.planning.engines import ENGINES, Abilities
+from dask_distmm.planning.model import ENGINES, EngineModel
 from dask_distmm.planning.part import Part
 
 # A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs
@@ -66,9 +66,9 @@ class FactorProblem(Computation):
             if tuple(map(sum, output.chunks)) != expected:
                 raise PlanError(f"{output.name} is {expected}, its chunks are {output.chunks}")
 
-    def _shared_by(self, abilities: Abilities) -> bool:
+    def _shared_by(self, model: EngineModel) -> bool:
         """Whether ranks of an engine, if it is one of those asked for, compute a spectral decomposition together."""
-        return self.engine in ("auto", abilities.name) and abilities.decomposes(self.task)
+        return self.engine in ("auto", model.name) and model.decomposes(self.task)
 
     @property
     def operands(self) -> tuple[str, ...]:

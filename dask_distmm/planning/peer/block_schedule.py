@@ -91,19 +91,6 @@ def _touched(sizes: Sequence[int], start: int, stop: int) -> NDArray[np.bool_]:
     return found
 
 
-def independent(plan: Plan) -> bool:
-    """Whether each rank can make its own chunks of D from the chunks that are offered before the run starts.
-
-    If a rank of such a run dies, the other ranks still finish theirs, and the missing chunks of D are computed as a
-    problem of their own.
-    """
-    problem = plan.problem
-    whole = not any(problem.distributions) and problem.grid is None
-    kept = bool(plan.replicas) or any(plan.replica_runs)
-    offered = plan.engine == "peer" and len(plan.participants) > 1 and not plan.from_host
-    return offered and plan.grid[2] == 1 and whole and not kept
-
-
 # The order in which one GPU computes its block of D, and the buffers that this order needs. Pure
 
 

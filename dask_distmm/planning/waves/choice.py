@@ -17,13 +17,13 @@ import numpy as np
 from dask_distmm.config import DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
 from dask_distmm.planning.computation import Chunks
-from dask_distmm.planning.dask_tasks import product_overhead
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.engines import ENGINES, abilities_of
 from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
+from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan, product_remedies
 from dask_distmm.planning.problem import METHODS, Problem
+from dask_distmm.planning.tasks import product_overhead
 from dask_distmm.planning.waves.edges import BLOCKS, common_edges, grouped
 from dask_distmm.planning.waves.scheme import Scheme, Wave, wave_problem
 
@@ -38,7 +38,7 @@ _SHARE = 0.75
 def in_host_memory(problem: Problem, engine: str | Sequence[str]) -> bool:
     """Whether chunks are in host memory, and the engines that may multiply work in the memory of GPUs."""
     names = [engine] if isinstance(engine, str) else engine
-    return problem.array == "numpy" and all(one.on_gpus for one in abilities_of(names))
+    return problem.array == "numpy" and all(one.on_gpus for one in models_of(names))
 
 
 def in_host(worker: Worker) -> Worker:
@@ -50,7 +50,7 @@ def choose_blocks(
     problem: Problem, workers: Sequence[Worker], costs: DaskCosts, engine: str | Sequence[str]
 ) -> Scheme | None:
     """Return the blocks that read the fewest bytes, of those that fit on the GPUs; None if none do."""
-    names = [one.name for one in abilities_of([engine] if isinstance(engine, str) else engine) if one.reads_host]
+    names = [one.name for one in models_of([engine] if isinstance(engine, str) else engine) if one.reads_peers]
     some = [dataclasses.replace(worker, memory_limit=int(_SHARE * worker.memory_limit)) for worker in workers]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
     edges = common_edges(problem, "m"), common_edges(problem, "n")
@@ -73,7 +73,7 @@ def choose_blocks(
         return dataclasses.replace(
             scheme,
             method=made.method,
-            read_seconds=read / (len(made.ranks) * (machine.host_bandwidth or machine.bandwidth)),
+            read_seconds=read / (len(made.ranks) * speeds(machine)["host"]),
             run_seconds=seconds * float(sum(areas) / max(areas)) + len(waves) * product_overhead(made.problem, costs),
             peak_bytes=max(made.projected_bytes.values()),
             budget_bytes=int(min(worker.memory_limit for worker in workers) * fraction),
@@ -147,7 +147,7 @@ def choose_scheme(
     found: list[Scheme] = []
     methods = METHODS if problem.method == "auto" else (problem.method,)
     fewest = -(-_FEWEST // products)
-    names = [one.name for one in abilities_of([engine] if isinstance(engine, str) else engine)]
+    names = [one.name for one in models_of([engine] if isinstance(engine, str) else engine)]
     makers = [name for name in names if ENGINES[name].makes]
     for sketch in _sketches(problem, lazy, _makeable(problem, makers, by_ranks)):
         if (products > 1 and sketch.streamed != lazy) or (only_by_ranks and not sketch.by_ranks):
@@ -201,7 +201,7 @@ class _Sketch:
 def _makeable(problem: Problem, makers: Sequence[str], by_ranks: tuple[bool, bool]) -> tuple[bool, bool]:
     """Return for A and B whether its chunks can be made by ranks of some engines, and are fit for that."""
     # BLAS is slow on chunks one by one that are small, where the engine does not join them.
-    joined = not any(ENGINES[name].packs for name in makers)
+    joined = not any(ENGINES[name].by_panels for name in makers)
     sizes = zip(by_ranks, (problem.a_chunks, problem.b_chunks), strict=True)
     a, b = (bool(makers) and can and (joined or _are_large(problem, chunks)) for can, chunks in sizes)
     return a, b
