@@ -75,6 +75,14 @@ class Computation(Wired):
             """The kind of the chunks: ``"numpy"`` or ``"cupy"``."""
 
         @property
+        def workers(self) -> tuple[str, ...] | int | None:
+            """Addresses to use, or their number, or None for all."""
+
+        @property
+        def overwrite_a(self) -> bool:
+            """Whether the user gives A up."""
+
+        @property
         def options(self) -> Options:
             """The configuration that the run needs."""
 
@@ -90,6 +98,12 @@ class Computation(Wired):
     @property
     def demand(self) -> Demand:
         """The demand that it makes on the workers."""
+        plaintext = self.options.allow_plaintext_nccl
+        return Demand(self.engine, self.array, self.dtypes_of_work, self.workers, plaintext, self.kind)
+
+    @property
+    def dtypes_of_work(self) -> tuple[str, str, str]:
+        """Names of the types with which an engine is asked whether it takes a computation."""
         raise NotImplementedError
 
     @property
@@ -104,12 +118,12 @@ class Computation(Wired):
 
     @property
     def given_up(self) -> tuple[str, ...]:
-        """Names of the operands that are of no use to the user once all ranks have read them."""
-        return ()
+        """Names of the operands that are of no use to the user once all ranks have read them: A, to be overwritten."""
+        return ("a",) if self.overwrite_a else ()
 
     def keeping(self) -> Self:
         """Return the same computation, by which nothing is given up."""
-        return self
+        return dataclasses.replace(self, overwrite_a=False) if self.overwrite_a else self  # type: ignore[type-var]
 
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which may leave out all other outputs."""
@@ -163,13 +177,17 @@ class Computation(Wired):
         """Row and column of an operand's chunk in the computation that the user sees."""
         return divmod(index, self.chunk_counts(operand)[1])
 
+    def output(self, name: str) -> Output:
+        """Return an output by its name."""
+        return next(one for one in self.outputs if one.name == name)
+
     def numbers(self, name: str) -> NDArray[np.int64]:
         """Numbers of all chunks of an operand or an output in the computation that the user sees."""
-        raise NotImplementedError
+        return np.arange(math.prod(self.chunk_counts(name) if name in self.operands else self.output(name).counts))
 
     def columns(self, output: str) -> int:
         """How many columns of chunks an output has in the computation that the user sees."""
-        raise NotImplementedError
+        return self.output(output).counts[1]
 
     def check(self) -> None:
         """Raise if sizes of chunks, types or the kind of the arrays can't be."""

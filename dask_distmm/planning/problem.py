@@ -19,7 +19,6 @@ from dask_distmm.errors import PlanError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.computation import Chunks, Computation, Output
-from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.distribution import FREE, Distributions
 from dask_distmm.planning.part import Part
 
@@ -137,6 +136,7 @@ class Problem(Computation):
     """One multiply ``D = F(A @ B)``: A is m x k, B is k x n, D is m x n."""
 
     kind: ClassVar[str] = "product"
+    overwrite_a: ClassVar[bool] = False
 
     # Name of the result array; names the multiply everywhere.
     name: str
@@ -259,10 +259,9 @@ class Problem(Computation):
         return tuple(found)
 
     @property
-    def demand(self) -> Demand:
-        """The demand that it makes on the workers."""
-        dtypes = self.a_dtype, self.b_dtype, self.dtype
-        return Demand(self.engine, self.array, dtypes, self.workers, self.options.allow_plaintext_nccl)
+    def dtypes_of_work(self) -> tuple[str, str, str]:
+        """Names of the types of A, B and D."""
+        return self.a_dtype, self.b_dtype, self.dtype
 
     def chunks_of(self, operand: str) -> Chunks:
         """Chunk sizes of an operand, or of ``"d"``."""

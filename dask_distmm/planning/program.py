@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -19,7 +18,7 @@ from dask_distmm.config import Options
 from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, chunk_elements
-from dask_distmm.planning.demand import Demand, Worker
+from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.model import Estimate, speeds
 from dask_distmm.planning.part import Part
 from dask_distmm.planning.placement import Placement, Where, in_range, over_limit
@@ -71,15 +70,6 @@ class ProgramProblem(Computation):
         """Names of the matrices that are read."""
         return tuple(self.chunks)
 
-    @property
-    def given_up(self) -> tuple[str, ...]:
-        """A, if it is to be overwritten."""
-        return ("a",) if self.overwrite_a else ()
-
-    def keeping(self) -> Self:
-        """Return the same computation, by which A is not given up."""
-        return dataclasses.replace(self, overwrite_a=False)
-
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which makes only some outputs."""
         return dataclasses.replace(self, wanted=tuple(one for one in self.wanted if one.name in outputs))
@@ -95,10 +85,9 @@ class ProgramProblem(Computation):
         return dtype_from_name(self.compute_type)
 
     @property
-    def demand(self) -> Demand:
-        """The demand that it makes on the workers."""
-        dtypes = (self.compute_type,) * 3
-        return Demand(self.engine, self.array, dtypes, self.workers, self.options.allow_plaintext_nccl, self.kind)
+    def dtypes_of_work(self) -> tuple[str, str, str]:
+        """Three times the type that is computed in."""
+        return (self.compute_type,) * 3
 
     @property
     def flops(self) -> float:
@@ -113,18 +102,6 @@ class ProgramProblem(Computation):
     def dtype_of(self, operand: str) -> str:
         """Name of the type of an operand."""
         return self.dtypes[operand]
-
-    def numbers(self, name: str) -> NDArray[np.int64]:
-        """Return the numbers of all chunks of an operand or an output."""
-        counts = self.chunk_counts(name) if name in self.chunks else self._output(name).counts
-        return np.arange(math.prod(counts))
-
-    def columns(self, output: str) -> int:
-        """Return how many columns of chunks an output has."""
-        return self._output(output).counts[1]
-
-    def _output(self, name: str) -> Output:
-        return next(one for one in self.wanted if one.name == name)
 
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank, if `owners` have the chunks of rows."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dask_distmm.config import Options
 from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output
-from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.model import ENGINES, EngineModel
 from dask_distmm.planning.part import Part
 
@@ -76,15 +73,6 @@ class FactorProblem(Computation):
         return self.task.inputs
 
     @property
-    def given_up(self) -> tuple[str, ...]:
-        """A, if it is to be overwritten."""
-        return ("a",) if self.overwrite_a else ()
-
-    def keeping(self) -> Self:
-        """Return the same computation, by which A is not given up."""
-        return dataclasses.replace(self, overwrite_a=False)
-
-    @property
     def outputs(self) -> tuple[Output, ...]:
         """The arrays that are made."""
         return self.wanted
@@ -95,11 +83,9 @@ class FactorProblem(Computation):
         return dtype_from_name(self.task.dtype)
 
     @property
-    def demand(self) -> Demand:
-        """The demand that it makes on the workers."""
-        dtypes = (self.task.dtype,) * 3
-        plaintext = self.options.allow_plaintext_nccl
-        return Demand(self.engine, self.array, dtypes, self.workers, plaintext, self.kind)
+    def dtypes_of_work(self) -> tuple[str, str, str]:
+        """Three times the type that is computed in."""
+        return (self.task.dtype,) * 3
 
     @property
     def flops(self) -> float:
@@ -113,19 +99,6 @@ class FactorProblem(Computation):
     def dtype_of(self, operand: str) -> str:
         """Name of the type of an operand."""
         return self.dtypes[self.operands.index(operand)]
-
-    def output(self, name: str) -> Output:
-        """Return an output by its name."""
-        return next(one for one in self.wanted if one.name == name)
-
-    def numbers(self, name: str) -> NDArray[np.int64]:
-        """Return the numbers of all chunks of an operand or an output."""
-        counts = self.chunk_counts(name) if name in self.operands else self.output(name).counts
-        return np.arange(math.prod(counts))
-
-    def columns(self, output: str) -> int:
-        """Return how many columns of chunks an output has."""
-        return self.output(output).counts[1]
 
     def check(self) -> None:
         """Raise for a method that there is not."""
