@@ -20,6 +20,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +34,22 @@ from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.wire import HERE
 
+T = TypeVar("T")
 Rect = tuple[int, int, int, int]  # row start, row stop, column start, column stop
+
+
+def once(function: Callable[..., T]) -> Callable[..., T]:
+    """Keep what a function of a plan returns with the plan; what else it takes must follow from the plan."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def kept(plan: Plan, *more: Any) -> T:
+        if name not in plan.__dict__:
+            plan.__dict__[name] = function(plan, *more)
+        found: T = plan.__dict__[name]
+        return found
+
+    return kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

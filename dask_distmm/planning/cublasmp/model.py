@@ -32,7 +32,7 @@ from dask_distmm.planning.footprint import Needs, chunk_bytes, spread, uploaded
 from dask_distmm.planning.library_epilogs import library_epilog
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.placement import everywhere
-from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.situation import Way
 
@@ -99,11 +99,12 @@ _MESSAGES = 8
 _Elements = NDArray[np.float64]
 
 
+@once
 class _Moved:
     """Bytes that each participant sends and receives to make A's and B's tiles and D's chunks."""
 
-    def __init__(self, made: Plan, tiles: Tiles, needs: Mapping[str, Needs]) -> None:
-        problem, ranks = made.problem, list(made.ranks)
+    def __init__(self, made: Plan, needs: Mapping[str, Needs]) -> None:
+        problem, ranks, tiles = made.problem, list(made.ranks), make_tiles(made)
         self.operands = []
         # Of what each rank receives, the bytes from workers that are not ranks: these have no communicator, and send by
         # Dask's own connections.
@@ -150,6 +151,17 @@ def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
             return None
         index = index * len(sizes) + at
     return index
+
+
+@once
+def _lying(plan: Plan) -> dict[str, list[bool]]:
+    """Return for A, B and D whether each rank's tile is one chunk as it lies."""
+    tiles, ranks = make_tiles(plan), range(len(plan.ranks))
+    each = {"a": tiles.a, "b": tiles.b, "d": tiles.d}
+    return {
+        name: [tile_chunk(tile, rank, plan.problem.chunks_of(name)) is not None for rank in ranks]
+        for name, tile in each.items()
+    }
 
 
 def _given(problem: Problem) -> dict[str, int]:
@@ -226,7 +238,7 @@ class CublasmpModel(EngineModel):
         library's workspace, D's tile and D's chunks.
         """
         problem, npart, tiles = plan.problem, len(plan.participants), make_tiles(plan)
-        moved, given = _Moved(plan, tiles, needs), _given(problem)
+        moved, given = _Moved(plan, needs), _given(problem)
         total = np.zeros(npart)
         for operand in "a" if problem.shared else "ab":
             total += spread(plan, operand, chunk_bytes(problem, operand))
@@ -243,20 +255,20 @@ class CublasmpModel(EngineModel):
                 sizes = chunk_bytes(problem, operand) // problem.itemsize(operand) * given[operand]
                 total += spread(plan, operand, sizes)
         for rank, index in enumerate(plan.ranks):
-            for operand, tile, chunks in (("a", tiles.a, problem.a_chunks), ("b", tiles.b, problem.b_chunks)):
-                if tile_chunk(tile, rank, chunks) is None:
+            for operand, tile in (("a", tiles.a), ("b", tiles.b)):
+                if not _lying(plan)[operand][rank]:
                     total[index] += np.prod(tile.local(rank)) * given[operand]
             total[index] += np.prod(tiles.d.local(rank)) * sums + workspace_bytes(plan, tiles)
             if kept:
                 total[index] += owned[rank] * (sums / problem.itemsize("d") + bool(problem.formula.saved))
-            if tile_chunk(tiles.d, rank, problem.out_chunks) is None or tiles.replicated:
+            if tiles.replicated or not _lying(plan)["d"][rank]:
                 total[index] += owned[rank] + moved.d_sent[rank] + moved.d_received[rank]
         return total
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: operands are redistributed, multiplied by the library, and D is redistributed."""
         problem, machine, tiles = plan.problem, plan.problem.options.machine(plan.engine), make_tiles(plan)
-        moved, given, nranks, (p, q, _) = _Moved(plan, tiles, needs), _given(problem), len(plan.ranks), plan.grid
+        moved, given, nranks, (p, q, _) = _Moved(plan, needs), _given(problem), len(plan.ranks), plan.grid
         # The library's reduce-scatter sums in the type that is computed in.
         sizes = given["a"], given["b"], problem.compute_type.itemsize
         a_bytes, b_bytes, d_bytes = (
@@ -281,12 +293,8 @@ class CublasmpModel(EngineModel):
         ranks = list(plan.ranks)
         inside = sum((received[ranks] for _, received in moved.operands), -moved.outside)
         copied = 0.0
-        for operand, tile, chunks in (
-            ("a", tiles.a, problem.a_chunks),
-            ("b", tiles.b, problem.b_chunks),
-            ("d", tiles.d, problem.out_chunks),
-        ):
-            if any(tile_chunk(tile, rank, chunks) is None for rank in range(nranks)):
+        for operand, tile in (("a", tiles.a), ("b", tiles.b), ("d", tiles.d)):
+            if not all(_lying(plan)[operand]):
                 largest = max(float(np.prod(tile.local(rank))) for rank in range(nranks))
                 copied += 2.0 * largest * problem.itemsize(operand)
         if own_kernel(plan, tiles):

@@ -27,7 +27,7 @@ from dask_distmm.planning.cuts import Bounds, overlaps, padded, slowdown, unit
 from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
 from dask_distmm.planning.library_epilogs import library_epilog
 from dask_distmm.planning.placement import EVERYWHERE
-from dask_distmm.planning.plan import Plan, Rect
+from dask_distmm.planning.plan import Plan, Rect, once
 from dask_distmm.planning.problem import Problem
 
 # Which chunks participants read of each other. Pure
@@ -163,6 +163,7 @@ def extent_multiple(problem: Problem) -> int:
     return 16 if slowdown(problem, in_chunks=True) > 1 else 1
 
 
+@once
 def block_schedules(plan: Plan) -> list[BlockSchedule]:
     """Return the block schedule of each rank of a plan, in the order of the ranks; none where they make chunks."""
     if any(plan.problem.by_ranks):
