@@ -12,8 +12,7 @@ from dask_distmm.planning.computation_kinds import plan_computation, plan_from_w
 from dask_distmm.planning.cublasmp.model import CUBLASMP
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
 from dask_distmm.planning.demand import Demand, Worker
-from dask_distmm.planning.many.batches import Batch, BatchEstimate, BatchPlan
-from dask_distmm.planning.many.groups import GroupPlan, Share
+from dask_distmm.planning.many import Batch, BatchEstimate, BatchPlan, GroupPlan, Share
 from dask_distmm.planning.model import ENGINES, EngineModel, Estimate, register
 from dask_distmm.planning.numpy import NUMPY, NumpyModel
 from dask_distmm.planning.peer.model import PEER

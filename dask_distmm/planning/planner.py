@@ -17,14 +17,50 @@ from numpy.typing import NDArray
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.assignment import asked_ways, candidates
 from dask_distmm.planning.chunk_order import holder_cuts
-from dask_distmm.planning.cuts import Bounds, chunk_owners, grid_cuts, reduce_cuts
+from dask_distmm.planning.cuts import Bounds, Way, chunk_owners, grid_cuts, reduce_cuts
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.footprint import Needs, chunk_bytes, operand_needs, packing, spread
 from dask_distmm.planning.model import ENGINES, estimate, models_of
 from dask_distmm.planning.placement import Where, check_memory, everywhere, match_ranks, over_limit
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem
-from dask_distmm.planning.situation import Situation, Way
+
+# The cluster as one plan sees it: who can multiply, and where the chunks of A and B are
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it."""
+
+    # Workers that can be ranks.
+    roster: tuple[Worker, ...]
+    # Workers that hold chunks but can't be ranks.
+    sources: tuple[Worker, ...] = ()
+    # For each chunk of A and B in C order, the worker that holds it, as an index into ``[*roster, *sources]``: the
+    # bytes of an int32 array. None where that is not known.
+    raw_a: bytes | None = None
+    raw_b: bytes | None = None
+    # Memory order of (most of) the chunks of A and B.
+    orders: tuple[str, str] = ("C", "C")
+    # Addresses of ranks, in their order, that have a communicator already.
+    groups: tuple[tuple[str, ...], ...] = ()
+    # As `raw_a`, for earlier sums that the product is added to (`Formula.partial`).
+    raw_sums: bytes | None = None
+
+    @property
+    def participants(self) -> tuple[Worker, ...]:
+        """All workers, those of the roster first."""
+        return (*self.roster, *self.sources)
+
+    @functools.cached_property
+    def where(self) -> Where:
+        """The holders of the chunks of A, B and earlier sums, where they are known."""
+        raw = {"a": self.raw_a, "b": self.raw_b, "partial": self.raw_sums}
+        return {name: np.frombuffer(found, np.int32) for name, found in raw.items() if found is not None}
+
+
+# ``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory
+
 
 # All of D, or of an operand, on every worker besides its chunks: what that costs a plan. Pure
 

@@ -1,6 +1,11 @@
 """A Problem says what is to be multiplied; planning turns it into a Plan.
 
 It is a frozen value, which crosses the network.
+
+The peer engine's products are cuBLASLt's. It computes the transpose of D, so a value for each column of D is native to
+it; and an element of D must be computed in one go (see `block_schedule.native`). With 16-bit types its epilogs are not
+exact either where extents or addresses are odd (measured: some algorithms round the product first, up to 31 times the
+bound, some make 0 of relu(NaN), some refuse); with float32 and float64 they are.
 """
 
 from __future__ import annotations
@@ -18,9 +23,44 @@ from dask_distmm.config import Options
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
-from dask_distmm.planning.computation import Chunks, Computation, Output
+from dask_distmm.planning.computation import Chunks, Computation, Output, Part
 from dask_distmm.planning.distribution import FREE, Distributions
-from dask_distmm.planning.part import Part
+
+# The formulas that NVIDIA's libraries can do inside of a multiply. Pure
+
+
+NATIVE_EPILOGS = ("relu", "gelu", "bias", "relu_bias", "gelu_bias")
+
+
+def library_epilog(problem: Problem) -> str | None:
+    """Return the epilog that NVIDIA's libraries have for a formula, ``""`` for a factor alone, or None."""
+    formula = problem.formula
+    if (
+        formula.trivial
+        or formula.function
+        or formula.amax
+        or formula.partial
+        or complex(*formula.beta) != 0
+        or formula.scales
+        or formula.scale_d != 1
+    ):
+        return None
+    if problem.matrix_types != (problem.dtype,) * 2:
+        return None
+    if not formula.epilog or formula.operand_sum:
+        return ""
+    dtype = problem.result_type
+    if (
+        formula.epilog not in NATIVE_EPILOGS
+        or dtype.kind == "c"
+        or (dtype == np.float64 and formula.activation == "gelu")
+    ):
+        return None
+    return str(formula.epilog)
+
+
+# A Problem says what is to be multiplied; planning turns it into a Plan
+
 
 # A part of a multiply as a problem of its own: where only some chunks of D are wanted, or others are there already
 

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from dask_distmm.config import Options
 from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, Output, chunk_elements
+from dask_distmm.planning.computation import Chunks, Computation, Output, Part, chunk_elements
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.model import Estimate, speeds
-from dask_distmm.planning.part import Part
 from dask_distmm.planning.placement import Placement, Where, in_range, over_limit
 from dask_distmm.programs.check import all_flags, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.factor.phases import factored
+from dask_distmm.planning.factor.plan import factored
 from dask_distmm.planning.factor.planner import SHARES
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.model import Estimate, Phase, Work, estimate

@@ -16,8 +16,7 @@ from dask.utils import format_bytes, format_time
 from numpy.typing import NDArray
 
 from dask_distmm.planning.cublasmp.tiles import Tile
-from dask_distmm.planning.many.batches import BatchPlan
-from dask_distmm.planning.many.groups import GroupPlan
+from dask_distmm.planning.many import BatchPlan, GroupPlan
 from dask_distmm.planning.model import ENGINES, Estimate
 from dask_distmm.planning.plan import Plan
 from dask_distmm.show.text import WHAT, in_words

@@ -19,7 +19,7 @@ from dask_distmm.engines.cusolvermp.library import CusolverMpState, check_versio
 from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.plan import FactorPlacement
 
 
 class CusolverMpEngine(CusolverMpState, Engine):

@@ -56,9 +56,7 @@ from dask_distmm.engines.gpu.operands import record
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
-from dask_distmm.planning.factor import FactorPlan
-from dask_distmm.planning.factor.phases import factored
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan, factored
 from dask_distmm.planning.factor.planner import way_of
 
 # What the ranks compute together, as calls of cuSOLVERMp and cuBLASMp

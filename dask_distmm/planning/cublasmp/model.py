@@ -27,14 +27,12 @@ from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.numeric.types import dtype_from_name, takes_on_gpus
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cublasmp.tiles import HALVES_STEP, Tile, Tiles, blocks_misfit, make_tiles, slab_step
-from dask_distmm.planning.cuts import Cuts, by_rows, padded, slowdown, uniform_cut
+from dask_distmm.planning.cuts import Cuts, Way, by_rows, padded, slowdown, uniform_cut
 from dask_distmm.planning.footprint import Needs, chunk_bytes, spread, uploaded
-from dask_distmm.planning.library_epilogs import library_epilog
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan, once
-from dask_distmm.planning.problem import Problem
-from dask_distmm.planning.situation import Way
+from dask_distmm.planning.problem import Problem, library_epilog
 
 # The part of a plan's formula that cuBLASMp does itself, inside of a multiply. Pure
 

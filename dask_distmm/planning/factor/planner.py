@@ -29,9 +29,7 @@ from numpy.typing import NDArray
 from dask_distmm.errors import NoWorkersError, PlanError
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.factor.phases import factored
-from dask_distmm.planning.factor.placement import FactorPlacement, work_of
-from dask_distmm.planning.factor.plan import block_width
+from dask_distmm.planning.factor.plan import FactorPlacement, block_width, factored, work_of
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
 from dask_distmm.planning.model import ENGINES, Phase, Work, estimate
 from dask_distmm.planning.placement import Where, check_memory, over_limit

@@ -10,9 +10,8 @@ import numpy as np
 from dask_distmm.config import Options
 from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, Output
+from dask_distmm.planning.computation import Chunks, Computation, Output, Part
 from dask_distmm.planning.model import ENGINES, EngineModel
-from dask_distmm.planning.part import Part
 
 # A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs
 

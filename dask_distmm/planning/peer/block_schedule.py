@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.cuts import Bounds, overlaps, padded, slowdown, unit
 from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
-from dask_distmm.planning.library_epilogs import library_epilog
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan, Rect, once
-from dask_distmm.planning.problem import Problem
+from dask_distmm.planning.problem import Problem, library_epilog
 
 # Which chunks participants read of each other. Pure
 
