@@ -30,7 +30,7 @@ from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.engines.numpy.blas import gemm
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Problem, Worker
-from dask_distmm.planning.dask_tasks import product_by_tasks
+from dask_distmm.planning.tasks import product_by_tasks
 
 # A machine on which work costs nothing, and Dask takes a second for each task: what is left is their number.
 _FREE = Machine((("other", 1e30),), 1e30, 1e30, 0.0)

@@ -84,20 +84,6 @@ class Options:
         return found[name] if name in found else found["numpy"]
 
 
-def options_from_wire(wire: Any) -> Options:
-    """Make options from what ``dataclasses.asdict`` gave; KeyError, TypeError or ValueError if it did not."""
-    fields = dict(wire)
-    fields["machines"] = tuple((str(name), _machine_from_wire(found)) for name, found in fields["machines"])
-    return Options(**fields)
-
-
-def _machine_from_wire(wire: Any) -> Machine:
-    fields = dict(wire)
-    for key in ("gflops", "exposed"):
-        fields[key] = tuple((str(name), float(value)) for name, value in fields[key])
-    return Machine(**fields)
-
-
 def read_options() -> Options:
     """Read and check the options from ``dask.config``."""
     # Each `@` asks for them, and they hardly ever change.

@@ -26,7 +26,9 @@ from dask_distmm.engines.panels import panels, split_at_chunks
 from dask_distmm.graph.build import build_graph
 from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, ProcessGrid, redistribution
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.factor import Apply, Factor, Factorization, FactorPlan, Get, Publish, Step, factor_plan
+from dask_distmm.planning.factor.plan import FactorPlan, factor_plan
+from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor.steps import Apply, Factor, Get, Publish, Step
 from dask_distmm.planning.footprint import operand_grids
 from dask_distmm.testing import make_problem
 

@@ -17,7 +17,7 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning import Plan, Problem, Worker, plan
 from dask_distmm.planning.assignment import operand_tiles
-from dask_distmm.planning.cublasmp.abilities import own_kernel, returned_type
+from dask_distmm.planning.cublasmp.model import own_kernel, returned_type
 from dask_distmm.planning.cublasmp.tiles import make_tiles
 from dask_distmm.planning.distribution import block_grid
 from dask_distmm.testing import assert_product, make_problem

@@ -10,7 +10,7 @@ import pytest
 
 from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
 from dask_distmm.planning import Demand, Worker, plan
-from dask_distmm.planning.peer.access import out_of_reach
+from dask_distmm.planning.peer.model import PEER
 from dask_distmm.runtime.messages import Description
 from dask_distmm.runtime.scheduler.roster import Allowed, Roster
 from dask_distmm.testing import make_problem
@@ -143,8 +143,8 @@ def test_workers_that_are_named_and_can_not_take_part():
 
 def test_two_workers_on_one_gpu_reach_each_other():
     shared = Worker("a", host="h", device="gpu0"), Worker("b", host="h", device="gpu0")
-    assert out_of_reach(shared) == ""
-    assert out_of_reach(()) == ""
+    assert PEER.unfit(shared) == ""
+    assert PEER.unfit(()) == ""
 
 
 @pytest.mark.parametrize("n", [256, 8192, 16384, 32768])

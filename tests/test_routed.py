@@ -14,8 +14,8 @@ from run_events import newest_run, runs_after
 import dask_distmm
 from dask_distmm.config import DaskCosts, read_options
 from dask_distmm.planning import Worker
-from dask_distmm.planning.factor.dask_tasks import factor_by_tasks, factor_overhead
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
+from dask_distmm.planning.tasks import factor_by_tasks, factor_overhead
 from dask_distmm.testing import (
     assert_cholesky,
     assert_eigh,

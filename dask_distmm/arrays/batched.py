@@ -21,9 +21,9 @@ from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import dask_costs, parsed, read_options
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Explanation, Plan, Problem, Worker
-from dask_distmm.planning.dask_tasks import product_overhead
-from dask_distmm.planning.engines import engine_alone
-from dask_distmm.planning.many.batches import Pool, Sizes, choose_batch_way, item_plan
+from dask_distmm.planning.many import Pool, Sizes, choose_batch_way, item_plan
+from dask_distmm.planning.model import engine_alone
+from dask_distmm.planning.tasks import product_overhead
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot
 

@@ -31,10 +31,9 @@ from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Share, Worker
-from dask_distmm.planning.dask_tasks import product_overhead
-from dask_distmm.planning.engines import engine_alone
-from dask_distmm.planning.many.batches import Pool, item_seconds
-from dask_distmm.planning.many.groups import long_products, share_out
+from dask_distmm.planning.many import Pool, item_seconds, long_products, share_out
+from dask_distmm.planning.model import engine_alone
+from dask_distmm.planning.tasks import product_overhead
 from dask_distmm.runtime.client import Snapshot, current_client
 from dask_distmm.runtime.keys import RunTask, group_name
 from dask_distmm.runtime.scheduler.priorities import GroupOrder

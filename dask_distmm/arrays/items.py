@@ -28,7 +28,7 @@ from dask_distmm.arrays.request import Request
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.numeric.epilogs import Formula, finish
 from dask_distmm.numeric.types import FP8, carried, decode, dtype_from_name, operand_dtype, stored, sum_dtype, typed
-from dask_distmm.planning.many.batches import Sizes
+from dask_distmm.planning.many import Sizes
 from dask_distmm.runtime.chunks import array_kind
 
 # Whole items, in plain tasks

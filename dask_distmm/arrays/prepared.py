@@ -394,7 +394,7 @@ class Matmul:
         self._finalizer()
         client = self._client()
         layout, self._layout, self._run = self._layout, None, None
-        kept = layout is not None and ENGINES[layout.plan.engine].keeps
+        kept = layout is not None and ENGINES[layout.plan.engine].on_gpus
         if kept and client is not None and client.status == "running":
             free_workspaces(client)
 

@@ -18,7 +18,7 @@ from dask_distmm.arrays.waves import Decision, decide, pipelined, waves_now
 from dask_distmm.config import minimum_flops
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
 from dask_distmm.planning import Plan, Problem, Worker
-from dask_distmm.planning.engines import abilities_of
+from dask_distmm.planning.model import models_of
 from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot, snapshot
@@ -183,7 +183,7 @@ def _decide_now(request: Request, problem: Problem, *, enabled: bool = False) ->
         return Decision()  # There may be some when it is computed.
     if client is None or known is None:
         return Decision()
-    on_gpus = all(one.on_gpus for one in abilities_of(known.engines))
+    on_gpus = all(one.on_gpus for one in models_of(known.engines))
     if enabled and not on_gpus and minimum_flops() is None and _used_once(request, problem):
         return Decision(left=f"chunks are still to be made, and {_ONCE}")
     return decide(request, problem, client, known)

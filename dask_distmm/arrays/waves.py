@@ -13,8 +13,8 @@ from dask_distmm.config import dask_costs, wave_settings
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Plan, Problem
-from dask_distmm.planning.engines import abilities_of
 from dask_distmm.planning.footprint import held_bytes
+from dask_distmm.planning.model import models_of
 from dask_distmm.planning.waves import Budget, Scheme, WavePlan, choose_scheme, in_host, in_host_memory
 from dask_distmm.runtime.client import Snapshot, snapshot
 
@@ -47,7 +47,7 @@ def decide(request: Request, problem: Problem, client: Client, known: Snapshot) 
     if whole is not None:
         made = pipelined(request, problem, client, whole) or whole
     request.logger.info("%s, lazy\n%r", problem.name, made)
-    on_gpus = all(one.on_gpus for one in abilities_of(known.engines))
+    on_gpus = all(one.on_gpus for one in models_of(known.engines))
     return Decision(whole, made.scheme if isinstance(made, WavePlan) else None, on_gpus)
 
 
@@ -87,7 +87,7 @@ def pipelined(request: Request, problem: Problem, client: Client, made: Plan) ->
     lazy = [lazy_a, not problem.shared and lazy_b]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
     loading = sum(itertools.compress(sizes, lazy)) / (len(made.participants) * budget.rate(problem.array))
-    if loading < _LONG or not all(one.makes for one in abilities_of([made.engine])):
+    if loading < _LONG or not all(one.makes for one in models_of([made.engine])):
         return None
     scheme = _scheme(request, problem, client, budget, made.method)
     if scheme is None or scheme.seconds > loading + made.seconds:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
-from dask_distmm.planning.engines import abilities_of
+from dask_distmm.planning.model import models_of
 from dask_distmm.planning.placement import Placement
 
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
@@ -171,9 +171,9 @@ def contiguous(arrays: Sequence[Any]) -> list[Any]:
 
 def get_engine(name: str) -> Engine:
     """Return the engine called `name`."""
-    (abilities,) = abilities_of([name])
+    (model,) = models_of([name])
     try:
-        engine: Engine = importlib.import_module(abilities.module).ENGINE
+        engine: Engine = importlib.import_module(model.module).ENGINE
     except ImportError as error:
         raise EngineError(f"engine {name!r} can't be imported: {error}") from error
     return engine

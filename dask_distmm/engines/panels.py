@@ -45,7 +45,8 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     """
     k0, k1 = plan.k_range(rank)
     pieces = _pieces(plan, rank)
-    width = panel_width(plan.problem, plan.region(rank), k1 - k0)
+    height, cols, depth = (int(extents[rank]) for extents in plan.extents)
+    width = int(panel_width(plan.problem, height + cols, depth))
     edges = {k0, k1}
     for piece in pieces:
         edges.add(piece.col if piece.operand == 0 else piece.row)

@@ -33,8 +33,8 @@ from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.graph.build import ProductLayer, TasksLayer, barrier, chunk, pieces_of
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
+from dask_distmm.planning.computation import Part
 from dask_distmm.planning.footprint import chunk_bytes
-from dask_distmm.planning.part import Part
 from dask_distmm.planning.waves import Scheme, part_scheme, wave_problem
 from dask_distmm.runtime.keys import ChunkTask, RunTask, barrier_key, gate_key, is_sum, output_name
 from dask_distmm.runtime.parts import needed

@@ -9,15 +9,14 @@ have their costs. `chunk_order` takes chunks in the order of their holders, `man
 
 from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.computation_kinds import plan_computation, plan_from_wire, problem_from_wire
-from dask_distmm.planning.cublasmp.abilities import CUBLASMP
-from dask_distmm.planning.cusolvermp.abilities import CUSOLVERMP
+from dask_distmm.planning.cublasmp.model import CUBLASMP
+from dask_distmm.planning.cusolvermp import CUSOLVERMP
 from dask_distmm.planning.demand import Demand, Worker
-from dask_distmm.planning.engines import ENGINES, Abilities, register
-from dask_distmm.planning.many.batches import Batch, BatchEstimate, BatchPlan
-from dask_distmm.planning.many.groups import GroupPlan, Share
-from dask_distmm.planning.numpy import NUMPY
-from dask_distmm.planning.peer.abilities import PEER
-from dask_distmm.planning.placement import EVERYWHERE, Estimate, Explanation, Placement, everywhere
+from dask_distmm.planning.many import Batch, BatchEstimate, BatchPlan, GroupPlan, Share
+from dask_distmm.planning.model import ENGINES, EngineModel, Estimate, register
+from dask_distmm.planning.numpy import NUMPY, NumpyModel
+from dask_distmm.planning.peer.model import PEER
+from dask_distmm.planning.placement import EVERYWHERE, Explanation, Placement, everywhere
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import METHODS, Extra, Problem, restrict
@@ -26,17 +25,18 @@ __all__ = [
     "ENGINES",
     "EVERYWHERE",
     "METHODS",
-    "Abilities",
     "Batch",
     "BatchEstimate",
     "BatchPlan",
     "Chunks",
     "Computation",
     "Demand",
+    "EngineModel",
     "Estimate",
     "Explanation",
     "Extra",
     "GroupPlan",
+    "NumpyModel",
     "Output",
     "Packing",
     "Placement",
@@ -54,5 +54,5 @@ __all__ = [
 ]
 
 # In the order in which they are preferred: GPUs that read each other's memory, other GPUs, CPUs.
-for _abilities in (PEER, CUBLASMP, CUSOLVERMP, NUMPY):
-    register(_abilities)
+for _model in (PEER, CUBLASMP, CUSOLVERMP, NUMPY):
+    register(_model)

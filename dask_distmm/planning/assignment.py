@@ -31,7 +31,7 @@ from dask_distmm.layout import ProcessGrid
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cuts import uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab, block_grid
-from dask_distmm.planning.engines import ENGINES
+from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 
@@ -223,8 +223,7 @@ def operand_tiles(plan: Plan) -> dict[str, tuple[Chunks, NDArray[np.int64]]]:
     With chunks that are these tiles, on these ranks, nothing is left for a run to move but what its method itself
     does: an operand that all gather is dealt out evenly.
     """
-    if (make_tiles := ENGINES[plan.engine].tiles) is not None:
-        tiles = make_tiles(plan)
+    if (tiles := ENGINES[plan.engine].tiles(plan)) is not None:
         return {"a": block_grid(tiles.a.layout), "b": block_grid(tiles.b.layout)}
     problem, (p, q, s) = plan.problem, plan.grid
     rows, cols, depth = (tuple(np.diff(cut).tolist()) for cut in (plan.rows, plan.cols, plan.depth))

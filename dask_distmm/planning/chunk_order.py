@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.computation import Chunks, Part
 from dask_distmm.planning.cuts import Bounds
-from dask_distmm.planning.part import Part
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.problem import Problem
 

@@ -9,15 +9,53 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import Machine, Options
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.demand import Demand
-from dask_distmm.planning.engines import engine_alone
-from dask_distmm.planning.part import Part
+from dask_distmm.planning.model import engine_alone
+from dask_distmm.planning.wire import Wired
+
+# Which part of a larger multiply a problem is
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Which chunks of a larger multiply's arrays are those of a problem."""
+
+    # For each operand, and ``"d"``: its name, numbers of its rows and columns of chunks in the larger multiply, and
+    # how many columns of chunks there are in that.
+    numbers: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]
+    # Name of the larger multiply.
+    whole: str
+
+    @property
+    def ncols(self) -> int:
+        """How many columns of chunks D has in the larger multiply."""
+        return self.of("d")[2]
+
+    def at(self, operand: str, index: int) -> tuple[int, int]:
+        """Return row and column in the larger multiply of chunk `index` of an operand, or of ``"d"``."""
+        rows, cols, _ = self.of(operand)
+        i, j = divmod(index, len(cols))
+        return rows[i], cols[j]
+
+    def every(self, operand: str) -> NDArray[np.int64]:
+        """Return the numbers in the larger multiply of all chunks of an operand, or of ``"d"``."""
+        rows, cols, ncols = self.of(operand)
+        return np.add.outer(np.asarray(rows, np.int64) * ncols, np.asarray(cols, np.int64)).ravel()
+
+    def of(self, operand: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Return the numbers of an operand's rows and columns of chunks, and how many columns the whole one has."""
+        return next((rows, cols, ncols) for name, rows, cols, ncols in self.numbers if name == operand)
+
+
+# A Computation: all that the runtime reads of the thing that is computed, be it a product or a factorization
+
 
 # Dask's chunk sizes along rows and columns.
 Chunks = tuple[tuple[int, ...], tuple[int, ...]]
@@ -27,15 +65,6 @@ def chunk_elements(chunks: Chunks) -> NDArray[np.int64]:
     """Return the elements of every chunk of a matrix, in C order."""
     rows, cols = (np.asarray(sizes, np.int64) for sizes in chunks)
     return np.multiply.outer(rows, cols).ravel()
-
-
-def chunks_from_wire(wire: Any) -> Chunks:
-    """Return chunk sizes that came over the wire. ValueError or TypeError if they are none."""
-    rows, cols = wire
-    found = (tuple(map(int, rows)), tuple(map(int, cols)))
-    if any(size < 0 for size in (*found[0], *found[1])):
-        raise ValueError(f"negative chunk sizes in {found}")
-    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,10 +89,11 @@ class Output:
         return math.prod(self.counts)
 
 
-class Computation:
+class Computation(Wired):
     """The base of `Problem` and `FactorProblem`: all that graphs and the runtime ask them."""
 
     __slots__ = ()
+    what: ClassVar[str] = "problem"
     kind: ClassVar[str]
 
     if TYPE_CHECKING:
@@ -81,6 +111,14 @@ class Computation:
             """The kind of the chunks: ``"numpy"`` or ``"cupy"``."""
 
         @property
+        def workers(self) -> tuple[str, ...] | int | None:
+            """Addresses to use, or their number, or None for all."""
+
+        @property
+        def overwrite_a(self) -> bool:
+            """Whether the user gives A up."""
+
+        @property
         def options(self) -> Options:
             """The configuration that the run needs."""
 
@@ -96,6 +134,12 @@ class Computation:
     @property
     def demand(self) -> Demand:
         """The demand that it makes on the workers."""
+        plaintext = self.options.allow_plaintext_nccl
+        return Demand(self.engine, self.array, self.dtypes_of_work, self.workers, plaintext, self.kind)
+
+    @property
+    def dtypes_of_work(self) -> tuple[str, str, str]:
+        """Names of the types with which an engine is asked whether it takes a computation."""
         raise NotImplementedError
 
     @property
@@ -110,12 +154,12 @@ class Computation:
 
     @property
     def given_up(self) -> tuple[str, ...]:
-        """Names of the operands that are of no use to the user once all ranks have read them."""
-        return ()
+        """Names of the operands that are of no use to the user once all ranks have read them: A, to be overwritten."""
+        return ("a",) if self.overwrite_a else ()
 
     def keeping(self) -> Self:
         """Return the same computation, by which nothing is given up."""
-        return self
+        return dataclasses.replace(self, overwrite_a=False) if self.overwrite_a else self  # type: ignore[type-var]
 
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which may leave out all other outputs."""
@@ -169,16 +213,24 @@ class Computation:
         """Row and column of an operand's chunk in the computation that the user sees."""
         return divmod(index, self.chunk_counts(operand)[1])
 
+    def output(self, name: str) -> Output:
+        """Return an output by its name."""
+        return next(one for one in self.outputs if one.name == name)
+
     def numbers(self, name: str) -> NDArray[np.int64]:
         """Numbers of all chunks of an operand or an output in the computation that the user sees."""
-        raise NotImplementedError
+        return np.arange(math.prod(self.chunk_counts(name) if name in self.operands else self.output(name).counts))
 
     def columns(self, output: str) -> int:
         """How many columns of chunks an output has in the computation that the user sees."""
-        raise NotImplementedError
+        return self.output(output).counts[1]
 
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types; what follows from the rest is not in it."""
-        derived = {field.name for field in dataclasses.fields(self) if not field.init}  # type: ignore[arg-type]
-        every = dataclasses.asdict(self)  # type: ignore[call-overload]
-        return {"kind": self.kind, **{name: value for name, value in every.items() if name not in derived}}
+    def check(self) -> None:
+        """Raise if sizes of chunks, types or the kind of the arrays can't be."""
+        every = [self.chunks_of(name) for name in self.operands] + [output.chunks for output in self.outputs]
+        if any(size < 0 for chunks in every for sizes in chunks for size in sizes):
+            raise ValueError(f"negative chunk sizes in {every}")
+        for name in (*map(self.dtype_of, self.operands), *(output.dtype for output in self.outputs)):
+            dtype_from_name(name)
+        if self.array not in ("numpy", "cupy"):
+            raise ValueError(f"array {self.array!r}")

@@ -9,7 +9,7 @@ from typing import Any
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.factor.planner import plan_factorization
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.placement import Placement, Where

@@ -70,8 +70,12 @@ def slowdown(problem: Problem, *, in_chunks: bool) -> float:
 # Where the cuts of m, n and k go
 
 
+# A method, and p x q x s ranks over m x n x k.
+Way = tuple[str, tuple[int, int, int]]
 # The cuts of a range: strictly increasing, from 0 to its length.
 Bounds = tuple[int, ...]
+# Of m, n and k; and of D's rows and columns, if ranks are to have other parts of it in the end than they compute.
+Cuts = tuple[Bounds, Bounds, Bounds, tuple[Bounds, Bounds] | None]
 
 # The largest part may exceed an even share by this factor for the sake of whole chunks.
 _IMBALANCE = 1.05

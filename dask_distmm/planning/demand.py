@@ -1,19 +1,21 @@
 """Workers as planning sees them (Worker), and what a multiply asks of them (Demand).
 
-Both are frozen values of plain types, which cross the network as ``to_wire`` gives them and are checked by `from_wire`.
+Both are frozen values, which cross the network.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
-from dask_distmm.errors import ProtocolError
+from dask_distmm.planning.wire import Wired
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(Wired):
     """A worker as planning sees it."""
+
+    what: ClassVar[str] = "worker"
 
     # Its address in the Dask cluster.
     address: str
@@ -32,24 +34,12 @@ class Worker:
     # Where that is the memory of a GPU: the limit of its host memory in bytes, 0 where it has none.
     host_limit: int = 0
 
-    def to_wire(self) -> tuple[str, int, int, str, str, list[str], int, int]:
-        """As plain types."""
-        described = self.host, self.device, list(self.reach)
-        return (self.address, self.nthreads, self.memory_limit, *described, self.used, self.host_limit)
-
-    @classmethod
-    def from_wire(cls, wire: Any) -> Worker:
-        """Make it from what ``to_wire`` gave, checked."""
-        address, nthreads, memory, host, device, reach, used, host_limit = wire
-        if not isinstance(address, str):
-            raise ProtocolError(f"a worker's address is a str, found {address!r}")
-        links = str(host), str(device), tuple(map(str, reach))
-        return cls(address, int(nthreads), int(memory), *links, int(used), int(host_limit))
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(Wired):
     """The demand that a multiply makes on the workers of a cluster."""
+
+    what: ClassVar[str] = "demand"
 
     # Name of the engine, or ``"auto"``.
     engine: str
@@ -63,18 +53,3 @@ class Demand:
     plaintext_nccl: bool = False
     # The kind of the computation, ``"product"`` or ``"factorization"``.
     kind: str = "product"
-
-    def to_wire(self) -> tuple[str, str, list[str], list[str] | int | None, bool, str]:
-        """As plain types."""
-        workers = list(self.workers) if isinstance(self.workers, tuple) else self.workers
-        return self.engine, self.array, list(self.dtypes), workers, self.plaintext_nccl, self.kind
-
-    @classmethod
-    def from_wire(cls, wire: Any) -> Demand:
-        """Make it from what ``to_wire`` gave, checked."""
-        try:
-            engine, array, (a, b, d), workers, plaintext, kind = wire
-            workers = tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers
-            return cls(str(engine), str(array), (str(a), str(b), str(d)), workers, bool(plaintext), str(kind))
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"malformed demand: {error!r}") from error

@@ -14,7 +14,6 @@ Which worker is which rank is the order of the workers, along the rows of a grid
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,13 +95,6 @@ Distribution = Slab | BlockCyclic
 # Of A, B and D; None leaves the choice to the planner.
 Distributions = tuple[Distribution | None, Distribution | None, Distribution | None]
 FREE: Distributions = (None, None, None)
-
-
-def distribution_from_wire(wire: Any) -> Distribution | None:
-    """Make a distribution from its fields as a dict; None stays None."""
-    if wire is None:
-        return None
-    return Slab(**wire) if "axis" in wire else BlockCyclic(tuple(wire["grid"]), tuple(wire["blocks"]))
 
 
 def block_grid(found: layout.BlockCyclicLayout) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], NDArray[np.int64]]:

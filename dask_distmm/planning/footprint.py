@@ -7,17 +7,21 @@ C-ordered, unless they are small or have another type than is computed in.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.layout import ChunkGrid
+from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, redistribution
 from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.chunk_order import free_axes
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.cuts import Bounds
+from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
-from dask_distmm.planning.plan import Packing, Plan, Rect
+from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import Problem, is_gram
 
 # A panel of k narrower than this keeps BLAS from its speed.
@@ -49,17 +53,60 @@ def packing(problem: Problem, cuts: tuple[Bounds, Bounds, Bounds]) -> Packing:
     )
 
 
-def panel_width(problem: Problem, region: Rect, depth: int) -> int:
-    """Return how much of k one panel of op(A) and op(B) covers, so that both fit ``panel_bytes``."""
-    per_k = (region[1] - region[0]) + (region[3] - region[2])
-    itemsize = problem.compute_type.itemsize
-    return max(1, min(depth, max(_LEAST_WIDTH, problem.options.panel_bytes // max(1, per_k * itemsize))))
+def panel_width(problem: Problem, per_k: Any, depth: Any) -> Any:
+    """Return how much of a depth one panel of op(A) and op(B) covers, so that both fit ``panel_bytes``."""
+    fitting = problem.options.panel_bytes // np.maximum(1, per_k * problem.compute_type.itemsize)
+    return np.maximum(1, np.minimum(depth, np.maximum(_LEAST_WIDTH, fitting)))
 
 
 def operand_grids(plan: Plan) -> tuple[ChunkGrid, ChunkGrid]:
     """Return the parts of A and B that the ranks need: (rows x depth), (depth x cols)."""
     rows, cols, depth = (tuple(np.diff(cut).tolist()) for cut in (plan.rows, plan.cols, plan.depth))
     return ChunkGrid((rows, depth)), ChunkGrid((depth, cols))
+
+
+# The bytes of an operand that each rank needs, and those of them (columns) that each participant (rows) has.
+Needs = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+def operand_needs(plan: Plan, operand: str) -> Needs:
+    """Return the bytes of A or B that each rank needs, and how many of these each participant has."""
+    problem, npart = plan.problem, len(plan.participants)
+    where, tiles, number = plan.where.get(operand), ENGINES[plan.engine].tiles(plan), "ab".index(operand)
+    layout: ChunkGrid | BlockCyclicLayout
+    layout = operand_grids(plan)[number] if tiles is None else (tiles.a, tiles.b)[number].layout
+    needed = np.array([math.prod(layout.local_shape(part)) for part in range(layout.nparts)], float)
+    parts, (_, q, s) = np.arange(len(plan.ranks)), plan.grid
+    if tiles is None:
+        parts = parts // (q * s) * s + parts % s if operand == "a" else parts % s * q + parts // s % q
+    held: NDArray[np.float64]
+    if is_by_ranks(problem, operand):
+        # They come from their source as others come from other workers.
+        held = np.zeros((npart, len(needed)))
+    elif where is None and tiles is None and len(needed) > 1 and _lies_in_slabs(plan, operand):
+        held = np.zeros((npart, len(needed)))
+        np.fill_diagonal(held, needed)
+    elif where is None or everywhere(where):
+        held = np.broadcast_to(needed / (npart if where is None else 1), (npart, len(needed)))
+    else:
+        held = redistribution(ChunkGrid(problem.chunks_of(operand)), layout).traffic(where, npart).astype(float)
+    itemsize = float(problem.itemsize(operand))
+    return needed[parts] * itemsize, held[:, parts] * itemsize
+
+
+def _lies_in_slabs(plan: Plan, operand: str) -> bool:
+    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `chunk_order`."""
+    (p, q, s), counts = plan.grid, plan.problem.chunk_counts(operand)
+    parts = (p, s) if operand == "a" else (s, q)
+    axis = int(parts[1] > 1)
+    slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
+    return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(plan.problem)
+
+
+def delivered(plan: Plan) -> NDArray[np.float64]:
+    """Return the elements of finished chunks of D that each rank gets from other ranks."""
+    moved = plan.final_traffic
+    return np.asarray(moved.sum(axis=1) - np.diagonal(moved), float)
 
 
 def chunk_bytes(problem: Problem, operand: str) -> NDArray[np.int64]:
@@ -82,15 +129,14 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
     return np.bincount(where, sizes, npart).astype(np.float64)
 
 
-def upload_seconds(plan: Plan) -> float:
-    """Return the seconds in which NumPy chunks are copied to GPUs before a run of an engine that works there."""
-    problem, bandwidth = plan.problem, plan.problem.options.machine(plan.engine).host_bandwidth
-    if problem.array != "numpy" or plan.from_host or not bandwidth:
-        return 0.0
+def uploaded(plan: Plan) -> Phase:
+    """Return the copying of NumPy chunks to GPUs before a run of an engine that works there."""
+    problem = plan.problem
+    if problem.array != "numpy" or plan.from_host or not problem.options.machine(plan.engine).host_bandwidth:
+        return Phase()
     # Those that ranks make are copied while others are multiplied.
     before = [name for name in ("a" if problem.shared else "ab") if not is_by_ranks(problem, name)]
-    found = sum((spread(plan, name, chunk_bytes(problem, name)) for name in before), np.zeros(1))
-    return float(found.max()) / bandwidth
+    return Phase(waited={"host": sum((spread(plan, name, chunk_bytes(problem, name)) for name in before), np.zeros(1))})
 
 
 def held_bytes(plan: Plan) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from dask_distmm.errors import ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.model import Estimate
+from dask_distmm.planning.wire import HERE, Wired
 
 # The attributes that all plans have, and how plans show themselves
 
@@ -102,25 +104,8 @@ def everywhere(where: NDArray[np.int32] | None) -> bool:
     return where is not None and bool(np.all(where == EVERYWHERE))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Estimate:
-    """The cost model's estimate of one way to run a problem."""
-
-    # Name of the method and its p x q x s.
-    method: str
-    grid: tuple[int, int, int]
-    # Estimated time: in all, multiplying, and receiving and adding up.
-    seconds: float
-    compute_seconds: float
-    transfer_seconds: float
-    # Bytes that travel between workers, all ranks together.
-    bytes_moved: int
-    # The largest projection of a worker's memory.
-    peak_bytes: int
-
-
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class Placement(Explanation):
+class Placement(Explanation, Wired):
     """The participants of a run, and the holders of all chunks.
 
     Parameters
@@ -153,6 +138,7 @@ class Placement(Explanation):
         at.
     """
 
+    what: ClassVar[str] = "plan"
     problem: Computation
     engine: str
     method: str
@@ -162,11 +148,11 @@ class Placement(Explanation):
     replicas: int = 0
     replica_runs: tuple[int, int] = (0, 0)
     group: int = 0
-    projected_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    estimate: Estimate | None = None
-    alternatives: tuple[Estimate, ...] = ()
-    around: float = 0.0
-    by_tasks: Estimate | None = None
+    projected_bytes: dict[str, int] = dataclasses.field(default_factory=dict, metadata=HERE)
+    estimate: Estimate | None = dataclasses.field(default=None, metadata=HERE)
+    alternatives: tuple[Estimate, ...] = dataclasses.field(default=(), metadata=HERE)
+    around: float = dataclasses.field(default=0.0, metadata=HERE)
+    by_tasks: Estimate | None = dataclasses.field(default=None, metadata=HERE)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -235,53 +221,6 @@ class Placement(Explanation):
             It asks for another part, or for nothing.
         """
         raise NotImplementedError
-
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types."""
-        return {
-            "problem": self.problem.to_wire(),
-            "engine": self.engine,
-            "method": self.method,
-            "participants": [worker.to_wire() for worker in self.participants],
-            "ranks": list(self.ranks),
-            "where": {name: where.tobytes() for name, where in self.where.items()},
-            "replicas": self.replicas,
-            "replica_runs": list(self.replica_runs),
-            "group": self.group,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: Any) -> Self:
-        """Make it from what ``to_wire`` gave, checked.
-
-        Raises
-        ------
-        ProtocolError
-            Something is missing, of the wrong type or size, or out of range.
-        """
-        try:
-            made = cls(**cls.fields(wire))
-        except ProtocolError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"malformed plan: {error!r}") from error
-        made.check()
-        return made
-
-    @classmethod
-    def fields(cls, wire: Any) -> dict[str, Any]:
-        """Return the arguments of a placement, but for its problem, from what ``to_wire`` gave."""
-        run_a, run_b = map(int, wire["replica_runs"])
-        return {
-            "engine": str(wire["engine"]),
-            "method": str(wire["method"]),
-            "participants": tuple(map(Worker.from_wire, wire["participants"])),
-            "ranks": tuple(map(int, wire["ranks"])),
-            "where": {str(name): np.frombuffer(raw, np.int32) for name, raw in wire["where"].items()},
-            "replicas": int(wire["replicas"]),
-            "replica_runs": (run_a, run_b),
-            "group": int(wire["group"]),
-        }
 
     def check(self) -> None:
         """Check that the parts of a placement fit each other.

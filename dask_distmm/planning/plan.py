@@ -20,17 +20,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
+from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.cuts import Bounds, overlaps, reduce_cuts
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
+from dask_distmm.planning.wire import HERE
 
+T = TypeVar("T")
 Rect = tuple[int, int, int, int]  # row start, row stop, column start, column stop
+
+
+def once(function: Callable[..., T]) -> Callable[..., T]:
+    """Keep what a function of a plan returns with the plan; what else it takes must follow from the plan."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def kept(plan: Plan, *more: Any) -> T:
+        if name not in plan.__dict__:
+            plan.__dict__[name] = function(plan, *more)
+        found: T = plan.__dict__[name]
+        return found
+
+    return kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +94,7 @@ class Plan(Placement):
     order_b: str = "C"
     d_cuts: tuple[Bounds, Bounds] | None = None
     from_host: bool = False
-    left: str = ""
+    left: str = dataclasses.field(default="", metadata=HERE)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -103,6 +122,29 @@ class Plan(Placement):
     def block_sizes(self) -> tuple[int, int, int]:
         """The largest extent of a rank's part of m, n and k."""
         return tuple(int(np.diff(cut).max()) for cut in (self.rows, self.cols, self.depth))  # type: ignore[return-value]
+
+    @functools.cached_property
+    def extents(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Rows, columns and depth of each rank's block."""
+        (p, q, s), (rows, cols, depth) = self.grid, (np.diff(cut) for cut in (self.rows, self.cols, self.depth))
+        return np.repeat(rows, q * s), np.tile(np.repeat(cols, s), p), np.tile(depth, p * q)
+
+    @functools.cached_property
+    def final_elements(self) -> NDArray[np.int64]:
+        """Elements of D that each rank has in full, after sums over k are added up."""
+        if self.grid[2] > 1 and self.method == "allreduce":
+            return np.bincount(self.owners, chunk_elements(self.problem.out_chunks), len(self.ranks))
+        rows, cols = self.final_cuts
+        return np.multiply.outer(np.diff(rows), np.diff(cols)).ravel()
+
+    @functools.cached_property
+    def final_traffic(self) -> NDArray[np.int64]:
+        """Elements of the chunks of each rank (rows) that each rank (columns) has in full."""
+        nranks = len(self.ranks)
+        if self.grid[2] > 1 and self.method == "allreduce":
+            return np.diag(self.final_elements)
+        rows, cols = (tuple(np.diff(cut).tolist()) for cut in self.final_cuts)
+        return redistribution(ChunkGrid(self.problem.out_chunks), ChunkGrid((rows, cols))).traffic(self.owners, nranks)
 
     def coords(self, rank: int) -> tuple[int, int, int]:
         """Return (i, j, l) of a rank; l varies fastest."""
@@ -136,9 +178,9 @@ class Plan(Placement):
         return np.flatnonzero(self.owners == rank)
 
     @functools.cached_property
-    def _final_cuts(self) -> tuple[Bounds, Bounds]:
-        """Cuts of D's rows and columns into the slabs in which partial sums are added up."""
-        return self.d_cuts or reduce_cuts(self.problem, self.grid[2])
+    def final_cuts(self) -> tuple[Bounds, Bounds]:
+        """Cuts of D's rows and columns into the parts that ranks have in full, but where each chunk is one."""
+        return (self.rows, self.cols) if self.grid[2] == 1 else self.d_cuts or reduce_cuts(self.problem, self.grid[2])
 
     def final_rects(self, rank: int) -> list[Rect]:
         """Return the parts of D that `rank` has in full, after sums over k are added up."""
@@ -147,7 +189,7 @@ class Plan(Placement):
         if self.method == "allreduce":
             rects = [self.chunk_rect(int(index)) for index in self.owned(rank)]
             return [r for r in rects if r[0] < r[1] and r[2] < r[3]]
-        rows, cols = self._final_cuts
+        rows, cols = self.final_cuts
         i, j = divmod(rank, len(cols) - 1)
         return [(rows[i], rows[i + 1], cols[j], cols[j + 1])]
 
@@ -158,7 +200,7 @@ class Plan(Placement):
             return []
         if self.grid[2] > 1 and self.method == "allreduce":
             return [(int(self.owners[index]), rect)]
-        rows, cols = (self.rows, self.cols) if self.grid[2] == 1 else self._final_cuts
+        rows, cols = self.final_cuts
         ncols = len(cols) - 1
         return [
             (i * ncols + j, (r0, r1, c0, c1))
@@ -186,38 +228,6 @@ class Plan(Placement):
                 shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
             if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
                 raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
-
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types: what a worker needs to do its part."""
-        return {
-            **super().to_wire(),
-            "rows": list(self.rows),
-            "cols": list(self.cols),
-            "depth": list(self.depth),
-            "owners": self.owners.tobytes(),
-            "packing": dataclasses.astuple(self.packing),
-            "orders": [self.order_a, self.order_b],
-            "d_cuts": None if self.d_cuts is None else [list(cut) for cut in self.d_cuts],
-            "from_host": self.from_host,
-        }
-
-    @classmethod
-    def fields(cls, wire: Any) -> dict[str, Any]:
-        """Return the arguments of a plan from what ``to_wire`` gave."""
-        order_a, order_b = wire["orders"]
-        slabs = wire["d_cuts"]
-        return super().fields(wire) | {
-            "problem": Problem.from_wire(wire["problem"]),
-            "rows": tuple(map(int, wire["rows"])),
-            "cols": tuple(map(int, wire["cols"])),
-            "depth": tuple(map(int, wire["depth"])),
-            "owners": np.frombuffer(wire["owners"], np.int32),
-            "packing": Packing(*map(bool, wire["packing"])),
-            "order_a": str(order_a),
-            "order_b": str(order_b),
-            "d_cuts": None if slabs is None else (tuple(map(int, slabs[0])), tuple(map(int, slabs[1]))),
-            "from_host": bool(wire["from_host"]),
-        }
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""

@@ -8,78 +8,55 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, TypedDict, Unpack
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import PlanError, ProjectedMemoryError
-from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.assignment import asked_ways, candidates
-from dask_distmm.planning.chunk_order import free_axes, holder_cuts
-from dask_distmm.planning.cuts import Bounds, chunk_owners, grid_cuts, reduce_cuts
+from dask_distmm.planning.chunk_order import holder_cuts
+from dask_distmm.planning.cuts import Bounds, Way, chunk_owners, grid_cuts, reduce_cuts
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.engines import ENGINES, abilities_of
-from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks, operand_grids, packing, spread
-from dask_distmm.planning.numpy import costs
+from dask_distmm.planning.footprint import Needs, chunk_bytes, operand_needs, packing, spread
+from dask_distmm.planning.model import ENGINES, estimate, models_of
 from dask_distmm.planning.placement import Where, check_memory, everywhere, match_ranks, over_limit
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem
-from dask_distmm.planning.situation import Situation, Way
 
-# The bytes of A and B that each rank of a plan needs, and how many of them each worker has. Pure
-
-
-def needed_and_held(made: Plan, nroster: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the input bytes that each rank needs, and how many of them each worker of the roster has."""
-    p, q, s = made.grid
-    npart = len(made.participants)
-    (need_a, held_a), (need_b, held_b) = _operand_needs(made, "a"), _operand_needs(made, "b")
-    need = need_a[:, None, :] + need_b.T[None, :, :]
-    home = held_a[:, :, None, :] + held_b.transpose(0, 2, 1)[:, None, :, :]
-    return need.reshape(p * q * s), home.reshape(npart, p * q * s).T[:, :nroster]
+# The cluster as one plan sees it: who can multiply, and where the chunks of A and B are
 
 
-def gathered_bytes(made: Plan, operand: str) -> NDArray[np.float64]:
-    """Return the bytes of A or B that each rank fetches in order to multiply."""
-    needed, held = _operand_needs(made, operand)
-    found = []
-    for rank, me in enumerate(made.ranks):
-        i, j, depth = made.coords(rank)
-        part = (i, depth) if operand == "a" else (depth, j)
-        found.append(needed[part] - held[(me, *part)])
-    return np.array(found)
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it."""
 
+    # Workers that can be ranks.
+    roster: tuple[Worker, ...]
+    # Workers that hold chunks but can't be ranks.
+    sources: tuple[Worker, ...] = ()
+    # For each chunk of A and B in C order, the worker that holds it, as an index into ``[*roster, *sources]``: the
+    # bytes of an int32 array. None where that is not known.
+    raw_a: bytes | None = None
+    raw_b: bytes | None = None
+    # Memory order of (most of) the chunks of A and B.
+    orders: tuple[str, str] = ("C", "C")
+    # Addresses of ranks, in their order, that have a communicator already.
+    groups: tuple[tuple[str, ...], ...] = ()
+    # As `raw_a`, for earlier sums that the product is added to (`Formula.partial`).
+    raw_sums: bytes | None = None
 
-def _operand_needs(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the bytes of each part of A (rows x depth) or B (depth x cols), and those that each participant has."""
-    problem, npart = made.problem, len(made.participants)
-    rows, cols, depth = (np.diff(cut).astype(float) for cut in (made.rows, made.cols, made.depth))
-    needed = np.outer(rows, depth) if operand == "a" else np.outer(depth, cols)
-    where, parts = made.where.get(operand), operand_grids(made)["ab".index(operand)]
-    held: NDArray[Any]
-    if is_by_ranks(problem, operand):
-        # They come from their source as others come from other workers.
-        held = np.zeros((npart, *needed.shape))
-    elif where is None and needed.size > 1 and _lies_in_slabs(problem, operand, needed.shape):
-        held = np.zeros((npart, needed.size))
-        np.fill_diagonal(held, needed.ravel())
-        held = held.reshape(npart, *needed.shape)
-    elif where is None or everywhere(where):
-        held = np.broadcast_to(needed / (npart if where is None else 1), (npart, *needed.shape))
-    else:
-        held = redistribution(ChunkGrid(problem.chunks_of(operand)), parts).traffic(where, npart)
-        held = held.reshape(npart, *needed.shape)
-    itemsize = float(problem.itemsize(operand))
-    return needed * itemsize, np.asarray(held * itemsize, float)
+    @property
+    def participants(self) -> tuple[Worker, ...]:
+        """All workers, those of the roster first."""
+        return (*self.roster, *self.sources)
 
-
-def _lies_in_slabs(problem: Problem, operand: str, parts: tuple[int, ...]) -> bool:
-    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `chunk_order`."""
-    axis, counts = int(parts[1] > 1), problem.chunk_counts(operand)
-    slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
-    return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(problem)
+    @functools.cached_property
+    def where(self) -> Where:
+        """The holders of the chunks of A, B and earlier sums, where they are known."""
+        raw = {"a": self.raw_a, "b": self.raw_b, "partial": self.raw_sums}
+        return {name: np.frombuffer(found, np.int32) for name, found in raw.items() if found is not None}
 
 
 # ``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory
@@ -111,14 +88,14 @@ def with_replicas(made: Plan, count: int) -> Plan:
     assert made.estimate is not None
     machine = made.problem.options.machine(made.engine)
     seconds = float(moved.max()) / machine.bandwidth
-    estimate = dataclasses.replace(
+    found_estimate = dataclasses.replace(
         made.estimate,
         seconds=made.estimate.seconds + seconds + (machine.latency if seconds else 0.0),
         transfer_seconds=made.estimate.transfer_seconds + seconds,
         bytes_moved=made.estimate.bytes_moved + int(moved.sum()),
         peak_bytes=max(projected.values()),
     )
-    return dataclasses.replace(made, replicas=count, projected_bytes=projected, estimate=estimate)
+    return dataclasses.replace(made, replicas=count, projected_bytes=projected, estimate=found_estimate)
 
 
 def _result_replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -145,17 +122,17 @@ def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.
     held = np.maximum(sizes.sum() - spread(made, operand, sizes), 0.0)
     held[count:] = 0
     moved = held.copy()
-    if ENGINES[made.engine].keeps_gathered:
-        moved[list(made.ranks)] -= gathered_bytes(made, operand)
+    if ENGINES[made.engine].by_panels:
+        needed, at = operand_needs(made, operand)
+        moved[list(made.ranks)] -= needed - at[list(made.ranks), range(len(needed))]
     return held, np.maximum(moved, 0.0)
-
-
-# ``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory
 
 
 # One way is looked at for each so many seconds that the product is expected to take, and these many at least; and a
 # worker that has so large a share of the chunks may best do it all.
 _SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
+# A new communicator takes about this long (seconds, spread over the runs that will use it).
+_NEW_GROUP_SECONDS = 0.05
 # Bytes of earlier sums count so many times as much as bytes of inputs where ranks are matched to workers.
 _BEGUN = 4
 
@@ -209,7 +186,7 @@ def plan(
 
 def _able(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return those of some engines that can make chunks, if a problem asks for it; all if it does not."""
-    found = tuple(one.name for one in abilities_of(names) if one.makes or not any(problem.by_ranks))
+    found = tuple(one.name for one in models_of(names) if one.makes or not any(problem.by_ranks))
     if names and not found:
         raise PlanError(
             f"chunks of {problem.name} were to be made by the ranks that multiply them, which engine {names[0]!r} does "
@@ -248,20 +225,19 @@ def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> 
 
 @functools.lru_cache(maxsize=64)
 def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[Way] | None) -> Plan:
-    roster, abilities = situation.roster, ENGINES[engine]
+    roster, model = situation.roster, ENGINES[engine]
     if not roster:
         raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
     if problem.method not in ("auto", *METHODS):
         raise PlanError(f"unknown method {problem.method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
     if 0 in (problem.m, problem.n, problem.k):
         raise PlanError(f"nothing to plan: m, n, k = {problem.m}, {problem.n}, {problem.k}")
-    consider = abilities.consider or _consider
     found = [
-        consider(problem, situation, engine, way)
+        _consider(problem, situation, engine, way)
         for way in _ways(problem, len(roster), engine)
-        if (only is None or way in only) and abilities.has_method(problem, way[0])
+        if (only is None or way in only) and model.has_method(problem, way[0])
     ]
-    if not found and not abilities.has_method(problem, problem.method):
+    if not found and not model.has_method(problem, problem.method):
         raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
     if not found:
         raise PlanError(
@@ -283,7 +259,7 @@ def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[W
         f"the multiply of {problem.m} x {problem.k} by {problem.k} x {problem.n} ({problem.dtype})",
         product_remedies(problem),
         why=f" with method {leanest.method!r}, {chosen_as}{', since ' * bool(kept)}{' and '.join(kept)}",
-        on_gpus=abilities.on_gpus,
+        on_gpus=model.on_gpus,
     )
     raise AssertionError("unreachable")
 
@@ -319,44 +295,75 @@ def product_remedies(problem: Problem) -> list[str]:
 
 def _consider(problem: Problem, situation: Situation, engine: str, way: Way) -> Plan:
     """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
-    found = [_cut(problem, situation, engine, way[0], grid_cuts(problem, way[1]))]
-    # To move nothing may be quicker than to share the work evenly.
-    if (cuts := holder_cuts(problem, situation.where, way[1])) is not None:
-        found.append(_cut(problem, situation, engine, way[0], cuts))
+    every = ENGINES[engine].cuts(problem, way) or [
+        (*grid_cuts(problem, way[1]), None),
+        # To move nothing may be quicker than to share the work evenly.
+        *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, way[1])] if cuts is not None),
+    ]
+    found = [_cut(problem, situation, engine, way[0], *cuts) for cuts in every]
     return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
 
 
-def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts: tuple[Bounds, Bounds, Bounds]) -> Plan:
-    """Return the plan with certain cuts of m, n and k."""
-    abilities, (rows, cols, depth) = ENGINES[engine], cuts
-    s = len(depth) - 1
+def _cut(
+    problem: Problem,
+    situation: Situation,
+    engine: str,
+    method: str,
+    rows: Bounds,
+    cols: Bounds,
+    depth: Bounds,
+    d_cuts: tuple[Bounds, Bounds] | None,
+) -> Plan:
+    """Return the plan with certain cuts of m, n and k, and of D."""
+    model, s, count = ENGINES[engine], len(depth) - 1, len(situation.roster)
     nranks = (len(rows) - 1) * (len(cols) - 1) * s
     made = Plan(
         problem=problem,
         engine=engine,
-        method=method,
+        method="local" if nranks == 1 and model.collective else method,
         participants=situation.participants,
         ranks=tuple(range(nranks)),
         rows=rows,
         cols=cols,
         depth=depth,
-        owners=chunk_owners(problem, method, (rows, cols) if s == 1 else reduce_cuts(problem, s), nranks),
+        owners=chunk_owners(problem, method, d_cuts or ((rows, cols) if s == 1 else reduce_cuts(problem, s)), nranks),
         where=situation.where,
-        packing=packing(problem, cuts) if abilities.packs else Packing(),
+        packing=packing(problem, (rows, cols, depth)) if model.by_panels else Packing(),
         order_a=situation.orders[0],
         order_b=situation.orders[1],
+        d_cuts=d_cuts,
     )
-    needed, held = needed_and_held(made, len(situation.roster))
-    chosen = match_ranks(-held - _begun(made, len(situation.roster)))
-    made = dataclasses.replace(made, ranks=tuple(chosen))
-    at_home = held[np.arange(len(needed)), chosen]
-    project, estimate = abilities.project or costs.project, abilities.estimate or costs.estimate
-    made.projected_bytes.update(project(made))
-    if abilities.reads_host and _may_stay(problem) and (over_limit(made) or len(made.participants) == 1):
+    needs = {operand: operand_needs(made, operand) for operand in "ab"}
+    held = (needs["a"][1] + needs["b"][1])[:count].T
+    made = dataclasses.replace(made, ranks=_matched(made, held, situation.groups))
+    made.projected_bytes.update(_projected(made, needs))
+    if model.reads_peers and _may_stay(problem) and (over_limit(made) or len(made.participants) == 1):
         # A rank that is alone reads each chunk once, either way: it need not wait for all of them.
         made = dataclasses.replace(made, from_host=True, projected_bytes={})
-        made.projected_bytes.update(project(made))
-    return dataclasses.replace(made, estimate=estimate(made, needed, at_home, _delivered(made)))
+        made.projected_bytes.update(_projected(made, needs))
+    hosts = {made.participants[index].host for index in made.ranks}
+    peak, machine = max(made.projected_bytes.values()), problem.options.machine(engine)
+    found = estimate(model.work(made, needs), machine, made.method, made.grid, peak, hosts)
+    return dataclasses.replace(made, estimate=found)
+
+
+def _projected(made: Plan, needs: Mapping[str, Needs]) -> dict[str, int]:
+    """Return the bytes that each participant holds at most, by its address."""
+    held = ENGINES[made.engine].memory(made, needs)
+    return {worker.address: int(size) for worker, size in zip(made.participants, held, strict=True)}
+
+
+def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
+    """Match ranks (rows) to workers so that most bytes lie right; a group that exists already saves making one."""
+    if not ENGINES[made.engine].collective:
+        return tuple(match_ranks(-held - _begun(made, held.shape[1])))
+    best, ranks = tuple(match_ranks(-held)), range(len(held))
+    number = {worker.address: index for index, worker in enumerate(made.participants[: held.shape[1]])}
+    fitting = [group for group in groups if len(group) == len(best) and number.keys() >= set(group)]
+    orders = [tuple(number[address] for address in group) for group in fitting]
+    worth = _NEW_GROUP_SECONDS * made.problem.options.machine(made.engine).bandwidth * len(best)
+    known = [order for order in orders if held[ranks, best].sum() - held[ranks, order].sum() < worth]
+    return max(known, key=lambda order: held[ranks, order].sum(), default=best)
 
 
 def _may_stay(problem: Problem) -> bool:
@@ -371,16 +378,3 @@ def _begun(made: Plan, nroster: int) -> NDArray[np.float64]:
         np.add.at(costs_of, (made.owners, made.where["partial"]), chunk_bytes(made.problem, "partial"))
     # They would not only move: they could not grow in place.
     return _BEGUN * costs_of[:, :nroster]
-
-
-def _delivered(made: Plan) -> NDArray[np.float64]:
-    """Elements of finished chunks of D that each rank gets from other ranks."""
-    nranks = len(made.ranks)
-    if made.grid[2] > 1 and made.method == "allreduce":
-        return np.zeros(nranks)
-    rects = [made.final_rects(rank)[0] for rank in range(nranks)]
-    rows = tuple(sorted({r for rect in rects for r in rect[:2]}))
-    cols = tuple(sorted({c for rect in rects for c in rect[2:]}))
-    parts = ChunkGrid((tuple(np.diff(rows).tolist()), tuple(np.diff(cols).tolist())))
-    moved = redistribution(ChunkGrid(made.problem.out_chunks), parts).traffic(made.owners, nranks)
-    return np.asarray(moved.sum(axis=1) - np.diagonal(moved), float)

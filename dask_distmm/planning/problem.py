@@ -1,7 +1,11 @@
 """A Problem says what is to be multiplied; planning turns it into a Plan.
 
-It is a frozen value of plain types. It crosses the network as the plain dict of ``to_wire`` and is checked by
-`from_wire`, so that no message of ours needs unpickling.
+It is a frozen value, which crosses the network.
+
+The peer engine's products are cuBLASLt's. It computes the transpose of D, so a value for each column of D is native to
+it; and an element of D must be computed in one go (see `block_schedule.native`). With 16-bit types its epilogs are not
+exact either where extents or addresses are odd (measured: some algorithms round the product first, up to 31 times the
+bound, some make 0 of relu(NaN), some refuse); with float32 and float64 they are.
 """
 
 from __future__ import annotations
@@ -15,14 +19,48 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Options, options_from_wire
-from dask_distmm.errors import PlanError, ProtocolError
+from dask_distmm.config import Options
+from dask_distmm.errors import PlanError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
-from dask_distmm.planning.computation import Chunks, Computation, Output, chunks_from_wire
-from dask_distmm.planning.demand import Demand
-from dask_distmm.planning.distribution import FREE, Distributions, distribution_from_wire
-from dask_distmm.planning.part import Part
+from dask_distmm.planning.computation import Chunks, Computation, Output, Part
+from dask_distmm.planning.distribution import FREE, Distributions
+
+# The formulas that NVIDIA's libraries can do inside of a multiply. Pure
+
+
+NATIVE_EPILOGS = ("relu", "gelu", "bias", "relu_bias", "gelu_bias")
+
+
+def library_epilog(problem: Problem) -> str | None:
+    """Return the epilog that NVIDIA's libraries have for a formula, ``""`` for a factor alone, or None."""
+    formula = problem.formula
+    if (
+        formula.trivial
+        or formula.function
+        or formula.amax
+        or formula.partial
+        or complex(*formula.beta) != 0
+        or formula.scales
+        or formula.scale_d != 1
+    ):
+        return None
+    if problem.matrix_types != (problem.dtype,) * 2:
+        return None
+    if not formula.epilog or formula.operand_sum:
+        return ""
+    dtype = problem.result_type
+    if (
+        formula.epilog not in NATIVE_EPILOGS
+        or dtype.kind == "c"
+        or (dtype == np.float64 and formula.activation == "gelu")
+    ):
+        return None
+    return str(formula.epilog)
+
+
+# A Problem says what is to be multiplied; planning turns it into a Plan
+
 
 # A part of a multiply as a problem of its own: where only some chunks of D are wanted, or others are there already
 
@@ -138,6 +176,7 @@ class Problem(Computation):
     """One multiply ``D = F(A @ B)``: A is m x k, B is k x n, D is m x n."""
 
     kind: ClassVar[str] = "product"
+    overwrite_a: ClassVar[bool] = False
 
     # Name of the result array; names the multiply everywhere.
     name: str
@@ -260,10 +299,9 @@ class Problem(Computation):
         return tuple(found)
 
     @property
-    def demand(self) -> Demand:
-        """The demand that it makes on the workers."""
-        dtypes = self.a_dtype, self.b_dtype, self.dtype
-        return Demand(self.engine, self.array, dtypes, self.workers, self.options.allow_plaintext_nccl)
+    def dtypes_of_work(self) -> tuple[str, str, str]:
+        """Names of the types of A, B and D."""
+        return self.a_dtype, self.b_dtype, self.dtype
 
     def chunks_of(self, operand: str) -> Chunks:
         """Chunk sizes of an operand, or of ``"d"``."""
@@ -324,13 +362,15 @@ class Problem(Computation):
         """Bytes of an element of an operand, or of ``"d"``."""
         return dtype_from_name(self.dtype_of(operand)).itemsize
 
-    @classmethod
-    def from_wire(cls, wire: Any) -> Problem:
-        """Make it from what ``to_wire`` gave, checked."""
-        try:
-            return _checked(cls(**_fields(wire)), wire["part"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"malformed problem: {error!r}") from error
+    def check(self) -> None:
+        """Raise for values that no problem has, and for chunks that are not those of the part that it is."""
+        Computation.check(self)
+        self.compute_type, self.result_type  # noqa: B018 - the types must exist
+        if self.compute not in ("", *COMPUTE_TYPES) or self.gathered not in ("", "a", "b"):
+            raise ValueError(f"compute {self.compute!r}, gathered {self.gathered!r}")
+        counts = {name: self.chunk_counts(name) for name in (*self.operands, "d")}
+        if self.part is not None and counts != {one[0]: (len(one[1]), len(one[2])) for one in self.part.numbers}:
+            raise ValueError(f"a part of other chunks than {counts}")
 
 
 def goes_on(problem: Problem) -> bool:
@@ -351,51 +391,3 @@ def _along(operand: str, axis: int, problem: Problem) -> tuple[Any, Any]:
     """Return sizes and numbers of an operand's chunks along an axis."""
     numbers = None if problem.part is None else problem.part.of(operand)[axis]
     return problem.chunks_of(operand)[axis], numbers
-
-
-def _checked(problem: Problem, part: Any) -> Problem:
-    """Return a problem as the part of a larger one that it is, if it is one; raise for values that no problem has."""
-    problem.compute_type, problem.result_type  # noqa: B018 - the types must exist
-    known = {"compute": ("", *COMPUTE_TYPES), "array": ("numpy", "cupy"), "gathered": ("", "a", "b")}
-    for field, values in known.items():
-        if (found := getattr(problem, field)) not in values:
-            raise ValueError(f"{field} {found!r}")
-    if not isinstance(problem.name, str):
-        raise TypeError(f"name {problem.name!r}")
-    if part is None:
-        return problem
-    counts = {name: problem.chunk_counts(name) for name in (*problem.operands, "d")}
-    return dataclasses.replace(problem, part=Part.from_wire(part, counts))
-
-
-def _fields(wire: Any) -> dict[str, Any]:
-    """Return the arguments of a `Problem` but for its part from its wire form."""
-    fields = {name: value for name, value in wire.items() if name not in ("kind", "part")}
-    fields["options"] = options_from_wire(fields["options"])
-    for key in ("a_chunks", "b_chunks", "out_chunks"):
-        fields[key] = chunks_from_wire(fields[key])
-    fields["extras"] = tuple(
-        Extra(str(extra["name"]), chunks_from_wire(extra["chunks"]), dtype_from_name(extra["dtype"]).name)
-        for extra in fields["extras"]
-    )
-    formula = dict(fields["formula"])
-    formula["scale_d"], formula["scales"] = float(formula["scale_d"]), tuple(map(str, formula["scales"]))
-    for key in ("alpha", "beta"):
-        real, imaginary = formula[key]
-        formula[key] = (float(real), float(imaginary))
-    formula["names"] = tuple(map(str, formula["names"]))
-    fields["formula"] = Formula(**formula)
-    a, b, d = fields["distributions"]
-    fields["distributions"] = (distribution_from_wire(a), distribution_from_wire(b), distribution_from_wire(d))
-    if fields["grid"] is not None:
-        p, q, s = map(int, fields["grid"])
-        fields["grid"] = (p, q, s)
-    array_a, array_b = map(str, fields["arrays"])
-    fields["arrays"] = array_a, array_b
-    for key in ("turned", "conjugated", "by_ranks"):
-        of_a, of_b = map(bool, fields[key])
-        fields[key] = of_a, of_b
-    fields["stationary"] = bool(fields["stationary"])
-    workers = fields["workers"]
-    fields["workers"] = tuple(workers) if isinstance(workers, list | tuple) else workers
-    return fields

@@ -8,20 +8,19 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Options, options_from_wire
+from dask_distmm.config import Options
 from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, Output, chunk_elements
-from dask_distmm.planning.demand import Demand, Worker
-from dask_distmm.planning.part import Part
-from dask_distmm.planning.placement import Estimate, Placement, Where, in_range, over_limit
+from dask_distmm.planning.computation import Chunks, Computation, Output, Part, chunk_elements
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.model import Estimate, speeds
+from dask_distmm.planning.placement import Placement, Where, in_range, over_limit
 from dask_distmm.programs.check import all_flags, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.model import Cost, Rates, cost
@@ -70,15 +69,6 @@ class ProgramProblem(Computation):
         """Names of the matrices that are read."""
         return tuple(self.chunks)
 
-    @property
-    def given_up(self) -> tuple[str, ...]:
-        """A, if it is to be overwritten."""
-        return ("a",) if self.overwrite_a else ()
-
-    def keeping(self) -> Self:
-        """Return the same computation, by which A is not given up."""
-        return dataclasses.replace(self, overwrite_a=False)
-
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which makes only some outputs."""
         return dataclasses.replace(self, wanted=tuple(one for one in self.wanted if one.name in outputs))
@@ -94,10 +84,9 @@ class ProgramProblem(Computation):
         return dtype_from_name(self.compute_type)
 
     @property
-    def demand(self) -> Demand:
-        """The demand that it makes on the workers."""
-        dtypes = (self.compute_type,) * 3
-        return Demand(self.engine, self.array, dtypes, self.workers, self.options.allow_plaintext_nccl, self.kind)
+    def dtypes_of_work(self) -> tuple[str, str, str]:
+        """Three times the type that is computed in."""
+        return (self.compute_type,) * 3
 
     @property
     def flops(self) -> float:
@@ -113,59 +102,16 @@ class ProgramProblem(Computation):
         """Name of the type of an operand."""
         return self.dtypes[operand]
 
-    def numbers(self, name: str) -> NDArray[np.int64]:
-        """Return the numbers of all chunks of an operand or an output."""
-        counts = self.chunk_counts(name) if name in self.chunks else self._output(name).counts
-        return np.arange(math.prod(counts))
-
-    def columns(self, output: str) -> int:
-        """Return how many columns of chunks an output has."""
-        return self._output(output).counts[1]
-
-    def _output(self, name: str) -> Output:
-        return next(one for one in self.wanted if one.name == name)
-
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank, if `owners` have the chunks of rows."""
         rows, cols = Rows(self.chunks["a"][0], owners, ranks), {name: sum(x[1]) for name, x in self.chunks.items()}
         wanted = [one.name for one in self.wanted]
         return record(self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, rank)
 
-    @classmethod
-    def from_wire(cls, wire: Any) -> ProgramProblem:
-        """Make it from what ``to_wire`` gave, checked."""
-        try:
-            workers = wire["workers"]
-            problem = cls(
-                name=str(wire["name"]),
-                builder=str(wire["builder"]),
-                options_of_builder={
-                    str(name): tuple(value) if isinstance(value, list | tuple) else value
-                    for name, value in wire["options_of_builder"].items()
-                },
-                compute_type=dtype_from_name(wire["compute_type"]).name,
-                chunks={str(name): _chunks(chunks) for name, chunks in wire["chunks"].items()},
-                dtypes={str(name): dtype_from_name(dtype).name for name, dtype in wire["dtypes"].items()},
-                wanted=tuple(
-                    Output(str(one["name"]), _chunks(one["chunks"]), dtype_from_name(one["dtype"]).name)
-                    for one in wire["wanted"]
-                ),
-                engine=str(wire["engine"]),
-                workers=tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers,
-                options=options_from_wire(wire["options"]),
-                array=str(wire["array"]),
-                overwrite_a=bool(wire["overwrite_a"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"malformed problem: {error!r}") from error
-        if problem.builder not in BUILDERS or problem.array not in ("numpy", "cupy") or "a" not in problem.chunks:
-            raise ProtocolError(f"malformed problem: builder {problem.builder!r}, array {problem.array!r}")
-        return problem
-
-
-def _chunks(wire: Any) -> Chunks:
-    rows, cols = wire
-    return tuple(map(int, rows)), tuple(map(int, cols))
+    def check(self) -> None:
+        """Raise for a builder or an array that there is not; numbers of rows need not be known."""
+        if self.builder not in BUILDERS or self.array not in ("numpy", "cupy") or "a" not in self.chunks:
+            raise ValueError(f"builder {self.builder!r}, array {self.array!r}")
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -190,9 +136,8 @@ class ProgramPlacement(Placement):
         machine = self.problem.options.machine(self.engine)
         threads = min((self.participants[index].nthreads for index in self.ranks), default=1)
         hosts = {self.participants[index].host for index in self.ranks}
-        bandwidth = (machine.network_bandwidth if len(hosts) > 1 else 0.0) or machine.bandwidth
         rate = machine.rate(self.problem.compute_type) * threads
-        return Rates(rate, machine.memory_bandwidth, bandwidth, max(_LATENCY, machine.latency))
+        return Rates(rate, machine.memory_bandwidth, speeds(machine, hosts)["ranks"], max(_LATENCY, machine.latency))
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -222,16 +167,6 @@ class ProgramPlacement(Placement):
             known = 0 <= operand < len(names) and 0 <= number < len(self.owners)
             if not known or tuple(box) != self.whole(names[operand], number):
                 raise ProtocolError(f"there is no part {box} of chunk {number} of operand {operand}")
-
-    def to_wire(self) -> dict[str, Any]:
-        """As a dict of plain types."""
-        return {**super().to_wire(), "owners": list(self.owners)}
-
-    @classmethod
-    def fields(cls, wire: Any) -> dict[str, Any]:
-        """Return the arguments of a plan from what ``to_wire`` gave."""
-        problem = ProgramProblem.from_wire(wire["problem"])
-        return super().fields(wire) | {"problem": problem, "owners": tuple(map(int, wire["owners"]))}
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""

@@ -61,7 +61,7 @@ def other_orders(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[str, s
     for operand, planned in plan.orders.items():
         here = collections.Counter(order_of(chunk) for (name, _), chunk in chunks.items() if name == operand)
         order = here.most_common(1)[0][0] if here else planned
-        if order != planned and (ENGINES[plan.engine].minds_order or problem.is_conjugated(operand)):
+        if order != planned and (ENGINES[plan.engine].on_gpus or problem.is_conjugated(operand)):
             found[operand] = order
     return found
 

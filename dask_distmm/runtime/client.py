@@ -18,7 +18,7 @@ from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.computation import Computation
-from dask_distmm.planning.dask_tasks import product_by_tasks, product_overhead
+from dask_distmm.planning.tasks import product_by_tasks, product_overhead
 from dask_distmm.runtime.messages import Free, RosterQuestion
 from dask_distmm.runtime.wire import ask
 

@@ -29,7 +29,7 @@ from dask._task_spec import Alias, Task, TaskRef
 from dask.base import clone_key, tokenize
 
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.planning.part import Part
+from dask_distmm.planning.computation import Part
 
 GROUP_PREFIX = "distmm-group-"
 _BARRIER, _TILE, _GATE = "distmm-barrier-", "distmm-tile-", "distmm-gate-"

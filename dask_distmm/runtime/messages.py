@@ -52,7 +52,7 @@ class RosterQuestion(Call[RosterReply]):
     """
 
     operation, answer = "distmm_roster", RosterReply
-    demand: Sequence[Any]
+    demand: Mapping[str, Any]
     names: Sequence[str] = ()
     counts: Sequence[Sequence[int]] = ()
 

@@ -253,7 +253,7 @@ class Replicas:
 
     def mark(self, names: Sequence[str], answer: RosterReply) -> RosterReply:
         """Return an answer to a client in which arrays that all workers have as replicas lie everywhere."""
-        addresses = [address for address, *_ in answer.workers]
+        addresses = [worker["address"] for worker in answer.workers]
         placed = [
             np.full(len(raw) // 4, EVERYWHERE, np.int32).tobytes() if raw and self._run(name, addresses) else raw
             for name, raw in zip(names, answer.placed, strict=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dask.utils import format_bytes, format_time
 
-from dask_distmm.planning.engines import ENGINES
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.factor.problem import FactorProblem
-from dask_distmm.planning.many.chains import ChainPlan
+from dask_distmm.planning.many import ChainPlan
+from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
 

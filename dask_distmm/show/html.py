@@ -16,10 +16,8 @@ from dask.utils import format_bytes, format_time
 from numpy.typing import NDArray
 
 from dask_distmm.planning.cublasmp.tiles import Tile
-from dask_distmm.planning.engines import ENGINES
-from dask_distmm.planning.many.batches import BatchPlan
-from dask_distmm.planning.many.groups import GroupPlan
-from dask_distmm.planning.placement import Estimate
+from dask_distmm.planning.many import BatchPlan, GroupPlan
+from dask_distmm.planning.model import ENGINES, Estimate
 from dask_distmm.planning.plan import Plan
 from dask_distmm.show.text import WHAT, in_words
 
@@ -376,8 +374,7 @@ def _chunk_grids(plan: Plan) -> str:
 
 def _layout(plan: Plan) -> str:
     """Draw how A, B and D lie on the ranks while they are multiplied, over their chunks."""
-    make_tiles = ENGINES[plan.engine].tiles
-    tiles = make_tiles(plan) if make_tiles is not None else None
+    tiles = ENGINES[plan.engine].tiles(plan)
     note = ""
     if tiles is not None:
         everyone = tuple(range(len(plan.ranks)))

@@ -7,10 +7,9 @@ import math
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.arrays.product import NotCollective
-from dask_distmm.planning.engines import ENGINES
-from dask_distmm.planning.many.batches import BatchPlan
-from dask_distmm.planning.many.groups import GroupPlan, Share
-from dask_distmm.planning.placement import Estimate, everywhere
+from dask_distmm.planning.many import BatchPlan, GroupPlan, Share
+from dask_distmm.planning.model import ENGINES, Estimate
+from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.waves import WavePlan

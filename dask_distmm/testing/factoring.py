@@ -16,7 +16,7 @@ from dask_distmm.engines.factor.job import block_columns, whole
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import PlanError
-from dask_distmm.planning.factor import FactorPlan
+from dask_distmm.planning.factor.plan import FactorPlan
 from dask_distmm.planning.factor.problem import Turned
 
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 import collections
 import itertools
 
-from dask_distmm.planning.factor import (
+from dask_distmm.planning.factor.plan import FactorPlan, Phase, launch_order
+from dask_distmm.planning.factor.steps import (
     Apply,
     Ask,
     Check,
     Diagonalize,
     Drop,
     Factor,
-    FactorPlan,
     Get,
     Key,
     Orient,
-    Phase,
     Publish,
     Step,
     Tridiagonalize,
-    launch_order,
 )
 
 # Parts of panels from others that a rank holds at most at the same time: one in use and one that arrives.

@@ -14,7 +14,7 @@ from epilog_cases import ALL, Case, run_case
 from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Extra, Worker, plan
-from dask_distmm.planning.cublasmp.abilities import native_epilog
+from dask_distmm.planning.cublasmp.model import native_epilog
 from dask_distmm.planning.cublasmp.tiles import make_tiles
 from dask_distmm.planning.distribution import BlockCyclic, Slab, block_grid
 from dask_distmm.testing import conformance, make_problem

@@ -22,7 +22,8 @@ from dask_distmm.engines.tridiagonal.kernels import HostMerging
 from dask_distmm.engines.tridiagonal.reduction import HostReduction, panel_width
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor.plan import factor_plan
+from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.testing import assert_eigh
 
 pytestmark = pytest.mark.skipif(compiled.compiler() is None, reason="needs g++: kernels are compiled for the CPU")

@@ -15,7 +15,8 @@ from dask_distmm.engines.factor import operations
 from dask_distmm.engines.factor.operations import is_short
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor.plan import factor_plan
+from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.testing import (
     assert_cholesky,
     assert_inverse,

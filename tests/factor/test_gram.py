@@ -9,7 +9,8 @@ from matrices import noise
 from dask_distmm.engines.factor import gram
 from dask_distmm.engines.factor.gram import gram_reflectors
 from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor.plan import factor_plan
+from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.testing import assert_qr, run_factorization
 
 K = LapackKernels()

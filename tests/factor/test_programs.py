@@ -13,21 +13,9 @@ from hypothesis import strategies as st
 from dask_distmm.engines.factor.job import inside
 from dask_distmm.errors import PlanError
 from dask_distmm.layout.redistribute import Copy
-from dask_distmm.planning.factor import (
-    Apply,
-    Columns,
-    Drop,
-    Factor,
-    Factorization,
-    FactorPlan,
-    Get,
-    Key,
-    Matrix,
-    Publish,
-    block_width,
-    factor_plan,
-    launch_order,
-)
+from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan, launch_order
+from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor.steps import Apply, Columns, Drop, Factor, Get, Key, Matrix, Publish
 from dask_distmm.testing import check_programs
 
 WAYS = [

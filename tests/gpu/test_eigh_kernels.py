@@ -8,7 +8,8 @@ from matrices import noise
 
 from dask_distmm.engines.tridiagonal.kernels import HostMerging
 from dask_distmm.engines.tridiagonal.reduction import HostReduction
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor.plan import factor_plan
+from dask_distmm.planning.factor.problem import Factorization
 
 pytestmark = pytest.mark.engines("peer")
 DTYPES = ["float32", "float64", "complex64", "complex128"]

@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 
 from dask_distmm import PlanError
 from dask_distmm.config import read_options
-from dask_distmm.planning.many.batches import (
+from dask_distmm.planning.many import (
     Batch,
     BatchEstimate,
     Pool,
     choose_batch_way,
     efficiency,
     item_plan,
+    long_products,
     recut,
     resize,
+    share_out,
 )
-from dask_distmm.planning.many.groups import long_products, share_out
 from dask_distmm.runtime.keys import group_name, parse_group_key
 from dask_distmm.runtime.scheduler.priorities import new_priorities
 

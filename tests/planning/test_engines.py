@@ -11,8 +11,8 @@ from distributed import Client, LocalCluster
 
 from dask_distmm import EngineError, PlanError, explain, matmul
 from dask_distmm.engines.base import Job
-from dask_distmm.planning import ENGINES, Abilities
-from dask_distmm.planning.engines import abilities_of, engine_alone
+from dask_distmm.planning import ENGINES, NumpyModel
+from dask_distmm.planning.model import engine_alone, models_of
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.testing import assert_nothing_left, assert_product
 
@@ -51,6 +51,14 @@ class ToyJob(Job):
         return whole
 
 
+class ToyModel(NumpyModel):
+    def takes(self, array, dtypes):
+        return array == "numpy" and set(dtypes) == {"float64"}
+
+    def has_method(self, problem, method):
+        return method == "local"
+
+
 class ToyEngine:
     name = "toy"
 
@@ -79,13 +87,7 @@ ENGINE = ToyEngine()
 @pytest.fixture
 def toy(monkeypatch):
     monkeypatch.setitem(sys.modules, "toy_engine", sys.modules[__name__])
-    abilities = Abilities(
-        "toy",
-        "toy_engine",
-        takes=lambda array, dtypes: array == "numpy" and set(dtypes) == {"float64"},
-        has_method=lambda problem, method: method == "local",
-    )
-    monkeypatch.setitem(ENGINES, "toy", abilities)
+    monkeypatch.setitem(ENGINES, "toy", ToyModel("toy", "toy_engine"))
 
 
 def test_an_engine_in_one_module(toy):
@@ -112,7 +114,7 @@ def test_an_engine_in_one_module(toy):
 
 def test_an_unknown_engine_is_named():
     with pytest.raises(EngineError, match="unknown engine 'toy'; known are 'peer', 'cublasmp', 'cusolvermp', 'numpy'"):
-        abilities_of(["numpy", "toy"])
+        models_of(["numpy", "toy"])
 
 
 def test_the_engine_where_there_is_no_cluster():

@@ -10,7 +10,8 @@ import pytest
 from dask_distmm import PlanError, ProjectedMemoryError
 from dask_distmm.config import DaskCosts
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.peer.block_schedule import block_schedules, independent, peer_reads
+from dask_distmm.planning.peer.block_schedule import block_schedules, peer_reads
+from dask_distmm.planning.peer.model import PEER
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.runtime.client import Snapshot
 from dask_distmm.testing import make_problem
@@ -49,7 +50,7 @@ def test_chunks_stay_in_host_memory_where_they_do_not_fit_or_a_rank_is_alone(cou
         # No participant maps chunks of another one, nor multiplies one as it lies.
         assert not any(read.any() for read in peer_reads(made, "ab").values())
         assert not any(any(one.lies) for one in block_schedules(made))
-        assert not independent(made)
+        assert not PEER.independent(made)
 
 
 def test_dasks_own_tasks_multiply_numpy_chunks_on_the_cpu():

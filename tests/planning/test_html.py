@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dask_distmm import BatchPlan, NotCollective, Plan, explain
 from dask_distmm.errors import PlanError
 from dask_distmm.planning import METHODS
-from dask_distmm.planning.many.groups import GroupPlan, Share
+from dask_distmm.planning.many import GroupPlan, Share
 from dask_distmm.show.html import Cell, coarse
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,7 +14,8 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import conquer
 from dask_distmm.engines.tridiagonal.reduction import HostReduction, panel_width, reflector
 from dask_distmm.errors import MatrixError, PlanError
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor.plan import factor_plan
+from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.testing import assert_eigh, run_factorization
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]

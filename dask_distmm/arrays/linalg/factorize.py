@@ -25,8 +25,7 @@ from dask_distmm.graph.factor import build_factor_graph
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.computation_kinds import plan_computation, problem_from_wire
-from dask_distmm.planning.factor import Factorization
-from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.factor.problem import Factorization, FactorProblem
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client, recent_snapshot

@@ -32,9 +32,9 @@ from dask_distmm.arrays.linalg.public import named
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import MissingEngineError, NotSquareError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation_kinds import plan_computation
-from dask_distmm.planning.factor.dask_tasks import factor_by_tasks, factor_overhead, program_by_tasks
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.program import ProgramProblem
+from dask_distmm.planning.tasks import factor_by_tasks, factor_overhead, program_by_tasks
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
 # How Dask's own function is: "good"; "poor": it may be wrong, or NumPy's is called on whole matrices in this process;

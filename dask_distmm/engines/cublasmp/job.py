@@ -36,7 +36,7 @@ from dask_distmm.engines.gpu.operands import DeviceChunks, ld, mark, usable
 from dask_distmm.layout import ChunkGrid, Moves, redistribution
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cublasmp.abilities import all_reduced, native_epilog, own_kernel, returned_type, tile_chunk
+from dask_distmm.planning.cublasmp.model import all_reduced, native_epilog, own_kernel, returned_type, tile_chunk
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles
 from dask_distmm.planning.placement import EVERYWHERE
 

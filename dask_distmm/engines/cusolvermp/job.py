@@ -55,10 +55,8 @@ from dask_distmm.engines.gpu.gemm import OPS
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning.computation import Output
-from dask_distmm.planning.cusolvermp.abilities import share
-from dask_distmm.planning.factor import FactorPlan
-from dask_distmm.planning.factor.phases import factored
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.cusolvermp import CUSOLVERMP
+from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan, factored
 from dask_distmm.planning.factor.planner import way_of
 
 # What the ranks compute together, as calls of cuSOLVERMp and cuBLASMp
@@ -341,7 +339,7 @@ class CusolverMpJob(GpuFactorJob):
     def __init__(self, side: Side[FactorPlacement], engine: CusolverMpState) -> None:
         super().__init__(side, engine)
         self._state, self._shared = engine, len(self.plan.ranks) > 1
-        least = share(way_of(self.plan.problem.task), len(self.plan.ranks))
+        least = CUSOLVERMP.share(way_of(self.plan.problem.task), len(self.plan.ranks))
         self._entry = CollectiveEntry(self.plan, self.rank, self.comm, self.ended, least)
         self._traded = 0
 

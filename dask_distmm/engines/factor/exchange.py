@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import wait_checked
-from dask_distmm.planning.factor import Key, Part
-from dask_distmm.planning.factor.placement import PARTS
+from dask_distmm.planning.factor.plan import PARTS
+from dask_distmm.planning.factor.steps import Key, Part
 
 
 class PanelExchange:

@@ -30,7 +30,8 @@ from dask_distmm.engines.factor.spectral import decompose, not_finite, unit_fact
 from dask_distmm.engines.tridiagonal.conquer import Conquest, row_bounds
 from dask_distmm.engines.tridiagonal.reduction import HostReduction, Tridiagonal
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import (
+from dask_distmm.planning.factor.plan import FactorPlan, launch_order
+from dask_distmm.planning.factor.steps import (
     Apply,
     Ask,
     Check,
@@ -38,14 +39,12 @@ from dask_distmm.planning.factor import (
     Diagonalize,
     Drop,
     Factor,
-    FactorPlan,
     Get,
     Key,
     Orient,
     Publish,
     Step,
     Tridiagonalize,
-    launch_order,
 )
 
 # The steps of a rank that shares the eigenvalues of a Hermitian matrix with others: by way of a tridiagonal one

@@ -32,8 +32,8 @@ from dask_distmm.engines.factor.spectral import not_finite
 from dask_distmm.errors import MatrixError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor import FactorPlan, TaskOutput
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan
+from dask_distmm.planning.factor.problem import TaskOutput
 
 # The results that a rank holds after its program
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.gram import gram_reflectors
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.planning.factor import DiagonalBlock, Operation
+from dask_distmm.planning.factor.steps import DiagonalBlock, Operation
 
 _FORWARD = Operation("substitute", lower=True)
 # One GEMM of several block columns has a higher rate than one of each (1 H200, float64, 16384 rows, a panel of 512

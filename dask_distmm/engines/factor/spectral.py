@@ -12,7 +12,7 @@ import numpy as np
 
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.planning.factor.problem import Factorization
 
 
 def decompose(kernels: Kernels, task: Factorization, a: Any, b: Any = None) -> dict[str, Any]:

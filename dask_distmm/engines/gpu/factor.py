@@ -14,7 +14,7 @@ from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.job import TRIANGLES, FactorJob
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.plan import FactorPlacement
 
 
 class SolverState(Protocol):

@@ -27,7 +27,7 @@ from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.tridiagonal.reduction import TINY, Tridiagonal, panel_width
 from dask_distmm.errors import EngineError, PlanError
-from dask_distmm.planning.factor import Columns
+from dask_distmm.planning.factor.steps import Columns
 
 # As tridiagonal.cu has them.
 _NARROW, _ROWS, _THREADS, _COLS, _WARPS, _MOST_TILES, _HEADER = 64, 512, 128, 8, 8, 1024, 256

@@ -24,7 +24,7 @@ from dask_distmm.engines.peer.job import PeerJob
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.program import ProgramPlacement
 
 

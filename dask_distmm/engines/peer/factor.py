@@ -50,7 +50,7 @@ from dask_distmm.engines.tridiagonal.conquer import row_bounds
 from dask_distmm.engines.tridiagonal.reduction import Tridiagonal
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.factor.placement import FactorPlacement
+from dask_distmm.planning.factor.plan import FactorPlacement
 
 # Eigenvalues that GPUs of one host share: what each lets the others read, and reads of them
 

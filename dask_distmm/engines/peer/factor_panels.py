@@ -24,8 +24,8 @@ from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.tridiagonal.conquer import row_bounds
-from dask_distmm.planning.factor import Key
-from dask_distmm.planning.factor.placement import PARTS, FactorPlacement
+from dask_distmm.planning.factor.plan import PARTS, FactorPlacement
+from dask_distmm.planning.factor.steps import Key
 
 # Numbers of what a rank offers beside chunks of operands, under `BLOCKS`; its parts of outputs follow. Where ranks
 # share eigenvalues, also the products of the reduction and its rows of eigenvectors.

@@ -18,8 +18,8 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Placement, Plan
-from dask_distmm.planning.peer.access import reaches
 from dask_distmm.planning.peer.block_schedule import blocks
+from dask_distmm.planning.peer.model import reaches
 
 # The number, in place of an operand's, of all that ranks offer beside chunks: blocks of D, or block columns.
 BLOCKS = -1

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.tridiagonal.kernels import Merging, Solved
-from dask_distmm.planning.factor import Part
+from dask_distmm.planning.factor.steps import Part
 
 # The first half of a merge in divide and conquer: what of ``diag(d) + rho z z^T`` is solved already. Pure
 

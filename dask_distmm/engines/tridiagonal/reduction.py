@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.factor import Columns, Part
+from dask_distmm.planning.factor.steps import Columns, Part
 
 # Columns of a narrow panel.
 _NARROW = 64

@@ -40,7 +40,7 @@ import math
 from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.cuts import ALIGNED_BYTES, padded
-from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import Problem
 
 # SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
@@ -128,6 +128,7 @@ def slab_step(problem: Problem) -> int:
     return HALVES_STEP if halves and not any(problem.distributions) else 1
 
 
+@once
 def make_tiles(plan: Plan) -> Tiles:
     """Return how A, B and D are distributed for a plan."""
     tiles = _unconjugated(plan)

@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
-from dask_distmm.errors import PlanError
-from dask_distmm.layout import BlockCyclicLayout
-from dask_distmm.planning.factor.phases import Phase, carrying, factored, phases
-from dask_distmm.planning.factor.problem import Factorization, TaskOutput
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.errors import PlanError, ProtocolError
+from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, redistribution
+from dask_distmm.layout.redistribute import Copies
+from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.factor.problem import Factorization, FactorProblem, TaskOutput
 from dask_distmm.planning.factor.steps import (
     Apply,
     Ask,
@@ -30,12 +35,216 @@ from dask_distmm.planning.factor.steps import (
     Get,
     Key,
     Matrix,
+    Operation,
     Orient,
     Part,
     Publish,
     Step,
     Tridiagonalize,
 )
+from dask_distmm.planning.model import ENGINES
+from dask_distmm.planning.placement import Placement, in_range
+
+# The plan of a factorization on a cluster: its placement, and as work the program of steps
+
+
+# In a request for a panel, the part of it by its number.
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class FactorPlacement(Placement):
+    """How a FactorProblem runs."""
+
+    problem: FactorProblem
+    # Columns of a block.
+    width: int
+    # For each output by name, int32, one for each of its chunks: the rank that puts it together.
+    owners: Mapping[str, NDArray[np.int32]]
+
+    @functools.cached_property
+    def work(self) -> FactorPlan:
+        """The layout of the matrices on the ranks, and each rank's steps."""
+        return work_of(self.problem, self.engine, len(self.ranks), self.width, self.method)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """One row of ranks: each has all rows of its block columns."""
+        return 1, len(self.ranks), 1
+
+    @property
+    def compute_type(self) -> str:
+        """Name of the type of all matrices."""
+        return self.problem.task.dtype
+
+    def gathered(self, operand: str) -> Copies:
+        """Return the copies out of an operand's chunks, in the form that ranks hold, to its block columns."""
+        turned = self.problem.task.turned(operand).transposed
+        chunks = held_chunks(self.problem.chunks_of(operand), turned)
+        return redistribution(ChunkGrid(chunks), self.work.input_layout(operand))
+
+    def delivered(self, output: str) -> Copies | None:
+        """Return the copies from block columns to an output's chunks, in the form that ranks hold.
+
+        None for an output without block columns: ranks that have it have all of it.
+        """
+        layout = self.work.output_layout(output)
+        if layout is None:
+            return None
+        turned = self.work.output(output).turned.transposed
+        return redistribution(layout, ChunkGrid(held_chunks(self.problem.output(output).chunks, turned)))
+
+    def owned(self, output: str, rank: int) -> list[int]:
+        """Return the numbers of an output's chunks that a rank puts together."""
+        found: list[int] = np.flatnonzero(self.owners[output] == rank).tolist()
+        return found
+
+    def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
+        """Refuse a peer's request for a part that this plan does not have."""
+        if kind not in ("input", "panel", "final", "enter") or not len(boxes):
+            raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
+        if kind == "enter":
+            if not 0 < boxes[0, 0] < len(self.ranks):
+                raise ProtocolError(f"rank {boxes[0, 0]} of {len(self.ranks)} wants to enter")
+            return
+        if kind == "panel":
+            part, panel = boxes[0, :2].tolist()
+            if len(boxes) != 1 or not (0 <= part < len(PARTS) and 0 <= panel < self.work.numbers(PARTS[part])):
+                raise ProtocolError(f"there is no part {part} of a panel {panel}")
+            return
+        for matrix, index, r0, r1, c0, c1 in boxes.tolist():
+            names = self.problem.operands if kind == "input" else tuple(one.name for one in self.problem.outputs)
+            if not 0 <= matrix < len(names):
+                raise ProtocolError(f"there is no matrix {matrix} of kind {kind!r}")
+            shape = self._shape(kind, names[matrix], index)
+            if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
+                raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
+
+    def _shape(self, kind: str, name: str, index: int) -> tuple[int, int]:
+        """Return the shape of a chunk of an operand, or of a rank's part of an output."""
+        if kind == "final":
+            layout = self.work.output_layout(name)
+            if layout is None or not 0 <= index < len(self.ranks):
+                raise ProtocolError(f"rank {index} has no block columns of {name!r}")
+            return layout.local_shape(index)
+        rows, cols = self.problem.chunks_of(name)
+        if not 0 <= index < len(rows) * len(cols):
+            raise ProtocolError(f"there is no chunk {index} of {name!r}")
+        i, j = divmod(index, len(cols))
+        return rows[i], cols[j]
+
+    def check(self) -> None:
+        """Raise `ProtocolError` if the parts of a plan do not fit each other."""
+        super().check()
+        counts = {one.name: one.count for one in self.problem.outputs}
+        good = self.width > 0 and self.ranks and self.owners.keys() == counts.keys()
+        if not good or not all(in_range(self.owners[name], counts[name], len(self.ranks)) for name in counts):
+            raise ProtocolError(f"malformed plan: width {self.width} or owners do not fit {len(self.ranks)} ranks")
+
+
+def work_of(problem: FactorProblem, engine: str, count: int, width: int, method: str) -> FactorPlan:
+    """Return the layout and the steps of so many ranks of an engine."""
+    model, shared = ENGINES[engine], method == "columns"
+    return factor_plan(problem.task, count, width, carries=model.by_panels, collective=model.collective, shared=shared)
+
+
+def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
+    """Return chunk sizes in the form that ranks hold of a matrix."""
+    return (chunks[1], chunks[0]) if transposed else chunks
+
+
+# How a Factorization is computed by so many ranks
+
+
+# The phases of each kind of problem: which panels, in which order, are applied to which block columns
+
+
+_FACTORS = ("cholesky", "lu", "qr")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Phase:
+    """Panels that are applied to block columns, one panel after the other."""
+
+    # How a panel changes a block column. Of a factorization, each panel is factorized by its owner first.
+    operation: Operation
+    # Which part of the panel is needed.
+    part: Part
+    # Numbers of the panels in their order.
+    panels: tuple[int, ...]
+    # For each panel, the first and the last + 1 of the block columns that it is applied to.
+    targets: tuple[tuple[int, int], ...]
+    # Whether the one block column that panels are applied to goes from owner to owner of these, and home again.
+    # Otherwise its rank gets all panels, which is far more than one right-hand side.
+    carried: bool = False
+
+    @property
+    def factors(self) -> bool:
+        """Whether panels are factorized."""
+        return self.operation.name in _FACTORS
+
+
+def factored(problem: Factorization) -> str:
+    """Return which factorization A goes through: ``"cholesky"``, ``"lu"``, ``"qr"``, or ``""`` for none."""
+    if problem.kind in ("qr", "lstsq", "pinv"):
+        return "qr"
+    if problem.kind == "solve_triangular" or problem.spectral:
+        return ""
+    return "cholesky" if problem.hermitian else "lu"
+
+
+def phases(problem: Factorization, columns: Columns) -> tuple[Phase, ...]:
+    """Return the phases of a problem; a decomposition on one rank has none.
+
+    Where eigenvalues are shared out, the reflectors of the tridiagonal reduction are applied to eigenvectors.
+    """
+    name, last, count = factored(problem), columns.first(1), columns.count
+    second = len(columns.matrices) > 1
+    if problem.spectral:
+        reflectors = columns.matrices[0].shape[0] - 1 if columns.below and second else 0
+        order = tuple(range(-(-reflectors // columns.matrices[0].width)))[::-1]
+        return (Phase(Operation("reflect"), "lower", order, ((last, count),) * len(order)),) if order else ()
+    panels = tuple(range(-(-min(columns.matrices[0].shape) // columns.matrices[0].width)))
+    # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution of
+    # an underdetermined system.
+    together = second and problem.kind != "qr" and not problem.by_adjoint
+    found = []
+    if name:
+        stop = count if together else last
+        found.append(Phase(Operation(name), "lower", panels, tuple((panel + 1, stop) for panel in panels)))
+    others = ((last, count),) * len(panels)
+    if problem.kind == "solve_triangular":
+        found.append(_substitution(problem.lower, problem.substituted, problem.unit_diagonal, panels, others))
+    elif second and problem.kind != "qr":
+        if name == "cholesky":
+            found.append(_substitution(True, "C", False, panels, others))
+        else:
+            found.append(_substitution(False, "C" if problem.by_adjoint else "N", False, panels, others))
+    if second and (problem.kind == "qr" or problem.by_adjoint):
+        # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
+        reflected = tuple((last + panel, count) for panel in panels) if problem.kind == "qr" else others
+        found.append(Phase(Operation("reflect"), "lower", panels[::-1], reflected[::-1]))
+    return tuple(found)
+
+
+def carrying(found: tuple[Phase, ...], columns: Columns) -> tuple[Phase, ...]:
+    """Return the phases, with a single right-hand side carried in substitutions."""
+    first = columns.first(1)
+    if columns.ranks == 1 or columns.count != first + 1 or columns.blocks[first].stop > 1:
+        return found
+    return tuple(dataclasses.replace(one, carried=one.operation.name == "substitute") for one in found)
+
+
+def _substitution(
+    lower: bool, op: str, unit: bool, panels: tuple[int, ...], targets: tuple[tuple[int, int], ...]
+) -> Phase:
+    """Return the solution of a triangular system: from the first block row to the last one, or from the last one."""
+    order = panels if lower == (op == "N") else panels[::-1]
+    return Phase(Operation("substitute", lower, op, unit), "lower" if lower else "upper", order, targets)
+
+
+# How a Factorization is computed by so many ranks
+
 
 # The steps of one rank, from the phases: with one panel of lookahead
 

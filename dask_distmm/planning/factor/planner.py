@@ -4,7 +4,7 @@
 
     seconds    = the larger of compute and panels, + messages + transfer
     compute    = flops / (ranks * rate * share of a product's rate); of shared eigenvalues see `sharing`
-    panels     = what one panel after the other takes (`Abilities.panel_seconds`)
+    panels     = what one panel after the other takes (`EngineModel.panel_seconds`)
     messages   = one for each panel
     transfer   = (operands from their holders + panels of others + chunks of outputs from other ranks) / bandwidth
 
@@ -26,16 +26,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Machine
 from dask_distmm.errors import NoWorkersError, PlanError
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.engines import ENGINES
-from dask_distmm.planning.factor.phases import factored
-from dask_distmm.planning.factor.placement import FactorPlacement, work_of
-from dask_distmm.planning.factor.plan import block_width
+from dask_distmm.planning.factor.plan import FactorPlacement, block_width, factored, work_of
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
-from dask_distmm.planning.placement import Estimate, Where, check_memory, over_limit
+from dask_distmm.planning.model import ENGINES, Phase, Work, estimate
+from dask_distmm.planning.placement import Where, check_memory, over_limit
 
 # What it costs that several ranks share the eigenvalues of a Hermitian matrix, by way of a tridiagonal one. Pure
 
@@ -49,16 +46,19 @@ _NARROW = 320
 _PANEL_ELEMENTS = 2**26
 
 
-def shared_seconds(task: Factorization, ranks: int, threads: int, machine: Machine, column: float) -> float:
-    """Return the seconds of the computation itself."""
+def _shared_phases(made: FactorPlacement) -> list[Phase]:
+    """Return the computation itself: reads of one triangle for each column that is eliminated, columns, products."""
+    task, ranks, machine = made.problem.task, len(made.ranks), made.problem.options.machine(made.engine)
+    threads = sum(made.participants[index].nthreads for index in made.ranks) * _SHARE
     n, complexes = float(task.a_shape[0]), 4 if task.dtype.startswith("complex") else 1
-    size = {"float32": 4, "float64": 8, "complex64": 8, "complex128": 16}[task.dtype]
-    reads = n**3 / 6 * size / (ranks * machine.memory_bandwidth)
-    columns = n * (column or (2 * machine.latency if ranks > 1 else 0.0))
-    products = 2 / 3 * complexes * n**3 / machine.rate(task.dtype)
-    if task.vectors:
-        products += 4 / 3 * n**3 / machine.rate("float64") + 2 * complexes * n**3 / machine.rate(task.dtype)
-    return reads + columns + products / (threads * _SHARE)
+    column = ENGINES[made.engine].column_seconds() or (2 * machine.latency if ranks > 1 else 0.0)
+    flops, vectors = (2 / 3 + 2 * task.vectors) * complexes * n**3, 4 / 3 * n**3 * task.vectors
+    return [
+        Phase(touched=n**3 / 6 * made.problem.dtype.itemsize / ranks),
+        Phase(least=n * column),
+        Phase(flops, machine.rate(task.dtype) * threads),
+        Phase(vectors, machine.rate("float64") * threads),
+    ]
 
 
 def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> int:
@@ -141,8 +141,7 @@ def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
 
 def _shares_eigh(problem: FactorProblem, workers: int, engine: str) -> bool:
     """Whether eigenvalues by way of block columns are there sooner."""
-    task, from_order = problem.task, ENGINES[engine].shares_eigh_from
-    least = from_order(task.dtype, workers) if from_order else None
+    task, least = problem.task, ENGINES[engine].shares_eigh_from(problem.task.dtype, workers)
     return least is not None and task.shareable and task.a_shape[0] >= least
 
 
@@ -150,9 +149,9 @@ def _ways(problem: FactorProblem, workers: int, engine: str) -> set[tuple[int, b
     """Return the numbers of ranks that are considered, and whether they share eigenvalues, as one can, too."""
     if _alone(problem, engine):
         return {(1, False)}
-    abilities = ENGINES[engine]
-    shared = problem.task.shareable and not abilities.collective
-    width = block_width(problem.task, workers, abilities.widths, shared=shared)
+    model = ENGINES[engine]
+    shared = problem.task.shareable and not model.collective
+    width = block_width(problem.task, workers, model.widths, shared=shared)
     blocks = work_of(problem, engine, workers, width, "columns").columns.matrices[0].count
     most = max(1, min(workers, blocks))
     if problem.method == "local":
@@ -160,7 +159,7 @@ def _ways(problem: FactorProblem, workers: int, engine: str) -> set[tuple[int, b
     if problem.method == "columns":
         return {(most, shared)}
     if shared:
-        return {(1, False), (most, True)} if abilities.shares_eigh_from else {(1, False)}
+        return {(1, False), (most, True)} if model.on_gpus else {(1, False)}
     return {(count, False) for count in (1, *(2**i for i in range(1, most.bit_length())), most)}
 
 
@@ -180,8 +179,8 @@ def _consider(
 ) -> FactorPlacement:
     """Return the plan on so many ranks of `roster`, with its estimate and its memory."""
     participants = (*roster, *sources)
-    abilities = ENGINES[engine]
-    width = block_width(problem.task, count, abilities.widths, shared=shared)
+    model = ENGINES[engine]
+    width = block_width(problem.task, count, model.widths, shared=shared)
     made = FactorPlacement(
         problem=problem,
         engine=engine,
@@ -208,36 +207,26 @@ def _consider(
     streamed = (count - 1) * given / 2 * phases
     results = sum(math.prod(map(sum, one.chunks)) for one in problem.outputs)
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
-    compute, transfer = _seconds(made, moved)
     made.projected_bytes.update(_projected(made))
-    estimate = Estimate(
-        method=made.method,
-        grid=made.grid,
-        seconds=compute + transfer,
-        compute_seconds=compute,
-        transfer_seconds=transfer,
-        bytes_moved=int(moved),
-        peak_bytes=max(made.projected_bytes.values()),
-    )
-    return dataclasses.replace(made, estimate=estimate)
-
-
-def _seconds(made: FactorPlacement, moved: float) -> tuple[float, float]:
-    """Return the seconds of computing and of moving so many bytes between workers."""
-    problem, work, abilities = made.problem, made.work, ENGINES[made.engine]
-    machine, count, panels = problem.options.machine(made.engine), len(made.ranks), work.columns.matrices[0].count
-    threads = sum(made.participants[index].nthreads for index in made.ranks)
-    way = way_of(problem.task)
-    share = abilities.share(way, count) or SHARES[way]
-    compute = problem.flops / (machine.rate(problem.task.dtype) * threads * share)
-    if work.shared:
-        compute = shared_seconds(problem.task, count, threads, machine, abilities.column_seconds)
-    elif count > 1:
-        # One panel comes after the other, however many ranks there are.
-        compute = max(compute, panels * abilities.panel_seconds.get(way, 0.0))
     hosts = {made.participants[index].host for index in made.ranks}
-    bandwidth = (machine.network_bandwidth if len(hosts) > 1 else 0.0) or machine.bandwidth
-    return compute, moved / count / bandwidth + (panels * machine.latency if count > 1 else 0.0)
+    machine, peak = problem.options.machine(engine), max(made.projected_bytes.values())
+    found = estimate(_work(made, moved), machine, made.method, made.grid, peak, hosts)
+    return dataclasses.replace(made, estimate=found)
+
+
+def _work(made: FactorPlacement, moved: float) -> Work:
+    """Return the work of a plan in which so many bytes move between workers."""
+    problem, work, model, way = made.problem, made.work, ENGINES[made.engine], way_of(made.problem.task)
+    count, panels = len(made.ranks), work.columns.matrices[0].count
+    rate = problem.options.machine(made.engine).rate(problem.task.dtype)
+    rate *= sum(made.participants[index].nthreads for index in made.ranks)
+    if work.shared:
+        phases = _shared_phases(made)
+    else:
+        # One panel comes after the other, however many ranks there are.
+        least = panels * model.panel_seconds(way) if count > 1 else 0.0
+        phases = [Phase(problem.flops, rate * (model.share(way, count) or SHARES[way]), least=least)]
+    return Work([*phases, Phase(waited={"ranks": moved / count, "messages": panels * (count > 1)})], moved=moved)
 
 
 def _in_held_order(made: FactorPlacement, name: str, table: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dask_distmm.config import Options, options_from_wire
-from dask_distmm.errors import NotSquareError, PlanError, ProtocolError
+from dask_distmm.config import Options
+from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, Output, chunks_from_wire
-from dask_distmm.planning.demand import Demand
-from dask_distmm.planning.engines import ENGINES, Abilities
-from dask_distmm.planning.part import Part
+from dask_distmm.planning.computation import Chunks, Computation, Output, Part
+from dask_distmm.planning.model import ENGINES, EngineModel
 
 # A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs
 
@@ -66,23 +62,14 @@ class FactorProblem(Computation):
             if tuple(map(sum, output.chunks)) != expected:
                 raise PlanError(f"{output.name} is {expected}, its chunks are {output.chunks}")
 
-    def _shared_by(self, abilities: Abilities) -> bool:
+    def _shared_by(self, model: EngineModel) -> bool:
         """Whether ranks of an engine, if it is one of those asked for, compute a spectral decomposition together."""
-        return self.engine in ("auto", abilities.name) and abilities.decomposes(self.task)
+        return self.engine in ("auto", model.name) and model.decomposes(self.task)
 
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the matrices that are read."""
         return self.task.inputs
-
-    @property
-    def given_up(self) -> tuple[str, ...]:
-        """A, if it is to be overwritten."""
-        return ("a",) if self.overwrite_a else ()
-
-    def keeping(self) -> Self:
-        """Return the same computation, by which A is not given up."""
-        return dataclasses.replace(self, overwrite_a=False)
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -95,11 +82,9 @@ class FactorProblem(Computation):
         return dtype_from_name(self.task.dtype)
 
     @property
-    def demand(self) -> Demand:
-        """The demand that it makes on the workers."""
-        dtypes = (self.task.dtype,) * 3
-        plaintext = self.options.allow_plaintext_nccl
-        return Demand(self.engine, self.array, dtypes, self.workers, plaintext, self.kind)
+    def dtypes_of_work(self) -> tuple[str, str, str]:
+        """Three times the type that is computed in."""
+        return (self.task.dtype,) * 3
 
     @property
     def flops(self) -> float:
@@ -114,55 +99,11 @@ class FactorProblem(Computation):
         """Name of the type of an operand."""
         return self.dtypes[self.operands.index(operand)]
 
-    def output(self, name: str) -> Output:
-        """Return an output by its name."""
-        return next(one for one in self.wanted if one.name == name)
-
-    def numbers(self, name: str) -> NDArray[np.int64]:
-        """Return the numbers of all chunks of an operand or an output."""
-        counts = self.chunk_counts(name) if name in self.operands else self.output(name).counts
-        return np.arange(math.prod(counts))
-
-    def columns(self, output: str) -> int:
-        """Return how many columns of chunks an output has."""
-        return self.output(output).counts[1]
-
-    @classmethod
-    def from_wire(cls, wire: Any) -> FactorProblem:
-        """Make it from what ``to_wire`` gave, checked."""
-        try:
-            task = dict(wire["task"])
-            m, n = map(int, task["a_shape"])
-            task["a_shape"] = m, n
-            if task["b_shape"] is not None:
-                m, n = map(int, task["b_shape"])
-                task["b_shape"] = m, n
-            if task["subset"] is not None:
-                first, last = map(int, task["subset"])
-                task["subset"] = first, last
-            wanted = tuple(
-                Output(str(one["name"]), chunks_from_wire(one["chunks"]), dtype_from_name(one["dtype"]).name)
-                for one in wire["wanted"]
-            )
-            workers = wire["workers"]
-            problem = cls(
-                name=str(wire["name"]),
-                task=Factorization(**task),
-                chunks=tuple(map(chunks_from_wire, wire["chunks"])),
-                dtypes=tuple(dtype_from_name(name).name for name in wire["dtypes"]),
-                wanted=wanted,
-                engine=str(wire["engine"]),
-                workers=tuple(map(str, workers)) if isinstance(workers, list | tuple) else workers,
-                options=options_from_wire(wire["options"]),
-                array=str(wire["array"]),
-                method=str(wire["method"]),
-                overwrite_a=bool(wire["overwrite_a"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProtocolError(f"malformed problem: {error!r}") from error
-        if problem.array not in ("numpy", "cupy") or problem.method not in ("auto", "local", "columns"):
-            raise ProtocolError(f"malformed problem: array {problem.array!r}, method {problem.method!r}")
-        return problem
+    def check(self) -> None:
+        """Raise for a method that there is not."""
+        Computation.check(self)
+        if self.method not in ("auto", "local", "columns"):
+            raise ValueError(f"method {self.method!r}")
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.cuts import Bounds, overlaps, padded, slowdown, unit
 from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
-from dask_distmm.planning.library_epilogs import library_epilog
 from dask_distmm.planning.placement import EVERYWHERE
-from dask_distmm.planning.plan import Plan, Rect
-from dask_distmm.planning.problem import Problem
+from dask_distmm.planning.plan import Plan, Rect, once
+from dask_distmm.planning.problem import Problem, library_epilog
 
 # Which chunks participants read of each other. Pure
 
@@ -89,19 +88,6 @@ def _touched(sizes: Sequence[int], start: int, stop: int) -> NDArray[np.bool_]:
     ends: NDArray[np.int64] = np.cumsum(sizes)
     found: NDArray[np.bool_] = (ends > start) & (ends - np.asarray(sizes) < stop)
     return found
-
-
-def independent(plan: Plan) -> bool:
-    """Whether each rank can make its own chunks of D from the chunks that are offered before the run starts.
-
-    If a rank of such a run dies, the other ranks still finish theirs, and the missing chunks of D are computed as a
-    problem of their own.
-    """
-    problem = plan.problem
-    whole = not any(problem.distributions) and problem.grid is None
-    kept = bool(plan.replicas) or any(plan.replica_runs)
-    offered = plan.engine == "peer" and len(plan.participants) > 1 and not plan.from_host
-    return offered and plan.grid[2] == 1 and whole and not kept
 
 
 # The order in which one GPU computes its block of D, and the buffers that this order needs. Pure
@@ -176,6 +162,7 @@ def extent_multiple(problem: Problem) -> int:
     return 16 if slowdown(problem, in_chunks=True) > 1 else 1
 
 
+@once
 def block_schedules(plan: Plan) -> list[BlockSchedule]:
     """Return the block schedule of each rank of a plan, in the order of the ranks; none where they make chunks."""
     if any(plan.problem.by_ranks):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from dask_distmm.planning.cuts import Bounds, padded
 from dask_distmm.planning.footprint import chunk_edges, made_ahead
 from dask_distmm.planning.peer.block_schedule import PANELS, extent_multiple, longest_depth, multiplied_sizes
-from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import is_gram
 
 # Chunks are joined until their product takes so long (seconds): the host needs half of it to put it on its way.
@@ -71,6 +71,7 @@ class Stream:
         return self.buffer_bytes + self.held_bytes + self.making_bytes
 
 
+@once
 def streams(plan: Plan) -> list[Stream]:
     """Return the stream of each rank of a plan, in the order of the ranks."""
     return [_stream(plan, rank) for rank in range(len(plan.ranks))]

@@ -182,7 +182,7 @@ class FrozenPlan:
     def consumed(self) -> list[Any]:
         """Keys of the chunks that are of no use once the run has begun."""
         problem = self.plan.problem
-        if not (isinstance(problem, Problem) and goes_on(problem) and ENGINES[self.plan.engine].in_place):
+        if not (isinstance(problem, Problem) and goes_on(problem) and ENGINES[self.plan.engine].by_panels):
             return []
         return [key for keys in self.keys.values() for key in keys.get("partial", ())]
 
@@ -238,7 +238,7 @@ class Freezer:
             raise Lost(f"{', '.join(sorted(gone))} left the cluster")
         # A communicator is that of ranks. Any participant may map another's memory: of one rank too.
         sharing = made.workers if ENGINES[made.engine].collective else tuple(run.participants)
-        if ENGINES[made.engine].keeps and len(sharing) > 1:
+        if ENGINES[made.engine].on_gpus and len(sharing) > 1:
             made = dataclasses.replace(made, group=self._groups.use(made.engine, sharing).number)
         run.independent = isinstance(made, Plan) and ENGINES[made.engine].independent(made)
         states = {address: self._scheduler.workers[address] for address in addresses}

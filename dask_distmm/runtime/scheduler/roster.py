@@ -129,7 +129,7 @@ class Roster:
         engines = tuple(name for name in fit if able[name] == able[chosen] and ENGINES[name].on_gpus == on_gpus)
         for name in engines:
             self._check_versions(name, [ws.address for ws in able[chosen]])
-            if not ENGINES[name].encrypted and not demand.plaintext_nccl:
+            if ENGINES[name].collective and not demand.plaintext_nccl:
                 self._check_encryption(name, [ws.address for ws in able[chosen]])
         return engines, [self.worker(ws, chosen) for ws in able[chosen]]
 

@@ -1,0 +1,321 @@
+"""The model of the engine `cublasmp`: a multiply by the library between two redistributions. Pure.
+
+`exposed` in the configuration is the share of the library's own transfers that its method does not hide, as measured.
+
+cuBLASMp 0.10 has epilogs on its tuned all-gather and reduce-scatter paths only, where they save a pass over D: the
+activations relu and gelu, a bias of one value for each row of the matrix that it computes, and both. That matrix is D
+where D's tiles are in F order and the transpose of D where they are in C order (see `tiles`): so a value for each
+column of D is native to an all-gather of A and to a reduce-scatter into rows, a value for each row to the others.
+Factors of the product are native to every method.
+
+Not all that the library offers is as good as the engine's own kernel (measured, docs/gpu-validation.md): its gelu of
+float64 is off by up to 3e-10, and its all-gather with 16-bit types rounds the product before it adds a bias or applies
+gelu. These are not left to it. And where extents of 16-bit matrices are not multiples of 16 bytes, its all-gather and
+SUMMA may round parts of the sums (see `tiles`), as SUMMA does after each panel of k wherever there are several: there
+it returns D in the type that is summed in, and does no epilog.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.numeric.types import dtype_from_name, takes_on_gpus
+from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.cublasmp.tiles import HALVES_STEP, Tile, Tiles, blocks_misfit, make_tiles, slab_step
+from dask_distmm.planning.cuts import Cuts, Way, by_rows, padded, slowdown, uniform_cut
+from dask_distmm.planning.footprint import Needs, chunk_bytes, spread, uploaded
+from dask_distmm.planning.model import EngineModel, Phase, Work
+from dask_distmm.planning.placement import everywhere
+from dask_distmm.planning.plan import Plan, once
+from dask_distmm.planning.problem import Problem, library_epilog
+
+# The part of a plan's formula that cuBLASMp does itself, inside of a multiply. Pure
+
+
+def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
+    """Return the epilog that cuBLASMp does, ``""`` for a factor alone; None where it can't do all of the formula."""
+    if len(plan.ranks) == 1:
+        return None
+    formula, found = plan.problem.formula, library_epilog(plan.problem)
+    if found is None or _rounds_parts(plan, tiles):
+        return None
+    if not found:
+        return found
+    if plan.method not in ("allgather", "reducescatter"):
+        return None
+    dtype = plan.problem.result_type
+    if dtype.itemsize == 2 and plan.method == "allgather" and formula.epilog != "relu":
+        return None
+    if "bias" in formula.inputs:
+        by_rows = not (tiles or make_tiles(plan)).flipped
+        rows, cols = (sum(sizes) for sizes in plan.problem.chunks_of("bias"))
+        if (rows, cols) != ((plan.problem.m, 1) if by_rows else (1, plan.problem.n)):
+            return None
+    return found
+
+
+def returned_type(plan: Plan, tiles: Tiles | None = None) -> np.dtype:
+    """Return the type in which cuBLASMp returns D: its own, or the one that is summed in if more is done to it."""
+    if _rounds_parts(plan, tiles):
+        return plan.problem.compute_type
+    return plan.problem.sum_type if native_epilog(plan, tiles) is None else plan.problem.result_type
+
+
+def own_kernel(plan: Plan, tiles: Tiles | None = None) -> bool:
+    """Whether what cuBLASMp returns is finished, or rounded, by the engine's own kernel."""
+    return native_epilog(plan, tiles) is None and (plan.problem.finished or _rounds_parts(plan, tiles))
+
+
+def _rounds_parts(plan: Plan, tiles: Tiles | None) -> bool:
+    """Whether the library might add up parts of k in a 16-bit D."""
+    if len(plan.ranks) == 1 or plan.method not in ("allgather", "summa"):
+        return False
+    if plan.problem.result_type.itemsize != 2 or plan.problem.result_type.kind in "iu":
+        return False
+    found = tiles or make_tiles(plan)
+    if plan.method == "summa" and found.a.layout.blocks[1] < plan.problem.k:
+        return True
+    lengths = [x for tile in (found.a, found.b, found.d) for x in (*tile.shape, *tile.layout.blocks)]
+    return any(length % HALVES_STEP for length in lengths)
+
+
+def all_reduced(plan: Plan) -> bool:
+    """Whether a plan's multiply itself leaves all of D, as it will be stored, on every rank."""
+    return plan.method == "allreduce" and len(plan.ranks) > 1 and not own_kernel(plan)
+
+
+# cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
+_LIBRARY_BYTES = 96 * 2**20
+_SUMMA_BYTES = 32 * 2**20
+# Latency of a run of several ranks beside its work, in messages: as two H200 took for small products.
+_MESSAGES = 8
+_Elements = NDArray[np.float64]
+
+
+@once
+class _Moved:
+    """Bytes that each participant sends and receives to make A's and B's tiles and D's chunks."""
+
+    def __init__(self, made: Plan, needs: Mapping[str, Needs]) -> None:
+        problem, ranks, tiles = made.problem, list(made.ranks), make_tiles(made)
+        self.operands = []
+        # Of what each rank receives, the bytes from workers that are not ranks: these have no communicator, and send by
+        # Dask's own connections.
+        self.outside: _Elements = np.zeros(len(ranks))
+        for operand, (needed, held) in needs.items():
+            sent, received = np.zeros(len(made.participants)), np.zeros(len(made.participants))
+            self.operands.append((sent, received))
+            if everywhere(made.where.get(operand)):
+                continue
+            sent += held.sum(axis=1)
+            at_home = held[ranks, range(len(ranks))]
+            sent[ranks] -= at_home
+            received[ranks] = needed - at_home
+            self.outside += needed - held[ranks].sum(axis=0)
+        self.d_sent: _Elements = np.zeros(len(ranks))
+        self.d_received: _Elements = self.d_sent
+        if not tiles.replicated:
+            owned = redistribution(ChunkGrid(problem.out_chunks), tiles.d.layout).traffic(made.owners, len(ranks))
+            owned = owned.astype(float) * returned_type(made, tiles).itemsize
+            self.d_received = np.asarray(owned.sum(axis=1) - np.diagonal(owned), float)
+            self.d_sent = np.asarray(owned.sum(axis=0) - np.diagonal(owned), float)
+
+    @property
+    def total(self) -> int:
+        """All bytes together."""
+        return int(sum(received.sum() for _, received in self.operands) + self.d_received.sum())
+
+
+def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
+    """Return the number of the chunk that is exactly a rank's tile, as it lies, or None if no single one is."""
+    shape = tile.layout.local_shape(rank)
+    if tile.local(rank) != shape or 0 in shape or tile.conjugated:
+        return None
+    index = 0
+    for axis, part, sizes in zip((tile.layout.rows, tile.layout.cols), tile.layout.coords(rank), chunks, strict=True):
+        segments = axis.local_to_global(part)
+        edges = np.concatenate([[0], np.cumsum(sizes)])
+        if len(segments) != 1:
+            return None
+        start, _, size = segments[0]
+        stop = start + size
+        at = int(np.searchsorted(edges[1:], start, side="right"))
+        if at >= len(sizes) or edges[at] != start or edges[at + 1] != stop:
+            return None
+        index = index * len(sizes) + at
+    return index
+
+
+@once
+def _lying(plan: Plan) -> dict[str, list[bool]]:
+    """Return for A, B and D whether each rank's tile is one chunk as it lies."""
+    tiles, ranks = make_tiles(plan), range(len(plan.ranks))
+    each = {"a": tiles.a, "b": tiles.b, "d": tiles.d}
+    return {
+        name: [tile_chunk(tile, rank, plan.problem.chunks_of(name)) is not None for rank in ranks]
+        for name, tile in each.items()
+    }
+
+
+def _given(problem: Problem) -> dict[str, int]:
+    """Return the bytes of an element of A and B as the library is given them."""
+    return {op: dtype_from_name(name).itemsize for op, name in zip("ab", problem.matrix_types, strict=True)}
+
+
+def _rate(problem: Problem) -> str:
+    """Return the name of the rate at which a problem is multiplied."""
+    return problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0])
+
+
+def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
+    """Estimate the workspace that cuBLASMp 0.10 asks for, in bytes."""
+    problem, q, given = plan.problem, plan.grid[1], _given(plan.problem)
+    if plan.method == "local":
+        return 0
+    if plan.method == "allgather":
+        gathered, item = (tiles.b, given["b"]) if q == 1 else (tiles.a, given["a"])
+        copies = 1 if gathered.order == tiles.d.order else 2
+        return int(np.prod(gathered.shape)) * item * copies + _LIBRARY_BYTES
+    accumulated = problem.compute_type.itemsize
+    if plan.method == "allreduce":
+        return 2 * problem.m * problem.n * accumulated + _LIBRARY_BYTES
+    if plan.method == "reducescatter":
+        return int(np.prod(tiles.d.shape)) * (accumulated + problem.sum_type.itemsize) + _LIBRARY_BYTES
+    (mb, kb), nb = tiles.a.layout.blocks, tiles.b.layout.blocks[1]
+    return 2 * (mb * kb * given["a"] + kb * nb * given["b"]) + _SUMMA_BYTES
+
+
+class CublasmpModel(EngineModel):
+    """The model of the engine."""
+
+    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
+        """Whether it multiplies such arrays."""
+        return takes_on_gpus(array, dtypes)
+
+    def has_method(self, problem: Problem, method: str) -> bool:
+        """Whether the library runs a problem in a certain way: it has no SUMMA for FP8."""
+        return not (problem.fp8 and method == "summa")
+
+    def cuts(self, problem: Problem, way: Way) -> list[Cuts]:
+        """Return slabs of one size."""
+        (method, grid), step = way, slab_step(problem)
+        extents = zip((problem.m, problem.n, problem.k), grid, strict=True)
+        rows, cols, depth = (uniform_cut(length, parts, step) for length, parts in extents)
+        if method != "reducescatter" or len(depth) == 2:
+            return [(rows, cols, depth, None)]
+        rowwise, nranks = by_rows(problem, problem.m >= problem.n), len(depth) - 1
+        length = problem.m if rowwise else problem.n
+        slabs = tuple(min(i * padded(length, step, nranks), length) for i in range(nranks + 1))
+        return [(rows, cols, depth, (slabs, (0, problem.n)) if rowwise else ((0, problem.m), slabs))]
+
+    def tiles(self, plan: Plan) -> Tiles:
+        """Return the tiles of A, B and D."""
+        return make_tiles(plan)
+
+    def misfit(self, problem: Problem, grid: tuple[int, int, int]) -> str | None:
+        """Return why SUMMA can't have the blocks that were asked for, or None."""
+        return blocks_misfit(problem, grid)
+
+    def native_epilog(self, plan: Plan) -> str | None:
+        """Return the epilog that cuBLASMp does."""
+        return native_epilog(plan)
+
+    def all_reduced(self, plan: Plan) -> bool:
+        """Whether the multiply itself leaves all of D on every rank."""
+        return all_reduced(plan)
+
+    def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> _Elements:
+        """Return the bytes of device memory that each participant holds at most.
+
+        Counted are chunks of A and B, tiles that are not chunks already, buffers of what is sent and received, the
+        library's workspace, D's tile and D's chunks.
+        """
+        problem, npart, tiles = plan.problem, len(plan.participants), make_tiles(plan)
+        moved, given = _Moved(plan, needs), _given(problem)
+        total = np.zeros(npart)
+        for operand in "a" if problem.shared else "ab":
+            total += spread(plan, operand, chunk_bytes(problem, operand))
+        # A's buffers are free again before B's are needed.
+        total += np.max([sent + received for sent, received in moved.operands], axis=0)
+        # Where these lie is not looked at.
+        total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
+        # The library stores what it has finished itself; else sums are kept until they are finished.
+        kept, sums = own_kernel(plan, tiles), returned_type(plan, tiles).itemsize
+        owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
+        for operand in "ab":
+            if given[operand] != problem.itemsize(operand):
+                # Chunks are converted first.
+                sizes = chunk_bytes(problem, operand) // problem.itemsize(operand) * given[operand]
+                total += spread(plan, operand, sizes)
+        for rank, index in enumerate(plan.ranks):
+            for operand, tile in (("a", tiles.a), ("b", tiles.b)):
+                if not _lying(plan)[operand][rank]:
+                    total[index] += np.prod(tile.local(rank)) * given[operand]
+            total[index] += np.prod(tiles.d.local(rank)) * sums + workspace_bytes(plan, tiles)
+            if kept:
+                total[index] += owned[rank] * (sums / problem.itemsize("d") + bool(problem.formula.saved))
+            if tiles.replicated or not _lying(plan)["d"][rank]:
+                total[index] += owned[rank] + moved.d_sent[rank] + moved.d_received[rank]
+        return total
+
+    def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
+        """Return the work of a plan: operands are redistributed, multiplied by the library, and D is redistributed."""
+        problem, machine, tiles = plan.problem, plan.problem.options.machine(plan.engine), make_tiles(plan)
+        moved, given, nranks, (p, q, _) = _Moved(plan, needs), _given(problem), len(plan.ranks), plan.grid
+        # The library's reduce-scatter sums in the type that is computed in.
+        sizes = given["a"], given["b"], problem.compute_type.itemsize
+        a_bytes, b_bytes, d_bytes = (
+            float(np.prod(tile.shape)) * size for tile, size in zip((tiles.a, tiles.b, tiles.d), sizes, strict=True)
+        )
+        share = (nranks - 1) / nranks
+        library = {
+            "local": 0.0,
+            "allgather": share * (b_bytes if q == 1 else a_bytes),
+            "reducescatter": share * d_bytes,
+            "allreduce": 2 * share * problem.m * problem.n * problem.sum_type.itemsize,
+            "summa": a_bytes / p * (q - 1) / q + b_bytes / q * (p - 1) / p,
+        }[plan.method]
+        # Slabs of equal size: the largest decides.
+        flops = problem.flops * math.prod(
+            float(extents.max()) / length
+            for extents, length in zip(plan.extents, (problem.m, problem.n, problem.k), strict=True)
+        )
+        if slab_step(problem) == 1 or plan.method == "summa":
+            # Chunks have been put together to tiles, without padding.
+            flops *= slowdown(problem, in_chunks=False)
+        ranks = list(plan.ranks)
+        inside = sum((received[ranks] for _, received in moved.operands), -moved.outside)
+        copied = 0.0
+        for operand, tile in (("a", tiles.a), ("b", tiles.b), ("d", tiles.d)):
+            if not all(_lying(plan)[operand]):
+                largest = max(float(np.prod(tile.local(rank))) for rank in range(nranks))
+                copied += 2.0 * largest * problem.itemsize(operand)
+        if own_kernel(plan, tiles):
+            # One kernel reads the sums and writes D.
+            each = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.formula.saved else 1)
+            copied += max(float(np.prod(tiles.d.local(rank))) for rank in range(nranks)) * each
+        return Work(
+            [
+                Phase(waited={"ranks": inside, "dask": moved.outside}),
+                Phase(
+                    flops,
+                    machine.rate(_rate(problem)),
+                    waited={"ranks": dict(machine.exposed).get(plan.method, 1.0) * library},
+                ),
+                Phase(waited={"ranks": moved.d_received}),
+                Phase(waited={"memory": copied}),
+                uploaded(plan),
+            ],
+            messages=_MESSAGES if nranks > 1 else 2,
+            moved=moved.total + int(library * nranks),
+        )
+
+
+CUBLASMP = CublasmpModel(
+    "cublasmp", "dask_distmm.engines.cublasmp.engine", on_gpus=True, collective=True, library="cuBLASMp"
+)

@@ -1,0 +1,55 @@
+"""The model of the engine `cusolvermp`.
+
+The rates are shares of a product's, of fp64 on H200s with NVLink: cuSOLVER on one, N = 32768 (eigh: 16384, svd: 8192),
+and cuSOLVERMp 0.9.1 on two (eigh: 16384, the others 32768, the better one of 1 x 2 and 2 x 1 processes). Those of
+triangular systems and of values alone have not been measured. Workspaces are counted in panels of all rows, of which
+the library broadcasts one while another is made, and for an eigen decomposition in matrices: the ones that LAPACK's
+syevd has, dealt out to the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dask_distmm.numeric.types import takes_on_gpus
+from dask_distmm.planning.factor.plan import FactorPlan
+from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.model import EngineModel
+
+_ALONE = {"cholesky": 0.72, "lu": 0.54, "qr": 0.51, "": 0.70, "eigh": 0.20, "svd": 0.023, "values": 0.10}
+_TOGETHER = {"cholesky": 0.55, "lu": 0.20, "qr": 0.36, "": 0.50, "eigh": 0.085, "values": 0.05}
+_PANELS, _MATRICES, _VALUES = 6, 4, 2
+
+
+class CusolvermpModel(EngineModel):
+    """The model of the engine."""
+
+    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
+        """Whether it factorizes such arrays."""
+        return takes_on_gpus(array, dtypes)
+
+    def decomposes(self, task: Factorization) -> bool:
+        """Whether ranks compute a spectral decomposition together: all eigenvalues of one matrix (syevd)."""
+        return task.kind == "eigh" and task.b_shape is None and task.subset is None
+
+    def share(self, way: str, ranks: int) -> float:
+        """Return the share of a product's rate at which a factorization runs on so many ranks."""
+        return (_ALONE if ranks == 1 else _TOGETHER)[way]
+
+    def workspace(self, work: FactorPlan, rank: int) -> int:
+        """Return the elements that the library holds on a rank beside its matrices."""
+        n, panels = work.columns.rows, _PANELS * work.columns.rows * work.width
+        if not work.problem.spectral:
+            return panels
+        return panels + (_MATRICES if work.problem.vectors else _VALUES) * n * -(-n // work.ranks)
+
+
+CUSOLVERMP = CusolvermpModel(
+    "cusolvermp",
+    "dask_distmm.engines.cusolvermp.engine",
+    frozenset(["factorization"]),
+    (128, 1024),
+    on_gpus=True,
+    collective=True,
+    library="cuSOLVERMp",
+)

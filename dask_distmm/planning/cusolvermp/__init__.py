@@ -1,1 +1,0 @@
-"""What the engine `cusolvermp` can do, and what that costs."""

@@ -1,0 +1,250 @@
+"""The one model: what each engine can do, and how long a machine takes for what it has to do.
+
+All that is estimated, be it a run of any engine, waves, batches or Dask's own tasks, says its `Work`: phases, at the
+end of each of which all ranks meet. The roofline of a phase on one rank::
+
+    compute  = max(flops / rate + touched / memory bandwidth, least)
+    pulled   = the sum over links of bytes that come while it computes / bandwidth
+    transfer = max(pulled - compute, 0) + exposed * pulled  +  the sum over links of bytes that it waits for / bandwidth
+
+A phase lasts as long as the rank with the largest sum takes. The seconds of the work are those of its phases, of its
+messages, and those that it has whatever the machine.
+
+An engine is two things. Its `EngineModel` is known to every process: which arrays it takes, which memory it works in,
+how it cuts a product, and the work and the memory of a plan. The object that multiplies (`engines.base.Engine`) is
+imported on workers, from `EngineModel.module`. So a new engine is one module, which registers its model, derived from
+that of the engine which it is like::
+
+    class Mine(NumpyModel):
+        def takes(self, array, dtypes):
+            return array == "numpy"
+
+    register(Mine("mine", "package.module"))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.config import Machine
+from dask_distmm.errors import EngineError
+
+# A number for each rank, or one for all of them.
+Numbers = Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Phase:
+    """What ranks do until all of them meet; see the roofline above."""
+
+    # Floating-point operations, and those that a rank does in a second.
+    flops: Numbers = 0.0
+    rate: Numbers = 1.0
+    # Bytes that it reads and writes in memory beside them, and the seconds that it takes in any case.
+    touched: Numbers = 0.0
+    least: Numbers = 0.0
+    # Bytes by link: those that come while it computes, and those that it waits for. The links are ``"ranks"``,
+    # ``"dask"`` (Dask's own connections), ``"host"`` (a GPU's own host), ``"memory"`` and ``"messages"``.
+    pulled: Mapping[str, Numbers] = dataclasses.field(default_factory=dict)
+    waited: Mapping[str, Numbers] = dataclasses.field(default_factory=dict)
+    # The share of what is pulled that is not hidden.
+    exposed: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """All that ranks do."""
+
+    phases: Sequence[Phase]
+    # Messages beside the phases; seconds whatever the machine; bytes that travel between workers in all.
+    messages: float = 0.0
+    seconds: float = 0.0
+    moved: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """The cost model's estimate of one way to run a problem."""
+
+    # Name of the method and its p x q x s.
+    method: str
+    grid: tuple[int, int, int]
+    # Estimated time: in all, multiplying, and receiving and adding up.
+    seconds: float
+    compute_seconds: float
+    transfer_seconds: float
+    # Bytes that travel between workers, all ranks together.
+    bytes_moved: int
+    # The largest projection of a worker's memory.
+    peak_bytes: int
+
+
+def speeds(machine: Machine, hosts: Collection[str] = ()) -> dict[str, float]:
+    """Return what a link of each kind brings in a second to a worker of one of some hosts."""
+    ranks = (machine.network_bandwidth if len(hosts) > 1 else 0.0) or machine.bandwidth
+    return {
+        "ranks": ranks,
+        "dask": machine.dask_bandwidth or ranks,
+        "host": machine.host_bandwidth or ranks,
+        "memory": machine.memory_bandwidth,
+        "messages": 1 / machine.latency if machine.latency else math.inf,
+    }
+
+
+def estimate(
+    work: Work, machine: Machine, method: str, grid: tuple[int, int, int], peak: float = 0, hosts: Collection[str] = ()
+) -> Estimate:
+    """Return what work takes on a machine, by the roofline at the top of this module."""
+    speed, compute, transfer = speeds(machine, hosts), 0.0, 0.0
+
+    def coming(sizes: Mapping[str, Numbers]) -> Numbers:
+        return sum((size / speed[link] for link, size in sizes.items()), 0.0)
+
+    for phase in work.phases:
+        own = np.maximum(phase.flops / phase.rate + phase.touched / speed["memory"], phase.least)
+        pulled = coming(phase.pulled)
+        moving = np.maximum(pulled - own, 0.0) + phase.exposed * pulled + coming(phase.waited)
+        own, moving = np.broadcast_arrays(own, moving)
+        worst = np.argmax(own + moving)
+        compute, transfer = compute + float(own.flat[worst]), transfer + float(moving.flat[worst])
+    seconds = compute + transfer + work.messages * machine.latency + work.seconds
+    return Estimate(method, grid, seconds, compute, transfer, int(work.moved), int(peak))
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineModel:
+    """What planning, clients and the scheduler know of an engine; a class of its own for each engine."""
+
+    # Its name, and the module whose attribute ``ENGINE`` multiplies.
+    name: str
+    module: str
+    # The kinds of computations that it runs: ``"product"``, ``"factorization"``, ``"program"``.
+    computes: frozenset[str] = frozenset(["product"])
+    # The least and the most columns of a block of a factorization.
+    widths: tuple[int, int] = (32, 256)
+    # Whether it works in the memory of GPUs: then ranks keep something of each other between runs, and the memory order
+    # of chunks matters.
+    on_gpus: bool = False
+    # Whether its ranks read the memory of each other's GPUs, and of their host.
+    reads_peers: bool = False
+    # Whether its ranks call a library together, with a communicator in which they have an order, that TLS does not
+    # cover.
+    collective: bool = False
+    # Whether its ranks can make chunks of A and B themselves, when they need them.
+    makes: bool = False
+    # Whether ranks multiply what they have in panels, as `numpy` does: they copy small chunks into panels
+    # (`footprint.packing`), add to earlier sums where these lie, which are of no use once a run has begun, return the
+    # chunks of `Problem.gathered` that they fetch, and hand on a single right-hand side (`factor.phases`).
+    by_panels: bool = False
+    # The library that does epilogs, for texts.
+    library: str = ""
+
+    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
+        """Whether it multiplies arrays of ``"numpy"`` or ``"cupy"`` chunks, with these types of A, B and D."""
+        raise NotImplementedError
+
+    def unfit(self, workers: Sequence[Any]) -> str:
+        """Return why it can't run on some workers (`Worker`) that have it; empty if it can."""
+        return ""
+
+    # Products
+
+    def has_method(self, problem: Any, method: str) -> bool:
+        """Whether it has a method for a problem."""
+        return True
+
+    def cuts(self, problem: Any, way: Any) -> list[Any]:
+        """Return the cuts of m, n and k, and of D or None, by which a way may be run; none for the planner's own."""
+        return []
+
+    def tiles(self, plan: Any) -> Any:
+        """Return the tiles of A, B and D of a plan, for an engine that lays matrices out anew; else None."""
+        return None
+
+    def misfit(self, problem: Any, grid: tuple[int, int, int]) -> str | None:
+        """Return why an engine with tiles can't have the distributions that were asked for, or None."""
+        return None
+
+    def memory(self, plan: Any, needs: Any) -> Any:
+        """Return the bytes that each participant holds at most; `needs` has `footprint.operand_needs` of A and B."""
+        raise NotImplementedError
+
+    def work(self, plan: Any, needs: Any) -> Work:
+        """Return the work of a plan whose ranks have been matched to workers."""
+        raise NotImplementedError
+
+    def native_epilog(self, plan: Any) -> str | None:
+        """Return the epilog that the library does in a plan, ``""`` for a factor alone, None for none."""
+        return None
+
+    def independent(self, plan: Any) -> bool:
+        """Whether the ranks of a plan need nothing of each other but what was there before the run."""
+        return False
+
+    def all_reduced(self, plan: Any) -> bool:
+        """Whether a plan's multiply itself leaves all of D on every rank."""
+        return False
+
+    def describe(self, plan: Any) -> list[str]:
+        """Return lines for `explain`, of what is peculiar to the engine in a plan."""
+        return []
+
+    # Factorizations
+
+    def decomposes(self, task: Any) -> bool:
+        """Whether several of its ranks can compute a spectral decomposition (`Factorization`); otherwise one does."""
+        return bool(task.shareable) and not self.collective
+
+    def share(self, way: str, ranks: int) -> float:
+        """Return the share of a product's rate at which a factorization runs on so many ranks; 0 for that of CPUs.
+
+        Ways are ``"cholesky"``, ``"lu"``, ``"qr"``, ``""`` for triangular systems, ``"eigh"``, ``"svd"``, ``"values"``.
+        """
+        return 0.0
+
+    def panel_seconds(self, way: str) -> float:
+        """Return what a panel of the widest takes until the next one can begin on another rank."""
+        return 0.0
+
+    def column_seconds(self) -> float:
+        """Return what a column takes beside reads of memory in shared eigenvalues; 0 for two messages."""
+        return 0.0
+
+    def workspace(self, work: Any, rank: int) -> int:
+        """Return the elements that a collective library holds on a rank beside the matrices of a `FactorPlan`."""
+        return 0
+
+    def shares_eigh_from(self, dtype: str, workers: int) -> int | None:
+        """Return from which order on ``method="auto"`` has eigenvalues by way of block columns; None for never."""
+        return None
+
+
+# In the order in which they are preferred. Those for the same arrays on the same workers are chosen by the cost model.
+ENGINES: dict[str, EngineModel] = {}
+
+
+def register(model: EngineModel) -> None:
+    """Make an engine known to this process; it is the last one that is asked for by ``engine="auto"``."""
+    ENGINES[model.name] = model
+
+
+def models_of(names: Sequence[str]) -> list[EngineModel]:
+    """Return the models of some engines."""
+    if unknown := [name for name in names if name not in ENGINES]:
+        raise EngineError(f"unknown engine {unknown[0]!r}; known are {', '.join(map(repr, ENGINES))}")
+    return [ENGINES[name] for name in names]
+
+
+def engine_alone(array: str, kind: str = "product") -> str:
+    """Return the name of the engine for chunks of a kind where there is no cluster to choose by: it needs no peers.
+
+    Factorizations by one process need none of the libraries that several share.
+    """
+    found = [one for one in ENGINES.values() if one.on_gpus == (array == "cupy") and kind in one.computes]
+    shared = [one.name for one in found if one.collective and "product" in one.computes]
+    return shared[-1] if shared else found[0].name

@@ -1,0 +1,106 @@
+"""The model of the engine `numpy`: operands come in panels over Dask's comms, while BLAS works on others. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.numeric.types import takes_on_cpus
+from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, panel_width, spread
+from dask_distmm.planning.model import EngineModel, Phase, Work
+from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.problem import goes_on, is_gram
+
+# The share of the operations that is left of a symmetric product.
+_HALF = 0.55
+
+
+class NumpyModel(EngineModel):
+    """The model of engines that multiply in the memory of hosts."""
+
+    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
+        """Whether it multiplies such arrays."""
+        return takes_on_cpus(array, dtypes)
+
+    def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
+        """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""
+        problem, machine, ranks = plan.problem, plan.problem.options.machine(plan.engine), range(len(plan.ranks))
+        p, q, s = plan.grid
+        threads = np.array([plan.participants[index].nthreads for index in plan.ranks])
+        height, width, k = plan.extents
+        itemsize = problem.compute_type.itemsize
+        flops = problem.flops * (height / problem.m) * (width / problem.n) * (k / problem.k)
+        packed = (plan.packing.a * height * k + plan.packing.b * k * width + plan.packing.d * height * width) * itemsize
+        fetched = sum((needed - held[list(plan.ranks), ranks] for needed, held in needs.values()), np.zeros(len(ranks)))
+        # Complex operands that are packed are two matrices.
+        apart = problem.compute_type.kind == "c" and (plan.packing.a or plan.packing.b)
+        if is_gram(problem) and p == q == 1 and problem.out_chunks[0] == problem.out_chunks[1] and not apart:
+            # A triangle of D is multiplied, and what is A's and B's arrives once.
+            flops, fetched = _HALF * flops, fetched / 2
+        added = (s - 1) * plan.final_elements * itemsize
+        arriving = delivered(plan) * problem.itemsize("d")
+        received = fetched + added + arriving
+        panels = int(np.max(-(-k // panel_width(problem, height + width, k))))
+        return Work(
+            [
+                Phase(flops, machine.rate(problem.compute_type.name) * threads, packed),
+                Phase(waited={"ranks": received, "memory": added}),
+            ],
+            messages=4 + (min(panels, 2) + (s > 1) + bool(arriving.any())) * (len(plan.participants) > 1),
+            moved=received.sum(),
+        )
+
+    def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
+        """Return the bytes that each participant holds at most.
+
+        Counted are: chunks of A and B there, what the rank sums into, its chunks of D, panels in flight, packed
+        panels, and partial sums of others. Not counted is what the worker holds anyway for other tasks.
+        """
+        problem, npart, nranks = plan.problem, len(plan.participants), len(plan.ranks)
+        compute, (height, width, k) = problem.compute_type.itemsize, plan.extents
+        total = np.zeros(npart)
+        for operand in "a" if problem.shared else "ab":
+            total += spread(plan, operand, chunk_bytes(problem, operand))
+        # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
+        inputs = [extra.name for extra in problem.extras if extra.name != "partial"]
+        total += sum(float(chunk_bytes(problem, name).sum()) for name in inputs) / npart
+        owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), nranks) * (2 if problem.formula.saved else 1)
+        own = height * width * float(compute)
+        if problem.formula.partial and not goes_on(problem):
+            # Else the earlier sums become the chunks of D.
+            own += np.bincount(plan.owners, chunk_bytes(problem, "partial"), nranks)
+        if plan.grid[2] > 1:
+            # Another rank's partial sum of the part that is added up here, and the finished chunks.
+            own += plan.final_elements * compute + owned
+        elif plan.packing.d:
+            own += owned
+        else:
+            # Chunks are summed into in place; parts of them that others compute come on top.
+            own += np.maximum(0.0, owned - np.diagonal(plan.final_traffic) * problem.itemsize("d"))
+        if any(problem.by_ranks):
+            # All that it needs of the other operand is there from the start.
+            own += sum(
+                extent * k * problem.itemsize(name)
+                for name, extent in (("a", height), ("b", width))
+                if not is_by_ranks(problem, name)
+            )
+        else:
+            panel = panel_width(problem, height + width, k)
+            own += panel * (plan.packing.a * height + plan.packing.b * width) * compute
+            if npart > 1:
+                # In flight towards this rank, and one on its way out.
+                flights = np.minimum(problem.options.prefetch_panels + 1, -(-k // panel))
+                own += (flights + 1) * panel * (height + width) * compute * (1 - 1 / npart)
+        total[list(plan.ranks)] += own
+        return total
+
+
+NUMPY = NumpyModel(
+    "numpy",
+    "dask_distmm.engines.numpy.engine",
+    frozenset(["product", "factorization", "program"]),
+    makes=True,
+    by_panels=True,
+)

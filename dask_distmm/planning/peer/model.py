@@ -1,0 +1,269 @@
+"""The model of the engine `peer`: GPUs that read each other's memory. Pure.
+
+Beside the roofline a run of several ranks, or of chunks of others, has 4 messages (2 for a rank that is alone), 2 more
+for sums of others, 1 where several ranks pull parts of both A and B, 0.75 each time that twice as many chunks are
+pulled: as two H200 took for small products; 0.5 more on a grid of two dimensions, where a rank has less of both A and B
+(`benchmarks.gpu.model`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from dask.utils import format_bytes
+from numpy.typing import NDArray
+
+from dask_distmm.numeric.types import takes_on_gpus
+from dask_distmm.planning.cuts import pieces_that_fill, slowdown
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, spread, uploaded
+from dask_distmm.planning.model import EngineModel, Phase, Work
+from dask_distmm.planning.peer.block_schedule import (
+    block_schedules,
+    extent_multiple,
+    in_place,
+    multiplied_sizes,
+    native,
+    peer_reads,
+    stored_again,
+    sums_in,
+)
+from dask_distmm.planning.peer.streams import rate, streams
+from dask_distmm.planning.peer.triangle import square_on_diagonal
+from dask_distmm.planning.plan import Plan, Rect
+
+# Messages: see above.
+_ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
+# Shares of the rate of a product on one GPU: H200, float64, N = 32768.
+_SHARES = {"cholesky": 0.75, "lu": 0.55, "qr": 0.72}
+# Panels of 512 columns: two H200, float64, N = 16384 and 32768.
+_PANEL_SECONDS = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 6e-3}
+# What a column takes in the reduction to a tridiagonal matrix, beside its reads: two H200, float64, N = 16384, 32768.
+_COLUMN_SECONDS = 4e-5
+
+
+def reaches(reader: Worker, other: Worker) -> bool:
+    """Whether a worker's GPU can read the memory of another one's, as far as they have said anything."""
+    return reader.host == other.host and (reader.device == other.device or other.device in reader.reach)
+
+
+class PeerModel(EngineModel):
+    """The model of the engine."""
+
+    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
+        """Whether it multiplies such arrays."""
+        return takes_on_gpus(array, dtypes)
+
+    def unfit(self, workers: Sequence[Worker]) -> str:
+        """Say why not every worker's GPU can read the memory of all others; empty if it can."""
+        for reader in workers:
+            for other in workers:
+                if reader.host != other.host:
+                    return f"{reader.address} is on host {reader.host!r}, {other.address} on {other.host!r}"
+                if not (reader.device and other.device):
+                    silent = other if reader.device else reader
+                    return f"{silent.address} does not say which GPU it has"
+                if not reaches(reader, other):
+                    return (
+                        f"the GPU of {reader.address} ({reader.device}) can't read the memory of that of "
+                        f"{other.address} ({other.device}): they have no NVLink or PCIe peer access, or the process "
+                        "does not see both (CUDA_VISIBLE_DEVICES; dask-cuda shows all)"
+                    )
+        return ""
+
+    def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
+        """Return the bytes of device memory that each participant holds at most.
+
+        Counted are chunks of A and B (also in the type in which they are multiplied) unless they are read from host
+        memory, buffers, the sums, and D; of operands whose chunks ranks make themselves those that are there at a time.
+        """
+        problem, npart = plan.problem, len(plan.participants)
+        total = np.zeros(npart)
+        for operand, given in zip("ab" * (not plan.from_host), multiplied_sizes(problem), strict=False):
+            if is_by_ranks(problem, operand):
+                continue
+            size, sizes = problem.itemsize(operand), chunk_bytes(problem, operand)
+            converted = sizes // size * given if given != size else 0 * sizes
+            total += spread(plan, operand, converted if operand == "b" and problem.shared else sizes + converted)
+        copied = np.array([worker.address.startswith("ucx") for worker in plan.participants])
+        if copied.any():
+            # Chunks that others read are copied into memory that UCX does not map: see the engine's `memory`.
+            for name, read in peer_reads(plan, [name for name in "ab" if name in plan.where]).items():
+                given = multiplied_sizes(problem)["ab".index(name)]
+                total += copied * (read @ chunk_bytes(problem, name)) / problem.itemsize(name) * given
+        # Inputs of the formula count as spread evenly; each rank has copies of the parts that its chunks need.
+        total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
+        found = block_schedules(plan)
+        sums = sums_in(plan, found).itemsize
+        buffers = [one.buffer_bytes for one in found] or [one.bytes for one in streams(plan)]
+        own = np.array(buffers, float)
+        if not found:
+            # All that they need of an operand that they do not make is there from the start.
+            own += _bytes_of(plan, made=False)
+        owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
+        height, width, _ = plan.extents
+        own += (height * width + _copied_again(plan, stored=False)) * sums
+        if stored_again(plan, found, sums):
+            own += owned * (2 if problem.formula.saved else 1)
+        if plan.grid[2] > 1:
+            own += 2 * np.minimum(plan.final_elements * sums, problem.options.buffer_bytes // 4)
+        total[list(plan.ranks)] += own
+        return total
+
+    def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
+        """Return the work of a plan.
+
+        Pulled is what others have. A rank waits for what must be here before its first GEMM, if it has none of it, and
+        at the end for the last partial sums and chunks of D, and passes over D.
+        """
+        problem, machine, s = plan.problem, plan.problem.options.machine(plan.engine), plan.grid[2]
+        ranks, found = range(len(plan.ranks)), block_schedules(plan)
+        sums, epilog = sums_in(plan, found).itemsize, native(plan, found)
+        depth = plan.extents[2].astype(float)
+        area = np.array([_multiplied(plan, rank, epilog) for rank in ranks], float)
+        flops = problem.flops * area * depth / (problem.m * problem.n * problem.k)
+        if extent_multiple(problem) == 1:
+            flops *= slowdown(problem, in_chunks=True)
+        least: Any = 0.0
+        if any(problem.by_ranks) and problem.array == "numpy" and machine.host_bandwidth:
+            # Chunks are copied to the GPU while others are multiplied.
+            sizes = problem.itemsize("a"), problem.itemsize("b")
+            each = ([_elements(plan)[one][rank] * sizes[one] for one in x.made] for rank, x in enumerate(streams(plan)))
+            least = np.array([*map(sum, each)]) / machine.host_bandwidth
+        # What ranks make is nobody's.
+        needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, made=True)
+        home = sum(held[list(plan.ranks), ranks] for _, held in needs.values())
+        link, pulled, away = "ranks", needed - home, 1 - home / np.maximum(needed, 1.0)
+        if plan.from_host:
+            # All comes from host memory, at the rate of the host's bus.
+            link, pulled, away = "host", needed, np.ones(len(ranks))
+        partial, begin = (s - 1) * plan.final_elements * float(sums), pulled
+        if found:
+            again = np.array([len(one.parts) - 1 for one in found])
+            streamed = np.array([_elements(plan)[1 - one.stationary][rank] for rank, one in enumerate(found)], float)
+            streamed *= [multiplied_sizes(problem)[1 - one.stationary] for one in found]
+            pulled = pulled + away * (again - 1) * streamed
+            # The first GEMM needs one piece of the stationary part and one piece of a panel.
+            cut = np.array([pieces_that_fill(problem, one.parts[1] - one.parts[0], one.width) for one in found])
+            begin = away**2 * np.array([one.stationary_bytes + one.panel_bytes for one in found]) / cut
+        arriving = delivered(plan) * sums
+        passes = 3.0 * partial + 2.0 * sums * _copied_again(plan, stored=stored_again(plan, found, sums))
+        between, last = partial * (s > 1) * (s - 2) / max(1, s - 1), partial / max(1, s - 1) + arriving
+        together: dict[str, NDArray[np.float64]] = {link: pulled}
+        waited = {link: begin, "memory": passes}
+        together["ranks"] = together.get("ranks", 0.0) + between
+        waited["ranks"] = waited.get("ranks", 0.0) + last
+        chunks = max((one.others for one in found), key=sum, default=(0.0, 0.0))
+        several, messages = len(ranks) > 1, _ALONE
+        if several or any(chunks):
+            messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))
+            messages += _TWICE_AS_MANY * math.log2(max(1.0, sum(chunks))) + _GRID * (min(plan.grid[:2]) > 1)
+        exposed = dict(machine.exposed).get(plan.method, 1.0)
+        phase = Phase(flops, rate(plan), least=least, pulled=together, waited=waited, exposed=exposed)
+        return Work([phase, uploaded(plan)], messages, moved=(pulled + partial + arriving).sum())
+
+    def native_epilog(self, plan: Plan) -> str | None:
+        """Return the epilog that cuBLASLt does."""
+        return native(plan, block_schedules(plan))
+
+    def independent(self, plan: Plan) -> bool:
+        """Whether each rank can make its own chunks of D from the chunks that are offered before the run starts.
+
+        If a rank of such a run dies, the other ranks still finish theirs, and the missing chunks of D are computed as a
+        problem of their own.
+        """
+        whole = not any(plan.problem.distributions) and plan.problem.grid is None
+        kept = bool(plan.replicas) or any(plan.replica_runs)
+        return len(plan.participants) > 1 and not plan.from_host and plan.grid[2] == 1 and whole and not kept
+
+    def describe(self, plan: Plan) -> list[str]:
+        """Return the line that tells the stationary and the streamed operand of the rank with the largest buffers."""
+        if any(plan.problem.by_ranks):
+            most = max(streams(plan), key=lambda one: one.bytes)
+            made = " and ".join("AB"[operand] for operand in most.made)
+            size, buffers = (format_bytes(n) for n in (most.held_bytes + most.making_bytes, most.buffer_bytes))
+            return [f"  makes     chunks of {made}, up to {most.ahead} ahead, {size} at a time; buffers of {buffers}"]
+        schedule = max(block_schedules(plan), key=lambda one: one.buffer_bytes)
+        names = ("A", "B")[:: -1 if schedule.stationary else 1]
+        what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
+        parts, depth = len(schedule.parts) - 1, len(schedule.depth) - 1
+        cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
+        lies = " as it lies" if schedule.lies[schedule.stationary] and not schedule.stationary_bytes else ""
+        padded = "; padded to multiples of 16, which GEMMs are quick with" if extent_multiple(plan.problem) > 1 else ""
+        read = "; A and B from host memory" if plan.from_host else ""
+        return [
+            f"  pulls     {names[0]} held{cut}{lies}, {names[1]} in panels of up to {schedule.width} {what[0]}; "
+            f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}{read}"
+        ]
+
+    def share(self, way: str, ranks: int) -> float:
+        """Return the share of a product's rate on one GPU."""
+        return _SHARES.get(way, 0.0) if ranks == 1 else 0.0
+
+    def panel_seconds(self, way: str) -> float:
+        """Return what a panel takes: itself, its way to another rank, what it is applied to first."""
+        return _PANEL_SECONDS.get(way, 0.0)
+
+    def column_seconds(self) -> float:
+        """Return what a column takes in the reduction to a tridiagonal matrix."""
+        return _COLUMN_SECONDS
+
+    def shares_eigh_from(self, dtype: str, workers: int) -> int | None:
+        """Return from which order on eigenvalues are there sooner than by cuSOLVER on one GPU.
+
+        H200, seconds: two GPUs, float64, N = 8192 0.58 and 0.55, 12288 1.07 and 1.48; float32, 12288 1.02 and 1.08.
+        One, N = 16384, float64 2.6 and 3.2; float32 2.3 and 2.1.
+        """
+        if workers > 1:
+            return 12288
+        return 16384 if dtype == "float64" else None
+
+
+def _area(rect: Rect) -> int:
+    return (rect[1] - rect[0]) * (rect[3] - rect[2])
+
+
+def _multiplied(plan: Plan, rank: int, epilog: str | None) -> int:
+    """Return the elements of D that a rank multiplies."""
+    triangle = square_on_diagonal(plan, rank, epilog)
+    return _area(plan.region(rank)) - (sum(map(_area, triangle.copied())) if triangle is not None else 0)
+
+
+def _elements(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Elements of each rank's parts of A and of B."""
+    height, width, depth = plan.extents
+    return height * depth, width * depth
+
+
+def _bytes_of(plan: Plan, *, made: bool) -> NDArray[np.float64]:
+    """Bytes of each rank's parts of operands: of those that it makes as they are made, of others as multiplied."""
+    problem = plan.problem
+    sizes = (problem.itemsize("a"), problem.itemsize("b")) if made else multiplied_sizes(problem)
+    every = zip(_elements(plan), sizes, problem.by_ranks, strict=True)
+    found = [count * float(size) for count, size, by_rank in every if by_rank == made]
+    return np.asarray(sum(found, start=0.0) + np.zeros(len(plan.ranks)))
+
+
+def _copied_again(plan: Plan, *, stored: bool) -> NDArray[np.float64]:
+    """Elements of D that each rank copies once more: from its sums to its chunks, and, if so, to store these."""
+    elements = []
+    for rank in range(len(plan.ranks)):
+        lying = in_place(plan, rank)
+        owned = [plan.chunk_rect(number) for number in plan.owned(rank).tolist()]
+        elements.append(sum(_area(rect) * (stored + (rect not in lying)) for rect in owned))
+    return np.array(elements, float)
+
+
+PEER = PeerModel(
+    "peer",
+    "dask_distmm.engines.peer.engine",
+    frozenset(["product", "factorization", "program"]),
+    (128, 512),
+    on_gpus=True,
+    reads_peers=True,
+    makes=True,
+    library="cuBLASLt",
+)

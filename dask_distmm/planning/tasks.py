@@ -1,0 +1,101 @@
+"""The seconds that Dask takes around a run, and the work of its own tasks for the same. Pure.
+
+Around a run there are so many seconds, and more for each chunk of operands and outputs. A graph of Dask's own tasks has
+some, too, and more for each task. Of b x b blocks a Cholesky factorization has (b-2)(b-1)b/6 products of blocks, a
+triangular system b(b-1)/2 for each column of blocks of its right-hand sides, and a few other tasks for each block.
+Each worker gets what it lacks of the smaller operand and its share of partial products; of a triangular system only
+parts of the right-hand sides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from dask_distmm.config import DaskCosts, Machine
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.factor.plan import factored
+from dask_distmm.planning.factor.planner import SHARES
+from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.model import Estimate, Phase, Work, estimate
+from dask_distmm.planning.problem import Problem
+from dask_distmm.planning.program import ProgramProblem
+
+# Of so many partial products Dask makes one sum.
+_SUMMED = 4
+# LAPACK's QR of a chunk, as NumPy calls it, runs at this share of a product's rate; each chunk takes so many tasks.
+_QR_SHARE, _QR_TASKS = 0.25, 6
+
+
+def product_overhead(problem: Problem, costs: DaskCosts) -> float:
+    """Return the seconds that Dask takes around a run; it knows nothing of chunks that ranks make."""
+    made = {name for name, yes in zip("ab", problem.by_ranks, strict=True) if yes}
+    names = (*(name for name in problem.inputs if name not in made and (name != "b" or not problem.shared)), "d")
+    return costs.run + costs.chunk * sum(math.prod(problem.chunk_counts(name)) for name in names)
+
+
+def factor_overhead(problem: FactorProblem | ProgramProblem, costs: DaskCosts) -> float:
+    """Return the seconds that Dask takes around a run."""
+    given = sum(math.prod(problem.chunk_counts(name)) for name in problem.operands)
+    return costs.run + costs.chunk * (given + sum(output.count for output in problem.outputs))
+
+
+def product_by_tasks(problem: Problem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
+    """Return what the product would take as Dask's own tasks."""
+    count, threads = len(workers), sum(worker.nthreads for worker in workers)
+    rows, cols = len(problem.a_chunks[0]), len(problem.b_chunks[1])
+    edges = [set(itertools.accumulate(sizes)) for sizes in (problem.a_chunks[1], problem.b_chunks[0])]
+    depth = len(edges[0] | edges[1])
+    products = rows * cols * depth
+    sums = rows * cols * math.ceil(max(0, depth - 1) / (_SUMMED - 1))
+    # Where A and B are cut differently along k, one of them is cut again.
+    again = products if edges[0] != edges[1] else 0
+    a_bytes, b_bytes = problem.itemsize("a") * problem.m * problem.k, problem.itemsize("b") * problem.k * problem.n
+    d_bytes = problem.itemsize("d") * problem.m * problem.n
+    flops = math.ceil(products / threads) * problem.flops / products
+    added = (depth > 1) * depth * d_bytes / count
+    foreign = 1 - 1 / count
+    received = foreign * (min(a_bytes, b_bytes) * (1 + bool(again)) + added)
+    held = (a_bytes + b_bytes + (1 + (depth > 1) * min(depth, _SUMMED)) * d_bytes) / count + received
+    phases = [Phase(flops, machine.rate(problem.compute_type.name), added), Phase(waited={"dask": received})]
+    work = Work(phases, seconds=costs.start + (products + sums + again) * costs.task, moved=received * count)
+    return estimate(work, machine, "dask", (rows, cols, depth), held)
+
+
+def program_by_tasks(
+    problem: ProgramProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts
+) -> Estimate:
+    """Return what Dask's own tasks would take for a program: QR of each chunk, and of all R."""
+    rows, cols = (sum(sizes) for sizes in problem.chunks["a"])
+    chunks, threads = len(problem.chunks["a"][0]), sum(worker.nthreads for worker in workers)
+    flops = 4 * (rows + chunks * cols) * cols**2 * (4 if problem.dtype.kind == "c" else 1)
+    moved = chunks * cols**2 * problem.dtype.itemsize
+    rate = machine.rate(problem.compute_type) * min(threads, chunks) * _QR_SHARE
+    phases = [Phase(flops, rate), Phase(waited={"dask": moved})]
+    work = Work(phases, seconds=costs.start + chunks * _QR_TASKS * costs.task, moved=moved)
+    return estimate(work, machine, "dask", (chunks, 1, 1))
+
+
+def factor_by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
+    """Return what Dask's own tasks would take."""
+    blocks, (rows, cols) = len(problem.chunks[0][0]), problem.task.a_shape
+    name, right, columns = factored(problem.task), 0, 0
+    if problem.task.b_shape is not None:
+        right, columns = len(problem.chunks[1][1]), problem.task.b_shape[1]
+    if name == "qr":
+        # Q and R of each chunk; R of all of these R; its Q in parts, and their products with the first Q.
+        products, others, elements = blocks, 4 * blocks, cols * cols
+    else:
+        triangles = right * (2 if name else 1)
+        products = triangles * blocks * (blocks - 1) // 2
+        if name:
+            products += (blocks - 2) * (blocks - 1) * blocks // 6 + blocks * (blocks - 1) // 2
+        others = (2 * blocks * blocks if name else 0) + triangles * blocks
+        elements = rows // blocks * (cols // blocks if name else -(-columns // right))
+    threads = sum(worker.nthreads for worker in workers)
+    moved = (1 - 1 / len(workers)) * (products * elements + rows * cols * (name == "cholesky")) * problem.dtype.itemsize
+    rate = machine.rate(problem.task.dtype) * min(threads, blocks) * SHARES[name]
+    phases = [Phase(problem.flops, rate), Phase(waited={"dask": moved / len(workers)})]
+    work = Work(phases, seconds=costs.start + (products + others) * costs.task, moved=moved)
+    return estimate(work, machine, "dask", (blocks, blocks, blocks))
