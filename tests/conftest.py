@@ -1,13 +1,15 @@
 """Clusters for the tests: one of worker processes and one in this process, shared by a session.
 
-Every test that uses them ends with a look at all workers and the scheduler: nothing of ours may be left, and no process
-may hold more files, listening sockets, threads or children than before.
+Every test that uses them ends with a look at all workers and the scheduler: nothing of ours may be left. Every module,
+and every test that kills or stops workers, ends with another look: no process may hold more files, listening sockets,
+threads or children than before.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import logging
 import os
 import random
@@ -51,7 +53,8 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
-# A test with more cases than this runs as many of them, drawn anew in each run; with --all it runs all of them.
+# A test with more cases than this runs as many of them, drawn anew in each run; with --all it runs all of them. The
+# tests of faults, which kill and stop processes, count as cases of one test.
 CASES = 12
 
 
@@ -67,16 +70,22 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_collection_finish() -> None:
+    """Take what collection has made out of the garbage collector's sight, which each test calls at its end."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     drawn = f"--draw {os.environ['DISTMM_TEST_DRAW']} draws the same {CASES} cases of each test"
     return "cases: all" if config.getoption("--all") else f"cases: {drawn}, --all takes all"
 
 
 def _drawn(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return at most `CASES` of each test's cases; of tests for GPUs all."""
+    """Return at most `CASES` of each test's cases, and of all tests of faults together; of tests for GPUs all."""
     cases = collections.defaultdict(list)
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
+        cases["faults" if item.get_closest_marker("faults") else item.nodeid.partition("[")[0]].append(item)
     kept: set[pytest.Item] = set()
     for name, group in cases.items():
         rng = random.Random(f"{os.environ['DISTMM_TEST_DRAW']} {name}")
@@ -122,10 +131,16 @@ def process_cluster() -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def _process_leaks(process_cluster: LocalCluster) -> Iterator[None]:
+    with no_leaks(process_cluster):
+        yield
+
+
 @pytest.fixture
-def client(process_cluster: LocalCluster) -> Iterator[Client]:
+def client(process_cluster: LocalCluster, _process_leaks: None) -> Iterator[Client]:
     """A client of three worker processes of one thread."""
-    with Client(process_cluster) as client, no_leaks(client):
+    with Client(process_cluster) as client:
         yield client
         assert_nothing_left(client)
 
@@ -138,10 +153,16 @@ def inproc_cluster() -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def _inproc_leaks(inproc_cluster: LocalCluster) -> Iterator[None]:
+    with no_leaks(inproc_cluster):
+        yield
+
+
 @pytest.fixture
-def inproc_client(inproc_cluster: LocalCluster) -> Iterator[Client]:
+def inproc_client(inproc_cluster: LocalCluster, _inproc_leaks: None) -> Iterator[Client]:
     """A client of four workers in this process."""
-    with Client(inproc_cluster) as client, no_leaks(client):
+    with Client(inproc_cluster) as client:
         yield client
         assert_nothing_left(client)
 
@@ -175,7 +196,7 @@ def fault_client(fault_cluster: LocalCluster) -> Iterator[Client]:
         # Warm: the plugins are there before anything goes wrong.
         x = da.ones((30, 30), chunks=10)
         matmul(x, x).compute()
-        with no_leaks(client):
+        with no_leaks(fault_cluster):
             yield client
             client.wait_for_workers(3, timeout=60)
             client.run(remove_faults)

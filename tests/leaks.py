@@ -1,4 +1,4 @@
-"""What worker processes hold before and after a test: files, listening sockets, threads, children.
+"""What worker processes hold before and after tests: files, listening sockets, threads, children.
 
 Left out is what Dask and Zarr hold more or less of as they like: connections, and the threads that they name. Of the
 tests' own process, which is that of some clusters too, only our threads are looked at.
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import psutil
 from distributed import Client
+from distributed.deploy import Cluster
 
 # Dask's pools grow when they are used; a plugin has one engine thread, from its first run on.
 THREADS = re.compile("Dask|IO loop|TCP-Executor|asyncio_|AsyncProcess|Profile|QueueFeeder|zarr_io|distmm-engine")
@@ -36,10 +37,11 @@ def held() -> dict[str, list[str]]:
     }
 
 
-def held_by(client: Client) -> dict[int, dict[str, list[str]]]:
+def held_by(cluster: Cluster) -> dict[int, dict[str, list[str]]]:
     """Return the same for the processes of all workers and of the scheduler, by their numbers."""
-    found = dict(client.run(_numbered, os.getpid()).values())
-    return found | dict([client.run_on_scheduler(_numbered, os.getpid())])
+    with Client(cluster, set_as_default=False) as client:
+        found = dict(client.run(_numbered, os.getpid()).values())
+        return found | dict([client.run_on_scheduler(_numbered, os.getpid())])
 
 
 def _numbered(tests: int) -> tuple[int, dict[str, list[str]]]:
@@ -49,13 +51,13 @@ def _numbered(tests: int) -> tuple[int, dict[str, list[str]]]:
 
 
 @contextlib.contextmanager
-def no_leaks(client: Client, timeout: float = 10.0) -> Iterator[None]:
+def no_leaks(cluster: Cluster, timeout: float = 10.0) -> Iterator[None]:
     """Compare what the processes that live on hold before and after."""
-    before = held_by(client)
+    before = held_by(cluster)
     yield
     deadline = time.monotonic() + timeout
     while True:
-        after = held_by(client)
+        after = held_by(cluster)
         more = [
             f"process {number} held {kind} {had}, now {after[number][kind]}"
             for number in before.keys() & after.keys()

@@ -21,6 +21,8 @@ from run_events import events
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left, assert_product
 
+pytestmark = pytest.mark.faults
+
 
 class Dangerous(WorkerPlugin):
     """Has each worker's process die after a random time, in a random way; those that come later too."""

@@ -16,6 +16,8 @@ from run_events import events_after, newest_run
 from dask_distmm import RunFailedError, matmul
 from dask_distmm.testing import assert_product, inject
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.mark.parametrize(
     ("point", "victim"),

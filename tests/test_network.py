@@ -19,7 +19,10 @@ from matrices import operands
 from dask_distmm import DistMMError, matmul
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
-pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "can run")
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "can run"),
+]
 
 # Silence comes after what Dask itself takes for a dead connection, as it does by default.
 LIMITS = {"distmm.timeouts": {"vote": "4s", "transfer": "4s", "silence": "30s", "grace": "5s"}, "distmm.retries": 1}

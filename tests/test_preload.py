@@ -17,6 +17,8 @@ from run_events import events
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
+pytestmark = pytest.mark.faults
+
 
 class CommandLine:
     """A scheduler and two workers with their nannies, each a command of its own.

@@ -22,6 +22,8 @@ from dask_distmm.errors import NoWorkersError
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.testing import assert_nothing_left, assert_product, inject
 
+pytestmark = pytest.mark.faults
+
 # Short limits, so that what must end does so while somebody watches.
 SHORT = {"distmm.timeouts": {"vote": "4s", "transfer": "3s", "silence": "4s", "grace": "5s"}}
 

@@ -38,9 +38,10 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     # Tests with as many workers one after the other: each change of the number starts a cluster.
     items.sort(key=lambda item: item.callspec.params.get("nworkers", 0) if hasattr(item, "callspec") else 0)
+    skipped = {}
     for item in items:
         if "gpu" not in Path(str(item.fspath)).parts[-2:]:
             continue
@@ -53,7 +54,15 @@ def pytest_collection_modifyitems(items):
         alone = SHARED and GPUS and "[peer" in item.name and "another_library" not in item.name
         enough = needed if alone else GPUS
         if needed > enough:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPUs with the GPU extra, found {GPUS}"))
+            skipped.setdefault(item.path, []).append(item)
+    # One a file stands for all: thousands would take a minute to skip.
+    dropped = set()
+    for first, *others in skipped.values():
+        reason = f"{1 + len(others)} tests of the file need more GPUs with the GPU extra than {GPUS}"
+        first.add_marker(pytest.mark.skip(reason=reason))
+        dropped.update(others)
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
 
 
 def sharing(nworkers, devices, env=None, **options):
