@@ -742,9 +742,10 @@ def failures(seeds: Iterable[int], ours: Machine) -> Iterator[tuple[Program, Bas
         assert_nothing_left(ours.client)
 
 
-def test_random_programs():
+def test_random_programs(request):
+    count = 200 if request.config.getoption("--all") else 50
     with Machine() as machine:
-        for program, error in failures((secrets.randbits(32) for _ in range(200)), machine):
+        for program, error in failures((secrets.randbits(32) for _ in range(count)), machine):
             again = f"Once more, and shorter: python tests/test_random_programs.py --seed {program.seed}"
             assert error is None, f"{error!r}\n{program}\n{again}"
 

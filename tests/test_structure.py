@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import pathlib
 import subprocess
@@ -48,19 +49,24 @@ ON_GPUS = {"cublasmp", "cusolvermp", "gpu", "peer"}
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 ENGINES = {"numpy", "peer", "cublasmp", "cusolvermp"}
 
-TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+PATHS = sorted(ROOT.rglob("*.py"))
 
 
 def name_of(path: pathlib.Path) -> str:
     return ".".join(("dask_distmm", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
-MODULES = {name_of(path): path for path in TREES}
+MODULES = {name_of(path): path for path in PATHS}
+
+
+@functools.cache
+def tree(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(path: pathlib.Path) -> Iterator[str]:
     """Names of all modules that a module imports, wherever it does."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -105,64 +105,71 @@ steps: Any = []
 """
 
 
-def mypy(folder: Path, *arguments: str | Path) -> dict[tuple[str, int], str]:
-    """Return the errors by file and line."""
+# What `strict` adds, taken back: pages and examples are checked as of a user who does not ask for it.
+NOT_STRICT = "# mypy: " + ", ".join(
+    [
+        *["allow-untyped-defs", "allow-untyped-calls", "allow-incomplete-defs", "allow-any-generics"],
+        *["allow-subclassing-any", "allow-untyped-decorators", "no-check-untyped-defs"],
+        *["no-strict-equality", "no-warn-return-any", "no-warn-unused-ignores", "no-extra-checks"],
+    ]
+)
+# Of pages one name can be several things, one after the other.
+OF_PAGES = f'{NOT_STRICT}, allow-redefinition, disable-error-code="var-annotated"\n'
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """The program, the pages and the examples as files, and the errors of each: the lines' numbers and messages."""
     pytest.importorskip("mypy")
+    folder = tmp_path_factory.mktemp("types")
     # A configuration of its own: the project's treats Dask's types as unknown.
-    (folder / "mypy.ini").write_text("[mypy]\n")
-    command = [sys.executable, "-m", "mypy", "--ignore-missing-imports", f"--cache-dir={folder / 'cache'}"]
+    (folder / "mypy.ini").write_text("[mypy]\n[mypy-dask.*]\nimplicit_reexport = True\n")
+    (folder / "program.py").write_text(PROGRAM)
+    for path in (ROOT / "docs" / "examples").glob("*.py"):
+        (folder / f"example_{path.name}").write_text(f"{NOT_STRICT}\n{path.read_text()}")
+    prelude = OF_PAGES + PRELUDE + "".join(f"{name} = da.ones((24, 24), chunks=8)\n" for name in MATRICES)
+    prelude += 'qw, sw = quantize(b, "float8_e4m3")\n'
+    for page in PRINTED:
+        text = prelude + "".join(f"{name} = da.ones(24, chunks=8)\n" for name in VECTORS.get(page.name, ()))
+        for code, _ in fences(page):
+            if ">>>" in code:
+                lines = [line[4:] for line in code.splitlines() if line[:4] in (">>> ", "... ")]
+                text += "\n".join([*lines, ""])
+            else:
+                text += code
+        if fences(page):
+            (folder / f"page_{page.stem.replace('-', '_')}.py").write_text(text)
+    files = sorted(path.name for path in folder.glob("*.py"))
+    command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", f"--cache-dir={folder / 'cache'}"]
     done = subprocess.run(
-        [*command, *map(str, arguments)],
+        [*command, *files],
         # As an installed package: of those mypy takes the types and reports no errors.
         cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=170,
         check=False,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stdout + done.stderr
-    found: dict[tuple[str, int], str] = {}
+    found: dict[str, dict[int, str]] = {name: {} for name in files}
     for name, line, message in re.findall(r"^(.+?):(\d+): error: (.*)$", done.stdout, re.MULTILINE):
-        found[name, int(line)] = found.get((name, int(line)), "") + message
+        found[name][int(line)] = found[name].get(int(line), "") + message
     return found
 
 
-def test_wrong_calls_are_found_and_right_ones_pass(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    found = mypy(tmp_path, "--strict", "program.py")
+def test_wrong_calls_are_found_and_right_ones_pass(checked):
+    found = checked["program.py"]
     expected = {
-        ("program.py", number): line.rpartition("  # ")[2]
-        for number, line in enumerate(PROGRAM.splitlines(), 1)
-        if "  # " in line
+        number: line.rpartition("  # ")[2] for number, line in enumerate(PROGRAM.splitlines(), 1) if "  # " in line
     }
     assert len(expected) > 20
     assert found.keys() == expected.keys(), found
     assert not [(found[at], message) for at, message in expected.items() if message not in found[at]]
 
 
-def test_snippets_of_the_pages(tmp_path):
+@pytest.mark.parametrize(("kind", "least"), [("page_", 9), ("example_", 4)])
+def test_pages_and_examples_pass(checked, kind, least):
     """Code that pages print passes as it is; lines of doctests without their results."""
-    prelude = PRELUDE + "".join(f"{name} = da.ones((24, 24), chunks=8)\n" for name in MATRICES)
-    prelude += 'qw, sw = quantize(b, "float8_e4m3")\n'
-    files = []
-    for page in PRINTED:
-        text = prelude + "".join(f"{name} = da.ones(24, chunks=8)\n" for name in VECTORS.get(page.name, ()))
-        codes = [code for code, _ in fences(page)]
-        for code in codes:
-            if ">>>" in code:
-                lines = [line[4:] for line in code.splitlines() if line[:4] in (">>> ", "... ")]
-                text += "\n".join([*lines, ""])
-            else:
-                text += code
-        if codes:
-            files.append(f"page_{page.stem.replace('-', '_')}.py")
-            (tmp_path / files[-1]).write_text(text)
-    assert len(files) > 8
-    found = mypy(tmp_path, "--allow-redefinition", "--disable-error-code=var-annotated", *files)
-    assert not {at: ((tmp_path / at[0]).read_text().splitlines()[at[1] - 1], text) for at, text in found.items()}
-
-
-def test_examples(tmp_path):
-    examples = sorted((ROOT / "docs" / "examples").glob("*.py"))
-    assert len(examples) > 3
-    assert not mypy(tmp_path, *examples)
+    found = {name: errors for name, errors in checked.items() if name.startswith(kind)}
+    assert len(found) >= least
+    assert not {name: errors for name, errors in found.items() if errors}
 
 
 @pytest.mark.parametrize(
