@@ -32,8 +32,9 @@ from distributed.scheduler import DEFAULT_EXTENSIONS
 from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm import RunFailedError, free_workspaces, matmul
-from dask_distmm.testing import assert_large_product, assert_nothing_left, assert_product, inject, remove_faults
+from dask_distmm.testing import assert_large_product, assert_nothing_left, assert_product
 from dask_distmm.typing import Method
+from tests.faults import inject, remove_faults
 
 GROWTH = 16 * 2**20
 # Dask's own logs and profiles grow for hours before they reach their bounds; what is looked for is ours.
@@ -44,7 +45,7 @@ _BOUNDED = {
 }
 _UNITS = {"bytes": 2**20, "device": 2**20, "pool": 2**20, "files": 1, "threads": 1}
 _NAMES = {"bytes": "MiB", "device": "MiB of the GPU", "pool": "MiB of the pool"}
-# How runs are made to fail: in turn at a fault point of `dask_distmm.testing.faults`, with an action of it.
+# How runs are made to fail: in turn at a fault point of `tests.faults`, with an action of it.
 _FAULTS = {
     "numpy": (("vote", "memory"), ("execute", "error")),
     "peer": (("vote", "memory"), ("panel", "error")),

@@ -38,7 +38,7 @@ from benchmarks.harness import environment
 from benchmarks.linalg import cluster, finished, matrix, runs, taken
 from benchmarks.revision import revision
 from dask_distmm import linalg
-from dask_distmm.testing.residuals import GATE
+from tests.residuals import GATE
 
 KINDS = ("eigh", "eigvalsh", "svd", "svdvals", "polar")
 # Singular values that the randomized SVD is asked for.

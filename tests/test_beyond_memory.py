@@ -6,12 +6,12 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
+from residuals import assert_least_squares, assert_qr
 
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg import factorize
 from dask_distmm.errors import ProjectedMemoryError
 from dask_distmm.planning.program import ProgramProblem
-from dask_distmm.testing import assert_least_squares, assert_qr
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from distributed import Client, Event, LocalCluster, futures_of, wait
 from distributed import progress as dask_progress
+from faults import inject, remove_faults
 from hypothesis import given
 from hypothesis import strategies as st
 from run_events import events
@@ -26,7 +27,7 @@ from dask_distmm.runtime.messages import Progress, ProgressLine
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase, progress_of
 from dask_distmm.runtime.wire import from_wire
-from dask_distmm.testing import assert_product, inject, remove_faults
+from dask_distmm.testing import assert_product
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}
 START |= {"ranks": ("tcp://a", "tcp://b"), "projected_bytes": {"tcp://a": 2**20, "tcp://b": 2**21}}

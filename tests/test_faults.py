@@ -10,11 +10,12 @@ import dask
 import numpy as np
 import pytest
 from distributed import wait
+from faults import inject
 from matrices import operands
 from run_events import events_after, newest_run
 
 from dask_distmm import RunFailedError, matmul
-from dask_distmm.testing import assert_product, inject
+from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.faults
 

@@ -12,20 +12,20 @@ from distributed import wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import lazy, positive, random
-from run_events import events, newest_run, runs_after
-
-from dask_distmm import PlanError, linalg
-from dask_distmm.planning import plan_from_wire
-from dask_distmm.testing import (
+from residuals import (
     assert_cholesky,
     assert_inverse,
     assert_least_squares,
     assert_lu,
-    assert_nothing_left,
     assert_pseudoinverse,
     assert_qr,
     assert_solution,
 )
+from run_events import events, newest_run, runs_after
+
+from dask_distmm import PlanError, linalg
+from dask_distmm.planning import plan_from_wire
+from dask_distmm.testing import assert_nothing_left
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 METHODS = ["local", "columns"]

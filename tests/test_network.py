@@ -14,10 +14,11 @@ import hosts
 import pytest
 from certificates import authority, environment
 from distributed import Client
+from faults import inject
 from matrices import operands
 
 from dask_distmm import DistMMError, matmul
-from dask_distmm.testing import assert_nothing_left, assert_product, inject
+from dask_distmm.testing import assert_nothing_left, assert_product
 
 pytestmark = [
     pytest.mark.faults,

@@ -11,11 +11,12 @@ import numpy as np
 import psutil
 import pytest
 from distributed import Client
+from faults import inject
 from matrices import until
 from run_events import events
 
 from dask_distmm import matmul
-from dask_distmm.testing import assert_nothing_left, assert_product, inject
+from dask_distmm.testing import assert_nothing_left, assert_product
 
 pytestmark = pytest.mark.faults
 

@@ -12,6 +12,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from faults import inject
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import fresh, until
@@ -28,7 +29,7 @@ from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
 from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.worker.side import WorkerSide
-from dask_distmm.testing import assert_nothing_left, assert_product, inject, make_problem, random_chunks, run_jobs
+from dask_distmm.testing import assert_nothing_left, assert_product, make_problem, random_chunks, run_jobs
 
 rng = np.random.default_rng()
 

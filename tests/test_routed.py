@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matrices import positive
-from run_events import newest_run, runs_after
-
-import dask_distmm
-from dask_distmm.config import DaskCosts, read_options
-from dask_distmm.planning import Worker
-from dask_distmm.planning.factor.problem import Factorization, FactorProblem
-from dask_distmm.planning.tasks import factor_by_tasks, factor_overhead
-from dask_distmm.testing import (
+from residuals import (
     assert_cholesky,
     assert_eigh,
     assert_least_squares,
@@ -25,6 +18,13 @@ from dask_distmm.testing import (
     assert_solution,
     assert_svd,
 )
+from run_events import newest_run, runs_after
+
+import dask_distmm
+from dask_distmm.config import DaskCosts, read_options
+from dask_distmm.planning import Worker
+from dask_distmm.planning.factor.problem import Factorization, FactorProblem
+from dask_distmm.planning.tasks import factor_by_tasks, factor_overhead
 
 COSTS = DaskCosts(0.01, 0.00015, 0.01, 0.0005)
 

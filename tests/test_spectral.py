@@ -13,6 +13,7 @@ import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import lazy, positive, random
+from residuals import assert_eigh, assert_polar, assert_pseudoinverse, assert_svd
 from run_events import newest_run, runs_after
 
 from dask_distmm import PlanError, ProjectedMemoryError, linalg
@@ -20,13 +21,7 @@ from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.qdwh import weights
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.factor.planner import plan_factorization
-from dask_distmm.testing import (
-    assert_eigh,
-    assert_nothing_left,
-    assert_polar,
-    assert_pseudoinverse,
-    assert_svd,
-)
+from dask_distmm.testing import assert_nothing_left
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 SPECTRA = ["random", "clustered", "graded", "deficient", "zero", "tiny", "huge"]

@@ -15,12 +15,13 @@ import msgpack
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from faults import inject
 from matrices import operands
 
 from dask_distmm import DistMMError, RunFailedError, explain, matmul
 from dask_distmm.errors import NoWorkersError
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.testing import assert_nothing_left, assert_product, inject
+from dask_distmm.testing import assert_nothing_left, assert_product
 
 pytestmark = pytest.mark.faults
 

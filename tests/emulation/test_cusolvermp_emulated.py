@@ -9,15 +9,7 @@ import threading
 import numpy as np
 import pytest
 from matrices import noise
-
-from dask_distmm.config import read_options
-from dask_distmm.errors import EngineError, MatrixError
-from dask_distmm.planning import ENGINES, Worker
-from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor.plan import FactorPlacement
-from dask_distmm.planning.factor.planner import plan_factorization
-from dask_distmm.planning.factor.problem import Factorization, FactorProblem, as_matrix
-from dask_distmm.testing import (
+from residuals import (
     assert_cholesky,
     assert_eigh,
     assert_inverse,
@@ -26,9 +18,16 @@ from dask_distmm.testing import (
     assert_pseudoinverse,
     assert_qr,
     assert_solution,
-    random_chunks,
-    run_jobs,
 )
+
+from dask_distmm.config import read_options
+from dask_distmm.errors import EngineError, MatrixError
+from dask_distmm.planning import ENGINES, Worker
+from dask_distmm.planning.computation import Output
+from dask_distmm.planning.factor.plan import FactorPlacement
+from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.planning.factor.problem import Factorization, FactorProblem, as_matrix
+from dask_distmm.testing import random_chunks, run_jobs
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 RANKS = [1, 2, 3]

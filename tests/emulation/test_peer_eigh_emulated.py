@@ -14,6 +14,7 @@ import devices
 import numpy as np
 import pytest
 from matrices import noise
+from residuals import assert_eigh
 from test_spectral import SPECTRA, hermitian
 
 from dask_distmm.engines.numpy.lapack import LapackKernels
@@ -24,7 +25,6 @@ from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.testing import assert_eigh
 
 pytestmark = pytest.mark.skipif(compiled.compiler() is None, reason="needs g++: kernels are compiled for the CPU")
 DTYPES = ["float32", "float64", "complex64", "complex128"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from lapack_kernels import QueuedKernels
+from residuals import assert_cholesky, assert_lu, assert_qr, assert_solution
 
 from dask_distmm.errors import MatrixError
-from dask_distmm.testing import assert_cholesky, assert_lu, assert_qr, assert_solution, random_matrix
+from dask_distmm.testing import random_matrix
 
 
 @pytest.fixture

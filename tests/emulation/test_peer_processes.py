@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from device_memory import limit_device_memory
 from distributed import Client, LocalCluster, Status
+from faults import inject, remove_faults
 from run_events import events
 
 import dask_distmm
@@ -25,7 +26,7 @@ from dask_distmm.config import dask_costs
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
-from dask_distmm.testing import assert_nothing_left, assert_product, inject, remove_faults
+from dask_distmm.testing import assert_nothing_left, assert_product
 
 FOLDER = str(Path(__file__).parent)
 

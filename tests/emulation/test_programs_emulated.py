@@ -9,12 +9,13 @@ import devices
 import numpy as np
 import pytest
 from lapack_kernels import QueuedKernels
+from residuals import assert_least_squares, assert_qr
 
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.planning import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
-from dask_distmm.testing import assert_least_squares, assert_qr, run_jobs
+from dask_distmm.testing import run_jobs
 
 
 @pytest.fixture

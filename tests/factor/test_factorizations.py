@@ -7,17 +7,11 @@ import warnings
 
 import numpy as np
 import pytest
+from factoring import run_factorization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import noise
-
-from dask_distmm.engines.factor import operations
-from dask_distmm.engines.factor.operations import is_short
-from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor.plan import factor_plan
-from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.testing import (
+from residuals import (
     assert_cholesky,
     assert_inverse,
     assert_least_squares,
@@ -25,8 +19,14 @@ from dask_distmm.testing import (
     assert_pseudoinverse,
     assert_qr,
     assert_solution,
-    run_factorization,
 )
+
+from dask_distmm.engines.factor import operations
+from dask_distmm.engines.factor.operations import is_short
+from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.errors import MatrixError
+from dask_distmm.planning.factor.plan import factor_plan
+from dask_distmm.planning.factor.problem import Factorization
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 RANKS = [1, 2, 3, 4, 5, 6, 8]

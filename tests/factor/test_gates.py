@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.linalg
-
-from dask_distmm.testing import (
+from residuals import (
     assert_cholesky,
     assert_eigh,
     assert_inverse,

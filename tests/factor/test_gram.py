@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from factoring import run_factorization
 from matrices import noise
+from residuals import assert_qr
 
 from dask_distmm.engines.factor import gram
 from dask_distmm.engines.factor.gram import gram_reflectors
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.testing import assert_qr, run_factorization
 
 K = LapackKernels()
 DTYPES = ["float32", "float64", "complex64", "complex128"]

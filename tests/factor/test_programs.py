@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from check_programs import check_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.factor.plan import FactorPlan, block_width, factor_plan, launch_order
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.factor.steps import Apply, Columns, Drop, Factor, Get, Key, Matrix, Publish
-from dask_distmm.testing import check_programs
 
 WAYS = [
     {"kind": "cholesky"},

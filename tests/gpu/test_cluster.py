@@ -15,20 +15,13 @@ import dask.array as da
 import numpy as np
 import pytest
 from gpu_products import N, check, on_gpus, random
+from residuals import assert_cholesky, assert_eigh, assert_qr, assert_solution
 from run_events import events
 
 import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.errors import RunFailedError
-from dask_distmm.testing import (
-    assert_cholesky,
-    assert_eigh,
-    assert_large_product,
-    assert_nothing_left,
-    assert_product,
-    assert_qr,
-    assert_solution,
-)
+from dask_distmm.testing import assert_large_product, assert_nothing_left, assert_product
 
 # Faults and memory pools with as many ranks, where there are as many GPUs.
 COUNTS = (2, 4)
@@ -99,7 +92,7 @@ def test_a_rank_killed_inside_a_collective(start, nworkers, point):
     The ranks have done the same product before, so that NCCL has connected them: B is on the victim, from which all
     others need columns.
     """
-    from dask_distmm.testing import inject
+    from faults import inject
 
     quick = {"distmm.timeouts.grace": "3s", "distributed.deploy.lost-worker-timeout": "1h"}
     with dask.config.set(quick), start(nworkers, "tcp") as client:
@@ -130,7 +123,7 @@ def test_a_rank_killed_inside_a_collective(start, nworkers, point):
 
 @pytest.mark.gpus(2)
 def test_a_rank_killed_before_the_library_costs_only_itself(start, nworkers):
-    from dask_distmm.testing import inject
+    from faults import inject
 
     with dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}), start(nworkers, "tcp") as client:
         check(client)
@@ -176,7 +169,7 @@ def test_no_memory_on_one_rank_is_one_error_that_names_it(start, nworkers):
 @pytest.mark.engines("cublasmp")
 @pytest.mark.gpus(2)
 def test_workspace_that_does_not_fit_is_agreed_on(start, nworkers):
-    from dask_distmm.testing import inject
+    from faults import inject
 
     with start(nworkers, "tcp") as client:
         victim = sorted(client.nthreads())[1]
@@ -381,7 +374,7 @@ def test_factorizations_on_hosts_without_shared_memory(tmp_path):
 @pytest.mark.parametrize("point", ["exchange", "solver"])
 def test_a_rank_killed_while_all_factorize(start, nworkers, point):
     """The others wait for it in the library: their processes end themselves, and Dask begins again."""
-    from dask_distmm.testing import inject
+    from faults import inject
 
     quick = {"distmm.timeouts.grace": "3s", "distributed.deploy.lost-worker-timeout": "1h"}
     s = random((900, 900))

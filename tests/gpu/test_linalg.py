@@ -6,11 +6,12 @@ import dask.array as da
 import numpy as np
 import pytest
 from matrices import noise
+from residuals import assert_eigh, assert_svd
 from test_epilogs import computed, finished, on_gpus
 
 import dask_distmm
 from dask_distmm import linalg
-from dask_distmm.testing import assert_eigh, assert_nothing_left, assert_svd
+from dask_distmm.testing import assert_nothing_left
 
 pytestmark = pytest.mark.engines("peer", "cusolvermp")
 # Of steps that are products, too, or of what one GPU computes alone.

@@ -10,13 +10,14 @@ import dask.array as da
 import numpy as np
 import pytest
 from cluster_runner import ClusterRunner
+from faults import inject
 from gpu_products import check, on_gpus, random
 from run_events import events
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
 from dask_distmm.planning.peer.block_schedule import extent_multiple
-from dask_distmm.testing import assert_large_product, assert_nothing_left, conformance, inject
+from dask_distmm.testing import assert_large_product, assert_nothing_left, conformance
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.engines("peer")]
 # With as many ranks, where there are as many GPUs.

@@ -10,6 +10,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from device_memory import limit_device_memory
+from faults import inject
 from gpu_products import random
 from run_events import events
 
@@ -22,7 +23,7 @@ from dask_distmm.graph.waves import can_be_made
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
-from dask_distmm.testing import assert_nothing_left, inject
+from dask_distmm.testing import assert_nothing_left
 
 pytestmark = pytest.mark.engines("peer")
 COUNTS = (1, 2, 3)

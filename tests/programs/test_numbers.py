@@ -9,6 +9,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from matrices import noise
+from residuals import assert_least_squares, assert_qr
 
 from dask_distmm import PlanError, linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
@@ -16,7 +17,6 @@ from dask_distmm.engines.base import get_engine
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
-from dask_distmm.testing import assert_least_squares, assert_qr
 from dask_distmm.testing.network import run_jobs
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]

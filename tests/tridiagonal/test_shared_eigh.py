@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from factoring import run_factorization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import noise
+from residuals import assert_eigh
 from test_spectral import SPECTRA, hermitian
 
 from dask_distmm.engines.factor.execution import triangular_factor
@@ -16,7 +18,6 @@ from dask_distmm.engines.tridiagonal.reduction import HostReduction, panel_width
 from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.testing import assert_eigh, run_factorization
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 

@@ -11,6 +11,8 @@ import sys
 import time
 from typing import Any
 
+import cloudpickle
+
 FAULT_POINTS = {
     "read": ("dask_distmm.runtime.worker.side", "ChunkStore", "read"),
     "vote": ("dask_distmm.runtime.worker.side", "WorkerSide", "_prepare"),
@@ -84,3 +86,7 @@ def remove_faults() -> None:
         method = getattr(kind, name)
         if hasattr(method, "__wrapped__"):
             setattr(kind, name, method.__wrapped__)
+
+
+# Workers that are started from the command line can't import this module: its functions go there as they are.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
