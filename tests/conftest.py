@@ -30,12 +30,13 @@ import dask_distmm
 from dask_distmm import matmul
 from dask_distmm.testing import assert_nothing_left
 
-# Files that take longest; two processes share them out in this order, so that none is left over at the end. Before them
+# Files that take longest; processes share them out in this order, so that none is left over at the end. Before them
 # the one that looks at a setting of the whole process, which runs of other tests change.
 LONG = [
     "test_blas",
-    *["test_dask_suite", "test_epilog", "test_narrow", "test_stops", "test_peer_emulated", "test_chaos"],
-    *["test_cublasmp_emulated", "test_faults", "test_batched", "test_network", "test_preload", "test_demo"],
+    *["test_dask_suite", "test_peer_eigh_emulated", "test_peer_processes", "test_demo", "test_peer_emulated"],
+    *["test_random_programs", "test_network", "test_batched", "test_peer_eigh_processes", "test_narrow", "test_epilog"],
+    *["test_solver_peer", "test_chaos", "test_preload", "test_stops", "test_faults", "test_cublasmp_emulated"],
 ]
 
 # No test looks at profiles or ticks of all workers; with these, idle clusters of the session take a third of two cores.
