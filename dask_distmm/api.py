@@ -25,19 +25,14 @@ from dask_distmm.typing import (
 __all__ = ["explain", "matmul"]
 
 
-# A type checker takes the first overload whose required options are there and prints the errors of that one alone where
-# no other could be meant: so `epilog` and `result_amax` are required wherever they decide.
-@overload
-def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[MatmulOptions]) -> da.Array: ...
-
-
+# mypy prints all overloads of a call that fits none: there are as few as results need.
 @overload
 def matmul(
     a: ArrayLike,
     b: ArrayLike,
     c: ArrayLike | None = None,
     *,
-    epilog: PlainEpilog | EpilogFunction | None,
+    epilog: PlainEpilog | EpilogFunction | None = None,
     result_amax: Literal[False] = False,
     **options: Unpack[MatmulOptions],
 ) -> da.Array: ...

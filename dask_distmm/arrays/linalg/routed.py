@@ -63,10 +63,10 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
         # Q is that of the first chunk: no run is as quick.
         return NotImplemented
     dasks: Dasks = "good" if plain and len(a.chunks[1]) == 1 else "none"
-    return _take(lambda: factors.qr(a, mode, check_finite=False), a, dasks=dasks)  # type: ignore[arg-type]
+    return _take(lambda: factors.qr(a, mode, check_finite=False), a, dasks=dasks)  # type: ignore[call-overload]
 
 
-def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
+def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: Any = "gen") -> Any:
     if sym_pos is not None:
         return NotImplemented
     blocks = _blocks(a) if _chunks_match(a, b) else 0
@@ -129,7 +129,7 @@ def _slogdet(a: Any) -> Any:
 
 
 def _eigh(a: Any, UPLO: str = "L") -> Any:
-    return _take(lambda: spectral.eigh(a, UPLO, check_finite=False), a, dasks="poor")  # type: ignore[arg-type]
+    return _take(lambda: spectral.eigh(a, UPLO, check_finite=False), a, dasks="poor")  # type: ignore[call-overload]
 
 
 def _eigvalsh(a: Any, UPLO: str = "L") -> Any:
