@@ -116,7 +116,7 @@ NORM = (
 )
 POLAR = (
     "several runs: on all workers (QDWH), or an SVD on one worker and products",
-    "on all workers: three times its share of the matrix; on one: that of `svd`",
+    "on all workers: that of its products and factorizations; on one: that of `svd`",
 )
 COMPRESSED = (
     "tall and wide matrices: one run, which reads them 2 + 2 `n_power_iter` times; others: a run for each product",
