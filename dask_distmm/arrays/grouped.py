@@ -135,7 +135,7 @@ def _parse_pairs(pairs: Sequence[tuple[Any, Any]], options: GroupedOptions) -> l
     if not isinstance(pairs, Iterable) or isinstance(pairs, str | da.Array):
         raise PlanError(f"pairs is {type(pairs).__name__}; expected a list of pairs, as [(a, b), ...]")
     forced = (f"batch={batch!r}",) if batch == "collective" else ()
-    # How a group is made is no option of one product.
+    # How a group is made is not an option of one product.
     asked = cast(AllOptions, {**options, "batch": None})
     requests = []
     for number, pair in enumerate(pairs):

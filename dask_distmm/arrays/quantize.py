@@ -89,7 +89,7 @@ def quantize(a: ArrayLike, dtype: Any, *, axis: int = -1, scale: Any = None) -> 
         ``"float8_e4m3"``, ``"float8_e5m2"``, ``"mxfp8"`` or ``"nvfp4"``.
     axis : int, optional
         For MXFP8 and NVFP4: the axis of k, along which blocks lie; -1 for A, 0 for B. Chunks are cut anew along it
-        where they are no multiples of a block.
+        where they are not multiples of a block.
     scale : number or 0-d array, optional
         For FP8: a scale from elsewhere, as delayed scaling has it; larger numbers are saturated then. By default
         the one with which the largest absolute value becomes the type's largest number.

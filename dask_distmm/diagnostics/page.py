@@ -27,7 +27,7 @@ from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.scheduler.records import PHASES, Record, progress_of
 
 _UPDATE_MILLISECONDS = 500
-# What is said where tables stand still; the plots go on.
+# What is said where tables stand still; the plots continue.
 _STILL = (
     f" <b>Bokeh {bokeh.__version__} does not renew tables</b>: reload the page, or install another Bokeh (not 3.9)."
     if bokeh.__version__.startswith("3.9.")
@@ -190,6 +190,6 @@ class Page:
 
 
 def _figure(title: str, least: int, **kwargs: Any) -> Any:
-    """Return a plot of at least so many pixels, which takes what the window has."""
+    """Return a plot of at least this many pixels, which takes what the window has."""
     options = {"tools": "", "toolbar_location": None, "sizing_mode": "stretch_both", "min_height": least}
     return figure(title=title, **options, **kwargs)

@@ -204,7 +204,7 @@ class Copies:
         nowners = check_int("nowners", nowners, 0)
         if len(owner) != self.src.nparts:
             raise ValueError(
-                f"src_owner has {len(owner)} entries, expected {self.src.nparts}: give one owner per part of the source"
+                f"src_owner has {len(owner)} entries, expected {self.src.nparts}: pass one owner per part of the source"
             )
         if owner.size and not (owner.min() >= 0 and owner.max() < nowners):
             raise ValueError(

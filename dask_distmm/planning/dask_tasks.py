@@ -20,7 +20,7 @@ from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.problem import Problem
 
-# Of so many partial products Dask makes one sum.
+# Of this many partial products Dask makes one sum.
 _SUMMED = 4
 
 

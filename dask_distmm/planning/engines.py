@@ -36,7 +36,7 @@ class Abilities:
     # Returns whether several of its ranks can compute a spectral decomposition (`Factorization`); otherwise one does.
     decomposes: Callable[[Any], bool] = lambda task: False
     # Returns the share of a product's rate at which a factorization (``"cholesky"``, ``"lu"``, ``"qr"``, ``""`` for
-    # triangular systems, ``"eigh"``, ``"svd"``, ``"values"``) runs on so many ranks; 0 for that of CPUs.
+    # triangular systems, ``"eigh"``, ``"svd"``, ``"values"``) runs on this many ranks; 0 for that of CPUs.
     share: Callable[[str, int], float] = lambda way, ranks: 0.0
     # Returns the elements that its library holds on a rank beside the matrices of a `FactorPlan`, if it is
     # `collective`.
@@ -87,7 +87,7 @@ class Abilities:
     # Makes a plan of one way in the engine's own manner, in place of all that the planner does; None for the
     # planner's.
     consider: Callable[..., Any] | None = None
-    # Returns the epilog that the library does in a plan, ``""`` for a factor alone, None for none.
+    # Returns the epilog that the library does in a plan, ``""`` for a factor only, None for none.
     native_epilog: Callable[[Any], str | None] = lambda plan: None
     # Returns whether the ranks of a plan need nothing of each other but what was there before the run.
     independent: Callable[[Any], bool] = lambda plan: False

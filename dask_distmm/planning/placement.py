@@ -312,7 +312,7 @@ class Placement(Explanation):
 
 
 def in_range(values: NDArray[np.int32], size: int, stop: int) -> bool:
-    """Whether there are so many values, all of them from 0 to below `stop`."""
+    """Whether there are this many values, all of them from 0 to below `stop`."""
     return values.size == size and (size == 0 or bool(values.min() >= 0 and values.max() < stop))
 
 

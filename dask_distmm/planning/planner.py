@@ -1,4 +1,4 @@
-"""``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory.
+"""``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory.
 
 Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as
 possible are at home (a linear assignment problem).
@@ -76,19 +76,19 @@ def _operand_needs(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArr
 
 
 def _lies_in_slabs(problem: Problem, operand: str, parts: tuple[int, ...]) -> bool:
-    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `chunk_order`."""
+    """Whether an operand of which nothing is known is in whole slabs as ranks need them: see `chunk_order`."""
     axis, counts = int(parts[1] > 1), problem.chunk_counts(operand)
     slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
     return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(problem)
 
 
-# ``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory
+# ``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory
 
 
 # All of D, or of an operand, on every worker besides its chunks: what that costs a plan. Pure
 
 
-# Between GPUs chunks of so many bytes travel by themselves, smaller ones packed: in one vector to each rank.
+# Between GPUs chunks of this many bytes travel by themselves, smaller ones packed: in one vector to each rank.
 ALONE_BYTES = 2**16
 
 
@@ -150,13 +150,13 @@ def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.
     return held, np.maximum(moved, 0.0)
 
 
-# ``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory
+# ``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory
 
 
-# One way is looked at for each so many seconds that the product is expected to take, and these many at least; and a
+# One way is looked at for each this many seconds that the product is expected to take, and these many at least; and a
 # worker that has so large a share of the chunks may best do it all.
 _SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
-# Bytes of earlier sums count so many times as much as bytes of inputs where ranks are matched to workers.
+# Bytes of earlier sums count this many times as much as bytes of inputs where ranks are matched to workers.
 _BEGUN = 4
 
 
@@ -195,7 +195,7 @@ def plan(
         try:
             made = _plan(anonymous, situation, name, ways[name])
         except (PlanError, ProjectedMemoryError) as error:
-            # The reason of the last engine counts: the others are there to be quicker where they can.
+            # The reason of the last engine counts: the others are there to be faster where they can.
             failure = error
             continue
         found.append(dataclasses.replace(made, problem=problem, where=where, replica_runs=runs))
@@ -320,7 +320,7 @@ def product_remedies(problem: Problem) -> list[str]:
 def _consider(problem: Problem, situation: Situation, engine: str, way: Way) -> Plan:
     """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
     found = [_cut(problem, situation, engine, way[0], grid_cuts(problem, way[1]))]
-    # To move nothing may be quicker than to share the work evenly.
+    # To move nothing may be faster than to share the work evenly.
     if (cuts := holder_cuts(problem, situation.where, way[1])) is not None:
         found.append(_cut(problem, situation, engine, way[0], cuts))
     return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)

@@ -176,7 +176,7 @@ class Problem(Computation):
     conjugated: tuple[bool, bool] = (False, False)
     # The part of a larger multiply that this is, or None.
     part: Part | None = None
-    # Whether other runs go on with D, or it goes on with others': chunks must lie where those of all such runs do.
+    # Whether other runs continue with D, or it continues with others': chunks must lie where those of all such runs do.
     stationary: bool = False
     # The operand, ``"a"`` or ``"b"``, that every worker is to keep whole after the run; empty for none.
     gathered: str = ""

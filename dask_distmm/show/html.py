@@ -440,7 +440,7 @@ def _dealt(tile: Tile, shape: tuple[int, int]) -> list[Cell]:
 
 
 def _few(cells: Sequence[Cell], most: int = 1500) -> Sequence[Cell]:
-    """Return so many cells at most: more can't be told apart."""
+    """Return this many cells at most: more can't be told apart."""
     return cells if len(cells) <= most else cells[:: -(-len(cells) // most)]
 
 

@@ -18,7 +18,7 @@ from dask_distmm.errors import NotSquareError
 def gram(x: Operand, **how: Unpack[ProductOptions]) -> Array:
     """Return ``x^H @ x``, exactly Hermitian: LAPACK's herk, and syrk of real matrices.
 
-    Each chunk of `x` travels once. Of a block of the result that one rank has, and that lies on the diagonal, half of
+    Each chunk of `x` travels once. Of a block of the result that one rank has, and that is on the diagonal, half of
     the operations are left out, but by the engine `cublasmp`.
 
     Parameters

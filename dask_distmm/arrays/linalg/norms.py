@@ -33,7 +33,7 @@ def matrix_rank(
     tol : float, optional
         The limit.
     hermitian : bool
-        Whether `A` is Hermitian: then its eigenvalues are computed, which is quicker.
+        Whether `A` is Hermitian: then its eigenvalues are computed, which is faster.
     rtol : float, optional
         The limit in units of the largest singular value; by default ``max(m, n) * eps``, as in NumPy.
 
@@ -148,5 +148,5 @@ def norm(
 def _end(s: Array, *, largest: bool) -> Array:
     """Return the largest or the smallest singular value."""
     if not s.size:
-        raise PlanError("the matrix is empty: it has no singular values; give one with rows and columns")
+        raise PlanError("the matrix is empty: it has no singular values; pass one with rows and columns")
     return s[0 if largest else -1]

@@ -41,12 +41,12 @@ from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.runtime.chunks import array_kind
 
-# A matrix so much longer than wide, and of so many elements, is reduced to R before its SVD: all workers share in the
+# A matrix so much longer than wide, and of this many elements, is reduced to R before its SVD: all workers share in the
 # QR factorization. For smaller ones the runs take longer than they save.
 _TALL, _LARGE = 2, 2**20
-# From these orders on the polar decomposition is quicker than the SVD of one GPU, with vectors and without. One H200,
+# From these orders on the polar decomposition is faster than the SVD of one GPU, with vectors and without. One H200,
 # float64, 2048, 4096, 8192: 0.62, 1.04, 2.65 s, and by cuSOLVER's gesvd 0.43, 1.71, 9.72; singular values alone 0.49,
-# 1.01, 2.88 s, and 0.18, 0.59, 2.36. On CPUs LAPACK's gesdd on one worker is quicker than QDWH on two (N = 1200: 1.1
+# 1.01, 2.88 s, and 0.18, 0.59, 2.36. On CPUs LAPACK's gesdd on one worker is faster than QDWH on two (N = 1200: 1.1
 # and 5.2 s).
 _POLAR, _POLAR_VALUES = 3072, 16384
 
@@ -92,7 +92,7 @@ def eigh(
 
     ``method="local"``: one worker does it, by LAPACK's ``syevd``, or ``syevr`` for a range. ``"columns"``, for one
     matrix: all workers reduce the matrix to a tridiagonal one, and have the eigenvectors of that by divide and conquer.
-    ``"auto"``: the one that is expected to be quicker, which on CPUs is always the first one.
+    ``"auto"``: the one that is expected to be faster, which on CPUs is always the first one.
 
     Parameters
     ----------
@@ -364,7 +364,7 @@ def polar(a: Operand, side: Literal["right", "left"] = "right", **how: Unpack[Fa
     """Return the polar decomposition ``a = u @ p``, or ``a = p @ u``: p is Hermitian and positive semidefinite.
 
     ``method="columns"``: all workers take the steps of QDWH, each a product and a factorization. ``"local"``: by the
-    singular value decomposition on one worker. ``"auto"``: the one that is expected to be quicker.
+    singular value decomposition on one worker. ``"auto"``: the one that is expected to be faster.
 
     Parameters
     ----------

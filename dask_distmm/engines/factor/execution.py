@@ -3,7 +3,7 @@
 ::
 
     Tridiagonalize   Q^H A Q = T; block columns of A become those of reflectors
-    Diagonalize      T = Z W Z^T by divide and conquer, where ranks have rows of Z; then block columns are dealt out
+    Diagonalize      T = Z W Z^T by divide and conquer, where ranks have rows of Z; then block columns are distributed
     (reflections)    V = Q Z, panel by panel
     Orient           the factors of modulus one
 
@@ -204,7 +204,7 @@ class SharedEigh:
         """Make the first one of the largest components of each of this rank's vectors real and positive."""
         for at in range(0, vectors.shape[1], _STRIP):
             strip = vectors[:, at : at + _STRIP]
-            # The transpose is in the order in which CuPy's kernels are quickest.
+            # The transpose is in the order in which CuPy's kernels are fastest.
             turned = strip.T
             turned *= unit_factors(self._kernels, strip)[:, None]
         self._note("reflect", vectors)
@@ -469,7 +469,7 @@ def _check_minor(kernels: Kernels, start: int, info: Any) -> None:
 def indefinite(order: int) -> str:
     """Return the text for a matrix whose leading minor of some order is not positive."""
     return (
-        f"the leading minor of order {order} is not positive: the matrix is not positive definite; give one that is, "
+        f"the leading minor of order {order} is not positive: the matrix is not positive definite; pass one that is, "
         "or factorize by lu or qr"
     )
 

@@ -7,7 +7,7 @@ The estimate of a way is::
     redistribution = max over ranks of  received / bandwidth + outside / Dask's bandwidth + copied / memory bandwidth
 
 where `exposed` is the share of the library's own transfers that its method does not hide, as measured, and `outside`
-what a rank fetches over Dask's own connections, from workers that are no ranks and so have no communicator.
+what a rank fetches over Dask's own connections, from workers that are not ranks and so have no communicator.
 
 cuBLASMp 0.10 has epilogs on its tuned all-gather and reduce-scatter paths only, where they save a pass over D: the
 activations relu and gelu, a bias of one value for each row of the matrix that it computes, and both. That matrix is D
@@ -47,7 +47,7 @@ from dask_distmm.planning.situation import Situation, Way
 
 
 def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
-    """Return the epilog that cuBLASMp does, ``""`` for a factor alone; None where it can't do all of the formula."""
+    """Return the epilog that cuBLASMp does, ``""`` for a factor only; None where it can't do all of the formula."""
     if len(plan.ranks) == 1:
         return None
     formula, found = plan.problem.formula, library_epilog(plan.problem)
@@ -192,7 +192,7 @@ class _Moved:
     def __init__(self, made: Plan, tiles: Tiles, held_a: _Elements, held_b: _Elements) -> None:
         problem, ranks = made.problem, list(made.ranks)
         self.operands = []
-        # Of what each rank receives, the bytes from workers that are no ranks.
+        # Of what each rank receives, the bytes from workers that are not ranks.
         self.outside: _Elements = np.zeros(len(ranks))
         for held, where in ((held_a, made.where.get("a")), (held_b, made.where.get("b"))):
             sent, received = np.zeros(len(made.participants)), np.zeros(len(made.participants))
@@ -219,7 +219,7 @@ class _Moved:
 
 
 def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
-    """Return the number of the chunk that is exactly a rank's tile, as it lies, or None if no single one is."""
+    """Return the number of the chunk that is exactly a rank's tile, as it is, or None if no single one is."""
     shape = tile.layout.local_shape(rank)
     if tile.local(rank) != shape or 0 in shape or tile.conjugated:
         return None

@@ -4,7 +4,7 @@ The rates are shares of a product's, of fp64 on H200s with NVLink: cuSOLVER on o
 and cuSOLVERMp 0.9.1 on two (eigh: 16384, the others 32768, the better one of 1 x 2 and 2 x 1 processes). Those of
 triangular systems and of values alone have not been measured. Workspaces are counted in panels of all rows, of which
 the library broadcasts one while another is made, and for an eigen decomposition in matrices: the ones that LAPACK's
-syevd has, dealt out to the ranks.
+syevd has, distributed over the ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dask_distmm.planning.factor.problem import Factorization
 if TYPE_CHECKING:
     from dask_distmm.planning.factor.plan import FactorPlan
 
-# What the engine `cusolvermp` shares out, how quick that is, and what memory it takes. Pure
+# What the engine `cusolvermp` shares out, how fast that is, and what memory it takes. Pure
 
 
 _ALONE = {"cholesky": 0.72, "lu": 0.54, "qr": 0.51, "": 0.70, "eigh": 0.20, "svd": 0.023, "values": 0.10}
@@ -32,7 +32,7 @@ def decomposes(task: Factorization) -> bool:
 
 
 def share(way: str, ranks: int) -> float:
-    """Return the share of a product's rate at which a factorization runs on so many ranks."""
+    """Return the share of a product's rate at which a factorization runs on this many ranks."""
     return (_ALONE if ranks == 1 else _TOGETHER)[way]
 
 

@@ -24,7 +24,7 @@ from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.placement import Estimate
 from dask_distmm.planning.program import ProgramProblem
 
-# LAPACK's QR of a chunk, as NumPy calls it, runs at this share of a product's rate; each chunk takes so many tasks.
+# LAPACK's QR of a chunk, as NumPy calls it, runs at this share of a product's rate; each chunk takes this many tasks.
 _QR_SHARE, _QR_TASKS = 0.25, 6
 
 

@@ -129,7 +129,7 @@ class FactorPlacement(Placement):
 
 
 def work_of(problem: FactorProblem, engine: str, count: int, width: int, method: str) -> FactorPlan:
-    """Return the layout and the steps of so many ranks of an engine."""
+    """Return the layout and the steps of this many ranks of an engine."""
     abilities, shared = ENGINES[engine], method == "columns"
     return factor_plan(
         problem.task, count, width, carries=abilities.carries, collective=abilities.collective, shared=shared

@@ -77,9 +77,9 @@ def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> 
 
 
 # A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
-# spectral decomposition, and one of values alone: one thread, N = 1200.
+# spectral decomposition, and one of only values: one thread, N = 1200.
 SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45, "values": 0.1}
-# A reduction to tridiagonal form, and the way back of the vectors, move so many times what a factorization does.
+# A reduction to tridiagonal form, and the way back of the vectors, move this many times what a factorization does.
 _REDUCTIONS = 4
 
 
@@ -178,7 +178,7 @@ def _consider(
     count: int,
     shared: bool,
 ) -> FactorPlacement:
-    """Return the plan on so many ranks of `roster`, with its estimate and its memory."""
+    """Return the plan on this many ranks of `roster`, with its estimate and its memory."""
     participants = (*roster, *sources)
     abilities = ENGINES[engine]
     width = block_width(problem.task, count, abilities.widths, shared=shared)
@@ -223,7 +223,7 @@ def _consider(
 
 
 def _seconds(made: FactorPlacement, moved: float) -> tuple[float, float]:
-    """Return the seconds of computing and of moving so many bytes between workers."""
+    """Return the seconds of computing and of moving this many bytes between workers."""
     problem, work, abilities = made.problem, made.work, ENGINES[made.engine]
     machine, count, panels = problem.options.machine(made.engine), len(made.ranks), work.columns.matrices[0].count
     threads = sum(made.participants[index].nthreads for index in made.ranks)

@@ -43,8 +43,8 @@ def _buffer_line(plan: Plan) -> list[str]:
     what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
     parts, depth = len(schedule.parts) - 1, len(schedule.depth) - 1
     cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
-    lies = " as it lies" if schedule.lies[schedule.stationary] and not schedule.stationary_bytes else ""
-    padded = "; padded to multiples of 16, which GEMMs are quick with" if extent_multiple(plan.problem) > 1 else ""
+    lies = " as it is" if schedule.lies[schedule.stationary] and not schedule.stationary_bytes else ""
+    padded = "; padded to multiples of 16, which GEMMs are fast with" if extent_multiple(plan.problem) > 1 else ""
     read = "; A and B from host memory" if plan.from_host else ""
     return [
         f"  pulls     {names[0]} held{cut}{lies}, {names[1]} in panels of up to {schedule.width} {what[0]}; "

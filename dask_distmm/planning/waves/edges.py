@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dask_distmm.planning.problem import Problem
 
-# D is cut into so many blocks along an axis.
+# D is cut into this many blocks along an axis.
 BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 

@@ -55,7 +55,7 @@ class Scheme:
     # Projected peak of a worker's memory, and what it may hold.
     peak_bytes: int
     budget_bytes: int
-    # Where the waves of several products follow one another: the name of them all, empty for a product alone, and the
+    # Where the waves of several products follow one another: the name of them all, empty for a single product, and the
     # number of waves of the products before.
     series: str = ""
     before: int = 0
