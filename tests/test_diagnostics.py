@@ -94,12 +94,12 @@ def test_the_columns_of_the_page():
     assert table["of_bound"] == [None, None, 0.25]
     assert table["reason"] == ["", "no <memory>", ""]
     assert table["speed"] == ["", "", "2 GFLOP/s"]
-    # The run that goes on is the one to look at, with the time so far.
+    # The current run is the one to look at, with the time so far.
     going = tables.shown(list(records), None)
     assert going.run_id == 3
     bars = tables.phase_bars(going, 111.0)
     assert (set(bars["phase"]), bars["right"]) == ({tables.RUNNING}, [11.0, 11.0])
-    assert "running, 50% done (the newest that goes on" in tables.caption(going, None)
+    assert "running, 50% done (the newest that is running" in tables.caption(going, None)
     note(records, 3, ENDS["released"])
     record = tables.shown(list(records), None)
     assert record.run_id == 1

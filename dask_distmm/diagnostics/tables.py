@@ -11,7 +11,7 @@ from typing import Any
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.diagnostics.bars import short_name
-from dask_distmm.runtime.scheduler.records import PHASES, Record, Totals
+from dask_distmm.runtime.scheduler.records import KERNELS, PHASES, Record, Totals
 
 Columns = dict[str, list[Any]]
 
@@ -119,7 +119,7 @@ def phase_bars(record: Record | None, now: float) -> Columns:
     going = record is not None and record.outcome == "running"
     for rank, address in enumerate(record.ranks if record else ()):
         left = 0.0
-        for phase in (*PHASES, RUNNING):
+        for phase in (*PHASES[:7], *KERNELS, *PHASES[7:], RUNNING):
             seconds = record.phases.get(address, {}).get(phase, 0.0) if record else 0.0
             if going and record and phase == RUNNING:
                 seconds = max(0.0, now - record.started)

@@ -280,6 +280,8 @@ class Execution:
         # The panel that all panels before it have been applied to ahead.
         self._next = -1
         self._looks: list[Callable[[], None]] = []
+        # Seconds of the steps by kind, where a call returns when it is done.
+        self.timings: dict[str, float] = {}
         messages = Messages(exchange, check)
         self.eigen = SharedEigh(plan, rank, kernels, messages, check, lambda share: progress(_REDUCTION * share))
 
@@ -298,7 +300,11 @@ class Execution:
             steps = tuple(launch_order(steps, self._is_short))
         for number, step in enumerate(steps, start=1):
             self._check()
+            began = time.perf_counter()
             self._take(step)
+            if not self.kernels.asynchronous:
+                phase = "panel" if isinstance(step, Factor) else "wait" if isinstance(step, Get) else "update"
+                self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began
             done = number / len(steps)
             self._progress(_REDUCTION + (1 - _REDUCTION) * done if self.plan.shared else done)
         self.kernels.join()
