@@ -106,8 +106,8 @@ Outcome = Literal["running", "done", "restarted", "failed", "released"]
 
 _ENDED = ("done", "restarted", "failed", "released")
 
-# The phases that engines time, in their order; "other" is the rest of a rank's time. "compute" is all of a factorization or
-# a program where calls return before they are done. The kernels of a program, as "gram()", are phases, too.
+# The phases that engines time, in their order; "other" is the rest of a rank's time, "compute" all of a factorization
+# or a program where calls return before they are done. The kernels of a program, as "gram()", are phases, too.
 PHASES = (
     "gate", "gather", "redistribute", "multiply", "panel", "update", "compute", "wait", "deliver", "replicate", "other",
 )  # fmt: skip
