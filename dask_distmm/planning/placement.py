@@ -13,7 +13,6 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -29,9 +28,9 @@ from dask_distmm.planning.demand import Worker
 _forms: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {}
 
 
-def register_forms(kind: type, text: Callable[[Any], str], html: Callable[[Any], str] | None = None) -> None:
-    """Say how objects of a type are written as text and as HTML; without `html` that is the text as it stands."""
-    _forms[kind] = text, html or (lambda shown: f"<pre>{escape(text(shown))}</pre>")
+def register_forms(kind: type, text: Callable[[Any], str], html: Callable[[Any], str]) -> None:
+    """Say how objects of a type are written as text and as HTML."""
+    _forms[kind] = text, html
 
 
 def _forms_of(kind: type) -> tuple[Callable[[Any], str], Callable[[Any], str]]:
