@@ -82,7 +82,7 @@ def replicate(a: ArrayLike) -> da.Array:
     client = current_client()
     if client is None or client.asynchronous:
         raise EngineError(
-            "replicate() needs a cluster and a client that is not asynchronous; make a distributed.Client, or give "
+            "replicate() needs a cluster and a client that is not asynchronous; make a distributed.Client, or pass "
             "gathered= to a matmul"
         )
     array = as_array(a)

@@ -39,9 +39,9 @@ class Asked:
     def checked(self, dtype: np.dtype) -> Formula:
         """Return the formula as plain values; `dtype` is the type of A @ B."""
         if self.beta is None and self.c is not None:
-            raise PlanError("c was given without beta; give beta=1 to add C")
+            raise PlanError("c was given without beta; pass beta=1 to add C")
         if self.c is None and self.beta is not None and self.beta != 0:
-            raise PlanError(f"beta={self.beta!r} needs c; give C too, or leave beta out")
+            raise PlanError(f"beta={self.beta!r} needs c; pass C too, or leave beta out")
         factors = []
         for name, value in (("alpha", self.alpha), ("beta", 0.0 if self.beta is None else self.beta)):
             try:

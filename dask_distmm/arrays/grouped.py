@@ -45,7 +45,7 @@ _HINTS = dict.fromkeys(
     ["c", "beta", "epilog_inputs", "bias", "out_chunks", "distributions", "result_type", "compute_type", "logger"],
     "products of a group have none, call matmul for each of them",
 )
-_POSITIONAL = "give the pairs in one list, [(a, b), ...]"
+_POSITIONAL = "pass the pairs in one list, [(a, b), ...]"
 
 _ordered: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 

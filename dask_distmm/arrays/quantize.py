@@ -195,7 +195,7 @@ def as_operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
     for name, x in (("first", a), ("second", b)):
         if hasattr(x, "columns") and hasattr(x, "dtypes"):
             raise PlanError(
-                f"the {name} operand is a {type(x).__name__}; expected an array: give x.to_numpy(), or of a Dask "
+                f"the {name} operand is a {type(x).__name__}; expected an array: pass x.to_numpy(), or of a Dask "
                 "DataFrame x.to_dask_array(lengths=True)"
             )
     if not isinstance(a, BlockScaled) and not isinstance(b, BlockScaled):

@@ -248,6 +248,6 @@ def redistribution(src: Distribution, dst: Distribution) -> Copies:
     if src.shape != dst.shape:
         raise ValueError(
             f"the layouts have shapes {src.shape} and {dst.shape}, expected equal ones: "
-            "give two layouts of the same matrix"
+            "pass two layouts of the same matrix"
         )
     return Copies(src, dst, intersect(src.rows, dst.rows), intersect(src.cols, dst.cols))

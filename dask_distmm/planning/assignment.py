@@ -98,7 +98,7 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[tuple[str, 
     if len(sizes) > 1 or max(sizes, default=0) > nworkers:
         raise PlanError(
             f"distributions: {_asked_text(problem)} need {' and '.join(map(str, sorted(sizes)))} workers, and there "
-            f"are {nworkers}: give grids of one size, of at most {nworkers} workers"
+            f"are {nworkers}: pass grids of one size, of at most {nworkers} workers"
         )
     # No slab may be empty.
     lengths = [

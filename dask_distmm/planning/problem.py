@@ -193,7 +193,7 @@ class Problem(Computation):
         for axis, size in enumerate((m, n)):
             if sum(self.out_chunks[axis]) != size:
                 text = f"out_chunks[{axis}] adds up to {sum(self.out_chunks[axis])}, the result's shape says {size}"
-                raise PlanError(f"{text}: give chunk sizes that add up to it")
+                raise PlanError(f"{text}: pass chunk sizes that add up to it")
         for name, value in (("m", m), ("n", n), ("k", k)):
             object.__setattr__(self, name, value)
 
