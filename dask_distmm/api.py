@@ -25,19 +25,14 @@ from dask_distmm.typing import (
 __all__ = ["explain", "matmul"]
 
 
-# A type checker takes the first overload whose required options are there and prints the errors of that one alone where
-# no other could be meant: so `epilog` and `result_amax` are required wherever they decide.
-@overload
-def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[MatmulOptions]) -> da.Array: ...
-
-
+# mypy prints all overloads of a call that fits none: there are as few as results need.
 @overload
 def matmul(
     a: ArrayLike,
     b: ArrayLike,
     c: ArrayLike | None = None,
     *,
-    epilog: PlainEpilog | EpilogFunction | None,
+    epilog: PlainEpilog | EpilogFunction | None = None,
     result_amax: Literal[False] = False,
     **options: Unpack[MatmulOptions],
 ) -> da.Array: ...
@@ -127,10 +122,10 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
         float64.
     method : str, optional
         ``"local"``, ``"allgather"``, ``"reducescatter"``, ``"allreduce"``, ``"summa"``, or ``"auto"`` (the
-        default, from the config ``distmm.method``): the quickest by the cost model, see `explain`.
+        default, from the config ``distmm.method``): the fastest by the cost model, see `explain`.
     engine : str, optional
         ``"peer"`` (GPUs of one host), ``"cublasmp"`` (GPUs), ``"numpy"``, or ``"auto"`` (the default, from the config
-        ``distmm.engine``): on GPUs the quicker one by the cost model, peer where all can read each other's memory.
+        ``distmm.engine``): on GPUs the faster one by the cost model, peer where all can read each other's memory.
     out_chunks : optional
         Chunks of the result, in any form that Dask takes; ``(op(A).chunks[0], op(B).chunks[1])`` by default.
     workers : sequence of str or int, optional
@@ -143,7 +138,7 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
     batch : str, optional
         How operands of more than two dimensions are multiplied (batch axes are broadcast as NumPy's matmul does):
         ``"items"``, whole items in plain tasks; ``"collective"``, collective runs; ``"auto"``, the default, the
-        quicker by the cost model, see `explain`. `method`, `engine`, `workers`, `distributions` and `compute_type`
+        faster by the cost model, see `explain`. `method`, `engine`, `workers`, `distributions` and `compute_type`
         need collective runs.
     gathered : {"a", "b"}, optional
         The operand that all workers keep whole after the run, besides its chunks: nothing of it has to move for later

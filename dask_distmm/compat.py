@@ -1,6 +1,6 @@
 """The internals of Dask and distributed that this package rests on: one list, and the check of a version by it.
 
-They are no public interface, and may change with any version. Where one is missing nothing of ours is attached: a
+They are not a public interface, and may change with any version. Where one is missing nothing of ours is attached: a
 scheduler refuses the plugin, a worker says that it has no engine. Then `matmul` raises one error that names what is
 missing, and products under `enable` go to Dask's own functions. So versions that are newer than those tested may be
 installed. `runtime.direct` has the code that rests on most of these names.

@@ -43,7 +43,7 @@ class Machine:
     latency: float
     # Bytes per second received by one worker from another host; 0: as `bandwidth`.
     network_bandwidth: float = 0.0
-    # Bytes per second received over Dask's own connections, where the engine has quicker ones; 0: as `bandwidth`.
+    # Bytes per second received over Dask's own connections, where the engine has faster ones; 0: as `bandwidth`.
     dask_bandwidth: float = 0.0
     # Bytes per second that one worker copies from host memory to its GPU; 0 where it has none.
     host_bandwidth: float = 0.0

@@ -1,21 +1,12 @@
-"""Linear algebra on Dask arrays, beyond the product, for any chunks: one collective run each.
+"""Linear algebra on Dask arrays, beyond the product, for any chunks.
 
 Functions take and return lazy arrays, as `dask.array.linalg` does. One that ``numpy.linalg`` has takes NumPy's
 arguments, and has its defaults and results; any other that ``scipy.linalg`` has takes SciPy's. What only SciPy has of a
 function that both have is passed by name. Matrices may be of any chunks, also uneven ones, in float32, float64,
-complex64 or complex128; integers are computed in float64, float16 and bfloat16 in float32. All of them take
+complex64 or complex128; integers are computed in float64, float16 and bfloat16 in float32.
 
-engine, workers
-    As `dask_distmm.matmul` takes them: the engine's name, and addresses of workers or their number.
-method
-    ``"local"``: one worker has the whole matrix; ``"columns"``: block columns are dealt out to all workers; ``"auto"``:
-    the cost model chooses. `qr`, `lstsq`, `svd`, `pinv` and those that build on them also know ``"rows"``: chunks of
-    rows stay on the workers that have them; ``"auto"`` takes that for matrices with many more rows than columns.
-overwrite_a
-    A is given up: its chunks go as soon as all workers have read them, unless others want them. Of functions that
-    factorize A.
-
-Without a cluster the same graphs run in this process.
+Most functions are one collective run; the docstring of each says where it runs and what a worker holds, and `explain`
+has the plan of a result. Without a cluster the same graphs run in this process.
 """
 
 from __future__ import annotations
@@ -87,6 +78,11 @@ __all__ = [
     "symm",
     "trmm",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__
 
 
 def explain(x: Any) -> Placement | ChainPlan:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
 
-import numpy.typing as npt
+import numpy as np
 
 from dask_distmm.numeric.epilog_names import AuxEpilog, PlainEpilog
 from dask_distmm.planning.distribution import Distribution
@@ -25,6 +25,7 @@ __all__ = [
     "BlockFormat",
     "Chunks",
     "ComputeType",
+    "DType",
     "Distribution",
     "Engine",
     "EpilogFunction",
@@ -64,6 +65,8 @@ ComputeType: TypeAlias = Literal["fp32", "tf32", "bf16x9", "fp64", "fp64_emulate
 # Chunks in the forms that Dask takes.
 Chunks: TypeAlias = int | str | Sequence[Any] | Mapping[int, Any]
 EpilogFunction: TypeAlias = Callable[..., Any]
+# NumPy's DTypeLike without records, which takes ten times as much room in the messages of type checkers.
+DType: TypeAlias = str | type[Any] | np.dtype[Any]
 
 
 class SharedOptions(TypedDict, total=False):
@@ -91,9 +94,9 @@ class PreparedOptions(SharedOptions, total=False):
     out_chunks: Chunks | None
     distributions: Sequence[Distribution | None] | None
     logger: logging.Logger | None
-    a_type: npt.DTypeLike | None
-    b_type: npt.DTypeLike | None
-    result_type: npt.DTypeLike | None
+    a_type: DType | None
+    b_type: DType | None
+    result_type: DType | None
     quantization_scales: Mapping[str, Any] | None
     compute_type: ComputeType | None
 

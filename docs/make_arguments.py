@@ -1,7 +1,7 @@
-"""Write the table of arguments beside NumPy's and SciPy's into ``linear-algebra.md``.
+"""Write the tables of costs, and of arguments beside NumPy's and SciPy's, into ``linear-algebra.md``.
 
-``python docs/make_arguments.py`` replaces the table. It comes from the signatures of the installed versions, which are
-named above it.
+``python docs/make_arguments.py`` replaces the tables. Costs are those that docstrings have. Arguments come from the
+signatures of the installed versions, which are named above the table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import scipy.linalg
 from dask_distmm import linalg
 
 PAGE = Path(__file__).parent / "linear-algebra.md"
-BEGIN, END = "<!-- made by make_arguments.py -->\n", "<!-- end of what make_arguments.py made -->\n"
+BEGIN, END = "<!-- {} made by make_arguments.py -->\n", "<!-- end of {} made by make_arguments.py -->\n"
 # The first of these that has a function of a name is the one whose places and defaults it has here.
 LIBRARIES = {"NumPy": np.linalg, "SciPy": scipy.linalg, "Dask": da.linalg}
 # Options of all runs, which the page explains.
@@ -65,7 +65,7 @@ def table() -> str:
     rows = [
         f"(NumPy {np.__version__}, SciPy {scipy.__version__}, Dask {dask.__version__})",
         "",
-        "| function | places and defaults of | same | ours alone | not there |",
+        "| function | places and defaults of | same | only here | not there |",
         "|---|---|---|---|---|",
     ]
     for name in functions():
@@ -81,13 +81,30 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def between(text: str) -> tuple[str, str, str]:
-    """Return what a page has before the table, the table, and what it has behind it."""
-    before, _, rest = text.partition(BEGIN)
-    inside, _, behind = rest.partition(END)
-    return before + BEGIN, inside.strip("\n") + "\n", END + behind
+def costs() -> str:
+    """Return the table of costs: a row for the functions that have the same."""
+    rows = ["| functions | where they run | memory of a worker beside its chunks |", "|---|---|---|"]
+    shared: dict[tuple[str, str], list[str]] = {}
+    for name, function in functions().items():
+        shared.setdefault(vars(function)["cost"], []).append(f"`{name}`")
+    rows += [f"| {', '.join(names)} | {where} | {memory} |" for (where, memory), names in shared.items()]
+    return "\n".join(rows) + "\n"
+
+
+TABLES = {"costs": costs, "arguments": table}
+
+
+def between(text: str, name: str) -> tuple[str, str, str]:
+    """Return what a page has before a table, the table, and what it has behind it."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, _, rest = text.partition(begin)
+    inside, _, behind = rest.partition(end)
+    return before + begin, inside.strip("\n") + "\n", end + behind
 
 
 if __name__ == "__main__":
-    start, _, rest = between(PAGE.read_text())
-    PAGE.write_text(f"{start}\n{table()}\n{rest}")
+    page = PAGE.read_text()
+    for name, make in TABLES.items():
+        start, _, rest = between(page, name)
+        page = f"{start}\n{make()}\n{rest}"
+    PAGE.write_text(page)

@@ -1,15 +1,19 @@
-"""Draw the plots of ``performance.md`` from the recorded benchmarks, ``benchmarks/results/*.json``.
+"""Draw the plots, and write the tables of times, from the recorded benchmarks, ``benchmarks/results/*.json``.
 
-``python docs/make_plots.py`` writes ``docs/pictures/performance-*.svg``; ``--png FOLDER`` writes PNGs there instead, to
-look at. Nothing is measured here, and every number comes from a file.
+``python docs/make_plots.py`` writes ``docs/pictures/performance-*.svg`` and the tables of ``performance.md``,
+``index.md`` and ``README.md``; ``--png FOLDER`` only writes the plots there as PNGs, to look at. Nothing is measured
+here, and every number comes from a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +21,19 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 SHOWN = (
-    "batches", "cpu-1024", "cpu-8192", "epilogs-cpu", "gpu-2-direct", "gpu-4-dask", "gpu-4-peer", "gpu-4-peer-32-64",
-    "narrow-gpu-4", "stateful-cpu", "stateful-gpu-4",
+    "batches", "compressed-cpu", "cpu-1024", "cpu-8192", "eigh-gpu-2", "enabled-cpu", "epilogs-cpu", "gpu-2-direct",
+    "gpu-4-dask", "gpu-4-peer", "gpu-4-peer-32-64", "lazy-operands-cpu", "linalg-cpu", "linalg-gpu-1-float64",
+    "linalg-gpu-2-float64", "linalg-gpu-2-qr", "narrow-gpu-4", "overhead-cpu", "spectral-gpu-2", "stateful-cpu",
+    "stateful-gpu-4", "streams-2", "svd-gpu-2", "waves-cpu",
 )  # fmt: skip
+PAGES = (HERE / "performance.md", HERE / "index.md", HERE.parent / "README.md")
+# What a program computes, and the seconds of each way to do it; None where that is not measured or fails.
+Times = dict[str, dict[str, float | None]]
 
 # Okabe and Ito's colours; ours is blue in every plot, stock Dask orange, a bound grey.
 OURS, DASK, BOUND = "#0072B2", "#E69F00", "#999999"
@@ -232,13 +242,228 @@ def ratios() -> Figure:
     return figure
 
 
-PLOTS = {
+def result(name: str, **wanted: Any) -> dict[str, Any]:
+    """Return the only result of a file that has all of some values."""
+    (found,) = measured(load(name)["results"], **wanted)
+    return found
+
+
+def small() -> Times:
+    """Return the times of small products by their chunks, on CPUs."""
+    found = {(one["peer"], one["grid"]): one["median"] for one in measured(load("cpu-1024")["results"])}
+    return {
+        f"{grid} x {grid} chunks": {"stock Dask": found["dask", grid], "dask_distmm": found["distmm", grid]}
+        for grid in (2, 4, 8, 16)
+    }
+
+
+def tiny() -> Times:
+    """Return the times of products so small that they are those of Dask's own work."""
+    found = {name: one for name, one in load("overhead-cpu")["seconds"].items() if "chunk" in name}
+    return {
+        name: {"stock Dask": statistics.median(one["dask"]), "dask_distmm": statistics.median(one["distmm"])}
+        for name, one in found.items()
+    }
+
+
+def two_gpus() -> Times:
+    """Return the times of products on two GPUs, by size and chunks."""
+    found: Times = {}
+    for size, dtype in ((8192, "float32"), (16384, "float64")):
+        for chunks in ("1 chunk a GPU", "2x2", "4x4", "8x8"):
+            times = {
+                (one["peer"], one["kind"]): one["ms"] / 1000
+                for one in measured(load("gpu-2-direct")["results"], case=f"N={size}", dtype=dtype, variant=chunks)
+            }
+            found[f"{dtype}, N = {size}, {chunks.replace('x', ' x ')}"] = {
+                "stock Dask": times.get(("dask", "wall")),
+                "dask_distmm": times["distmm", "wall"],
+                "of it the run": times["distmm", "run"],
+            }
+    return found
+
+
+def lazy() -> Times:
+    """Return the times of products of operands that are not computed yet, and of parts of them."""
+    found: Times = {}
+    for name, one in load("lazy-operands-cpu")["programs"].items():
+        if not name.startswith("small"):
+            without, routed = (statistics.median(one[way]) for way in ("without", "with"))
+            found[name] = {"stock Dask": without, "dask_distmm": routed}
+    return found
+
+
+def waves() -> Times:
+    """Return the times of products that are larger than the memory of two CPU workers."""
+    found: Times = {}
+    for name, one in load("waves-cpu")["cases"].items():
+        case, _, way = name.rpartition(": ")
+        if "alone" not in case:
+            seconds = one["seconds"] if one["outcome"] == "done" else None
+            found.setdefault(case, {})[{"waves": "dask_distmm", "dask": "stock Dask"}.get(way, way)] = seconds
+    return {name: {way: one.get(way) for way in ("stock Dask", "cubed", "dask_distmm")} for name, one in found.items()}
+
+
+_KINDS = {"cholesky": "Cholesky", "lu": "LU", "solve": "solve", "qr": "QR, only R", "gram": "gram"}
+
+
+def linalg_cpu() -> Times:
+    """Return the times of factorizations on CPUs."""
+    names = _KINDS | {"tall": "QR of 16 N x N / 16"}
+    found = {
+        f"{names[one['kind']]}, N = {one['size']}": {
+            "SciPy, two threads": one["scipy"], "stock Dask": one["dask"], "dask_distmm": one["wall"],
+        }
+        for one in measured(load("linalg-cpu")["results"])
+    }  # fmt: skip
+    one = result("compressed-cpu")
+    ways = {"SciPy, two threads": None, "stock Dask": one["dask"], "dask_distmm": one["wall"]}
+    return found | {"SVD, leading 10 of 1,000,000 x 1000": ways}
+
+
+def linalg_gpu() -> Times:
+    """Return the times of factorizations on GPUs."""
+    found: Times = {}
+    for kind, name in _KINDS.items():
+        one = result("linalg-gpu-1-float64", size=32768, kind=kind)
+        file = "linalg-gpu-2-qr" if kind == "qr" else "linalg-gpu-2-float64"
+        two = measured(load(file)["results"], size=32768, kind=kind)
+        found[f"{name}, N = 32768"] = {
+            "cuSOLVER, one GPU": one["one_gpu"],
+            "dask_distmm, one GPU": one["wall"],
+            "dask_distmm, two GPUs": two[0]["wall"] if two else None,
+        }
+    for name, file, kind in (("eigh", "eigh-gpu-2", "eigh"), ("svd", "svd-gpu-2", "svd")):
+        alone = result("spectral-gpu-2", size=16384, kind=kind)["one_gpu"]["seconds"]
+        shared = result(file, size=16384, kind=kind)["wall"]
+        found[f"{name}, N = 16384"] = {
+            "cuSOLVER, one GPU": alone, "dask_distmm, one GPU": None, "dask_distmm, two GPUs": shared,
+        }  # fmt: skip
+    return found
+
+
+def short() -> Times:
+    """Return the times of the first page."""
+    large = {(one["peer"], one["grid"]): one["median"] for one in measured(load("cpu-8192")["results"])}
+    stream = result("streams-2")
+    rows = {
+        "two cores: N = 1024, 2 x 2 chunks": small()["2 x 2 chunks"],
+        "two cores: N = 1024, 16 x 16 chunks": small()["16 x 16 chunks"],
+        "two cores: N = 8192, 4 x 4 chunks": {"stock Dask": large["dask", 4], "dask_distmm": large["distmm", 4]},
+        "two H200: float32, N = 8192, 2 x 2 chunks": two_gpus()["float32, N = 8192, 2 x 2"],
+        "two H200: float32, N = 8192, 8 x 8 chunks": two_gpus()["float32, N = 8192, 8 x 8"],
+        "two workers of 500 MiB: Gram matrix of 20 GB": waves()["Gram, generated"],
+        "two workers of 500 MiB: 2.9 GB times 2.9 GB": waves()["square, to Zarr"],
+        "two H200: Gram matrix of 200 GB": {"stock Dask": stream["dask"], "dask_distmm": stream["distmm"]},
+        "two cores: solve, N = 4096": linalg_cpu()["solve, N = 4096"],
+        "two cores: QR, N = 4096": linalg_cpu()["QR, only R, N = 4096"],
+    }
+    return {name: {way: one[way] for way in ("stock Dask", "dask_distmm")} for name, one in rows.items()}
+
+
+def plain(seconds: float | None) -> str:
+    """Return a time in two or three digits."""
+    if seconds is None:
+        return ""
+    if seconds < 1:
+        return f"{1000 * seconds:.{0 if seconds > 0.0095 else 1}f} ms"
+    return f"{seconds:.{1 if seconds < 20 else 0}f} s"
+
+
+def table(times: Times) -> str:
+    """Return times as a table of a page."""
+    ways = list(next(iter(times.values())))
+    lines = [f"| | {' | '.join(ways)} |", f"|---|{'---:|' * len(ways)}"]
+    lines += [f"| {name} | {' | '.join(plain(one[way]) for way in ways)} |" for name, one in times.items()]
+    return "\n".join(lines) + "\n"
+
+
+def dots(make: Callable[[], Times]) -> Figure:
+    """Draw a table: a row of dots for each of its rows, on a logarithmic axis."""
+    times = make()
+    ways = list(next(iter(times.values())))
+    others = iter((BOUND, "#56B4E9"))
+    known = {"stock Dask": DASK, "dask_distmm": OURS, "dask_distmm, two GPUs": OURS}
+    figure = Figure(figsize=(8.5, 0.9 + 0.21 * len(times)), layout="constrained")
+    ax = figure.subplots()
+    rows = np.arange(len(times))
+    values = np.array([[np.nan if one[way] is None else one[way] for way in ways] for one in times.values()], float)
+    ax.hlines(rows, np.nanmin(values, axis=1), np.nanmax(values, axis=1), color="#DDDDDD", lw=3, zorder=1)
+    for way, seconds in zip(ways, values.T, strict=True):
+        ax.scatter(seconds, rows, s=36, color=known.get(way) or next(others), label=way, zorder=2)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms")
+    ax.minorticks_off()
+    ax.grid(axis="x", color="#EEEEEE")
+    ax.set_axisbelow(True)
+    ax.invert_yaxis()
+    tidy(ax, yticks=rows, yticklabels=list(times))
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(ways), frameon=False, fontsize=9)
+    return figure
+
+
+def ratios_enabled() -> dict[str, float]:
+    """Return by program how many times as fast it is under `enable`, the slowest first."""
+    found = {
+        name: statistics.median(x for x, _ in one["without"]) / statistics.median(x for x, _ in one["with"])
+        for name, one in load("enabled-cpu")["programs"].items()
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def enabled_table() -> str:
+    """Return how many programs are faster and slower under `enable`."""
+    found = list(ratios_enabled().values())
+    faster, slower = sum(x > 1.05 for x in found), sum(x < 0.95 for x in found)
+    cells = len(found), faster, len(found) - faster - slower, slower, f"{found[0]:.2f} x", f"{found[-1]:.1f} x"
+    heads = "programs", "faster by more than 5 %", "within 5 %", "slower by more than 5 %", "slowest", "fastest"
+    rows = " | ".join(heads), "|".join(["---:"] * len(heads)), " | ".join(map(str, cells))
+    return "".join(f"| {row} |\n" for row in rows)
+
+
+def enabled() -> Figure:
+    """Draw how many times as fast each program is under `enable`."""
+    found = np.array(list(ratios_enabled().values()))
+    figure = Figure(figsize=(8.5, 2.6), layout="constrained")
+    ax = figure.subplots()
+    ax.bar(range(len(found)), found - 1, bottom=1, color=np.where(found >= 1, OURS, DASK), width=0.8)
+    ax.axhline(1, color="#222222", lw=0.8)
+    ax.set_yscale("log")
+    ax.set_yticks([0.9, 1, 2, 5, 10, 20], ["0.9", "1", "2", "5", "10", "20"])
+    ax.minorticks_off()
+    tidy(ax, xticks=[], xlabel=f"{len(found)} programs, in order", ylabel="times as fast as stock Dask")
+    return figure
+
+
+TIMES: Mapping[str, Callable[[], Times]] = {
+    "short": short, "small": small, "tiny": tiny, "lazy": lazy, "waves": waves, "two-gpus": two_gpus,
+    "linalg-cpu": linalg_cpu, "linalg-gpu": linalg_gpu,
+}  # fmt: skip
+
+
+def written(text: str) -> str:
+    """Return a page with its tables as the results have them."""
+
+    def replaced(match: re.Match[str]) -> str:
+        found = enabled_table() if match[2] == "enabled" else table(TIMES[match[2]]())
+        return f"{match[1]}\n{found}\n{match[3]}"
+
+    return re.sub(
+        r"(<!-- times of (\S+), made by make_plots.py -->\n).*?(<!-- end of times -->\n)", replaced, text, flags=re.S
+    )
+
+
+PLOTS: Mapping[str, Callable[[], Figure]] = {
     "performance-chunks": chunks,
     "performance-cpu": cpu,
     "performance-gpu-multiply": gpu_multiply,
     "performance-gpu-end-to-end": gpu_end_to_end,
     "performance-narrow": narrow,
     "performance-ratios": ratios,
+    "performance-enabled": enabled,
+    **{f"performance-{name}": functools.partial(dots, make) for name, make in TIMES.items() if name != "short"},
 }
 
 
@@ -263,3 +488,5 @@ if __name__ == "__main__":
         asked.png.mkdir(parents=True, exist_ok=True)
     for made in draw(asked.png or HERE / "pictures", "png" if asked.png else "svg"):
         print(made)
+    for page in () if asked.png else PAGES:
+        page.write_text(written(page.read_text()))

@@ -21,7 +21,7 @@ from dask_distmm.planning.factor.problem import Turned
 
 
 class LocalPanels:
-    """`Comm` of ranks that are threads of one process: for panels alone."""
+    """`Comm` of ranks that are threads of one process: only for panels."""
 
     received_bytes = 0
 

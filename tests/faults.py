@@ -42,7 +42,7 @@ def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None
     point
         Where: a key of `FAULT_POINTS`.
     action
-        ``"kill"`` (SIGKILL), ``"exit"`` (the process ends itself), ``"segfault"``, ``"stop"`` (SIGSTOP: it stands still
+        ``"kill"`` (SIGKILL), ``"exit"`` (the process exits), ``"segfault"``, ``"stop"`` (SIGSTOP: it stands still
         until somebody sends SIGCONT), ``"sleep"``, ``"error"`` (ZeroDivisionError), ``"memory"`` (MemoryError) or
         ``"device memory"`` (CuPy's OutOfMemoryError).
     skip

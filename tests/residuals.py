@@ -80,7 +80,7 @@ def assert_lu(a: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], p: NDAr
         It is not.
     """
     _typed(a.dtype, lower=lower, upper=upper)
-    np.testing.assert_array_equal(np.sort(p), np.arange(len(a)), "p is no permutation")
+    np.testing.assert_array_equal(np.sort(p), np.arange(len(a)), "p is not a permutation")
     np.testing.assert_array_equal(
         np.triu(lower), np.eye(*lower.shape), "L has no ones on its diagonal, or more above it"
     )

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from run_events import events
 
 import dask_distmm
-from dask_distmm import PlanError, matmul
+from dask_distmm import PlanError, linalg, matmul
 from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import ProgressBar, as_html, as_lines, bar_of
 from dask_distmm.errors import ProtocolError
@@ -95,12 +95,12 @@ def test_the_columns_of_the_page():
     assert table["of_bound"] == [None, None, 0.25]
     assert table["reason"] == ["", "no <memory>", ""]
     assert table["speed"] == ["", "", "2 GFLOP/s"]
-    # The run that goes on is the one to look at, with the time so far.
+    # The current run is the one to look at, with the time so far.
     going = tables.shown(list(records), None)
     assert going.run_id == 3
     bars = tables.phase_bars(going, 111.0)
     assert (set(bars["phase"]), bars["right"]) == ({tables.RUNNING}, [11.0, 11.0])
-    assert "running, 50% done (the newest that goes on" in tables.caption(going, None)
+    assert "running, 50% done (the newest that is running" in tables.caption(going, None)
     note(records, 3, ENDS["released"])
     record = tables.shown(list(records), None)
     assert record.run_id == 1
@@ -304,6 +304,24 @@ def get(cluster, path):
     url = f"http://127.0.0.1:{cluster.scheduler.http_server.port}{path}"
     with urllib.request.urlopen(url, timeout=30) as answer:
         return answer.read().decode()
+
+
+def test_phases_of_factorizations_and_programs(client):
+    """Nearly all of a rank's time has a name: of a factorization its kinds of steps, of a program its kernels."""
+    x = da.random.default_rng(0).random((4000, 20), chunks=(500, 20))
+    spd = da.eye(900, chunks=300) + 0.001
+    for array, phases in (
+        (linalg.cholesky(spd, method="columns"), {"gather", "panel", "update", "deliver"}),
+        (linalg.qr(x, "r", method="rows"), {"gram()", "wait"}),
+    ):
+        array.compute()
+        done = client.get_events("distmm")[-1][1]
+        assert done["action"] == "done"
+        for rank in done["ranks"].values():
+            assert phases <= set(rank["timings"])
+            found = by_phase(**rank)
+            assert all(found[phase] == rank["timings"][phase] for phase in phases)
+            assert sum(found.values()) <= rank["seconds"] * (1 + 1e-9)
 
 
 def test_phases_by_rank_are_in_the_events(client):

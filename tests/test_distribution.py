@@ -146,7 +146,7 @@ def test_the_error_says_what_each_method_has():
         "allreduce 1 x 1 x 4 has A in column slabs, B in row slabs, D wherever its chunks will stay",
     ):
         assert part in text
-    with pytest.raises(PlanError, match="there are 4: give grids"):
+    with pytest.raises(PlanError, match="there are 4: pass grids"):
         made([BlockCyclic((3, 2), (2, 2))])
     with pytest.raises(PlanError, match="local 1 x 1 x 1 has A on one worker"):
         made([Slab(0)], method="local")

@@ -284,6 +284,9 @@ def test_plots_are_those_of_the_results():
         assert f"(pictures/{name}.svg)" in page
         # Where this fails results have changed since: run docs/make_plots.py, and read performance.md again.
         assert plots.digest() in (DOCS / "pictures" / f"{name}.svg").read_text()
+    for path in plots.PAGES:
+        assert plots.written(path.read_text()) == path.read_text()
+        assert set(re.findall(r"<!-- times of (\S+),", path.read_text())) == {"short"} or path.name == "performance.md"
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ def test_explained(client):
     assert len(made.ranks) == 3
     assert made.bytes_moved > 0
     assert "lu on 3 of 3 workers" in repr(made)
-    assert "block columns" in made._repr_html_()
+    assert "Block columns, by the ranks that have them" in made._repr_html_()
     assert repr(plan_from_wire(made.to_wire()).problem) == repr(made.problem)
 
 

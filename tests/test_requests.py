@@ -151,7 +151,7 @@ def test_what_the_configuration_may_have() -> None:
     [
         (lambda a: matmul(a, a, bias=a), "epilog='bias' and epilog_inputs={'bias': ...}"),
         (lambda a: matmul(a, a, methd="summa"), "did you mean 'method'"),
-        (lambda a: matmul_grouped(a, a), r"give the pairs in one list, \[\(a, b\), ...\]"),
+        (lambda a: matmul_grouped(a, a), r"pass the pairs in one list, \[\(a, b\), ...\]"),
         (lambda a: matmul_grouped([(a, a)], bias=a), "call matmul for each"),
         (lambda a: explain(a), "missing 1 required positional argument: 'b'"),
     ],

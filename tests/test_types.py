@@ -18,6 +18,7 @@ from test_docs import MATRICES, PRINTED, VECTORS, fences
 
 import dask_distmm
 import dask_distmm.typing as names
+from dask_distmm import linalg
 from dask_distmm.arrays.options import DEFAULTS, takes
 from dask_distmm.numeric.epilogs import Epilog, Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES
@@ -33,7 +34,7 @@ import ml_dtypes
 import numpy as np
 
 from dask_distmm import BlockScaled, Epilog, Matmul, Plan, Slab, distribute, explain, explain_grouped, matmul
-from dask_distmm import matmul_grouped, quantize
+from dask_distmm import linalg, matmul_grouped, quantize
 from dask_distmm.typing import Engine, MatmulOptions, Method, WithAux
 
 
@@ -66,6 +67,17 @@ def right(a: da.Array, b: da.Array, amax: bool, options: MatmulOptions) -> None:
     assert_type(quantize(a, "mxfp8"), BlockScaled)
     assert_type(quantize(a, "float8_e4m3"), tuple[da.Array, da.Array])
     assert_type(distribute(a, Slab(0)), da.Array)
+    assert_type(linalg.solve(a, [1.0, 2.0], assume_a="pos", overwrite_a=True), da.Array)
+    assert_type(linalg.lu(a), tuple[da.Array, da.Array, da.Array])
+    assert_type(linalg.lu(a, True), tuple[da.Array, da.Array])
+    assert_type(linalg.qr(a, "r"), da.Array)
+    assert_type(linalg.qr(a).R, da.Array)
+    assert_type(linalg.eigh(a, b=b).eigenvalues, da.Array)
+    assert_type(linalg.eigh(a, eigvals_only=True), da.Array)
+    assert_type(linalg.svd(a, compute_uv=False), da.Array)
+    u, s, vh = linalg.svd(a, full_matrices=False, method="rows")
+    assert_type(linalg.slogdet(a).sign, da.Array)
+    assert_type(linalg.lstsq(a, b)[2], int | da.Array)
 
 
 def wrong(a: da.Array, b: da.Array, text: str) -> None:
@@ -89,6 +101,12 @@ def wrong(a: da.Array, b: da.Array, text: str) -> None:
     matmul_grouped([(a, b)], epilog="relu_aux")  # "epilog" to "matmul_grouped" has incompatible type
     explain_grouped([(a, b)], batch="item")  # "batch" to "explain_grouped" has incompatible type
     quantize(a, "int3")  # No overload
+    linalg.cholesky("abc")  # Argument 1 to "cholesky" has incompatible type "str"
+    linalg.cholesky(a).foo  # "Array" has no attribute "foo"
+    linalg.solve(a, b, engine="nump")  # "engine" to "solve" has incompatible type "Literal['nump']"
+    linalg.solve(a, b, assume_a="foo")  # "assume_a" to "solve" has incompatible type "Literal['foo']"
+    linalg.cond(a, p="foo")  # "p" to "cond" has incompatible type "Literal['foo']"
+    linalg.qr(a, "foo")  # No overload
     distribute(a, 0)  # Argument 2 to "distribute" has incompatible type "int"
 """
 # Names that pages take for granted, as `test_docs.as_printed` has them.
@@ -210,6 +228,19 @@ def test_signatures_list_the_options(function):
     assert not [name for name in found if not re.search(rf"\b{name}\b", doc)]
 
 
+@pytest.mark.parametrize("name", sorted(set(linalg.__all__) - {"MatrixError", "NotSquareError"}))
+def test_docstrings_of_linalg_have_every_argument_an_example_and_the_costs(name):
+    function = getattr(linalg, name)
+    doc, signature = inspect.getdoc(function), inspect.signature(function)
+    parameters = doc.partition("\nParameters\n")[2].partition("\nReturns\n")[0]
+    named = {one for line in re.findall(r"^(\w[\w, ]*)(?: :|$)", parameters, re.MULTILINE) for one in line.split(", ")}
+    assert named >= set(signature.parameters)
+    assert not [one for one in signature.parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD]
+    assert "\nExamples\n" in doc
+    for text in () if name == "explain" else ("Where it runs: ", "Memory of a worker", "NaN"):
+        assert text in doc.partition("\nNotes\n")[2]
+
+
 def test_an_unknown_option_is_refused_by_name():
     with pytest.raises(TypeError, match=r"matmul\(\) has no option 'metod': did you mean 'method'\?"):
         dask_distmm.matmul([[1.0]], [[1.0]], metod="summa")
@@ -231,6 +262,7 @@ def test_defaults_are_those_of_all_options():
 def test_dir_shows_the_public_names():
     assert set(dir(dask_distmm)) == {*dask_distmm.__all__, "errors", "typing"}
     assert not [name for name in dir(dask_distmm) if not hasattr(dask_distmm, name)]
+    assert dir(linalg) == sorted(linalg.__all__)
     # The scheduler's and workers' --preload looks for it.
     assert callable(dask_distmm.dask_setup)
     assert "dask_setup" not in dir(dask_distmm)

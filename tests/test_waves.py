@@ -373,6 +373,7 @@ def test_larger_than_memory(small_cluster, tmp_path):
         assert shown.scheme.peak_bytes <= shown.scheme.budget_bytes
         assert "scheme    sums" in repr(shown)
         assert "bound by" in shown._repr_html_()
+        assert "which wave needs which parts" in shown._repr_html_()
         for d in (gram, product):
             assert any(gate_barrier(key) for key in dict(d.dask))
         got = gram.compute()

@@ -70,7 +70,7 @@ def enable() -> None:
 def disable() -> None:
     """Undo `enable`: Dask's names hold exactly what they held before.
 
-    Inside ``with enabled():`` of any thread routing goes on until the last such block ends.
+    Inside ``with enabled():`` of any thread routing continues until the last such block ends.
     """
     global _switched_on
     with _lock:

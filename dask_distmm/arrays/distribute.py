@@ -70,7 +70,7 @@ def replicate(a: ArrayLike) -> da.Array:
     EngineError
         There is no cluster, or its client is asynchronous.
     PlanError
-        It is no matrix, or of a type that no run multiplies.
+        It is not a matrix, or of a type that no run multiplies.
     ProjectedMemoryError
         A worker would have to hold more than it may. Also a MemoryError.
 
@@ -82,7 +82,7 @@ def replicate(a: ArrayLike) -> da.Array:
     client = current_client()
     if client is None or client.asynchronous:
         raise EngineError(
-            "replicate() needs a cluster and a client that is not asynchronous; make a distributed.Client, or give "
+            "replicate() needs a cluster and a client that is not asynchronous; make a distributed.Client, or pass "
             "gathered= to a matmul"
         )
     array = as_array(a)
@@ -149,7 +149,7 @@ def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[st
     Raises
     ------
     PlanError
-        There is no cluster, `a` is no matrix that engines multiply, or there are too few workers.
+        There is no cluster, `a` is not a matrix that engines multiply, or there are too few workers.
 
     Examples
     --------

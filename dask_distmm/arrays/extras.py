@@ -39,9 +39,9 @@ class Asked:
     def checked(self, dtype: np.dtype) -> Formula:
         """Return the formula as plain values; `dtype` is the type of A @ B."""
         if self.beta is None and self.c is not None:
-            raise PlanError("c was given without beta; give beta=1 to add C")
+            raise PlanError("c was given without beta; pass beta=1 to add C")
         if self.c is None and self.beta is not None and self.beta != 0:
-            raise PlanError(f"beta={self.beta!r} needs c; give C too, or leave beta out")
+            raise PlanError(f"beta={self.beta!r} needs c; pass C too, or leave beta out")
         factors = []
         for name, value in (("alpha", self.alpha), ("beta", 0.0 if self.beta is None else self.beta)):
             try:
@@ -109,11 +109,11 @@ def _wrong_inputs(formula: Formula, inputs: Mapping[str, Any]) -> str:
         fitting = [epilog.value for epilog in Epilog if set(Formula(epilog=epilog.value).inputs) == set(inputs)]
         given = f"epilog_inputs has {', '.join(map(repr, found))}, and no epilog reads it"
         if not fitting:
-            return f"{given}: give epilog=..., which names its inputs (docs/epilogs.md), or leave epilog_inputs out"
+            return f"{given}: pass epilog=..., which names its inputs (docs/epilogs.md), or leave epilog_inputs out"
         known = ", ".join(map(repr, fitting[:3])) + ", ..." * (len(fitting) > 3)
-        return f"{given}: give epilog= too, one of {known}"
+        return f"{given}: pass epilog= too, one of {known}"
     example = ", ".join(f"{key!r}: ..." for key in needed)
-    advice = f"give epilog_inputs={{{example}}}" if needed else "leave epilog_inputs out"
+    advice = f"pass epilog_inputs={{{example}}}" if needed else "leave epilog_inputs out"
     return f"epilog {name!r} needs the inputs {needed}, found {found}; {advice}"
 
 

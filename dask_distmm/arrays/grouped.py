@@ -44,7 +44,7 @@ _HINTS = dict.fromkeys(
     ["c", "beta", "epilog_inputs", "bias", "out_chunks", "distributions", "result_type", "compute_type", "logger"],
     "products of a group have none, call matmul for each of them",
 )
-_POSITIONAL = "give the pairs in one list, [(a, b), ...]"
+_POSITIONAL = "pass the pairs in one list, [(a, b), ...]"
 
 _ordered: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -134,7 +134,7 @@ def _parse_pairs(pairs: Sequence[tuple[Any, Any]], options: GroupedOptions) -> l
     if not isinstance(pairs, Iterable) or isinstance(pairs, str | da.Array):
         raise PlanError(f"pairs is {type(pairs).__name__}; expected a list of pairs, as [(a, b), ...]")
     forced = (f"batch={batch!r}",) if batch == "collective" else ()
-    # How a group is made is no option of one product.
+    # How a group is made is not an option of one product.
     asked = cast(AllOptions, {**options, "batch": None})
     requests = []
     for number, pair in enumerate(pairs):

@@ -41,15 +41,15 @@ DEFAULTS: AllOptions = {
 
 # Names that similar functions have, and how the same is written here.
 HINTS = {
-    "bias": "give epilog='bias' and epilog_inputs={'bias': ...}",
-    "relu_aux": "give epilog_inputs={'relu_aux': ...}",
-    "gelu_aux": "give epilog_inputs={'gelu_aux': ...}",
-    "scales": "give quantization_scales={'a': ..., 'b': ...}",
-    "transa": "give op_a='T'",
-    "transb": "give op_b='T'",
-    "dtype": "give result_type=..., or convert the operands by astype",
-    "out_dtype": "give result_type=...",
-    "chunks": "give out_chunks=...",
+    "bias": "pass epilog='bias' and epilog_inputs={'bias': ...}",
+    "relu_aux": "pass epilog_inputs={'relu_aux': ...}",
+    "gelu_aux": "pass epilog_inputs={'gelu_aux': ...}",
+    "scales": "pass quantization_scales={'a': ..., 'b': ...}",
+    "transa": "pass op_a='T'",
+    "transb": "pass op_b='T'",
+    "dtype": "pass result_type=..., or convert the operands by astype",
+    "out_dtype": "pass result_type=...",
+    "chunks": "pass out_chunks=...",
     "out": "there are no results in place: a result is a new lazy array",
     "axes": "for contractions over other axes enable() takes da.tensordot and da.einsum",
 }

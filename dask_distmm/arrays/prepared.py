@@ -167,7 +167,7 @@ class Operands:
     def need_all(self) -> None:
         """Refuse to go on without arrays that were released."""
         if missing := self.missing():
-            raise PlanError(f"{', '.join(missing)} released: give them again with reset_operands()")
+            raise PlanError(f"{', '.join(missing)} released: pass them again with reset_operands()")
 
     def lay_out(self, client: Client, layout: Layout, request: Request) -> Request:
         """Lay the arrays out that are not yet; return the request with all of them laid out."""

@@ -130,7 +130,7 @@ def _why_left(request: Request, made: Plan) -> str:
 
 
 def _why_slower(made: Plan) -> str:
-    """Return why Dask's own tasks are expected to be quicker than a run; empty if they are not."""
+    """Return why Dask's own tasks are expected to be faster than a run; empty if they are not."""
     if made.worth_it or made.by_tasks is None:
         return ""
     seconds = format_time(made.by_tasks.seconds), format_time(made.seconds)
@@ -147,7 +147,7 @@ def _used_once(request: Request, problem: Problem) -> bool:
 def _streams_alone(problem: Problem, decision: Decision) -> bool:
     """Whether Dask's own tasks use each loaded chunk at one time: then they need little memory, and no waves.
 
-    Ranks on GPUs that make the chunks themselves are quicker: no task for each, and GPUs multiply meanwhile.
+    Ranks on GPUs that make the chunks themselves are faster: no task for each, and GPUs multiply meanwhile.
     """
     if decision.plan is not None or decision.scheme is None or (decision.scheme.by_ranks and decision.on_gpus):
         return False

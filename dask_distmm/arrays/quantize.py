@@ -89,7 +89,7 @@ def quantize(a: ArrayLike, dtype: Any, *, axis: int = -1, scale: Any = None) -> 
         ``"float8_e4m3"``, ``"float8_e5m2"``, ``"mxfp8"`` or ``"nvfp4"``.
     axis : int, optional
         For MXFP8 and NVFP4: the axis of k, along which blocks lie; -1 for A, 0 for B. Chunks are cut anew along it
-        where they are no multiples of a block.
+        where they are not multiples of a block.
     scale : number or 0-d array, optional
         For FP8: a scale from elsewhere, as delayed scaling has it; larger numbers are saturated then. By default
         the one with which the largest absolute value becomes the type's largest number.
@@ -195,7 +195,7 @@ def as_operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
     for name, x in (("first", a), ("second", b)):
         if hasattr(x, "columns") and hasattr(x, "dtypes"):
             raise PlanError(
-                f"the {name} operand is a {type(x).__name__}; expected an array: give x.to_numpy(), or of a Dask "
+                f"the {name} operand is a {type(x).__name__}; expected an array: pass x.to_numpy(), or of a Dask "
                 "DataFrame x.to_dask_array(lengths=True)"
             )
     if not isinstance(a, BlockScaled) and not isinstance(b, BlockScaled):

@@ -153,7 +153,7 @@ def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Reque
     )  # fmt: skip
     if dropped and not found.is_batch and (out_chunks is not None or any(distributions)):
         raise PlanError(
-            "out_chunks and distributions are for matrices, and an operand has one dimension: leave them out, or give "
+            "out_chunks and distributions are for matrices, and an operand has one dimension: leave them out, or pass "
             "the vector as a matrix, v[:, None]"
         )
     if out_chunks is None:
@@ -226,7 +226,7 @@ def check_gathered(gathered: str | None, operands: tuple[da.Array, da.Array], ty
 def check_workers(workers: Sequence[str] | int | None) -> tuple[str, ...] | int | None:
     """Return `workers` as a Problem has them."""
     if isinstance(workers, bool) or (isinstance(workers, int) and workers < 1):
-        raise PlanError(f"workers={workers!r}: give addresses, or a number of at least 1")
+        raise PlanError(f"workers={workers!r}: workers must be a list of addresses, or a number of at least 1")
     if workers is None or isinstance(workers, int):
         return workers
     workers = (workers,) if isinstance(workers, str) else tuple(dict.fromkeys(workers))

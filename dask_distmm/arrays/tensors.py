@@ -46,13 +46,13 @@ def shared_array(x: Any) -> Any:
 def _of_tensor(x: Any) -> Any:
     if x.requires_grad:
         raise PlanError(
-            "the operand is a tensor that requires grad, and nothing here is recorded for autograd: give x.detach(), "
+            "the operand is a tensor that requires grad, and nothing here is recorded for autograd: pass x.detach(), "
             "or write a torch.autograd.Function as in docs/examples/linear_layer.py"
         )
     if x.layout != sys.modules["torch"].strided or x.device.type not in ("cpu", "cuda"):
         raise PlanError(
             f"the operand is a tensor of layout {x.layout} on device {x.device}; expected a dense one on cpu or cuda: "
-            "give x.to_dense(), x.cpu()"
+            "pass x.to_dense(), x.cpu()"
         )
     name = _name_of(x.dtype)
     x = x.resolve_conj().resolve_neg()

@@ -27,10 +27,10 @@ from dask_distmm.numeric.types import dtype_from_name
 
 # Less than this is sent with the answer (bytes in all, and in each stretch of memory: the system looks up its pages).
 _LEAST_BYTES, _LEAST_STRETCH = 2**16, 2**9
-# The system reads so many stretches in a call (IOV_MAX).
+# The system reads this many stretches in a call (IOV_MAX).
 _STRETCHES = 1024
-# One thread copies 4 to 6 GB/s, and two twice as much: parts of so many bytes are read by up to so many threads, which
-# leave most cores to others.
+# One thread copies 4 to 6 GB/s, and two twice as much: parts of this many bytes are read by at most this many threads,
+# which leave most cores to others.
 _PART_BYTES, _MOST_READERS, _CORES_A_READER = 2**24, 4, 4
 # prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY): where Yama lets ancestors read alone, all processes of the user may.
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)

@@ -57,7 +57,7 @@ def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) 
     notebook : bool, optional
         Whether to show HTML in a notebook and return at once. By default, whether this is a Jupyter kernel.
     file : file object, optional
-        Where text goes; standard error by default. If it is no terminal, a line is written for each new phase.
+        Where text goes; standard error by default. If it is not a terminal, a line is written for each new phase.
 
     Returns
     -------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,10 +25,10 @@ from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import as_html, bar_of
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.scheduler.records import PHASES, Record, progress_of
+from dask_distmm.runtime.scheduler.records import KERNELS, Record, progress_of
 
 _UPDATE_MILLISECONDS = 500
-# What is said where tables stand still; the plots go on.
+# What is said where tables stand still; the plots continue.
 _STILL = (
     f" <b>Bokeh {bokeh.__version__} does not renew tables</b>: reload the page, or install another Bokeh (not 3.9)."
     if bokeh.__version__.startswith("3.9.")
@@ -38,15 +39,21 @@ _TABLE = 280
 # So many products in waves have a line.
 _PRODUCTS = 4
 # Okabe and Ito's colours, which everybody can tell apart; grey for "other".
-_COLOURS = dict(zip(PHASES, ("#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#009E73", "#BBBBBB"), strict=True))
-_COLOURS[tables.RUNNING] = "#F0E442"
+_COLOURS = {
+    "gate": "#CC79A7", "gather": "#E69F00", "redistribute": "#E69F00", "multiply": "#0072B2", "panel": "#D55E00",
+    "update": "#0072B2", "compute": "#0072B2", "wait": "#F0E442", "deliver": "#56B4E9", "replicate": "#009E73",
+    "other": "#BBBBBB", tables.RUNNING: "#F0E442",
+}  # fmt: skip
+# Those of a program's kernels, one after the other.
+_KERNELS = itertools.cycle(("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#3D7D8C", "#8C6D1F"))
+_COLOURS |= dict(zip(KERNELS, _KERNELS, strict=False))
 _OUTCOME = """<span style="color:
 <%= {done: '#007a5a', failed: '#b34a00', restarted: '#b34a00'}[value] || 'inherit' %>"><%= value %></span>"""
 
 
 def distmm_doc(scheduler: Any, extra: Mapping[str, Any], doc: Any) -> None:
     """Fill a document of Bokeh's with the page; called once for each viewer."""
-    doc.title = "Dask: matrix multiplies"
+    doc.title = "Dask: collective runs"
     page = Page(scheduler)
     page.update()
     doc.add_periodic_callback(page.update, _UPDATE_MILLISECONDS)
@@ -86,7 +93,7 @@ class Page:
         share = NumberFormatter(format="0%", text_align="right")
         columns = [
             ("run", "Run", 50, None),
-            ("name", "Multiply", 200, None),
+            ("name", "Result", 200, None),
             ("outcome", "State", 80, HTMLTemplateFormatter(template=_OUTCOME)),
             ("share", "Done", 50, share),
             ("how", "Method and ranks", 150, None),
@@ -190,6 +197,6 @@ class Page:
 
 
 def _figure(title: str, least: int, **kwargs: Any) -> Any:
-    """Return a plot of at least so many pixels, which takes what the window has."""
+    """Return a plot of at least this many pixels, which takes what the window has."""
     options = {"tools": "", "toolbar_location": None, "sizing_mode": "stretch_both", "min_height": least}
     return figure(title=title, **options, **kwargs)

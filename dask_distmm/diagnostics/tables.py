@@ -11,7 +11,7 @@ from typing import Any
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.diagnostics.bars import short_name
-from dask_distmm.runtime.scheduler.records import PHASES, Record, Totals
+from dask_distmm.runtime.scheduler.records import KERNELS, PHASES, Record, Totals
 
 Columns = dict[str, list[Any]]
 
@@ -19,7 +19,7 @@ Columns = dict[str, list[Any]]
 _BARS = 20
 _NAN = float("nan")
 _MIB = 2**20
-# The time of a run that goes on: its phases are known when it is done.
+# The time of the current run: its phases are known when it is done.
 RUNNING = "so far"
 
 
@@ -80,7 +80,7 @@ def short_reason(reason: str) -> str:
 
 
 def shown(records: Sequence[Record], picked: int | None) -> Record | None:
-    """Return the run whose ranks are shown: the one that was picked; or the newest that goes on, or has times."""
+    """Return the run whose ranks are shown: the one that was picked; or the newest that is running, or has times."""
     for record in records:
         if record.run_id == picked:
             return record
@@ -93,7 +93,7 @@ def caption(record: Record | None, picked: int | None) -> str:
     """Return the line above the pictures of one run, as HTML."""
     if record is None:
         return "No run has begun yet."
-    newest = "the newest that goes on" if record.outcome == "running" else "the newest with times"
+    newest = "the newest that is running" if record.outcome == "running" else "the newest with times"
     why = "picked in the table" if record.run_id == picked else f"{newest}; click a row for another"
     state = {"done": f", {format_time(record.seconds)}", "running": f", {record.share:.0%} done"}.get(
         record.outcome, ""
@@ -114,12 +114,12 @@ def _short(address: str) -> str:
 
 
 def phase_bars(record: Record | None, now: float) -> Columns:
-    """Return the bars of the time line: the phases of each rank; of a run that goes on the time so far."""
+    """Return the bars of the time line: the phases of each rank; of the current run the time so far."""
     found: Columns = {"rank": [], "phase": [], "left": [], "right": [], "seconds": []}
     going = record is not None and record.outcome == "running"
     for rank, address in enumerate(record.ranks if record else ()):
         left = 0.0
-        for phase in (*PHASES, RUNNING):
+        for phase in (*PHASES[:7], *KERNELS, *PHASES[7:], RUNNING):
             seconds = record.phases.get(address, {}).get(phase, 0.0) if record else 0.0
             if going and record and phase == RUNNING:
                 seconds = max(0.0, now - record.started)

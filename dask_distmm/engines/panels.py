@@ -16,7 +16,7 @@ from dask_distmm.planning.problem import is_gram
 
 
 class ChunkBlock(NamedTuple):
-    """A rectangle of a chunk of A (operand 0) or B (1), and where it lies in the whole matrix."""
+    """A rectangle of a chunk of A (operand 0) or B (1), and where it is in the whole matrix."""
 
     operand: int
     chunk: int

@@ -1,4 +1,4 @@
-"""A process that is stuck inside a collective library ends itself: nothing else frees it."""
+"""A process that is stuck inside a collective library exits: nothing else frees it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Watchdog:
     def _bite(self) -> None:
         if self._called_off.is_set():
             return
-        log.critical("%s does not end: this worker's process ends itself", self._what)
+        log.critical("%s does not end: this worker's process exits", self._what)
         os._exit(EXIT_STUCK)
 
     def __enter__(self) -> Watchdog:

@@ -60,7 +60,7 @@ from dask_distmm.runtime.keys import (
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.parts import needed, restricted
 
-# A part of its own is worth a run if it saves so many floating-point operations.
+# A part of its own is worth a run if it saves this many floating-point operations.
 _FLOPS_OF_A_RUN = 1e9
 
 

@@ -8,7 +8,7 @@ wave before the last one::
 
 Tasks that waves far from one another need, as the mean in ``X - X.mean(0)``, are left as they are, with all that they
 need: they are computed once, and kept. If a source task is needed by such a task and by a wave too, it runs twice.
-Results of other multiplies, futures, and objects that are no arrays, as an open store, are used as they are.
+Results of other multiplies, futures, and objects that are not arrays, as an open store, are used as they are.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ number) and at which *local* index in that part.  It stores that per segment, no
 run of indices which lie one after the other in one part.
 
 Two axes over the same range intersect where the cuts of both are taken together.  Here ten elements in
-chunks of 4, 3 and 3 are dealt out in blocks of 3 to 2 processes::
+chunks of 4, 3 and 3 are distributed in blocks of 3 to 2 processes::
 
     global index    0  1  2  3  4  5  6  7  8  9
 
@@ -94,7 +94,7 @@ class Axis:
         if not sizes.size == part.size == offset.size:
             raise ValueError(
                 f"there are {sizes.size} segments, {part.size} parts and {offset.size} offsets, "
-                "expected as many of each: give one part and one offset per segment"
+                "expected as many of each: pass one part and one offset per segment"
             )
         if part.size and not (part.min() >= 0 and part.max() < nparts):
             raise ValueError(
@@ -127,7 +127,7 @@ class Axis:
 
     @classmethod
     def block_cyclic(cls, length: int, block: int, nprocs: int, source: int = 0) -> Axis:
-        """Make the axis whose blocks are dealt out to processes in turn."""
+        """Make the axis whose blocks are distributed round-robin over processes."""
         length = check_int("length", length, 0)
         block = check_int("block", block, 1)
         nprocs = check_int("nprocs", nprocs, 1)

@@ -21,7 +21,7 @@ over an inner dimension k, each process of a p x q grid receives m/p rows of the
 of the right one, together ``(m/p + n/q) * k`` elements, so a tall product wants a tall grid.
 
 Along each dimension the matrix is cut into equal blocks (the last may be smaller) and these go to the process
-rows, or columns, in turn, as cards are dealt out.  Each process packs its blocks together into one local
+rows, or columns, round-robin.  Each process packs its blocks together into one local
 matrix.  Nine rows in blocks of two over two process rows::
 
     global row      0 1 | 2 3 | 4 5 | 6 7 | 8
@@ -42,14 +42,14 @@ from typing import Literal
 
 from dask_distmm.layout.axis import Axis, Index, check_int
 
-# ScaLAPACK's layout: blocks of a matrix dealt out over a process grid
+# ScaLAPACK's layout: blocks of a matrix distributed over a process grid
 
 
 def numroc(n: int, nb: int, iproc: int, isrcproc: int, nprocs: int) -> int:
     """Count the rows or columns that a process holds (ScaLAPACK TOOLS, NUMROC)."""
     n = check_int("n", n, 0)
     turn = _round_turn(nb, iproc, isrcproc, nprocs)
-    # Every full round gives each process one block; the rest is dealt out in turn, nb at a time.
+    # Every full round gives each process one block; the rest is distributed round-robin, nb at a time.
     rounds, left = divmod(n, nb * nprocs)
     return rounds * nb + min(max(left - turn * nb, 0), nb)
 
@@ -290,7 +290,7 @@ class ChunkGrid:
         return self.chunks[0][i], self.chunks[1][j]
 
     def slices(self, i: int, j: int) -> tuple[slice, slice]:
-        """Return where in the whole matrix the chunk in row `i` and column `j` of the chunks lies."""
+        """Return where in the whole matrix the chunk in row `i` and column `j` of the chunks is."""
         self._check(i, j)
         top, left = self._starts[0][i], self._starts[1][j]
         return slice(top, top + self.chunks[0][i]), slice(left, left + self.chunks[1][j])

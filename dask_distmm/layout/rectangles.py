@@ -1,6 +1,6 @@
 """Tables of rectangles for the copy kernels: addresses, strides, and how work is cut for the GPU. Pure.
 
-A `Span` says where a matrix lies in memory. `rectangles` turns a list of moves into one row of numbers for
+A `Span` says where a matrix is in memory. `rectangles` turns a list of moves into one row of numbers for
 each: both addresses, the extents along the destination's fast axis (inner) and slow axis (outer), the strides
 in bytes. `split` sorts out those that are straight (fast axes agree) from those that are transposed, and
 `work` cuts them into tiles for the blocks of one kernel launch.

@@ -204,7 +204,7 @@ class Copies:
         nowners = check_int("nowners", nowners, 0)
         if len(owner) != self.src.nparts:
             raise ValueError(
-                f"src_owner has {len(owner)} entries, expected {self.src.nparts}: give one owner per part of the source"
+                f"src_owner has {len(owner)} entries, expected {self.src.nparts}: pass one owner per part of the source"
             )
         if owner.size and not (owner.min() >= 0 and owner.max() < nowners):
             raise ValueError(
@@ -248,6 +248,6 @@ def redistribution(src: Distribution, dst: Distribution) -> Copies:
     if src.shape != dst.shape:
         raise ValueError(
             f"the layouts have shapes {src.shape} and {dst.shape}, expected equal ones: "
-            "give two layouts of the same matrix"
+            "pass two layouts of the same matrix"
         )
     return Copies(src, dst, intersect(src.rows, dst.rows), intersect(src.cols, dst.cols))

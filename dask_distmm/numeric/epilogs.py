@@ -5,7 +5,7 @@ With ``acc = op(A) @ op(B)`` (in the type that is summed in)::
     x = alpha * acc + beta * C  (+ bias)
     D = F(x)
 
-A run that goes on with the sums of an earlier one (``Formula.partial``) adds them to ``acc`` before all else.
+A run that continues with the sums of an earlier one (``Formula.partial``) adds them to ``acc`` before all else.
 
 The names are those of cuBLASMp's epilogs, as nvmath-python spells them; all others follow their pattern.
 
@@ -23,7 +23,7 @@ clamp               min(max(x, low), high)                            low 0, hig
 drelu, dgelu        x * relu'(saved), x * gelu'(saved)                the backward pass of relu and gelu
 ==================  ================================================  ==========================================
 
-``allreduce`` is no formula: all of D is kept on every worker besides, for later multiplies (see `replicas`).
+``allreduce`` is not a formula: all of D is kept on every worker besides, for later multiplies (see `replicas`).
 
 A function of the user's in place of F gets x and its own inputs: ``f(x, **inputs)``, element by element.
 

@@ -135,7 +135,7 @@ def type_name(what: str, value: Any) -> str:
             return str(dtype_from_name("float8_e4m3fn" if value == "float8_e4m3" else value).name)
         return str(np.dtype(value).name)
     except TypeError:
-        raise PlanError(f"{what}={value!r} is no type; expected one as 'float32' or 'float8_e4m3'") from None
+        raise PlanError(f"{what}={value!r} is not a type; expected one as 'float32' or 'float8_e4m3'") from None
 
 
 def typed(array: Any, name: str) -> Any:

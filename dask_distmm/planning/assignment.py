@@ -13,7 +13,7 @@ allreduce        column slabs                                  row slabs        
 summa p x q      blocks on a p x q grid                        the same                 the same
 ===============  ============================================  =======================  =======================
 
-On engines other than cuBLASMp a rank computes one block of D, so that blocks of m and n are dealt out once; those of
+On engines other than cuBLASMp a rank computes one block of D, so that blocks of m and n are distributed once; those of
 k may be of any size. SUMMA of cuBLASMp takes blocks of any size that agree: of m in A and D, of n in B and D, of k in
 A and B.
 """
@@ -41,7 +41,7 @@ from dask_distmm.planning.problem import Problem
 def candidates(problem: Problem, nworkers: int, method: str = "auto") -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Yield the (method, p x q x s) that can run a problem on up to `nworkers` workers.
 
-    With ``method="auto"`` also on fewer: 1 and the powers of two, since a small product is quicker on few
+    With ``method="auto"`` also on fewer: 1 and the powers of two, since a small product is faster on few
     workers. A method that is asked for takes as many workers as have something to do.
     """
     m, n, k = problem.m, problem.n, problem.k
@@ -98,7 +98,7 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[tuple[str, 
     if len(sizes) > 1 or max(sizes, default=0) > nworkers:
         raise PlanError(
             f"distributions: {_asked_text(problem)} need {' and '.join(map(str, sorted(sizes)))} workers, and there "
-            f"are {nworkers}: give grids of one size, of at most {nworkers} workers"
+            f"are {nworkers}: pass grids of one size, of at most {nworkers} workers"
         )
     # No slab may be empty.
     lengths = [
@@ -221,7 +221,7 @@ def operand_tiles(plan: Plan) -> dict[str, tuple[Chunks, NDArray[np.int64]]]:
     """Return for A and B the sizes of their tiles along both axes, and the rank that each tile, in C order, is for.
 
     With chunks that are these tiles, on these ranks, nothing is left for a run to move but what its method itself
-    does: an operand that all gather is dealt out evenly.
+    does: an operand that all gather is distributed evenly.
     """
     if (tiles := ENGINES[plan.engine].tiles(plan)) is not None:
         return {"a": block_grid(tiles.a.layout), "b": block_grid(tiles.b.layout)}

@@ -3,7 +3,7 @@
 A rank's part of m, n or k is one range, and Dask deals chunks out as it likes: every other chunk of a tall matrix may
 lie on the other worker, so that half of it would have to move. But the product does not depend on the order of k, and
 in another order of m or n it has the same chunks in another order. So chunks along an axis are taken in the order of
-their holders, where each of them lies on one worker::
+their holders, where each of them is on one worker::
 
     chunk    0 1 2 3 4 5        0 2 4 1 3 5
     worker   x y x y x y   ->   x x x y y y
@@ -23,7 +23,7 @@ from dask_distmm.planning.cuts import Bounds
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.problem import Problem
 
-# So large a share of what lies along an axis must be whole on one worker, chunk by chunk of the axis.
+# So large a share of what is along an axis must be whole on one worker, chunk by chunk of the axis.
 _WHOLE = 0.9
 # The axes of an operand; those of C and other inputs are D's.
 _AXES = {"a": "mk", "b": "kn"}
@@ -80,7 +80,7 @@ def _amounts(problem: Problem, where: Where, axis: str) -> NDArray[np.float64] |
 
 
 def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> tuple[Bounds, Bounds, Bounds] | None:
-    """Return cuts of m, n and k by which each rank has what lies whole on one worker; None if there are none."""
+    """Return cuts of m, n and k by which each rank has what is whole on one worker; None if there are none."""
     axes = [(axis, parts) for axis, parts in zip("mnk", grid, strict=True) if parts > 1]
     if len(axes) != 1 or axes[0][0] not in free_axes(problem):
         return None

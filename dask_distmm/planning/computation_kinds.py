@@ -55,7 +55,7 @@ def plan_computation(
     engine: Sequence[str],
     sources: Sequence[Worker] = (),
 ) -> Placement:
-    """Choose how a computation of any kind runs, quickly; parameters and errors are those of `planner.plan`.
+    """Choose how a computation of any kind runs, fast; parameters and errors are those of `planner.plan`.
 
     A factorization or a program is for the first engine that can run it in the memory that there is.
     """

@@ -1,6 +1,6 @@
 """Where the cuts of m, n and k go.
 
-A cut follows chunk edges where that costs little balance, since a chunk that lies in one rank's part need
+A cut follows chunk edges where that costs little balance, since a chunk that is in one rank's part need
 not be taken apart. Where chunks are too coarse for that, the cut is even and goes through them.
 
 Measured on H200 with cuBLAS 13.1 (docs/gpu-validation.md): bfloat16 products take three times as long where rows of A,
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.problem import Problem
 
-# The extents that GEMMs of NVIDIA's libraries are quick with. Pure
+# The extents that GEMMs of NVIDIA's libraries are fast with. Pure
 
 
 # For odd numbers of elements, and for even ones.
@@ -31,12 +31,12 @@ ALIGNED_BYTES = 16
 _ALIGNED, _TILE = 16, 128
 # Rows and columns of a product that fills a GPU, of types of up to 16 bits and of others, whose tiles are smaller.
 _FULL = (2048, 1024)
-# The parts that the first product waits for are pulled in up to so many pieces.
+# The parts that the first product waits for are pulled in up to this many pieces.
 _PIECES = 4
 
 
 def unit(length: int, step: int = 1) -> int:
-    """Return what pieces of a length are to be multiples of, so that GEMMs are quick: of `step`, which is 1 or 16."""
+    """Return what pieces of a length are to be multiples of, so that GEMMs are fast: of `step`, which is 1 or 16."""
     return next((size for size, least in ((_TILE, 8), (_ALIGNED, 4)) if length >= least * size), step)
 
 
@@ -55,7 +55,7 @@ def slowdown(problem: Problem, *, in_chunks: bool) -> float:
     name = problem.matrix_types[0]
     if problem.compute or name not in _SLOWDOWN:
         return 1.0
-    # As in C order. In F order, where m counts too, products are as quick as their chunks allow.
+    # As in C order. In F order, where m counts too, products are as fast as their chunks allow.
     sizes: tuple[int, ...] = (problem.n, problem.k)
     if in_chunks:
         # In chunks of X.T @ Y as they lie no row is along k.

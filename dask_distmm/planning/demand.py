@@ -23,7 +23,7 @@ class Worker(Wired):
     nthreads: int = 1
     # In bytes, of the memory that the chosen engine works in; 0 where it has none.
     memory_limit: int = 0
-    # Name of its machine: workers of one host have the quicker links.
+    # Name of its machine: workers of one host have the faster links.
     host: str = ""
     # Its GPU, and those whose memory that GPU can read, by names that are the same in all processes; empty where it
     # has none.

@@ -47,7 +47,7 @@ class Slab:
         object.__setattr__(self, "axis", int(self.axis) % 2)
 
     def layout(self, shape: tuple[int, int], nranks: int) -> layout.BlockCyclicLayout:
-        """Return which element of a matrix lies on which of `nranks` ranks."""
+        """Return which element of a matrix is on which of `nranks` ranks."""
         size = max(1, -(-shape[self.axis] // nranks))
         blocks = (size, max(1, shape[1])) if self.axis == 0 else (max(1, shape[0]), size)
         return layout.BlockCyclicLayout(shape, blocks, ProcessGrid(*((nranks, 1) if self.axis == 0 else (1, nranks))))
@@ -55,12 +55,12 @@ class Slab:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockCyclic:
-    """Blocks of one size, dealt out to a grid of workers in turn (ScaLAPACK's layout).
+    """Blocks of one size, distributed round-robin over a grid of workers (ScaLAPACK's layout).
 
     Parameters
     ----------
     grid : tuple of int
-        Rows and columns of the grid of workers; block (i, j) lies on that at ``(i % grid[0], j % grid[1])``.
+        Rows and columns of the grid of workers; block (i, j) is on that at ``(i % grid[0], j % grid[1])``.
     blocks : tuple of int
         Rows and columns of a block.
 
@@ -87,7 +87,7 @@ class BlockCyclic:
             object.__setattr__(self, name, pair)
 
     def layout(self, shape: tuple[int, int], nranks: int) -> layout.BlockCyclicLayout:
-        """Return which element of a matrix lies on which of the grid's ranks."""
+        """Return which element of a matrix is on which of the grid's ranks."""
         return layout.BlockCyclicLayout(shape, self.blocks, ProcessGrid(*self.grid))
 
 

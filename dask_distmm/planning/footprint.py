@@ -166,7 +166,7 @@ def is_by_ranks(problem: Problem, operand: str) -> bool:
 
 
 def made_ahead(threads: int) -> int:
-    """Return how many chunks a rank of so many threads makes before it needs them."""
+    """Return how many chunks a rank of this many threads makes before it needs them."""
     return threads + 1
 
 

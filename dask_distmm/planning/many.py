@@ -182,7 +182,7 @@ Sizes = tuple[int, ...]
 _HALF_RATE = 45.0
 # So many tasks for each slot: the last ones to end differ by a fraction of the whole.
 _TASKS_PER_SLOT = 4
-# A task should work so many times as long as it costs to have it.
+# A task should work this many times as long as it costs to have it.
 WORTH = 5.0
 
 
@@ -205,7 +205,7 @@ class Batch:
     a_dtype: str
     b_dtype: str
     dtype: str
-    # Whether every item of A, of B, lies in one chunk, and the batch axes are cut as `chunks` says.
+    # Whether every item of A, of B, is in one chunk, and the batch axes are cut as `chunks` says.
     a_whole: bool = True
     b_whole: bool = True
     # Chunks of A and B, and of what the formula reads.
@@ -458,4 +458,4 @@ def choose_batch_way(
         return way, "the other way does not fit, or no worker has an engine for it"
     way = "items" if items.seconds <= collective.seconds else "collective"
     less, more = sorted((items.seconds, collective.seconds))
-    return way, f"the quicker by the cost model: {format_time(less)} against {format_time(more)}"
+    return way, f"the faster by the cost model: {format_time(less)} against {format_time(more)}"

@@ -13,7 +13,6 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -31,9 +30,9 @@ from dask_distmm.planning.wire import HERE, Wired
 _forms: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {}
 
 
-def register_forms(kind: type, text: Callable[[Any], str], html: Callable[[Any], str] | None = None) -> None:
-    """Say how objects of a type are written as text and as HTML; without `html` that is the text as it stands."""
-    _forms[kind] = text, html or (lambda shown: f"<pre>{escape(text(shown))}</pre>")
+def register_forms(kind: type, text: Callable[[Any], str], html: Callable[[Any], str]) -> None:
+    """Say how objects of a type are written as text and as HTML."""
+    _forms[kind] = text, html
 
 
 def _forms_of(kind: type) -> tuple[Callable[[Any], str], Callable[[Any], str]]:
@@ -251,7 +250,7 @@ class Placement(Explanation, Wired):
 
 
 def in_range(values: NDArray[np.int32], size: int, stop: int) -> bool:
-    """Whether there are so many values, all of them from 0 to below `stop`."""
+    """Whether there are this many values, all of them from 0 to below `stop`."""
     return values.size == size and (size == 0 or bool(values.min() >= 0 and values.max() < stop))
 
 

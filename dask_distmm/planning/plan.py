@@ -168,7 +168,7 @@ class Plan(Placement):
         return rows, cols
 
     def chunk_rect(self, index: int) -> Rect:
-        """Return where chunk number `index` of D (in C order) lies in D."""
+        """Return where chunk number `index` of D (in C order) is in D."""
         rows, cols = self.chunk_cuts
         i, j = divmod(index, len(cols) - 1)
         return rows[i], rows[i + 1], cols[j], cols[j + 1]

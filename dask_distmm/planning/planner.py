@@ -1,4 +1,4 @@
-"""``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory.
+"""``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory.
 
 Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as
 possible are at home (a linear assignment problem).
@@ -59,13 +59,13 @@ class Situation:
         return {name: np.frombuffer(found, np.int32) for name, found in raw.items() if found is not None}
 
 
-# ``plan(problem, roster)``: look at every way to run a problem, take the quickest that fits into memory
+# ``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory
 
 
 # All of D, or of an operand, on every worker besides its chunks: what that costs a plan. Pure
 
 
-# Between GPUs chunks of so many bytes travel by themselves, smaller ones packed: in one vector to each rank.
+# Between GPUs chunks of this many bytes travel by themselves, smaller ones packed: in one vector to each rank.
 ALONE_BYTES = 2**16
 
 
@@ -172,7 +172,7 @@ def plan(
         try:
             made = _plan(anonymous, situation, name, ways[name])
         except (PlanError, ProjectedMemoryError) as error:
-            # The reason of the last engine counts: the others are there to be quicker where they can.
+            # The reason of the last engine counts: the others are there to be faster where they can.
             failure = error
             continue
         found.append(dataclasses.replace(made, problem=problem, where=where, replica_runs=runs))

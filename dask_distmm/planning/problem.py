@@ -215,7 +215,7 @@ class Problem(Computation):
     conjugated: tuple[bool, bool] = (False, False)
     # The part of a larger multiply that this is, or None.
     part: Part | None = None
-    # Whether other runs go on with D, or it goes on with others': chunks must lie where those of all such runs do.
+    # Whether other runs continue with D, or it continues with others': chunks must lie where those of all such runs do.
     stationary: bool = False
     # The operand, ``"a"`` or ``"b"``, that every worker is to keep whole after the run; empty for none.
     gathered: str = ""
@@ -232,7 +232,7 @@ class Problem(Computation):
         for axis, size in enumerate((m, n)):
             if sum(self.out_chunks[axis]) != size:
                 text = f"out_chunks[{axis}] adds up to {sum(self.out_chunks[axis])}, the result's shape says {size}"
-                raise PlanError(f"{text}: give chunk sizes that add up to it")
+                raise PlanError(f"{text}: pass chunk sizes that add up to it")
         for name, value in (("m", m), ("n", n), ("k", k)):
             object.__setattr__(self, name, value)
 

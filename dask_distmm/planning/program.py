@@ -23,7 +23,7 @@ from dask_distmm.planning.model import Estimate, speeds
 from dask_distmm.planning.placement import Placement, Where, in_range, over_limit
 from dask_distmm.programs.check import all_flags, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
-from dask_distmm.programs.model import Cost, Rates, cost
+from dask_distmm.programs.model import Cost, Rates, Span, cost
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import Step
 
@@ -129,8 +129,17 @@ class ProgramPlacement(Placement):
     @functools.cached_property
     def cost(self) -> Cost:
         """What the program takes, where the matrix is well-conditioned."""
-        lists = [self.steps(rank) for rank in range(len(self.ranks))]
-        return cost(lists, self._rates())
+        return self._cost([])
+
+    @property
+    def spans(self) -> list[Span]:
+        """What each rank does when, where the matrix is well-conditioned."""
+        found: list[Span] = []
+        self._cost(found)
+        return found
+
+    def _cost(self, spans: list[Span]) -> Cost:
+        return cost([self.steps(rank) for rank in range(len(self.ranks))], self._rates(), spans=spans)
 
     def _rates(self) -> Rates:
         machine = self.problem.options.machine(self.engine)

@@ -303,7 +303,7 @@ def choose_blocks(
     return None
 
 
-# The choice of a scheme: which waves fit into the memory of the workers, and which are quickest. Pure
+# The choice of a scheme: which waves fit into the memory of the workers, and which are fastest. Pure
 
 
 # With fewer waves too much time would go by before the first one can be multiplied, and after the last was loaded.
@@ -352,7 +352,7 @@ def choose_scheme(
     products: int = 1,
     only_by_ranks: bool = False,
 ) -> Scheme:
-    """Return the quickest scheme that fits into the memory of the workers; one by ranks only, if that is asked for."""
+    """Return the fastest scheme that fits into the memory of the workers; one by ranks only, if that is asked for."""
     apart = in_host_memory(problem, engine)
     if reason := _why_whole(problem, lazy, apart=apart):
         raise PlanError(f"{problem.name} can't be made in waves: {reason}")
@@ -567,7 +567,7 @@ class _Fitting:
         return plan(sub, workers, engine=self.engines)
 
     def _beside(self, scheme: Scheme, number: int) -> float:
-        """Return the bytes on a worker that are no part of the largest run."""
+        """Return the bytes on a worker that are not part of the largest run."""
         problem, count = self.problem, len(self.workers)
         sub = wave_problem(problem, scheme, number)
         total, loaded, largest = 0.0, 0, 0.0

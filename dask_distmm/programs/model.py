@@ -38,6 +38,10 @@ class Rates:
     latency: float
 
 
+# A rank, the kernel that it calls or "wait", and the seconds at which that begins and ends.
+Span = tuple[int, str, float, float]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
     """What the calls of one kernel between two messages take, on rank 0."""
@@ -64,9 +68,12 @@ class Cost:
     lines: tuple[Line, ...]
 
 
-def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None) -> Cost:
-    """Return what a program takes, with these values of its flags; by default as where all is well-conditioned."""
-    flags = flags or {}
+def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, spans: list[Span] | None = None) -> Cost:
+    """Return what a program takes, with these values of its flags; by default as where all is well-conditioned.
+
+    `spans` gets what each rank does when.
+    """
+    flags, spans = flags or {}, [] if spans is None else spans
     now, waited = [0.0] * len(lists), [0.0] * len(lists)
     published: dict[tuple[int, int], float] = {}
     moved = messages = 0
@@ -74,13 +81,15 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None) ->
     for rank, step in walk(lists, flags):
         match step:
             case Call():
-                now[rank] += _seconds(step, rates)
+                spans.append((rank, step.kernel, now[rank], now[rank] + _seconds(step, rates)))
+                now[rank] = spans[-1][3]
                 flops += flops_of(step)
             case Publish(key):
                 published[rank, key] = now[rank]
             case Pull(owner, key, buffers):
                 size = sum(buffer.nbytes for buffer in buffers)
                 ready = max(now[rank], published[owner, key]) + rates.latency + size / rates.bandwidth
+                spans.append((rank, "wait", now[rank], ready))
                 waited[rank] += ready - now[rank]
                 now[rank] = ready
                 moved, messages = moved + size, messages + 1

@@ -181,7 +181,7 @@ def free_workspaces(client: Client | None = None) -> int:
     """
     client = client or current_client()
     if client is None:
-        raise EngineError("there is no cluster whose workspaces could be freed; give a distributed.Client")
+        raise EngineError("there is no cluster whose workspaces could be freed; pass a distributed.Client")
     answer = client.sync(ask, client.scheduler, Free(read_options().grace_timeout))
     # A scheduler that does not know the request has run nothing.
     return answer.count if answer is not None else 0

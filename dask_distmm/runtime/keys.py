@@ -136,7 +136,7 @@ def wave_name(name: str, number: int) -> str:
 
 
 def wave_of(name: str) -> tuple[str, int] | None:
-    """Return the name of the product of which a run is a wave, and the wave's number; None if it is no wave."""
+    """Return the name of the product of which a run is a wave, and the wave's number; None if it is not a wave."""
     found = _WAVE.fullmatch(name)
     return (found[1].removesuffix("-wave-"), int(found[2])) if found is not None else None
 
@@ -157,7 +157,7 @@ def is_tile(key: Any) -> bool:
 
 
 def group_name(token: str, rank: int, seconds: float) -> str:
-    """Return the array name of a product of a group: `rank` in the order, a task of it takes so many seconds."""
+    """Return the array name of a product of a group: `rank` in the order, a task of it takes this many seconds."""
     size = "abcdefgh"[min(7, max(0, math.ceil(math.log(max(seconds, 1e-9) / 1e-3, 4))))]
     return f"{GROUP_PREFIX}{size}-{rank:05d}-{token}"
 

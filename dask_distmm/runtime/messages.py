@@ -97,7 +97,7 @@ class ProgressQuestion(Call[ProgressReply]):
 
 @dataclasses.dataclass(frozen=True)
 class Freed(Reply):
-    """So many groups, or replicas of so many arrays, were freed."""
+    """Groups, or replicas of arrays, were freed: how many."""
 
     count: int = 0
 
@@ -285,7 +285,7 @@ class Forget(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Gone(Message):
-    """A run goes on without the participant of an address, which has left the cluster."""
+    """A run continues without the participant of an address, which has left the cluster."""
 
     operation = "distmm-gone"
     run_id: int
@@ -294,7 +294,7 @@ class Gone(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Abandon(Message):
-    """A rank of a group is gone: each other rank forgets the group alone."""
+    """A rank of a group is gone: each other rank forgets the group by itself."""
 
     operation = "distmm-abandon"
     group: int

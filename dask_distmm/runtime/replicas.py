@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from distributed import Worker as DaskWorker
     from distributed.scheduler import TaskState
 
-# Chunks of up to so many bytes together travel in one message (one chunk at least), and so many messages at once.
+# Chunks of up to this many bytes together travel in one message (one chunk at least), and this many messages at once.
 _MESSAGE_BYTES = 2**26
 _IN_FLIGHT = 2
 # So long after a task has ended (seconds) the scheduler looks which arrays are still wanted, once for all tasks.

@@ -8,7 +8,7 @@ r"""The state machine of one run, without I/O: which participants must answer, w
 
 A run enters ``running`` only when every participant has voted for it, and ``done`` only when every one has
 finished; one failure fails it for all. Where its ranks need nothing of each other but their earlier offers
-(`Run.independent`), it goes on without those that are gone while it is running, as long as any is left. Answers
+(`Run.independent`), it continues without those that are gone while it is running, as long as any is left. Answers
 that do not fit are refused with `ProtocolError` and change nothing.
 """
 
@@ -148,7 +148,7 @@ class Run:
         if self.phase not in ("voting", "running"):
             raise ProtocolError(f"{address} answered to {self}, which waits for nobody")
         if address in self.gone:
-            raise ProtocolError(f"{address} answered to {self}, which goes on without it")
+            raise ProtocolError(f"{address} answered to {self}, which continues without it")
         if address in self.answered:
             raise ProtocolError(f"{address} answered twice in {self}")
         self.answered.add(address)
@@ -156,7 +156,7 @@ class Run:
             self.phase = "done"
 
     def report(self, address: str, share: float, now: float, received: int = 0) -> None:
-        """Note which share of its work a participant has done; a share that has not grown is no progress."""
+        """Note which share of its work a participant has done; a share that has not grown is not progress."""
         if self.phase == "running" and address in self.participants:
             self.received[address] = max(received, self.received.get(address, 0))
         if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):

@@ -13,8 +13,8 @@ from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
 
 _WHAT = {
     "local": "one worker has the whole matrix",
-    "columns": "block columns are dealt out to the workers; the owner of a panel factorizes it, others fetch it",
-    "eigh": "block columns are dealt out to the workers; they reduce the matrix to a tridiagonal one, and divide that",
+    "columns": "block columns on all workers; the owner of a panel factorizes it, others fetch it",
+    "eigh": "block columns on all workers, which reduce the matrix to a tridiagonal one, and divide that",
 }
 
 
@@ -22,7 +22,7 @@ def _method(plan: FactorPlacement) -> str:
     if plan.work.shared:
         return _WHAT["eigh"]
     if plan.work.collective:
-        return f"block columns are dealt out to the workers, which compute together by {ENGINES[plan.engine].library}"
+        return f"block columns on all workers, which compute together by {ENGINES[plan.engine].library}"
     return _WHAT[plan.method]
 
 

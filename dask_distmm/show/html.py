@@ -16,9 +16,14 @@ from dask.utils import format_bytes, format_time
 from numpy.typing import NDArray
 
 from dask_distmm.planning.cublasmp.tiles import Tile
-from dask_distmm.planning.many import BatchPlan, GroupPlan
+from dask_distmm.planning.factor.plan import FactorPlacement
+from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan
 from dask_distmm.planning.model import ENGINES, Estimate
+from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.program import ProgramPlacement
+from dask_distmm.planning.waves import WavePlan
+from dask_distmm.programs.model import Span
 from dask_distmm.show.text import WHAT, in_words
 
 # Matrices and bars as inline SVG: no script, no style sheet, readable on light and on dark pages. Pure
@@ -437,11 +442,11 @@ def _dealt(tile: Tile, shape: tuple[int, int]) -> list[Cell]:
 
 
 def _few(cells: Sequence[Cell], most: int = 1500) -> Sequence[Cell]:
-    """Return so many cells at most: more can't be told apart."""
+    """Return this many cells at most: more can't be told apart."""
     return cells if len(cells) <= most else cells[:: -(-len(cells) // most)]
 
 
-def _worker_key(plan: Plan) -> str:
+def _worker_key(plan: Placement) -> str:
     """Return which colour is which worker."""
     others = [w.address for i, w in enumerate(plan.participants) if i not in set(plan.ranks)]
     named = [(colour(rank), f"{rank}: {address}") for rank, address in enumerate(plan.workers)]
@@ -478,7 +483,7 @@ def _time_chart(plan: Plan) -> str:
     return bar_chart(rows, "estimated time of each way") + more + legend
 
 
-def _memory_chart(plan: Plan) -> str:
+def _memory_chart(plan: Placement) -> str:
     limits = {worker.address: worker.memory_limit for worker in plan.participants}
     fraction = plan.problem.options.limit_fraction
     most = sorted(plan.projected_bytes.items(), key=lambda pair: -pair[1])
@@ -490,3 +495,143 @@ def _memory_chart(plan: Plan) -> str:
     more = f"<div>and {len(most) - _MOST_WORKERS} more, with less</div>" if len(most) > _MOST_WORKERS else ""
     line = f"<div>The line is what a run may hold, {fraction:.0%} of the worker's memory limit.</div>"
     return bar_chart(rows, "projected memory of each worker against its limit") + more + line * any(limits.values())
+
+
+# Factorizations, programs, waves, and results of several runs
+
+
+_LINE, _MOST_LINES, _MOST_SPANS, _MOST_WAVES = 560.0, 16, 2000, 400
+
+
+def factor_html(plan: FactorPlacement) -> str:
+    """Return the plan of a factorization as notebooks show it: block columns, time, memory."""
+    columns, drawn = plan.work.columns, []
+    for number, matrix in enumerate(columns.matrices):
+        cells = []
+        for block in range(columns.first(number), columns.first(number) + matrix.count):
+            _, start, stop = columns.blocks[block]
+            if start < stop:
+                cells.append(Cell((0, matrix.shape[0]), (start, stop), (columns.owner(block),)))
+        names = plan.problem.operands
+        name = names[number].upper() if number < len(names) else "2"
+        drawn.append(DrawnMatrix(name, f"{matrix.shape[0]} x {matrix.shape[1]}", matrix.shape, _few(cells)))
+    where = _section("Block columns, by the ranks that have them", _side_by_side(drawn, "which rank has which columns"))
+    return _placement_html(plan, [where, _worker_key(plan)])
+
+
+def program_html(plan: ProgramPlacement) -> str:
+    """Return the plan of a program as notebooks show it: chunks of rows, the steps by rank on a time line, memory."""
+    drawn = []
+    for name, (rows, cols) in plan.problem.chunks.items():
+        # A chunk whose rows are not known is drawn like the others.
+        edges = _grid_edges([max(size, 1) for size in rows])
+        owned = zip(itertools.pairwise(edges), plan.owners, strict=True)
+        cells = [Cell(pair, (0, sum(cols)), (rank,)) for pair, rank in owned]
+        height = "?" if min(rows) < 0 else str(sum(rows))
+        drawn.append(DrawnMatrix(name.upper(), f"{height} x {sum(cols)}", (edges[-1], sum(cols)), _few(cells)))
+    sections = [
+        _section("Chunks of rows, by the ranks that have them", _side_by_side(drawn, "which rank has which rows")),
+        _worker_key(plan),
+        _section("Steps of each rank, where the matrix is well-conditioned", _time_lines(plan.spans)),
+    ]
+    return _placement_html(plan, sections)
+
+
+def waves_html(plan: WavePlan) -> str:
+    """Return the plan of a product in waves as notebooks show it: which wave needs what, time, memory."""
+    problem, scheme = plan.problem, plan.scheme
+    shapes = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "d": (problem.m, problem.n)}
+    parts: dict[str, dict[tuple[tuple[int, int], tuple[int, int]], list[int]]] = {name: {} for name in shapes}
+    for number, wave in enumerate(scheme.waves[:_MOST_WAVES], 1):
+        boxes = {"a": (wave.rows, wave.depth), "b": (wave.depth, wave.cols), "d": (wave.rows, wave.cols)}
+        for name, box in boxes.items():
+            parts[name].setdefault(box, []).append(number)
+    cells = {name: _few([Cell(*box, tuple(x)) for box, x in found.items()]) for name, found in parts.items()}
+    a, b, d = (
+        DrawnMatrix(name.upper(), f"{rows} x {cols}", (rows, cols), cells[name])
+        for name, (rows, cols) in shapes.items()
+    )
+    seconds = [Bar("loading", format_time(scheme.read_seconds), [scheme.read_seconds], [_MOVING])]
+    seconds.append(Bar("multiplying", format_time(scheme.run_seconds), [scheme.run_seconds], [_MULTIPLYING]))
+    memory = f"{format_bytes(scheme.peak_bytes)} of {format_bytes(scheme.budget_bytes)} without spilling"
+    bar = Bar("a worker", memory, [scheme.peak_bytes], [_TAKEN], mark=scheme.budget_bytes)
+    text = repr(plan)
+    return _page(
+        [
+            _title(text.splitlines()[0]),
+            _section(
+                f"Waves, by number; scheme {scheme.name}", product_diagram(a, b, d, "which wave needs which parts")
+            ),
+            _section(f"Estimated time: {format_time(plan.seconds)}", bar_chart(seconds, "loading and multiplying")),
+            _section("Projected memory", bar_chart([bar], "projected memory of a worker")),
+            _as_text(text),
+        ]
+    )
+
+
+def chain_html(plan: ChainPlan) -> str:
+    """Return the plan of a result of several runs as notebooks show it: their times, and each of them."""
+    text, rows, runs = repr(plan), [], []
+    for number, run in enumerate(plan.runs[:_MOST_PRODUCTS], 1):
+        title = repr(run).splitlines()[0].removeprefix("Plan: ")
+        seconds = run.estimate.seconds if run.estimate is not None else 0.0
+        rows.append(Bar(str(number), f"{format_time(seconds)}  {title}", [seconds], [_MULTIPLYING]))
+        runs.append(f"<details><summary>{number}: {escape(title)}</summary>{run._repr_html_()}</details>")
+    chart = _section("Estimated time of each run", bar_chart(rows, "estimated time of each run")) if rows else ""
+    return _page([_title(text.splitlines()[0]), chart, *runs, _as_text(text)])
+
+
+def _placement_html(plan: FactorPlacement | ProgramPlacement, sections: Sequence[str]) -> str:
+    text, estimate = repr(plan), plan.estimate
+    charts = []
+    if estimate is not None:
+        parts = [estimate.compute_seconds, estimate.transfer_seconds]
+        parts.append(max(0.0, estimate.seconds - sum(parts)))
+        bar = Bar(plan.method, format_time(estimate.seconds), parts, (_MULTIPLYING, _MOVING, _OTHER))
+        legend = key([(_MULTIPLYING, "computing"), (_MOVING, "moving or waiting"), (_OTHER, "other")])
+        charts.append(_section("Estimated time", bar_chart([bar], "estimated time") + legend))
+    if plan.projected_bytes:
+        charts.append(_section("Projected memory of the workers", _memory_chart(plan)))
+    return _page([_title(text.splitlines()[0]), *sections, *charts, _as_text(text)])
+
+
+def _side_by_side(drawn: Sequence[DrawnMatrix], label: str) -> str:
+    """Return matrices beside each other, in one scale."""
+    longest, x, parts = max(1, *(size for one in drawn for size in one.shape)), 2.0, []
+    heights = [max(_SHORTEST, _LONGEST * one.shape[0] / longest) for one in drawn]
+    for one, height in zip(drawn, heights, strict=True):
+        width = max(_SHORTEST, _LONGEST * one.shape[1] / longest)
+        parts += _drawn(one, x, _TITLE, width, height) if all(one.shape) else []
+        x += max(width, 130.0) + _GAP
+    return figure(x, _TITLE + max(heights, default=0.0) + 4, label, parts)
+
+
+def _time_lines(spans: Sequence[Span]) -> str:
+    """Return a line for each rank with what it does when, and the key to the colours."""
+    joined: list[Span] = []
+    last: dict[int, int] = {}
+    for rank, name, start, stop in spans:
+        at = last.get(rank)
+        if at is not None and joined[at][1] == name:
+            joined[at] = (rank, name, joined[at][2], stop)
+        else:
+            last[rank] = len(joined)
+            joined.append((rank, name, start, stop))
+    end = max((stop for *_, stop in joined), default=0.0) or 1.0
+    seconds: dict[str, float] = {}
+    for _, name, start, stop in joined:
+        seconds[name] = seconds.get(name, 0.0) + stop - start
+    # The longest first: their colours differ.
+    names = sorted(seconds.keys() - {"wait"}, key=lambda name: (-seconds[name], name))
+    fills = {name: colour(number) for number, name in enumerate(names)} | {"wait": "#EEEEEE"}
+    ranks = min(_MOST_LINES, 1 + max((rank for rank, *_ in joined), default=0))
+    parts = [text_line(0, 20.0 * rank + 14, f"rank {rank}") for rank in range(ranks)]
+    for rank, name, start, stop in joined[:_MOST_SPANS]:
+        if rank < ranks:
+            title = f"<title>{escape(name)}: {format_time(stop - start)}</title>"
+            box = _rect(60 + _LINE * start / end, 20.0 * rank + 3, _LINE * (stop - start) / end, 14, fills[name])
+            parts.append(box.removesuffix("/>") + f">{title}</rect>")
+    parts.append(text_line(60, 20.0 * ranks + 14, "0", size=11))
+    parts.append(text_line(60 + _LINE, 20.0 * ranks + 14, format_time(end), size=11, anchor="end"))
+    chart = figure(64 + _LINE, 20.0 * ranks + 20, "what each rank does when", parts)
+    return chart + key([(fill, name) for name, fill in fills.items()])

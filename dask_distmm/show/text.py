@@ -54,7 +54,7 @@ def _grid(grid: tuple[int, int, int]) -> str:
 
 
 WHAT = {
-    "local": "one worker multiplies alone",
+    "local": "one worker multiplies all",
     "allgather": "each worker has a slab of one operand and gathers the other",
     "summa": "each worker has a block of D and gathers its rows of A and columns of B",
     "reducescatter": "each worker sums over its part of k, D is added up in slabs",

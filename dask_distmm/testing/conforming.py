@@ -35,11 +35,11 @@ class RandomProblem:
     transposed
         Whether chunks are views of a transposed matrix (as Dask's ``A.T`` gives), of A and B.
     most_chunks
-        Up to so many uneven chunks along each axis.
+        Up to this many uneven chunks along each axis.
     own_out_chunks
         Give D chunks of its own instead of those of A and B.
     sources
-        Participants that hold chunks but are no ranks.
+        Participants that hold chunks but are not ranks.
     pack_below
         The option of that name, in bytes: with 0 the engine uses all chunks as they lie.
     distributions

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ def main() -> None:
     """Distributed matrix multiply for Dask arrays."""
 
 
+_OPTION = re.compile(r"\b(op_a|op_b|alpha|beta|epilog|engine|method|workers)=('[^' ]*'|[\w.]+)")
+
+
+def _as_option(match: re.Match[str]) -> str:
+    """Return ``op_a='T'`` as ``--op-a T``."""
+    return f"--{match[1].replace('_', '-')} {match[2].strip(chr(39))}"
+
+
 def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]:
     """Give a command the option ``--debug``; have its errors said in one line, and end with an exit status."""
 
@@ -51,8 +60,8 @@ def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]
             except Exception as error:
                 if debug:
                     raise
-                # The first line: some errors go on with pages of details.
-                reason = (str(error).splitlines() or [""])[0]
+                # The first line: some errors continue with pages of details. Options have this command's names.
+                reason = _OPTION.sub(_as_option, (str(error).splitlines() or [""])[0])
                 click.echo(f"Error: {type(error).__name__}: {reason} (--debug shows the traceback)", err=True)
                 ctx.exit(WRONG if isinstance(error, PlanError) else failed)
 
@@ -72,7 +81,9 @@ def worker_count(text: str, default: str = "one a core, at least 2; on GPUs one 
 
 
 SCHEDULER = click.option(
-    "--scheduler", metavar="ADDRESS", help="Address of a Dask scheduler, as tcp://host:8786; its cluster does the work."
+    "--scheduler",
+    metavar="ADDRESS",
+    help="Address of a Dask scheduler, for example tcp://host:8786; its cluster does the work.",
 )
 WORKERS = worker_count("Worker processes to start on this machine, where no --scheduler is given.")
 
@@ -124,7 +135,7 @@ class Sizes(click.ParamType[Any]):
             return value
         found = [part.strip() for part in str(value).split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in found) or len(found) > self.most:
-            self.fail(f"{value!r}: expected up to {self.most} positive numbers, as in 1024,2048", param, ctx)
+            self.fail(f"{value!r}: expected up to {self.most} positive numbers, for example 1024,2048", param, ctx)
         return tuple(map(int, found))
 
 
@@ -140,16 +151,16 @@ OPERANDS = together(
         "--epilog",
         type=EpilogName([str(epilog.value) for epilog in Epilog]),
         metavar="NAME",
-        help="What is done to the product before it is stored: relu, gelu_bias, ... (docs/epilogs.md).",
+        help="Function of the product before it is stored: relu, gelu_bias, ... (docs/epilogs.md).",
     ),
     click.option("--bias", metavar="FILE", help="Bias of such an epilog: (n,), a value a column; or (m, 1)."),
     click.option("--aux", metavar="FILE", help="What a forward pass kept, for drelu, dgelu, ..."),
-    click.option("--dtype", metavar="TYPE", help="Type to convert A and B to first, as float32."),
+    click.option("--dtype", metavar="TYPE", help="Type to convert A and B to first, for example float32."),
     click.option("--chunks", type=Sizes(2), metavar="ROWS[,COLUMNS]", help="Chunks of the result."),
     click.option(
         "--engine",
         type=click.Choice(["auto", *(name for name, engine in ENGINES.items() if "product" in engine.computes)]),
-        help="What multiplies.",
+        help="Which engine multiplies.",
     ),
     click.option("--method", type=click.Choice(["auto", *METHODS]), help="How the work is shared out."),
 )

@@ -178,7 +178,7 @@ def of_process() -> dict[str, Any]:
 
 
 async def of_worker(dask_worker: Any = None) -> dict[str, Any]:
-    """Return the facts of a worker; called by ``Client.run``. Off the event loop, which goes on."""
+    """Return the facts of a worker; called by ``Client.run``. Off the event loop, which continues."""
     found = await asyncio.to_thread(of_process)
     return found | {
         "threads": int(dask_worker.state.nthreads),

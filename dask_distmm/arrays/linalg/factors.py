@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 from dask.array.core import Array, blockwise, from_array
@@ -18,13 +18,15 @@ from dask_distmm.arrays.linalg.factorize import (
     row_chunks,
     rows_of,
 )
-from dask_distmm.arrays.linalg.public import FactorOptions, QRResult, public
+from dask_distmm.arrays.linalg.public import PANELS, TALL, FactorOptions, Operand, QRResult, public
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 
 
-@public(FactorOptions)
-def cholesky(a: Any, *, upper: bool | None = None, lower: bool | None = None, **how: Unpack[FactorOptions]) -> Any:
+@public(FactorOptions, PANELS)
+def cholesky(
+    a: Operand, *, upper: bool | None = None, lower: bool | None = None, **how: Unpack[FactorOptions]
+) -> Array:
     """Return the Cholesky factor of a Hermitian, positive definite matrix.
 
     Parameters
@@ -47,6 +49,13 @@ def cholesky(a: Any, *, upper: bool | None = None, lower: bool | None = None, **
     MatrixError
         When it is computed: `a` is not positive definite. The message names the leading minor. It is a
         ``numpy.linalg.LinAlgError``.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.cholesky([[4.0, 2.0], [2.0, 10.0]]).compute()
+    array([[2., 0.],
+           [1., 3.]])
     """
     if upper is not None and lower is not None:
         raise PlanError(f"upper={upper} and lower={lower} are two names for one choice: pass one of them")
@@ -56,8 +65,20 @@ def cholesky(a: Any, *, upper: bool | None = None, lower: bool | None = None, **
     return factorize("cholesky", {"a": a}, {name: a.chunks}, lower=bool(lower), how=how)[name]
 
 
-@public(FactorOptions)
-def lu(a: Any, permute_l: bool = False, *, p_indices: bool = False, **how: Unpack[FactorOptions]) -> Any:
+@overload
+def lu(
+    a: Operand, permute_l: Literal[False] = False, *, p_indices: bool = False, **how: Unpack[FactorOptions]
+) -> tuple[Array, Array, Array]: ...
+
+
+@overload
+def lu(
+    a: Operand, permute_l: Literal[True], *, p_indices: bool = False, **how: Unpack[FactorOptions]
+) -> tuple[Array, Array]: ...
+
+
+@public(FactorOptions, PANELS)
+def lu(a: Operand, permute_l: bool = False, *, p_indices: bool = False, **how: Unpack[FactorOptions]) -> Any:
     """Return P, L and U with ``a = P @ L @ U``, with partial pivoting over whole columns.
 
     Parameters
@@ -77,6 +98,14 @@ def lu(a: Any, permute_l: bool = False, *, p_indices: bool = False, **how: Unpac
         Lower triangular with ones on its diagonal; with `permute_l` its rows are permuted.
     u : array, (min(m, n), n)
         Upper triangular.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> p, low, up = linalg.lu([[1.0, 2.0], [2.0, 4.0]])
+    >>> up.compute()
+    array([[2., 4.],
+           [0., 0.]])
     """
     a = matrix("a", a)
     inner, (rows, cols) = inner_chunks(a), a.chunks
@@ -110,8 +139,8 @@ def _ones_at(p: Any, columns: Any, dtype: np.dtype) -> Any:
     return (p[:, None] == np.asarray(columns, like=p)).astype(dtype)
 
 
-@public(FactorOptions)
-def lu_factor(a: Any, **how: Unpack[FactorOptions]) -> tuple[Any, Any]:
+@public(FactorOptions, PANELS)
+def lu_factor(a: Operand, **how: Unpack[FactorOptions]) -> tuple[Array, Array]:
     """Return L and U in one matrix, and the pivots, as ``scipy.linalg.lu_factor`` does; for `lu_solve`.
 
     Parameters
@@ -125,6 +154,13 @@ def lu_factor(a: Any, **how: Unpack[FactorOptions]) -> tuple[Any, Any]:
         U in its upper triangle, L below without its ones.
     piv : array, (min(m, n),) of int32
         Row i was swapped with row ``piv[i]``.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> lu, piv = linalg.lu_factor([[1.0, 2.0], [2.0, 8.0]])
+    >>> piv.compute()
+    array([1, 1], dtype=int32)
     """
     a = matrix("a", a)
     wanted: dict[str, Chunks] = {"lu": a.chunks, "piv": row_chunks(min(a.shape))}
@@ -137,8 +173,16 @@ def in_columns(q: Array, cols: tuple[int, ...]) -> Array:
     return q if q.chunks[1] == cols else q.rechunk({1: cols})
 
 
-@public(FactorOptions)
-def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unpack[FactorOptions]) -> Any:
+@overload
+def qr(a: Operand, mode: Literal["reduced", "complete"] = "reduced", **how: Unpack[FactorOptions]) -> QRResult: ...
+
+
+@overload
+def qr(a: Operand, mode: Literal["r"], **how: Unpack[FactorOptions]) -> Array: ...
+
+
+@public(FactorOptions, TALL)
+def qr(a: Operand, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unpack[FactorOptions]) -> Any:
     """Return Q and R with ``a = Q @ R``: Q has orthonormal columns, R is upper triangular.
 
     With ``method="rows"``, and by itself for a matrix with many more rows than columns, chunks of rows stay where they
@@ -155,6 +199,12 @@ def qr(a: Any, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unp
     -------
     Q, R : array
         A named tuple, as in NumPy; only R if `mode` is ``"r"``.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.qr([[3.0, 0.0], [4.0, 5.0]]).R.shape
+    (2, 2)
     """
     a = matrix("a", a, unknown_rows=mode != "complete")
     if mode != "complete" and goes_by_rows(a, how):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from typing import Any, Unpack
+from typing import Unpack
 
 import dask.array as da
 import numpy as np
@@ -12,17 +12,23 @@ from dask.array.core import Array
 
 from dask_distmm.arrays.linalg.factorize import adjoint, by_program, computed, goes_by_rows, row_chunks, rows_of, times
 from dask_distmm.arrays.linalg.factors import qr
-from dask_distmm.arrays.linalg.public import RunOptions, public
+from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, Operand, RunOptions, public
 from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import right_vectors, svd
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 
 
-@public(RunOptions)
+@public(RunOptions, COMPRESSED)
 def svd_compressed(
-    a: Any, k: int, *, n_power_iter: int = 0, n_oversamples: int = 10, seed: int | None = 0, **how: Unpack[RunOptions]
-) -> tuple[Any, Any, Any]:
+    a: Operand,
+    k: int,
+    *,
+    n_power_iter: int = 0,
+    n_oversamples: int = 10,
+    seed: int | None = 0,
+    **how: Unpack[RunOptions],
+) -> tuple[Array, Array, Array]:
     """Return about the `k` largest singular values of a matrix, and their vectors.
 
     The products of the matrix and random vectors are made orthonormal; the matrix is projected on these and
@@ -58,6 +64,13 @@ def svd_compressed(
         `k` is not within 1 and the smaller extent, or another number is negative.
     MatrixError
         When it is computed: an element is NaN or infinite.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> u, s, vh = linalg.svd_compressed([[3.0, 0.0], [0.0, 1.0]], 1)
+    >>> s.compute().round(6)
+    array([3.])
     """
     a = computed("a", a)
     if not 1 <= k <= min(a.shape):
@@ -100,8 +113,8 @@ def _compressed_by_rows(
     return found["u"], found["s"][0], found["vh"].rechunk({1: a.chunks[1]})
 
 
-@public(RunOptions)
-def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> tuple[Any, Any, Any]:
+@public(RunOptions, COMPONENTS)
+def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) -> tuple[Array, Array, Array]:
     """Return the principal components of the rows of a matrix: right singular vectors of its centred columns.
 
     A tall matrix is read once, for means and the Gram matrix of the centred rows, if the variances that are asked for
@@ -129,6 +142,13 @@ def pca(a: Any, n_components: int | None = None, **how: Unpack[RunOptions]) -> t
         `n_components` is not within 1 and min(m, n), or there are fewer than 2 rows.
     MatrixError
         When it is computed: an element is NaN or infinite.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> components, variances, mean = linalg.pca([[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]], 1)
+    >>> variances.compute().round(6), mean.compute()
+    (array([4.]), array([2., 1.]))
     """
     a = computed("a", a)
     most = min(a.shape)

@@ -9,16 +9,16 @@ from dask.array.core import Array
 
 from dask_distmm.arrays import batched
 from dask_distmm.arrays.linalg.factorize import common_type, computed, matrix, operand, plus_ones
-from dask_distmm.arrays.linalg.public import ProductOptions, public
+from dask_distmm.arrays.linalg.public import PRODUCT, Operand, ProductOptions, public
 from dask_distmm.arrays.request import parse
 from dask_distmm.errors import NotSquareError
 
 
-@public(ProductOptions)
-def gram(x: Any, **how: Unpack[ProductOptions]) -> Any:
+@public(ProductOptions, PRODUCT)
+def gram(x: Operand, **how: Unpack[ProductOptions]) -> Array:
     """Return ``x^H @ x``, exactly Hermitian: LAPACK's herk, and syrk of real matrices.
 
-    Each chunk of `x` travels once. Of a block of the result that one rank has, and that lies on the diagonal, half of
+    Each chunk of `x` travels once. Of a block of the result that one rank has, and that is on the diagonal, half of
     the operations are left out, but by the engine `cublasmp`.
 
     Parameters
@@ -30,21 +30,28 @@ def gram(x: Any, **how: Unpack[ProductOptions]) -> Any:
     -------
     array, (n, n)
         In the chunks of the columns of `x`, in float64 if `x` has integers. Its diagonal is real.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.gram([[1.0, 2.0], [3.0, 4.0]]).compute()
+    array([[10., 14.],
+           [14., 20.]])
     """
     x = computed("x", x)
     return mirrored(batched.multiply_batched(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
 
 
-@public(ProductOptions)
+@public(ProductOptions, PRODUCT)
 def symm(
-    a: Any,
-    b: Any,
+    a: Operand,
+    b: Operand,
     *,
     lower: bool = False,
     right: bool = False,
     hermitian: bool = False,
     **how: Unpack[ProductOptions],
-) -> Any:
+) -> Array:
     """Return ``a @ b`` of a symmetric matrix of which one triangle is read; ``b @ a`` if `right`.
 
     Parameters
@@ -60,27 +67,39 @@ def symm(
     hermitian : bool
         Whether `a` is Hermitian: hemm, and not symm.
 
+    Returns
+    -------
+    array
+        The product, of the shape of `b`.
+
     Raises
     ------
     PlanError
         `a` is not square, or the shapes do not fit each other.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.symm([[1.0, 2.0], [0.0, 1.0]], [[1.0], [1.0]]).compute()
+    array([[3.],
+           [3.]])
     """
     a, b = _operands(a, b)
     whole = mirrored(a, lower=lower, hermitian=hermitian)
     return batched.multiply_batched(parse(b, whole, **how) if right else parse(whole, b, **how))
 
 
-@public(ProductOptions)
+@public(ProductOptions, PRODUCT)
 def trmm(
-    a: Any,
-    b: Any,
+    a: Operand,
+    b: Operand,
     *,
     trans: Literal["N", "T", "C", 0, 1, 2] = 0,
     lower: bool = False,
     unit_diagonal: bool = False,
     right: bool = False,
     **how: Unpack[ProductOptions],
-) -> Any:
+) -> Array:
     """Return ``op(a) @ b`` of a triangular matrix, or ``b @ op(a)``. Zeros are multiplied, too.
 
     Parameters
@@ -92,10 +111,22 @@ def trmm(
     trans, lower, unit_diagonal, right
         As in `solve_triangular`.
 
+    Returns
+    -------
+    array
+        The product, of the shape of `b`.
+
     Raises
     ------
     PlanError
         `a` is not square, or the shapes do not fit each other.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.trmm([[1.0, 2.0], [9.0, 1.0]], [[1.0], [1.0]]).compute()
+    array([[3.],
+           [1.]])
     """
     (a, b), op = _operands(a, b), op_of(trans)
     triangle = a.map_blocks(_chunk_triangle, lower, unit_diagonal, dtype=a.dtype, meta=a._meta)

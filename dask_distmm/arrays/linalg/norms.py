@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
 from dask_distmm.arrays.linalg.factorize import common_type, filled, matrix, operand
-from dask_distmm.arrays.linalg.public import RunOptions, public
+from dask_distmm.arrays.linalg.public import NORM, SINGULAR, Operand, RunOptions, public
 from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
 from dask_distmm.errors import PlanError
 
 
-@public(RunOptions)
+@public(RunOptions, SINGULAR)
 def matrix_rank(
-    A: Any, tol: float | None = None, hermitian: bool = False, *, rtol: float | None = None, **how: Unpack[RunOptions]
-) -> Any:
+    A: Operand,
+    tol: float | None = None,
+    hermitian: bool = False,
+    *,
+    rtol: float | None = None,
+    **how: Unpack[RunOptions],
+) -> Array:
     """Return the number of singular values above a limit.
 
     Parameters
@@ -28,13 +33,20 @@ def matrix_rank(
     tol : float, optional
         The limit.
     hermitian : bool
-        Whether `A` is Hermitian: then its eigenvalues are computed, which is quicker.
+        Whether `A` is Hermitian: then its eigenvalues are computed, which is faster.
     rtol : float, optional
         The limit in units of the largest singular value; by default ``max(m, n) * eps``, as in NumPy.
 
     Returns
     -------
     array, (), int64
+        The rank.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> int(linalg.matrix_rank([[1.0, 1.0], [1.0, 1.0]]).compute())
+    1
     """
     if tol is not None and rtol is not None:
         raise PlanError(f"tol={tol} and rtol={rtol} are two limits: pass one of them")
@@ -43,8 +55,8 @@ def matrix_rank(
     return (s > (zero_below(s, a.shape, rtol) if tol is None else tol)).sum().astype(np.int64)
 
 
-@public(RunOptions)
-def cond(x: Any, p: Literal["fro", "nuc"] | float | None = None, **how: Unpack[RunOptions]) -> Any:
+@public(RunOptions, SINGULAR)
+def cond(x: Operand, p: Literal["fro", "nuc"] | float | None = None, **how: Unpack[RunOptions]) -> Array:
     """Return the condition number of a matrix.
 
     Parameters
@@ -57,12 +69,18 @@ def cond(x: Any, p: Literal["fro", "nuc"] | float | None = None, **how: Unpack[R
     Returns
     -------
     array, ()
-        inf for a singular matrix.
+        The condition number; inf for a singular matrix.
 
     Raises
     ------
     MatrixError
         When it is computed: the matrix is singular, and `p` is neither None nor 2 nor -2.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> float(linalg.cond([[4.0, 0.0], [0.0, 2.0]]).compute())
+    2.0
     """
     a = matrix("x", x)
     if p not in (None, 2, -2):
@@ -74,14 +92,14 @@ def cond(x: Any, p: Literal["fro", "nuc"] | float | None = None, **how: Unpack[R
     return da.where(below == 0, s.dtype.type(np.inf), above / da.where(below == 0, s.dtype.type(1), below))
 
 
-@public(RunOptions)
+@public(RunOptions, NORM)
 def norm(
-    x: Any,
+    x: Operand,
     ord: Literal["fro", "nuc"] | float | None = None,
     axis: int | tuple[int, ...] | None = None,
     keepdims: bool = False,
     **how: Unpack[RunOptions],
-) -> Any:
+) -> Array:
     """Return a norm of a matrix or a vector, as ``numpy.linalg.norm`` does.
 
     Parameters
@@ -100,6 +118,12 @@ def norm(
     -------
     array, real
         0-d by default.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> float(linalg.norm([[3.0, 0.0], [0.0, 4.0]]).compute())
+    5.0
     """
     x = filled(operand("x", x))
     if not x.ndim and ord is not None:
@@ -124,5 +148,5 @@ def norm(
 def _end(s: Array, *, largest: bool) -> Array:
     """Return the largest or the smallest singular value."""
     if not s.size:
-        raise PlanError("the matrix is empty: it has no singular values; give one with rows and columns")
+        raise PlanError("the matrix is empty: it has no singular values; pass one with rows and columns")
     return s[0 if largest else -1]

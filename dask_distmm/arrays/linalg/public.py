@@ -1,8 +1,9 @@
 """What functions of `dask_distmm.linalg` share: options of a run, the check of every value, their names in errors.
 
-A function is annotated ``**how: Unpack[RunOptions]``, and its values by types; `public` makes its signature list the
-options, and refuses what is not among them and what the annotations do not allow. The rule for names and places is in
-``docs/linear-algebra.md``: those of NumPy, else SciPy's; ``docs/make_arguments.py`` compares signatures.
+A function is annotated ``**how: Unpack[RunOptions]``, and its values by types; `public` makes its signature and its
+docstring list the options and the costs, and refuses what is not among the options and what the annotations do not
+allow. The rule for names and places is in ``docs/linear-algebra.md``: those of NumPy, else SciPy's;
+``docs/make_arguments.py`` makes that page's tables of signatures and costs.
 """
 
 from __future__ import annotations
@@ -13,27 +14,36 @@ import functools
 import inspect
 import numbers
 import reprlib
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
 
 import numpy as np
+from dask.array.core import Array
 
 from dask_distmm.arrays.kinds import any_kind
 from dask_distmm.arrays.options import takes
 from dask_distmm.errors import PlanError, unknown_name
-from dask_distmm.typing import Engine, Method
+from dask_distmm.typing import ArrayLike, Engine, Method
+
+# What a function takes in place of an array.
+Operand: TypeAlias = Array | ArrayLike
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# NumPy's named tuples. It has no public names for them.
-_one = np.ones((1, 1))
-EighResult: Any = type(np.linalg.eigh(_one))
-QRResult: Any = type(np.linalg.qr(_one))
-SlogdetResult: Any = type(np.linalg.slogdet(_one))
-SVDResult: Any = type(np.linalg.svd(_one))
+if TYPE_CHECKING:
+    EighResult = NamedTuple("EighResult", [("eigenvalues", Array), ("eigenvectors", Array)])  # noqa: UP014
+    QRResult = NamedTuple("QRResult", [("Q", Array), ("R", Array)])  # noqa: UP014
+    SlogdetResult = NamedTuple("SlogdetResult", [("sign", Array), ("logabsdet", Array)])  # noqa: UP014
+    SVDResult = NamedTuple("SVDResult", [("U", Array), ("S", Array), ("Vh", Array)])  # noqa: UP014
+else:
+    # NumPy's named tuples. It has no public names for them.
+    _one = np.ones((1, 1))
+    EighResult, QRResult = type(np.linalg.eigh(_one)), type(np.linalg.qr(_one))
+    SlogdetResult, SVDResult = type(np.linalg.slogdet(_one)), type(np.linalg.svd(_one))
 
 
 class RunOptions(TypedDict, total=False):
@@ -74,6 +84,71 @@ class ProductOptions(TypedDict, total=False):
     method: Method | None
 
 
+# What functions cost: where they run, and what a worker holds beside its chunks of operands and results.
+Cost: TypeAlias = tuple[str, str]
+_SHARE = "its share of the matrix and two panels; on one worker the whole matrix"
+_ROWS = "tall matrices: chunks of rows stay where they are, n x n matrices travel"
+PANELS = "one run: block columns on all workers, or one worker", _SHARE
+TWO_SOLVES = "two runs, each with block columns on all workers, or on one worker", _SHARE
+TALL = (
+    f"one run; {_ROWS}; others: block columns on all workers, or one worker",
+    f"tall matrices: n x n; others: {_SHARE}",
+)
+LEAST_SQUARES = (
+    f"{TALL[0]}, or with `rcond` two or three runs, an SVD on one worker and products",
+    f"{TALL[1]}; with `rcond` that of `svd`",
+)
+ROWS = (
+    "one run: chunks of rows stay where they are, n x n matrices travel",
+    "n x n, for each value of `alpha` once more",
+)
+EIGEN = (
+    "one run on one worker; large matrices on several GPUs: block columns on all of them",
+    "one worker: six times the matrix; block columns: its share of the matrix and of the vectors, twice",
+)
+SINGULAR = (
+    f"one run; {_ROWS}; others: one worker, or large matrices on GPUs several runs on all workers",
+    "tall matrices: n x n; others: twelve times the matrix on one worker",
+)
+NORM = (
+    "`ord` 2, -2 and 'nuc' of a matrix: as `svdvals`; all other norms: Dask's own tasks, in which NaN is computed with",
+    "as `svdvals`; other norms: a chunk",
+)
+POLAR = (
+    "several runs: on all workers (QDWH), or an SVD on one worker and products",
+    "on all workers: that of its products and factorizations; on one: that of `svd`",
+)
+COMPRESSED = (
+    "tall and wide matrices: one run, which reads them 2 + 2 `n_power_iter` times; others: a run for each product",
+    "vectors: k + `n_oversamples` for each row and column",
+)
+COMPONENTS = (
+    "tall matrices: one run, which reads them once or twice; others: as `svd`",
+    "tall matrices: n x n; others as `svd`",
+)
+PRODUCT = "one run, as a product by `dask_distmm.matmul`, also in waves", "as for `matmul`"
+_OPTION_TEXTS = {
+    "engine": """engine : str, optional
+    ``"numpy"``, ``"peer"``, ``"cublasmp"`` or ``"cusolvermp"``; by default the one that the cost model chooses.""",
+    "workers": """workers : sequence of str or int, optional
+    Addresses of the workers that may take part, or their number; all by default.""",
+    "method": """method : {"auto", "local", "columns", "rows"}, optional
+    ``"local"``: one worker has the whole matrix. ``"columns"``: all workers have block columns. ``"rows"``, where a
+    function has that for tall matrices: chunks of rows stay where they are. ``"auto"``, the default: the fastest by
+    the cost model.""",
+    "check_finite": """check_finite : bool
+    Whether NaN and infinities are refused, which costs no further pass over the matrix.""",
+    "overwrite_a": """overwrite_a : bool
+    Whether chunks of `a` may be freed as soon as all workers have read them. Those that something else needs stay.""",
+}
+_PRODUCT_METHOD = """method : str, optional
+    As `dask_distmm.matmul` takes it; by default the fastest by the cost model."""
+_NAN = {
+    "check_finite": "NaN and infinities are a `MatrixError` when it is computed, unless ``check_finite=False``.",
+    "product": "NaN and infinities go where NumPy's would.",
+    "": "NaN and infinities are a `MatrixError` when the result is computed.",
+}
+
 # Names that other functions have, and what stands for them here.
 _HINTS = {
     **dict.fromkeys(("overwrite_b", "lwork", "lapack_driver", "driver"), "leave it out, it does not change results"),
@@ -83,10 +158,27 @@ _HINTS = {
 _inside = contextvars.ContextVar("inside", default=False)
 
 
-def public(options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def documented(doc: str, options: type, cost: Cost) -> str:
+    """Return a docstring with the options of runs, the costs, and what happens with NaN."""
+    product = options is ProductOptions
+    texts = {name: _OPTION_TEXTS[name] for name in typing.get_type_hints(options)}
+    texts |= {"method": _PRODUCT_METHOD} if product else {}
+    nan = _NAN["product" if product else "check_finite" if "check_finite" in texts else ""]
+    paragraphs = f"Where it runs: {cost[0]}.", f"Memory of a worker beside its chunks: {cost[1]}.", nan
+    notes = "Notes\n-----\n" + "\n\n".join(textwrap.fill(text, 112) for text in paragraphs) + "\n"
+    listed, behind = inspect.cleandoc(doc).split("\n\nReturns\n", 1)
+    if behind.partition("\nExamples\n")[1]:
+        behind = behind.replace("\nExamples\n", f"\n{notes}\nExamples\n", 1)
+    return "\n".join([listed, *texts.values(), "", "Returns", behind, ""])
+
+
+def public(options: type, cost: Cost = PANELS) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Make a function public: see the module's docstring. Options that have their defaults are not handed on."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        if function.__doc__:  # not under python -OO
+            function.__doc__ = documented(function.__doc__, options, cost)
+        cast(Any, function).cost = cost
         allowed = typing.get_type_hints(function) | typing.get_type_hints(options)
         # A program can register more engines than type checkers know.
         allowed["engine"] = str | None
@@ -136,6 +228,8 @@ def named(function: str) -> Iterator[None]:
 def check_value(name: str, value: Any, allowed: Any) -> None:
     """Refuse a value that an annotation does not allow."""
     kinds = typing.get_args(allowed) if typing.get_origin(allowed) in (types.UnionType, typing.Union) else (allowed,)
+    if Array in kinds:
+        return  # Functions say what is wrong with an operand.
     if any(_fits(value, kind) for kind in kinds):
         return
     choices = [one for kind in kinds if typing.get_origin(kind) is Literal for one in typing.get_args(kind)]

@@ -7,7 +7,7 @@ Z. Bai, F. Gygi, Optimizing Halley's iteration for computing the matrix polar de
     X (a + b X^H X) (1 + c X^H X)^-1  =  b/c X + (a - b/c) X (1 + c X^H X)^-1
 
 where the inverse comes from the QR factorization of X above an identity while c is large, and from a Cholesky
-factorization when it is not. The weights depend on a lower bound of the singular values alone. So the graph of all
+factorization when it is not. The weights depend only on a lower bound of the singular values. So the graph of all
 steps is made at once, for a bound that holds for all matrices: noise is added to the matrix, no larger than its
 rounding, which lifts singular values from zero.
 """

@@ -3,9 +3,9 @@
 Each means the same as Dask's: results have its types and chunks. A function comes here
 
 - where Dask has none, or refuses the chunks;
-- where Dask is wrong: it looks for pivots of LU inside of each diagonal block alone, so that results have large
+- where Dask is wrong: it looks for pivots of LU only inside each diagonal block, so that results have large
   errors, or matrices pass for singular;
-- otherwise where a run is expected to be quicker than Dask's tasks.
+- otherwise where a run is expected to be faster than Dask's tasks.
 
 What Dask does without an error never ends in one here: least squares may be of any rank where Dask has them, and
 ``np.linalg.pinv`` stays Dask's. Elements that are NaN or infinite are refused under the names of Dask's functions that
@@ -60,13 +60,13 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
     if plain and len(a.chunks[1]) == 1 and (len(a.chunks[0]) == 1 or a.shape[0] < a.shape[1]):
         return NotImplemented
     if plain and len(a.chunks[0]) == 1 and a.chunks[0][0] <= a.chunks[1][0]:
-        # Q is that of the first chunk: no run is as quick.
+        # Q is that of the first chunk: no run is as fast.
         return NotImplemented
     dasks: Dasks = "good" if plain and len(a.chunks[1]) == 1 else "none"
-    return _take(lambda: factors.qr(a, mode, check_finite=False), a, dasks=dasks)  # type: ignore[arg-type]
+    return _take(lambda: factors.qr(a, mode, check_finite=False), a, dasks=dasks)  # type: ignore[call-overload]
 
 
-def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: str = "gen") -> Any:
+def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: Any = "gen") -> Any:
     if sym_pos is not None:
         return NotImplemented
     blocks = _blocks(a) if _chunks_match(a, b) else 0
@@ -129,7 +129,7 @@ def _slogdet(a: Any) -> Any:
 
 
 def _eigh(a: Any, UPLO: str = "L") -> Any:
-    return _take(lambda: spectral.eigh(a, UPLO, check_finite=False), a, dasks="poor")  # type: ignore[arg-type]
+    return _take(lambda: spectral.eigh(a, UPLO, check_finite=False), a, dasks="poor")  # type: ignore[call-overload]
 
 
 def _eigvalsh(a: Any, UPLO: str = "L") -> Any:
@@ -233,7 +233,7 @@ def _on_host(a: Any) -> bool:
 
 
 def _by_lu(a: Any, blocks: int) -> Dasks:
-    """Return how Dask's functions by LU are, of so many rows of square chunks."""
+    """Return how Dask's functions by LU are, of this many rows of square chunks."""
     return "none" if not _on_host(a) or not blocks else "good" if blocks == 1 else "poor"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack, cast
+from typing import Any, Literal, TypeAlias, Unpack
 
 import numpy as np
 from dask.array.core import Array, from_array
@@ -25,12 +25,26 @@ from dask_distmm.arrays.linalg.factorize import (
 )
 from dask_distmm.arrays.linalg.factors import cholesky, picked
 from dask_distmm.arrays.linalg.level3 import mirrored, op_of
-from dask_distmm.arrays.linalg.public import FactorOptions, SlogdetResult, SolveOptions, public
+from dask_distmm.arrays.linalg.public import (
+    LEAST_SQUARES,
+    PANELS,
+    ROWS,
+    TWO_SOLVES,
+    FactorOptions,
+    Operand,
+    SlogdetResult,
+    SolveOptions,
+    public,
+)
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
-from dask_distmm.errors import PlanError, ProjectedMemoryError, unknown_name
+from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 
-# SciPy's names, and the way to solve.
+# SciPy's names of the structure of a matrix, and the way to solve.
+Structure: TypeAlias = Literal[
+    "gen", "general", "diagonal", "tridiagonal", "banded", "sym", "symmetric", "her", "hermitian", "pos",
+    "positive definite", "upper triangular", "lower triangular",
+]  # fmt: skip
 _STRUCTURES = {
     **dict.fromkeys(("gen", "general", "diagonal", "tridiagonal", "banded"), "gen"),
     **dict.fromkeys(("sym", "symmetric"), "sym"),
@@ -41,17 +55,36 @@ _STRUCTURES = {
 }
 
 
-@public(FactorOptions)
-def cho_factor(a: Any, lower: bool = False, **how: Unpack[FactorOptions]) -> tuple[Any, bool]:
+@public(FactorOptions, PANELS)
+def cho_factor(a: Operand, lower: bool = False, **how: Unpack[FactorOptions]) -> tuple[Array, bool]:
     """Return the Cholesky factor of a matrix, and `lower`, for `cho_solve`; see `cholesky`.
 
-    The other triangle is zero.
+    Parameters
+    ----------
+    a : array, (n, n)
+        The Hermitian, positive definite matrix; only the triangle that is returned is read.
+    lower : bool
+        Whether the factor is L, with ``a = L @ L^H``, or U, with ``a = U^H @ U``.
+
+    Returns
+    -------
+    c : array, (n, n)
+        The factor, with zeros in the other triangle.
+    lower : bool
+        As it was passed.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> factor = linalg.cho_factor([[4.0, 0.0], [0.0, 9.0]])
+    >>> linalg.cho_solve(factor, [4.0, 9.0]).compute()
+    array([1., 1.])
     """
     return cholesky(a, lower=lower, **how), lower
 
 
-@public(SolveOptions)
-def cho_solve(c_and_lower: tuple[Any, bool], b: Any, **how: Unpack[SolveOptions]) -> Any:
+@public(SolveOptions, TWO_SOLVES)
+def cho_solve(c_and_lower: tuple[Any, bool], b: Operand, **how: Unpack[SolveOptions]) -> Array:
     """Solve ``A @ x = b`` with the Cholesky factor of A.
 
     Parameters
@@ -65,16 +98,23 @@ def cho_solve(c_and_lower: tuple[Any, bool], b: Any, **how: Unpack[SolveOptions]
     -------
     array
         x, of the shape of `b`.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> factor = linalg.cho_factor([[4.0, 0.0], [0.0, 9.0]])
+    >>> linalg.cho_solve(factor, [4.0, 9.0]).compute()
+    array([1., 1.])
     """
     c, lower = c_and_lower
     first = solve_triangular(c, b, "N" if lower else "C", lower, **how)
     return solve_triangular(c, first, "C" if lower else "N", lower, **unchecked(how))
 
 
-@public(SolveOptions)
+@public(SolveOptions, TWO_SOLVES)
 def lu_solve(
-    lu_and_piv: tuple[Any, Any], b: Any, trans: Literal["N", "T", "C", 0, 1, 2] = 0, **how: Unpack[SolveOptions]
-) -> Any:
+    lu_and_piv: tuple[Any, Any], b: Operand, trans: Literal["N", "T", "C", 0, 1, 2] = 0, **how: Unpack[SolveOptions]
+) -> Array:
     """Solve ``op(A) @ x = b`` with what `lu_factor` has returned.
 
     Parameters
@@ -90,6 +130,12 @@ def lu_solve(
     -------
     array
         x, of the shape of `b`.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.lu_solve(linalg.lu_factor([[0.0, 2.0], [4.0, 0.0]]), [2.0, 4.0]).compute()
+    array([1., 1.])
     """
     found, rows = matrix("lu_and_piv[0]", lu_and_piv[0]), operand("lu_and_piv[1]", lu_and_piv[1])
     if rows.shape != found.shape[:1] or rows.dtype.kind not in "iu":
@@ -127,16 +173,16 @@ def _swapped_back(piv: Any) -> Any:
     return np.argsort(_swapped(piv))
 
 
-@public(FactorOptions)
+@public(FactorOptions, PANELS)
 def solve(
-    a: Any,
-    b: Any,
+    a: Operand,
+    b: Operand,
     *,
     lower: bool = False,
-    assume_a: str | None = None,
+    assume_a: Structure | None = None,
     transposed: bool = False,
     **how: Unpack[FactorOptions],
-) -> Any:
+) -> Array:
     """Solve ``a @ x = b``: by LU with partial pivoting, by Cholesky, or by substitution.
 
     Parameters
@@ -166,10 +212,14 @@ def solve(
         The shapes do not fit each other, or there is no such structure.
     MatrixError
         When it is computed: the matrix is singular, or not positive definite.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.solve([[2.0, 0.0], [0.0, 4.0]], [2.0, 4.0]).compute()
+    array([1., 1.])
     """
-    structure = _STRUCTURES.get(assume_a or "gen")
-    if structure is None:
-        raise PlanError(unknown_name("assume_a", assume_a, _STRUCTURES))
+    structure = _STRUCTURES[assume_a or "gen"]
     if structure in ("upper", "lower"):
         return solve_triangular(a, b, "T" if transposed else "N", structure == "lower", **how)
     a, b = matrix("a", a), operand("b", b)
@@ -185,17 +235,17 @@ def solve(
     return x[:, 0] if b.ndim == 1 else x
 
 
-@public(FactorOptions)
+@public(FactorOptions, PANELS)
 def solve_triangular(
-    a: Any,
-    b: Any,
+    a: Operand,
+    b: Operand,
     trans: Literal["N", "T", "C", 0, 1, 2] = 0,
     lower: bool = False,
     unit_diagonal: bool = False,
     *,
     right: bool = False,
     **how: Unpack[FactorOptions],
-) -> Any:
+) -> Array:
     """Solve ``op(a) @ x = b`` for a triangular matrix, or ``x @ op(a) = b``.
 
     Parameters
@@ -222,6 +272,12 @@ def solve_triangular(
     ------
     MatrixError
         When it is computed: an element of the diagonal is zero.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.solve_triangular([[2.0, 0.0], [2.0, 4.0]], [2.0, 6.0], lower=True).compute()
+    array([1., 1.])
     """
     a, b = matrix("a", a), operand("b", b)
     columns = matrix("b", b, vector=not right)
@@ -232,8 +288,8 @@ def solve_triangular(
     return x[:, 0] if b.ndim == 1 else x
 
 
-@public(FactorOptions)
-def inv(a: Any, **how: Unpack[FactorOptions]) -> Any:
+@public(FactorOptions, PANELS)
+def inv(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     """Return the inverse of a matrix; to solve equations, `solve` takes less and is more accurate.
 
     Parameters
@@ -241,17 +297,29 @@ def inv(a: Any, **how: Unpack[FactorOptions]) -> Any:
     a : array, (n, n)
         The matrix.
 
+    Returns
+    -------
+    array, (n, n)
+        The inverse.
+
     Raises
     ------
     MatrixError
         When it is computed: the matrix is singular.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.inv([[2.0, 0.0], [0.0, 4.0]]).compute()
+    array([[0.5 , 0.  ],
+           [0.  , 0.25]])
     """
     a = matrix("a", a)
     return factorize("inv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]
 
 
-@public(FactorOptions)
-def slogdet(a: Any, **how: Unpack[FactorOptions]) -> tuple[Any, Any]:
+@public(FactorOptions, PANELS)
+def slogdet(a: Operand, **how: Unpack[FactorOptions]) -> SlogdetResult:
     """Return the sign of a determinant, and the logarithm of its absolute value, as ``numpy.linalg.slogdet`` does.
 
     Parameters
@@ -263,28 +331,47 @@ def slogdet(a: Any, **how: Unpack[FactorOptions]) -> tuple[Any, Any]:
     -------
     sign, logabsdet : array, ()
         A named tuple, as in NumPy; 0 and -inf for a singular matrix.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> float(linalg.slogdet([[0.0, 1.0], [1.0, 0.0]]).sign.compute())
+    -1.0
     """
     a = matrix("a", a)
     wanted = {"sign": row_chunks(1), "logdet": row_chunks(1)}
     found = factorize("slogdet", {"a": a}, wanted, how=how)
-    return cast(tuple[Any, Any], SlogdetResult(found["sign"][0, 0], found["logdet"][0, 0]))
+    return SlogdetResult(found["sign"][0, 0], found["logdet"][0, 0])
 
 
-@public(FactorOptions)
-def det(a: Any, **how: Unpack[FactorOptions]) -> Any:
+@public(FactorOptions, PANELS)
+def det(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     """Return the determinant of a matrix; where it may overflow, use `slogdet`.
 
     Parameters
     ----------
     a : array, (n, n)
         The matrix.
+
+    Returns
+    -------
+    array, ()
+        The determinant; 0 for a singular matrix.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> float(linalg.det([[2.0, 0.0], [0.0, 4.0]]).compute())
+    8.0
     """
     a = matrix("a", a)
     return factorize("det", {"a": a}, {"det": row_chunks(1)}, how=how)["det"][0, 0]
 
 
-@public(FactorOptions)
-def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOptions]) -> tuple[Any, Any, Any, Any]:
+@public(FactorOptions, LEAST_SQUARES)
+def lstsq(
+    a: Operand, b: Operand, rcond: float | None = None, **how: Unpack[FactorOptions]
+) -> tuple[Array, Array, int | Array, Array]:
     """Return the least-squares solution of ``a @ x = b``: for a matrix of full rank by QR, for any by singular values.
 
     Where there are many such solutions it is the one of least norm.
@@ -315,6 +402,13 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, **how: Unpack[FactorOption
     ------
     MatrixError
         When it is computed: the matrix is not of full rank, and there is no `rcond`.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> x, residuals, rank, s = linalg.lstsq([[1.0], [1.0]], [1.0, 3.0])
+    >>> x.compute().round(6)
+    array([2.])
     """
     a, b = matrix("a", a, unknown_rows=True), operand("b", b)
     if goes_by_rows(a, how):
@@ -380,8 +474,8 @@ def _same_rows(a: Array, b: Array) -> tuple[Array, Array]:
     return slabs, columns.rechunk((slabs.chunks[0], -1))
 
 
-@public(SolveOptions)
-def ridge(a: Any, b: Any, alpha: float | Sequence[float], **how: Unpack[SolveOptions]) -> Any:
+@public(SolveOptions, ROWS)
+def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[SolveOptions]) -> Array:
     """Return the x that minimizes ``|a @ x - b|^2 + alpha |x|^2``: ridge regression, without an intercept.
 
     `a` is read once, also for many values of `alpha`; once or twice more if it is ill-conditioned.
@@ -404,6 +498,12 @@ def ridge(a: Any, b: Any, alpha: float | Sequence[float], **how: Unpack[SolveOpt
     ------
     PlanError
         The shapes do not fit each other, or a value of `alpha` is negative.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.ridge([[1.0], [1.0]], [1.0, 3.0], alpha=2.0).compute().round(6)
+    array([1.])
     """
     a, b = matrix("a", a, unknown_rows=True), operand("b", b)
     try:
@@ -430,15 +530,15 @@ def ridge(a: Any, b: Any, alpha: float | Sequence[float], **how: Unpack[SolveOpt
     return x[..., 0] if b.ndim == 1 else x
 
 
-@public(FactorOptions)
+@public(FactorOptions, LEAST_SQUARES)
 def pinv(
-    a: Any,
+    a: Operand,
     rcond: float | None = None,
     hermitian: bool = False,
     *,
     rtol: float | None = None,
     **how: Unpack[FactorOptions],
-) -> Any:
+) -> Array:
     """Return the pseudo-inverse of a matrix: of one of full rank by QR, of any by singular values.
 
     Parameters
@@ -454,11 +554,18 @@ def pinv(
     Returns
     -------
     array, (n, m)
+        The pseudo-inverse.
 
     Raises
     ------
     MatrixError
         When it is computed: the matrix is not of full rank, and there is no `rcond`.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.pinv([[2.0], [0.0]]).compute().round(6)
+    array([[0.5, 0. ]])
     """
     if rcond is not None and rtol is not None:
         raise PlanError(f"rcond={rcond} and rtol={rtol} are two names for one limit: pass one of them")

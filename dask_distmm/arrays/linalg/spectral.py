@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, overload
 
 import dask.array as da
 import numpy as np
@@ -25,28 +25,64 @@ from dask_distmm.arrays.linalg.factorize import (
     times,
 )
 from dask_distmm.arrays.linalg.factors import in_columns, qr
-from dask_distmm.arrays.linalg.public import EighResult, FactorOptions, RunOptions, SVDResult, public
+from dask_distmm.arrays.linalg.public import (
+    EIGEN,
+    POLAR,
+    SINGULAR,
+    EighResult,
+    FactorOptions,
+    Operand,
+    RunOptions,
+    SVDResult,
+    public,
+)
 from dask_distmm.arrays.linalg.qdwh import unitary_factor
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.runtime.chunks import array_kind
 
-# A matrix so much longer than wide, and of so many elements, is reduced to R before its SVD: all workers share in the
+# A matrix so much longer than wide, and of this many elements, is reduced to R before its SVD: all workers share in the
 # QR factorization. For smaller ones the runs take longer than they save.
 _TALL, _LARGE = 2, 2**20
-# From these orders on the polar decomposition is quicker than the SVD of one GPU, with vectors and without. One H200,
+# From these orders on the polar decomposition is faster than the SVD of one GPU, with vectors and without. One H200,
 # float64, 2048, 4096, 8192: 0.62, 1.04, 2.65 s, and by cuSOLVER's gesvd 0.43, 1.71, 9.72; singular values alone 0.49,
-# 1.01, 2.88 s, and 0.18, 0.59, 2.36. On CPUs LAPACK's gesdd on one worker is quicker than QDWH on two (N = 1200: 1.1
+# 1.01, 2.88 s, and 0.18, 0.59, 2.36. On CPUs LAPACK's gesdd on one worker is faster than QDWH on two (N = 1200: 1.1
 # and 5.2 s).
 _POLAR, _POLAR_VALUES = 3072, 16384
 
 
-@public(FactorOptions)
+@overload
 def eigh(
-    a: Any,
+    a: Operand,
     UPLO: Literal["L", "U", "l", "u"] = "L",
     *,
-    b: Any = None,
+    b: Operand | None = None,
+    lower: bool | None = None,
+    eigvals_only: Literal[False] = False,
+    subset_by_index: tuple[int, int] | None = None,
+    **how: Unpack[FactorOptions],
+) -> EighResult: ...
+
+
+@overload
+def eigh(
+    a: Operand,
+    UPLO: Literal["L", "U", "l", "u"] = "L",
+    *,
+    b: Operand | None = None,
+    lower: bool | None = None,
+    eigvals_only: Literal[True],
+    subset_by_index: tuple[int, int] | None = None,
+    **how: Unpack[FactorOptions],
+) -> Array: ...
+
+
+@public(FactorOptions, EIGEN)
+def eigh(
+    a: Operand,
+    UPLO: Literal["L", "U", "l", "u"] = "L",
+    *,
+    b: Operand | None = None,
     lower: bool | None = None,
     eigvals_only: bool = False,
     subset_by_index: tuple[int, int] | None = None,
@@ -56,7 +92,7 @@ def eigh(
 
     ``method="local"``: one worker does it, by LAPACK's ``syevd``, or ``syevr`` for a range. ``"columns"``, for one
     matrix: all workers reduce the matrix to a tridiagonal one, and have the eigenvectors of that by divide and conquer.
-    ``"auto"``: the one that is expected to be quicker, which on CPUs is always the first one.
+    ``"auto"``: the one that is expected to be faster, which on CPUs is always the first one.
 
     Parameters
     ----------
@@ -85,24 +121,48 @@ def eigh(
         A matrix is not square, the range is not within 0 and n - 1, or a type is not supported.
     MatrixError
         When it is computed: an element is NaN or infinite, or `b` is not positive definite.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.eigh([[2.0, 0.0], [0.0, 1.0]]).eigenvalues.compute()
+    array([1., 2.])
     """
     found = _eigenpairs(a, b, _reads_lower(UPLO, lower), subset_by_index, not eigvals_only, how)
     return found[0] if eigvals_only else EighResult(*found)
 
 
-@public(FactorOptions)
+@public(FactorOptions, EIGEN)
 def eigvalsh(
-    a: Any,
+    a: Operand,
     UPLO: Literal["L", "U", "l", "u"] = "L",
     *,
-    b: Any = None,
+    b: Operand | None = None,
     lower: bool | None = None,
     subset_by_index: tuple[int, int] | None = None,
     **how: Unpack[FactorOptions],
-) -> Any:
+) -> Array:
     """Return the eigenvalues of a Hermitian matrix in ascending order, without vectors; see `eigh`.
 
     With ``method="columns"`` those of the tridiagonal matrix are found by bisection.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix; only one triangle is read.
+    UPLO, lower, b, subset_by_index
+        As for `eigh`.
+
+    Returns
+    -------
+    array, (k,), real
+        The eigenvalues.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.eigvalsh([[2.0, 0.0], [0.0, 1.0]]).compute()
+    array([1., 2.])
     """
     return _eigenpairs(a, b, _reads_lower(UPLO, lower), subset_by_index, False, how)[0]
 
@@ -129,8 +189,20 @@ def _eigenpairs(
     return found["w"][0], found.get("v")
 
 
-@public(FactorOptions)
-def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True, **how: Unpack[FactorOptions]) -> Any:
+@overload
+def svd(
+    a: Operand, full_matrices: bool = True, compute_uv: Literal[True] = True, **how: Unpack[FactorOptions]
+) -> SVDResult: ...
+
+
+@overload
+def svd(
+    a: Operand, full_matrices: bool = True, *, compute_uv: Literal[False], **how: Unpack[FactorOptions]
+) -> Array: ...
+
+
+@public(FactorOptions, SINGULAR)
+def svd(a: Operand, full_matrices: bool = True, compute_uv: bool = True, **how: Unpack[FactorOptions]) -> Any:
     """Return the singular value decomposition ``a = u @ diag(s) @ vh``.
 
     ``method="local"``: one worker decomposes the matrix, by LAPACK's ``gesdd``, in one run. ``"columns"``: a matrix
@@ -165,6 +237,12 @@ def svd(a: Any, full_matrices: bool = True, compute_uv: bool = True, **how: Unpa
         `a` is not a matrix, or of a type that is not supported.
     MatrixError
         When it is computed: an element is NaN or infinite.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.svd([[0.0, 2.0], [1.0, 0.0]]).S.compute()
+    array([2., 1.])
     """
     a = matrix("a", a, unknown_rows=not (full_matrices and compute_uv))
     m, n = a.shape
@@ -258,18 +336,35 @@ def _decomposed(a: Array, full: bool, vectors: bool, how: FactorOptions) -> Any:
     return found["u"], found["s"][0], found["vh"]
 
 
-@public(FactorOptions)
-def svdvals(a: Any, **how: Unpack[FactorOptions]) -> Any:
-    """Return the singular values of a matrix in descending order, without vectors; see `svd`."""
+@public(FactorOptions, SINGULAR)
+def svdvals(a: Operand, **how: Unpack[FactorOptions]) -> Array:
+    """Return the singular values of a matrix in descending order, without vectors; see `svd`.
+
+    Parameters
+    ----------
+    a : array, (m, n)
+        The matrix, of any shape and any chunks.
+
+    Returns
+    -------
+    array, (min(m, n),), real
+        The singular values.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.svdvals([[0.0, 2.0], [1.0, 0.0]]).compute()
+    array([2., 1.])
+    """
     return svd(a, compute_uv=False, **how)
 
 
-@public(FactorOptions)
-def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[FactorOptions]) -> tuple[Any, Any]:
+@public(FactorOptions, POLAR)
+def polar(a: Operand, side: Literal["right", "left"] = "right", **how: Unpack[FactorOptions]) -> tuple[Array, Array]:
     """Return the polar decomposition ``a = u @ p``, or ``a = p @ u``: p is Hermitian and positive semidefinite.
 
     ``method="columns"``: all workers take the steps of QDWH, each a product and a factorization. ``"local"``: by the
-    singular value decomposition on one worker. ``"auto"``: the one that is expected to be quicker.
+    singular value decomposition on one worker. ``"auto"``: the one that is expected to be faster.
 
     Parameters
     ----------
@@ -283,6 +378,7 @@ def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[Factor
     u : array, (m, n)
         Orthonormal columns, where m < n rows. Of a matrix that is not of full rank there are many; one is returned.
     p : array, (n, n), or (m, m) if it is on the left
+        Hermitian and positive semidefinite.
 
     Raises
     ------
@@ -290,6 +386,14 @@ def polar(a: Any, side: Literal["right", "left"] = "right", **how: Unpack[Factor
         `a` is not a matrix, or a type is not supported.
     MatrixError
         When it is computed: an element is NaN or infinite.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> u, p = linalg.polar([[0.0, 2.0], [1.0, 0.0]])
+    >>> abs(p.compute()).round(6)
+    array([[1., 0.],
+           [0., 2.]])
     """
     a = computed("a", a)
     method = how.get("method", "auto")

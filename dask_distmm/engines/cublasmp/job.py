@@ -3,13 +3,13 @@
 ::
 
     prepare()   tiles, D and buffers are allocated. An error here is a vote against the run
-    execute()   chunks of workers that are no ranks are fetched
+    execute()   chunks of workers that are not ranks are fetched
                 the gate: all ranks go on, or none
                 A's and B's tiles are made: one kernel at home and to pack, one exchange, one kernel to unpack
                 the multiply
                 D's chunks are made from the tiles in the same way
 
-A chunk that is a rank's tile already is used as it lies, and D's tile is the chunk where it is exactly one.
+A chunk that is a rank's tile already is used as it is, and D's tile is the chunk where it is exactly one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class OperandTile:
     target: Any
     # Fills it from the chunks of ranks.
     shuffle: DeviceShuffle
-    # The rectangles that must be fetched from workers that are no ranks.
+    # The rectangles that must be fetched from workers that are not ranks.
     outside: Moves
 
 
@@ -85,7 +85,7 @@ def make_operand(
         make = cp.zeros if tile.zeroed else cp.empty
         target = make(tile.local(rank), dtype, order=tile.order)
     moves = Moves.of(redistribution(ChunkGrid(sizes), tile.layout), where, plan.ranks)
-    # Chunks of workers that are no ranks come over Dask's comms.
+    # Chunks of workers that are not ranks come over Dask's comms.
     among, outside = moves.among(plan.ranks, me)
     extents = [tile.local(rank)[tile.order == "C"] for rank in range(len(plan.ranks))]
     route = Route(among, me, plan.ranks, tile.order, extents, skip_home=in_place)
@@ -303,7 +303,7 @@ class CublasMpJob(Job[Plan]):
         return self._groups[number]
 
     def _fetch_outside(self, number: int, type_name: str, moves: Moves, targets: Mapping[int, Any]) -> None:
-        """Get the rectangles that only workers have which are no ranks, and copy them into place."""
+        """Get the rectangles that only workers have which are not ranks, and copy them into place."""
         for peer in np.unique(moves.src_owner).tolist():
             leg = moves.take(moves.src_owner == peer)
             boxes = np.empty((len(leg), 6), np.int64)

@@ -144,7 +144,7 @@ class Group:
         self._drop_workspace()
         problem = ""
         try:
-            # The collective allocation below must not fail on one rank alone: try for it here first.
+            # The collective allocation below must not fail only on one rank: try for it here first.
             self._plain = self.allocate(size)
         except (cp.cuda.memory.OutOfMemoryError, cp.cuda.runtime.CUDARuntimeError) as error:
             problem = f"no room for cuBLASMp's workspace of {size / 2**30:.2f} GiB: {error}"

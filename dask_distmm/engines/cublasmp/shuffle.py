@@ -15,7 +15,7 @@ import numpy as np
 from dask_distmm.layout import Moves
 from dask_distmm.layout.rectangles import DST, SRC, Span, Table, are_dense, pointers, rectangles
 
-# A message costs some microseconds. A rectangle of at least so many bytes has a message of its own.
+# A message costs some microseconds. A rectangle of at least this many bytes has a message of its own.
 _ALONE_BYTES = 4 * 2**20
 
 

@@ -3,13 +3,13 @@
 ::
 
     prepare()   chunks are brought to the device, block columns are allocated
-    execute()   chunks of workers that are no ranks are fetched over Dask's comms
+    execute()   chunks of workers that are not ranks are fetched over Dask's comms
                 the gate: all ranks go on, or none
                 block columns are made of the ranks' chunks, by NCCL
                 the library's calls
                 chunks of the outputs are made of all ranks' block columns, by NCCL
 
-What can fail on one rank alone, such as an allocation, is agreed on by all of them (`Group.together`). A rank that is
+What can fail only on one rank, such as an allocation, is agreed on by all of them (`Group.together`). A rank that is
 alone does as the other engines do: it takes the steps of a factorization on its own, and needs no library that several
 share.
 
@@ -410,7 +410,7 @@ class CusolverMpJob(GpuFactorJob):
         return groups[number]
 
     def _fetched(self) -> dict[tuple[str, int], list[Any]]:
-        """Return by operand and holder the parts that workers have which are no ranks."""
+        """Return by operand and holder the parts that workers have which are not ranks."""
         assert self.rank is not None
         asked: dict[tuple[str, int], list[tuple[int, ...]]] = {}
         for number, name in enumerate(self.plan.problem.operands):

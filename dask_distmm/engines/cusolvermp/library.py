@@ -82,7 +82,7 @@ def check_versions(handle: int) -> dict[str, str]:
 
 
 class Matrix(NamedTuple):
-    """A matrix that is dealt out to the ranks by block columns."""
+    """A matrix that is distributed over the ranks by block columns."""
 
     # Rows and columns of the whole matrix, and the columns of a block.
     shape: tuple[int, int]

@@ -3,7 +3,7 @@
 ::
 
     Tridiagonalize   Q^H A Q = T; block columns of A become those of reflectors
-    Diagonalize      T = Z W Z^T by divide and conquer, where ranks have rows of Z; then block columns are dealt out
+    Diagonalize      T = Z W Z^T by divide and conquer, where ranks have rows of Z; then block columns are distributed
     (reflections)    V = Q Z, panel by panel
     Orient           the factors of modulus one
 
@@ -203,7 +203,7 @@ class SharedEigh:
         """Make the first one of the largest components of each of this rank's vectors real and positive."""
         for at in range(0, vectors.shape[1], _STRIP):
             strip = vectors[:, at : at + _STRIP]
-            # The transpose is in the order in which CuPy's kernels are quickest.
+            # The transpose is in the order in which CuPy's kernels are fastest.
             turned = strip.T
             turned *= unit_factors(self._kernels, strip)[:, None]
         self._note("reflect", vectors)
@@ -279,6 +279,8 @@ class Execution:
         # The panel that all panels before it have been applied to ahead.
         self._next = -1
         self._looks: list[Callable[[], None]] = []
+        # Seconds of the steps by kind, where a call returns when it is done.
+        self.timings: dict[str, float] = {}
         messages = Messages(exchange, check)
         self.eigen = SharedEigh(plan, rank, kernels, messages, check, lambda share: progress(_REDUCTION * share))
 
@@ -297,7 +299,11 @@ class Execution:
             steps = tuple(launch_order(steps, self._is_short))
         for number, step in enumerate(steps, start=1):
             self._check()
+            began = time.perf_counter()
             self._take(step)
+            if not self.kernels.asynchronous:
+                phase = "panel" if isinstance(step, Factor) else "wait" if isinstance(step, Get) else "update"
+                self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began
             done = number / len(steps)
             self._progress(_REDUCTION + (1 - _REDUCTION) * done if self.plan.shared else done)
         self.kernels.join()
@@ -468,7 +474,7 @@ def _check_minor(kernels: Kernels, start: int, info: Any) -> None:
 def indefinite(order: int) -> str:
     """Return the text for a matrix whose leading minor of some order is not positive."""
     return (
-        f"the leading minor of order {order} is not positive: the matrix is not positive definite; give one that is, "
+        f"the leading minor of order {order} is not positive: the matrix is not positive definite; pass one that is, "
         "or factorize by lu or qr"
     )
 

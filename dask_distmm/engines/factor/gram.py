@@ -18,7 +18,7 @@ from dask_distmm.engines.factor.kernels import Kernels
 # If Q1^H Q1 differs from the identity by less in the 2-norm, Q is orthonormal up to rounding (section 3 there). The
 # norm of Frobenius, which is computed, is not below that.
 _NEAR = 5 / 64
-# A triangle is made in so many parts of its columns, unless they have fewer columns than this.
+# A triangle is made in this many parts of its columns, unless they have fewer columns than this.
 _PARTS, _COLUMNS = 2, 128
 # The diagonal of U is at least 1 in modulus, if each sign is chosen when its column is eliminated. Here all are chosen
 # before, so that is looked at.

@@ -247,6 +247,7 @@ class FactorJob(Job[FactorPlacement]):
         for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = last - first
         self.timings |= self._execution.eigen.timings
+        self.timings |= self._execution.timings or {"compute": self.timings["factor"]}
         return made
 
     def _mark(self, marks: list[float]) -> None:

@@ -14,7 +14,7 @@ from dask_distmm.engines.tridiagonal.kernels import Merging
 class Kernels(Protocol):
     """BLAS and LAPACK of one device, on column-major matrices of one type.
 
-    All matrices are two-dimensional and may be parts of larger ones: their columns are contiguous, and one lies any
+    All matrices are two-dimensional and may be parts of larger ones: their columns are contiguous, and one is any
     distance behind the other. ``op_a`` and the like are ``"N"``, ``"T"`` or ``"C"``: the matrix itself, its
     transpose, its conjugate transpose (the transpose of real ones).
     """
@@ -105,7 +105,7 @@ class Kernels(Protocol):
 
 
 def solve_by_halves(kernels: Kernels, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool) -> None:
-    """Do what `Kernels.trsm` does by two triangles of half the order, and a product, which is quicker."""
+    """Do what `Kernels.trsm` does by two triangles of half the order, and a product, which is faster."""
     half = len(a) // 2
     low, high = slice(0, half), slice(half, len(a))
     # With which half of the unknowns the solution begins.

@@ -49,7 +49,7 @@ def factor_panel(kernels: Kernels, operation: Operation, place: DiagonalBlock, p
     if operation.name == "lu":
         return Factored((kernels.getrf(below),))
     # cuSOLVER's geqrf of a panel takes longer than its update (1 H200, 32768 x 512: 12 and 10 ms). On CPUs LAPACK's
-    # recursive geqrt3 is quicker than the Gram matrix (4096 x 256, float64, one thread: 34 and 62 ms).
+    # recursive geqrt3 is faster than the Gram matrix (4096 x 256, float64, one thread: 34 and 62 ms).
     t = gram_reflectors(kernels, below[:, :size]) if kernels.asynchronous else None
     if t is None:
         t = kernels.geqrt(below[:, :size])

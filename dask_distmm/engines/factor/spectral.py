@@ -48,7 +48,7 @@ def _eigh(kernels: Kernels, task: Factorization, a: Any, b: Any) -> dict[str, An
         # A v = w B v with B = L L^H is (L^-1 A L^-H) y = w y with y = L^H v.
         if order := int(kernels.host(kernels.potrf(b))[0]):
             raise MatrixError(
-                f"the leading minor of order {order} of B is not positive: B is not positive definite; give one that is"
+                f"the leading minor of order {order} of B is not positive: B is not positive definite; pass one that is"
             )
         kernels.trsm(b, a, right=False, lower=True, op="N", unit=False)
         kernels.trsm(b, a, right=True, lower=True, op="C", unit=False)

@@ -239,7 +239,7 @@ class _LtProduct:
             cublasLt.matmul_desc_destroy(self.descriptor)
 
     def find(self, aligned: tuple[int, int, int]) -> bool:
-        """Find the best algorithm for matrices at multiples of so many bytes; return whether there is one."""
+        """Find the best algorithm for matrices at multiples of this many bytes; return whether there is one."""
         preference, attributes = cublasLt.matmul_preference_create(), cublasLt.MatmulPreferenceAttribute
         wanted = dict(zip(("A", "B", "C", "D"), (*aligned, aligned[2]), strict=True))
         values = {f"MIN_ALIGNMENT_{name}_BYTES": value for name, value in wanted.items()}

@@ -18,8 +18,8 @@ from dask_distmm.engines.gpu.merging import DeviceMerging
 from dask_distmm.engines.gpu.operands import record
 
 _WORKSPACE_BYTES = 2**25
-# Triangles of a larger order are solved with by halves, where there are so many unknowns that the calls do not count
-# (1 H200, float64, order 512, 32768 columns: 1.0 ms, cuBLAS 1.5; from the right cuBLAS is as quick).
+# Triangles of a larger order are solved with by halves, where there are this many unknowns that the calls do not count
+# (1 H200, float64, order 512, 32768 columns: 1.0 ms, cuBLAS 1.5; from the right cuBLAS is as fast).
 _SOLVED, _MANY = 128, 4096
 # Priority of a stream whose kernels go before those of others.
 _FIRST = -5
@@ -204,7 +204,7 @@ class SolverKernels:
     def triangle(self, a: Any, *, lower: bool, unit: bool) -> Any:
         """Return a copy of a triangle of `a` with zeros in place of the rest; and ones on its diagonal."""
         found = self.empty(a.shape, a.dtype)
-        # The transpose is in C order, in which CuPy's kernels are quickest.
+        # The transpose is in C order, in which CuPy's kernels are fastest.
         _copy_triangle(a.T, len(a), lower, unit, found.T)
         return found
 

@@ -12,7 +12,7 @@ from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.tridiagonal.bisection import bounds
 
 _THREADS = 256
-# Warps find one root each; so few are in a block that a small equation has many blocks.
+# Warps find one root each; this few are in a block that a small equation has many blocks.
 _ROOT_THREADS = 128
 # Bisection waits for one division after the other: threads are spread over the whole GPU.
 _VALUE_THREADS = 32

@@ -1,4 +1,4 @@
-"""Chunks on the device, in the type in which the library is given them; and how a matrix lies there."""
+"""Chunks on the device, in the type in which the library is given them; and how a matrix is there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_gpu() -> None:
 
 
 def check_arrays(engine: str, chunks: Mapping[ChunkKey, Any]) -> None:
-    """Raise `EngineError` if a chunk is no matrix of CuPy or NumPy; it names the engine."""
+    """Raise `EngineError` if a chunk is not a matrix of CuPy or NumPy; it names the engine."""
     for (operand, number), chunk in chunks.items():
         kind = type(chunk).__module__.split(".")[0]
         if kind not in ("cupy", "numpy") or chunk.ndim != 2:
@@ -39,7 +39,7 @@ def check_arrays(engine: str, chunks: Mapping[ChunkKey, Any]) -> None:
             )
 
 
-# Chunks on the device, in the type in which the library is given them; and how a matrix lies there
+# Chunks on the device, in the type in which the library is given them; and how a matrix is there
 
 
 class DeviceChunks:
@@ -78,7 +78,7 @@ class DeviceChunks:
 
 
 def usable(chunk: Any, order: str) -> bool:
-    """Whether the library can use a chunk as it lies: fast axis dense, aligned as well as its extents are."""
+    """Whether the library can use a chunk as it is: fast axis dense, aligned as well as its extents are."""
     inner, outer = (chunk.strides[1], chunk.strides[0]) if order == "C" else chunk.strides
     width, height = chunk.shape if order == "F" else chunk.shape[::-1]
     size = chunk.dtype.itemsize

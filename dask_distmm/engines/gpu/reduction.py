@@ -73,7 +73,7 @@ class DeviceReduction:
         if self._width % _COLS or self._tiles > _MOST_TILES:
             raise PlanError(
                 f"eigenvalues of a matrix of order {self._order} in blocks of {self._width} columns: expected an order "
-                f"up to {_ROWS * _MOST_TILES} and blocks of a multiple of {_COLS} columns; give method='local'"
+                f"up to {_ROWS * _MOST_TILES} and blocks of a multiple of {_COLS} columns; pass method='local'"
             )
         processors = int(cp.cuda.Device().attributes["MultiProcessorCount"])
         resident = _RESIDENT_COMPLEX128 if dtype.name == "complex128" else _RESIDENT
@@ -226,7 +226,7 @@ class DeviceReduction:
             self._graph.launch(stream)
 
     def _eliminate(self, parameters: Any, columns: int, eliminated: int) -> None:
-        """Launch the kernels of a panel of so many columns, so many of which have something below the diagonal.
+        """Launch the kernels of a panel of this many columns, this many of which have something below the diagonal.
 
         All panels have the same numbers of blocks, whatever rows are left, and on all ranks: sums have the same order.
         """
@@ -267,7 +267,7 @@ class DeviceReduction:
             if error == _DIFFERENT:
                 raise EngineError(
                     "ranks have computed different reflectors from the same numbers: their GPUs are of different "
-                    "kinds; give method='local', or workers with GPUs of one kind"
+                    "kinds; pass method='local', or workers with GPUs of one kind"
                 )
             name = self._names[error // 16] if error % 16 == _LATE else "this one"
             raise EngineError(

@@ -13,7 +13,7 @@ columns, and every matrix whose rows or columns are contiguous is used without a
 ``scipy.linalg.blas`` and ``scipy.linalg.lapack`` copy a matrix whose columns do not follow each other at once, as the
 columns of a part do not. SciPy documents how to reach its libraries from outside: ``scipy.linalg.cython_blas`` and
 ``cython_lapack`` hold each routine's address in a capsule whose name is the routine's C signature. A call through
-ctypes releases the GIL, so Dask's event loop goes on meanwhile. These two are loaded without the rest of
+ctypes releases the GIL, so Dask's event loop continues meanwhile. These two are loaded without the rest of
 ``scipy.linalg``, which would take 5 MiB and 30 ms of each worker.
 """
 

@@ -81,7 +81,7 @@ class NumpyJob(Job[Plan]):
     # The work
 
     def prepare(self) -> None:
-        """Allocate the memory that this rank sums into, zeroed; where earlier sums are here it goes on in these."""
+        """Allocate the memory that this rank sums into, zeroed; where earlier sums are here it continues in these."""
         if self.rank is None:
             return
         if goes_on(self.plan.problem):
@@ -328,7 +328,7 @@ ENGINE = NumpyEngine()
 
 
 def _open(future: Future[None], error: BaseException | None = None) -> None:
-    """Complete a future, unless an abort has been quicker."""
+    """Complete a future, unless an abort has been faster."""
     try:
         if error is None:
             future.set_result(None)

@@ -78,7 +78,7 @@ class LapackKernels:
     def trsm(self, a: NDArray[Any], b: NDArray[Any], *, right: bool, lower: bool, op: str, unit: bool) -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``.
 
-        By halves: OpenBLAS multiplies quicker than it solves.
+        By halves: OpenBLAS multiplies faster than it solves.
         """
         if len(a) > _SOLVED:
             solve_by_halves(self, a, b, right=right, lower=lower, op=op, unit=unit)

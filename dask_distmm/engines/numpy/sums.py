@@ -272,7 +272,7 @@ class Sums:
         self._mirrored: dict[int, int] = {}
         self.symmetric = _is_symmetric(plan, rank, begun)
         problem, region = plan.problem, plan.region(rank)
-        # BLAS conjugates, without a copy, the operand that lies in the other order than D.
+        # BLAS conjugates, without a copy, the operand that is in the other order than D.
         orders = zip(problem.conjugated, (plan.order_a, plan.order_b), strict=True)
         order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
         if plan.packing.d:
@@ -353,14 +353,14 @@ class Sums:
             reflect(self.blocks[lower].data, self.blocks[upper].data)
 
     def cells(self, rect: Rect) -> Iterator[Rect]:
-        """Cut a part of D so that each piece lies in one block."""
+        """Cut a part of D so that each piece is in one block."""
         if self.plan.packing.d:
             yield rect
         else:
             yield from (cell for _, cell in split_at_chunks(self.plan, rect))
 
     def view(self, rect: Rect) -> NDArray[Any]:
-        """Return the sums over a part of D that lies in one block."""
+        """Return the sums over a part of D that is in one block."""
         if self.plan.packing.d:
             block = self.blocks[0]
         else:

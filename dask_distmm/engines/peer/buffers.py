@@ -42,7 +42,7 @@ class OperandBuffers:
         return made[: shape[0], : shape[1]]
 
     def lies(self, operand: int, rect: Rect) -> bool:
-        """Whether a part of an operand lies in one chunk of this GPU such that the library can multiply it in place."""
+        """Whether a part of an operand is in one chunk of this GPU such that the library can multiply it in place."""
         if self._sources.is_in_host(operand):
             return False
         found = self._sources.chunk_at(operand, rect, self.itemsizes[operand])

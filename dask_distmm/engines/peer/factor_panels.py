@@ -174,7 +174,7 @@ class PulledPanels(PanelExchange):
         return target
 
     def _take(self, size: int) -> tuple[Any, list[Any]]:
-        """Return a buffer of so many bytes, and the events after which it may be filled."""
+        """Return a buffer of this many bytes, and the events after which it may be filled."""
         for at, (buffer, events) in enumerate(self._free):
             if size <= len(buffer) <= max(2 * size, 2**20):
                 del self._free[at]

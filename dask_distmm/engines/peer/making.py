@@ -45,7 +45,7 @@ class Made(NamedTuple):
 
     # Keeps its memory.
     array: Any
-    # Where it lies.
+    # Where it is.
     view: DeviceView
     # The event after which it may be read.
     complete: cp.cuda.Event
@@ -89,7 +89,7 @@ class DeviceMaker:
         return {chunk: Made(*found, complete) for chunk, found in arrays.items()}
 
     def _on_device(self, operand: str, number: int, chunk: Any, stream: cp.cuda.Stream) -> tuple[Any, DeviceView]:
-        """Return a chunk on the GPU, in the type and the memory order in which it is multiplied, and where it lies."""
+        """Return a chunk on the GPU, in the type and the memory order in which it is multiplied, and where it is."""
         check_arrays("peer", {(operand, number): chunk})
         problem, type_name = self._problem, self._problem.dtype_of(operand)
         goal = problem.matrix_types["ab".index(operand)]

@@ -60,7 +60,7 @@ class Exporter:
         self._pool.free_all_blocks()
 
     def find(self, pointer: int) -> Allocation | None:
-        """Return the allocation that an address lies in; None if CUDA can't export it."""
+        """Return the allocation that an address is in; None if CUDA can't export it."""
         capable = _attribute(_Attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer)
         if not capable:
             return None

@@ -1,7 +1,7 @@
 """Offers: how a participant describes its memory so that others can read it, as plain types that are checked. Pure.
 
 An offer travels with the vote, and all offers with the message that starts the run. It lists allocations, and for each
-chunk and each block of D the allocation and the place in it. The reader of an offer checks that each matrix lies inside
+chunk and each block of D the allocation and the place in it. The reader of an offer checks that each matrix is inside
 the allocation that the offer names, because no other part does. `Expected` prepares that check before the vote, because
 the GPUs wait between the start of a run and its first pull.
 """
@@ -42,7 +42,7 @@ class Allocation(NamedTuple):
     size: int
     # Which no other allocation of the process ever has.
     buffer_id: int
-    # Where it lies in the process that has it.
+    # Where it is in the process that has it.
     address: int
 
 
@@ -57,7 +57,7 @@ class Offer:
         self._rows: list[tuple[int, ...]] = []
 
     def add(self, operand: int, number: int, allocation: Allocation, span: Span) -> None:
-        """Tell where a matrix lies."""
+        """Tell where a matrix is."""
         at, offset = self._number(allocation), span.pointer - allocation.address
         self._rows.append((operand, number, at, offset, span.row_stride, span.col_stride))
 

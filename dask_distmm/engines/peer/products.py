@@ -145,10 +145,10 @@ class Multiplication:
 # The first products of a rank, whose operands are on its own GPU: begun before the vote, or captured in a graph
 
 
-# Products that together take between so many seconds are begun before the vote. Shorter ones are kept to hide pulls.
+# Products that together take between this many seconds are begun before the vote. Shorter ones are kept to hide pulls.
 # Longer ones would waste too much time if the run does not take place.
 _LEAST_SECONDS, _MOST_SECONDS = 1e-3, 5e-3
-# Products that together take less than so many seconds become a graph; behind longer ones the host has enough time.
+# Products that together take less than this many seconds become a graph; behind longer ones the host has enough time.
 _SHORT_SECONDS = 0.3e-3
 
 

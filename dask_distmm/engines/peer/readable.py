@@ -163,7 +163,7 @@ def _by_lane(rows: Sequence[tuple[int, bool, bool, list[int]]]) -> list[list[lis
 
 
 def span_of(array: Any) -> Span:
-    """Return where a device array lies."""
+    """Return where a device array is."""
     return Span(int(array.data.ptr), *map(int, array.strides))
 
 
@@ -222,7 +222,7 @@ class Parts(NamedTuple):
 class Pull(NamedTuple):
     """Copies that fill a part of an operand."""
 
-    # Of what lies here, and of what is mapped.
+    # Of what is here, and of what is mapped.
     copies: list[CopyBatch]
     # For each participant whose chunks can't be mapped, its parts: it offers no memory, or the chunks are in host
     # memory.
@@ -264,7 +264,7 @@ class Sources:
         return self.remote.pulled_bytes if self.remote is not None else 0
 
     def copy(self, found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream) -> None:
-        """Put copies of elements of so many bytes on a stream."""
+        """Put copies of elements of this many bytes on a stream."""
         self.run(make_copies([table_of(found, itemsize)], itemsize)[0], stream)
 
     def run(self, copies: CopyBatch, stream: cp.cuda.Stream) -> None:

@@ -75,7 +75,7 @@ class Downloads:
 # D on one rank: the arrays of its sums, the partial sums of others, its chunks, the formula
 
 
-# GEMMs are fast if the distance of rows is a multiple of so many elements.
+# GEMMs are fast if the distance of rows is a multiple of this many elements.
 ALIGNED = 16
 # Buffers for partial sums: one is filled while the other one is added.
 _ADDING = 2

@@ -34,7 +34,7 @@ from dask_distmm.planning.plan import Rect
 class StreamStep(NamedTuple):
     """One product."""
 
-    # For each operand whose chunks are made what is multiplied: a part of one chunk as it lies, or a buffer.
+    # For each operand whose chunks are made what is multiplied: a part of one chunk as it is, or a buffer.
     loads: tuple[Load, ...]
     # The part of D that is multiplied into.
     rect: Rect
@@ -119,7 +119,7 @@ _MOSTLY = 0.5
 
 
 class _Segment(NamedTuple):
-    """A stretch of an operand's own axis; `lies` says whether it is multiplied in place instead of in a buffer."""
+    """A stretch of an operand's own axis; `is` says whether it is multiplied in place instead of in a buffer."""
 
     start: int
     stop: int

@@ -172,7 +172,7 @@ class Streaming:
         self._last_use |= {load.slot: self._over[-1].event for load in step.loads}
 
     def _in_place(self, load: Load, taken: dict[SourceChunk, Made]) -> DeviceView:
-        """Return the part of a chunk that is multiplied as it lies; the stream of GEMMs waits until it is complete."""
+        """Return the part of a chunk that is multiplied as it is; the stream of GEMMs waits until it is complete."""
         (block,) = load.chunk_blocks
         made = taken[self._chunk(load, block.chunk)]
         self._engine.stream.wait_event(made.complete)

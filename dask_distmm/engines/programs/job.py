@@ -62,6 +62,8 @@ class ProgramJob(Job[ProgramPlacement]):
             self._take_all(self._steps, 0.0, 1.0)
         self._complete()
         self.timings["work"] = time.perf_counter() - began - self.timings["wait"]
+        if self.kernels.blas.asynchronous:
+            self.timings["compute"] = self.timings["work"]
         return self._result
 
     def _complete(self) -> None:
@@ -87,7 +89,11 @@ class ProgramJob(Job[ProgramPlacement]):
         arrays = self._arrays
         match step:
             case Call(kernel, arguments, options):
+                began = time.perf_counter()
                 getattr(self.kernels, kernel)(*[arrays[buffer.name] for buffer in arguments], **options)
+                if not self.kernels.blas.asynchronous:
+                    phase = f"{kernel}()"
+                    self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began
             case New(buffer, zero):
                 arrays[buffer.name] = self._new(buffer)
                 if zero:

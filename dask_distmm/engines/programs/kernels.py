@@ -21,7 +21,7 @@ from dask_distmm.programs.steps import COUNT, FLAG
 # R of a Gram matrix is R of A up to rounding if the square of the condition of A's scaled columns is not above this;
 # as good are the solutions of its normal equations.
 _ONCE = 100
-# Singular values from a Gram matrix are as good as from A if the largest is at most so many times the least of them.
+# Singular values from a Gram matrix are as good as from A if the largest is at most this many times the least of them.
 _SPREAD = 32
 # A product with an inverse loses this factor against a solution at most.
 _WELL = 16
@@ -134,7 +134,7 @@ class ProgramKernels:
     # Small matrices
 
     def check(self, r: Any, *, cols: int) -> None:
-        """Raise if R of [A B] is not finite; A has so many columns."""
+        """Raise if R of [A B] is not finite; A has this many columns."""
         if not self._is_finite(r):
             raise MatrixError(not_finite("b" if self._is_finite(r[:cols, :cols]) else "a"))
 
@@ -211,7 +211,7 @@ class ProgramKernels:
         self.blas.gemm(second, first, r, alpha=1, beta=0)
 
     def stack(self, r: Any, count: Any, *pairs: Any) -> None:
-        """R of stacked triangles of so many rows, which become the blocks of Q; zeros where there are none."""
+        """R of stacked triangles of this many rows, which become the blocks of Q; zeros where there are none."""
         triangles, rows = pairs[::2], [int(one.item()) for one in pairs[1::2]]
         used = [triangle[:size] for triangle, size in zip(triangles, rows, strict=True)]
         q, upper = self.xp.linalg.qr(self.xp.concatenate([r[:0], *used]))
@@ -237,7 +237,7 @@ class ProgramKernels:
         self.blas.trsm(r, x, right=True, lower=False, op="N", unit=False)
 
     def inverse(self, r: Any, w: Any, *, rows: int) -> None:
-        """R^-1 of a matrix of so many rows and full rank."""
+        """R^-1 of a matrix of this many rows and full rank."""
         self._check_rank(r, rows)
         w[...] = self._inverse(r)
 

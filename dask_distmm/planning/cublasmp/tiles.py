@@ -43,7 +43,7 @@ from dask_distmm.planning.cuts import ALIGNED_BYTES, padded
 from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import Problem
 
-# SUMMA multiplies a panel of k at a time; wider ones are quicker and need more workspace.
+# SUMMA multiplies a panel of k at a time; wider ones are faster and need more workspace.
 _WIDEST_PANEL = 16384
 # Elements of a 16-bit type.
 HALVES_STEP = ALIGNED_BYTES // 2
@@ -67,7 +67,7 @@ class Tile:
 
     # Memory order of each rank's tile, ``"C"`` or ``"F"``.
     order: str
-    # Which element lies where, without padding; its parts are the ranks. None where every rank has all.
+    # Which element is where, without padding; its parts are the ranks. None where every rank has all.
     layout: BlockCyclicLayout
     # The whole, padding included.
     shape: tuple[int, int]

@@ -1,4 +1,4 @@
-"""How a Factorization is computed by so many ranks.
+"""How a Factorization is computed by this many ranks.
 
 A panel can be factorized as soon as all panels before it have been applied to its own block column. So the owner of the
 next panel applies this one to that block column first, factorizes it, publishes it, and only then updates its other
@@ -367,15 +367,15 @@ class _Builder:
             yield Publish(Key("pivots", panel))
 
 
-# How a Factorization is computed by so many ranks
+# How a Factorization is computed by this many ranks
 
 
 # The least and the most columns of a block on CPUs: wide enough for BLAS.
 _WIDTHS = (32, 256)
 # So many blocks a rank should have, or ranks finish far apart.
 _BLOCKS = 8
-# With so many blocks a rank of twice the width the next panel is there in time all the same, and products have a higher
-# rate (1 H200, float64, 32768 x 512 by 512, by 1024: 47 and 53 TFLOP/s).
+# With this many blocks a rank of twice the width the next panel is there in time all the same, and products have a
+# higher rate (1 H200, float64, 32768 x 512 by 512, by 1024: 47 and 53 TFLOP/s).
 _MANY = 32
 # The most columns of a block where all ranks read their whole share for each column that is eliminated.
 _EVEN = 256
@@ -429,7 +429,7 @@ class FactorPlan:
     # Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0. It takes no
     # steps, and a spectral decomposition has block columns, too.
     collective: bool = False
-    # Whether the block columns of a matrix whose eigenvalues are wanted are dealt out, for ranks that take steps;
+    # Whether the block columns of a matrix whose eigenvalues are wanted are distributed, for ranks that take steps;
     # otherwise one rank has it all.
     shared: bool = False
 
@@ -501,7 +501,7 @@ class FactorPlan:
     def output(self, name: str) -> TaskOutput:
         """Return a result by its name."""
         found = next(one for one in self.problem.outputs if one.name == name)
-        # The block columns of eigenvectors are dealt out as those of a second matrix.
+        # The block columns of eigenvectors are distributed as those of a second matrix.
         if (self.collective or self.shared) and found.form == "spectral" and len(found.shape) > 1:
             return dataclasses.replace(found, matrix=1, form="full")
         return found

@@ -77,9 +77,9 @@ def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> 
 
 
 # A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
-# spectral decomposition, and one of values alone: one thread, N = 1200.
+# spectral decomposition, and one of only values: one thread, N = 1200.
 SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45, "values": 0.1}
-# A reduction to tridiagonal form, and the way back of the vectors, move so many times what a factorization does.
+# A reduction to tridiagonal form, and the way back of the vectors, move this many times what a factorization does.
 _REDUCTIONS = 4
 
 
@@ -177,7 +177,7 @@ def _consider(
     count: int,
     shared: bool,
 ) -> FactorPlacement:
-    """Return the plan on so many ranks of `roster`, with its estimate and its memory."""
+    """Return the plan on this many ranks of `roster`, with its estimate and its memory."""
     participants = (*roster, *sources)
     model = ENGINES[engine]
     width = block_width(problem.task, count, model.widths, shared=shared)

@@ -200,7 +200,7 @@ class Factorization:
     mode: str = "reduced"
     # solve, inv: ``"gen"``: A is any matrix; ``"pos"``: it is Hermitian and positive definite.
     assume_a: str = "gen"
-    # eigh, svd: whether vectors are computed, and not values alone.
+    # eigh, svd: whether vectors are computed, and not only values.
     vectors: bool = True
     # eigh: the first and the last index of the eigenvalues that are computed, counted from the least one; None for
     # all.

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
 
-# Where block columns lie: dealt out to the ranks as cards are, each rank's side by side in one array
+# Where block columns lie: distributed round-robin over the ranks, each rank's side by side in one array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class BlockColumn(NamedTuple):
 class DiagonalBlock(NamedTuple):
     """Where the diagonal block of a panel is."""
 
-    # Its rows and columns. In the last panel of a matrix with more columns than rows the panel goes on beyond `stop`.
+    # Its rows and columns. In the last panel of a matrix with more columns than rows the panel continues beyond `stop`.
     start: int
     stop: int
     # Number of diagonal elements of the matrix.
@@ -160,7 +160,7 @@ class Columns:
 
 
 # The part of a panel that others need. "lower": its rows from the diagonal on, with the pivots (LU) or T (QR);
-# "upper": its rows up to and with the diagonal block; "pivots": pivots and diagonal alone. "carried" is no part: the
+# "upper": its rows up to and with the diagonal block; "pivots": only pivots and diagonal. "carried" is not a part: the
 # right-hand side on its way to the owner of the panel, or to its own rank under its own number.
 #
 # Of shared eigenvalues, each kind with numbers of its own. "size": the largest element of a rank's block columns.
@@ -193,7 +193,7 @@ class Key(NamedTuple):
 class Operation(NamedTuple):
     """How a panel changes block columns."""
 
-    # ``"cholesky"``, ``"lu"``, ``"qr"``: as the factorization goes on. ``"substitute"``: one block row of a
+    # ``"cholesky"``, ``"lu"``, ``"qr"``: as the factorization continues. ``"substitute"``: one block row of a
     # triangular system is solved. ``"reflect"``: the columns are multiplied by I - V T V^H.
     name: str
     # Of the triangle that is solved with: whether it is the lower one, ``"N"``, ``"T"`` or ``"C"``, and whether its

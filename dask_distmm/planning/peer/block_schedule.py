@@ -8,7 +8,7 @@ an earlier panel is multiplied::
                           [ 0 ][ 1 ][ 2 ][ 3 ]       panels 1 and 2 are pulled while panel 0 is multiplied
     A, stationary   [   ] [   ][   ][   ][   ]  D    (rows of A; all of k where the buffer allows)
 
-A part of A or B that lies in one chunk of the rank's own GPU is multiplied in place and needs no buffer. All buffers
+A part of A or B that is in one chunk of the rank's own GPU is multiplied in place and needs no buffer. All buffers
 together take at most ``distmm.peer.buffer-bytes``. A stationary part that needs more than half of that is cut: along k
 (the products are then added to D, in the type of the sums), or along its own axis (the panels are then streamed once
 for each part).
@@ -128,7 +128,7 @@ class BlockSchedule:
     depth: Bounds
     # Most rows or columns of a panel of the streamed operand.
     width: int
-    # For A and B, whether all of the rank's part lies in single chunks on its own GPU, as far as a plan can tell.
+    # For A and B, whether all of the rank's part is in single chunks on its own GPU, as far as a plan can tell.
     lies: tuple[bool, bool]
     # For A and B, the number of chunks that the rank reads and other participants have.
     others: tuple[float, float]
@@ -288,7 +288,7 @@ def _several(plan: Plan, found: Sequence[BlockSchedule]) -> bool:
 
 
 def native(plan: Plan, found: Sequence[BlockSchedule]) -> str | None:
-    """Return the epilog that cuBLASLt does with each product, ``""`` for a factor alone; None if it can't do all."""
+    """Return the epilog that cuBLASLt does with each product, ``""`` for a factor only; None if it can't do all."""
     problem = plan.problem
     if _several(plan, found) or extent_multiple(problem) > 1:
         return None

@@ -7,7 +7,7 @@ one product::
     both are made       [ A, all own rows ]  @  [ B, all own columns ]     over a part of k
     A is made           [ A, some rows and a part of k ]  @  [ B, the same part of k ]
 
-What a step needs of an operand is a part of one chunk, which is multiplied as it lies; or parts of several, which are
+What a step needs of an operand is a part of one chunk, which is multiplied as it is; or parts of several, which are
 copied side by side into a buffer. So small chunks are joined until their product is worth its launch; long ones are cut
 where a buffer would be too large. Of a Gram matrix one operand is made, and the other one is its transpose.
 """
@@ -83,7 +83,7 @@ def _stream(plan: Plan, rank: int) -> Stream:
     made = tuple(operand for operand in (0, 1) if problem.by_ranks[operand])
     twin = len(made) > 1 and is_gram(problem) and (r0, r1) == (c0, c1)
     if twin:
-        # The library conjugates what it transposes, so this one lies right for both.
+        # The library conjugates what it transposes, so this one is right for both.
         made = (0 if problem.conjugated[0] else 1,)
     both = all(problem.by_ranks)
     extents, sizes, depth = (r1 - r0, c1 - c0), multiplied_sizes(problem), k1 - k0
@@ -187,7 +187,7 @@ def rate(plan: Plan) -> float:
 
 
 def _seconds(plan: Plan, products: float, size: float) -> float:
-    """Return the seconds for so many multiplications and additions that read so many bytes."""
+    """Return the seconds for this many multiplications and additions that read this many bytes."""
     problem = plan.problem
     operations = problem.flops / (float(problem.m) * problem.n * problem.k)
     return max(operations * products / rate(plan), size / problem.options.machine(plan.engine).memory_bandwidth)

@@ -1,8 +1,8 @@
 """Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended.
 
 Dask loads the inputs of a barrier without asking whether there is room for all of them at the same time. A worker that
-holds more than its pause threshold begins no task. When chunks that wait for a run have paused all workers, no task
-ever begins again.
+holds more than its pause threshold does not start tasks. When chunks that wait for a run have paused all workers, no
+task ever begins again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
 
-# How often the scheduler looks whether any task goes on (seconds).
+# How often the scheduler looks whether any task continues (seconds).
 _LOOK = 1.0
 
 
@@ -51,7 +51,7 @@ class Admission:
         """Fail a barrier whose multiply would exceed memory, before much of its inputs is loaded."""
 
         async def planned() -> None:
-            # Where all is in memory the run's own plan counts it where it lies.
+            # Where all is in memory the run's own plan counts it where it is.
             if ts.state == "waiting":
                 engines, workers = await self._roster.choose(problem.demand)
                 await asyncio.to_thread(plan_computation, problem, workers, engine=engines)

@@ -123,7 +123,7 @@ class Releases:
         self._tasks: set[asyncio.Future[None]] = set()
 
     def begin(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
-        """Have groups freed, each in its turn as if it were a run of its ranks; it goes on in the background."""
+        """Have groups freed, each in its turn as if it were a run of its ranks; it continues in the background."""
         tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(self._release(group, grace)) for group in groups]
         # The event loop holds tasks weakly only.
         self._tasks.update(tasks)
@@ -365,7 +365,7 @@ class Coordinator:
         return told
 
     def lose(self, run: Run, worker: str) -> bool:
-        """Let a run end, or go on without a worker that is gone; return whether it goes on."""
+        """Let a run end, or continue without a worker that is gone; return whether it continues."""
         if run.lose([worker]):
             self.tell(sorted(run.participants - run.gone) if run.gone else [], Gone(run.run_id, worker))
             self.queue.changed_soon()

@@ -153,7 +153,7 @@ def _chunk_count(along: Sequence[int], most: int) -> int | None:
 _LOOK = 0.2
 # So many tasks are looked up before others get the event loop again.
 _SLICE = 1000
-# The memory orders of so many arrays are remembered.
+# The memory orders of this many arrays are remembered.
 _ORDERS = 1000
 
 
@@ -352,7 +352,7 @@ def _at_once(ts: TaskState, workers: Iterable[WorkerState]) -> dict[str, int]:
 
 
 def _lasting_array_of(barrier: Barrier, operand: str) -> str:
-    """Return the name of the array of A or B; where it has none that lasts, one for this multiply alone."""
+    """Return the name of the array of A or B; where it has none that lasts, one only for this multiply."""
     problem = barrier.problem
     name = problem.arrays["ab".index(operand)] if isinstance(problem, Problem) else ""
     return name or f"{barrier.key}{operand}"

@@ -1,6 +1,6 @@
 """Which groups of workers share something costly between runs (a communicator, mappings), and when it goes. Pure.
 
-The scheduler decides alone: workers make a group when a plan names one that they don't have yet, and free it
+Only the scheduler decides: workers make a group when a plan names one that they don't have yet, and free it
 when they are told. So all ranks of a group always agree on whether it is there.
 """
 

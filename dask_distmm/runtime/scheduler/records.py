@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +12,7 @@ from dask.utils import format_bytes, format_time
 from distributed.metrics import time
 
 from dask_distmm.errors import ProtocolError
+from dask_distmm.programs.contracts import CONTRACTS
 from dask_distmm.runtime.keys import barrier_key, barrier_name, wave_name, wave_of
 from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion, ProgressReply
 from dask_distmm.runtime.run import Run
@@ -104,8 +106,12 @@ Outcome = Literal["running", "done", "restarted", "failed", "released"]
 
 _ENDED = ("done", "restarted", "failed", "released")
 
-# The phases that engines time, in their order; "other" is the rest of a rank's time.
-PHASES = ("gate", "redistribute", "multiply", "deliver", "replicate", "other")
+# The phases that engines time, in their order; "other" is the rest of a rank's time, "compute" all of a factorization
+# or a program where calls return before they are done. The kernels of a program, as "gram()", are phases, too.
+PHASES = (
+    "gate", "gather", "redistribute", "multiply", "panel", "update", "compute", "wait", "deliver", "replicate", "other",
+)  # fmt: skip
+KERNELS = tuple(f"{kernel}()" for kernel in CONTRACTS)
 
 
 @dataclasses.dataclass(slots=True)
@@ -267,9 +273,9 @@ class Records:
         if outcome == "done":
             self.totals.flops += record.flops
             self.totals.received_bytes += record.received_bytes
-            for phase in PHASES:
-                slowest = max((found[phase] for found in record.phases.values()), default=0.0)
-                self.totals.seconds[phase] += slowest
+            for phase in dict.fromkeys(itertools.chain(PHASES, *record.phases.values())):
+                slowest = max((found.get(phase, 0.0) for found in record.phases.values()), default=0.0)
+                self.totals.seconds[phase] = self.totals.seconds.get(phase, 0.0) + slowest
 
     def of(self, name: str) -> Record | None:
         """Return the last run of a multiply."""
@@ -285,4 +291,5 @@ class Records:
 def by_phase(seconds: float, timings: Mapping[str, float]) -> dict[str, float]:
     """Return a rank's seconds by phase; time under other names, and time that the engine did not take, is "other"."""
     found = {phase: timings.get(phase, 0.0) for phase in PHASES[:-1]}
+    found |= {kernel: timings[kernel] for kernel in KERNELS if kernel in timings}
     return {**found, "other": max(0.0, seconds - sum(found.values()))}

@@ -31,12 +31,12 @@ T = TypeVar("T")
 _DESCRIBE_TIMEOUT = 30.0
 # How often it is looked whether a run fits (seconds).
 _LOOK = 0.2
-# Memory that a process holds is told in steps of so many bytes, at least so many of them a worker's memory: a plan
+# Memory that a process holds is told in steps of this many bytes, at least this many of them a worker's memory: a plan
 # serves as long as no step changes.
 _STEP, _STEPS = 2**26, 32
 # Of a worker that has not described itself: it may hold chunks all the same.
 _UNKNOWN = Description("OK")
-# An error names so many workers.
+# An error names this many workers.
 _LISTED = 8
 
 
