@@ -30,14 +30,19 @@ _LONG = 0.5
 class Decision:
     """How a product is made: in waves, or by a plan for one run; neither where nothing is known of the cluster.
 
-    With waves there is a plan if one run would do, too. `on_gpus` says whether GPUs multiply, `left` why the product is
-    left to Dask.
+    With waves there is a plan if one run would do, too. `known` is what is known of the cluster, `left` why the product
+    is left to Dask.
     """
 
     plan: Plan | None = None
     scheme: Scheme | None = None
-    on_gpus: bool = False
+    known: Snapshot | None = None
     left: str = ""
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether GPUs multiply."""
+        return self.known is not None and all(one.on_gpus for one in abilities_of(self.known.engines))
 
 
 def decide(request: Request, problem: Problem, client: Client, known: Snapshot) -> Decision:
@@ -47,8 +52,7 @@ def decide(request: Request, problem: Problem, client: Client, known: Snapshot) 
     if whole is not None:
         made = pipelined(request, problem, client, whole) or whole
     request.logger.info("%s, lazy\n%r", problem.name, made)
-    on_gpus = all(one.on_gpus for one in abilities_of(known.engines))
-    return Decision(whole, made.scheme if isinstance(made, WavePlan) else None, on_gpus)
+    return Decision(whole, made.scheme if isinstance(made, WavePlan) else None, known)
 
 
 def run_or_waves(request: Request, problem: Problem, client: Client | None, known: Snapshot) -> Plan | WavePlan:

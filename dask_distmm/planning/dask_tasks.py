@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.placement import Estimate
+from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 
 # Of so many partial products Dask makes one sum.
@@ -62,3 +64,11 @@ def product_by_tasks(problem: Problem, workers: Sequence[Worker], machine: Machi
         bytes_moved=int(received * count),
         peak_bytes=int(held),
     )
+
+
+def with_tasks(made: Plan, workers: Sequence[Worker], costs: DaskCosts, *, lazy: bool, by_tasks: bool = True) -> Plan:
+    """Return a plan with the seconds that Dask takes around its run, and unless nobody asks those of its own tasks."""
+    problem = made.problem
+    around = product_overhead(problem, costs) + lazy * costs.start
+    own = product_by_tasks(problem, workers, problem.machine_of_tasks(made.engine), costs) if by_tasks else None
+    return dataclasses.replace(made, around=around, by_tasks=own)
