@@ -118,7 +118,7 @@ def explain_matrices(request: Request) -> Plan | WavePlan | NotCollective:
             raise
         return waves
     if client is not None:
-        waves = waves_now(request, problem, client, made) or pipelined(request, problem, client, made)
+        waves = waves_now(request, problem, client, made) or pipelined(request, problem, client, known, made)
         if waves is not None:
             return waves
     return dataclasses.replace(made, left=_why_left(request, made)) if request.plain and not request.named else made

@@ -30,8 +30,8 @@ import numpy as np
 from dask import graph_manipulation
 from dask._task_spec import GraphNode, List, Task, TaskRef, convert_legacy_graph
 from dask.array.core import Array
-from dask.array.optimization import optimize
 from dask.array.routines import matmul
+from dask.blockwise import fuse_roots, optimize_blockwise
 from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
 from distributed.utils import sync
@@ -122,7 +122,10 @@ class DaskTasks:
             x = x.T if whole.turned[number] else x
             operands.append(x.conj() if whole.conjugated[number] else x)
         d = matmul(*operands)
-        found: dict[Any, GraphNode] = convert_legacy_graph(dict(optimize(d.dask, [(d.name, *at) for _, *at in wanted])))
+        keys = {(d.name, *at) for _, *at in wanted}
+        # The other steps of Dask's optimizer come after this.
+        graph = fuse_roots(optimize_blockwise(d.dask, keys=keys), keys=keys).cull(keys)
+        found: dict[Any, GraphNode] = convert_legacy_graph(graph.to_dict())
         for key in wanted:
             found[key] = found.pop((d.name, *key[1:])).substitute({}, key=key)
         return found
