@@ -69,6 +69,8 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     ),
     "dask.array.core": {"_HANDLED_FUNCTIONS": ()},
     "dask.array.optimization": {"optimize": ("dsk", "keys")},
+    "dask.array.routines": {"matmul": ()},
+    "dask.blockwise": {"fuse_roots": ("graph", "keys"), "optimize_blockwise": ("graph", "keys")},
     "dask.core": {"flatten": ("seq",)},
     "dask.highlevelgraph": {"HighLevelGraph": (), "Layer": (), "MaterializedLayer": ()},
     "dask.order": {"order": ("dsk",)},

@@ -17,7 +17,7 @@ from distributed import wait
 from run_events import newest_run, runs_after
 from test_waves import in_waves
 
-from dask_distmm import linalg, matmul
+from dask_distmm import enabled, linalg, matmul
 from dask_distmm.runtime.keys import barrier_name
 
 _seeds = itertools.count()
@@ -247,6 +247,47 @@ def test_parts_of_one_result(inproc_client):
             check(d, r)
             np.testing.assert_allclose(total.compute(), r.sum())
             del total, part
+
+
+def test_parts_by_tasks_of_dask(inproc_client):
+    """Under `enable` a few chunks of D are made by Dask's own tasks, under the same keys, and the whole by a run."""
+
+    def check(found, expected, runs):
+        last = newest_run(inproc_client)
+        np.testing.assert_array_equal(found.compute(), expected)
+        assert runs_after(inproc_client, last) == runs
+
+    with no_warnings_of_dask(), enabled():
+        for in_memory, kind in ((False, float), (True, complex)):
+            x, lazy = matrix()
+            x, lazy = (each.astype(kind) * (1 + 2j if kind is complex else 1) for each in (x, lazy))
+            if in_memory:
+                lazy = lazy.persist()
+            y, right = x.conj().T, lazy.conj().T
+            d, r = lazy @ right, x @ y
+            check(d[17, -17], r[17, -17], 0)
+            check(d[:5, -3:] + 1, r[:5, -3:] + 1, 0)
+            check(d, r, 1)
+            # What there is already is taken, whoever has made it.
+            part = d.blocks[1, 1].persist()
+            wait(part)
+            check(d, r, 1)
+            check(d.blocks[1, 1] - 1, r[7:14, 7:14] - 1, 0)
+            del part
+            whole = d.persist()
+            wait(whole)
+            check(d[17, -17], r[17, -17], 0)
+            total = d.sum().persist()
+            del whole
+            check(d[:2, :2], r[:2, :2], 0)
+            check(total, r.sum(), 0)
+        # Results of runs, other operands, and results that have to be runs.
+        x, lazy = matrix()
+        d, r = lazy @ lazy, x @ x
+        check((d @ (lazy + 1))[3, 3], (r @ (x + 1))[3, 3], 1)
+        check((d.persist() @ (lazy.persist() - 1))[3, 3], (r @ (x - 1))[3, 3], 1)
+        check(matmul(lazy, lazy, method="allgather")[3, 3], r[3, 3], 1)
+        check((lazy.rechunk((60, 7)) @ lazy)[3, 3], r[3, 3], 1)
 
 
 def test_results_that_share_a_lazy_operand(inproc_client):

@@ -29,7 +29,7 @@ from dask_distmm.arrays.kinds import reducible
 from dask_distmm.arrays.quantize import widened
 from dask_distmm.comms.serializers import let_types_travel
 from dask_distmm.errors import PlanError
-from dask_distmm.graph.build import build_graph, build_output
+from dask_distmm.graph.build import DaskTasks, build_graph, build_output
 from dask_distmm.graph.waves import build_wave_output, build_waves
 from dask_distmm.numeric.epilogs import Formula, elementwise, reductions, scaled
 from dask_distmm.numeric.types import FP8, Types, carried, compute_dtype, dtype_from_name, stored, sum_dtype
@@ -136,19 +136,20 @@ def run_outputs(
     extras: Sequence[da.Array],
     scheme: Scheme | None = None,
     waves: HighLevelGraph | None = None,
+    by_tasks: DaskTasks | None = None,
 ) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
     """Return D of a run, and the auxiliary outputs if there are any.
 
     A and B are those of `problem_of_request`. With a scheme it is a sequence of runs; `waves` has these, and others, if
-    they are in a graph already.
+    they are in a graph already. With `by_tasks` parts of D may be left to Dask's own tasks.
     """
     prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
     meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
     operands = as_they_lie(problem, a, b, extras)
     if scheme is None:
-        graph = build_graph(problem, operands["a"], operands["b"], extras)
+        graph = build_graph(problem, operands["a"], operands["b"], extras, by_tasks)
     else:
-        graph = build_wave_output(waves or build_waves([(problem, scheme, operands)]), problem, scheme)
+        graph = build_wave_output(waves or build_waves([(problem, scheme, operands)]), problem, scheme, "", by_tasks)
     d = Array(graph, problem.name, problem.out_chunks, meta=meta)
     return d if problem.formula.plain else _outputs(problem, d, a, b, scheme)
 

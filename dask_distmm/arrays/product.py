@@ -15,10 +15,10 @@ from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import is_lazy, operands_under, run_outputs, without_a_run
 from dask_distmm.arrays.request import Request, parse, problem_of_request, result_chunks
 from dask_distmm.arrays.waves import Decision, decide, pipelined, waves_now
-from dask_distmm.config import minimum_flops
+from dask_distmm.config import dask_costs, minimum_flops
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
+from dask_distmm.graph.build import DaskTasks
 from dask_distmm.planning import Plan, Problem, Worker
-from dask_distmm.planning.model import models_of
 from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot, snapshot
@@ -118,7 +118,7 @@ def explain_matrices(request: Request) -> Plan | WavePlan | NotCollective:
             raise
         return waves
     if client is not None:
-        waves = waves_now(request, problem, client, made) or pipelined(request, problem, client, made)
+        waves = waves_now(request, problem, client, made) or pipelined(request, problem, client, known, made)
         if waves is not None:
             return waves
     return dataclasses.replace(made, left=_why_left(request, made)) if request.plain and not request.named else made
@@ -160,7 +160,7 @@ def product_or_reason(a: da.Array, b: da.Array) -> da.Array | str:
     request = parse(a, b)
     if request.empty:
         return cast(da.Array, multiply_matrices(request))
-    problem = problem_of_request(request)
+    a, b, problem = request.a, request.b, problem_of_request(request)
     decision = _decide_now(request, problem, enabled=True)
     if decision.left:
         return decision.left
@@ -168,7 +168,17 @@ def product_or_reason(a: da.Array, b: da.Array) -> da.Array | str:
         return left
     if minimum_flops() is None and _streams_alone(problem, decision):
         return f"it does not fit into memory, and {_ONCE}"
-    return request.without_dropped(cast(da.Array, run_outputs(problem, request.a, request.b, [], decision.scheme)))
+    found = run_outputs(problem, a, b, [], decision.scheme, by_tasks=_by_tasks(request, problem, decision.known))
+    return request.without_dropped(cast(da.Array, found))
+
+
+def _by_tasks(request: Request, problem: Problem, known: Snapshot | None) -> DaskTasks | None:
+    """Return what decides about Dask's own tasks for parts of D; None if there are to be runs."""
+    cut_otherwise = problem.out_chunks != (problem.a_chunks[0], problem.b_chunks[1])
+    if known is None or request.demands or cut_otherwise or minimum_flops() is not None:
+        return None
+    graph_a, graph_b = (x.dask if is_lazy(x) else None for x in operands_under(request.a, request.b, problem))
+    return DaskTasks(tuple(known.workers), known.engines, dask_costs(), (graph_a, graph_b))
 
 
 def _decide_now(request: Request, problem: Problem, *, enabled: bool = False) -> Decision:
@@ -183,7 +193,7 @@ def _decide_now(request: Request, problem: Problem, *, enabled: bool = False) ->
         return Decision()  # There may be some when it is computed.
     if client is None or known is None:
         return Decision()
-    on_gpus = all(one.on_gpus for one in models_of(known.engines))
-    if enabled and not on_gpus and minimum_flops() is None and _used_once(request, problem):
+    aside = enabled and not Decision(known=known).on_gpus and minimum_flops() is None
+    if aside and _used_once(request, problem):
         return Decision(left=f"chunks are still to be made, and {_ONCE}")
     return decide(request, problem, client, known)

@@ -30,14 +30,19 @@ _LONG = 0.5
 class Decision:
     """How a product is made: in waves, or by a plan for one run; neither where nothing is known of the cluster.
 
-    With waves there is a plan if one run would do, too. `on_gpus` says whether GPUs multiply, `left` why the product is
-    left to Dask.
+    With waves there is a plan if one run would do, too. `known` is what is known of the cluster, `left` why the product
+    is left to Dask.
     """
 
     plan: Plan | None = None
     scheme: Scheme | None = None
-    on_gpus: bool = False
+    known: Snapshot | None = None
     left: str = ""
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether GPUs multiply."""
+        return self.known is not None and all(one.on_gpus for one in models_of(self.known.engines))
 
 
 def decide(request: Request, problem: Problem, client: Client, known: Snapshot) -> Decision:
@@ -45,10 +50,9 @@ def decide(request: Request, problem: Problem, client: Client, known: Snapshot) 
     made = run_or_waves(request, problem, client, known)
     whole = None if isinstance(made, WavePlan) else made
     if whole is not None:
-        made = pipelined(request, problem, client, whole) or whole
+        made = pipelined(request, problem, client, known, whole) or whole
     request.logger.info("%s, lazy\n%r", problem.name, made)
-    on_gpus = all(one.on_gpus for one in models_of(known.engines))
-    return Decision(whole, made.scheme if isinstance(made, WavePlan) else None, on_gpus)
+    return Decision(whole, made.scheme if isinstance(made, WavePlan) else None, known)
 
 
 def run_or_waves(request: Request, problem: Problem, client: Client | None, known: Snapshot) -> Plan | WavePlan:
@@ -76,23 +80,32 @@ def waves_now(request: Request, problem: Problem, client: Client, made: Plan | N
     return None if scheme is None else WavePlan(problem, scheme)
 
 
-def pipelined(request: Request, problem: Problem, client: Client, made: Plan) -> WavePlan | None:
+def pipelined(request: Request, problem: Problem, client: Client, known: Snapshot, made: Plan) -> WavePlan | None:
     """Return waves in which ranks make the chunks of a product that fits, unless that is expected to take longer.
 
     It takes less memory, too: chunks are dropped as soon as they are multiplied.
     """
     if (budget := budget_now()) is None:
         return None
-    lazy_a, lazy_b = map(is_lazy, operands_under(request.a, request.b, problem))
+    arrays = operands_under(request.a, request.b, problem)
+    # What is lazy here may be in memory for another collection of the same name.
+    lazy_a, lazy_b = (is_lazy(x) and (x.name, 0, 0) not in client.futures for x in arrays)
     lazy = [lazy_a, not problem.shared and lazy_b]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
     loading = sum(itertools.compress(sizes, lazy)) / (len(made.participants) * budget.rate(problem.array))
     if loading < _LONG or not all(one.makes for one in models_of([made.engine])):
         return None
-    scheme = _scheme(request, problem, client, budget, made.method)
-    if scheme is None or scheme.seconds > loading + made.seconds:
+    if not all(can_be_made(x, sampled=True) for x, yes in zip(arrays, lazy, strict=True) if yes):
         return None
-    return WavePlan(problem, scheme)
+    asked, both, engines = dataclasses.replace(problem, method=made.method), (lazy_a, lazy_b), known.engines
+    try:
+        scheme = choose_scheme(
+            asked, known.workers, both, budget, dask_costs(), engine=engines, by_ranks=both, only_by_ranks=True
+        )
+    except (PlanError, ProjectedMemoryError) as error:
+        request.logger.info("%s", error)
+        return None
+    return WavePlan(problem, scheme) if scheme.seconds <= loading + made.seconds else None
 
 
 def budget_now() -> Budget | None:
@@ -110,39 +123,23 @@ def _spills(made: Plan, budget: Budget) -> bool:
     return any(made.projected_bytes[worker.address] > budget.of(worker) for worker in made.participants)
 
 
-def _scheme(
-    request: Request, problem: Problem, client: Client, budget: Budget, method_by_ranks: str = ""
-) -> Scheme | None:
-    """Return the waves of a product; None if it can't be made in waves, or does not fit in them either.
-
-    With `method_by_ranks` only waves of that method in which ranks make chunks, and with less care.
-    """
+def _scheme(request: Request, problem: Problem, client: Client, budget: Budget) -> Scheme | None:
+    """Return the waves of a product; None if it can't be made in waves, or does not fit in them either."""
     arrays = operands_under(request.a, request.b, problem)
     known = snapshot(client, problem, arrays)
     if known is None:
         return None
     lazy_a, lazy_b = (where is None for where in known.placed)
-    sampled = bool(method_by_ranks)
-    can_a = lazy_a and can_be_made(arrays[0], sampled=sampled)
-    can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1], sampled=sampled)
+    can_a = lazy_a and can_be_made(arrays[0])
+    can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1])
     given = problem, known.workers
-    if sampled:
-        if (can_a, can_b) != (lazy_a, lazy_b):
-            return None
-        given = dataclasses.replace(problem, method=method_by_ranks), known.workers
     try:
         return choose_scheme(
-            *given,
-            (lazy_a, lazy_b),
-            budget,
-            dask_costs(),
-            engine=known.engines,
-            by_ranks=(can_a, can_b),
-            only_by_ranks=sampled,
+            *given, (lazy_a, lazy_b), budget, dask_costs(), engine=known.engines, by_ranks=(can_a, can_b)
         )
     except (PlanError, ProjectedMemoryError) as error:
         reason = error
-    if not sampled and not (lazy_a and lazy_b):
+    if not (lazy_a and lazy_b):
         # Results that have no room in memory are on disk: Dask reads back those of a wave, and spills others for them.
         with contextlib.suppress(PlanError, ProjectedMemoryError):
             return choose_scheme(*given, (True, True), budget, dask_costs(), engine=known.engines)

@@ -10,7 +10,8 @@ The graph does not know the cluster. On a cluster no worker runs any of these ta
 barrier, has the multiply run once all inputs are in memory, and puts the chunks of D into memory where they lie.
 
 Where only some chunks of D are wanted, culling makes barriers for parts of the multiply, each of which depends on the
-rows of chunks of A and the columns of chunks of B that its part needs.
+rows of chunks of A and the columns of chunks of B that its part needs. A product under `enable` that is left to Dask
+where its own tasks are quicker may be left to them in part, too: the chunks have the same keys then.
 
 The same graph runs without a cluster too (``compute(scheduler="threads")``): then the barrier gets all chunks and
 multiplies alone.
@@ -27,14 +28,19 @@ from typing import Any
 
 import numpy as np
 from dask import graph_manipulation
-from dask._task_spec import GraphNode, List, Task, TaskRef
+from dask._task_spec import GraphNode, List, Task, TaskRef, convert_legacy_graph
+from dask.array.core import Array
+from dask.array.routines import matmul
+from dask.blockwise import fuse_roots, optimize_blockwise
 from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
 from distributed.utils import sync
 
+from dask_distmm.config import DaskCosts
 from dask_distmm.engines.base import Side, get_engine
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.errors import EngineError, PlanError
+from dask_distmm.errors import EngineError, PlanError, ProjectedMemoryError
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import (
     Computation,
     Placement,
@@ -45,6 +51,8 @@ from dask_distmm.planning import (
     problem_from_wire,
     restrict,
 )
+from dask_distmm.planning.placement import CLEARLY
+from dask_distmm.planning.tasks import with_tasks
 from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import (
     ChunkTask,
@@ -62,6 +70,8 @@ from dask_distmm.runtime.parts import needed, restricted
 
 # A part of its own is worth a run if it saves this many floating-point operations.
 _FLOPS_OF_A_RUN = 1e9
+# A key that no layer has.
+_NO_KEY = ("distmm-none",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +82,53 @@ class Piece:
     problem: Problem
     # Numbers of chunks of D, in the layer's multiply; None for all.
     wanted: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DaskTasks:
+    """What decides whether Dask's own tasks make some chunks of D in place of runs."""
+
+    workers: tuple[Worker, ...]
+    engines: tuple[str, ...]
+    costs: DaskCosts
+    # The graphs of A and of B; None where chunks are in memory.
+    upstream: tuple[HighLevelGraph | None, HighLevelGraph | None]
+
+    def are_quicker(self, pieces: Sequence[Piece]) -> bool:
+        """Whether they are expected to be over clearly before runs, one after the other, would be."""
+        try:
+            plans = [plan(piece.problem, self.workers, engine=self.engines) for piece in pieces]
+        except ProjectedMemoryError:
+            return True
+        lazy = any(graph is not None for graph in self.upstream)
+        plans = [with_tasks(made, self.workers, self.costs, lazy=lazy) for made in plans]
+        own = self.costs.start + sum(made.by_tasks.seconds - self.costs.start for made in plans if made.by_tasks)
+        return own < CLEARLY * sum(made.seconds for made in plans)
+
+    def tasks(
+        self, whole: Problem, arrays: Mapping[str, tuple[str, bool]], wanted: Collection[Any]
+    ) -> dict[Any, GraphNode]:
+        """Return Dask's own tasks for some chunks of D, given by their keys, with those that load what they need.
+
+        Dask loads what one task needs within that task. Chunks that are in memory, or that runs make, are needed.
+        """
+        operands = []
+        for number, name in enumerate("ab"):
+            below, graph = arrays.get(name, arrays["a"])[0], self.upstream[number]
+            if graph is None or any(isinstance(layer, TasksLayer) for layer in graph.layers.values()):
+                graph = HighLevelGraph({below: {}}, {below: set()})
+            chunks = whole.chunks_of(name)[:: -1 if whole.turned[number] else 1]
+            x = Array(graph, below, chunks, dtype=dtype_from_name(whole.dtype_of(name)))
+            x = x.T if whole.turned[number] else x
+            operands.append(x.conj() if whole.conjugated[number] else x)
+        d = matmul(*operands)
+        keys = {(d.name, *at) for _, *at in wanted}
+        # The other steps of Dask's optimizer come after this.
+        graph = fuse_roots(optimize_blockwise(d.dask, keys=keys), keys=keys).cull(keys)
+        found: dict[Any, GraphNode] = convert_legacy_graph(graph.to_dict())
+        for key in wanted:
+            found[key] = found.pop((d.name, *key[1:])).substitute({}, key=key)
+        return found
 
 
 class TasksLayer(Layer):  # type: ignore[misc]
@@ -116,7 +173,7 @@ class TasksLayer(Layer):  # type: ignore[misc]
         tasks = needed(tasks, keys)
         layer = TasksLayer(tasks, self.annotations)
         layer.collection_annotations = self.collection_annotations
-        return layer, {key: task.dependencies - tasks.keys() for key, task in tasks.items()}
+        return layer, needs_of(tasks)
 
     def clone(self, keys: Collection[Any], seed: Hashable, bind_to: Any = None) -> tuple[Layer, bool]:
         """Return copies of the tasks under other keys; those that need nothing that is copied wait for `bind_to`.
@@ -151,14 +208,27 @@ class TasksLayer(Layer):  # type: ignore[misc]
         return TasksLayer(found, self.annotations), bound
 
 
+def needs_of(tasks: Mapping[Any, GraphNode]) -> dict[Any, set[Any]]:
+    """Return for each task of a layer the keys of other layers that it needs."""
+    needs = {key: set(task.dependencies - tasks.keys()) for key, task in tasks.items()}
+    if needs:
+        # Dask keeps all layers that are left, whole, once no key is: here those of what tasks load themselves.
+        next(iter(needs.values())).add(_NO_KEY)
+    return needs
+
+
 class ProductLayer(TasksLayer):
     """The tasks of D and of its barriers; made only when they are looked at."""
 
     def __init__(
-        self, whole: Problem, arrays: Mapping[str, tuple[str, bool]], pieces: Sequence[Piece] | None = None
+        self,
+        whole: Problem,
+        arrays: Mapping[str, tuple[str, bool]],
+        pieces: Sequence[Piece] | None = None,
+        by_tasks: DaskTasks | None = None,
     ) -> None:
         super().__init__()
-        self.whole, self.arrays = whole, dict(arrays)
+        self.whole, self.arrays, self.by_tasks = whole, dict(arrays), by_tasks
         self.pieces = (Piece(whole),) if pieces is None else tuple(pieces)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,9 +286,12 @@ class ProductLayer(TasksLayer):
         # Auxiliary outputs need a barrier as it is.
         whole = bool(barriers) or len(numbers) == self._count
         pieces = self.pieces if whole else tuple(pieces_of(self.whole, numbers))
-        layer = ProductLayer(self.whole, self.arrays, pieces)
-        layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
+        layer: Layer = ProductLayer(self.whole, self.arrays, pieces)
         needs: dict[Any, set[Any]] = {key: set() for key in own}
+        if not whole and self.by_tasks is not None and self.by_tasks.are_quicker(pieces):
+            tasks, pieces = self.by_tasks.tasks(self.whole, self.arrays, own), ()
+            layer, needs = TasksLayer(tasks), needs_of(tasks)
+        layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
         for piece in pieces:
             found = [self._inputs(piece.problem, operand) for operand in piece.problem.inputs]
             needs[barrier_key(piece.problem.name)] = set().union(*found)
@@ -255,13 +328,16 @@ def _piece(whole: Problem, wanted: Collection[int]) -> Piece:
     return Piece(dataclasses.replace(part, name=part_name(part.part)), numbers)
 
 
-def build_graph(problem: Problem, a: Any, b: Any, extras: Sequence[Any] = ()) -> HighLevelGraph:
+def build_graph(
+    problem: Problem, a: Any, b: Any, extras: Sequence[Any] = (), by_tasks: DaskTasks | None = None
+) -> HighLevelGraph:
     """Return the graph of D under the array name ``problem.name``."""
     turned = dict(zip("ab", problem.turned, strict=True))
     operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
     arrays = {name: (operands[name].name, turned.get(name, False)) for name in problem.inputs}
     dependencies = [operands[name] for name in problem.inputs]
-    return HighLevelGraph.from_collections(problem.name, ProductLayer(problem, arrays), dependencies=dependencies)
+    layer = ProductLayer(problem, arrays, by_tasks=by_tasks)
+    return HighLevelGraph.from_collections(problem.name, layer, dependencies=dependencies)
 
 
 def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:

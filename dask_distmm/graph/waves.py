@@ -30,7 +30,7 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.graph.build import ProductLayer, TasksLayer, barrier, chunk, pieces_of
+from dask_distmm.graph.build import DaskTasks, ProductLayer, TasksLayer, barrier, chunk, needs_of, pieces_of
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
 from dask_distmm.planning.computation import Part
@@ -42,8 +42,6 @@ from dask_distmm.runtime.parts import needed
 # A part of a product is culled if it is at most this share of the work, and is made without waves if it needs less than
 # this share of the memory of a worker.
 _SHARE_OF_A_PART = 0.5
-# A key that no layer has.
-_NO_KEY = ("distmm-none",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,19 +211,15 @@ class WavesLayer(TasksLayer):
             layer = WavesLayer(self.products, self.upstream, frozenset(tasks), self.chunks & tasks.keys())
             layer.__dict__["_tasks"] = tasks
             layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
-        needs = {key: set(task.dependencies - tasks.keys()) for key, task in tasks.items()}
-        if needs:
-            # Dask keeps all layers that are left, whole, once no key is: here those of chunks that ranks make.
-            next(iter(needs.values())).add(_NO_KEY)
-        return layer, needs
+        return layer, needs_of(tasks)
 
 
 class WaveOutputLayer(TasksLayer):
     """The chunks of D, or of an auxiliary output, of a product in waves; made only when they are looked at."""
 
-    def __init__(self, one: InWaves, output: str, waves: WavesLayer) -> None:
+    def __init__(self, one: InWaves, output: str, waves: WavesLayer, by_tasks: DaskTasks | None = None) -> None:
         super().__init__()
-        self.one, self.output, self.waves = one, output, waves
+        self.one, self.output, self.waves, self.by_tasks = one, output, waves, by_tasks
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_tasks"}
@@ -264,7 +258,7 @@ class WaveOutputLayer(TasksLayer):
             return None
         held = sum(chunk_bytes(piece.problem, name).sum() for piece in pieces for name in ("a", "b", "d"))
         if not one.scheme.budget_bytes or held < one.scheme.budget_bytes * _SHARE_OF_A_PART:
-            return ProductLayer(whole, one.arrays)
+            return ProductLayer(whole, one.arrays, by_tasks=self.by_tasks)
         parts = [
             InWaves(whole, part_scheme(whole, one.scheme, problem.part, problem.name), one.arrays, problem.part)
             for problem in (piece.problem for piece in pieces)
@@ -323,12 +317,14 @@ def _layer_name(problem: Problem, scheme: Scheme) -> str:
     return f"{scheme.series or problem.name}-waves"
 
 
-def build_wave_output(waves: HighLevelGraph, problem: Problem, scheme: Scheme, output: str = "") -> HighLevelGraph:
+def build_wave_output(
+    waves: HighLevelGraph, problem: Problem, scheme: Scheme, output: str = "", by_tasks: DaskTasks | None = None
+) -> HighLevelGraph:
     """Return the graph of D, or of an auxiliary output: chunks that those runs make which finish chunks of D."""
     name, before = output_name(problem.name, output), _layer_name(problem, scheme)
     runs = waves.layers[before]
     (one,) = (one for one in runs.products if one.problem.name == problem.name)
     # A part of D needs chunks of the operands. What auxiliary outputs need is known before what D does.
     needs = {before, *((problem.name,) if output else (array for array, _ in one.arrays.values()))}
-    layer = WaveOutputLayer(one, output, runs)
+    layer = WaveOutputLayer(one, output, runs, by_tasks)
     return HighLevelGraph({**waves.layers, name: layer}, {**waves.dependencies, name: needs})

@@ -94,8 +94,8 @@ Where = Mapping[str, NDArray[np.int32]]
 
 # In place of the participant that holds a chunk: every rank has it.
 EVERYWHERE = -1
-# Estimates are not better than this: a run is taken under `enable` where it is expected in that share of Dask's time.
-_CLEARLY = 0.9
+# Estimates are not better than this: what is quicker is expected in that share of the other one's time.
+CLEARLY = 0.9
 
 
 def everywhere(where: NDArray[np.int32] | None) -> bool:
@@ -192,7 +192,7 @@ class Placement(Explanation, Wired):
     @property
     def worth_it(self) -> bool:
         """Whether the run is expected to be over clearly before Dask's own tasks would be."""
-        return self.by_tasks is None or self.estimate is None or self.seconds <= _CLEARLY * self.by_tasks.seconds
+        return self.by_tasks is None or self.estimate is None or self.seconds <= CLEARLY * self.by_tasks.seconds
 
     @property
     def seconds(self) -> float:

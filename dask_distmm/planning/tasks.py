@@ -9,6 +9,7 @@ parts of the right-hand sides.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from dask_distmm.planning.factor.plan import factored
 from dask_distmm.planning.factor.planner import SHARES
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.model import Estimate, Phase, Work, estimate
+from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.program import ProgramProblem
 
@@ -61,6 +63,14 @@ def product_by_tasks(problem: Problem, workers: Sequence[Worker], machine: Machi
     phases = [Phase(flops, machine.rate(problem.compute_type.name), added), Phase(waited={"dask": received})]
     work = Work(phases, seconds=costs.start + (products + sums + again) * costs.task, moved=received * count)
     return estimate(work, machine, "dask", (rows, cols, depth), held)
+
+
+def with_tasks(made: Plan, workers: Sequence[Worker], costs: DaskCosts, *, lazy: bool, by_tasks: bool = True) -> Plan:
+    """Return a plan with the seconds that Dask takes around its run, and unless nobody asks those of its own tasks."""
+    problem = made.problem
+    around = product_overhead(problem, costs) + lazy * costs.start
+    own = product_by_tasks(problem, workers, problem.machine_of_tasks(made.engine), costs) if by_tasks else None
+    return dataclasses.replace(made, around=around, by_tasks=own)
 
 
 def program_by_tasks(

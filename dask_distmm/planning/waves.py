@@ -353,6 +353,24 @@ def choose_scheme(
     only_by_ranks: bool = False,
 ) -> Scheme:
     """Return the fastest scheme that fits into the memory of the workers; one by ranks only, if that is asked for."""
+    # The same product comes again and again in a loop: only its name differs.
+    anonymous = dataclasses.replace(problem, name="the product", arrays=problem.anonymous)
+    engines = (engine,) if isinstance(engine, str) else tuple(engine)
+    return _choose(anonymous, tuple(workers), lazy, budget, costs, engines, by_ranks, products, only_by_ranks)
+
+
+@functools.lru_cache(maxsize=64)
+def _choose(
+    problem: Problem,
+    workers: tuple[Worker, ...],
+    lazy: tuple[bool, bool],
+    budget: Budget,
+    costs: DaskCosts,
+    engine: tuple[str, ...],
+    by_ranks: tuple[bool, bool],
+    products: int,
+    only_by_ranks: bool,
+) -> Scheme:
     apart = in_host_memory(problem, engine)
     if reason := _why_whole(problem, lazy, apart=apart):
         raise PlanError(f"{problem.name} can't be made in waves: {reason}")
@@ -369,7 +387,7 @@ def choose_scheme(
     found: list[Scheme] = []
     methods = METHODS if problem.method == "auto" else (problem.method,)
     fewest = -(-_FEWEST // products)
-    names = [one.name for one in models_of([engine] if isinstance(engine, str) else engine)]
+    names = [one.name for one in models_of(engine)]
     makers = [name for name in names if ENGINES[name].makes]
     for sketch in _sketches(problem, lazy, _makeable(problem, makers, by_ranks)):
         if (products > 1 and sketch.streamed != lazy) or (only_by_ranks and not sketch.by_ranks):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.computation import Computation
-from dask_distmm.planning.tasks import product_by_tasks, product_overhead
+from dask_distmm.planning.tasks import with_tasks
 from dask_distmm.runtime.messages import Free, RosterQuestion
 from dask_distmm.runtime.wire import ask
 
@@ -68,10 +67,8 @@ class Snapshot:
             engine=self.engines,
             groups=self.groups,
         )
-        costs, machine = dask_costs(), problem.machine_of_tasks(made.engine)
         # With a number of operations as the limit nobody chooses by time.
-        own = product_by_tasks(problem, self.workers, machine, costs) if setting("minimum-flops") is None else None
-        return dataclasses.replace(made, around=product_overhead(problem, costs) + lazy * costs.start, by_tasks=own)
+        return with_tasks(made, self.workers, dask_costs(), lazy=lazy, by_tasks=setting("minimum-flops") is None)
 
 
 def _turned(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
