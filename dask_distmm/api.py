@@ -6,10 +6,9 @@ from typing import Literal, Unpack, overload
 
 import dask.array as da
 
-from dask_distmm.arrays import batched
 from dask_distmm.arrays.kinds import any_kind
 from dask_distmm.arrays.options import HINTS, takes
-from dask_distmm.arrays.product import NotCollective
+from dask_distmm.arrays.product import NotCollective, explain_product, multiply
 from dask_distmm.arrays.request import UnknownChunksError, parse
 from dask_distmm.planning import Explanation
 from dask_distmm.typing import (
@@ -173,7 +172,7 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
     >>> aux["relu_aux"].dtype
     dtype('bool')
     """
-    found: da.Array | WithAux = batched.multiply_batched(parse(a, b, c, **options))
+    found: da.Array | WithAux = multiply(parse(a, b, c, **options))
     return found
 
 
@@ -207,4 +206,4 @@ def explain(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: U
         request = parse(a, b, c, **options)
     except UnknownChunksError as error:
         return NotCollective(str(error))
-    return batched.explain_batched(request)
+    return explain_product(request)

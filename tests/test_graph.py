@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.arrays import outputs
 from dask_distmm.arrays.request import parse, problem_of_request
-from dask_distmm.graph.build import ProductLayer, build_graph, pieces_of
+from dask_distmm.graph.build import DaskTasks, ProductLayer, build_graph, pieces_of
 from dask_distmm.runtime.keys import barrier_key, barrier_name, operand_keys
 
 
@@ -76,6 +76,28 @@ def test_blocks_that_have_nothing_in_common_are_runs_of_their_own():
         assert len(pieces) == runs
         assert sorted(number for piece in pieces for number in piece.wanted) == [0, 4, 8]
         assert len({piece.problem.name for piece in pieces}) == runs
+
+
+def test_operands_of_dasks_own_tasks():
+    """They are loaded within the tasks of products, unless they are in memory, come of runs, or have annotations."""
+    rng = np.random.default_rng()
+    x, y = rng.integers(-9, 9, (60, 40)) + 0j, rng.integers(-9, 9, (40, 50)) + 1j
+    plain = da.from_array(x, chunks=(20, 10)).map_blocks(abs, dtype=float) + 1j
+    with dask.annotate(retries=3):
+        annotated = plain * 2
+    right = da.from_array(y.T, chunks=(30, 20)).conj().T
+    for a, value, inside in ((plain, abs(x) + 1j, True), (annotated, 2 * (abs(x) + 1j), False)):
+        problem = problem_of_request(parse(a, right))
+        arrays = {name: (problem.arrays[at], problem.turned[at]) for at, name in enumerate("ab")}
+        under = outputs.operands_under(a, right, problem)
+        for upstream, known in (((None, None), {*under[0].dask, *under[1].dask}), (tuple(x.dask for x in under), ())):
+            key = (problem.name, np.int64(1), np.int64(0))
+            tasks = DaskTasks((), (), None, upstream).tasks(problem, arrays, [key])
+            needed = {name for task in tasks.values() for name in task.dependencies} - tasks.keys()
+            assert bool(needed) == (bool(known) or not inside)
+            assert not known or tasks.keys().isdisjoint(known)
+            got = dask.get({**under[0].dask, **under[1].dask, **tasks}, key)
+            np.testing.assert_array_equal(got, value[20:40] @ y.conj()[:, :30])
 
 
 def test_an_auxiliary_output_needs_the_barrier_of_all():

@@ -1,4 +1,4 @@
-"""Operands of more than two dimensions: checks, and the choice between plain tasks and collective runs."""
+"""Operands of more than two dimensions: the choice between plain tasks and collective runs."""
 
 from __future__ import annotations
 
@@ -9,72 +9,18 @@ from typing import Any
 import dask.array as da
 from dask.utils import format_bytes, parse_bytes
 
-from dask_distmm.arrays import product
-from dask_distmm.arrays.fallback import dask_matmul
-from dask_distmm.arrays.items import as_one_product, by_items, by_runs, item_of
-from dask_distmm.arrays.kinds import check_planned
-from dask_distmm.arrays.outputs import without_a_run
-from dask_distmm.arrays.product import NotCollective, why_not_run
+from dask_distmm.arrays.choice import decide
+from dask_distmm.arrays.items import as_one_product, item_of
 from dask_distmm.arrays.request import Request, problem_of_request
-from dask_distmm.arrays.series import fit_together, made_bytes, multiply_all
-from dask_distmm.arrays.waves import run_or_waves
+from dask_distmm.arrays.series import fit_together, made_bytes
 from dask_distmm.config import dask_costs, parsed, read_options
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
-from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Explanation, Plan, Problem, Worker
+from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
 from dask_distmm.planning.many import Pool, Sizes, choose_batch_way, item_plan
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import product_overhead
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot
-
-
-def multiply_batched(request: Request) -> Any:
-    """Return D, and the auxiliary outputs if there are any, of a product of any number of dimensions."""
-    if not request.is_batch:
-        return product.multiply_matrices(request)
-    check_planned("batches need more of Dask than it has there")
-    if request.empty and request.plain:
-        return _outside(request, da.zeros(request.shape, dtype=request.dtype), {})
-    if request.empty or why_not_run(request, cluster=True) is not None:
-        if request.plain:
-            # The very function that Dask would have called.
-            found = dask_matmul(request.a, request.b)
-        else:
-            found = without_a_run(request.a, request.b, request.formula, request.extras, request.types)
-        d, aux = found if isinstance(found, tuple) else (found, {})
-        return _outside(request, d, aux)
-    made = _plan_batch(request, request.demands, imagined=None)
-    if made.way == "items":
-        request.logger.info("a batch, lazy\n%r", made)
-        d, aux = by_items(request, made.chunks)
-    else:
-        d, aux = by_runs(request, lambda items: multiply_all(items, [(request.a, request.b)] * len(items)))
-    return _outside(request, d, aux)
-
-
-def explain_batched(request: Request) -> Explanation:
-    """Return the plan for a product of any number of dimensions, or why there is none."""
-    if not request.is_batch:
-        return product.explain_matrices(request)
-    imagined = request.workers if current_client() is None and isinstance(request.workers, int) else None
-    reason = why_not_run(request, cluster=imagined is None)
-    if reason is not None:
-        return NotCollective(reason)
-    if request.empty:
-        return NotCollective("the product is empty or all zeros, nothing is multiplied")
-    needed = [text for text in request.demands if imagined is None or not text.startswith("workers=")]
-    return _plan_batch(request, needed, imagined)
-
-
-def _outside(request: Request, d: da.Array, aux: dict[str, da.Array]) -> Any:
-    """Return the result as the caller wants it."""
-    d = request.without_dropped(d)
-    if request.out_chunks is not None:
-        d = d.rechunk(request.out_chunks, method="tasks")
-    return (d, aux) if aux else d
-
-
-# The choice
 
 
 def task_options() -> tuple[int, float]:
@@ -111,8 +57,8 @@ def _counted(client: Any) -> list[Worker]:
     return [Worker(f"worker-{i}", max(1, threads), memory) for i in range(count)]
 
 
-def _plan_batch(request: Request, needed: Sequence[str], imagined: int | None) -> BatchPlan:
-    """Choose the way."""
+def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) -> BatchPlan:
+    """Choose the way of a batch that can run."""
     one = as_one_product(request)
     runs = 1 if one else math.prod(request.batch_shape)
     single = one or item_of(request, (0,) * len(request.batch_shape))
@@ -128,7 +74,7 @@ def _plan_batch(request: Request, needed: Sequence[str], imagined: int | None) -
     plan: Plan | WavePlan | None = None
     if known is not None:
         try:
-            plan = run_or_waves(single, problem, None if imagined else current_client(), known)
+            plan = decide(single, problem, None if imagined else current_client(), known).made(problem)
         except (PlanError, ProjectedMemoryError):
             if request.batch == "collective" or needed or not fits:
                 raise

@@ -31,14 +31,13 @@ import dask.array
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays import batched
 from dask_distmm.arrays.contraction import contract, einsum, parsed
 from dask_distmm.arrays.fallback import why_leave
 from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.numpy_functions import contracted_axes, numpys_first
 from dask_distmm.arrays.outputs import rechunk
-from dask_distmm.arrays.product import product_or_reason
+from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
@@ -189,12 +188,12 @@ def _product(a: Any, b: Any) -> Any:
     a, b = as_array(a), as_array(b)
     # Planned arrays have no product that this could be left to.
     if planning():
-        return batched.multiply_batched(parse(a, b))
+        return multiply(parse(a, b))
     if why_leave(a, b, minimum_flops()) is not None:
         return NotImplemented
     raises = raises_beyond_memory()
     try:
-        made = product_or_reason(a, b) if max(a.ndim, b.ndim) < 3 else batched.multiply_batched(parse(a, b))
+        return multiply(parse(a, b), enabled=True)
     except MissingEngineError:
         return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine
     except ProjectedMemoryError as error:
@@ -202,4 +201,3 @@ def _product(a: Any, b: Any) -> Any:
             raise
         log.warning("left to Dask's own tasks: %s", error)
         return NotImplemented
-    return NotImplemented if isinstance(made, str) else made

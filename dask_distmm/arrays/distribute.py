@@ -23,10 +23,10 @@ from dask._task_spec import List, Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from dask_distmm.arrays import product
 from dask_distmm.arrays.extras import why_not_input
 from dask_distmm.arrays.kinds import any_kind, as_array
 from dask_distmm.arrays.outputs import view_of
+from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_workers, parse
 from dask_distmm.config import read_options, setting
 from dask_distmm.errors import EngineError, PlanError
@@ -90,7 +90,7 @@ def replicate(a: ArrayLike) -> da.Array:
         raise PlanError(f"replicate() is for matrices; found {array.ndim} dimensions")
     array = client.persist(array)
     zeros = da.zeros((array.shape[1], 1), chunks=(array.chunks[1], 1), dtype=array.dtype)
-    client.compute(product.multiply_matrices(parse(array, zeros, gathered="a")), sync=True)
+    client.compute(multiply(parse(array, zeros, gathered="a")), sync=True)
     return array
 
 

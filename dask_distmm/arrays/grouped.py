@@ -15,17 +15,15 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from dask.utils import format_bytes
 
-from dask_distmm.arrays import product
 from dask_distmm.arrays.batched import known_workers, task_options
+from dask_distmm.arrays.choice import decide, why_not_run
 from dask_distmm.arrays.extras import epilog_name
 from dask_distmm.arrays.items import multiply_items
 from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.outputs import view_of
-from dask_distmm.arrays.product import why_not_run
+from dask_distmm.arrays.product import multiply, multiply_all
 from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.request import Request, check_batch, parse, problem_of_request
-from dask_distmm.arrays.series import multiply_all
-from dask_distmm.arrays.waves import run_or_waves
 from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
@@ -102,7 +100,7 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
     )
     made = dict(zip(runs, by_runs, strict=True))
     return [
-        made[i] if i in made else product.multiply_matrices(request) if share is None else _by_slabs(request, share)
+        made[i] if i in made else multiply(request) if share is None else _by_slabs(request, share)
         for i, (request, share) in enumerate(zip(requests, found.shares, strict=True))
     ]
 
@@ -244,7 +242,7 @@ class _Member:
             return None
         problem = problem_of_request(self.request)
         try:
-            found = run_or_waves(self.request, problem, current_client(), self.snapshot)
+            found = decide(self.request, problem, current_client(), self.snapshot).made(problem)
         except (PlanError, ProjectedMemoryError):
             if forced:
                 raise

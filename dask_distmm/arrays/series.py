@@ -1,4 +1,4 @@
-"""Products that are asked for together: runs of their own, or one series of waves where they do not fit at once."""
+"""Products that are asked for together: one series of waves where they do not fit into memory at once."""
 
 from __future__ import annotations
 
@@ -10,46 +10,30 @@ from typing import TYPE_CHECKING, Any
 import dask.array as da
 from dask.base import tokenize
 
-from dask_distmm.arrays.kinds import planning
-from dask_distmm.arrays.outputs import as_they_lie, run_outputs
-from dask_distmm.arrays.product import multiply_matrices
+from dask_distmm.arrays.choice import budget_now
+from dask_distmm.arrays.outputs import as_they_lie
 from dask_distmm.arrays.request import Request, problem_of_request
-from dask_distmm.arrays.waves import budget_now
 from dask_distmm.config import dask_costs
 from dask_distmm.errors import PlanError, ProjectedMemoryError
-from dask_distmm.graph.waves import build_waves, can_be_made
+from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Problem, Worker
-from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
+from dask_distmm.planning.waves import Scheme, choose_scheme
 from dask_distmm.runtime.client import current_client, recent_snapshot, snapshot
 
 if TYPE_CHECKING:
     from distributed import Client
 
 
-def multiply_all(requests: Sequence[Request], sources: Sequence[tuple[da.Array, da.Array]]) -> list[Any]:
-    """Return D, and the auxiliary outputs if there are any, of each of some products that can run."""
+def in_series(requests: Sequence[Request], sources: Sequence[tuple[da.Array, da.Array]]) -> list[Scheme] | None:
+    """Return the waves of products that do not fit into memory at once; None if they are runs of their own."""
     client = current_client()
-    if client is None or planning() or len(requests) < 2:
-        return list(map(multiply_matrices, requests))
+    if client is None or len(requests) < 2:
+        return None
     first = problem_of_request(requests[0])
     known = recent_snapshot(client, first)
     if known is None or fit_together([x for pair in sources for x in pair], made_bytes(requests), known.workers):
-        return list(map(multiply_matrices, requests))
-    problems = [first, *map(problem_of_request, requests[1:])]
-    schemes = _in_series(requests, problems, client, sources)
-    if schemes is None:
-        return list(map(multiply_matrices, requests))
-    requests[0].logger.info("%d products one after the other, lazy\n%r", len(requests), WavePlan(first, schemes[0]))
-    extras = [[array for _, array in request.extras] for request in requests]
-    products = [
-        (problem, scheme, as_they_lie(problem, request.a, request.b, more))
-        for request, problem, scheme, more in zip(requests, problems, schemes, extras, strict=True)
-    ]
-    waves = build_waves(products)
-    return [
-        request.without_dropped(run_outputs(problem, request.a, request.b, more, scheme, waves))
-        for request, problem, scheme, more in zip(requests, problems, schemes, extras, strict=True)
-    ]
+        return None
+    return _schemes(requests, [first, *map(problem_of_request, requests[1:])], client, sources)
 
 
 def fit_together(arrays: Sequence[da.Array], more: float, workers: Sequence[Worker]) -> bool:
@@ -64,7 +48,7 @@ def made_bytes(requests: Sequence[Request]) -> float:
     return sum(float(math.prod(request.shape)) * request.dtype.itemsize for request in requests)
 
 
-def _in_series(
+def _schemes(
     requests: Sequence[Request],
     problems: Sequence[Problem],
     client: Client,

@@ -110,12 +110,14 @@ class DaskTasks:
     ) -> dict[Any, GraphNode]:
         """Return Dask's own tasks for some chunks of D, given by their keys, with those that load what they need.
 
-        Dask loads what one task needs within that task. Chunks that are in memory, or that runs make, are needed.
+        Dask loads what one task needs within that task. Chunks that are in memory, that runs make, or that have
+        annotations of their own are taken from other layers.
         """
         operands = []
         for number, name in enumerate("ab"):
             below, graph = arrays.get(name, arrays["a"])[0], self.upstream[number]
-            if graph is None or any(isinstance(layer, TasksLayer) for layer in graph.layers.values()):
+            ours = graph is None or any(isinstance(layer, TasksLayer) for layer in graph.layers.values())
+            if graph is None or ours or is_annotated(graph):
                 graph = HighLevelGraph({below: {}}, {below: set()})
             chunks = whole.chunks_of(name)[:: -1 if whole.turned[number] else 1]
             x = Array(graph, below, chunks, dtype=dtype_from_name(whole.dtype_of(name)))
@@ -206,6 +208,11 @@ class TasksLayer(Layer):  # type: ignore[misc]
                 copy, bound = Task(new, bind, copy, TaskRef(bind_to), _data_producer=produces), True
             found[new] = copy
         return TasksLayer(found, self.annotations), bound
+
+
+def is_annotated(graph: HighLevelGraph) -> bool:
+    """Whether tasks have annotations, of which Dask knows what they mean."""
+    return any(set(layer.annotations or ()) - {"span"} for layer in graph.layers.values())
 
 
 def needs_of(tasks: Mapping[Any, GraphNode]) -> dict[Any, set[Any]]:

@@ -30,7 +30,16 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.graph.build import DaskTasks, ProductLayer, TasksLayer, barrier, chunk, needs_of, pieces_of
+from dask_distmm.graph.build import (
+    DaskTasks,
+    ProductLayer,
+    TasksLayer,
+    barrier,
+    chunk,
+    is_annotated,
+    needs_of,
+    pieces_of,
+)
 from dask_distmm.graph.streams import opened, self_contained, stream
 from dask_distmm.planning import Problem
 from dask_distmm.planning.computation import Part
@@ -282,8 +291,7 @@ def can_be_made(*arrays: Any, sampled: bool = False) -> bool:
     """
     keys = [key for array in arrays for key in _some_keys(array, sampled)]
     graph = HighLevelGraph.merge(*(array.dask for array in arrays))
-    annotated = any(set(layer.annotations or ()) - {"span"} for layer in graph.layers.values())
-    return not annotated and _tasks_of(graph, keys) is not None
+    return not is_annotated(graph) and _tasks_of(graph, keys) is not None
 
 
 def _some_keys(array: Any, sampled: bool) -> list[Any]:

@@ -16,7 +16,7 @@ from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SolveOptions
-from dask_distmm.arrays.product import multiply_matrices
+from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
@@ -258,7 +258,7 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
     engine = ENGINES.get(named.get("engine") or "")
     if engine is not None and "product" not in engine.computes:
         del named["engine"]
-    found: Array = multiply_matrices(parse(a, b, **(named if current_client() is not None else {})))
+    found: Array = multiply(parse(a, b, **(named if current_client() is not None else {})))
     return found
 
 

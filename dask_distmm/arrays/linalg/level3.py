@@ -7,9 +7,9 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays import batched
 from dask_distmm.arrays.linalg.factorize import common_type, computed, matrix, operand, plus_ones
 from dask_distmm.arrays.linalg.public import PRODUCT, Operand, ProductOptions, public
+from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import parse
 from dask_distmm.errors import NotSquareError
 
@@ -39,7 +39,7 @@ def gram(x: Operand, **how: Unpack[ProductOptions]) -> Array:
            [14., 20.]])
     """
     x = computed("x", x)
-    return mirrored(batched.multiply_batched(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
+    return mirrored(multiply(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
 
 
 @public(ProductOptions, PRODUCT)
@@ -86,7 +86,7 @@ def symm(
     """
     a, b = _operands(a, b)
     whole = mirrored(a, lower=lower, hermitian=hermitian)
-    return batched.multiply_batched(parse(b, whole, **how) if right else parse(whole, b, **how))
+    return multiply(parse(b, whole, **how) if right else parse(whole, b, **how))
 
 
 @public(ProductOptions, PRODUCT)
@@ -131,8 +131,8 @@ def trmm(
     (a, b), op = _operands(a, b), op_of(trans)
     triangle = a.map_blocks(_chunk_triangle, lower, unit_diagonal, dtype=a.dtype, meta=a._meta)
     if right:
-        return batched.multiply_batched(parse(b, triangle, op_b=op, **how))
-    return batched.multiply_batched(parse(triangle, b, op_a=op, **how))
+        return multiply(parse(b, triangle, op_b=op, **how))
+    return multiply(parse(triangle, b, op_a=op, **how))
 
 
 def op_of(trans: Literal["N", "T", "C"] | int) -> Literal["N", "T", "C"]:
