@@ -1,10 +1,11 @@
 """Planning, without I/O: ``plan(problem, roster)`` returns one frozen `Plan`.
 
-`problem` says what is multiplied and cuts parts out of it, `demand` by whom, `plan` how. `cuts` are the ways to cut a
-product, `assignment` and `distribution` the layouts that were asked for, `footprint` the memory of each way, `planner`
-the choice, with what each rank needs and replicas. `engines` has the abilities of each engine; folders of their names
-have their costs. `chunk_order` takes chunks in the order of their holders, `many` plans many products at once,
-`program` plans programs.
+`problem` says what is multiplied and cuts parts out of it, `demand` by whom, `plan` how. `model` has what each engine
+can do, and the one roofline by which all work is estimated; modules and folders of engines' names have their work and
+their memory. `cuts` are the ways to cut a product, `assignment` and `distribution` the layouts that were asked for,
+`footprint` what ranks need and hold, `planner` the choice, `tasks` the work of Dask's own tasks. `chunk_order` takes
+chunks in the order of their holders, `waves` and `many` plan sequences of products, `program` plans programs, `wire`
+has the form in which all of these cross the network.
 """
 
 from dask_distmm.planning.computation import Chunks, Computation, Output

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,15 +137,6 @@ _NEW_GROUP_SECONDS = 0.05
 _BEGUN = 4
 
 
-class More(TypedDict, total=False):
-    """Further facts of the cluster; see `plan`."""
-
-    sources: Sequence[Worker]
-    orders: tuple[str, str]
-    groups: Sequence[tuple[str, ...]]
-    replica_runs: tuple[int, int]
-
-
 def plan(
     problem: Problem,
     roster: Sequence[Worker],
@@ -153,7 +144,10 @@ def plan(
     *,
     engine: str | Sequence[str] = "numpy",
     quickly: bool = False,
-    **more: Unpack[More],
+    sources: Sequence[Worker] = (),
+    orders: tuple[str, str] = ("C", "C"),
+    groups: Sequence[tuple[str, ...]] = (),
+    replica_runs: tuple[int, int] = (0, 0),
 ) -> Plan:
     """Choose how `problem` runs on the workers of `roster`."""
     where = where or {}
@@ -162,12 +156,9 @@ def plan(
     names = _able(problem, (engine,) if isinstance(engine, str) else tuple(engine))
     # The same multiply comes again and again in a loop: only its name differs.
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
-    sources, groups = tuple(more.get("sources", ())), tuple(sorted(more.get("groups", ())))
-    orders = more.get("orders", ("C", "C"))
     raw_a, raw_b, raw_sums = _raw(where)
-    situation = Situation(tuple(roster), sources, raw_a, raw_b, orders, groups, raw_sums)
+    situation = Situation(tuple(roster), tuple(sources), raw_a, raw_b, orders, tuple(sorted(groups)), raw_sums)
     ways = _shortlist(anonymous, situation, names) if quickly else dict.fromkeys(names)
-    runs = more.get("replica_runs", (0, 0))
     for name in ways:
         try:
             made = _plan(anonymous, situation, name, ways[name])
@@ -175,8 +166,9 @@ def plan(
             # The reason of the last engine counts: the others are there to be faster where they can.
             failure = error
             continue
-        found.append(dataclasses.replace(made, problem=problem, where=where, replica_runs=runs))
+        found.append(dataclasses.replace(made, problem=problem, where=where, replica_runs=replica_runs))
     if not found and quickly:
+        more: dict[str, Any] = {"sources": sources, "orders": orders, "groups": groups, "replica_runs": replica_runs}
         return plan(problem, roster, where, engine=engine, **more)
     if not found:
         assert failure is not None

@@ -208,8 +208,8 @@ def plan_program(
         where=where,
         owners=tuple(map(ranks.index, workers)),
     )
-    moved = _project(plan)
-    plan.projected_bytes.update(moved.projected)
+    projected, moved = _project(plan)
+    plan.projected_bytes.update(projected)
     if over_limit(plan):
         limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
         raise ProjectedMemoryError(
@@ -220,14 +220,14 @@ def plan_program(
             plan.projected_bytes,
             limits,
         )
-    fetched = moved.fetched / plan._rates().bandwidth
+    fetched = moved / plan._rates().bandwidth
     estimate = Estimate(
         method=plan.method,
         grid=plan.grid,
         seconds=plan.cost.seconds + fetched,
         compute_seconds=plan.cost.seconds - plan.cost.waiting,
         transfer_seconds=plan.cost.waiting + fetched,
-        bytes_moved=plan.cost.bytes_moved + moved.fetched,
+        bytes_moved=plan.cost.bytes_moved + moved,
         peak_bytes=max(plan.projected_bytes.values()),
     )
     return dataclasses.replace(plan, estimate=estimate)
@@ -247,15 +247,8 @@ def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int3
     return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Projection:
-    """The bytes that participants hold at most, and those of operands that are fetched."""
-
-    projected: dict[str, int]
-    fetched: int
-
-
-def _project(plan: ProgramPlacement) -> _Projection:
+def _project(plan: ProgramPlacement) -> tuple[dict[str, int], int]:
+    """Return the bytes that participants hold at most, and those of operands that are fetched."""
     problem, fetched = plan.problem, 0
     held = np.zeros(len(plan.participants))
     owners = np.array(plan.ranks)[list(plan.owners)]
@@ -272,6 +265,4 @@ def _project(plan: ProgramPlacement) -> _Projection:
     for rank, index in enumerate(plan.ranks):
         steps = plan.steps(rank)
         held[index] += max(peak_bytes(steps, flags) for flags in all_flags([steps]))
-    return _Projection(
-        {worker.address: int(size) for worker, size in zip(plan.participants, held, strict=True)}, fetched
-    )
+    return {worker.address: int(size) for worker, size in zip(plan.participants, held, strict=True)}, fetched
