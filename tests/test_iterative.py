@@ -6,10 +6,10 @@ import dask
 import dask.array as da
 import numpy as np
 import scipy.sparse.linalg
+from faults import inject
 from run_events import events_after, newest_run, runs_after
 
 from dask_distmm import linalg
-from dask_distmm.testing import inject
 
 
 def poisson(side):

@@ -11,12 +11,12 @@ from dask.array.core import Array
 
 from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, rows_of, times
 from dask_distmm.arrays.linalg.norms import norm
-from dask_distmm.arrays.linalg.public import RunOptions, public
+from dask_distmm.arrays.linalg.public import TURNS, RunOptions, TurnOptions, public
 from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.planning.computation import Chunks
 
 
-@public(RunOptions)
+@public(TurnOptions, TURNS)
 def cg(
     A: Any,
     b: Any,
@@ -27,7 +27,7 @@ def cg(
     maxiter: int | None = None,
     M: Any = None,
     callback: Any = None,
-    **how: Unpack[RunOptions],
+    **how: Unpack[TurnOptions],
 ) -> tuple[Any, Any]:
     """Solve ``A @ x = b`` by conjugate gradients, for a Hermitian positive definite matrix, as SciPy's ``cg`` does.
 
@@ -64,11 +64,17 @@ def cg(
     ------
     PlanError
         The shapes do not fit each other, or A or M is a function.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.cg([[2.0, 0.0], [0.0, 4.0]], [1.0, 1.0])[0].compute()
+    array([0.5 , 0.25])
     """
     return _solved("cg", A, b, x0, M, callback, 10, maxiter, how, rtol=rtol, atol=atol)
 
 
-@public(RunOptions)
+@public(TurnOptions, TURNS)
 def minres(
     A: Any,
     b: Any,
@@ -81,7 +87,7 @@ def minres(
     callback: Any = None,
     show: bool = False,
     check: bool = False,
-    **how: Unpack[RunOptions],
+    **how: Unpack[TurnOptions],
 ) -> tuple[Any, Any]:
     """Solve ``(A - shift I) @ x = b`` for a Hermitian matrix of any eigenvalues, as SciPy's ``minres`` does.
 
@@ -121,12 +127,18 @@ def minres(
         The shapes do not fit each other, or A or M is a function.
     MatrixError
         When it is computed: M is not positive definite.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.minres([[2.0, 0.0], [0.0, -4.0]], [1.0, 1.0])[0].compute()
+    array([ 0.5 , -0.25])
     """
     _check_false(show=show, check=check)
     return _solved("minres", A, b, x0, M, callback, 5, maxiter, how, rtol=rtol, shift=shift)
 
 
-@public(RunOptions)
+@public(TurnOptions, TURNS)
 def gmres(
     A: Any,
     b: Any,
@@ -139,7 +151,7 @@ def gmres(
     M: Any = None,
     callback: Any = None,
     callback_type: str | None = None,
-    **how: Unpack[RunOptions],
+    **how: Unpack[TurnOptions],
 ) -> tuple[Any, Any]:
     """Solve ``A @ x = b`` for any square matrix by GMRES with restarts, as SciPy's ``gmres`` does.
 
@@ -175,6 +187,12 @@ def gmres(
     ------
     PlanError
         The shapes do not fit each other, or A or M is a function.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.gmres([[2.0, 0.0], [0.0, 4.0]], [1.0, 1.0])[0].compute()
+    array([0.5 , 0.25])
     """
     if callback_type is not None:
         raise PlanError("callback_type must be None: there is no callback; see callback")
@@ -184,7 +202,7 @@ def gmres(
     return _solved("gmres", A, b, x0, M, callback, 10, maxiter, how, **options)
 
 
-@public(RunOptions)
+@public(RunOptions, TURNS)
 def eigsh(
     A: Any,
     k: int = 6,
@@ -246,6 +264,13 @@ def eigsh(
         `k` or `ncv` does not fit the matrix, or an argument is not available.
     MatrixError
         When it is computed: an element is NaN or infinite, or not all eigenvalues have converged.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.eigsh(da.diag(da.arange(9.0)), 2, return_eigenvectors=False).compute().round(6)
+    array([7., 8.])
     """
     for name, value in {"M": M, "sigma": sigma, "Minv": Minv, "OPinv": OPinv}.items():
         if value is not None:
@@ -271,7 +296,7 @@ def eigsh(
     return (w, found["v"]) if return_eigenvectors else w
 
 
-@public(RunOptions)
+@public(RunOptions, TURNS)
 def lobpcg(
     A: Any,
     X: Any,
@@ -323,6 +348,13 @@ def lobpcg(
         The shapes do not fit each other, or an argument is not available.
     MatrixError
         When it is computed: an element is NaN or infinite, or columns of X depend on each other.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.lobpcg(da.diag(da.arange(9.0)), da.ones((9, 1)), maxiter=50)[0].compute().round(6)
+    array([8.])
     """
     given: dict[str, Any] = {"B": B, "Y": Y, "restartControl": restartControl}
     for name, value in given.items():
@@ -351,7 +383,7 @@ def lobpcg(
     return found["w"][0].astype(np.empty(0, dtype).real.dtype), found["v"]
 
 
-@public(RunOptions)
+@public(TurnOptions, TURNS)
 def lsqr(
     A: Any,
     b: Any,
@@ -363,7 +395,7 @@ def lsqr(
     show: bool = False,
     calc_var: bool = False,
     x0: Any = None,
-    **how: Unpack[RunOptions],
+    **how: Unpack[TurnOptions],
 ) -> tuple[Any, ...]:
     """Return the x that minimizes ``|A @ x - b|^2 + damp^2 |x - x0|^2``, as SciPy's ``lsqr`` does.
 
@@ -397,6 +429,12 @@ def lsqr(
         Why it has stopped, iterations, and norms, as SciPy's ``lsqr`` has them. NaN ends the iteration: istop is 0.
     var : array, (n,)
         The estimate; zeros without `calc_var`.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.lsqr([[1.0], [1.0]], [1.0, 3.0])[0].compute()
+    array([2.])
     """
     _check_false(show=show)
     limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
@@ -405,7 +443,7 @@ def lsqr(
     return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:], var
 
 
-@public(RunOptions)
+@public(TurnOptions, TURNS)
 def lsmr(
     A: Any,
     b: Any,
@@ -416,7 +454,7 @@ def lsmr(
     maxiter: int | None = None,
     show: bool = False,
     x0: Any = None,
-    **how: Unpack[RunOptions],
+    **how: Unpack[TurnOptions],
 ) -> tuple[Any, ...]:
     """Return the x that minimizes ``|A @ x - b|^2 + damp^2 |x - x0|^2``, as SciPy's ``lsmr`` does.
 
@@ -445,6 +483,12 @@ def lsmr(
         The solution.
     istop, itn, normr, normar, norma, conda, normx : array, ()
         Why it has stopped, iterations, and norms, as SciPy's ``lsmr`` has them. NaN ends the iteration: istop is 0.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.lsmr([[1.0], [1.0]], [1.0, 3.0])[0].compute()
+    array([2.])
     """
     _check_false(show=show)
     limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
