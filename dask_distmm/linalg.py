@@ -1,9 +1,9 @@
 """Linear algebra on Dask arrays, beyond the product, for any chunks.
 
 Functions take and return lazy arrays, as `dask.array.linalg` does. One that ``numpy.linalg`` has takes NumPy's
-arguments, and has its defaults and results; any other that ``scipy.linalg`` has takes SciPy's. What only SciPy has of a
-function that both have is passed by name. Matrices may be of any chunks, also uneven ones, in float32, float64,
-complex64 or complex128; integers are computed in float64, float16 and bfloat16 in float32.
+arguments, and has its defaults and results; any other that ``scipy.linalg`` or ``scipy.sparse.linalg`` has takes
+SciPy's. What only SciPy has of a function that both have is passed by name. Matrices may be of any chunks, also uneven
+ones, in float32, float64, complex64 or complex128; integers are computed in float64, float16 and bfloat16 in float32.
 
 Most functions are one collective run; the docstring of each says where it runs and what a worker holds, and `explain`
 has the plan of a result. Without a cluster the same graphs run in this process.
@@ -20,6 +20,7 @@ from dask.base import is_dask_collection
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.factorize import steps_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
+from dask_distmm.arrays.linalg.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.arrays.linalg.leading import pca, svd_compressed
 from dask_distmm.arrays.linalg.level3 import gram, symm, trmm
 from dask_distmm.arrays.linalg.norms import cond, matrix_rank, norm
@@ -48,21 +49,28 @@ from dask_distmm.runtime.client import ask_roster, current_client
 __all__ = [
     "MatrixError",
     "NotSquareError",
+    "cg",
     "cho_factor",
     "cho_solve",
     "cholesky",
     "cond",
     "det",
     "eigh",
+    "eigsh",
     "eigvalsh",
     "explain",
+    "gmres",
     "gram",
     "inv",
+    "lobpcg",
+    "lsmr",
+    "lsqr",
     "lstsq",
     "lu",
     "lu_factor",
     "lu_solve",
     "matrix_rank",
+    "minres",
     "norm",
     "pca",
     "pinv",

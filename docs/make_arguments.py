@@ -16,13 +16,19 @@ import dask.array as da
 import numpy as np
 import scipy
 import scipy.linalg
+import scipy.sparse.linalg
 
 from dask_distmm import linalg
 
 PAGE = Path(__file__).parent / "linear-algebra.md"
 BEGIN, END = "<!-- {} made by make_arguments.py -->\n", "<!-- end of {} made by make_arguments.py -->\n"
 # The first of these that has a function of a name is the one whose places and defaults it has here.
-LIBRARIES = {"NumPy": np.linalg, "SciPy": scipy.linalg, "Dask": da.linalg}
+LIBRARIES = {
+    "NumPy": np.linalg,
+    "SciPy": scipy.linalg,
+    "SciPy's sparse.linalg": scipy.sparse.linalg,
+    "Dask": da.linalg,
+}
 # Options of all runs, which the page explains.
 OF_RUNS = {"engine", "workers", "method"}
 

@@ -44,6 +44,19 @@ class Call(NamedTuple):
     signs: bool = False
 
 
+def _solved(a: Any, b: Any) -> Any:
+    return np.linalg.solve(a, b)
+
+
+def _last_pairs(a: Any, k: int) -> Any:
+    w, v = np.linalg.eigh(a)
+    return w[-k:], v[:, -k:]
+
+
+def _least(a: Any, b: Any) -> Any:
+    return np.linalg.lstsq(a, b)[0]
+
+
 def _svd(x: Any) -> Any:
     return np.linalg.svd(x, full_matrices=False)
 
@@ -78,6 +91,19 @@ CALLS = [
     Call("linalg.eigvalsh", lambda x: linalg.eigvalsh(x.s), lambda x: np.linalg.eigvalsh(x.s)),
     Call("linalg.gram", lambda x: linalg.gram(x.t), lambda x: x.t.T @ x.t),
     Call("linalg.gram", lambda x: linalg.gram(x.i), lambda x: (x.i.T @ x.i).astype(float)),
+    Call("linalg.cg", lambda x: linalg.cg(x.s, x.v, rtol=1e-12)[0], lambda x: _solved(x.s, x.v)),
+    Call("linalg.minres", lambda x: linalg.minres(x.s, x.v, rtol=1e-12)[0], lambda x: _solved(x.s, x.v)),
+    Call("linalg.gmres", lambda x: linalg.gmres(x.a, x.v, rtol=1e-12)[0], lambda x: _solved(x.a, x.v)),
+    Call("linalg.gmres", lambda x: linalg.gmres(x.q, x.j[:6], rtol=1e-12), lambda x: (_solved(x.q, x.j[:6]), 0)),
+    Call("linalg.eigsh", lambda x: linalg.eigsh(x.s, 3), lambda x: _last_pairs(x.s, 3), signs=True),
+    Call(
+        "linalg.lobpcg",
+        lambda x: linalg.lobpcg(x.s, x.b[:20], tol=1e-9, maxiter=200),
+        lambda x: tuple(y[..., ::-1] for y in _last_pairs(x.s, 2)),
+        signs=True,
+    ),
+    Call("linalg.lsqr", lambda x: linalg.lsqr(x.t, x.b[:, 0], 0, 1e-13, 1e-13)[0], lambda x: _least(x.t, x.b[:, 0])),
+    Call("linalg.lsmr", lambda x: linalg.lsmr(x.t, x.b[:, 0], 0, 1e-13, 1e-13)[0], lambda x: _least(x.t, x.b[:, 0])),
     Call("linalg.inv", lambda x: linalg.inv(x.a), lambda x: np.linalg.inv(x.a)),
     Call("linalg.inv", lambda x: linalg.inv(x.q), lambda x: np.linalg.inv(x.q)),
     Call("linalg.lstsq", lambda x: linalg.lstsq(x.t, x.b), lambda x: np.linalg.lstsq(x.t, x.b)),

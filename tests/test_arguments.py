@@ -22,6 +22,8 @@ from dask_distmm.errors import NotSquareError
 ARGUMENTS = load(Path(__file__).parent.parent / "docs" / "make_arguments.py")
 FUNCTIONS = ARGUMENTS.functions()
 N = 12
+# These have one right-hand side.
+ITERATIVE = ("cg", "gmres", "lsmr", "lsqr", "minres")
 
 
 def operands(name):
@@ -33,6 +35,10 @@ def operands(name):
         return a, 2
     if name == "ridge":
         return a, b, 1.0
+    if name == "lobpcg":
+        return a, lazy(random((N, 2)))
+    if name in ITERATIVE:
+        return a, b[:, 0]
     return (a, b) if "b" in ARGUMENTS.by_place(ARGUMENTS.parameters(FUNCTIONS[name])) else (a,)
 
 

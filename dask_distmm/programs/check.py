@@ -2,8 +2,8 @@
 
 For all values of the flags: every list comes to its end; nothing is read that was not written, here or by the rank
 that it is pulled from; names are created when they are not there, used while they are, and freed; operands are not
-overwritten; what is published does not change; all ranks have a flag from rank 0. It does not know whether numbers are
-right.
+overwritten; what is published does not change; all ranks have a flag from rank 0; what a loop has published is pulled
+before it is freed. It does not know whether numbers are right.
 """
 
 from __future__ import annotations
@@ -16,18 +16,23 @@ from dask_distmm.programs.steps import (
     Buffer,
     Call,
     Drop,
+    FlatStep,
     If,
+    Loop,
     Make,
     New,
     Publish,
     Pull,
     Step,
     Store,
+    Turn,
     flags_of,
     flatten,
 )
 
 Lists = Sequence[Sequence[Step]]
+# The first turn of a loop has what was there before, the third one sees what the second one has freed.
+_TURNS = 3
 
 
 class ProgramError(AssertionError):
@@ -41,9 +46,9 @@ def all_flags(lists: Lists) -> Iterator[dict[str, bool]]:
         yield dict(zip(names, values, strict=True))
 
 
-def walk(lists: Lists, flags: Mapping[str, bool]) -> Iterator[tuple[int, Step]]:
+def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tuple[int, FlatStep]]:
     """Yield all steps of all ranks, each when it can be taken."""
-    todo = [list(flatten(steps, flags)) for steps in lists]
+    todo = [list(flatten(steps, flags, turns)) for steps in lists]
     at, published = [0] * len(todo), set[tuple[int, int]]()
     while any(at[rank] < len(steps) for rank, steps in enumerate(todo)):
         before = sum(at)
@@ -65,7 +70,7 @@ def check(lists: Lists) -> None:
     """Raise `ProgramError` if the lists of all ranks can go wrong."""
     for flags in all_flags(lists):
         state = _State(len(lists))
-        for rank, step in walk(lists, flags):
+        for rank, step in walk(lists, flags, _TURNS):
             try:
                 state.take(rank, step)
             except ProgramError as error:
@@ -78,14 +83,27 @@ def peak_bytes(steps: Sequence[Step], flags: Mapping[str, bool]) -> int:
     """Return the most bytes that a rank holds beside its operands; what it has published it holds until the end."""
     live = peak = 0
     published: set[str] = set()
-    for step in flatten(steps, flags):
+    # The bytes of what is published and dropped: what was so before a turn is freed at its end.
+    kept: list[int] = []
+    before: list[int] = []
+    for step in flatten(steps, flags, _TURNS):
         match step:
             case New(buffer):
                 live += buffer.nbytes
             case Publish(_, buffers):
                 published |= {buffer.name for buffer in buffers}
-            case Drop(buffer) if buffer.name not in published and not buffer.is_operand:
+            case Drop(buffer) if buffer.name in published:
+                published.remove(buffer.name)
+                kept.append(buffer.nbytes)
+            case Drop(buffer) if not buffer.is_operand:
                 live -= buffer.nbytes
+            case Turn(_, starts=True):
+                before.append(len(kept))
+            case Turn():
+                count = before.pop()
+                live -= sum(kept[:count])
+                kept[:count] = []
+                before = [max(0, one - count) for one in before]
         peak = max(peak, live)
     return peak
 
@@ -103,12 +121,21 @@ class _State:
         self._written: list[set[str]] = [set() for _ in range(ranks)]
         self._fixed: list[set[str]] = [set() for _ in range(ranks)]
         self._lent: dict[tuple[int, int], tuple[Buffer, ...]] = {}
+        # What each rank knows of the others: how many of its steps each has done at least. As of the moment of
+        # publishing; and by rank and key the steps by which it was pulled.
+        self._known = [[0] * ranks for _ in range(ranks)]
+        self._known_then: dict[tuple[int, int], list[int]] = {}
+        self._pulled: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        # What each rank has published and not freed, and how much of that at the starts of turns.
+        self._held: list[list[int]] = [[] for _ in range(ranks)]
+        self._before: list[list[int]] = [[] for _ in range(ranks)]
         # By rank and flag, whether it came from rank 0.
         self._from_root: set[tuple[int, str]] = set()
 
-    def take(self, rank: int, step: Step) -> None:
+    def take(self, rank: int, step: FlatStep) -> None:
         """Take one step."""
         here, written, fixed = self.here[rank], self._written[rank], self._fixed[rank]
+        self._known[rank][rank] += 1
         match step:
             case New(buffer) | Make(buffer):
                 _expect(buffer.name not in here, f"{buffer.name} is there already")
@@ -117,20 +144,29 @@ class _State:
                 (written.add if isinstance(step, Make) or step.zero else written.discard)(buffer.name)
             case Call():
                 names = [buffer.name for buffer in step.arguments]
-                _expect(len(set(names)) == len(names), "the same buffer twice")
                 for buffer, role in roles_of(step):
+                    _expect(role == "r" or names.count(buffer.name) == 1, f"{buffer.name} is written and given twice")
                     self._has(rank, buffer, written=role != "w")
                     _expect(role == "r" or buffer.name not in fixed, f"{buffer.name} must not change")
                     written.add(buffer.name)
+                    if role != "r":
+                        self._from_root.discard((rank, buffer.name))
+                if step.kernel == "copy" and (rank, names[0]) in self._from_root:
+                    self._from_root.add((rank, names[1]))
             case Publish(key, buffers):
                 _expect((rank, key) not in self._lent, f"{key} is published twice")
                 self._lent[rank, key] = buffers
+                self._known_then[rank, key] = list(self._known[rank])
+                self._held[rank].append(key)
                 for buffer in buffers:
                     self._has(rank, buffer, written=True)
                     fixed.add(buffer.name)
             case Pull(owner, key, buffers):
                 there = self._lent[owner, key]
                 _expect(owner != rank, "a rank pulls from itself")
+                _expect(key in self._held[owner], f"{key} was freed before")
+                self._known[rank] = list(map(max, self._known[rank], self._known_then[owner, key]))
+                self._pulled.setdefault((owner, key), []).append((rank, self._known[rank][rank]))
                 shapes = [[(one.shape, one.dtype) for one in some] for some in (there, buffers)]
                 _expect(shapes[0] == shapes[1], f"{there} is pulled as {buffers}")
                 for source, buffer in zip(there, buffers, strict=True):
@@ -139,13 +175,25 @@ class _State:
                     written.add(buffer.name)
                     if owner == 0 and source.name == buffer.name:
                         self._from_root.add((rank, buffer.name))
-            case If(flag):
+            case Turn(_, starts=True):
+                self._before[rank].append(len(self._held[rank]))
+            case Turn():
+                self._free(rank, self._before[rank].pop())
+            case If(flag) | Loop(flag):
                 self._has(rank, flag, written=True)
                 _expect(rank == 0 or (rank, flag.name) in self._from_root, f"{flag.name} is not from rank 0")
             case Store(buffer) | Drop(buffer):
                 self._has(rank, buffer, written=isinstance(step, Store))
                 del here[buffer.name]
                 written.discard(buffer.name)
+
+    def _free(self, rank: int, count: int) -> None:
+        """Free the first of what a rank has published: everybody must have pulled them, and the rank know it."""
+        for key in self._held[rank][:count]:
+            for reader, number in self._pulled.get((rank, key), ()):
+                _expect(self._known[rank][reader] >= number, f"rank {reader} may still pull {key}")
+        self._held[rank][:count] = []
+        self._before[rank] = [max(0, one - count) for one in self._before[rank]]
 
     def _has(self, rank: int, buffer: Buffer, *, written: bool) -> None:
         found = self.here[rank].get(buffer.name)

@@ -6,17 +6,16 @@ their shapes; a tall output has chunks of rows, as the operands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dask_distmm.programs.recorder import Recorder, Rows, Tall
+from dask_distmm.programs.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
+from dask_distmm.programs.recorder import Operands, Recorder, Rows, Tall, Wanted
 from dask_distmm.programs.steps import Buffer, Step
 from dask_distmm.programs.tall import divide, gram, r_from_gram, reflected_r, tall_qr, tall_r, tsqr
 
 # The sizes of a tall output along its two axes: -1 stands for the rows of the operands.
 Shape = tuple[int, int]
-Operands = Mapping[str, Tall]
-Wanted = Collection[str]
 
 
 def _end(p: Recorder, operands: Operands) -> None:
@@ -324,6 +323,13 @@ BUILDERS: Mapping[str, Callable[..., None]] = {
     "pca": pca,
     "lstsq": lstsq,
     "ridge": ridge,
+    "cg": cg,
+    "minres": minres,
+    "gmres": gmres,
+    "eigsh": eigsh,
+    "lobpcg": lobpcg,
+    "lsqr": lsqr,
+    "lsmr": lsmr,
 }
 
 

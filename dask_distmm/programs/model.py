@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from dask_distmm.programs.check import Lists, walk
 from dask_distmm.programs.contracts import flops_of
-from dask_distmm.programs.steps import Call, If, Make, Publish, Pull, Step, flatten
+from dask_distmm.programs.steps import Call, FlatStep, If, Make, Publish, Pull, Step, Turn, flatten
 
 # The share of a product's rate at which kernels run; 1 for those that are not named.
 _SHARES = {
@@ -71,30 +71,38 @@ class Cost:
 def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, spans: list[Span] | None = None) -> Cost:
     """Return what a program takes, with these values of its flags; by default as where all is well-conditioned.
 
-    `spans` gets what each rank does when.
+    One turn of a loop takes as long as all that are expected. `spans` gets what each rank does when.
     """
     flags, spans = flags or {}, [] if spans is None else spans
     now, waited = [0.0] * len(lists), [0.0] * len(lists)
     published: dict[tuple[int, int], float] = {}
     moved = messages = 0
-    flops = 0.0
+    flops, turns = 0.0, [1] * len(lists)
     for rank, step in walk(lists, flags):
+        times = turns[rank] = _turns(turns[rank], step)
         match step:
             case Call():
-                spans.append((rank, step.kernel, now[rank], now[rank] + _seconds(step, rates)))
+                spans.append((rank, step.kernel, now[rank], now[rank] + times * _seconds(step, rates)))
                 now[rank] = spans[-1][3]
-                flops += flops_of(step)
+                flops += times * flops_of(step)
             case Publish(key):
                 published[rank, key] = now[rank]
             case Pull(owner, key, buffers):
                 size = sum(buffer.nbytes for buffer in buffers)
-                ready = max(now[rank], published[owner, key]) + rates.latency + size / rates.bandwidth
+                ready = max(now[rank], published[owner, key]) + times * (rates.latency + size / rates.bandwidth)
                 spans.append((rank, "wait", now[rank], ready))
                 waited[rank] += ready - now[rank]
                 now[rank] = ready
-                moved, messages = moved + size, messages + 1
+                moved, messages = moved + times * size, messages + times
     lines = _lines(lists[0], rates, flags)
     return Cost(max(now), max(waited), flops, messages, moved, sum(line.passes for line in lines), lines)
+
+
+def _turns(turns: int, step: FlatStep) -> int:
+    """Return how many times what follows a step is done, if the step is done so many times."""
+    if not isinstance(step, Turn):
+        return turns
+    return turns * step.loop.expected if step.starts else turns // step.loop.expected
 
 
 def _seconds(call: Call, rates: Rates) -> float:
@@ -109,15 +117,16 @@ def _lines(steps: Sequence[Step], rates: Rates, flags: Mapping[str, bool]) -> tu
     """
     chunks = {step.buffer.name for step in steps if isinstance(step, Make) and step.operand == "a"}
     lines: dict[tuple[int, str], Line] = {}
-    stage, seen = 0, set[str]()
+    stage, seen, times = 0, set[str](), 1
     for step in flatten(steps, flags):
+        times = _turns(times, step)
         if isinstance(step, Call):
             new = {one.name for one in step.arguments if one.name.startswith("a.")} - seen
             seen |= new
             line = lines.get((stage, step.kernel), Line(step.kernel, 0.0, 0.0, 0.0))
-            passes = line.passes + len(new) / max(1, len(chunks))
-            seconds, work = line.seconds + _seconds(step, rates), line.flops + flops_of(step)
+            passes = line.passes + times * len(new) / max(1, len(chunks))
+            seconds, work = line.seconds + times * _seconds(step, rates), line.flops + times * flops_of(step)
             lines[stage, step.kernel] = Line(step.kernel, seconds, work, passes)
-        elif isinstance(step, Publish | Pull | If):
+        elif isinstance(step, Publish | Pull | If | Turn):
             stage, seen = stage + 1, set()
     return tuple(lines.values())

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dask_distmm.programs.steps import FLAG, Buffer, Call, Drop, If, Make, New, Publish, Pull, Step, Store
+from dask_distmm.programs.steps import FLAG, Buffer, Call, Drop, If, Loop, Make, New, Publish, Pull, Step, Store
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +41,11 @@ class Tall:
     made: bool = False
 
 
+Operands = Mapping[str, Tall]
+# The names of the outputs that are to be made.
+Wanted = Collection[str]
+
+
 class Recorder:
     """Records the steps of rank `me`."""
 
@@ -49,6 +54,12 @@ class Recorder:
         # Whether elements that are NaN or infinite are refused. None of them has a usable Gram matrix.
         self.finite = finite
         self.real = np.empty(0, dtype).real.dtype.name
+        # The type of numbers on the host.
+        self.wide = "complex128" if np.dtype(dtype).kind == "c" else "float64"
+        # The number of each rank's rows; of no use where one is not known.
+        self.heights = [
+            sum(itertools.compress(rows.sizes, (x == rank for x in rows.owners))) for rank in range(rows.ranks)
+        ]
         self.steps: list[Step] = []
         self._names, self._keys = itertools.count(), itertools.count()
         self._here: set[Buffer] = set()
@@ -205,6 +216,55 @@ class Recorder:
         else:
             self.steps.append(Publish(keys[self.me], own))
         return parts
+
+    def part(self, cols: int) -> Buffer:
+        """Return the name of this rank's rows of a matrix in one buffer."""
+        return Buffer(f"p{next(self._names)}", (self.heights[self.me], cols), self.dtype)
+
+    def numbers(self, count: int, dtype: str | None = None, rows: int = 1) -> Buffer:
+        """Return the name of numbers on the host, which each rank computes alike."""
+        return Buffer(f"s{next(self._names)}", (rows, count), dtype or self.wide, host=True)
+
+    def share(self, *buffers: Buffer, flags: Sequence[Buffer] = ()) -> list[tuple[Buffer, ...]]:
+        """Return buffers of all ranks, on all of them; with the same messages they get flags from rank 0."""
+        key = next(self._keys)
+        if self.rows.ranks == 1:
+            return [buffers]
+        found: list[tuple[Buffer, ...]] = []
+        passed = [dataclasses.replace(flag, name=f"{flag.name}!") for flag in flags]
+        sent = [dataclasses.replace(buffer, name=f"{buffer.name}!") for buffer in buffers]
+        sent += passed if self.me == 0 else []
+        self.new(*sent)
+        for buffer, copy in zip((*buffers, *flags), sent, strict=False):
+            self.call("copy", buffer, copy)
+        self.steps.append(Publish(key, tuple(sent)))
+        self.drop(*sent)
+        for rank in range(self.rows.ranks):
+            if rank == self.me:
+                found.append(buffers)
+                continue
+            theirs = [self._of(rank, buffer) for buffer in buffers]
+            flags_too = passed if rank == 0 else []
+            self.new(*theirs, *flags_too)
+            self.steps.append(Pull(rank, key, (*theirs, *flags_too)))
+            for flag, copy in zip(flags, flags_too, strict=bool(flags_too)):
+                self.call("copy", copy, flag)
+            self.drop(*flags_too)
+            found.append(tuple(theirs))
+        return found
+
+    def _of(self, rank: int, buffer: Buffer) -> Buffer:
+        rows = self.heights[rank] if buffer.name[0] == "p" else buffer.shape[0]
+        return dataclasses.replace(buffer, name=f"{buffer.name}@{rank}", shape=(rows, buffer.shape[1]))
+
+    def loop(self, flag: Buffer, body: Callable[[], Any], most: int, expected: int) -> None:
+        """Repeat steps while a flag is set that all ranks have from rank 0; a turn leaves the buffers that it found."""
+        outside, before = self.steps, set(self._here)
+        self.steps = []
+        body()
+        self.steps, steps = outside, tuple(self.steps)
+        assert self._here == before, self._here ^ before
+        self.steps.append(Loop(flag, steps, most, expected))
 
     def either(self, flag: Buffer, then: Callable[[], Any], otherwise: Callable[[], Any]) -> None:
         """Go on in one way or the other, by a flag that all ranks have; both leave the same buffers."""

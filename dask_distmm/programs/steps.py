@@ -1,8 +1,9 @@
-"""The eight kinds of steps, and the buffers that they name."""
+"""The nine kinds of steps, and the buffers that they name."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 
 # The types of flags, and of numbers of rows: they are on the host.
 FLAG, COUNT = "bool", "int32"
+# The number of a message of a later turn of a loop is this many times the number of turns before it larger.
+TURN = 1 << 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +25,8 @@ class Buffer:
     shape: tuple[int, int]
     dtype: str
     like: str = ""
+    # Whether it is in the memory of the host, whatever computes: numbers that decide what is done next.
+    host: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -31,7 +36,7 @@ class Buffer:
     @property
     def is_operand(self) -> bool:
         """Whether it is a chunk of an operand, which is named by the operand and its number."""
-        return self.name[0] in "ab"
+        return self.name[0] in "abgm"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +92,28 @@ class If:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """Repeat a list as long as a flag is set that all ranks have from rank 0: at most so many times.
+
+    In each turn all ranks wait for each other. So at the end of a turn nobody needs what was published before it.
+    """
+
+    flag: Buffer
+    body: tuple[Step, ...]
+    most: int
+    # How many turns are expected: for the cost model.
+    expected: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """The start or the end of a turn of a loop, where lists are flat."""
+
+    loop: Loop
+    starts: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Store:
     """Hand a buffer over as a chunk of an output; it is not in use any more."""
 
@@ -102,15 +129,34 @@ class Drop:
     buffer: Buffer
 
 
-Step = New | Make | Call | Publish | Pull | If | Store | Drop
+Step = New | Make | Call | Publish | Pull | If | Loop | Store | Drop
+FlatStep = Step | Turn
 
 
-def flatten(steps: Sequence[Step], flags: Mapping[str, bool]) -> Iterator[Step]:
-    """Yield the steps that are run with certain values of the flags; True for those that are not named."""
+def flatten(steps: Sequence[Step], flags: Mapping[str, bool], turns: int = 1) -> Iterator[FlatStep]:
+    """Yield the steps that are run with certain values of the flags; True for those that are not named.
+
+    A loop whose flag is True has so many `turns`, others have none.
+    """
+    yield from _flat(steps, flags, turns, itertools.count(1), 0)
+
+
+def _flat(
+    steps: Sequence[Step], flags: Mapping[str, bool], turns: int, before: Iterator[int], offset: int
+) -> Iterator[FlatStep]:
     for step in steps:
+        if isinstance(step, Publish | Pull) and offset:
+            yield dataclasses.replace(step, key=step.key + offset)
+            continue
         yield step
+        goes_on = isinstance(step, If | Loop) and flags.get(step.flag.name, True)
         if isinstance(step, If):
-            yield from flatten(step.then if flags.get(step.flag.name, True) else step.otherwise, flags)
+            yield from _flat(step.then if goes_on else step.otherwise, flags, turns, before, offset)
+        elif isinstance(step, Loop):
+            for _ in range(min(turns, step.most) if goes_on else 0):
+                yield Turn(step, starts=True)
+                yield from _flat(step.body, flags, turns, before, next(before) * TURN)
+                yield Turn(step, starts=False)
 
 
 def flags_of(steps: Sequence[Step]) -> set[str]:
@@ -119,4 +165,6 @@ def flags_of(steps: Sequence[Step]) -> set[str]:
     for step in steps:
         if isinstance(step, If):
             found |= {step.flag.name} | flags_of(step.then) | flags_of(step.otherwise)
+        elif isinstance(step, Loop):
+            found |= {step.flag.name} | flags_of(step.body)
     return found

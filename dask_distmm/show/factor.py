@@ -10,6 +10,7 @@ from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
+from dask_distmm.programs.steps import Loop
 
 _WHAT = {
     "local": "one worker has the whole matrix",
@@ -95,11 +96,14 @@ def program_text(plan: ProgramPlacement) -> str:
         for name, (rows, cols) in problem.chunks.items()
     ]
     outputs = ", ".join(f"{one.name} {_size(one.chunks[0])} x {_size(one.chunks[1])}" for one in problem.outputs)
+    loops = [step for step in plan.steps(0) if isinstance(step, Loop)]
+    expected = "turns are as many as expected" if loops else "it is well-conditioned"
     lines = [
         f"Plan: {problem.builder} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
         *matrices,
         f"  makes     {outputs}",
-        f"  method    rows stay where they are; A is read {cost.passes:g} times if it is well-conditioned",
+        f"  method    rows stay where they are; A is read {cost.passes:g} times if {expected}",
+        *(f"  turns     up to {loop.most} turns, {loop.expected} expected" for loop in loops),
         f"  work      {cost.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved in {cost.messages} messages",
     ]
     lines += _memory_and_time(plan, "waiting for others")

@@ -22,13 +22,28 @@ class StrictJob(ProgramJob):
         return self.chunks[operand, number]
 
     def _handed_over(self, array, *, tall):
-        assert isinstance(array, strict_cupy.ndarray)
+        assert isinstance(array, strict_cupy.ndarray | np.ndarray)
         return array
 
 
-def test_kernels_do_not_mix(monkeypatch):
+def run_strictly(monkeypatch, made, operands):
+    """Run what makes a result, of operands in four chunks of rows, on one rank."""
     for name, module in strict_cupy.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
+    problem = problem_of(made)
+    chunks = {
+        (name, number): strict_cupy.ndarray(part)
+        for name in problem.operands
+        for number, part in enumerate(np.split(operands[name], 4))
+    }
+    kernels = strict_cupy.Kernels(LapackKernels())
+    plan = plan_program(problem, [Worker("here")], engine="numpy")
+    job = StrictJob(Side(plan, 0, chunks, None), kernels)
+    job.prepare()
+    assert job.execute()
+
+
+def test_kernels_do_not_mix(monkeypatch):
     rng = np.random.default_rng()
     for condition in (1, 1e3, 1e12):
         u, v = (np.linalg.qr(rng.standard_normal((size, 6)))[0] for size in (200, 6))
@@ -39,14 +54,17 @@ def test_kernels_do_not_mix(monkeypatch):
             linalg.lstsq(x, y)[0], linalg.lstsq(x, y, 1e-8)[0], linalg.ridge(x, y, [0.0, 1.0]), linalg.pinv(x),
             linalg.pinv(x, 1e-8), linalg.pca(x, 3)[0], linalg.svd_compressed(x, 3, n_power_iter=1)[0],
         ):  # fmt: skip
-            problem = problem_of(made)
-            chunks = {
-                (name, number): strict_cupy.ndarray(operands[name][50 * number : 50 * number + 50])
-                for name in problem.operands
-                for number in range(4)
-            }
-            kernels = strict_cupy.Kernels(LapackKernels())
-            plan = plan_program(problem, [Worker("here")], engine="numpy")
-            job = StrictJob(Side(plan, 0, chunks, None), kernels)
-            job.prepare()
-            assert job.execute()
+            run_strictly(monkeypatch, made, operands)
+
+
+def test_kernels_of_iterations_do_not_mix(monkeypatch):
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((20, 20)), rng.standard_normal((20, 1))
+    operands = {"a": a @ a.T + np.eye(20), "b": b, "g": b, "m": b**2}
+    x, y = (da.from_array(operands[name], chunks=(5, -1)) for name in "ab")
+    for made in (
+        linalg.cg(x, y)[0], linalg.cg(x, y, y, M=y[:, 0] ** 2)[0], linalg.minres(x, y, y, shift=0.5, M=y[:, 0] ** 2)[0],
+        linalg.gmres(x, y, y, restart=4)[0], linalg.eigsh(x, 2, ncv=5)[0], linalg.lobpcg(x, y)[0],
+        linalg.lsqr(x, y, calc_var=True)[1], linalg.lsmr(x, y)[0],
+    ):  # fmt: skip
+        run_strictly(monkeypatch, made, operands)

@@ -16,9 +16,10 @@ from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.contracts import CONTRACTS
 from dask_distmm.programs.model import Rates, cost
 from dask_distmm.programs.recorder import Rows
-from dask_distmm.programs.steps import Call, Drop, If, New, Publish, Pull, Step
+from dask_distmm.programs.steps import Buffer, Call, Drop, If, Loop, New, Publish, Pull, Step
 
 # Builder, options, all outputs.
+LIMITS = {"atol": 1e-6, "btol": 1e-6, "conlim": 1e8}
 CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qr", {}, ("q", "r")),
     ("svd", {}, ("u", "s", "vh")),
@@ -29,12 +30,36 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("lstsq", {"rtol": None}, ("x", "residuals", "rank", "s")),
     ("lstsq", {"rtol": 1e-8}, ("x", "residuals", "rank", "s")),
     ("ridge", {"alphas": (1.0, 2.0)}, ("x",)),
+    ("cg", {"rtol": 1e-5, "atol": 0.0, "maxiter": 9}, ("x", "info")),
+    ("minres", {"rtol": 1e-5, "shift": 1.0, "maxiter": 9, "eps": 1e-16}, ("x", "info")),
+    ("gmres", {"rtol": 1e-5, "atol": 0.0, "restart": 4, "maxiter": 9, "eps": 1e-16}, ("x", "info")),
+    (
+        "eigsh",
+        {"k": 2, "ncv": 5, "which": "LM", "tol": 0.0, "maxiter": 9, "eps": 1e-16, "seed": 0},
+        ("w", "v"),
+    ),
+    ("lobpcg", {"tol": 1e-3, "maxiter": 9, "largest": True, "eps": 1e-16}, ("w", "v")),
+    ("lsqr", {"damp": 0.0, "maxiter": 9, "calc_var": True, "eps": 1e-16, **LIMITS}, ("x", "var", "numbers")),
+    ("lsmr", {"damp": 0.0, "maxiter": 9, **LIMITS}, ("x", "numbers")),
 ]
+# The columns of operands beside A; as many as A has rows where there are -1.
+SQUARE = ["cg", "minres", "gmres", "eigsh", "lobpcg"]
+MORE = {
+    "lstsq": [{"b": 2}],
+    "ridge": [{"b": 2}],
+    **{name: [{"b": 1}, {"b": 1, "g": 1, "m": 1}, {"b": 1, "m": -1}] for name in SQUARE[:3]},
+    "eigsh": [{}, {"g": 1}],
+    "lobpcg": [{"g": 2}, {"g": 2, "m": 1}],
+    **{name: [{"b": 1}, {"b": 1, "g": 1}] for name in ("lsqr", "lsmr")},
+}
 
 
-def recorded(case, owners, ranks, sizes, wanted=None):
+def recorded(case, owners, ranks, sizes, wanted=None, more=-1):
     builder, options, outputs = case
-    cols = {"a": 8} | ({"b": 2} if builder in ("lstsq", "ridge") else {})
+    cols = {"a": 8} | MORE.get(builder, [{}])[more]
+    if builder in SQUARE:
+        sizes = [abs(size) for size in sizes]
+        cols = {name: sum(sizes) if name == "a" or size < 0 else size for name, size in cols.items()}
     rows = Rows(tuple(sizes), tuple(owners), ranks)
     return [
         record(builder, options, rows, cols, "float64", outputs if wanted is None else wanted, me)
@@ -43,12 +68,13 @@ def recorded(case, owners, ranks, sizes, wanted=None):
 
 
 def test_contracts_and_kernels_and_builders_know_each_other():
-    methods = {name for name in vars(ProgramKernels) if not name.startswith("_")} - {"empty"}
+    methods = {name for name in dir(ProgramKernels) if not name.startswith("_")} - {"empty"}
     assert methods == CONTRACTS.keys()
     used: set[str] = set()
     for case in CASES:
-        for steps in recorded(case, [0, 1], 2, [9, 9]):
-            used |= {step.kernel for step in every(steps) if isinstance(step, Call)}
+        for more in range(len(MORE.get(case[0], [{}]))):
+            for steps in recorded(case, [0, 1], 2, [9, 9], more=more):
+                used |= {step.kernel for step in every(steps) if isinstance(step, Call)}
     for builder in ("svd",):
         used |= {s.kernel for s in every(recorded((builder, {}, ("s",)), [0], 1, [9])[0]) if isinstance(s, Call)}
     assert used == CONTRACTS.keys()
@@ -60,6 +86,8 @@ def every(steps):
         yield step
         if isinstance(step, If):
             yield from every(step.then + step.otherwise)
+        elif isinstance(step, Loop):
+            yield from every(step.body)
 
 
 @settings(max_examples=80, deadline=None)
@@ -69,11 +97,26 @@ def test_programs_come_to_their_end(case, ranks, data):
     owners = data.draw(st.permutations([*range(ranks), *others]))
     sizes = data.draw(st.lists(st.sampled_from([-1, 0, 3, 50]), min_size=len(owners), max_size=len(owners)))
     wanted = data.draw(st.sets(st.sampled_from(case[2]), min_size=1))
-    lists = recorded(case, owners, ranks, sizes, wanted)
+    more = data.draw(st.integers(0, len(MORE.get(case[0], [{}])) - 1))
+    lists = recorded(case, owners, ranks, sizes, wanted, more)
     check(lists)
     for flags in all_flags([lists[0]]):
         assert cost(lists, Rates(1e9, 1e9, 1e9, 1e-3), flags).messages % max(1, ranks - 1) == 0
         assert peak_bytes(lists[0], flags) > 0
+
+
+def mutated(number, steps):
+    """Return steps of which one is deleted, or has another key, and that step; None for arithmetic and branches."""
+    at = number.randrange(len(steps))
+    step, rest = steps[at], (steps[:at], steps[at + 1 :])
+    if isinstance(step, If | Call):
+        return steps, None  # arithmetic is the business of numeric tests
+    if isinstance(step, Loop):
+        body, inner = mutated(number, step.body)
+        return (*rest[0], dataclasses.replace(step, body=body), *rest[1]), inner
+    if number.random() < 0.5 or not isinstance(step, Pull | Publish):
+        return (*rest[0], *rest[1]), step
+    return (*rest[0], dataclasses.replace(step, key=step.key + 1), *rest[1]), step
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
@@ -81,28 +124,48 @@ def test_mutations_are_found(case):
     """A step that is deleted, moved or changed is found, unless it makes no difference."""
     number, found, tried = random.Random(0), 0, 0
     lists = recorded(case, [0, 1, 1], 2, [9, 9, 9])
+    check(lists)
     for _ in range(60):
-        rank = number.randrange(2)
-        steps = list(lists[rank])
-        at = number.randrange(len(steps))
-        step = steps[at]
-        if isinstance(step, If | Call):
-            continue  # arithmetic is the business of numeric tests
-        tried += 1
-        if number.random() < 0.5 or not isinstance(step, Pull | Publish):
-            del steps[at]
-        else:
-            steps[at] = dataclasses.replace(step, key=step.key + 1)
         changed: list[Any] = list(lists)
-        changed[rank] = steps
+        rank = number.randrange(2)
+        changed[rank], step = mutated(number, lists[rank])
+        if step is None:
+            continue
+        tried += 1
         try:
             check(changed)
         except (ProgramError, KeyError):
             found += 1
         else:
-            # What nobody pulls, or is freed at the end anyway.
-            assert isinstance(step, Publish), step
+            # What nobody pulls, or is freed at the end anyway; the next message of one kind in place of another.
+            assert isinstance(step, Publish | Pull), step
     assert found > 0.9 * tried
+
+
+def test_loops_that_run_ahead_are_found():
+    """A rank that does not wait for others in a turn would free what they still need."""
+    go, copy, back = Buffer("s0", (1, 1), "bool"), Buffer("s0!", (1, 1), "bool"), Buffer("s1", (1, 1), "bool")
+
+    def turn(rank: int, *, waiting: bool) -> tuple[Step, ...]:
+        if rank == 0:
+            answer = (New(back), Pull(1, 9, (back,)), Drop(back)) if waiting else ()
+            return New(copy), Call("copy", (go, copy), {}), Publish(1, (copy,)), Drop(copy), *answer
+        answer = (New(back, zero=True), Publish(9, (back,)), Drop(back)) if waiting else ()
+        return New(copy), Pull(0, 1, (copy,)), Call("copy", (copy, go), {}), Drop(copy), *answer
+
+    for waiting in (True, False):
+        lists = [
+            (New(go, zero=True), *turn(rank, waiting=True), Loop(go, turn(rank, waiting=waiting), 5, 5), Drop(go))
+            for rank in (0, 1)
+        ]
+        if waiting:
+            check(lists)
+            assert peak_bytes(lists[0], {}) <= 4
+            # The turn before the loop, and all turns that are expected.
+            assert cost(lists, Rates(1.0, 1.0, 1.0, 1.0)).messages == 12
+            continue
+        with pytest.raises(ProgramError, match="freed before|may still pull"):
+            check(lists)
 
 
 def test_what_the_checker_says():

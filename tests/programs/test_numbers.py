@@ -9,15 +9,12 @@ import dask.array as da
 import numpy as np
 import pytest
 from matrices import noise
+from ranks import on_ranks
 from residuals import assert_least_squares, assert_qr
 
 from dask_distmm import PlanError, linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
-from dask_distmm.engines.base import get_engine
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.demand import Worker
-from dask_distmm.planning.program import ProgramPlacement, plan_program
-from dask_distmm.testing.network import run_jobs
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 CONDITIONS = [1, 1e3, 1e8, 1e14, 1e30]
@@ -34,26 +31,6 @@ def matrix(rng, shape, dtype, condition):
 def _here():
     with dask.config.set(scheduler="sync"):
         yield
-
-
-def on_ranks(results, arrays, ranks=3):
-    """Return arrays that one program makes, from a run on several ranks whose chunks lie anywhere."""
-    rng, problem = np.random.default_rng(), problem_of(results[0])
-    rows = problem.chunks["a"][0]
-    where = {name: rng.integers(0, ranks + 1, len(rows)).astype(np.int32) for name in problem.operands}
-    workers = [Worker(f"w{number}") for number in range(ranks + 1)]
-    plan = plan_program(problem, workers[:ranks], where, engine="numpy", sources=workers[ranks:])
-    assert ProgramPlacement.from_wire(plan.to_wire()).to_wire() == plan.to_wire()
-    cuts = np.cumsum([0, *rows])
-    chunks = {(name, i): array[cuts[i] : cuts[i + 1]] for name, array in arrays.items() for i in range(len(rows))}
-    found = run_jobs(get_engine("numpy"), plan, chunks)
-    made = {}
-    for output in problem.outputs:
-        numbers = range(output.count)
-        made[output.name] = np.concatenate(
-            [found[output.name, number] for number in numbers], axis=0 if output.counts[0] > 1 else 1
-        )
-    return made
 
 
 def ratio(found, scale, size, dtype):

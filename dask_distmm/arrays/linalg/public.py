@@ -76,6 +76,10 @@ class FactorOptions(SolveOptions, total=False):
     overwrite_a: bool
 
 
+class TurnOptions(RunOptions, total=False):
+    """The options of iterative solvers, which end where they meet NaN; `method` is ``"rows"`` or ``"auto"``."""
+
+
 class ProductOptions(TypedDict, total=False):
     """The options of a product, as `dask_distmm.matmul` takes them."""
 
@@ -126,6 +130,10 @@ COMPONENTS = (
     "tall matrices: one run, which reads them once or twice; others: as `svd`",
     "tall matrices: n x n; others as `svd`",
 )
+TURNS = (
+    "one run for the whole iteration: each worker has rows of A",
+    "its rows of the vectors that the method keeps, and all rows of one vector",
+)
 PRODUCT = "one run, as a product by `dask_distmm.matmul`, also in waves", "as for `matmul`"
 _OPTION_TEXTS = {
     "engine": """engine : str, optional
@@ -146,6 +154,7 @@ _PRODUCT_METHOD = """method : str, optional
 _NAN = {
     "check_finite": "NaN and infinities are a `MatrixError` when it is computed, unless ``check_finite=False``.",
     "product": "NaN and infinities go where NumPy's would.",
+    "turns": "NaN ends the iteration; it is not an error.",
     "": "NaN and infinities are a `MatrixError` when the result is computed.",
 }
 
@@ -163,7 +172,8 @@ def documented(doc: str, options: type, cost: Cost) -> str:
     product = options is ProductOptions
     texts = {name: _OPTION_TEXTS[name] for name in typing.get_type_hints(options)}
     texts |= {"method": _PRODUCT_METHOD} if product else {}
-    nan = _NAN["product" if product else "check_finite" if "check_finite" in texts else ""]
+    kind = "product" if product else "turns" if options is TurnOptions else ""
+    nan = _NAN["check_finite" if "check_finite" in texts else kind]
     paragraphs = f"Where it runs: {cost[0]}.", f"Memory of a worker beside its chunks: {cost[1]}.", nan
     notes = "Notes\n-----\n" + "\n\n".join(textwrap.fill(text, 112) for text in paragraphs) + "\n"
     listed, behind = inspect.cleandoc(doc).split("\n\nReturns\n", 1)

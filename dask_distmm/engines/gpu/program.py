@@ -71,6 +71,7 @@ class GpuProgramJob(ProgramJob):
 
     def _handed_over(self, array: Any, *, tall: bool) -> Any:
         """Return a chunk of an output as the user has given those of the operands: CuPy's, or NumPy's."""
+        array = cp.asarray(array)
         if self.plan.problem.array == "numpy":
             return array.get(stream=self._stream)
         if tall:

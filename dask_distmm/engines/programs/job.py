@@ -19,7 +19,7 @@ from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checke
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.planning.program import ProgramPlacement
-from dask_distmm.programs.steps import Buffer, Call, Drop, If, Make, New, Publish, Pull, Step, Store
+from dask_distmm.programs.steps import TURN, Buffer, Call, Drop, If, Loop, Make, New, Publish, Pull, Step, Store
 
 # So many messages are asked for before they are needed: then they come as soon as they are there.
 _AHEAD = 4
@@ -36,6 +36,9 @@ class ProgramJob(Job[ProgramPlacement]):
         # Rows of chunks of operands by their names, also when they are gone.
         self._lengths: dict[str, int] = {}
         self._published: dict[int, Future[Sequence[Any]]] = {}
+        # What is published already, in order; the turns of all loops so far; what is added to numbers of messages.
+        self._held: dict[int, None] = {}
+        self._turns = self._offset = 0
         self._asked: dict[ChunkKey, Future[Sequence[Any]]] = {}
         # By rank and number.
         self._pulls: dict[tuple[int, int], Future[Sequence[Any]]] = {}
@@ -78,12 +81,39 @@ class ProgramJob(Job[ProgramPlacement]):
             if isinstance(step, If):
                 branch = step.then if self._arrays[step.flag.name].all() else step.otherwise
                 self._take_all(branch, before + share * (number - 1) / len(steps), share / len(steps))
+            elif isinstance(step, Loop):
+                self._repeat(step, before + share * (number - 1) / len(steps), share / len(steps))
             else:
                 self._take(step)
                 if isinstance(step, Pull):
                     for pull in itertools.islice(pulls, 1):
                         self._ask_for(pull)
             self.progress(before + share * number / len(steps))
+
+    def _repeat(self, loop: Loop, before: float, share: float) -> None:
+        outside, flag = self._offset, self._arrays[loop.flag.name]
+        pulls = [step for step in loop.body if isinstance(step, Pull)]
+        for turn in range(loop.most):
+            if not flag.all():
+                break
+            self._turns += 1
+            self._offset, held = self._turns * TURN, list(self._held)
+            for pull in pulls:
+                self._ask_for(pull)
+            for step in loop.body:
+                self.ended.check()
+                if isinstance(step, If):
+                    self._take_all(step.then if self._arrays[step.flag.name].all() else step.otherwise, before, 0.0)
+                elif isinstance(step, Loop):
+                    self._repeat(step, before, 0.0)
+                else:
+                    self._take(step)
+            # In a turn all wait for each other: others have what was published before it.
+            for key in held:
+                if key in self._held:
+                    del self._held[key], self._published[key]
+            self.progress(before + share * (turn + 1) / loop.most)
+        self._offset = outside
 
     def _take(self, step: Step) -> None:
         arrays = self._arrays
@@ -102,10 +132,11 @@ class ProgramJob(Job[ProgramPlacement]):
                 arrays[buffer.name] = self._chunk(operand, number)
                 self._lengths[buffer.name] = len(arrays[buffer.name])
             case Publish(key, buffers):
-                self._future(key).set_result([self._lent(arrays[buffer.name]) for buffer in buffers])
+                self._held[key + self._offset] = None
+                self._future(key + self._offset).set_result([self._lent(arrays[buffer.name]) for buffer in buffers])
             case Pull(owner, key, buffers):
                 began = time.perf_counter()
-                found = wait_checked(self._pulls.pop((owner, key)), self.ended.check)
+                found = wait_checked(self._pulls.pop((owner, key + self._offset)), self.ended.check)
                 self.timings["wait"] += time.perf_counter() - began
                 for buffer, part in zip(buffers, found, strict=True):
                     self._fill(arrays[buffer.name], part)
@@ -120,11 +151,14 @@ class ProgramJob(Job[ProgramPlacement]):
 
     def _ask_for(self, pull: Pull) -> None:
         """Ask for what another rank publishes, now or later."""
-        request = np.array([[pull.key, 0, 0, 0, 0, 0]], np.int64)
-        self._pulls[pull.owner, pull.key] = self.comm.fetch(self.plan.ranks[pull.owner], "part", request, False)
+        key = pull.key + self._offset
+        request = np.array([[key, 0, 0, 0, 0, 0]], np.int64)
+        self._pulls[pull.owner, key] = self.comm.fetch(self.plan.ranks[pull.owner], "part", request, False)
 
     def _new(self, buffer: Buffer) -> Any:
         rows, cols = buffer.shape
+        if buffer.host:
+            return np.empty((rows, cols), np.dtype(buffer.dtype))
         if buffer.like:
             here = self._lengths[buffer.like]
             rows, cols = (here if rows < 0 else rows), (here if cols < 0 else cols)

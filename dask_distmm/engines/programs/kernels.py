@@ -15,6 +15,7 @@ from dask_distmm.engines.factor.execution import singular
 from dask_distmm.engines.factor.gram import add_gram, is_near, strips_of, upper_of
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.spectral import not_finite, unit_factors
+from dask_distmm.engines.programs.iterations import IterationKernels
 from dask_distmm.errors import MatrixError
 from dask_distmm.programs.steps import COUNT, FLAG
 
@@ -27,7 +28,7 @@ _SPREAD = 32
 _WELL = 16
 
 
-class ProgramKernels:
+class ProgramKernels(IterationKernels):
     """The kernels of one run."""
 
     def __init__(self, kernels: Kernels) -> None:

@@ -1,0 +1,633 @@
+"""Iterative solvers of Dask arrays, by SciPy's names, with SciPy's results: each is one run (`programs.iterative`)."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal, Unpack
+
+import numpy as np
+from dask.array import zeros_like
+from dask.array.core import Array
+
+from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, rows_of, times
+from dask_distmm.arrays.linalg.norms import norm
+from dask_distmm.arrays.linalg.public import TURNS, RunOptions, TurnOptions, public
+from dask_distmm.errors import NotSquareError, PlanError
+from dask_distmm.planning.computation import Chunks
+
+
+@public(TurnOptions, TURNS)
+def cg(
+    A: Any,
+    b: Any,
+    x0: Any = None,
+    *,
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+    maxiter: int | None = None,
+    M: Any = None,
+    callback: Any = None,
+    **how: Unpack[TurnOptions],
+) -> tuple[Any, Any]:
+    """Solve ``A @ x = b`` by conjugate gradients, for a Hermitian positive definite matrix, as SciPy's ``cg`` does.
+
+    The whole iteration is one run. Each worker has rows of A, and the same rows of vectors; in each iteration it gets
+    the other rows of one vector, and two sums.
+
+    Parameters
+    ----------
+    A : array, (n, n)
+        The matrix, of any chunks; where rows are in fewer chunks than columns they are cut as columns are.
+    b : array, (n,) or (n, 1)
+        The right-hand side.
+    x0 : array, (n,) or (n, 1), optional
+        Where to start; zeros by default.
+    rtol, atol : float
+        The iteration ends if ``norm(b - A @ x)`` is below ``max(rtol * norm(b), atol)``, or is 0.
+    maxiter : int, optional
+        The most iterations; 10 n by default.
+    M : array, (n, n) or (n,), optional
+        A preconditioner: an approximation of the inverse of A, Hermitian and positive definite; (n,) stands for the
+        diagonal of a diagonal one.
+    callback : None
+        Workers can't call a function of the client: pass maxiter, look at x, and go on with ``x0=x``.
+
+    Returns
+    -------
+    x : array, (n,)
+        The solution, or where the iteration has ended.
+    info : array, ()
+        0: the limit was met. Otherwise the number of iterations. Elements that are NaN, and directions in which A
+        is zero, end the iteration.
+
+    Raises
+    ------
+    PlanError
+        The shapes do not fit each other, or A or M is a function.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.cg([[2.0, 0.0], [0.0, 4.0]], [1.0, 1.0])[0].compute()
+    array([0.5 , 0.25])
+    """
+    return _solved("cg", A, b, x0, M, callback, 10, maxiter, how, rtol=rtol, atol=atol)
+
+
+@public(TurnOptions, TURNS)
+def minres(
+    A: Any,
+    b: Any,
+    x0: Any = None,
+    *,
+    rtol: float = 1e-5,
+    shift: float = 0.0,
+    maxiter: int | None = None,
+    M: Any = None,
+    callback: Any = None,
+    show: bool = False,
+    check: bool = False,
+    **how: Unpack[TurnOptions],
+) -> tuple[Any, Any]:
+    """Solve ``(A - shift I) @ x = b`` for a Hermitian matrix of any eigenvalues, as SciPy's ``minres`` does.
+
+    The whole iteration is one run, as that of `cg`.
+
+    Parameters
+    ----------
+    A : array, (n, n)
+        The matrix, of any chunks.
+    b : array, (n,) or (n, 1)
+        The right-hand side.
+    x0 : array, (n,) or (n, 1), optional
+        Where to start; zeros by default. SciPy's first residual leaves `shift` out; so does this one.
+    rtol : float
+        The iteration ends if ``norm(b - A @ x)`` is about ``rtol * norm(A) * norm(x)``, or is as small as it can be.
+    shift : float
+        What is subtracted from the diagonal.
+    maxiter : int, optional
+        The most iterations; 5 n by default.
+    M : array, (n, n) or (n,), optional
+        A preconditioner, as of `cg`.
+    callback : None
+        As of `cg`.
+    show, check : False
+        Workers print nothing, and do not test for symmetry.
+
+    Returns
+    -------
+    x : array, (n,)
+        The solution, or where the iteration has ended.
+    info : array, ()
+        0: a test was passed. Otherwise the number of iterations.
+
+    Raises
+    ------
+    PlanError
+        The shapes do not fit each other, or A or M is a function.
+    MatrixError
+        When it is computed: M is not positive definite.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.minres([[2.0, 0.0], [0.0, -4.0]], [1.0, 1.0])[0].compute()
+    array([ 0.5 , -0.25])
+    """
+    _check_false(show=show, check=check)
+    return _solved("minres", A, b, x0, M, callback, 5, maxiter, how, rtol=rtol, shift=shift)
+
+
+@public(TurnOptions, TURNS)
+def gmres(
+    A: Any,
+    b: Any,
+    x0: Any = None,
+    *,
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+    restart: int | None = None,
+    maxiter: int | None = None,
+    M: Any = None,
+    callback: Any = None,
+    callback_type: str | None = None,
+    **how: Unpack[TurnOptions],
+) -> tuple[Any, Any]:
+    """Solve ``A @ x = b`` for any square matrix by GMRES with restarts, as SciPy's ``gmres`` does.
+
+    The whole iteration is one run, as that of `cg`. Each worker has its rows of up to `restart` + 1 vectors.
+
+    Parameters
+    ----------
+    A : array, (n, n)
+        The matrix, of any chunks.
+    b : array, (n,) or (n, 1)
+        The right-hand side.
+    x0 : array, (n,) or (n, 1), optional
+        Where to start; zeros by default.
+    rtol, atol : float
+        The iteration ends if ``norm(b - A @ x)`` is at most ``max(rtol * norm(b), atol)``.
+    restart : int, optional
+        Iterations between restarts; min(20, n) by default.
+    maxiter : int, optional
+        The most restarts; 10 n by default.
+    M : array, (n, n) or (n,), optional
+        A preconditioner, as of `cg`, of any kind.
+    callback, callback_type : None
+        As of `cg`.
+
+    Returns
+    -------
+    x : array, (n,)
+        The solution, or where the iteration has ended.
+    info : array, ()
+        0: the limit was met. Otherwise the number of restarts. NaN, and a singular matrix, may end the iteration.
+
+    Raises
+    ------
+    PlanError
+        The shapes do not fit each other, or A or M is a function.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.gmres([[2.0, 0.0], [0.0, 4.0]], [1.0, 1.0])[0].compute()
+    array([0.5 , 0.25])
+    """
+    if callback_type is not None:
+        raise PlanError("callback_type must be None: there is no callback; see callback")
+    if restart is not None and restart < 1:
+        raise PlanError(f"restart must be at least 1, got {restart}")
+    options = {"rtol": rtol, "atol": atol, "restart": restart or 20}
+    return _solved("gmres", A, b, x0, M, callback, 10, maxiter, how, **options)
+
+
+@public(RunOptions, TURNS)
+def eigsh(
+    A: Any,
+    k: int = 6,
+    M: Any = None,
+    sigma: float | None = None,
+    which: Literal["LM", "SM", "LA", "SA", "BE"] = "LM",
+    v0: Any = None,
+    ncv: int | None = None,
+    maxiter: int | None = None,
+    tol: float = 0,
+    return_eigenvectors: bool = True,
+    Minv: Any = None,
+    OPinv: Any = None,
+    mode: Literal["normal"] = "normal",
+    *,
+    rng: int | None = None,
+    **how: Unpack[RunOptions],
+) -> Any:
+    """Return `k` eigenvalues of a Hermitian matrix and their vectors, as SciPy's ``eigsh`` does, by Lanczos' method.
+
+    The whole iteration is one run, as that of `cg`. Vectors are orthogonal to working precision, and the iteration is
+    restarted with the best of them (*thick restart*). Each worker has its rows of `ncv` + 1 vectors.
+
+    Parameters
+    ----------
+    A : array, (n, n)
+        The matrix, of any chunks; it is taken for Hermitian.
+    k : int
+        How many eigenvalues, less than n.
+    M, sigma, Minv, OPinv : None
+        For pairs of matrices, and eigenvalues near a number, use `eigh`.
+    which : {"LM", "SM", "LA", "SA", "BE"}
+        Those of largest or smallest magnitude, the (algebraically) largest or smallest ones, or half of each.
+    v0 : array, (n,), optional
+        Where to start; random by default.
+    ncv : int, optional
+        The most vectors; min(n, max(2 k + 1, 20)) by default.
+    maxiter : int, optional
+        The most restarts; 10 n by default.
+    tol : float
+        The relative accuracy of eigenvalues; 0 stands for the machine precision.
+    return_eigenvectors : bool
+        Whether to return vectors.
+    mode : {"normal"}
+        The only one here.
+    rng : int, optional
+        Seed for the random vectors: the same seed and the same chunks give the same result, up to rounding.
+
+    Returns
+    -------
+    w : array, (k,), real
+        Ascending.
+    v : array, (n, k)
+        Orthonormal columns. Only `w` is returned without `return_eigenvectors`.
+
+    Raises
+    ------
+    PlanError
+        `k` or `ncv` does not fit the matrix, or an argument is not available.
+    MatrixError
+        When it is computed: an element is NaN or infinite, or not all eigenvalues have converged.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.eigsh(da.diag(da.arange(9.0)), 2, return_eigenvectors=False).compute().round(6)
+    array([7., 8.])
+    """
+    for name, value in {"M": M, "sigma": sigma, "Minv": Minv, "OPinv": OPinv}.items():
+        if value is not None:
+            raise PlanError(f"{name} must be None: use eigh for pairs of matrices and eigenvalues near a number")
+    _check(None, how, maxiter, tol=tol)
+    a = _rows_of_square(A)
+    n, dtype = len(a), common_type({"A": a})
+    if not 1 <= k < n:
+        raise PlanError(f"k must be between 1 and {n - 1}, got {k}: use eigh for all eigenvalues")
+    ncv = min(n, max(2 * k + 1, 20)) if ncv is None else ncv
+    if not k < ncv <= n:
+        raise PlanError(f"ncv must be between {k + 1} and {n}, got {ncv}")
+    eps = float(np.finfo(dtype).eps)
+    options = {"k": k, "ncv": ncv, "which": which, "tol": tol or eps, "maxiter": maxiter or 10 * n, "eps": eps}
+    operands = {"a": a} if v0 is None else {"a": a, "g": _vector("v0", v0, a).rechunk((a.chunks[0], -1))}
+    operands = {name: x.astype(dtype) for name, x in operands.items()}
+    wanted: dict[str, tuple[Chunks, str]] = {"w": (((1,), (k,)), "float64")}
+    if return_eigenvectors:
+        wanted["v"] = (a.chunks[0], (k,)), dtype.name
+    seed = secrets.randbits(64) if rng is None else rng
+    found = by_program("eigsh", operands, wanted, how=how, seed=seed, **options)
+    w = found["w"][0].astype(np.empty(0, dtype).real.dtype)
+    return (w, found["v"]) if return_eigenvectors else w
+
+
+@public(RunOptions, TURNS)
+def lobpcg(
+    A: Any,
+    X: Any,
+    B: Any = None,
+    M: Any = None,
+    Y: Any = None,
+    tol: float | None = None,
+    maxiter: int | None = None,
+    largest: bool = True,
+    verbosityLevel: int = 0,
+    retLambdaHistory: bool = False,
+    retResidualNormsHistory: bool = False,
+    restartControl: int | None = None,
+    **how: Unpack[RunOptions],
+) -> tuple[Any, Any]:
+    """Return some of the largest or smallest eigenvalues of a Hermitian matrix, as SciPy's ``lobpcg`` does.
+
+    The whole iteration is one run, as that of `cg`. Each worker has its rows of six blocks like X, and all of one.
+
+    Parameters
+    ----------
+    A : array, (n, n)
+        The matrix, of any chunks; it is taken for Hermitian.
+    X : array, (n, k)
+        Where to start: independent columns, at most n / 5 of them.
+    B, Y : None
+        For pairs of matrices use `eigh`.
+    M : array, (n, n) or (n,), optional
+        A preconditioner, as of `cg`.
+    tol : float, optional
+        The iteration ends if the norms of all residuals are at most this; ``sqrt(eps) * n`` by default.
+    maxiter : int, optional
+        The most iterations; 20 by default.
+    largest : bool
+        Which end of the spectrum.
+    verbosityLevel, retLambdaHistory, retResidualNormsHistory, restartControl : 0, False, False, None
+        Workers print nothing, and keep no history.
+
+    Returns
+    -------
+    w : array, (k,), real
+        In descending order; ascending if not `largest`.
+    v : array, (n, k)
+        Orthonormal columns. Whether residuals are small, ``A @ v - v * w`` says: there is no warning.
+
+    Raises
+    ------
+    PlanError
+        The shapes do not fit each other, or an argument is not available.
+    MatrixError
+        When it is computed: an element is NaN or infinite, or columns of X depend on each other.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.lobpcg(da.diag(da.arange(9.0)), da.ones((9, 1)), maxiter=50)[0].compute().round(6)
+    array([8.])
+    """
+    given: dict[str, Any] = {"B": B, "Y": Y, "restartControl": restartControl}
+    for name, value in given.items():
+        if value is not None:
+            raise PlanError(f"{name} must be None: use eigh for pairs of matrices; there are no restarts")
+    if verbosityLevel:
+        raise PlanError(f"verbosityLevel must be 0: workers print nothing; got {verbosityLevel}")
+    _check_false(retLambdaHistory=retLambdaHistory, retResidualNormsHistory=retResidualNormsHistory)
+    _check(None, how, maxiter, tol=tol or 0)
+    a, x = _rows_of_square(A), matrix("X", X)
+    n, k = len(a), x.shape[1]
+    if len(x) != n or not 1 <= k <= n // 5:
+        raise PlanError(f"A is {n} x {n}, so X must have {n} rows and 1 to {n // 5} columns; it is {len(x)} x {k}")
+    operands = {"a": a, "g": x} | ({} if M is None else {"m": _preconditioner(M, a)})
+    dtype = common_type({"A": a, "X": x})
+    if any(one.dtype.kind == "c" for one in operands.values()):
+        dtype = np.result_type(dtype, np.complex64)
+    operands = {name: one.rechunk((a.chunks[0], -1)).astype(dtype) for name, one in operands.items()}
+    eps = float(np.finfo(dtype).eps)
+    options = {"tol": tol or eps**0.5 * n, "maxiter": maxiter or 20, "largest": largest, "eps": eps}
+    wanted: dict[str, tuple[Chunks, str]] = {
+        "w": (((1,), (k,)), "float64"),
+        "v": ((a.chunks[0], (k,)), dtype.name),
+    }
+    found = by_program("lobpcg", operands, wanted, how=how, **options)
+    return found["w"][0].astype(np.empty(0, dtype).real.dtype), found["v"]
+
+
+@public(TurnOptions, TURNS)
+def lsqr(
+    A: Any,
+    b: Any,
+    damp: float = 0.0,
+    atol: float = 1e-6,
+    btol: float = 1e-6,
+    conlim: float = 1e8,
+    iter_lim: int | None = None,
+    show: bool = False,
+    calc_var: bool = False,
+    x0: Any = None,
+    **how: Unpack[TurnOptions],
+) -> tuple[Any, ...]:
+    """Return the x that minimizes ``|A @ x - b|^2 + damp^2 |x - x0|^2``, as SciPy's ``lsqr`` does.
+
+    The whole iteration is one run. Each worker has rows of A, and all of x; in each iteration it gets n numbers of each
+    other worker. All is computed in the type of A and b, where SciPy's has float64.
+
+    Parameters
+    ----------
+    A : array, (m, n)
+        The matrix, of any shape and chunks.
+    b : array, (m,) or (m, 1)
+        The right-hand side.
+    damp : float
+        The square root of the weight of ``|x|^2``.
+    atol, btol, conlim : float
+        When to stop: see SciPy's ``lsqr``.
+    iter_lim : int, optional
+        The most iterations; 2 n by default.
+    show : False
+        Workers print nothing.
+    calc_var : bool
+        Whether to estimate the diagonal of the inverse of ``A.T @ A + damp**2 * I``.
+    x0 : array, (n,) or (n, 1), optional
+        Where to start; zeros by default.
+
+    Returns
+    -------
+    x : array, (n,)
+        The solution.
+    istop, itn, r1norm, r2norm, anorm, acond, arnorm, xnorm : array, ()
+        Why it has stopped, iterations, and norms, as SciPy's ``lsqr`` has them. NaN ends the iteration: istop is 0.
+    var : array, (n,)
+        The estimate; zeros without `calc_var`.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.lsqr([[1.0], [1.0]], [1.0, 3.0])[0].compute()
+    array([2.])
+    """
+    _check_false(show=show)
+    limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
+    names = ("var",) if calc_var else ()
+    x, var, numbers = _least_squares("lsqr", A, b, x0, 2, iter_lim, limits, names, 8, how, calc_var=calc_var)
+    return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:], var
+
+
+@public(TurnOptions, TURNS)
+def lsmr(
+    A: Any,
+    b: Any,
+    damp: float = 0.0,
+    atol: float = 1e-6,
+    btol: float = 1e-6,
+    conlim: float = 1e8,
+    maxiter: int | None = None,
+    show: bool = False,
+    x0: Any = None,
+    **how: Unpack[TurnOptions],
+) -> tuple[Any, ...]:
+    """Return the x that minimizes ``|A @ x - b|^2 + damp^2 |x - x0|^2``, as SciPy's ``lsmr`` does.
+
+    The whole iteration is one run, as that of `lsqr`.
+
+    Parameters
+    ----------
+    A : array, (m, n)
+        The matrix, of any shape and chunks.
+    b : array, (m,) or (m, 1)
+        The right-hand side.
+    damp : float
+        The square root of the weight of ``|x|^2``.
+    atol, btol, conlim : float
+        When to stop: see SciPy's ``lsmr``.
+    maxiter : int, optional
+        The most iterations; min(m, n) by default.
+    show : False
+        Workers print nothing.
+    x0 : array, (n,) or (n, 1), optional
+        Where to start; zeros by default. The tests have the norm of ``x - x0`` where SciPy's have that of x.
+
+    Returns
+    -------
+    x : array, (n,)
+        The solution.
+    istop, itn, normr, normar, norma, conda, normx : array, ()
+        Why it has stopped, iterations, and norms, as SciPy's ``lsmr`` has them. NaN ends the iteration: istop is 0.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.lsmr([[1.0], [1.0]], [1.0, 3.0])[0].compute()
+    array([2.])
+    """
+    _check_false(show=show)
+    limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
+    x, _, numbers = _least_squares("lsmr", A, b, x0, None, maxiter, limits, (), 7, how)
+    last = numbers[-1] if x0 is None else norm(x)
+    return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:-1], last
+
+
+def _least_squares(
+    kind: str,
+    a: Any,
+    b: Any,
+    x0: Any,
+    most: int | None,
+    maxiter: int | None,
+    limits: dict[str, float],
+    more: tuple[str, ...],
+    count: int,
+    how: RunOptions,
+    **options: Any,
+) -> tuple[Array, Array, Array]:
+    """Return x, the estimate of variances and some numbers; by default up to `most` n iterations, or min(m, n)."""
+    a = matrix("A", _no_function("A", a))
+    _check(None, how, maxiter, **limits)
+    if not min(a.shape):
+        raise PlanError(f"A must have rows and columns, got {a.shape[0]} x {a.shape[1]}")
+    right, (m, n), columns = _vector("b", b, a).rechunk((a.chunks[0], -1)), a.shape, a.chunks[1]
+    dtype = common_type({"A": a, "b": right})
+    given, start = {"a": rows_of(a), "b": right}, None
+    if x0 is not None:
+        start = matrix("x0", x0, vector=True)
+        if start.shape != (n, 1):
+            raise PlanError(f"A is {m} x {n}, so x0 must have shape ({n},); it has {operand('x0', x0).shape}")
+        dtype = np.result_type(dtype, np.complex64) if start.dtype.kind == "c" else dtype
+        start = start.astype(dtype)
+        given["g"] = (right - times(a.astype(dtype), start, how)).rechunk(right.chunks)
+    wanted: dict[str, tuple[Chunks, str]] = {
+        "x": (((n,), (1,)), dtype.name),
+        "numbers": (((1,), (count,)), "float64"),
+        **dict.fromkeys(more, (((n,), (1,)), dtype.name)),
+    }
+    if kind == "lsqr":
+        options["eps"] = float(np.finfo(dtype).eps)
+    if maxiter is None:
+        maxiter = min(m, n) if most is None else most * n
+    operands = {name: x.astype(dtype) for name, x in given.items()}
+    found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **limits, **options)
+    x = found["x"][:, 0] if start is None else found["x"][:, 0] + start[:, 0]
+    var = found["var"][:, 0] if more else zeros_like(x)
+    return x.rechunk((columns,)), var.rechunk((columns,)), found["numbers"][0]
+
+
+def _check_false(**options: bool) -> None:
+    for name, value in options.items():
+        if value:
+            raise PlanError(f"{name} must be False: workers print nothing and do not test the matrix; got True")
+
+
+def _solved(
+    kind: str,
+    a: Any,
+    b: Any,
+    x0: Any,
+    m: Any,
+    callback: Any,
+    most: int,
+    maxiter: int | None,
+    how: RunOptions,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Return x and info of a square matrix; by default up to `most` n iterations."""
+    _check(callback, how, maxiter, **options)
+    a = _rows_of_square(a)
+    n = len(a)
+    given = {"b": _vector("b", b, a)}
+    given |= {"g": _vector("x0", x0, a)} if x0 is not None else {}
+    if m is not None:
+        given["m"] = _preconditioner(m, a)
+    given = {name: x.rechunk((a.chunks[0], -1)) for name, x in given.items()}
+    dtype = common_type({"A": a, "b": given["b"]})
+    if any(x.dtype.kind == "c" for x in given.values()):
+        dtype = np.result_type(dtype, np.complex64)
+    operands = {name: x.astype(dtype) for name, x in {"a": a, **given}.items()}
+    wanted: dict[str, tuple[Chunks, str]] = {"x": ((a.chunks[0], (1,)), dtype.name), "info": (((1,), (1,)), "int64")}
+    if maxiter is None:
+        maxiter = max(1, most * n)
+    if "restart" in options:
+        options["restart"] = min(int(options["restart"]), n)
+    if kind != "cg":
+        options["eps"] = float(np.finfo(dtype).eps)
+    found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **options)
+    return found["x"][:, 0], found["info"][0, 0]
+
+
+def _check(callback: Any, how: RunOptions, maxiter: int | None, **limits: float) -> None:
+    if callback is not None:
+        raise PlanError(
+            "callback must be None: workers can't call a function of the client; pass maxiter=, and go on with x0= "
+            "from what was returned"
+        )
+    method = how.get("method") or "auto"
+    if method not in ("auto", "rows"):
+        raise PlanError(f"method={method!r} is not for iterative solvers: pass 'rows', or leave it out")
+    if maxiter is not None and maxiter < 1:
+        raise PlanError(f"maxiter must be at least 1, got {maxiter}")
+    for name, limit in limits.items():
+        if name != "shift" and not limit >= 0:
+            raise PlanError(f"{name} must be at least 0, got {limit}")
+
+
+def _no_function(name: str, x: Any) -> Any:
+    if callable(x) or hasattr(x, "matvec"):
+        raise PlanError(f"{name} is a {type(x).__name__}; expected an array: workers multiply by its rows")
+    return x
+
+
+def _rows_of_square(x: Any) -> Array:
+    """Return a square matrix in chunks of rows, cut as the axis that is in more chunks."""
+    a = matrix("A", _no_function("A", x))
+    if a.shape[0] != a.shape[1]:
+        raise NotSquareError(f"A must be square, got {a.shape[0]} x {a.shape[1]}")
+    if not len(a):
+        raise PlanError("A must have at least one row, got 0 x 0")
+    return a.rechunk((max(a.chunks, key=len), -1))
+
+
+def _preconditioner(m: Any, a: Array) -> Array:
+    """Return a preconditioner as a matrix, or as a column: the diagonal of one."""
+    found, n = operand("M", _no_function("M", m)), len(a)
+    if found.shape not in ((n, n), (n,)):
+        raise PlanError(f"A is {n} x {n}, so M must be {n} x {n}, or its diagonal; it has shape {found.shape}")
+    return matrix("M", found, vector=True)
+
+
+def _vector(name: str, x: Any, a: Array) -> Array:
+    """Return a vector as a column in the rows of a matrix."""
+    column, rows = matrix(name, x, vector=True), len(a)
+    if column.shape != (rows, 1):
+        raise PlanError(
+            f"A is {rows} x {a.shape[1]}, so {name} must have shape ({rows},); it has {operand(name, x).shape}"
+        )
+    return column

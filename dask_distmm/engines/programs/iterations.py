@@ -1,0 +1,653 @@
+"""The kernels of iterative solvers: vectors in a rank's rows, and numbers on the host, which say what is done next."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.factor.spectral import not_finite
+from dask_distmm.errors import MatrixError
+from dask_distmm.programs.iterative import BIDIAGONAL, CG, GMRES, LANCZOS, LSMR, LSQR, MINRES
+
+# Where the numbers of `cg` are.
+_FACTOR, _RHO, _LIMIT, _COUNT, _MET, _BROKEN = map(CG.index, ("factor", "rho", "limit", "count", "met", "broken"))
+
+
+@contextlib.contextmanager
+def _named(state: Any, names: Sequence[str]) -> Iterator[Any]:
+    """Give the numbers of a solver by names, as NumPy's scalars: dividing by zero gives infinity."""
+    found = types.SimpleNamespace(**dict(zip(names, state[0], strict=False)))
+    yield found
+    state[0, : len(names)] = [getattr(found, name) for name in names]
+
+
+def _rotation(a: Any, b: Any) -> tuple[Any, Any, Any]:
+    """Return c, s, r of a Givens rotation, stably (Choi 2006)."""
+    r = np.hypot(a, b)
+    return (a / r, b / r, r) if r else (np.float64(1), np.float64(0), r)
+
+
+class IterationKernels:
+    """Those of `programs.iterative`."""
+
+    blas: Kernels
+    xp: Any
+
+    # Vectors. What they are multiplied by is the first of some numbers.
+
+    def put(self, piece: Any, part: Any, *, at: int) -> None:
+        """Copy a chunk of rows to its place in a rank's rows."""
+        part[at : at + len(piece)] = piece
+
+    def take(self, part: Any, piece: Any, *, at: int) -> None:
+        """Copy a chunk of rows from its place in a rank's rows, of as many columns as it has."""
+        piece[...] = part[at : at + len(piece), : piece.shape[1]]
+
+    def times_into(self, a: Any, x: Any, y: Any, *, at: int) -> None:
+        """Y = A X, in the rows of a chunk."""
+        self.xp.matmul(a, x, out=y[at : at + len(a)])
+
+    def adjoint_from(self, a: Any, x: Any, y: Any, *, at: int) -> None:
+        """Y += A^H X, of the rows of a chunk."""
+        part = x[at : at + len(a)]
+        y += (part.conj().T @ a).conj().T if a.dtype.kind == "c" else a.T @ part
+
+    def assemble(self, whole: Any, *parts: Any, places: Sequence[tuple[int, int, int]]) -> None:
+        """Copy chunks of rows from the parts of ranks, in their order."""
+        to = 0
+        for rank, at, size in places:
+            whole[to : to + size] = parts[rank][at : at + size]
+            to += size
+
+    def total(self, total: Any, *parts: Any) -> None:
+        """Add up, in the order of ranks."""
+        total[...] = parts[0]
+        for part in parts[1:]:
+            total += part
+
+    def dots(self, out: Any, *vectors: Any) -> None:
+        """Dot products of pairs of vectors."""
+        found = [self.xp.vdot(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+        out[0] = found if self.xp is np else self.blas.host(self.xp.stack(found))
+
+    def axpy(self, numbers: Any, x: Any, y: Any, *, at: int = 0, sign: int = 1) -> None:
+        """Y += a X, or Y -= a X."""
+        y += (sign * numbers[0, at].item()) * x
+
+    def xpay(self, numbers: Any, x: Any, y: Any, *, at: int = 0) -> None:
+        """Y = X + a Y."""
+        y *= numbers[0, at].item()
+        y += x
+
+    def combine(self, numbers: Any, y: Any, *vectors: Any, at: int = 0) -> None:
+        """Y = a X + b Z + ..."""
+        for number, x in enumerate(vectors, at):
+            factor = numbers[0, number].item()
+            if number == at:
+                self.xp.multiply(x, factor, out=y)
+            else:
+                y += factor * x
+
+    def add_squares(self, numbers: Any, x: Any, y: Any, *, at: int = 0) -> None:
+        """Y += (a X)^2, by elements."""
+        y += (numbers[0, at].item() * x) ** 2
+
+    def scale(self, numbers: Any, x: Any, *, at: int = 0) -> None:
+        """X = a X; zero if a is."""
+        factor = numbers[0, at].item()
+        if factor == 0:
+            x[...] = 0
+        elif factor != 1:
+            x *= factor
+
+    def subtract(self, x: Any, y: Any) -> None:
+        """Y -= X."""
+        y -= x
+
+    def diagonal_times(self, d: Any, x: Any, y: Any, *, at: int) -> None:
+        """Y = D X, in the rows of a chunk."""
+        rows = slice(at, at + len(d))
+        self.xp.multiply(d, x[rows], out=y[rows])
+
+    # Conjugate gradients
+
+    def cg_start(self, sums: Any, state: Any, go: Any, *, rtol: float, atol: float) -> None:
+        """Numbers from |b|^2, |r|^2, r^H M r. The first one is what x0 is multiplied by: 0 where b is."""
+        bb, rr, rho = sums[0].tolist()
+        state[...] = 0
+        state[0, _LIMIT] = max(atol, rtol * math.sqrt(bb.real))
+        state[0, _RHO] = rho
+        self._cg_go(rr if bb else 0.0, state, go)
+        state[0, _FACTOR] = bb / bb if bb else 0.0
+
+    def cg_step(self, sums: Any, state: Any) -> None:
+        """Compute alpha from p^H A p."""
+        curvature = sums[0, 0].item()
+        state[0, _BROKEN] = not curvature
+        state[0, _FACTOR] = state[0, _RHO].item() / curvature if curvature else 0.0
+
+    def cg_next(self, sums: Any, state: Any, go: Any) -> None:
+        """Compute beta from |r|^2, r^H M r, and whether to go on."""
+        rr, rho = sums[0].tolist()
+        state[0, _FACTOR] = rho / state[0, _RHO].item()
+        state[0, _RHO] = rho
+        state[0, _COUNT] += 1
+        self._cg_go(rr, state, go)
+
+    def _cg_go(self, rr: Any, state: Any, go: Any) -> None:
+        norm, rho = math.sqrt(abs(rr.real)), state[0, _RHO].item()
+        state[0, _MET] = met = norm < state[0, _LIMIT].real or norm == 0
+        # What is infinite or no number, or not to be divided by, ends the loop.
+        go[...] = not met and rho and np.isfinite(rho) and math.isfinite(norm) and not state[0, _BROKEN]
+
+    def info(self, state: Any, info: Any, *, count: int, met: int, most: int) -> None:
+        """0 if the limit was met before so many turns, else the number of turns, as SciPy has it."""
+        turns = int(state[0, count].real)
+        info[...] = 0 if state[0, met].real and turns < most else max(1, turns)
+
+    # MINRES (Paige, Saunders 1975), with the tests of SciPy's
+
+    def minres_start(self, sums: Any, state: Any, go: Any) -> None:
+        """Numbers from r^H M r and |b|^2."""
+        state[...] = 0
+        with _named(state, MINRES) as s:
+            square, bb = sums[0].real
+            if square < 0:
+                raise MatrixError("M must be positive definite: r^H M r is negative")
+            s.beta1 = s.beta = s.phibar = s.rhs1 = np.sqrt(square)
+            s.gmin, s.cs = np.finfo(np.float64).max, -1.0
+            s.over_beta = 1 / s.beta if s.beta else 0.0
+            s.keep = bb / bb if bb else 0.0
+            s.met = s.beta == 0 or bb == 0
+            go[...] = not s.met and np.isfinite(s.beta) and np.isfinite(bb)
+
+    def minres_alpha(self, sums: Any, state: Any) -> None:
+        """Compute the factor of r2, from v^H A v."""
+        with _named(state, MINRES) as s:
+            s.alpha = sums[0, 0].real
+            s.minus_alpha = -s.alpha / s.beta
+
+    def minres_rotate(self, sums: Any, state: Any, *, eps: float) -> None:
+        """Compute the factors of w and x, from r2^H M r2."""
+        with _named(state, MINRES) as s:
+            square = sums[0, 0].real
+            if square < 0:
+                raise MatrixError("M must be positive definite: r^H M r is negative")
+            old, s.beta = s.beta, np.sqrt(square)
+            s.over_beta = 1 / s.beta if s.beta else 0.0
+            s.minus_beta = -s.beta / old
+            s.tnorm2 += s.alpha**2 + old**2 + s.beta**2
+            s.count += 1
+            if s.count == 1 and s.beta / s.beta1 <= 10 * eps:
+                s.stop = -1
+            s.minus_epsln = -s.epsln
+            delta = s.cs * s.dbar + s.sn * s.alpha
+            s.gbar = s.sn * s.dbar - s.cs * s.alpha
+            s.epsln = s.sn * s.beta
+            s.dbar = -s.cs * s.beta
+            s.root = np.hypot(s.gbar, s.dbar)
+            gamma = max(np.hypot(s.gbar, s.beta), np.float64(eps))
+            s.cs, s.sn = s.gbar / gamma, s.beta / gamma
+            s.phi = s.cs * s.phibar
+            s.phibar *= s.sn
+            s.over_gamma, s.minus_epsln, s.minus_delta = 1 / gamma, s.minus_epsln / gamma, -delta / gamma
+            s.gmax, s.gmin = max(s.gmax, gamma), min(s.gmin, gamma)
+            z = s.rhs1 / gamma
+            s.rhs1, s.rhs2 = s.rhs2 - delta * z, -s.epsln * z
+
+    def minres_test(self, sums: Any, state: Any, go: Any, *, rtol: float, eps: float, maxiter: int) -> None:
+        """Whether to go on, from |x|^2."""
+        with _named(state, MINRES) as s:
+            size, norm = np.sqrt(sums[0, 0].real), np.sqrt(s.tnorm2)
+            compatible = s.phibar / (norm * size) if norm * size else np.inf
+            least = s.root / norm if norm else np.inf
+            stop = int(s.stop)
+            if not stop and np.isfinite(norm * size):
+                for reached, number in (
+                    (1 + least <= 1, 2),
+                    (1 + compatible <= 1, 1),
+                    (s.count >= maxiter, 6),
+                    (s.gmax / s.gmin >= 0.1 / eps, 4),
+                    (norm * size * eps >= s.beta1, 3),
+                    (least <= rtol, 2),
+                    (compatible <= rtol, 1),
+                ):
+                    stop = number if reached else stop
+            s.stop, s.met = stop, stop not in (0, 6)
+            go[...] = not stop and np.isfinite(s.phibar) and np.isfinite(norm * size)
+
+    # Golub-Kahan bidiagonalization, of LSQR and LSMR
+
+    def bidiagonal_beta(self, sums: Any, state: Any) -> None:
+        """Compute the factors of u and v, from |u|^2."""
+        with _named(state, BIDIAGONAL) as s:
+            s.beta = np.sqrt(sums[0, 0].real)
+            s.over_beta, s.minus_beta = (1 / s.beta, -s.beta) if s.beta else (0.0, 1.0)
+
+    def bidiagonal_alpha(self, v: Any, state: Any) -> None:
+        """Compute the norm of v, if it has changed."""
+        with _named(state, BIDIAGONAL) as s:
+            s.over_alpha = 1.0
+            if s.beta != 0:
+                s.alpha = np.float64(self.blas.host(self.xp.linalg.norm(v)))
+                s.over_alpha = 1 / s.alpha if s.alpha else 1.0
+            s.minus_alpha = -s.alpha
+
+    def lsqr_start(self, sums: Any, state: Any, go: Any) -> None:
+        """Numbers from |b|^2."""
+        with _named(state, LSQR) as s:
+            s.normb = np.sqrt(sums[0, 1].real)
+            s.rhobar = s.old_alpha = s.alpha
+            s.phibar = s.beta
+            s.r1norm = s.r2norm = s.beta
+            s.normar, s.cs2 = s.alpha * s.beta, -1.0
+            go[...] = s.normar != 0 and np.isfinite(s.normar)
+
+    def lsqr_rotate(
+        self,
+        w: Any,
+        state: Any,
+        go: Any,
+        *,
+        damp: float,
+        atol: float,
+        btol: float,
+        conlim: float,
+        maxiter: int,
+        eps: float,
+    ) -> None:
+        """Compute the factors of x and w, and whether to go on."""
+        with _named(state, LSQR) as s:
+            s.count += 1
+            if s.beta > 0:
+                s.norma = np.sqrt(s.norma**2 + s.old_alpha**2 + s.beta**2 + damp**2)
+            rhobar1, psi = s.rhobar, 0.0
+            if damp > 0:
+                rhobar1 = np.hypot(s.rhobar, damp)
+                psi = damp / rhobar1 * s.phibar
+                s.phibar *= s.rhobar / rhobar1
+            cs, sn, rho = _rotation(rhobar1, s.beta)
+            theta, s.rhobar = sn * s.alpha, -cs * s.alpha
+            phi, s.phibar = cs * s.phibar, sn * s.phibar
+            s.of_w, s.minus_theta, s.over_rho = phi / rho, -theta / rho, 1 / rho
+            s.ddnorm += (np.float64(self.blas.host(self.xp.linalg.norm(w))) / rho) ** 2
+            delta, gambar = s.sn2 * rho, -s.cs2 * rho
+            rhs = phi - delta * s.z
+            s.normx = np.sqrt(s.xxnorm + (rhs / gambar) ** 2)
+            gamma = np.hypot(gambar, theta)
+            s.cs2, s.sn2, s.z = gambar / gamma, theta / gamma, rhs / gamma
+            s.xxnorm += s.z**2
+            s.conda = s.norma * np.sqrt(s.ddnorm)
+            s.res2 += psi**2
+            s.r2norm = np.hypot(s.phibar, np.sqrt(s.res2))
+            s.normar = s.alpha * abs(sn * phi)
+            square = s.r2norm**2 - damp**2 * s.xxnorm
+            s.r1norm = np.copysign(np.sqrt(abs(square)), square) if damp > 0 else s.r2norm
+            tests = s.r2norm / s.normb, s.normar / (s.norma * s.r2norm + eps), 1 / (s.conda + eps)
+            s.stop = _stop_of_least_squares(s, *tests, atol, btol, conlim, s.count >= maxiter)
+            s.old_alpha = s.alpha
+            go[...] = not s.stop and np.isfinite(s.r2norm)
+
+    def lsmr_start(self, sums: Any, state: Any, go: Any) -> None:
+        """Numbers from |b|^2."""
+        with _named(state, LSMR) as s:
+            s.normb = np.sqrt(sums[0, 1].real)
+            s.zetabar, s.alphabar = s.alpha * s.beta, s.alpha
+            s.rho = s.rhobar = s.cbar = s.rhodold = s.conda = 1.0
+            s.betadd = s.normr = s.beta
+            s.norma2, s.norma = s.alpha**2, s.alpha
+            s.minrbar, s.normar = 1e100, s.alpha * s.beta
+            go[...] = s.normar != 0 and s.normb != 0 and np.isfinite(s.normar) and np.isfinite(s.normb)
+
+    def lsmr_rotate(self, state: Any, *, damp: float) -> None:
+        """Compute the factors of hbar, x and h, and norms."""
+        with _named(state, LSMR) as s:
+            s.count += 1
+            chat, shat, alphahat = _rotation(s.alphabar, np.float64(damp))
+            rhoold, rhobarold, zetaold = s.rho, s.rhobar, s.zeta
+            c, sn, s.rho = _rotation(alphahat, s.beta)
+            thetanew, s.alphabar = sn * s.alpha, c * s.alpha
+            thetabar, rhotemp = s.sbar * s.rho, s.cbar * s.rho
+            s.cbar, s.sbar, s.rhobar = _rotation(rhotemp, thetanew)
+            s.zeta, s.zetabar = s.cbar * s.zetabar, -s.sbar * s.zetabar
+            s.of_hbar_before = -thetabar * s.rho / (rhoold * rhobarold)
+            s.of_hbar = s.zeta / (s.rho * s.rhobar)
+            s.of_h = -thetanew / s.rho
+            acute, check = chat * s.betadd, -shat * s.betadd
+            betahat, s.betadd = c * acute, -sn * acute
+            thetatildeold = s.thetatilde
+            ctilde, stilde, rhotilde = _rotation(s.rhodold, thetabar)
+            s.thetatilde, s.rhodold = stilde * s.rhobar, ctilde * s.rhobar
+            s.betad = -stilde * s.betad + ctilde * betahat
+            s.tautilde = (zetaold - thetatildeold * s.tautilde) / rhotilde
+            taud = (s.zeta - s.thetatilde * s.tautilde) / s.rhodold
+            s.d += check**2
+            s.normr = np.sqrt(s.d + (s.betad - taud) ** 2 + s.betadd**2)
+            s.norma2 += s.beta**2
+            s.norma = np.sqrt(s.norma2)
+            s.norma2 += s.alpha**2
+            s.maxrbar = max(s.maxrbar, rhobarold)
+            s.minrbar = min(s.minrbar, rhobarold) if s.count > 1 else s.minrbar
+            s.conda = max(s.maxrbar, rhotemp) / min(s.minrbar, rhotemp)
+            s.normar = abs(s.zetabar)
+
+    def lsmr_test(self, x: Any, state: Any, go: Any, *, atol: float, btol: float, conlim: float, maxiter: int) -> None:
+        """Whether to go on."""
+        with _named(state, LSMR) as s:
+            s.normx = np.float64(self.blas.host(self.xp.linalg.norm(x)))
+            product = s.norma * s.normr
+            tests = s.normr / s.normb, s.normar / product if product else np.inf, 1 / s.conda
+            s.stop = _stop_of_least_squares(s, *tests, atol, btol, conlim, s.count >= maxiter)
+            go[...] = not s.stop and np.isfinite(s.normr)
+
+    # A basis of vectors, of which the first columns are there
+
+    def project(self, out: Any, state: Any, basis: Any, w: Any) -> None:
+        """Products of a vector with those of a basis, and at last with itself."""
+        count = int(state[0, 0]) + 1
+        out[...] = 0
+        found = basis[:, :count].conj().T @ w
+        out[0, :count], out[0, -1] = self.blas.host(found)[:, 0], self.blas.host(self.xp.vdot(w, w))
+
+    def orthogonalize(self, sums: Any, state: Any, basis: Any, w: Any) -> None:
+        """W -= V H, of the products with V."""
+        count = int(state[0, 0]) + 1
+        w -= basis[:, :count] @ self.xp.asarray(sums[0, :count, None], w.dtype)
+
+    def put_column(self, state: Any, w: Any, basis: Any) -> None:
+        """Make a vector one of a basis."""
+        basis[:, int(state[0, 0])] = w[:, 0]
+
+    def basis_add(self, y: Any, basis: Any, x: Any) -> None:
+        """X += V Y."""
+        x += basis[:, : y.shape[1]] @ self.xp.asarray(y.T, x.dtype)
+
+    # GMRES
+
+    def gmres_start(self, sums: Any, state: Any, go: Any, inside: Any, *, rtol: float, atol: float) -> None:
+        """Numbers from the squares of |b|, |r|, |M r| and |M b|."""
+        state[...] = 0
+        with _named(state, GMRES) as s:
+            b, r, z, right = np.sqrt(sums[0].real)
+            s.limit, s.factor = max(np.float64(atol), rtol * b), 1.0
+            s.goal = right * min(1.0, s.limit / b)
+            s.keep = b / b if b else 0.0
+            s.start, s.scale = z, 1 / z if z else 0.0
+            s.met = b == 0 or r < s.limit or r == 0
+            go[...] = inside[...] = not s.met and z != 0 and np.isfinite(z) and np.isfinite(b)
+
+    def gmres_rotate(
+        self, first: Any, second: Any, state: Any, inside: Any, triangle: Any, rotations: Any, side: Any, *, eps: float
+    ) -> None:
+        """Take a column of the Hessenberg matrix into its triangle; say whether to go on in this cycle."""
+        with _named(state, GMRES) as s:
+            at = int(s.column)
+            column = triangle[:, at]
+            column[...] = 0
+            column[: at + 1] = first[0, : at + 1] + second[0, : at + 1]
+            below = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
+            s.broken = below <= eps * np.sqrt(first[0, -1].real)
+            s.scale = 0.0 if s.broken else 1 / below
+            if at == 0:
+                side[...] = 0
+                side[0, 0] = s.start
+            for row in range(at):
+                c, sn = rotations[row]
+                one, other = column[row], column[row + 1]
+                column[row], column[row + 1] = c * one + sn * other, c * other - np.conj(sn) * one
+            size, below = abs(column[at]), 0.0 if s.broken else below
+            radius = np.hypot(size, below)
+            phase = column[at] / size if size else 1.0
+            c, sn = (size / radius, phase * below / radius) if radius else (1.0, 0.0)
+            rotations[at], column[at] = (c, sn), phase * radius
+            side[0, at], side[0, at + 1] = c * side[0, at], -np.conj(sn) * side[0, at]
+            s.residual = abs(side[0, at + 1])
+            s.column += 1
+            inside[...] = s.residual > s.goal and not s.broken and np.isfinite(s.residual)
+
+    def gmres_solve(self, state: Any, triangle: Any, side: Any, y: Any) -> None:
+        """Solve with the triangle; what is singular is left out."""
+        count = int(state[0, 0])
+        y[...] = 0
+        y[0, :count] = side[0, :count]
+        for row in range(count - 1, -1, -1):
+            pivot = triangle[row, row]
+            y[0, row] = y[0, row] / pivot if pivot else 0
+            y[0, :row] -= y[0, row] * triangle[:row, row]
+
+    def gmres_restart(self, sums: Any, state: Any, go: Any, inside: Any, side: Any, *, eps: float) -> None:
+        """Say whether to go on, and how near, from the squares of |r| and |M r| (as SciPy does)."""
+        with _named(state, GMRES) as s:
+            r, z = np.sqrt(sums[0].real)
+            s.count += 1
+            s.met = r <= s.limit
+            s.factor = max(eps, s.factor / 4) if s.residual <= s.goal else min(1.0, 1.5 * s.factor)
+            s.goal = s.residual * min(s.factor, s.limit / r)
+            s.start, s.scale, s.column = z, 1 / z if z else 0.0, 0
+            go[...] = inside[...] = not s.met and not s.broken and z != 0 and np.isfinite(z) and np.isfinite(r)
+
+    # Eigenvalues of Hermitian matrices
+
+    def draw(self, part: Any, *, at: int, size: int, seed: Sequence[int]) -> None:
+        """Fill rows with normally distributed numbers, the same on CPUs and GPUs."""
+        random = np.random.default_rng(seed)
+        found = random.standard_normal((size, 1))
+        if part.dtype.kind == "c":
+            found = found + 1j * random.standard_normal((size, 1))
+        part[at : at + size] = self.xp.asarray(found, part.dtype)
+
+    def lanczos_start(self, sums: Any, state: Any, go: Any, inside: Any) -> None:
+        """Numbers from |v0|^2."""
+        state[...] = 0
+        with _named(state, LANCZOS) as s:
+            size = np.sqrt(sums[0, 0].real)
+            if not np.isfinite(size) or not size:
+                raise MatrixError("v0 must be finite and not zero")
+            s.scale = 1 / size
+            go[...] = inside[...] = True
+
+    def lanczos_step(self, first: Any, second: Any, state: Any, inside: Any, small: Any, *, eps: float, n: int) -> None:
+        """Have a row and a column of the projected matrix, and the norm of what is left."""
+        with _named(state, LANCZOS) as s:
+            at = int(s.column)
+            column = first[0, : at + 1] + second[0, : at + 1]
+            small[: at + 1, at], small[at, : at + 1] = column, column.conj()
+            small[at, at] = column[at].real
+            s.beta = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
+            # What stays may be small only.
+            s.norm = max(s.norm, abs(small).max())
+            s.broken = s.beta <= 10 * eps * s.norm or at + 1 >= n
+            s.scale = 0.0 if s.broken else 1 / s.beta
+            s.column += 1
+            inside[...] = not s.broken and np.isfinite(s.beta) and s.column < len(small)
+
+    def lanczos_restart(
+        self,
+        state: Any,
+        go: Any,
+        inside: Any,
+        small: Any,
+        vectors: Any,
+        values: Any,
+        *,
+        which: str,
+        tol: float,
+        maxiter: int,
+        eps: float,
+        n: int,
+    ) -> None:
+        """Decide which vectors stay, and whether those that are wanted have converged."""
+        with _named(state, LANCZOS) as s:
+            count, k, most = int(s.column), values.shape[1], len(small)
+            if not np.isfinite(small).all():
+                raise MatrixError(not_finite("a"))
+            s.turns, s.count = s.turns + 1, count
+            inside[...] = True
+            vectors[...] = 0
+            if s.broken and count < min(most, n):
+                # An invariant subspace: all of it stays, and another vector is drawn.
+                np.fill_diagonal(vectors[:count, :count], 1)
+                s.kept, s.column = count, count - 1
+                return
+            found, y = _separated(*np.linalg.eigh(small[:count, :count]), 4 * eps * s.norm)
+            order = _wanted(found, which)
+            errors = s.beta * abs(y[-1, order[:k]])
+            limits = tol * np.maximum(eps ** (2 / 3), abs(found[order[:k]]))
+            converged = (errors <= np.maximum(limits, eps * s.norm)) | bool(s.broken)
+            if not converged.all() and s.turns >= maxiter:
+                raise MatrixError(
+                    f"{converged.sum()} of {k} eigenvalues have converged after {maxiter} restarts: pass a larger "
+                    "maxiter=, ncv= or tol="
+                )
+            go[...] = not converged.all()
+            kept = min(k + (most - k) // 2, most - 1) if go.all() else k
+            chosen = order[:kept] if go.all() else np.sort(order[:k])
+            vectors[:count, :kept] = y[:, chosen]
+            small[...] = 0
+            np.fill_diagonal(small[:kept, :kept], found[chosen])
+            values[0] = found[chosen[:k]]
+            s.kept, s.column = kept, kept - 1
+
+    def rotate_basis(self, state: Any, vectors: Any, basis: Any) -> None:
+        """Have those combinations of a basis that stay, and the next vector behind them."""
+        with _named(state, LANCZOS) as s:
+            count, kept = int(s.count), int(s.kept)
+        last = basis[:, count].copy()
+        basis[:, :kept] = basis[:, :count] @ self.xp.asarray(vectors[:count, :kept], basis.dtype)
+        basis[:, kept] = last
+
+    def lanczos_vector(self, state: Any, basis: Any, w: Any, *, seed: Sequence[int]) -> None:
+        """Take the next vector of a basis, or draw one where its span is invariant."""
+        with _named(state, LANCZOS) as s:
+            if s.broken:
+                self.draw(w, at=0, size=len(w), seed=(*seed, int(s.turns)))
+            else:
+                w[:, 0] = basis[:, int(s.kept)]
+
+    def lanczos_next(self, second: Any, state: Any) -> None:
+        """Go on with a vector that is orthogonal to what is there."""
+        with _named(state, LANCZOS) as s:
+            square = second[0, -1].real - (abs(second[0, : int(s.kept)]) ** 2).sum()
+            s.scale = 1 / np.sqrt(square) if square > 0 else 0.0
+            s.column = s.kept
+
+    # LOBPCG: X, the preconditioned residuals and the last step side by side
+
+    def lobpcg_gram(self, out: Any, s: Any, image: Any) -> None:
+        """Compute S^H S and S^H A S."""
+        out[:, : s.shape[1]] = self.blas.host(s.conj().T @ s)
+        out[:, s.shape[1] :] = self.blas.host(s.conj().T @ image)
+
+    def lobpcg_ritz(self, grams: Any, values: Any, turned: Any, *, largest: bool, eps: float) -> None:
+        """Have the wanted Ritz values, and the combinations of S that are X and the next step."""
+        if not np.isfinite(grams).all():
+            raise MatrixError(not_finite("a"))
+        size, k = len(grams), values.shape[1]
+        norms = np.sqrt(np.diagonal(grams).real)
+        scale = np.where(norms > 0, 1 / norms, 0)
+        gram, image = (x * scale * scale[:, None] for x in (grams[:, :size], grams[:, size:]))
+        squares, basis = np.linalg.eigh((gram + gram.conj().T) / 2)
+        kept = squares > eps**0.75
+        if kept.sum() < k:
+            raise MatrixError(f"X must have independent columns: {kept.sum()} of {k} are")
+        basis = basis[:, kept] / np.sqrt(squares[kept])
+        image = basis.conj().T @ image @ basis
+        found, y = np.linalg.eigh((image + image.conj().T) / 2)
+        order = np.argsort(-found if largest else found, kind="stable")[:k]
+        x = basis @ y[:, order]
+        # The next step has nothing of the last X, is orthogonal to the next X, and orthonormal.
+        step = x.copy()
+        step[:k] = 0
+        for _ in range(2):
+            step -= x @ (x.conj().T @ (gram @ step))
+        squares, y = np.linalg.eigh(step.conj().T @ gram @ step)
+        with np.errstate(all="ignore"):
+            step = step @ (y * np.where(squares > eps * max(squares[-1], eps), 1 / np.sqrt(squares), 0))
+        values[0] = found[order]
+        turned[:, :k], turned[:, k:] = x * scale[:, None], step * scale[:, None]
+
+    def lobpcg_update(self, turned: Any, values: Any, s: Any, image: Any, r: Any) -> None:
+        """Have X, the last step and the residuals."""
+        k = r.shape[1]
+        c = self.xp.asarray(turned, s.dtype)
+        for one in (s, image):
+            both = one @ c
+            one[:, :k], one[:, 2 * k :] = both[:, :k], both[:, k:]
+        r[...] = image[:, :k] - s[:, :k] * self.xp.asarray(values, s.real.dtype)
+
+    def column_squares(self, out: Any, r: Any) -> None:
+        """Compute the squared norms of columns."""
+        out[0] = self.blas.host((abs(r) ** 2).sum(axis=0))
+
+    def lobpcg_test(self, sums: Any, state: Any, go: Any, *, tol: float) -> None:
+        """Say whether a residual is still large."""
+        state[0, 0] = worst = np.sqrt(sums[0].max())
+        go[...] = worst > tol
+
+    def block_products(self, out: Any, s: Any, w: Any) -> None:
+        """Compute X^H W."""
+        out[...] = self.blas.host(s[:, : w.shape[1]].conj().T @ w)
+
+    def subtract_block(self, products: Any, s: Any, w: Any) -> None:
+        """W -= X (X^H W)."""
+        w -= s[:, : w.shape[1]] @ self.xp.asarray(products, w.dtype)
+
+    def put_block(self, w: Any, s: Any, *, at: int) -> None:
+        """Have vectors in the place of others."""
+        s[:, at : at + w.shape[1]] = w
+
+    def constant(self, out: Any, *, value: float) -> None:
+        """Write a number that is known before."""
+        out[...] = value
+
+    def row(self, state: Any, out: Any, *, at: Sequence[int]) -> None:
+        """Copy some of the numbers."""
+        out[0] = state[0, list(at)]
+
+
+def _separated(values: Any, y: Any, gap: float) -> tuple[Any, Any]:
+    """Have at most one vector of equal eigenvalues, the last one, with a component that has not converged."""
+    start = 0
+    for stop in [*(np.flatnonzero(np.diff(values) > gap) + 1), len(values)]:
+        if stop - start > 1:
+            turned = np.linalg.qr(y[-1:, start:stop].conj().T, mode="complete")[0][:, ::-1]
+            y[:, start:stop] = y[:, start:stop] @ turned
+            values[start:stop] = values[start:stop].mean()
+        start = stop
+    return values, y
+
+
+def _wanted(values: Any, which: str) -> Any:
+    """Return the order of ascending eigenvalues by how much they are wanted."""
+    if which == "BE":
+        both, half = np.arange(len(values)), len(values) // 2
+        low, high = both[:half].copy(), half + np.argsort(-values[half:], kind="stable")
+        both[::2], both[1::2] = high, low
+        return both
+    keys = {"LM": -abs(values), "SM": abs(values), "LA": -values, "SA": values}
+    return np.argsort(keys[which], kind="stable")
+
+
+def _stop_of_least_squares(
+    s: Any, test1: Any, test2: Any, test3: Any, atol: float, btol: float, conlim: float, last: Any
+) -> int:
+    """Return why LSQR or LSMR stops, as SciPy's istop has it; 0 to go on."""
+    more = s.norma * s.normx / s.normb
+    stop = 0
+    for reached, number in (
+        (last, 7),
+        (1 + test3 <= 1, 6),
+        (1 + test2 <= 1, 5),
+        (1 + test1 / (1 + more) <= 1, 4),
+        (test3 <= (1 / conlim if conlim > 0 else 0), 3),
+        (test2 <= atol, 2),
+        (test1 <= btol + atol * more, 1),
+    ):
+        stop = number if reached else stop
+    return stop

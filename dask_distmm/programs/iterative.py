@@ -1,0 +1,526 @@
+"""Iterative solvers: one run each, a product with A in each turn, dot products summed over ranks.
+
+A rank has its chunks of rows of A, and the same rows of each vector, in one buffer. The vector that A is multiplied by
+comes to all ranks, with a flag of rank 0 that says whether there is another turn. Numbers are computed by all ranks
+alike, from sums in the same order.
+"""
+
+from __future__ import annotations
+
+from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
+from dask_distmm.programs.steps import Buffer
+
+# So many turns are expected: for the cost model.
+EXPECTED = 100
+
+# The numbers of the solvers, in the order in which they are kept: factors of vectors first.
+CG = ("factor", "rho", "limit", "count", "met", "broken")
+MINRES = (
+    *("over_gamma", "minus_epsln", "minus_delta", "phi", "over_beta", "minus_beta", "minus_alpha", "keep", "count"),
+    *("met", "stop", "alpha", "beta", "beta1", "epsln", "dbar", "gbar", "root", "cs", "sn", "phibar", "rhs1", "rhs2"),
+    *("tnorm2", "gmax", "gmin"),
+)
+BIDIAGONAL = ("over_beta", "minus_beta", "over_alpha", "minus_alpha", "alpha", "beta")
+_RESULTS = ("stop", "count", "normb", "norma", "conda", "normar", "normx")
+LSQR = (
+    *(*BIDIAGONAL, *_RESULTS, "of_w", "minus_theta", "over_rho", "old_alpha", "rhobar", "phibar", "r1norm", "r2norm"),
+    *("cs2", "sn2", "z", "ddnorm", "xxnorm", "res2"),
+)
+LSMR = (
+    *(*BIDIAGONAL, *_RESULTS, "of_hbar_before", "of_hbar", "of_h", "normr", "zetabar", "alphabar", "rho", "rhobar"),
+    *("cbar", "sbar", "zeta", "betadd", "betad", "rhodold", "tautilde", "thetatilde", "d", "norma2", "maxrbar"),
+    "minrbar",
+)
+
+# The column of a basis that is next is the first number.
+GMRES = ("column", "scale", "keep", "met", "count", "residual", "goal", "factor", "limit", "broken", "start")
+LANCZOS = ("column", "scale", "beta", "broken", "count", "kept", "turns", "norm")
+
+
+class Vectors:
+    """Vectors in the rows of a rank, and what is done with them by all."""
+
+    def __init__(self, p: Recorder, operands: Operands) -> None:
+        self.p, self.operands = p, operands
+        at = [0] * p.rows.ranks
+        # For each chunk of rows its rank, its first row there, and its size.
+        self.places: list[tuple[int, int, int]] = []
+        for owner, size in zip(p.rows.owners, p.rows.sizes, strict=True):
+            self.places.append((owner, at[owner], size))
+            at[owner] += size
+
+    def new(self, like: Buffer | None = None, *, zero: bool = False, cols: int = 1) -> Buffer:
+        """Return a new vector: a copy, zeros, or not written yet."""
+        part = self.p.part(cols if like is None else like.shape[1])
+        self.p.new(part, zero=zero)
+        if like is not None:
+            self.p.call("copy", like, part)
+        return part
+
+    def load(self, name: str) -> Buffer:
+        """Return an operand as a vector; zeros where it is not given."""
+        if name not in self.operands:
+            return self.new(zero=True)
+        part = self.new(cols=self.operands[name].cols)
+        for number, piece in self.p.numbered(self.operands[name]):
+            self.p.call("put", piece, part, at=self.places[number][1])
+        self.p.drop_tall(self.operands[name])
+        return part
+
+    def drawn(self, seed: int) -> Buffer:
+        """Return a vector of random numbers, which do not depend on ranks."""
+        part = self.new()
+        for number, _ in self.p.numbered(Tall("", 1)):
+            _, start, size = self.places[number]
+            self.p.call("draw", part, at=start, size=size, seed=(seed, number))
+        return part
+
+    def store(self, output: str, part: Buffer, cols: int = 1) -> None:
+        """Hand a vector over as an output, or the first columns of a basis."""
+        for number, _ in self.p.numbered(Tall(output, 1)):
+            _, start, size = self.places[number]
+            piece = Buffer(f"{output}.{number}", (size, cols), self.p.dtype, f"a.{number}")
+            self.p.new(piece)
+            self.p.call("take", part, piece, at=start)
+            self.p.store(output, piece, number)
+        self.p.drop(part)
+
+    def whole(self, part: Buffer, *flags: Buffer, into: Buffer | None = None) -> Buffer:
+        """Return all rows of a vector, on all ranks; flags come from rank 0 with them."""
+        parts = [one for (one,) in self.p.share(part, flags=flags)]
+        whole = into or self.p.small(sum(self.p.rows.sizes), part.shape[1])
+        if into is None:
+            self.p.new(whole)
+        self.p.call("assemble", whole, *parts, places=tuple(self.places))
+        self.p.drop(*(one for one in parts if one != part))
+        return whole
+
+    def times(self, operand: str, whole: Buffer) -> Buffer:
+        """Return the product of a matrix and a vector that all ranks have."""
+        product = self.new(cols=whole.shape[1])
+        for number, chunk in self.p.numbered(self.operands[operand]):
+            self.p.call("times_into", chunk, whole, product, at=self.places[number][1])
+        return product
+
+    def dots(self, *pairs: tuple[Buffer, Buffer]) -> Buffer:
+        """Return the dot products of pairs of vectors, summed over all ranks."""
+        own = self.p.numbers(len(pairs))
+        self.p.new(own)
+        self.p.call("dots", own, *(one for pair in pairs for one in pair))
+        return self.total(own)
+
+    def total(self, own: Buffer) -> Buffer:
+        """Return the sum of all ranks' buffers, on all of them."""
+        parts = [one for (one,) in self.p.share(own)]
+        if len(parts) == 1:
+            return own
+        total = self.p.numbers(own.shape[1], own.dtype, own.shape[0])
+        self.p.new(total)
+        self.p.call("total", total, *parts)
+        self.p.drop(*parts)
+        return total
+
+    def preconditioned(self, r: Buffer) -> Buffer:
+        """Return M r; r itself where there is no M."""
+        m = self.operands.get("m")
+        if m is None:
+            return r
+        if m.cols > 1 or sum(self.p.rows.sizes) == 1:
+            whole = self.whole(r)
+            z = self.times("m", whole)
+            self.p.drop(whole)
+            return z
+        z = self.new(cols=r.shape[1])
+        for number, piece in self.p.numbered(m):
+            self.p.call("diagonal_times", piece, r, z, at=self.places[number][1])
+        return z
+
+    def orthogonal(self, state: Buffer, basis: Buffer, w: Buffer) -> Buffer:
+        """Have W orthogonal to the columns of a basis; return the products with them, and then |W|^2 before."""
+        own = self.p.numbers(basis.shape[1] + 1)
+        self.p.new(own)
+        self.p.call("project", own, state, basis, w)
+        sums = self.total(own)
+        self.p.call("orthogonalize", sums, state, basis, w)
+        return sums
+
+    def residual(self, b: Buffer, x: Buffer) -> Buffer:
+        """Return b - A x."""
+        r = self.new(b)
+        if "g" in self.operands:
+            whole = self.whole(x)
+            product = self.times("a", whole)
+            self.p.call("subtract", product, r)
+            self.p.drop(whole, product)
+        return r
+
+
+def cg(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float, atol: float, maxiter: int) -> None:
+    """Solve A x = b by conjugate gradients (Hestenes, Stiefel 1952)."""
+    v = Vectors(p, operands)
+    b, x = v.load("b"), v.load("g")
+    r = v.residual(b, x)
+    z = v.preconditioned(r)
+    state, go = p.numbers(len(CG)), p.flag()
+    p.new(state, go)
+    sums = v.dots((b, b), (r, r), (r, z))
+    p.call("cg_start", sums, state, go, rtol=rtol, atol=atol)
+    p.call("scale", state, x)
+    d = v.new(z)
+    whole = v.whole(d, go)
+    p.drop(b, sums, *({z} - {r}))
+
+    def turn() -> None:
+        q = v.times("a", whole)
+        sums = v.dots((d, q))
+        p.call("cg_step", sums, state)
+        p.call("axpy", state, d, x, sign=1)
+        p.call("axpy", state, q, r, sign=-1)
+        p.drop(q, sums)
+        z = v.preconditioned(r)
+        sums = v.dots((r, r), (r, z))
+        p.call("cg_next", sums, state, go)
+        p.call("xpay", state, z, d)
+        p.drop(sums, *({z} - {r}))
+        v.whole(d, go, into=whole)
+
+    p.loop(go, turn, maxiter, min(maxiter, EXPECTED))
+    _results(p, v, wanted, x, state, CG, maxiter)
+
+
+def minres(
+    p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float, shift: float, maxiter: int, eps: float
+) -> None:
+    """Solve A x = b by MINRES (Paige, Saunders 1975)."""
+    v, at = Vectors(p, operands), MINRES.index
+    b, x = v.load("b"), v.load("g")
+    old = v.residual(b, x)
+    y = v.preconditioned(old)
+    state, fixed, go = p.numbers(len(MINRES), "float64"), p.numbers(1, "float64"), p.flag()
+    p.new(state, go)
+    sums = v.dots((old, y), (b, b))
+    p.call("minres_start", sums, state, go)
+    p.call("scale", state, x, at=at("keep"))
+    last, before, now, direction = v.new(old), v.new(zero=True), v.new(zero=True), v.new(y)
+    p.call("scale", state, direction, at=at("over_beta"))
+    whole = v.whole(direction, go)
+    p.drop(b, sums, *({y} - {old}))
+    if shift:
+        p.new(fixed)
+        p.call("constant", fixed, value=-shift)
+
+    def turn() -> None:
+        y = v.times("a", whole)
+        if shift:
+            p.call("axpy", fixed, direction, y)
+        p.call("axpy", state, old, y, at=at("minus_beta"))
+        sums = v.dots((direction, y))
+        p.call("minres_alpha", sums, state)
+        p.call("axpy", state, last, y, at=at("minus_alpha"))
+        p.call("copy", last, old)
+        p.call("copy", y, last)
+        p.drop(sums, y)
+        y = v.preconditioned(last)
+        sums = v.dots((last, y))
+        p.call("minres_rotate", sums, state, eps=eps)
+        new = v.new()
+        p.call("combine", state, new, direction, before, now)
+        p.call("copy", now, before)
+        p.call("copy", new, now)
+        p.call("axpy", state, now, x, at=at("phi"))
+        p.drop(sums, new)
+        sums = v.dots((x, x))
+        p.call("minres_test", sums, state, go, rtol=rtol, eps=eps, maxiter=maxiter)
+        p.call("copy", y, direction)
+        p.call("scale", state, direction, at=at("over_beta"))
+        p.drop(sums, *({y} - {last}))
+        v.whole(direction, go, into=whole)
+
+    p.loop(go, turn, maxiter, min(maxiter, EXPECTED))
+    _results(p, v, wanted, x, state, MINRES, maxiter + 1)
+
+
+class Bidiagonal:
+    """Golub-Kahan bidiagonalization: u in the rows of ranks, v on all of them."""
+
+    def __init__(self, p: Recorder, operands: Operands, names: tuple[str, ...], start: str) -> None:
+        self.p, self.vectors, self.cols = p, Vectors(p, operands), operands["a"].cols
+        self.state, self.go, self.v = p.numbers(len(names), "float64"), p.flag(), self.zeros()
+        p.new(self.state, self.go, zero=True)
+        b = self.vectors.load("b")
+        self.u = self.vectors.load("g") if "g" in operands else self.vectors.new(b)
+        self.product, self.sums = self.zeros(), p.numbers(2)
+        p.new(self.sums)
+        self._adjoint(b)
+        self.next_v()
+        p.call(start, self.sums, self.state, self.go)
+        p.drop(b)
+
+    def zeros(self) -> Buffer:
+        """Return a vector of zeros that all ranks have."""
+        return self.p.zeros(self.cols, 1)
+
+    def next_v(self) -> None:
+        """Have beta, u, alpha and v."""
+        p, state, new = self.p, self.state, self.zeros()
+        p.call("bidiagonal_beta", self.sums, state)
+        p.call("scale", state, self.u, at=BIDIAGONAL.index("over_beta"))
+        p.call("combine", state, new, self.product, self.v)
+        p.call("copy", new, self.v)
+        p.call("bidiagonal_alpha", self.v, state)
+        p.call("scale", state, self.v, at=BIDIAGONAL.index("over_alpha"))
+        p.drop(new)
+
+    def next_u(self) -> None:
+        """Have u, without its factor, and A^H u; the flag of rank 0 comes with them."""
+        new = self.vectors.times("a", self.v)
+        self.p.call("axpy", self.state, self.u, new, at=BIDIAGONAL.index("minus_alpha"))
+        self.p.call("copy", new, self.u)
+        self.p.drop(new)
+        self._adjoint(self.u)
+
+    def _adjoint(self, b: Buffer) -> None:
+        p, product, sums = self.p, self.zeros(), self.p.numbers(2)
+        for number, chunk in p.numbered(self.vectors.operands["a"]):
+            p.call("adjoint_from", chunk, self.u, product, at=self.vectors.places[number][1])
+        p.new(sums)
+        p.call("dots", sums, self.u, self.u, *((b, b) if b != self.u else (b, self.u)))
+        parts = p.share(product, sums, flags=(self.go,))
+        for target, those in ((self.product, [one for one, _ in parts]), (self.sums, [one for _, one in parts])):
+            p.call("total", target, *those)
+            p.drop(*those)
+
+    def results(self, wanted: Wanted, names: tuple[str, ...], **vectors: Buffer) -> None:
+        """Hand over numbers and vectors."""
+        p = self.p
+        if "numbers" in wanted:
+            numbers = p.numbers(len(names), "float64")
+            known = LSQR if "r1norm" in names else LSMR
+            p.on_root("row", [self.state], [numbers], at=tuple(map(known.index, names)))
+            vectors["numbers"] = numbers
+        for name, buffer in vectors.items():
+            if name in wanted:
+                p.store(name, buffer)
+
+
+def lsqr(
+    p: Recorder, operands: Operands, wanted: Wanted, *, damp: float, maxiter: int, calc_var: bool, **limits: float
+) -> None:
+    """Minimize |A x - b|^2 + damp^2 |x|^2 by LSQR (Paige, Saunders 1982)."""
+    k, at = Bidiagonal(p, operands, LSQR, "lsqr_start"), LSQR.index
+    x, w, var = k.zeros(), k.zeros(), k.zeros()
+    p.call("copy", k.v, w)
+    k.next_u()
+
+    def turn() -> None:
+        k.next_v()
+        p.call("lsqr_rotate", w, k.state, k.go, damp=damp, maxiter=maxiter, **limits)
+        p.call("axpy", k.state, w, x, at=at("of_w"))
+        if calc_var:
+            p.call("add_squares", k.state, w, var, at=at("over_rho"))
+        p.call("xpay", k.state, k.v, w, at=at("minus_theta"))
+        k.next_u()
+
+    p.loop(k.go, turn, maxiter, min(maxiter, EXPECTED))
+    names = ("stop", "count", "r1norm", "r2norm", "norma", "conda", "normar", "normx")
+    k.results(wanted, names, x=x, var=var)
+
+
+def lsmr(p: Recorder, operands: Operands, wanted: Wanted, *, damp: float, maxiter: int, **limits: float) -> None:
+    """Minimize |A x - b|^2 + damp^2 |x|^2 by LSMR (Fong, Saunders 2011)."""
+    k, at = Bidiagonal(p, operands, LSMR, "lsmr_start"), LSMR.index
+    x, h, hbar = k.zeros(), k.zeros(), k.zeros()
+    p.call("copy", k.v, h)
+    k.next_u()
+
+    def turn() -> None:
+        k.next_v()
+        p.call("lsmr_rotate", k.state, damp=damp)
+        p.call("xpay", k.state, h, hbar, at=at("of_hbar_before"))
+        p.call("axpy", k.state, hbar, x, at=at("of_hbar"))
+        p.call("xpay", k.state, k.v, h, at=at("of_h"))
+        p.call("lsmr_test", x, k.state, k.go, maxiter=maxiter, **limits)
+        k.next_u()
+
+    p.loop(k.go, turn, maxiter, min(maxiter, EXPECTED))
+    k.results(wanted, ("stop", "count", "normr", "normar", "norma", "conda", "normx"), x=x)
+
+
+def gmres(
+    p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float, atol: float, restart: int, maxiter: int, eps: float
+) -> None:
+    """Solve A x = b by GMRES (Saad, Schultz 1986), with Gram-Schmidt twice in place of its modified form."""
+    v, at = Vectors(p, operands), GMRES.index
+    b, x = v.load("b"), v.load("g")
+    r = v.residual(b, x)
+    z, right = v.preconditioned(r), v.preconditioned(b)
+    state, go, inside = p.numbers(len(GMRES), "float64"), p.flag(), p.flag()
+    p.new(state, go, inside)
+    sums = v.dots((b, b), (r, r), (z, z), (right, right))
+    p.call("gmres_start", sums, state, go, inside, rtol=rtol, atol=atol)
+    p.call("scale", state, x, at=at("keep"))
+    basis, triangle = p.part(restart + 1), p.numbers(restart, rows=restart + 1)
+    rotations, side, y = p.numbers(2, rows=restart), p.numbers(restart + 1), p.numbers(restart)
+    p.new(basis, triangle, rotations, side, y, zero=True)
+    w = v.new(z)
+    p.call("scale", state, w, at=at("scale"))
+    p.call("put_column", state, w, basis)
+    whole = v.whole(w, go, inside)
+    p.drop(sums, w, *({z, r, right} - {b}))
+
+    def step() -> None:
+        product = v.times("a", whole)
+        w = v.preconditioned(product)
+        first, second = (v.orthogonal(state, basis, w) for _ in range(2))
+        p.call("gmres_rotate", first, second, state, inside, triangle, rotations, side, eps=eps)
+        p.call("scale", state, w, at=at("scale"))
+        p.call("put_column", state, w, basis)
+        v.whole(w, inside, into=whole)
+        p.drop(first, second, *{product, w})
+
+    def cycle() -> None:
+        p.loop(inside, step, restart, restart)
+        p.call("gmres_solve", state, triangle, side, y)
+        p.call("basis_add", y, basis, x)
+        v.whole(x, into=whole)
+        product, r = v.times("a", whole), v.new(b)
+        p.call("subtract", product, r)
+        z = v.preconditioned(r)
+        sums, w = v.dots((r, r), (z, z)), v.new(z)
+        p.call("gmres_restart", sums, state, go, inside, side, eps=eps)
+        p.call("scale", state, w, at=at("scale"))
+        p.call("put_column", state, w, basis)
+        v.whole(w, go, inside, into=whole)
+        p.drop(product, sums, w, *{r, z})
+
+    p.loop(go, cycle, maxiter, min(maxiter, max(1, EXPECTED // restart)))
+    _results(p, v, wanted, x, state, GMRES, maxiter + 1)
+
+
+def eigsh(
+    p: Recorder,
+    operands: Operands,
+    wanted: Wanted,
+    *,
+    k: int,
+    ncv: int,
+    which: str,
+    tol: float,
+    maxiter: int,
+    seed: int,
+    eps: float,
+) -> None:
+    """Find eigenvalues of a Hermitian matrix by Lanczos with thick restarts (Wu, Simon 2000), orthogonal throughout."""
+    v, n = Vectors(p, operands), sum(p.rows.sizes)
+    w = v.load("g") if "g" in operands else v.drawn(seed)
+    state, go, inside = p.numbers(len(LANCZOS), "float64"), p.flag(), p.flag()
+    values, small, vectors = p.numbers(k, "float64"), p.numbers(ncv, rows=ncv), p.numbers(ncv, rows=ncv)
+    basis = p.part(ncv + 1)
+    p.new(state, go, inside)
+    p.new(values, small, vectors, basis, zero=True)
+    sums = v.dots((w, w))
+    p.call("lanczos_start", sums, state, go, inside)
+    p.call("scale", state, w, at=1)
+    p.call("put_column", state, w, basis)
+    whole = v.whole(w, go, inside)
+    p.drop(sums, w)
+
+    def step() -> None:
+        w = v.times("a", whole)
+        first, second = (v.orthogonal(state, basis, w) for _ in range(2))
+        p.call("lanczos_step", first, second, state, inside, small, eps=eps, n=n)
+        p.call("scale", state, w, at=1)
+        p.call("put_column", state, w, basis)
+        v.whole(w, inside, into=whole)
+        p.drop(first, second, w)
+
+    def cycle() -> None:
+        p.loop(inside, step, ncv, max(1, (ncv - k) // 2))
+        if p.me == 0:
+            options = {"which": which, "tol": tol, "maxiter": maxiter, "eps": eps, "n": n}
+            p.call("lanczos_restart", state, go, inside, small, vectors, values, **options)
+        p.share(flags=(state, go, inside, small, vectors, values))
+        p.call("rotate_basis", state, vectors, basis)
+        w = v.new()
+        p.call("lanczos_vector", state, basis, w, seed=(seed, p.me))
+        first, second = (v.orthogonal(state, basis, w) for _ in range(2))
+        p.call("lanczos_next", second, state)
+        p.call("scale", state, w, at=1)
+        p.call("put_column", state, w, basis)
+        v.whole(w, go, inside, into=whole)
+        p.drop(first, second, w)
+
+    # The kernel raises an error where nothing has converged in so many turns.
+    p.loop(go, cycle, maxiter + 1, min(maxiter, 10))
+    if "v" in wanted:
+        v.store("v", basis, k)
+    if "w" in wanted:
+        p.store("w", values)
+
+
+def lobpcg(
+    p: Recorder, operands: Operands, wanted: Wanted, *, tol: float, maxiter: int, largest: bool, eps: float
+) -> None:
+    """Find the ends of a Hermitian matrix's spectrum by LOBPCG (Knyazev 2001): in the span of X, residuals, steps."""
+    v, x = Vectors(p, operands), operands["g"]
+    k, first = x.cols, v.load("g")
+    # X, the preconditioned residuals, and the last step; and what A makes of them.
+    s, image = v.new(zero=True, cols=3 * k), v.new(zero=True, cols=3 * k)
+    values, turned = p.numbers(k, "float64"), p.numbers(2 * k, rows=3 * k)
+    state, go = p.numbers(1, "float64"), p.flag()
+    p.new(values, turned, state, zero=True)
+    p.new(go)
+    p.call("put_block", first, s, at=0)
+    whole = v.whole(first)
+    product = v.times("a", whole)
+    p.call("put_block", product, image, at=0)
+    p.drop(first, product)
+
+    def ritz() -> None:
+        own = p.numbers(6 * k, rows=3 * k)
+        p.new(own)
+        p.call("lobpcg_gram", own, s, image)
+        grams = v.total(own)
+        if p.me == 0:
+            p.call("lobpcg_ritz", grams, values, turned, largest=largest, eps=eps)
+        p.share(flags=(values, turned))
+        r, own_norms = v.new(cols=k), p.numbers(k, "float64")
+        p.new(own_norms)
+        p.call("lobpcg_update", turned, values, s, image, r)
+        p.call("column_squares", own_norms, r)
+        norms = v.total(own_norms)
+        p.call("lobpcg_test", norms, state, go, tol=tol)
+        w = v.preconditioned(r)
+        own = p.numbers(k, rows=k)
+        p.new(own)
+        p.call("block_products", own, s, w)
+        products = v.total(own)
+        p.call("subtract_block", products, s, w)
+        p.call("put_block", w, s, at=k)
+        v.whole(w, go, into=whole)
+        p.drop(grams, norms, products, *{w, r})
+
+    def turn() -> None:
+        product = v.times("a", whole)
+        p.call("put_block", product, image, at=k)
+        p.drop(product)
+        ritz()
+
+    ritz()
+    p.loop(go, turn, maxiter, maxiter)
+    if "v" in wanted:
+        v.store("v", s, k)
+    if "w" in wanted:
+        p.store("w", values)
+
+
+def _results(
+    p: Recorder, v: Vectors, wanted: Wanted, x: Buffer, state: Buffer, names: tuple[str, ...], most: int
+) -> None:
+    """Hand over x and SciPy's info."""
+    if "info" in wanted:
+        info = p.small(1, 1, "int64")
+        p.on_root("info", [state], [info], count=names.index("count"), met=names.index("met"), most=most)
+        p.store("info", info)
+    if "x" in wanted:
+        v.store("x", x)

@@ -1,0 +1,45 @@
+"""Iterative solvers on worker processes."""
+
+from __future__ import annotations
+
+import dask
+import dask.array as da
+import numpy as np
+import scipy.sparse.linalg
+from faults import inject
+from run_events import events_after, newest_run, runs_after
+
+from dask_distmm import linalg
+
+
+def poisson(side):
+    """Return the matrix of a Poisson problem on a square of so many points a side."""
+    one = 2 * np.eye(side) - np.eye(side, k=1) - np.eye(side, k=-1)
+    return np.kron(one, np.eye(side)) + np.kron(np.eye(side), one)
+
+
+def test_on_worker_processes(client):
+    a = poisson(12)
+    n = len(a)
+    b = np.random.default_rng(0).standard_normal(n)
+    for chunks in ((n // 6, n), (n, n)):
+        moment = newest_run(client)
+        x, y = (da.from_array(one, chunks=chunks[: one.ndim]).persist() for one in (a, b))
+        found, info = dask.compute(*linalg.cg(x, y))
+        expected, _ = scipy.sparse.linalg.cg(a, b)
+        assert info == 0
+        np.testing.assert_allclose(found, expected, atol=1e-8 * abs(expected).max())
+        assert runs_after(client, moment) == 1
+
+
+def test_a_worker_dies_in_a_turn(fault_client):
+    a = poisson(12)
+    b = np.random.default_rng(0).standard_normal(len(a))
+    x, y = (da.from_array(one, chunks=(len(a) // 6, len(a))[: one.ndim]) for one in (a, b))
+    address = sorted(fault_client.nthreads())[1]
+    fault_client.run(inject, "program", "kill", skip=200, workers=[address])
+    moment = newest_run(fault_client)
+    found, info = [one.result(timeout=60) for one in fault_client.compute(list(linalg.cg(x, y)))]
+    assert info == 0
+    np.testing.assert_allclose(a @ found, b, atol=1e-4)
+    assert events_after(fault_client, moment, "restart")
