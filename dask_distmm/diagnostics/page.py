@@ -45,7 +45,21 @@ _COLOURS = {
     "other": "#BBBBBB", tables.RUNNING: "#F0E442",
 }  # fmt: skip
 # Those of a program's kernels, one after the other.
-_KERNELS = itertools.cycle(("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195", "#3D7D8C", "#8C6D1F"))
+_KERNELS = itertools.cycle(
+    (
+        "#0072B2",
+        "#D55E00",
+        "#009E73",
+        "#CC79A7",
+        "#7A5195",
+        "#3D7D8C",
+        "#8C6D1F",
+        "#E69F00",
+        "#4B4B8F",
+        "#A0522D",
+        "#56B4E9",
+    )
+)
 _COLOURS |= dict(zip(KERNELS, _KERNELS, strict=False))
 _OUTCOME = """<span style="color:
 <%= {done: '#007a5a', failed: '#b34a00', restarted: '#b34a00'}[value] || 'inherit' %>"><%= value %></span>"""

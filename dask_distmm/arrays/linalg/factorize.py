@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from dask._task_spec import DependenciesMapping
 from dask.array.core import Array, concatenate
 from dask.array.linalg import tsqr
 from dask.array.utils import meta_from_array
@@ -272,7 +273,9 @@ def steps_of(x: Array) -> list[Computation]:
         barriers = [key for key in layer if barrier_name(key) is not None]
         if len(barriers) > 1:
             # A graph that has been optimized is one layer.
-            barriers = [key for key in toposort(dict(layer)) if barrier_name(key) is not None]
+            tasks = dict(layer)
+            inside = {key: found & tasks.keys() for key, found in DependenciesMapping(tasks).items()}
+            barriers = [key for key in toposort(tasks, dependencies=inside) if barrier_name(key) is not None]
         found += [problem_from_wire(layer[key].args[0]) for key in barriers]
     return found
 
