@@ -52,6 +52,13 @@ def matrix_transpose(x: Any) -> Any:
     Returns
     -------
     array, (..., n, m)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.matrix_transpose(da.ones((4, 3, 2))).shape
+    (4, 2, 3)
     """
     return _stack("x", x).swapaxes(-1, -2)
 
@@ -70,6 +77,13 @@ def diagonal(x: Any, *, offset: int = 0) -> Any:
     Returns
     -------
     array, (..., k)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.diagonal(da.ones((4, 3, 2))).shape
+    (4, 2)
     """
     return da.diagonal(_stack("x", x), offset, -2, -1)
 
@@ -90,6 +104,13 @@ def trace(x: Any, *, offset: int = 0, dtype: Any = None) -> Any:
     Returns
     -------
     array, (...)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.trace(da.ones((4, 3, 2))).compute()
+    array([2., 2., 2., 2.])
     """
     if not isinstance(dtype, str | type | np.dtype | None):
         raise PlanError(f"dtype must be a type of numbers, got {reprlib.repr(dtype)}")
@@ -117,6 +138,13 @@ def matrix_norm(
     Returns
     -------
     array, (...), real
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.matrix_norm(da.ones((2, 3, 3))).compute()
+    array([3., 3.])
     """
     return norm(_stack("x", x), ord, (-2, -1), keepdims, **how)
 
@@ -141,6 +169,13 @@ def vector_norm(
     Returns
     -------
     array, real
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.vector_norm(da.ones((2, 4)), axis=1).compute()
+    array([2., 2.])
     """
     x = _stack("x", x, 0)
     r, over = abs(x.astype(common_type({"x": x}))), {"axis": axis, "keepdims": keepdims}
@@ -166,6 +201,13 @@ def vecdot(x1: Any, x2: Any, *, axis: int = -1) -> Any:
     Returns
     -------
     array, (...)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.vecdot(da.ones((2, 4)), da.ones(4)).compute()
+    array([4., 4.])
     """
     first, second = _vectors(x1, x2, axis)
     return (first.conj() * second).sum(axis=-1, dtype=np.result_type(first.dtype, second.dtype))
@@ -185,6 +227,13 @@ def cross(x1: Any, x2: Any, *, axis: int = -1) -> Any:
     Returns
     -------
     array
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.cross(da.ones((4, 3)), da.ones(3)).shape
+    (4, 3)
     """
     first, second = _vectors(x1, x2, axis)
     if first.shape[-1] != 3:
@@ -222,6 +271,13 @@ def outer(x1: Any, x2: Any) -> Any:
     Returns
     -------
     array, (m, n)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.outer(da.ones(3), da.ones(2)).shape
+    (3, 2)
     """
     first, second = operand("x1", x1), operand("x2", x2)
     if (first.ndim, second.ndim) != (1, 1):
@@ -241,6 +297,13 @@ def kron(a: Any, b: Any) -> Any:
     Returns
     -------
     array
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.kron(da.ones((4, 3)), da.ones((2, 2))).shape
+    (8, 6)
     """
     first, second = operand("a", a), operand("b", b)
     ndim = max(first.ndim, second.ndim)
@@ -271,6 +334,13 @@ def matvec(x1: Any, x2: Any, **how: Unpack[ProductOptions]) -> Any:
     Returns
     -------
     array, (..., m)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.matvec(da.ones((4, 3, 2)), da.ones(2)).shape
+    (4, 3)
     """
     return _product(how)(_stack("x1", x1), _stack("x2", x2, 1)[..., None])[..., 0]
 
@@ -289,6 +359,13 @@ def vecmat(x1: Any, x2: Any, **how: Unpack[ProductOptions]) -> Any:
     Returns
     -------
     array, (..., n)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.vecmat(da.ones(3), da.ones((4, 3, 2))).shape
+    (4, 2)
     """
     return _product(how)(_stack("x1", x1, 1).conj()[..., None, :], _stack("x2", x2))[..., 0, :]
 
@@ -307,6 +384,14 @@ def matrix_power(a: Any, n: int, **how: Unpack[ProductOptions]) -> Any:
     Returns
     -------
     array, (..., m, m)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.matrix_power(2 * da.eye(2), 3).compute()
+    array([[8., 0.],
+           [0., 8.]])
     """
     return power(_stack("a", a), int(n), _product(how))
 
@@ -323,6 +408,13 @@ def multi_dot(arrays: Sequence[Any], **how: Unpack[ProductOptions]) -> Any:
     Returns
     -------
     array
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.multi_dot([da.ones((3, 2)), da.ones((2, 4)), da.ones(4)]).compute()
+    array([8., 8., 8.])
     """
     found = [operand(f"arrays[{number}]", x) for number, x in enumerate(arrays)]
     if len(found) < 2 or any(x.ndim != 2 for x in found[1:-1]) or not {found[0].ndim, found[-1].ndim} <= {1, 2}:
