@@ -6,7 +6,8 @@ SciPy's. What only SciPy has of a function that both have is passed by name. Mat
 ones, in float32, float64, complex64 or complex128; integers are computed in float64, float16 and bfloat16 in float32.
 
 Most functions are one collective run; the docstring of each says where it runs and what a worker holds, and `explain`
-has the plan of a result. Without a cluster the same graphs run in this process.
+has the plan of a result. Functions of which NumPy has one of stacks, (..., m, n), take stacks, too, as plain tasks over
+chunks of the other axes. Without a cluster the same graphs run in this process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,21 @@ from dask.array.core import Array
 from dask.base import is_dask_collection
 
 from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.linalg.array_api import (
+    cross,
+    diagonal,
+    kron,
+    matrix_norm,
+    matrix_power,
+    matrix_transpose,
+    matvec,
+    multi_dot,
+    outer,
+    trace,
+    vecdot,
+    vecmat,
+    vector_norm,
+)
 from dask_distmm.arrays.linalg.factorize import steps_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
 from dask_distmm.arrays.linalg.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
@@ -54,7 +70,9 @@ __all__ = [
     "cho_solve",
     "cholesky",
     "cond",
+    "cross",
     "det",
+    "diagonal",
     "eigh",
     "eigsh",
     "eigvalsh",
@@ -62,6 +80,7 @@ __all__ = [
     "gmres",
     "gram",
     "inv",
+    "kron",
     "lobpcg",
     "lsmr",
     "lsqr",
@@ -69,9 +88,15 @@ __all__ = [
     "lu",
     "lu_factor",
     "lu_solve",
+    "matrix_norm",
+    "matrix_power",
     "matrix_rank",
+    "matrix_transpose",
+    "matvec",
     "minres",
+    "multi_dot",
     "norm",
+    "outer",
     "pca",
     "pinv",
     "polar",
@@ -84,7 +109,11 @@ __all__ = [
     "svd_compressed",
     "svdvals",
     "symm",
+    "trace",
     "trmm",
+    "vecdot",
+    "vecmat",
+    "vector_norm",
 ]
 
 

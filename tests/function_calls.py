@@ -32,6 +32,10 @@ def given() -> dict[str, Any]:
         "r": noise(rng, (400, 6), "float32"),
         "v": noise(rng, (20,), "float64"),
         "b": noise(rng, (30, 2), "float64"),
+        # Stacks.
+        "k": noise(rng, (5, 2, 3, 3), "float64") + 5 * np.eye(3),
+        "h": np.stack([positive(3) for _ in range(5)]),
+        "l": noise(rng, (5, 4, 3), "float32"),
     }
 
 
@@ -72,6 +76,11 @@ def _pca(x: Any) -> Any:
 
 def _lower(x: Any) -> Any:
     return scipy.linalg.solve_triangular(x.a, x.v, lower=True)
+
+
+def _many_least_squares(x: Any) -> Any:
+    each = [np.linalg.lstsq(one, one[:, :2]) for one in x.l]
+    return [np.stack(parts) for parts in zip(*each, strict=True)]
 
 
 CALLS = [
@@ -143,6 +152,41 @@ CALLS = [
     Call("linalg.svd_compressed", lambda x: linalg.svd_compressed(x.t, 8), lambda x: _svd(x.t), signs=True),
     Call("linalg.symm", lambda x: linalg.symm(x.s, x.a), lambda x: x.s @ x.a),
     Call("linalg.trmm", lambda x: linalg.trmm(x.a, x.s), lambda x: np.triu(x.a) @ x.s),
+    Call("linalg.cross", lambda x: linalg.cross(x.l, x.k[:, 0, :1]), lambda x: np.cross(x.l, x.k[:, 0, :1])),
+    Call("linalg.diagonal", lambda x: linalg.diagonal(x.k), lambda x: np.linalg.diagonal(x.k)),
+    Call("linalg.kron", lambda x: linalg.kron(x.t, x.i), lambda x: np.kron(x.t, x.i)),
+    Call("linalg.matrix_norm", lambda x: linalg.matrix_norm(x.k), lambda x: np.linalg.matrix_norm(x.k)),
+    Call("linalg.matrix_power", lambda x: linalg.matrix_power(x.k, -2), lambda x: np.linalg.matrix_power(x.k, -2)),
+    Call("linalg.matrix_transpose", lambda x: linalg.matrix_transpose(x.k), lambda x: x.k.swapaxes(-1, -2)),
+    Call("linalg.matvec", lambda x: linalg.matvec(x.w, x.v), lambda x: x.w @ x.v),
+    Call("linalg.multi_dot", lambda x: linalg.multi_dot([x.w, x.a, x.v]), lambda x: x.w @ x.a @ x.v),
+    Call("linalg.outer", lambda x: linalg.outer(x.v, x.j), lambda x: np.outer(x.v, x.j)),
+    Call("linalg.trace", lambda x: linalg.trace(x.k), lambda x: np.linalg.trace(x.k)),
+    Call("linalg.vecdot", lambda x: linalg.vecdot(x.a, x.c), lambda x: (x.a * x.c).sum(axis=-1)),
+    Call("linalg.vecmat", lambda x: linalg.vecmat(x.v, x.c), lambda x: x.v @ x.c),
+    Call("linalg.vector_norm", lambda x: linalg.vector_norm(x.k), lambda x: np.linalg.vector_norm(x.k)),
+    *(
+        Call(f"linalg.{name} of a stack", call(linalg), call(np.linalg), signs=name in ("qr", "svd", "eigh"))
+        for name, call in {
+            "cholesky": lambda la: lambda x: la.cholesky(x.h, upper=True),
+            "cond": lambda la: lambda x: [la.cond(x.k), la.cond(x.k, 1)],
+            "det": lambda la: lambda x: la.det(x.k),
+            "eigh": lambda la: lambda x: la.eigh(x.h),
+            "eigvalsh": lambda la: lambda x: la.eigvalsh(x.h, "U"),
+            "inv": lambda la: lambda x: la.inv(x.k),
+            "matrix_rank": lambda la: lambda x: la.matrix_rank(x.l),
+            "norm": lambda la: lambda x: [la.norm(x.k, order, (0, 3)) for order in (None, 1, 2, "nuc")],
+            "pinv": lambda la: lambda x: la.pinv(x.l),
+            "qr": lambda la: lambda x: la.qr(x.l),
+            "slogdet": lambda la: lambda x: la.slogdet(x.k),
+            "solve": lambda la: lambda x: la.solve(x.k, x.h[:, None]),
+            "svd": lambda la: lambda x: la.svd(x.l),
+            "svdvals": lambda la: lambda x: la.svdvals(x.l),
+        }.items()
+    ),
+    Call("linalg.lstsq of a stack", lambda x: linalg.lstsq(x.l, x.l[..., :2]), _many_least_squares),
+    Call("da.linalg.norm", lambda x: da.linalg.norm(x.k, 2, (2, 3)), lambda x: np.linalg.norm(x.k, 2, (2, 3))),
+    Call("da.linalg.solve", lambda x: da.linalg.solve(x.k, x.h[:, None]), lambda x: np.linalg.solve(x.k, x.h[:, None])),
     Call("da.linalg.cholesky", lambda x: da.linalg.cholesky(x.s), lambda x: np.linalg.cholesky(x.s).T),
     Call("da.linalg.inv", lambda x: da.linalg.inv(x.a), lambda x: np.linalg.inv(x.a)),
     Call("da.linalg.lstsq", lambda x: da.linalg.lstsq(x.t, x.b[:, 0]), lambda x: np.linalg.lstsq(x.t, x.b[:, 0])),
@@ -162,6 +206,24 @@ CALLS = [
     Call("np.linalg.slogdet", lambda x: np.linalg.slogdet(x.a), lambda x: np.linalg.slogdet(x.a)),
     Call("np.linalg.solve", lambda x: np.linalg.solve(x.a, x.v), lambda x: np.linalg.solve(x.a, x.v)),
     Call("np.linalg.lstsq", lambda x: np.linalg.lstsq(x.t, x.b[:, 0]), lambda x: np.linalg.lstsq(x.t, x.b[:, 0])),
+    *(
+        Call(f"np.linalg.{name}", call, call)
+        for name, call in {
+            "cond": lambda x: np.linalg.cond(x.a),
+            "cross": lambda x: np.linalg.cross(x.k, x.k[0]),
+            "diagonal": lambda x: np.linalg.diagonal(x.k, offset=1),
+            "matrix_norm": lambda x: np.linalg.matrix_norm(x.k, ord="nuc"),
+            "matrix_rank": lambda x: np.linalg.matrix_rank(x.t),
+            "matrix_transpose": lambda x: np.linalg.matrix_transpose(x.k),
+            "outer": lambda x: np.linalg.outer(x.v, x.v),
+            "pinv": lambda x: np.linalg.pinv(x.t),
+            "svdvals": lambda x: np.linalg.svdvals(x.t),
+            "trace": lambda x: np.linalg.trace(x.k),
+            "vecdot": lambda x: np.linalg.vecdot(x.a, x.v),
+            "vector_norm": lambda x: np.linalg.vector_norm(x.k, axis=(0, 1)),
+        }.items()
+    ),
+    Call("np.kron", lambda x: np.kron(x.w, x.i), lambda x: np.kron(x.w, x.i)),
     Call("np.linalg.norm", lambda x: np.linalg.norm(x.a), lambda x: np.linalg.norm(x.a)),
     Call("np.linalg.qr", lambda x: np.linalg.qr(x.a), lambda x: np.linalg.qr(x.a), signs=True),
     Call("np.linalg.svd", lambda x: np.linalg.svd(x.t, full_matrices=False), lambda x: _svd(x.t), signs=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from typing import Any
@@ -134,7 +135,7 @@ def modules() -> dict[str, Any]:
     scipy_of = types.SimpleNamespace(linalg=linalg)
     return {
         "cupy": cupy,
-        "cupyx": types.SimpleNamespace(scipy=scipy_of),
+        "cupyx": types.SimpleNamespace(scipy=scipy_of, errstate=lambda **options: contextlib.nullcontext()),
         "cupyx.scipy": scipy_of,
         "cupyx.scipy.linalg": linalg,
     }

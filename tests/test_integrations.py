@@ -15,7 +15,7 @@ from dask import delayed
 from scripts import count_runs
 
 import dask_distmm
-from dask_distmm.arrays.numpy_functions import cheapest_order
+from dask_distmm.arrays.linalg.array_api import cheapest_order
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ SAME = {
 ODD = {
     **{"number": 3.0, "0-D": da.from_array(np.float64(3)), "text": "abc", "None": None, "dict": {}},
     **{"0 x 0": da.zeros((0, 0)), "0 x 3": da.zeros((0, 3)), "3 x 0": da.zeros((3, 0)), "5 x 6": cut(S[:5])},
-    **{"1-D": cut(B), "3-D": da.ones((2, 3, 3), chunks=2), "series": pd.Series(B), "ragged": [[1], [1, 2]]},
+    **{"1-D": cut(B), "3-D": cut(np.stack([S, S])), "series": pd.Series(B), "ragged": [[1], [1, 2]]},
     **{f"of {x.dtype}": cut(x) for x in (S.astype(object), S.astype(str), S.astype("M8[s]"), S.astype(np.longdouble))},
     **{"masked": np.ma.masked_array(S, S > 9), "unknown chunks": cut(S)[cut(B) > -1]},
 }

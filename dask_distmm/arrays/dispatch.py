@@ -33,7 +33,7 @@ from dask.array.core import Array
 
 from dask_distmm.arrays.contraction import contract, einsum, parsed
 from dask_distmm.arrays.fallback import why_leave
-from dask_distmm.arrays.kinds import any_kind, as_array, kinds, ndim_of, owners, planning
+from dask_distmm.arrays.kinds import any_kind, as_array, compats, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.numpy_functions import contracted_axes, numpys_first
 from dask_distmm.arrays.outputs import rechunk
@@ -106,15 +106,23 @@ def _replace_functions() -> None:
         _replace(dask.array.linalg, routed.DASKS)
         for owner in (dask.array, sys.modules["dask.array.rechunk"]):
             _replace(owner, {"rechunk": rechunk})
+        for module in compats(".linalg"):
+            _replace(module, routed.ARRAY_API, adds=True)
     _replace(Array, {"__array_function__": numpys_first}, lambda make, before: make(before, is_enabled))
 
 
-def _replace(owner: Any, ways: Mapping[str, Callable[..., Any]], around: Callable[..., Any] | None = None) -> None:
-    """Put functions of ours in place of those that a module or a class has under these names."""
+def _replace(
+    owner: Any, ways: Mapping[str, Callable[..., Any]], around: Callable[..., Any] | None = None, *, adds: bool = False
+) -> None:
+    """Put functions of ours in place of those that a module or a class has under these names.
+
+    With `adds` those that a module lacks come before NumPy's.
+    """
     for name, ours in ways.items():
-        if (owner, name) not in _replaced and (before := getattr(owner, name, None)) is not None:
+        before = getattr(owner, name, None)
+        if (owner, name) not in _replaced and (before is not None or adds):
             _replaced[owner, name] = before
-            replacement: Any = (around or _passing_on)(ours, before)
+            replacement: Any = (around or _passing_on)(ours, before or getattr(np.linalg, name))
             replacement._distmm = True
             setattr(owner, name, replacement)
 
@@ -124,7 +132,11 @@ def _uninstall_if_unused() -> None:
         return
     for (module, name), before in _replaced.items():
         # Where somebody has put a function of their own over ours, theirs stays; ours passes on.
-        if getattr(getattr(module, name), "_distmm", False):
+        if not getattr(getattr(module, name), "_distmm", False):
+            continue
+        if before is None:
+            delattr(module, name)
+        else:
             setattr(module, name, before)
     _replaced.clear()
 

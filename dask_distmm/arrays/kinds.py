@@ -10,7 +10,9 @@ tensor into a NumPy or CuPy array, and a chunk of the result into a tensor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
@@ -114,13 +116,22 @@ def kinds(values: Any) -> set[str]:
 def owners() -> list[Any]:
     """Return the modules and classes of this process in which the ways to multiply arrays have their names."""
     found: list[Any] = [dask.array.routines, dask.array]
-    if planning():
+    if not planning():
+        found += compats("") + compats(".linalg")
+    else:
         # Its `@` asks no module, it raises NotImplementedError.
         found.append(dask.array.Array)
     if "dask_array" in sys.modules:
         names = ("dask_array", "dask_array.linalg", "dask_array.linalg._tensordot", "dask_array._einsum")
         found += [sys.modules[name] for name in names if name in sys.modules]
     return found
+
+
+def compats(part: str) -> list[Any]:
+    """Return ``array_api_compat.dask.array``, or a part of it, and copies of it that other packages bring."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("array_api_compat.dask.array")
+    return [module for name, module in list(sys.modules.items()) if name.endswith(f"array_api_compat.dask.array{part}")]
 
 
 def any_kind(function: Callable[P, T]) -> Callable[P, T]:

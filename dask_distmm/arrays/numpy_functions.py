@@ -20,22 +20,9 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from dask_distmm.arrays.fallback import added_in_64_bits
 from dask_distmm.arrays.linalg import routed
+from dask_distmm.arrays.linalg.array_api import chain, power
 from dask_distmm.errors import PlanError
 from dask_distmm.runtime.chunks import array_kind
-
-
-def cheapest_order(sizes: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return where to split a product of matrices so that it takes the fewest multiplications."""
-    count = len(sizes) - 1
-    cost = {(i, i): 0 for i in range(count)}
-    split: dict[tuple[int, int], int] = {}
-    for length in range(1, count):
-        for i in range(count - length):
-            j = i + length
-            costs = {s: cost[i, s] + cost[s + 1, j] + sizes[i] * sizes[s + 1] * sizes[j + 1] for s in range(i, j)}
-            split[i, j] = min(costs, key=costs.__getitem__)
-            cost[i, j] = costs[split[i, j]]
-    return split
 
 
 def _left_to_numpy(*given: Any) -> bool:
@@ -52,29 +39,13 @@ def _multi_dot(arrays: Sequence[Any], *, out: Any = None) -> Any:
         return NotImplemented
     if any(x.ndim != 2 for x in found[1:-1]) or not {found[0].ndim, found[-1].ndim} <= {1, 2}:
         return NotImplemented
-    sizes = [1 if found[0].ndim == 1 else found[0].shape[0], *(x.shape[0] for x in found[1:])]
-    sizes.append(1 if found[-1].ndim == 1 else found[-1].shape[1])
-    split = cheapest_order(sizes)
-
-    def product(i: int, j: int) -> Any:
-        if i == j:
-            return found[i]
-        return dask.array.routines.matmul(product(i, split[i, j]), product(split[i, j] + 1, j))
-
-    return product(0, len(found) - 1)
+    return chain(found, dask.array.routines.matmul)
 
 
 def _matrix_power(a: Any, n: Any) -> Any:
-    if a.ndim != 2 or a.shape[0] != a.shape[1] or not isinstance(n, int | np.integer) or n <= 0 or _left_to_numpy(a):
-        return NotImplemented  # an inverse, the identity, a batch, other types, or an error that NumPy has to raise
-    result, square, rest = None, a, int(n)
-    while True:
-        if rest % 2:
-            result = square if result is None else dask.array.routines.matmul(result, square)
-        rest //= 2
-        if not rest:
-            return result
-        square = dask.array.routines.matmul(square, square)
+    if a.ndim < 2 or not isinstance(n, int | np.integer) or _left_to_numpy(a):
+        return NotImplemented  # other types, or an error that NumPy has to raise
+    return power(a, int(n), dask.array.routines.matmul)
 
 
 def _matmul(x1: Any, x2: Any, /) -> Any:

@@ -101,7 +101,7 @@ def _without_a_run(request: Request, *, possible: bool) -> Any:
         chunks = {} if request.is_batch else {"chunks": result_chunks(a, b, request.out_chunks)}
         return da.zeros(request.shape, dtype=request.dtype, **chunks)
     # The very function that Dask would have called.
-    return dask_matmul(a, b)
+    return dask_matmul(a, b).astype(request.dtype)
 
 
 def _delivered(request: Request, found: Any) -> Any:

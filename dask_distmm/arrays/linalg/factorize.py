@@ -63,9 +63,11 @@ def filled(array: Array) -> Array:
     return array if chunks == array.chunks else array.rechunk(chunks)
 
 
-def matrix(name: str, x: Any, *, vector: bool = False, unknown_rows: bool = False) -> Array:
+def matrix(name: str, x: Any, *, vector: bool = False, unknown_rows: bool = False, stack: bool = False) -> Array:
     """Return an operand as a matrix of known chunks; with `unknown_rows` only those of columns are."""
     array = operand(name, x)
+    if stack and array.ndim > 2:
+        return array
     if array.ndim == 1 and vector:
         array = array[:, None]
     if array.ndim != 2:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, Unpack
 
 import dask.array as da
 import numpy as np
 from dask.array.core import Array
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from dask_distmm.arrays.linalg.factorize import common_type, filled, matrix, operand
 from dask_distmm.arrays.linalg.public import NORM, SINGULAR, Operand, RunOptions, public
 from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
+from dask_distmm.arrays.linalg.stacks import by_tasks
 from dask_distmm.errors import PlanError
 
 
@@ -50,9 +53,9 @@ def matrix_rank(
     """
     if tol is not None and rtol is not None:
         raise PlanError(f"tol={tol} and rtol={rtol} are two limits: pass one of them")
-    a = matrix("A", A)
+    a = matrix("A", A, stack=True)
     s = abs(eigvalsh(a, **how)) if hermitian else svdvals(a, **how)
-    return (s > (zero_below(s, a.shape, rtol) if tol is None else tol)).sum().astype(np.int64)
+    return (s > (zero_below(s, a.shape[-2:], rtol) if tol is None else tol)).sum(axis=-1).astype(np.int64)
 
 
 @public(RunOptions, SINGULAR)
@@ -82,8 +85,10 @@ def cond(x: Operand, p: Literal["fro", "nuc"] | float | None = None, **how: Unpa
     >>> float(linalg.cond([[4.0, 0.0], [0.0, 2.0]]).compute())
     2.0
     """
-    a = matrix("x", x)
+    a = matrix("x", x, stack=True)
     if p not in (None, 2, -2):
+        if a.ndim > 2 and not how:
+            return by_tasks("(m,m)->()", functools.partial(np.linalg.cond, p=p), {"x": a}, finite=True)
         # Only the nuclear norm is a run itself.
         options = how if p == "nuc" else RunOptions()
         return norm(a, p, **options) * norm(inv(a, **how), p, **options)
@@ -132,21 +137,24 @@ def norm(
         raise PlanError(f"x is empty, {x.shape}: it has no norm of ord={ord!r}")
     if x.dtype.kind in "biu" or x.dtype.char in "eE":
         x = x.astype(common_type({"x": x}))
-    whole = axis is None or sorted(np.atleast_1d(axis) % max(x.ndim, 1)) == [0, 1]
-    if x.ndim != 2 or not whole or ord not in (2, -2, "nuc"):
+    try:
+        axes = normalize_axis_tuple(range(x.ndim) if axis is None else axis, x.ndim)
+    except (ValueError, TypeError) as error:
+        raise PlanError(str(error)) from error
+    if len(axes) != 2 or ord not in (2, -2, "nuc"):
         if how:
             raise PlanError(f"ord={ord!r} here is computed by Dask's tasks, which have no {min(how)}=: leave it out")
         try:
             return da.linalg.norm(x, ord, axis, keepdims)
         except (ValueError, NotImplementedError) as error:
             raise PlanError(str(error)) from error
-    s = svdvals(matrix("x", x), **how)
-    found = s.sum() if ord == "nuc" else _end(s, largest=ord == 2)
-    return found[None, None] if keepdims else found
+    s = svdvals(da.moveaxis(x, axes, (-2, -1)), **how)
+    found = s.sum(axis=-1) if ord == "nuc" else _end(s, largest=ord == 2)
+    return da.expand_dims(found, tuple(sorted(axes))) if keepdims else found
 
 
 def _end(s: Array, *, largest: bool) -> Array:
     """Return the largest or the smallest singular value."""
-    if not s.size:
+    if not s.shape[-1]:
         raise PlanError("the matrix is empty: it has no singular values; pass one with rows and columns")
-    return s[0 if largest else -1]
+    return s[..., 0 if largest else -1]

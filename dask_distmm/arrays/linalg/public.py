@@ -94,6 +94,7 @@ _SHARE = "its share of the matrix and two panels; on one worker the whole matrix
 _ROWS = "tall matrices: chunks of rows stay where they are, n x n matrices travel"
 PANELS = "one run: block columns on all workers, or one worker", _SHARE
 TWO_SOLVES = "two runs, each with block columns on all workers, or on one worker", _SHARE
+TASKS = "Dask's own tasks", "a chunk"
 TALL = (
     f"one run; {_ROWS}; others: block columns on all workers, or one worker",
     f"tall matrices: n x n; others: {_SHARE}",
@@ -172,7 +173,7 @@ def documented(doc: str, options: type, cost: Cost) -> str:
     product = options is ProductOptions
     texts = {name: _OPTION_TEXTS[name] for name in typing.get_type_hints(options)}
     texts |= {"method": _PRODUCT_METHOD} if product else {}
-    kind = "product" if product else "turns" if options is TurnOptions else ""
+    kind = "product" if product or cost is TASKS else "turns" if options is TurnOptions else ""
     nan = _NAN["check_finite" if "check_finite" in texts else kind]
     paragraphs = f"Where it runs: {cost[0]}.", f"Memory of a worker beside its chunks: {cost[1]}.", nan
     notes = "Notes\n-----\n" + "\n\n".join(textwrap.fill(text, 112) for text in paragraphs) + "\n"

@@ -26,9 +26,10 @@ from dask.array.core import Array
 from dask.array.linalg import compression_level
 from dask.array.linalg import lstsq as dask_lstsq
 
-from dask_distmm.arrays.linalg import factors, leading, solutions, spectral
+from dask_distmm.arrays.linalg import array_api, factors, leading, norms, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import common_type, goes_by_rows, problem_of
-from dask_distmm.arrays.linalg.public import named
+from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
+from dask_distmm.arrays.linalg.stacks import by_tasks
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import MissingEngineError, NotSquareError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation_kinds import plan_computation
@@ -44,6 +45,9 @@ Dasks = Literal["good", "poor", "none"]
 
 def _cholesky(a: Any, lower: bool = False) -> Any:
     return _take(lambda: factors.cholesky(a, lower=bool(lower)), a, dasks="good" if _blocks(a) else "none")
+
+
+svd: Callable[..., Any] = spectral.svd
 
 
 def _numpys_cholesky(a: Any, /, *, upper: bool = False) -> Any:
@@ -76,32 +80,20 @@ def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: Any = "gen") -> Any:
     return _take(lambda: solutions.solve(a, b, assume_a=assume_a), a, b, dasks=dasks)
 
 
-def _numpys_solve(a: Any, b: Any) -> Any:
-    return _take(lambda: solutions.solve(a, b, check_finite=False), a, b, dasks="poor")
-
-
 def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
     dasks: Dasks = "good" if _chunks_match(a, b) else "none"
     return _take(lambda: solutions.solve_triangular(a, b, lower=bool(lower)), a, b, dasks=dasks)
 
 
 def _inv(a: Any) -> Any:
-    return _inverse(a, _by_lu(a, _blocks(a)), check_finite=True)
-
-
-def _numpys_inv(a: Any) -> Any:
-    return _inverse(a, "poor", check_finite=False)
-
-
-def _inverse(a: Any, dasks: Dasks, *, check_finite: bool) -> Any:
     # Dask solves with an identity of float64.
     dtype = np.result_type(a.dtype, np.float64)
-    return _take(lambda: solutions.inv(a, check_finite=check_finite).astype(dtype), a, dasks=dasks)
+    return _take(lambda: solutions.inv(a).astype(dtype), a, dasks=_by_lu(a, _blocks(a)))
 
 
 def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
     if not isinstance(a, Array) or a.ndim != 2:
-        return NotImplemented
+        return _take(lambda: solutions.lstsq(a, b, rcond), a, b, dasks="none", run=False)
     good = rcond is None and len(a.chunks[1]) == 1 and a.shape[0] >= a.shape[1]
     rows = _by_rows(a)
 
@@ -120,30 +112,10 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
     return dask_lstsq(a, b) if good and found is NotImplemented else found
 
 
-def _det(a: Any) -> Any:
-    return _take(lambda: solutions.det(a, check_finite=False), a, dasks="poor")
-
-
-def _slogdet(a: Any) -> Any:
-    return _take(lambda: solutions.slogdet(a, check_finite=False), a, dasks="poor")
-
-
-def _eigh(a: Any, UPLO: str = "L") -> Any:
-    return _take(lambda: spectral.eigh(a, UPLO, check_finite=False), a, dasks="poor")  # type: ignore[call-overload]
-
-
-def _eigvalsh(a: Any, UPLO: str = "L") -> Any:
-    return _take(lambda: spectral.eigvalsh(a, UPLO, check_finite=False), a, dasks="poor")  # type: ignore[arg-type]
-
-
 def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, compute_uv: bool = True) -> Any:
-    if not isinstance(a, Array) or a.ndim != 2:
-        return NotImplemented
-    if not compute_uv:
-        # NumPy's argument, which Dask lacks.
-        return _take(lambda: spectral.svdvals(a), a, dasks="none", run=False)
-    if full_matrices:
-        return NotImplemented
+    if not isinstance(a, Array) or a.ndim != 2 or full_matrices or not compute_uv:
+        # Stacks, and NumPy's arguments, which Dask lacks.
+        return _take(lambda: svd(a, full_matrices, compute_uv, check_finite=False), a, dasks="none", run=False)
     if 1 not in a.numblocks:
         make = functools.partial(spectral.svd, a, full_matrices=False)
         return _take(make, a, dasks="none", run=False) if coerce_signs else NotImplemented
@@ -192,19 +164,95 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
+    if (
+        not isinstance(x, Array)
+        or (x.ndim < 3 and x.dtype.kind != "c")
+        or ord not in (2, -2, "nuc")
+        or (x.ndim if axis is None else np.size(axis)) != 2
+    ):
+        return NotImplemented
+    return _take(lambda: norms.norm(x, ord, axis, keepdims), x, dasks="none", run=False)
+
+
 DASKS: Mapping[str, Callable[..., Any]] = {
     function.__name__.removeprefix("_"): _checked(function)
-    for function in (_cholesky, _inv, _lstsq, _lu, _qr, _solve, _solve_triangular, _svd, _svd_compressed)
+    for function in (_cholesky, _inv, _lstsq, _lu, _norm, _qr, _solve, _solve_triangular, _svd, _svd_compressed)
 }
-# NumPy's others of the same names end in Dask's.
+
+
+def _pinv(a: Any, rcond: float | None = None, hermitian: bool = False, **given: Any) -> Any:
+    rtol = given.get("rtol", rcond)
+    if rtol is None:
+        # NumPy's limit, and that of the array API.
+        rtol = max(a.shape[-2:]) * float(np.finfo(common_type({"a": a})).eps) if given else 1e-15
+    return _take(lambda: solutions.pinv(a, rtol, hermitian, check_finite=False), a, dasks="poor")
+
+
+def _cond(x: Any, p: Any = None) -> Any:
+    if p in (None, 2, -2):
+        return _take(lambda: norms.cond(x, p), x, dasks="poor")
+    # Of singular matrices these are infinite, too.
+    return _take(
+        lambda: by_tasks("(m,m)->()", functools.partial(np.linalg.cond, p=p), {"x": x}), x, dasks="poor", run=False
+    )
+
+
+def _named_qr(a: Any, mode: str = "reduced") -> Any:
+    found = da.linalg.qr(a) if mode == "reduced" else _qr(a, mode)
+    return QRResult(*found) if isinstance(found, tuple) else found
+
+
+def _named_svd(a: Any, full_matrices: bool | None = None, compute_uv: bool = True, hermitian: bool = False) -> Any:
+    # By default without full_matrices, as Dask's: a square U of a tall matrix has no room.
+    if hermitian:
+        return NotImplemented
+    if full_matrices or not compute_uv or a.dtype.kind == "c":
+        return _take(lambda: svd(a, bool(full_matrices), compute_uv, check_finite=False), a, dasks="poor")
+    return SVDResult(*da.linalg.svd(a))
+
+
+def _numpys(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of ours as NumPy has it: elements that are NaN or infinite are computed."""
+    listed = inspect.signature(ours).parameters
+    options, run = {"check_finite": False} if "check_finite" in listed else {}, "engine" in listed
+
+    @functools.wraps(ours)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return _take(lambda: ours(*args, **kwargs, **options), *args, dasks="poor", run=run, narrow=not run)
+
+    return function
+
+
+# What `np.linalg` has; others of its functions end in Dask's of the same names.
+_NUMPYS: dict[str, Callable[..., Any]] = {
+    "cholesky": _numpys_cholesky,
+    "cond": _cond,
+    "pinv": _pinv,
+    "qr": _named_qr,
+    "svd": _named_svd,
+    **{
+        one.__name__: _numpys(one)
+        for one in (
+            *(solutions.det, solutions.inv, solutions.slogdet, solutions.solve, spectral.eigh, spectral.eigvalsh),
+            *(spectral.svdvals, norms.matrix_rank, array_api.cross, array_api.diagonal, array_api.matrix_norm),
+            *(array_api.matrix_transpose, array_api.outer, array_api.trace, array_api.vecdot, array_api.vector_norm),
+        )
+    },
+}
 NUMPYS: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    np.linalg.cholesky: _numpys_cholesky,
-    np.linalg.det: _det,
-    np.linalg.eigh: _eigh,
-    np.linalg.eigvalsh: _eigvalsh,
-    np.linalg.inv: _numpys_inv,
-    np.linalg.slogdet: _slogdet,
-    np.linalg.solve: _numpys_solve,
+    **{getattr(np.linalg, name): function for name, function in _NUMPYS.items()},
+    np.kron: _numpys(array_api.kron),
+}
+
+
+# What the array API has, as ``array_api_compat.dask.array.linalg`` lacks it or has it otherwise.
+ARRAY_API: Mapping[str, Callable[..., Any]] = {
+    **DASKS,
+    **_NUMPYS,
+    "matrix_power": _numpys(array_api.matrix_power),
+    "pinv": lambda x, /, *, rtol=None: _pinv(x, rtol=rtol),
+    "svd": lambda x, /, *, full_matrices=True: _named_svd(x, full_matrices),
 }
 
 
@@ -237,10 +285,11 @@ def _by_lu(a: Any, blocks: int) -> Dasks:
     return "none" if not _on_host(a) or not blocks else "good" if blocks == 1 else "poor"
 
 
-def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = True) -> Any:
+def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = True, narrow: bool = False) -> Any:
     """Return what `make` returns, or NotImplemented where Dask's own function is to be called."""
+    arrays = [x for x in operands if isinstance(x, Array)]
     # Of types of one or two bytes some of Dask's functions make float32, others float64.
-    if not isinstance(operands[0], Array) or operands[0].dtype.itemsize < 4:
+    if not arrays or (not narrow and arrays[0].dtype.itemsize < 4):
         return NotImplemented
     try:
         made = make()

@@ -37,6 +37,7 @@ from dask_distmm.arrays.linalg.public import (
     public,
 )
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
+from dask_distmm.arrays.linalg.stacks import of_stacks
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 
@@ -174,6 +175,7 @@ def _swapped_back(piv: Any) -> Any:
 
 
 @public(FactorOptions, PANELS)
+@of_stacks
 def solve(
     a: Operand,
     b: Operand,
@@ -289,6 +291,7 @@ def solve_triangular(
 
 
 @public(FactorOptions, PANELS)
+@of_stacks
 def inv(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     """Return the inverse of a matrix; to solve equations, `solve` takes less and is more accurate.
 
@@ -319,6 +322,7 @@ def inv(a: Operand, **how: Unpack[FactorOptions]) -> Array:
 
 
 @public(FactorOptions, PANELS)
+@of_stacks
 def slogdet(a: Operand, **how: Unpack[FactorOptions]) -> SlogdetResult:
     """Return the sign of a determinant, and the logarithm of its absolute value, as ``numpy.linalg.slogdet`` does.
 
@@ -345,6 +349,7 @@ def slogdet(a: Operand, **how: Unpack[FactorOptions]) -> SlogdetResult:
 
 
 @public(FactorOptions, PANELS)
+@of_stacks
 def det(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     """Return the determinant of a matrix; where it may overflow, use `slogdet`.
 
@@ -369,6 +374,7 @@ def det(a: Operand, **how: Unpack[FactorOptions]) -> Array:
 
 
 @public(FactorOptions, LEAST_SQUARES)
+@of_stacks
 def lstsq(
     a: Operand, b: Operand, rcond: float | None = None, **how: Unpack[FactorOptions]
 ) -> tuple[Array, Array, int | Array, Array]:
@@ -531,6 +537,7 @@ def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[
 
 
 @public(FactorOptions, LEAST_SQUARES)
+@of_stacks
 def pinv(
     a: Operand,
     rcond: float | None = None,

@@ -37,6 +37,7 @@ from dask_distmm.arrays.linalg.public import (
     public,
 )
 from dask_distmm.arrays.linalg.qdwh import unitary_factor
+from dask_distmm.arrays.linalg.stacks import of_stacks
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.runtime.chunks import array_kind
@@ -78,6 +79,7 @@ def eigh(
 
 
 @public(FactorOptions, EIGEN)
+@of_stacks
 def eigh(
     a: Operand,
     UPLO: Literal["L", "U", "l", "u"] = "L",
@@ -133,6 +135,7 @@ def eigh(
 
 
 @public(FactorOptions, EIGEN)
+@of_stacks
 def eigvalsh(
     a: Operand,
     UPLO: Literal["L", "U", "l", "u"] = "L",
@@ -202,6 +205,7 @@ def svd(
 
 
 @public(FactorOptions, SINGULAR)
+@of_stacks
 def svd(a: Operand, full_matrices: bool = True, compute_uv: bool = True, **how: Unpack[FactorOptions]) -> Any:
     """Return the singular value decomposition ``a = u @ diag(s) @ vh``.
 
@@ -408,7 +412,8 @@ def polar(a: Operand, side: Literal["right", "left"] = "right", **how: Unpack[Fa
 def zero_below(s: Array, shape: tuple[int, ...], rtol: float | None) -> Array:
     """Return the size up to which singular values count as zero; `shape` is that of the matrix."""
     relative = max(shape) * float(np.finfo(s.dtype).eps) if rtol is None else rtol
-    return (s.max() if s.size else s.sum()) * s.dtype.type(relative)
+    largest = (s.max if s.size else s.sum)(axis=-1, keepdims=s.ndim > 1)
+    return largest * s.dtype.type(relative)
 
 
 def pseudoinverse(a: Array, rtol: float | None, hermitian: bool, how: FactorOptions) -> Array:

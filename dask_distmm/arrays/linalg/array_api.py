@@ -1,0 +1,482 @@
+"""Functions of the array API's `linalg` that need no factorization: thin names for Dask's own, and products."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypedDict, Unpack
+
+import dask.array as da
+import dask.config
+import numpy as np
+from dask.array.core import Array, blockwise
+from dask.array.utils import meta_from_array
+from dask.utils import parse_bytes
+from numpy.lib.array_utils import normalize_axis_index
+
+from dask_distmm.arrays.linalg.factorize import common_type, operand
+from dask_distmm.arrays.linalg.norms import norm
+from dask_distmm.arrays.linalg.public import NORM, PRODUCT, TASKS, ProductOptions, RunOptions, public
+from dask_distmm.arrays.linalg.solutions import inv
+from dask_distmm.arrays.linalg.stacks import by_tasks
+from dask_distmm.arrays.product import multiply
+from dask_distmm.arrays.request import check_names, check_workers, parse
+from dask_distmm.errors import NotSquareError, PlanError
+from dask_distmm.runtime.client import current_client
+
+
+class TaskOptions(TypedDict):
+    """The options of functions that Dask's own tasks compute: none."""
+
+
+Product = Callable[[Any, Any], Any]
+
+
+def _stack(name: str, x: Any, least: int = 2) -> Array:
+    """Return an operand of at least so many dimensions."""
+    array = operand(name, x)
+    if array.ndim < least:
+        raise PlanError(f"{name} must be at least {least}-D, got {array.ndim}-D")
+    return array
+
+
+@public(TaskOptions, TASKS)
+def matrix_transpose(x: Any) -> Any:
+    """Return the transposes of the matrices in the last two axes of `x`.
+
+    Parameters
+    ----------
+    x : array, (..., m, n)
+        Matrices.
+
+    Returns
+    -------
+    array, (..., n, m)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.matrix_transpose(da.ones((4, 3, 2))).shape
+    (4, 2, 3)
+    """
+    return _stack("x", x).swapaxes(-1, -2)
+
+
+@public(TaskOptions, TASKS)
+def diagonal(x: Any, *, offset: int = 0) -> Any:
+    """Return diagonals of the matrices in the last two axes of `x`, `offset` above the main one.
+
+    Parameters
+    ----------
+    x : array, (..., m, n)
+        Matrices.
+    offset : int
+        How many diagonals above the main one.
+
+    Returns
+    -------
+    array, (..., k)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.diagonal(da.ones((4, 3, 2))).shape
+    (4, 2)
+    """
+    return da.diagonal(_stack("x", x), offset, -2, -1)
+
+
+@public(TaskOptions, TASKS)
+def trace(x: Any, *, offset: int = 0, dtype: Any = None) -> Any:
+    """Return sums of diagonals of the matrices in the last two axes of `x`, added in `dtype`.
+
+    Parameters
+    ----------
+    x : array, (..., m, n)
+        Matrices.
+    offset : int
+        How many diagonals above the main one.
+    dtype : dtype, optional
+        The type of the sums.
+
+    Returns
+    -------
+    array, (...)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.trace(da.ones((4, 3, 2))).compute()
+    array([2., 2., 2., 2.])
+    """
+    if not isinstance(dtype, str | type | np.dtype | None):
+        raise PlanError(f"dtype must be a type of numbers, got {reprlib.repr(dtype)}")
+    try:
+        return diagonal(x, offset=offset).sum(axis=-1, dtype=dtype and np.dtype(dtype))
+    except TypeError as error:
+        raise PlanError(f"dtype={dtype!r}: {error}") from error
+
+
+@public(RunOptions, NORM)
+def matrix_norm(
+    x: Any, *, keepdims: bool = False, ord: Literal["fro", "nuc"] | float | None = "fro", **how: Unpack[RunOptions]
+) -> Any:
+    """Return norms of the matrices in the last two axes of `x`; see `norm`.
+
+    Parameters
+    ----------
+    x : array, (..., m, n)
+        Matrices.
+    keepdims : bool
+        Whether the last two axes are left in the result, with size one.
+    ord : optional
+        As `norm` has it.
+
+    Returns
+    -------
+    array, (...), real
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.matrix_norm(da.ones((2, 3, 3))).compute()
+    array([3., 3.])
+    """
+    return norm(_stack("x", x), ord, (-2, -1), keepdims, **how)
+
+
+@public(TaskOptions, TASKS)
+def vector_norm(
+    x: Any, *, axis: int | tuple[int, ...] | None = None, keepdims: bool = False, ord: float | None = 2
+) -> Any:
+    """Return norms of vectors along one or more axes; by default of all elements of `x`.
+
+    Parameters
+    ----------
+    x : array
+        The vectors.
+    axis : int or tuple of ints, optional
+        The axes of a vector.
+    keepdims : bool
+        Whether these axes are left in the result, with size one.
+    ord : float
+        The order, also inf, -inf and 0: the number of elements that are not zero.
+
+    Returns
+    -------
+    array, real
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.vector_norm(da.ones((2, 4)), axis=1).compute()
+    array([2., 2.])
+    """
+    x = _stack("x", x, 0)
+    r, over = abs(x.astype(common_type({"x": x}))), {"axis": axis, "keepdims": keepdims}
+    if ord in (np.inf, -np.inf):
+        return (r.max if ord > 0 else r.min)(**over)
+    if ord == 0:
+        return (r != 0).sum(**over).astype(r.dtype)
+    power = 2 if ord is None else ord
+    return (r**power).sum(**over) ** r.dtype.type(1 / power)
+
+
+@public(TaskOptions, TASKS)
+def vecdot(x1: Any, x2: Any, *, axis: int = -1) -> Any:
+    """Return the sums of ``conj(x1) * x2`` along an axis of both; others are broadcast.
+
+    Parameters
+    ----------
+    x1, x2 : array
+        Vectors along `axis`.
+    axis : int
+        The axis of the vectors in both.
+
+    Returns
+    -------
+    array, (...)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.vecdot(da.ones((2, 4)), da.ones(4)).compute()
+    array([4., 4.])
+    """
+    first, second = _vectors(x1, x2, axis)
+    return (first.conj() * second).sum(axis=-1, dtype=np.result_type(first.dtype, second.dtype))
+
+
+@public(TaskOptions, TASKS)
+def cross(x1: Any, x2: Any, *, axis: int = -1) -> Any:
+    """Return cross products of the vectors of three elements along an axis of both; others are broadcast.
+
+    Parameters
+    ----------
+    x1, x2 : array
+        Vectors along `axis`.
+    axis : int
+        The axis of the vectors in both.
+
+    Returns
+    -------
+    array
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.cross(da.ones((4, 3)), da.ones(3)).shape
+    (4, 3)
+    """
+    first, second = _vectors(x1, x2, axis)
+    if first.shape[-1] != 3:
+        raise PlanError(f"x1 and x2 must have 3 elements along axis {axis}; they have {first.shape[-1]}")
+    ndim = max(first.ndim, second.ndim)
+    found = by_tasks("(m),(m)->(m)", np.cross, {"x1": first, "x2": second}, exact=True)
+    return da.moveaxis(found, -1, normalize_axis_index(axis, ndim))
+
+
+def _vectors(x1: Any, x2: Any, axis: int) -> tuple[Array, Array]:
+    """Return two operands whose vectors are along the last axis."""
+    arrays = {"x1": _stack("x1", x1, 1), "x2": _stack("x2", x2, 1)}
+    for name, x in arrays.items():
+        if not -x.ndim <= axis < x.ndim:
+            raise PlanError(f"{name} has {x.ndim} dimensions: axis must be between {-x.ndim} and {x.ndim - 1}")
+    first, second = (da.moveaxis(x, axis, -1) for x in arrays.values())
+    if first.shape[-1] != second.shape[-1]:
+        raise PlanError(
+            f"x1 has {first.shape[-1]} elements along axis {axis}, so x2 must have as many, got {second.shape[-1]}"
+        )
+    return first, second
+
+
+@public(TaskOptions, TASKS)
+def outer(x1: Any, x2: Any) -> Any:
+    """Return all products of an element of the vector `x1` and one of the vector `x2`, (m, n).
+
+    Parameters
+    ----------
+    x1 : array, (m,)
+        The vector of rows.
+    x2 : array, (n,)
+        The vector of columns.
+
+    Returns
+    -------
+    array, (m, n)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.outer(da.ones(3), da.ones(2)).shape
+    (3, 2)
+    """
+    first, second = operand("x1", x1), operand("x2", x2)
+    if (first.ndim, second.ndim) != (1, 1):
+        raise PlanError(f"x1 and x2 must be 1-D, got {first.ndim}-D and {second.ndim}-D")
+    return first[:, None] * second[None, :]
+
+
+@public(TaskOptions, TASKS)
+def kron(a: Any, b: Any) -> Any:
+    """Return the Kronecker product; `b` is made one chunk, which each task has.
+
+    Parameters
+    ----------
+    a, b : array
+        Arrays of any number of dimensions.
+
+    Returns
+    -------
+    array
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.kron(da.ones((4, 3)), da.ones((2, 2))).shape
+    (8, 6)
+    """
+    first, second = operand("a", a), operand("b", b)
+    ndim = max(first.ndim, second.ndim)
+    first, second = (x[(None,) * (ndim - x.ndim)] for x in (first, second))
+    dtype, limit = np.result_type(first.dtype, second.dtype), parse_bytes(dask.config.get("array.chunk-size"))
+    if np.prod(first.chunksize) * second.size * dtype.itemsize > limit:
+        first = first.rechunk("auto", block_size_limit=max(first.itemsize, limit // max(1, second.size)))
+    axes = tuple(range(ndim))
+    grown = {i: tuple(size * second.shape[i] for size in first.chunks[i]) for i in axes}
+    meta = meta_from_array(first._meta, ndim, dtype=dtype)
+    return blockwise(
+        np.kron, axes, first, axes, second.rechunk(-1), tuple(range(ndim, 2 * ndim)),
+        adjust_chunks=grown, concatenate=True, meta=meta,
+    )  # fmt: skip
+
+
+@public(ProductOptions, PRODUCT)
+def matvec(x1: Any, x2: Any, **how: Unpack[ProductOptions]) -> Any:
+    """Return products of the matrices `x1`, (..., m, n), and the vectors `x2`, (..., n).
+
+    Parameters
+    ----------
+    x1 : array, (..., m, n)
+        Matrices.
+    x2 : array, (..., n)
+        Vectors.
+
+    Returns
+    -------
+    array, (..., m)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.matvec(da.ones((4, 3, 2)), da.ones(2)).shape
+    (4, 3)
+    """
+    return _product(how)(_stack("x1", x1), _stack("x2", x2, 1)[..., None])[..., 0]
+
+
+@public(ProductOptions, PRODUCT)
+def vecmat(x1: Any, x2: Any, **how: Unpack[ProductOptions]) -> Any:
+    """Return products of the conjugate vectors `x1`, (..., m), and the matrices `x2`, (..., m, n).
+
+    Parameters
+    ----------
+    x1 : array, (..., m)
+        Vectors.
+    x2 : array, (..., m, n)
+        Matrices.
+
+    Returns
+    -------
+    array, (..., n)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.vecmat(da.ones(3), da.ones((4, 3, 2))).shape
+    (4, 2)
+    """
+    return _product(how)(_stack("x1", x1, 1).conj()[..., None, :], _stack("x2", x2))[..., 0, :]
+
+
+@public(ProductOptions, PRODUCT)
+def matrix_power(a: Any, n: int, **how: Unpack[ProductOptions]) -> Any:
+    """Return the n-th power of square matrices, by squares; of their inverses where n is negative.
+
+    Parameters
+    ----------
+    a : array, (..., m, m)
+        The matrices.
+    n : int
+        The exponent.
+
+    Returns
+    -------
+    array, (..., m, m)
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.matrix_power(2 * da.eye(2), 3).compute()
+    array([[8., 0.],
+           [0., 8.]])
+    """
+    return power(_stack("a", a), int(n), _product(how))
+
+
+@public(ProductOptions, PRODUCT)
+def multi_dot(arrays: Sequence[Any], **how: Unpack[ProductOptions]) -> Any:
+    """Return the product of two or more matrices, in the order that takes the fewest multiplications.
+
+    Parameters
+    ----------
+    arrays : sequence of arrays
+        Matrices; the first and the last may be vectors.
+
+    Returns
+    -------
+    array
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import linalg
+    >>> linalg.multi_dot([da.ones((3, 2)), da.ones((2, 4)), da.ones(4)]).compute()
+    array([8., 8., 8.])
+    """
+    found = [operand(f"arrays[{number}]", x) for number, x in enumerate(arrays)]
+    if len(found) < 2 or any(x.ndim != 2 for x in found[1:-1]) or not {found[0].ndim, found[-1].ndim} <= {1, 2}:
+        dims = ", ".join(f"{x.ndim}-D" for x in found)
+        raise PlanError(
+            f"arrays must be two or more matrices, of which the first and the last may be vectors; got {dims}"
+        )
+    return chain(found, _product(how))
+
+
+def _product(how: ProductOptions) -> Product:
+    check_names(how.get("method"), how.get("engine"))
+    check_workers(how.get("workers"))
+    options = how if current_client() is not None else {}
+    return lambda a, b: multiply(parse(a, b, **options))
+
+
+def cheapest_order(sizes: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Return where to split a product of matrices so that it takes the fewest multiplications."""
+    count = len(sizes) - 1
+    cost = {(i, i): 0 for i in range(count)}
+    split: dict[tuple[int, int], int] = {}
+    for length in range(1, count):
+        for i in range(count - length):
+            j = i + length
+            costs = {s: cost[i, s] + cost[s + 1, j] + sizes[i] * sizes[s + 1] * sizes[j + 1] for s in range(i, j)}
+            split[i, j] = min(costs, key=costs.__getitem__)
+            cost[i, j] = costs[split[i, j]]
+    return split
+
+
+def chain(arrays: Sequence[Array], product: Product) -> Any:
+    """Return the product of matrices in the cheapest order."""
+    sizes = [1 if arrays[0].ndim == 1 else arrays[0].shape[0], *(x.shape[0] for x in arrays[1:])]
+    sizes.append(1 if arrays[-1].ndim == 1 else arrays[-1].shape[1])
+    split = cheapest_order(sizes)
+
+    def part(i: int, j: int) -> Any:
+        return arrays[i] if i == j else product(part(i, split[i, j]), part(split[i, j] + 1, j))
+
+    return part(0, len(arrays) - 1)
+
+
+def power(a: Array, n: int, product: Product) -> Any:
+    """Return a power of square matrices by squares."""
+    if a.shape[-1] != a.shape[-2]:
+        raise NotSquareError(f"a must be square, got {a.shape[-2]} x {a.shape[-1]}")
+    if n < 0:
+        a, n = inv(a), -n
+    if not n:
+        whole = a.rechunk({a.ndim - 2: -1, a.ndim - 1: -1})
+        return whole.map_blocks(_identities, dtype=a.dtype, meta=a._meta).rechunk(a.chunks)
+    result, square = None, a
+    while True:
+        if n % 2:
+            result = square if result is None else product(result, square)
+        n //= 2
+        if not n:
+            return result
+        square = product(square, square)
+
+
+def _identities(block: Any) -> Any:
+    rows = np.arange(block.shape[-1], like=block)
+    return np.zeros_like(block) + (rows[:, None] == rows).astype(block.dtype)

@@ -1,0 +1,279 @@
+"""Stacks of matrices: a table of what NumPy's batched functions take and return, and one way to call each of them.
+
+A stack is an array of more than two dimensions whose last two are matrices; the others are broadcast as NumPy does it.
+One task computes all matrices of a chunk; the last two axes become one chunk each. Matrices too large for a task, and
+those of a call with the options of a run, are runs, one each.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, cast
+
+import dask.array as da
+import numpy as np
+from dask.array.core import Array
+from dask.array.utils import meta_from_array
+from dask.utils import parse_bytes
+
+from dask_distmm.arrays.linalg.factorize import common_type, operand
+from dask_distmm.arrays.linalg.public import RunOptions
+from dask_distmm.config import parsed
+from dask_distmm.errors import MatrixError, NotSquareError, PlanError
+from dask_distmm.runtime.chunks import array_kind
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# A core signature, and the function of a chunk of each operand.
+Rule = tuple[str, Callable[..., Any]]
+
+
+def _eigh(a: Array, UPLO: str = "L", lower: bool | None = None, eigvals_only: bool = False) -> Rule:
+    uplo = UPLO if lower is None else "L" if lower else "U"
+    if eigvals_only:
+        return "(m,m)->(m)", functools.partial(np.linalg.eigvalsh, UPLO=uplo)
+    return "(m,m)->(m),(m,m)", functools.partial(np.linalg.eigh, UPLO=uplo)
+
+
+def _svd(a: Array, full_matrices: bool = True, compute_uv: bool = True) -> Rule:
+    if not compute_uv:
+        return "(m,n)->(k)", functools.partial(np.linalg.svd, compute_uv=False)
+    shapes = "(m,m),(k),(n,n)" if full_matrices else "(m,k),(k),(k,n)"
+    return f"(m,n)->{shapes}", functools.partial(np.linalg.svd, full_matrices=full_matrices)
+
+
+def _qr(a: Array, mode: str = "reduced") -> Rule:
+    shapes = {"reduced": "(m,k),(k,n)", "complete": "(m,m),(m,n)", "r": "(k,n)"}[mode]
+    return f"(m,n)->{shapes}", functools.partial(np.linalg.qr, mode=mode)
+
+
+def _cholesky(a: Array, upper: bool | None = None, lower: bool | None = None) -> Rule:
+    up = upper if lower is None else not lower
+    return "(m,m)->(m,m)", functools.partial(_triangle, upper=bool(up))
+
+
+def _triangle(a: Any, upper: bool) -> Any:
+    # Only one triangle is read; CuPy's function has no choice of it.
+    found = np.linalg.cholesky(a.swapaxes(-1, -2).conj() if upper else a)
+    return found.swapaxes(-1, -2).conj() if upper else found
+
+
+def _solve(a: Array, b: Array, transposed: bool = False) -> Rule:
+    core = "(m,m),(m)->(m)" if b.ndim == 1 else "(m,m),(m,k)->(m,k)"
+    return core, functools.partial(_solution, transposed=transposed)
+
+
+def _solution(a: Any, b: Any, transposed: bool) -> Any:
+    # CuPy's function does not broadcast, and takes other arrays for vectors.
+    columns = b[..., None] if b.ndim == 1 else b
+    batch = np.broadcast_shapes(a.shape[:-2], columns.shape[:-2])
+    a = np.broadcast_to(a.swapaxes(-1, -2) if transposed else a, batch + a.shape[-2:])
+    x = np.linalg.solve(a, np.broadcast_to(columns, batch + columns.shape[-2:]))
+    return x[..., 0] if b.ndim == 1 else x
+
+
+def _pinv(a: Array, rcond: float | None = None, hermitian: bool = False, rtol: float | None = None) -> Rule:
+    limit = _limit(a, rcond if rtol is None else rtol)
+    # CuPy's function has no `hermitian`.
+    options: dict[str, Any] = {"rcond": limit} | ({"hermitian": True} if hermitian else {})
+    return "(m,n)->(n,m)", functools.partial(np.linalg.pinv, **options)
+
+
+def _lstsq(a: Array, b: Array, rcond: float | None = None) -> Rule:
+    call, residuals = functools.partial(_least_squares, limit=_limit(a, rcond)), a.shape[-2] > a.shape[-1]
+    if b.ndim == 1:
+        return f"(m,n),(m)->(n),({'one' if residuals else 'none'}),(),(r)", call
+    return f"(m,n),(m,k)->(n,k),({'k' if residuals else 'none'}),(),(r)", call
+
+
+def _least_squares(a: Any, b: Any, limit: float) -> tuple[Any, ...]:
+    columns = b[..., None] if b.ndim == 1 else b
+    u, s, vh = np.linalg.svd(a, full_matrices=False)
+    kept = s > limit * s[..., :1]
+    inverse = np.where(kept, 1 / np.where(kept, s, s.dtype.type(1)), s.dtype.type(0))
+    x = vh.swapaxes(-1, -2).conj() @ (inverse[..., None] * (u.swapaxes(-1, -2).conj() @ columns))
+    residuals = (abs(columns - a @ x) ** 2).sum(axis=-2)
+    if a.shape[-2] <= a.shape[-1]:
+        residuals = residuals[..., :0]
+    return x[..., 0] if b.ndim == 1 else x, residuals, kept.sum(axis=-1), s
+
+
+def _limit(a: Array, rcond: float | None) -> float:
+    epsilon = float(np.finfo(common_type({"a": a})).eps)
+    return max(a.shape[-2:]) * epsilon if rcond is None else epsilon if rcond < 0 else rcond
+
+
+# By name. A rule is called with the operands and the options of a call; options that it lacks a stack does not have.
+RULES: Mapping[str, Callable[..., Rule]] = {
+    "cholesky": _cholesky,
+    "det": lambda a: ("(m,m)->()", np.linalg.det),
+    "eigh": _eigh,
+    "eigvalsh": lambda a, UPLO="L", lower=None: _eigh(a, UPLO, lower, True),
+    "inv": lambda a: ("(m,m)->(m,m)", np.linalg.inv),
+    "lstsq": _lstsq,
+    "pinv": _pinv,
+    "qr": _qr,
+    "slogdet": lambda a: ("(m,m)->(),()", np.linalg.slogdet),
+    "solve": _solve,
+    "svd": _svd,
+}
+
+
+def of_stacks(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function of matrices take stacks of them, as the table says."""
+    rule, signature = RULES[function.__name__], inspect.signature(function)
+    names = list(itertools.takewhile(lambda name: name in ("a", "b"), inspect.signature(rule).parameters))
+
+    @functools.wraps(function)
+    def taken(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            values = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # raises Python's own error, which names the function
+        if max(_ndim_of(values[name]) for name in names) <= 2:
+            return function(*args, **kwargs)
+        how = values.pop("how", {})
+        arrays = {name: operand(name, values.pop(name)) for name in names}
+        given = {name: x for name, x in values.items() if x is not signature.parameters[name].default}
+        if lacking := given.keys() - inspect.signature(rule).parameters.keys():
+            raise PlanError(f"a stack of matrices has no {min(lacking)}=: leave it out, or loop over the matrices")
+        if how.keys() & RunOptions.__annotations__ or _large(arrays):
+            return cast(T, _by_runs(function, arrays, given | how))
+        core, call = rule(*arrays.values(), **given)
+        return cast(T, by_tasks(core, call, arrays, finite=how.get("check_finite", True)))
+
+    return taken
+
+
+def _ndim_of(x: Any) -> int:
+    """Return the number of dimensions; 0 of what no array can be made of."""
+    try:
+        return int(np.ndim(x))
+    except ValueError:
+        return 0
+
+
+def _large(arrays: Mapping[str, Array]) -> bool:
+    """Whether one matrix is more than a task may hold."""
+    limit = parsed("batch.task-bytes", parse_bytes)
+    return any(x.itemsize * np.prod(x.shape[-2:]) > limit for x in arrays.values())
+
+
+def _by_runs(function: Callable[..., Any], arrays: Mapping[str, Array], options: Mapping[str, Any]) -> Any:
+    """Return what a function returns of each matrix, a run each, as stacks."""
+    batch = _batch_of(arrays)
+    cores = {name: x.shape[-2:] if x.ndim > 1 else x.shape for name, x in arrays.items()}
+    spread = {name: da.broadcast_to(x, batch + cores[name]) for name, x in arrays.items()}
+    found = [function(**{name: x[at] for name, x in spread.items()}, **options) for at in np.ndindex(batch)]
+    if not found:
+        raise PlanError(f"the stack is empty, {batch}: leave out the options of a run")
+    if not isinstance(found[0], tuple):
+        return _stacked(found, batch)
+    parts = [_stacked(list(map(da.asarray, each)), batch) for each in zip(*found, strict=True)]
+    return type(found[0])(*parts) if hasattr(found[0], "_fields") else tuple(parts)
+
+
+def _stacked(found: list[Any], batch: tuple[int, ...]) -> Array:
+    for size in reversed(batch):
+        found = [da.stack(found[at : at + size]) for at in range(0, len(found), size)]
+    return cast(Array, found[0])
+
+
+def _batch_of(arrays: Mapping[str, Array]) -> tuple[int, ...]:
+    try:
+        return np.broadcast_shapes(*(x.shape[:-2] for x in arrays.values()))
+    except ValueError:
+        found = " and ".join(f"{name} is a stack of {x.shape[:-2]}" for name, x in arrays.items())
+        raise PlanError(f"{found}: their lengths must be the same, or 1") from None
+
+
+def by_tasks(
+    core: str, call: Callable[..., Any], arrays: Mapping[str, Array], *, finite: bool = False, exact: bool = False
+) -> Any:
+    """Return what a function of chunks returns, by a task for each chunk of batch axes.
+
+    `core` is its signature; `exact`: it takes all types as they are.
+    """
+    inputs = re.findall(r"\(([\w,]*)\)", core.partition("->")[0])
+    dtype = np.result_type(*(x.dtype for x in arrays.values())) if exact else common_type(arrays)
+    given = [x.astype(dtype) for x in arrays.values()]
+    sizes = _core_sizes(inputs, arrays)
+    if not any(np.isnan(x.shape).any() for x in given):
+        _batch_of(arrays)
+    elif len(given) > 1:
+        unknown = next(name for name, x in arrays.items() if np.isnan(x.shape).any())
+        raise PlanError(f"{unknown} has unknown chunk sizes {arrays[unknown].chunks}; call its compute_chunk_sizes()")
+    sizes |= {"r": min(sizes["m"], sizes.get("n", sizes["m"])), "one": 1, "none": 0}
+    sizes.setdefault("k", sizes["r"])
+    # Types and the kind of the result are those of small matrices.
+    sample = call(*((np.eye if "," in letters else np.ones)(3, dtype=dtype) for letters in inputs))
+    meta, several = given[0]._meta, isinstance(sample, tuple)
+    metas = [
+        meta_from_array(meta if x.dtype.kind == "c" else meta.real, dtype=x.dtype)
+        for x in (sample if several else [sample])
+    ]
+    found = da.apply_gufunc(
+        _of_chunks,
+        core,
+        *(_whole(x, letters.count(",") + 1) for x, letters in zip(given, inputs, strict=True)),
+        meta=tuple(metas) if several else metas[0],
+        output_sizes={name: size for name, size in sizes.items() if name not in "".join(inputs)},
+        allow_rechunk=all(x.size for x in given),
+        call=call,
+        names=tuple(arrays) if finite else (),
+    )
+    return type(sample)(*found) if hasattr(sample, "_fields") else found
+
+
+def _whole(x: Array, axes: int) -> Array:
+    """Return a stack whose matrices are in one chunk each; if they were in several, a chunk has fewer of them."""
+    first = x.ndim - axes
+    if not x.size:
+        return x.rechunk(-1)
+    if set(x.numblocks[first:]) == {1}:
+        return x
+    batch = {} if np.isnan(x.shape).any() else dict.fromkeys(range(first), "auto")
+    limit = x.itemsize * math.prod(map(max, x.chunks))
+    return x.rechunk(batch | dict.fromkeys(range(first, x.ndim), -1), block_size_limit=limit if batch else None)
+
+
+def _core_sizes(inputs: list[str], arrays: Mapping[str, Array]) -> dict[str, int]:
+    """Return the lengths of the axes of matrices by their letters; those that do not fit are errors."""
+    sizes: dict[str, int] = {}
+    for letters, (name, x) in zip((text.split(",") for text in inputs), arrays.items(), strict=True):
+        if x.ndim < len(letters):
+            raise PlanError(f"{name} must be at least {len(letters)}-D, got {x.ndim}-D")
+        shape = x.shape[-len(letters) :]
+        if np.isnan(shape).any():
+            raise PlanError(f"{name} has unknown chunk sizes {x.chunks}; call its compute_chunk_sizes() first")
+        if letters == ["m", "m"] and shape[0] != shape[1]:
+            raise NotSquareError(f"{name} must be square, got {shape[0]} x {shape[1]}")
+        if sizes and shape[0] != sizes["m"]:
+            first, m = next(iter(arrays)), sizes["m"]
+            raise PlanError(f"{first} is {m} x {sizes.get('n', m)}, so {name} must have {m} rows; it has {shape[0]}")
+        sizes |= dict(zip(letters, shape, strict=True))
+    return sizes
+
+
+def _of_chunks(*chunks: Any, call: Callable[..., Any], names: tuple[str, ...]) -> Any:
+    """Call a function of NumPy or CuPy; errors are typed."""
+    for name, chunk in zip(names, chunks, strict=False):
+        if not np.isfinite(chunk).all():
+            raise MatrixError(f"{name} must not contain infs or NaNs")
+    try:
+        if array_kind(chunks[0]) != "cupy":
+            found = call(*chunks)
+        else:
+            import cupyx
+
+            with cupyx.errstate(linalg="raise"):
+                found = call(*chunks)
+    except np.linalg.LinAlgError as error:
+        raise MatrixError(f"a matrix of the stack: {error}") from None
+    return tuple(found) if isinstance(found, tuple) else found
