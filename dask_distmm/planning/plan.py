@@ -54,7 +54,7 @@ def once(function: Callable[..., T]) -> Callable[..., T]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Packing:
-    """Which operands are copied to one contiguous panel before they are multiplied (see `memory.packing`)."""
+    """Which operands are copied to one contiguous panel before they are multiplied (see `footprint.packing`)."""
 
     a: bool = False
     b: bool = False

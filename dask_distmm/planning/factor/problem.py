@@ -316,8 +316,6 @@ class Factorization:
             # Its lower triangle is the conjugate transpose of the upper one, and its transpose is its conjugate.
             other = self.kind == "solve" and self.op == "T"
             return Turned(not self.lower, self.lower == other)
-        if self.kind == "eigh":
-            return Turned(not self.lower, not self.lower)
         if self.kind == "solve":
             return Turned(self.op != "N", self.op == "C")
         return Turned(self._wide, self._wide)

@@ -37,7 +37,7 @@ from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gathe
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Released, Replan, Run, TaskFailed, summarize
 from dask_distmm.runtime.scheduler.barriers import Barrier, deliveries
-from dask_distmm.runtime.scheduler.freezing import Freezer, FrozenPlan
+from dask_distmm.runtime.scheduler.freezing import Freezer, FrozenPlan, Holders
 from dask_distmm.runtime.scheduler.rank_groups import RankGroup, RankGroups
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.scheduler.voting import ask_all, failed, raise_if_ended
@@ -207,7 +207,8 @@ class Coordinator:
         self.groups = RankGroups()
         self.replicas = Replicas(scheduler, self.tell)
         self.releases = Releases(scheduler, self.queue)
-        self._freezer = Freezer(scheduler, self.roster, self.groups, self.replicas)
+        self.holders = Holders(scheduler, self.roster)
+        self._freezer = Freezer(scheduler, self.roster, self.groups, self.replicas, self.holders)
 
     async def drive(self, barrier: Barrier) -> None:
         """Run a parked barrier's multiply until all that waits for it is in memory, or it is not parked any more."""

@@ -190,9 +190,11 @@ class FrozenPlan:
 class Freezer:
     """Freezes runs. On the scheduler's event loop."""
 
-    def __init__(self, scheduler: Scheduler, roster: Roster, groups: RankGroups, replicas: Replicas) -> None:
+    def __init__(
+        self, scheduler: Scheduler, roster: Roster, groups: RankGroups, replicas: Replicas, holders: Holders
+    ) -> None:
         self._scheduler, self._roster, self._groups, self._replicas = scheduler, roster, groups, replicas
-        self._holders = Holders(scheduler, roster)
+        self._holders = holders
         # Memory orders of arrays' chunks, where they are not as expected.
         self._orders: collections.OrderedDict[str, str] = collections.OrderedDict()
 

@@ -29,7 +29,6 @@ from dask_distmm.runtime.scheduler import attachments
 from dask_distmm.runtime.scheduler.admission import Admission
 from dask_distmm.runtime.scheduler.barriers import Barrier
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.runtime.scheduler.freezing import Holders
 from dask_distmm.runtime.scheduler.reconciling import reconcile
 from dask_distmm.runtime.scheduler.records import Records, answer_progress
 from dask_distmm.runtime.wire import answering, listening
@@ -253,7 +252,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.coordinator = Coordinator(scheduler, self._event)
         self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
-        self.holders = Holders(scheduler, self.roster)
+        self.holders = self.coordinator.holders
         self.gates = Gates(scheduler)
         self.bare = BareWorkers(scheduler, self.roster.bare)
         if before is not None:
