@@ -288,8 +288,18 @@ def can_be_made(*arrays: Any, sampled: bool = False) -> bool:
     """
     keys = [key for array in arrays for key in _some_keys(array, sampled)]
     graph = HighLevelGraph.merge(*(array.dask for array in arrays))
-    annotated = any(set(layer.annotations or ()) - {"span"} for layer in graph.layers.values())
-    return not annotated and _tasks_of(graph, keys) is not None
+    return not _annotated(graph) and _tasks_of(graph, keys) is not None
+
+
+def tasks_of_chunks(array: Any) -> ChunkTasks | None:
+    """Return the tasks by which ranks make the chunks of a lazy array, each a tree of its own; None if they can't."""
+    keys = _some_keys(array, sampled=False)
+    made = None if _annotated(array.dask) else _tasks_of(array.dask, keys, trees=True)
+    return ChunkTasks([made[key] for key in keys]) if made is not None else None
+
+
+def _annotated(graph: HighLevelGraph) -> bool:
+    return any(set(layer.annotations or ()) - {"span"} for layer in graph.layers.values())
 
 
 def _some_keys(array: Any, sampled: bool) -> list[Any]:
@@ -301,8 +311,8 @@ def _some_keys(array: Any, sampled: bool) -> list[Any]:
     return [(array.name, *place) for place in places]
 
 
-def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | None:
-    return self_contained(convert_legacy_graph(dict(optimize(graph, keys))), keys)
+def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any], *, trees: bool = False) -> dict[Any, Task] | None:
+    return self_contained(convert_legacy_graph(dict(optimize(graph, keys))), keys, trees=trees)
 
 
 def build_waves(products: Sequence[tuple[Problem, Scheme, Mapping[str, Any]]]) -> HighLevelGraph:

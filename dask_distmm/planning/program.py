@@ -20,6 +20,7 @@ from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolErr
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, chunk_elements
 from dask_distmm.planning.demand import Demand, Worker
+from dask_distmm.planning.footprint import is_by_ranks, made_ahead
 from dask_distmm.planning.part import Part
 from dask_distmm.planning.placement import Estimate, Placement, Where, in_range, over_limit
 from dask_distmm.programs.check import all_flags, peak_bytes
@@ -64,6 +65,8 @@ class ProgramProblem(Computation):
     array: str = "numpy"
     # Whether the user gives A up: its chunks may go as soon as they have been read for the last time.
     overwrite_a: bool = False
+    # Whether ranks make the chunks of A and B, each time that they need them.
+    by_ranks: tuple[bool, bool] = (False, False)
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -73,7 +76,7 @@ class ProgramProblem(Computation):
     @property
     def given_up(self) -> tuple[str, ...]:
         """A, if it is to be overwritten."""
-        return ("a",) if self.overwrite_a else ()
+        return ("a",) if self.overwrite_a and not self.by_ranks[0] else ()
 
     def keeping(self) -> Self:
         """Return the same computation, by which A is not given up."""
@@ -129,7 +132,8 @@ class ProgramProblem(Computation):
         """Return the steps of a rank, if `owners` have the chunks of rows."""
         rows, cols = Rows(self.chunks["a"][0], owners, ranks), {name: sum(x[1]) for name, x in self.chunks.items()}
         wanted = [one.name for one in self.wanted]
-        return record(self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, rank)
+        made = [name for name in self.chunks if is_by_ranks(self, name)]
+        return record(self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, rank, made)
 
     @classmethod
     def from_wire(cls, wire: Any) -> ProgramProblem:
@@ -155,6 +159,7 @@ class ProgramProblem(Computation):
                 options=options_from_wire(wire["options"]),
                 array=str(wire["array"]),
                 overwrite_a=bool(wire["overwrite_a"]),
+                by_ranks=(bool(wire["by_ranks"][0]), bool(wire["by_ranks"][1])),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ProtocolError(f"malformed problem: {error!r}") from error
@@ -253,7 +258,7 @@ def plan_program(
     if not roster:
         raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
     where, participants = where or {}, (*roster, *sources)
-    workers = _workers_of_rows(problem, len(roster), where.get("a"))
+    workers = _workers_of_rows(problem, len(roster), where.get("a", where.get("b")))
     ranks = tuple(sorted(set(workers)))
     plan = ProgramPlacement(
         problem=problem,
@@ -318,6 +323,14 @@ def _project(plan: ProgramPlacement) -> _Projection:
     for name, chunks in problem.chunks.items():
         elements = chunk_elements((tuple(max(0, size) for size in chunks[0]), (sum(chunks[1]),)))
         sizes = elements * dtype_from_name(problem.dtypes[name]).itemsize
+        if is_by_ranks(problem, name):
+            for index in plan.ranks:
+                # One in use, and some ahead; as they are made, and converted.
+                own = int((owners == index).sum())
+                count = min(own, 1 + made_ahead(plan.participants[index].nthreads))
+                converted = own and problem.dtypes[name] != problem.compute_type
+                held[index] += count * sizes.max() + converted * int(elements.max()) * problem.dtype.itemsize
+            continue
         holders = plan.where.get(name, owners)
         held += np.bincount(holders, sizes, len(held))
         copied = holders != owners

@@ -328,12 +328,19 @@ BUILDERS: Mapping[str, Callable[..., None]] = {
 
 
 def record(
-    kind: str, options: Mapping[str, Any], rows: Rows, cols: Mapping[str, int], dtype: str, wanted: Wanted, me: int
+    kind: str,
+    options: Mapping[str, Any],
+    rows: Rows,
+    cols: Mapping[str, int],
+    dtype: str,
+    wanted: Wanted,
+    me: int,
+    made: Collection[str] = (),
 ) -> tuple[Step, ...]:
-    """Return the steps of rank `me`; `cols` has the columns of each operand by name."""
+    """Return the steps of rank `me`; `cols` has the columns of each operand by name, `made` those that ranks make."""
     options = dict(options)
     p = Recorder(me, rows, dtype, finite=options.pop("finite", True))
-    operands = {name: Tall(name, size, operand=True) for name, size in cols.items()}
+    operands = {name: Tall(name, size, operand=True, made=name in made) for name, size in cols.items()}
     p.make(*operands.values())
     BUILDERS[kind](p, operands, wanted, **options)
     return p.end()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from dask.array.core import Array, concatenate
+from dask.array.core import Array
 from dask.array.linalg import tsqr
 from dask.array.utils import meta_from_array
 from dask.base import is_dask_collection, tokenize
@@ -16,12 +17,16 @@ from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SolveOptions
+from dask_distmm.arrays.outputs import is_lazy
 from dask_distmm.arrays.product import multiply_matrices
 from dask_distmm.arrays.request import check_names, check_workers, parse
+from dask_distmm.arrays.waves import budget_now
 from dask_distmm.config import read_options
+from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
 from dask_distmm.graph.factor import build_factor_graph
+from dask_distmm.graph.waves import tasks_of_chunks
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.computation_kinds import plan_computation, problem_from_wire
@@ -132,7 +137,7 @@ def factorize(
     chunks, dtypes = tuple(array.chunks for array in arrays), tuple(array.dtype.name for array in arrays)
     names = [array.name for array in arrays]
     described: Any = (task, chunks, dtypes, outputs, *request, method, overwrite)
-    return _arrays(FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described), arrays)
+    return _arrays(FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described), arrays, {})
 
 
 def by_program(
@@ -145,7 +150,8 @@ def by_program(
 ) -> dict[str, Array]:
     """Return outputs of a program as lazy arrays, all of them of one run: by name their chunks and types.
 
-    Operands are in chunks of rows, the same of all. `ProjectedMemoryError` if the workers can't hold them.
+    Operands are in chunks of rows, the same of all. Where the workers can't hold them ranks make the chunks of
+    those that are lazy, for each pass; `ProjectedMemoryError` if that can't be, or is too much.
     """
     dtype, arrays = common_type(operands), _native(operands)
     chunks = {name: _known(array.chunks) for name, array in zip(operands, arrays, strict=True)}
@@ -156,32 +162,44 @@ def by_program(
     described: Any = (builder, options, dtype.name, chunks, dtypes, outputs, *request)
     names = [array.name for array in arrays]
     problem = ProgramProblem(f"{builder}-{tokenize(repr((names, *described)))}", *described)
-    _check_fit(problem, arrays)
-    return _arrays(problem, arrays)
-
-
-def _check_fit(problem: ProgramProblem, arrays: Sequence[Array]) -> None:
-    """Raise `ProjectedMemoryError` if the workers that are there can't hold a program's matrices."""
-    client = current_client()
-    sizes = [array.nbytes for array in arrays]
-    if client is None or np.isnan(sizes).any():
-        return
+    made: dict[str, ChunkTasks] = {}
     try:
-        known = recent_snapshot(client, problem)
-        if known is not None and sum(sizes) > _SMALL * sum(worker.memory_limit for worker in known.workers):
-            plan_computation(problem, known.workers, engine=known.engines)
+        if not _fits(problem, arrays):
+            for name, array in zip(operands, arrays, strict=True):
+                if is_lazy(array) and (tasks := tasks_of_chunks(array)) is not None:
+                    made[name] = tasks
+            problem = dataclasses.replace(problem, by_ranks=("a" in made, "b" in made))
+            _fits(problem, arrays)
     except ProjectedMemoryError:
         raise
     except DistMMError:
         pass  # It is said when the result is computed, if it is still so.
+    return _arrays(problem, arrays, made)
 
 
-def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
-    """Return Q and, column by column, R of tall matrices beside each other, by Dask's tasks: chunks come and go."""
-    dtype = common_type({str(number): x for number, x in enumerate((a, *beside))})
-    columns = np.cumsum([x.shape[1] for x in (a, *beside)])
-    q, r = tsqr(concatenate([rows_of(x).astype(dtype) for x in (a, *beside)], axis=1).rechunk({1: -1}))
-    return q, *(r[:, start:stop] for start, stop in itertools.pairwise((0, *columns)))
+def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
+    """Whether the workers can hold a program's matrices, and Dask would spill none of those that are still to be made.
+
+    True where that is not known; `ProjectedMemoryError` if they can't, however its chunks are made.
+    """
+    client, size = current_client(), sum(array.nbytes for array in arrays)
+    known = None if client is None or np.isnan(size) else recent_snapshot(client, problem)
+    if known is None or size <= _SMALL * sum(worker.memory_limit for worker in known.workers):
+        return True
+    try:
+        plan = plan_computation(problem, known.workers, engine=known.engines)
+    except ProjectedMemoryError:
+        if any(problem.by_ranks) or not any(map(is_lazy, arrays)):
+            raise
+        return False
+    budget = budget_now()
+    return budget is None or all(plan.projected_bytes[one.address] <= budget.of(one) for one in plan.participants)
+
+
+def reduced(a: Array) -> tuple[Array, Array]:
+    """Return Q and R of a tall matrix by Dask's tasks: chunks come and go."""
+    found: tuple[Array, Array] = tsqr(rows_of(a).astype(common_type({"a": a})))
+    return found
 
 
 def rows_of(a: Array) -> Array:
@@ -219,9 +237,11 @@ def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions
     return engine, check_workers(how.get("workers")), read_options(), array, bool(how.get("overwrite_a"))
 
 
-def _arrays(problem: FactorProblem | ProgramProblem, arrays: Sequence[Array]) -> dict[str, Array]:
-    """Return the outputs of a run as lazy arrays."""
-    graph = build_factor_graph(problem, arrays)
+def _arrays(
+    problem: FactorProblem | ProgramProblem, arrays: Sequence[Array], made: Mapping[str, ChunkTasks]
+) -> dict[str, Array]:
+    """Return the outputs of a run as lazy arrays; `made` has the tasks of operands whose chunks ranks make."""
+    graph = build_factor_graph(problem, arrays, made)
     prototype = next(x._meta for x in arrays if array_kind(x._meta) == problem.array)
     return {
         one.name: Array(
