@@ -91,53 +91,108 @@ def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None)
 def svd_compressed(
     p: Recorder, operands: Operands, wanted: Wanted, *, k: int, width: int, iterations: int, seed: int
 ) -> None:
-    """Find leading singular values by a random projection (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1)."""
+    """Find leading singular values by a random projection (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1).
+
+    X = orth(A^H orth(A X)) takes one pass over A, as A^H orth(Y) is A^H Y R^-1. So does the last projection, if Y is
+    near enough to orthogonal columns, as it is where X has singular vectors; else A is read again.
+    """
     a = operands["a"]
-    n = a.cols
-    x, q = p.small(n, width), p.tall(width)
-    p.on_root("normal", [], [x], seed=seed)
-    for turn in range(iterations + 1):  # Q = orth(A X), X = orth(A^H Q)
-        p.give(x)
-        y, q = p.tall(width), p.tall(width)
+    n, x, y, u = a.cols, p.small(a.cols, width), p.tall(width), p.tall(k)
+    p.new(x)
+    p.call("normal", x, seed=seed)
+    for _ in range(iterations):
+        x = _iterated(p, a, x)
+    right, s, left = p.small(n, k), p.small(1, k, p.real), p.small(k, width)
+    vh, turned = p.small(k, n), p.small(width, k)
+    z, once, usable, first = p.small(n, width), p.flag(), p.flag(), p.small(width, width)
+
+    def finish(basis: Tall, divisor: Buffer | None = None) -> None:
+        # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
+        p.on_root("singular_vectors", [z], [right, s, left], by_left=True)
+        p.on_root("adjoint", [right], [vh])
+        p.on_root("adjoint", [left], [turned])
+        if divisor is not None:
+            p.on_root("solve", [divisor], [turned])
+        if "u" in wanted:
+            p.give(turned)
+            for part, target in p.chunks(basis, u):
+                p.new(target)
+                p.call("times", part, turned, target)
+
+    def again() -> None:
+        q = p.tall(width)
+        _project(p, a, y, q, z, first, usable)
+        finish(q)
+
+    if iterations:
+        product = _back_and_forth(p, a, x, y, [first, once, usable])
+        p.on_root("quotient", [first, product], [z])
+        p.give(once, usable, first)
+        p.either(once, lambda: finish(y, first), again)
+    else:
         for chunk, part in p.chunks(a, y):
             p.new(part)
             p.call("times", chunk, x, part)
-        p.drop(x)
-        z = _project(p, a, y, q, last=turn == iterations)
-        p.drop_tall(y)
-        if turn < iterations:
-            p.drop_tall(q)
-            x = p.small(n, width)
-            p.on_root("orthonormalize", [z], [x])
-            p.drop(z)
+        p.on_root("cholesky", [gram(p, y)], [first, once, usable])
+        p.give(usable, first)
+        again()
     _end(p, operands)
-    # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
-    right, s, left = p.small(n, k), p.small(1, k, p.real), p.small(k, width)
-    vh, turned = p.small(k, n), p.small(width, k)
-    p.on_root("singular_vectors", [z], [right, s, left], by_left=True)
-    p.on_root("adjoint", [right], [vh])
-    p.on_root("adjoint", [left], [turned])
-    p.drop(z, right, left)
     if "u" in wanted:
-        p.give(turned)
-        u = p.tall(k)
-        for part, target in p.chunks(q, u):
-            p.new(target)
-            p.call("times", part, turned, target)
-            p.drop(part)
         p.store_tall("u", u)
     _store(p, wanted, s=s, vh=vh)
 
 
-def _project(p: Recorder, a: Tall, y: Tall, q: Tall, *, last: bool) -> Buffer:
-    """Return Z = A^H Q on rank 0, and have Q = orth(Y), at last; A is read while the Gram matrix of Q is made."""
-    width = y.cols
-    z, r = p.small(a.cols, width), p.small(width, width)
-    g = gram(p, y)
+def _back_and_forth(p: Recorder, a: Tall, x: Buffer, y: Tall, factor: list[Buffer]) -> Buffer:
+    """Have Y = A X, and its R on rank 0 with what that is good for; return A^H Y on rank 0."""
+    g, product = p.zeros(y.cols, y.cols), p.zeros(*x.shape)
+    for chunk, part in p.chunks(a, y):
+        p.new(part)
+        p.call("back_and_forth", chunk, x, part, product, g)
+    p.add_up(g, product)
+    p.on_root("cholesky", [g], factor)
+    return product
+
+
+def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
+    """Return an orthonormal basis of A^H A X, its columns near to singular vectors, on all ranks."""
+    (n, width), y = x.shape, p.tall(x.shape[1])
     first, once, usable = p.small(width, width), p.flag(), p.flag()
-    p.on_root("cholesky", [g], [first, once, usable])
-    p.drop(g, once)
-    p.give(usable, first)
+    z, quick, found = p.small(n, width), p.small(n, width), p.small(n, width)
+    product = _back_and_forth(p, a, x, y, [first, once, usable])
+    p.on_root("quotient", [first, product], [z])
+    p.on_root("orthonormalize", [z], [quick])
+    p.drop(x, product, first, once)
+    p.give(usable, quick)
+
+    def by_gram() -> None:
+        p.new(found)
+        p.call("copy", quick, found)
+
+    def by_reflections() -> None:
+        q = p.tall(width)
+        tsqr(p, y, q, p.small(width, width))
+        _adjoint_times(p, a, q, z)
+        p.on_root("orthonormalize", [z], [found])
+        p.give(found)
+
+    p.either(usable, by_gram, by_reflections)
+    p.drop_tall(y)
+    p.drop(z, quick)
+    return found
+
+
+def _adjoint_times(p: Recorder, a: Tall, q: Tall, z: Buffer) -> None:
+    """Have Z = A^H Q on rank 0."""
+    product = p.zeros(*z.shape)
+    for whole, part in p.chunks(a, q):
+        p.call("adjoint_times", whole, part, product)
+    p.add_up(product)
+    p.on_root("copy", [product], [z])
+
+
+def _project(p: Recorder, a: Tall, y: Tall, q: Tall, z: Buffer, first: Buffer, usable: Buffer) -> None:
+    """Have Q = orth(Y), and Z = A^H Q on rank 0; A is read while the Gram matrix of Q is made."""
+    width, r = y.cols, p.small(y.cols, y.cols)
 
     def by_gram() -> None:
         h, product, second, good = p.zeros(width, width), p.zeros(a.cols, width), p.small(width, width), p.flag()
@@ -150,7 +205,7 @@ def _project(p: Recorder, a: Tall, y: Tall, q: Tall, *, last: bool) -> Buffer:
         p.on_root("quotient", [second, product], [z])
         p.drop(h, product)
         p.give(good, second)
-        p.either(good, lambda: divide(p, second, q) if last else None, again)
+        p.either(good, lambda: divide(p, second, q), again)
 
     def again() -> None:
         p.drop_tall(q)
@@ -158,16 +213,9 @@ def _project(p: Recorder, a: Tall, y: Tall, q: Tall, *, last: bool) -> Buffer:
 
     def reflections() -> None:
         tsqr(p, y, q, r)
-        product = p.zeros(a.cols, width)
-        for whole, part in p.chunks(a, q):
-            p.call("adjoint_times", whole, part, product)
-        p.add_up(product)
-        p.on_root("copy", [product], [z])
-        p.drop(product)
+        _adjoint_times(p, a, q, z)
 
     p.either(usable, by_gram, reflections)
-    p.drop(first, r)
-    return z
 
 
 def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int) -> None:
