@@ -29,7 +29,7 @@ from dask.base import is_dask_collection
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.factorize import steps_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
-from dask_distmm.arrays.linalg.leading import pca, svd_compressed
+from dask_distmm.arrays.linalg.leading import corrcoef, cov, pca, svd_compressed
 from dask_distmm.arrays.linalg.level3 import gram, symm, trmm
 from dask_distmm.arrays.linalg.norms import cond, matrix_rank, norm
 from dask_distmm.arrays.linalg.solutions import (
@@ -61,6 +61,8 @@ __all__ = [
     "cho_solve",
     "cholesky",
     "cond",
+    "corrcoef",
+    "cov",
     "det",
     "eigh",
     "eigvalsh",

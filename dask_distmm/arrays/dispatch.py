@@ -105,6 +105,7 @@ def _replace_functions() -> None:
         _replace(owner, {name: ours for name, ours in ways.items() if isinstance(owner, type) == name.startswith("__")})
     if not planning():
         _replace(dask.array.linalg, routed.DASKS)
+        _replace(dask.array, routed.STATISTICS)
         for owner in (dask.array, sys.modules["dask.array.rechunk"]):
             _replace(owner, {"rechunk": rechunk})
     _replace(Array, {"__array_function__": numpys_first}, lambda make, before: make(before, is_enabled))

@@ -218,14 +218,30 @@ def _project(p: Recorder, a: Tall, y: Tall, q: Tall, z: Buffer, first: Buffer, u
     p.either(usable, by_gram, reflections)
 
 
+def _moments(p: Recorder, a: Tall) -> tuple[Buffer, Buffer, Buffer]:
+    """Return on rank 0 the number of rows, the means of columns, and the Gram matrix of the centred rows."""
+    count, mean, g = p.zeros(1, 1, p.real), p.zeros(1, a.cols), p.zeros(a.cols, a.cols)
+    for (chunk,) in p.chunks(a):
+        p.call("moments", chunk, count, mean, g)
+    p.add_up(count, mean, g, op="merge_moments")
+    return count, mean, g
+
+
+def cov(p: Recorder, operands: Operands, wanted: Wanted, *, ddof: int, correlation: bool) -> None:
+    """Compute covariances of columns, or correlations: A is read once."""
+    a = operands["a"]
+    c = p.small(a.cols, a.cols)
+    count, _, g = _moments(p, a)
+    _end(p, operands)
+    p.on_root("covariance", [count, g], [c], ddof=ddof, correlation=correlation)
+    _store(p, wanted, c=c)
+
+
 def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int) -> None:
     """Find principal components. A is read once, if the variances that are wanted are not too far apart."""
     a = operands["a"]
     n = a.cols
-    count, mean, g = p.zeros(1, 1, p.real), p.zeros(1, n), p.zeros(n, n)
-    for (chunk,) in p.chunks(a):
-        p.call("moments", chunk, count, mean, g)
-    p.add_up(count, mean, g, op="merge_moments")
+    count, mean, g = _moments(p, a)
     variances, components, good = p.small(1, k, p.real), p.small(k, n), p.flag()
     p.on_root("principal", [count, g], [variances, components, good])
     p.give(good)
@@ -370,6 +386,7 @@ BUILDERS: Mapping[str, Callable[..., None]] = {
     "pinv": pinv,
     "svd_compressed": svd_compressed,
     "pca": pca,
+    "cov": cov,
     "lstsq": lstsq,
     "ridge": ridge,
 }

@@ -282,6 +282,17 @@ class ProgramKernels:
             factors = unit_factors(self.blas, left if by_left else right.conj().T)
         u[...], s[0], vh[...] = left * factors, values[:k], right * factors.conj()[:, None]
 
+    def covariance(self, count: Any, g: Any, c: Any, *, ddof: int, correlation: bool) -> None:
+        """Covariances, or correlations, as NumPy has them: of variables, not of their conjugates."""
+        lower = self.xp.tril(g)
+        c[...] = (lower.conj() + self.xp.tril(g, -1).T) / self.xp.maximum(count - ddof, 0)
+        if correlation:
+            sizes = self.xp.sqrt(self.blas.diagonal(c).real)[None]
+            c /= sizes.T
+            c /= sizes
+            for part in (c.real, c.imag) if c.dtype.kind == "c" else (c,):
+                self.xp.clip(part, -1, 1, out=part)
+
     def principal(self, count: Any, g: Any, variances: Any, components: Any, good: Any) -> None:
         """Compute the leading eigenvalues and eigenvectors, and whether these are as good as those by R."""
         k = variances.shape[1]

@@ -31,11 +31,14 @@ _QR_SHARE, _QR_TASKS = 0.25, 6
 def program_by_tasks(
     problem: ProgramProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts
 ) -> Estimate:
-    """Return what Dask's own tasks would take for a program: QR of each chunk, and of all R."""
+    """Return what Dask's own tasks would take for a program: QR of each chunk, and of all R; of `cov` a product."""
     rows, cols = (sum(sizes) for sizes in problem.chunks["a"])
     chunks, threads = len(problem.chunks["a"][0]), sum(worker.nthreads for worker in workers)
     flops = 4 * (rows + chunks * cols) * cols**2 * (4 if problem.dtype.kind == "c" else 1)
     compute = flops / (machine.rate(problem.compute_type) * min(threads, chunks) * _QR_SHARE)
+    if problem.builder == "cov":
+        # Means, differences and their transposes are read and written beside the product.
+        compute = compute * _QR_SHARE / 2 + 4 * rows * cols * problem.dtype.itemsize / machine.memory_bandwidth
     moved = chunks * cols**2 * problem.dtype.itemsize
     transfer = moved / (machine.dask_bandwidth or machine.bandwidth)
     seconds = costs.start + chunks * _QR_TASKS * costs.task + compute + transfer
