@@ -62,6 +62,30 @@ def svd(p: Recorder, operands: Operands, wanted: Wanted, *, by_sum: bool = False
     _store(p, wanted, s=s, vh=vh)
 
 
+def polar(p: Recorder, operands: Operands, wanted: Wanted) -> None:
+    """Decompose A = U P: of R = W diag(s) V^H these are Q W V^H and V diag(s) V^H."""
+    a = operands["a"]
+    n = a.cols
+    left, s, vh, positive = p.small(n, n), p.small(1, n, p.real), p.small(n, n), p.small(n, n)
+    u, r = p.tall(n), p.small(n, n)
+
+    def right() -> Buffer:
+        p.on_root("singular_vectors", [r], [left, s, vh])
+        p.on_root("multiply", [vh], [left])
+        return left
+
+    if "u" in wanted:
+        tall_qr(p, a, u, r, right)
+    else:
+        r = tall_r(p, a)
+        right()
+    _end(p, operands)
+    if "u" in wanted:
+        p.store_tall("u", u)
+    p.on_root("hermitian", [s, vh], [positive])
+    _store(p, wanted, h=positive)
+
+
 def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None) -> None:
     """Invert: X = R^-1 Q^H of a matrix of full rank, X = V S^+ U^H with `rtol`."""
     a = operands["a"]
@@ -383,6 +407,7 @@ def _store(p: Recorder, wanted: Wanted, **outputs: Buffer) -> None:
 BUILDERS: Mapping[str, Callable[..., None]] = {
     "qr": qr,
     "svd": svd,
+    "polar": polar,
     "pinv": pinv,
     "svd_compressed": svd_compressed,
     "pca": pca,

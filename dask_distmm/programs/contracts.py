@@ -77,6 +77,7 @@ CONTRACTS: dict[str, Contract] = {
     "singular_values": Contract("rw", _cubic(3)),
     "singular_vectors": Contract("rwww", _cubic(20)),
     "covariance": Contract("rrw", _none),
+    "hermitian": Contract("rrw", lambda s, vh, _: 2.0 * vh[0] ** 3),
     "principal": Contract("rrwww", _cubic(9)),
     "principal_of_r": Contract("rrww", _cubic(20)),
     # Least squares: from R and A^H B; one step of refinement; from R of [A B]. Ridge: from A^H A and A^H B, or that R.

@@ -22,6 +22,7 @@ from dask_distmm.programs.steps import Call, Drop, If, New, Publish, Pull, Step
 CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qr", {}, ("q", "r")),
     ("svd", {}, ("u", "s", "vh")),
+    ("polar", {}, ("u", "h")),
     ("pinv", {"rtol": None}, ("x",)),
     ("pinv", {"rtol": 1e-3}, ("x",)),
     ("svd_compressed", {"k": 3, "width": 5, "iterations": 2, "seed": 0}, ("u", "s", "vh")),

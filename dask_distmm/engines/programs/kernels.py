@@ -282,6 +282,11 @@ class ProgramKernels:
             factors = unit_factors(self.blas, left if by_left else right.conj().T)
         u[...], s[0], vh[...] = left * factors, values[:k], right * factors.conj()[:, None]
 
+    def hermitian(self, s: Any, vh: Any, h: Any) -> None:
+        """H = V diag(s) V^H, exactly Hermitian."""
+        found = (vh.conj().T * s) @ vh
+        h[...] = (found + found.conj().T) / 2
+
     def covariance(self, count: Any, g: Any, c: Any, *, ddof: int, correlation: bool) -> None:
         """Covariances, or correlations, as NumPy has them: of variables, not of their conjugates."""
         lower = self.xp.tril(g)
