@@ -22,7 +22,7 @@ from dask_distmm import linalg
 PAGE = Path(__file__).parent / "linear-algebra.md"
 BEGIN, END = "<!-- made by make_arguments.py -->\n", "<!-- end of what make_arguments.py made -->\n"
 # The first of these that has a function of a name is the one whose places and defaults it has here.
-LIBRARIES = {"NumPy": np.linalg, "SciPy": scipy.linalg, "Dask": da.linalg}
+LIBRARIES = {"NumPy": (np.linalg, np), "SciPy": (scipy.linalg,), "Dask": (da.linalg,)}
 # Options of all runs, which the page explains.
 OF_RUNS = {"engine", "workers", "method"}
 
@@ -42,7 +42,10 @@ def parameters(function: Callable[..., Any]) -> Parameters:
 
 def namesakes(name: str) -> dict[str, Parameters]:
     """Return the parameters of the functions of this name by library: NumPy's and SciPy's, or only Dask's."""
-    found = {library: getattr(module, name, None) for library, module in LIBRARIES.items()}
+    found = {
+        library: next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+        for library, modules in LIBRARIES.items()
+    }
     known = {library: parameters(function) for library, function in found.items() if function is not None}
     return {library: known[library] for library in known if library != "Dask" or len(known) == 1}
 

@@ -28,8 +28,10 @@ from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.public import RunOptions, public
 from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import right_vectors, svd
+from dask_distmm.arrays.request import check_names, check_workers
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.program import ProgramProblem
 
 
 @public(RunOptions)
@@ -40,7 +42,8 @@ def svd_compressed(
 
     The products of the matrix and random vectors are made orthonormal; the matrix is projected on these and
     decomposed: N. Halko, P. G. Martinsson, J. A. Tropp, SIAM Review 53 (2011), algorithms 4.4 and 5.1. The matrix is
-    read ``2 + 2 n_power_iter`` times, each time by one collective product; persist it where it fits into memory.
+    read ``2 + 2 n_power_iter`` times, each time by one collective product; a tall one, whose rows stay where they are,
+    ``1 + n_power_iter`` times, or once more. Persist it where it fits into memory.
 
     Parameters
     ----------
@@ -217,6 +220,8 @@ def _covariances(m: Any, y: Any, rowvar: bool, ddof: int, correlation: bool, how
     if len({len(x) for x in variables}) > 1:
         raise PlanError(f"m and y must have as many observations, got {' and '.join(str(len(x)) for x in variables)}")
     a = variables[0] if y is None else da.concatenate([x.rechunk({0: variables[0].chunks[0]}) for x in variables], 1)
+    check_names(None, how.get("engine"), kind=ProgramProblem.kind)
+    check_workers(how.get("workers"))
     if len(a) <= ddof:
         warnings.warn(f"{len(a)} observations leave no degree of freedom", RuntimeWarning, stacklevel=4)
     cols, n = a.chunks[1], a.shape[1]
