@@ -130,8 +130,8 @@ def test_workers_with_little_memory() -> None:
         da.ones(10, chunks=5).sum().compute()
         before = client.run(_peak)
         rng = da.random.default_rng(5)
-        a = rng.standard_normal((300_000, 100), chunks=(12_500, 50)) + 3
-        y = rng.standard_normal((300_000, 1), chunks=(12_500, 1))
+        a = rng.standard_normal((700_000, 100), chunks=(12_500, 50)) + 3
+        y = rng.standard_normal((700_000, 1), chunks=(12_500, 1))
         assert "made by the ranks for each pass" in str(linalg.explain(linalg.pca(a, 3)[0]))
         r, (components, variances, mean), weights = da.compute(
             linalg.qr(a - 3, "r"), linalg.pca(a, 3), linalg.ridge(a, y, np.arange(20.0))
@@ -145,3 +145,6 @@ def test_workers_with_little_memory() -> None:
         with pytest.raises(ValueError, match="no such file") as caught:
             linalg.pca(a.map_blocks(_fail, dtype=a.dtype), 3)[0].compute()
         assert "chunk (20, 0) of A can't be made" in "".join(caught.value.__notes__)
+        # Where all chunks need one thing, Dask makes R of them.
+        centred = linalg.qr(a - a.mean(axis=0), "r").compute()
+        np.testing.assert_allclose(centred.T @ centred / len(a), np.eye(100), atol=0.05)

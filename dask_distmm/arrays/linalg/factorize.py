@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from dask.array.core import Array
+from dask.array.core import Array, concatenate
 from dask.array.linalg import tsqr
 from dask.array.utils import meta_from_array
 from dask.base import is_dask_collection, tokenize
@@ -41,6 +41,8 @@ from dask_distmm.runtime.keys import barrier_name, output_name
 _ALL, _EACH = 4, 2
 # A tall matrix that is smaller than this share of the workers' memory fits without a closer look.
 _SMALL = 1 / 8
+# Builders that need the means of columns, which R does not have.
+_CENTRED = ("pca", "cov")
 # By the characters of types; E is bfloat16.
 _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
@@ -164,42 +166,56 @@ def by_program(
     problem = ProgramProblem(f"{builder}-{tokenize(repr((names, *described)))}", *described)
     made: dict[str, ChunkTasks] = {}
     try:
-        if not _fits(problem, arrays):
-            for name, array in zip(operands, arrays, strict=True):
-                if is_lazy(array) and (tasks := tasks_of_chunks(array)) is not None:
-                    made[name] = tasks
+        if made := _made_by_ranks(problem, arrays):
             problem = dataclasses.replace(problem, by_ranks=("a" in made, "b" in made))
             _fits(problem, arrays)
     except ProjectedMemoryError:
-        raise
+        rows = arrays[0].chunks[0]
+        if builder in _CENTRED or len(rows) == 1 or any(rows in sizes for sizes, _ in wanted.values()):
+            raise
+        # R of A and B beside each other has the same R, solutions, residuals and singular values.
+        small = dict(zip(operands, reduced(*arrays)[1:], strict=True))
+        return by_program(builder, small, wanted, how=how, **options)
     except DistMMError:
         pass  # It is said when the result is computed, if it is still so.
     return _arrays(problem, arrays, made)
 
 
+def _made_by_ranks(problem: ProgramProblem, arrays: Sequence[Array]) -> dict[str, ChunkTasks]:
+    """Return the tasks of those lazy operands of a program that does not fit whose chunks ranks can make."""
+    failure: ProjectedMemoryError | None = None
+    try:
+        if _fits(problem, arrays):
+            return {}
+    except ProjectedMemoryError as error:
+        failure = error
+    tasks = {name: tasks_of_chunks(x) for name, x in zip(problem.operands, arrays, strict=True) if is_lazy(x)}
+    found = {name: made for name, made in tasks.items() if made is not None}
+    if failure is not None and not found:
+        raise failure
+    return found
+
+
 def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
     """Whether the workers can hold a program's matrices, and Dask would spill none of those that are still to be made.
 
-    True where that is not known; `ProjectedMemoryError` if they can't, however its chunks are made.
+    True where that is not known; `ProjectedMemoryError` if they can't.
     """
     client, size = current_client(), sum(array.nbytes for array in arrays)
     known = None if client is None or np.isnan(size) else recent_snapshot(client, problem)
     if known is None or size <= _SMALL * sum(worker.memory_limit for worker in known.workers):
         return True
-    try:
-        plan = plan_computation(problem, known.workers, engine=known.engines)
-    except ProjectedMemoryError:
-        if any(problem.by_ranks) or not any(map(is_lazy, arrays)):
-            raise
-        return False
-    budget = budget_now()
+    plan = plan_computation(problem, known.workers, engine=known.engines)
+    budget = budget_now() if any(map(is_lazy, arrays)) else None
     return budget is None or all(plan.projected_bytes[one.address] <= budget.of(one) for one in plan.participants)
 
 
-def reduced(a: Array) -> tuple[Array, Array]:
-    """Return Q and R of a tall matrix by Dask's tasks: chunks come and go."""
-    found: tuple[Array, Array] = tsqr(rows_of(a).astype(common_type({"a": a})))
-    return found
+def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
+    """Return Q and, column by column, R of tall matrices beside each other, by Dask's tasks: chunks come and go."""
+    dtype = common_type({str(number): x for number, x in enumerate((a, *beside))})
+    columns = np.cumsum([x.shape[1] for x in (a, *beside)])
+    q, r = tsqr(concatenate([rows_of(x).astype(dtype) for x in (a, *beside)], axis=1).rechunk({1: -1}))
+    return q, *(r[:, start:stop] for start, stop in itertools.pairwise((0, *columns)))
 
 
 def rows_of(a: Array) -> Array:
