@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import warnings
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import dask.array as da
@@ -194,7 +195,7 @@ def cov(
     array, (n, n)
         Of one variable its variance, (). In float64 or complex128.
     """
-    return _covariances(m, y, rowvar, int(not bias) if ddof is None else ddof, False, how)
+    return _covariances({"m": m, "y": y}, rowvar, int(not bias) if ddof is None else ddof, False, how)
 
 
 @public(RunOptions)
@@ -211,15 +212,17 @@ def corrcoef(x: Any, y: Any = None, rowvar: bool = True, **how: Unpack[RunOption
     array, (n, n)
         Of one variable 1, ().
     """
-    return _covariances(x, y, rowvar, 1, True, how)
+    return _covariances({"x": x, "y": y}, rowvar, 1, True, how)
 
 
-def _covariances(m: Any, y: Any, rowvar: bool, ddof: int, correlation: bool, how: RunOptions) -> Any:
+def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation: bool, how: RunOptions) -> Any:
     """Return covariances, or correlations."""
-    variables = [_observations(name, x, rowvar) for name, x in (("m", m), ("y", y)) if x is not None]
-    if len({len(x) for x in variables}) > 1:
-        raise PlanError(f"m and y must have as many observations, got {' and '.join(str(len(x)) for x in variables)}")
-    a = variables[0] if y is None else da.concatenate([x.rechunk({0: variables[0].chunks[0]}) for x in variables], 1)
+    variables = [_observations(name, x, rowvar) for name, x in given.items() if x is not None]
+    if not variables or len({len(x) for x in variables}) > 1:
+        counts = " and ".join(str(len(x)) for x in variables)
+        raise PlanError(f"{' and '.join(given)} must have as many observations, got {counts}")
+    rows = variables[0].chunks[0]
+    a = variables[0] if len(variables) == 1 else da.concatenate([x.rechunk({0: rows}) for x in variables], axis=1)
     check_names(None, how.get("engine"), kind=ProgramProblem.kind)
     check_workers(how.get("workers"))
     if len(a) <= ddof:
