@@ -37,7 +37,7 @@ from dask_distmm.arrays.linalg.array_api import (
 from dask_distmm.arrays.linalg.factorize import steps_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
 from dask_distmm.arrays.linalg.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
-from dask_distmm.arrays.linalg.leading import pca, svd_compressed
+from dask_distmm.arrays.linalg.leading import corrcoef, cov, pca, svd_compressed
 from dask_distmm.arrays.linalg.level3 import gram, symm, trmm
 from dask_distmm.arrays.linalg.norms import cond, matrix_rank, norm
 from dask_distmm.arrays.linalg.solutions import (
@@ -70,6 +70,8 @@ __all__ = [
     "cho_solve",
     "cholesky",
     "cond",
+    "corrcoef",
+    "cov",
     "cross",
     "det",
     "diagonal",

@@ -24,10 +24,10 @@ PAGE = Path(__file__).parent / "linear-algebra.md"
 BEGIN, END = "<!-- {} made by make_arguments.py -->\n", "<!-- end of {} made by make_arguments.py -->\n"
 # The first of these that has a function of a name is the one whose places and defaults it has here.
 LIBRARIES = {
-    "NumPy": np.linalg,
-    "SciPy": scipy.linalg,
-    "SciPy's sparse.linalg": scipy.sparse.linalg,
-    "Dask": da.linalg,
+    "NumPy": (np.linalg, np),
+    "SciPy": (scipy.linalg,),
+    "SciPy's sparse.linalg": (scipy.sparse.linalg,),
+    "Dask": (da.linalg,),
 }
 # Options of all runs, which the page explains.
 OF_RUNS = {"engine", "workers", "method"}
@@ -48,7 +48,10 @@ def parameters(function: Callable[..., Any]) -> Parameters:
 
 def namesakes(name: str) -> dict[str, Parameters]:
     """Return the parameters of the functions of this name by library: NumPy's and SciPy's, or only Dask's."""
-    found = {library: getattr(module, name, None) for library, module in LIBRARIES.items()}
+    found = {
+        library: next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+        for library, modules in LIBRARIES.items()
+    }
     known = {library: parameters(function) for library, function in found.items() if function is not None}
     return {library: known[library] for library in known if library != "Dask" or len(known) == 1}
 

@@ -1,74 +1,150 @@
-"""Tall matrices that the workers can't hold: R by Dask's tasks, whose chunks come and go, and all else from R."""
+"""Tall matrices that the workers can't hold: ranks make chunks, once for each pass, and drop them."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import resource
+from typing import Any
+
+import dask
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
-from residuals import assert_least_squares, assert_qr
+from matrices import noise
+from residuals import assert_qr
 
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg import factorize
+from dask_distmm.engines.base import get_engine
+from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import ProjectedMemoryError
-from dask_distmm.planning.program import ProgramProblem
+from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
+from dask_distmm.testing.network import run_jobs
+
+ROWS, OWNERS = (40, 0, 70, 11, 55), (0, 0, 1, 1, 2)
 
 
-@pytest.fixture
-def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs of more than 200 rows do not fit."""
+def run_by_ranks(
+    result: da.Array, arrays: dict[str, Any], made: str
+) -> tuple[dict[Any, Any], collections.Counter[Any], ProgramPlacement]:
+    """Return what a program makes on ranks that make the chunks of operands `made`, and how often they make each."""
+    problem = factorize.problem_of(result)
+    assert isinstance(problem, ProgramProblem)
+    problem = dataclasses.replace(problem, by_ranks=("a" in made, "b" in made))
+    where = {name: np.array(OWNERS, np.int32) for name in arrays if name not in made}
+    plan = plan_program(problem, [Worker(f"w{number}") for number in range(3)], where, engine="numpy")
+    plan = ProgramPlacement.from_wire(plan.to_wire())
+    assert plan.owners == OWNERS
+    cuts, counts = np.cumsum([0, *ROWS]), collections.Counter[Any]()
+    chunks = {(name, i): x[cuts[i] : cuts[i + 1]] for name, x in arrays.items() for i in range(len(ROWS))}
 
-    def check(problem: ProgramProblem, arrays: object) -> None:
+    def sources(rank: int) -> dict[Any, SourceChunk]:
+        def make(key: Any) -> Any:
+            counts[key] += 1
+            return chunks[key]
+
+        mine = [key for key in chunks if key[0] in made and OWNERS[key[1]] == rank]
+        return {key: SourceChunk(Source(lambda key=key: make(key)), lambda chunk: chunk) for key in mine}
+
+    there = {key: chunk for key, chunk in chunks.items() if key[0] not in made}
+    return run_jobs(get_engine("numpy"), plan, there, sources=sources), counts, plan
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64", "int32"])
+def test_each_pass_makes_each_chunk_once(dtype: str) -> None:
+    rng, n = np.random.default_rng(), 7
+    wide = "complex128" if np.dtype(dtype).kind == "c" else "float64"
+    for condition in (1, 1e12):
+        u, v = (np.linalg.qr(noise(rng, (size, n), wide))[0] for size in (sum(ROWS), n))
+        x = (1e4 * (u * np.geomspace(1, 1 / condition, n)) @ v.conj().T).astype(dtype)
+        y = noise(rng, (len(x), 2), wide).astype(x.dtype)
+        a, b = (da.from_array(one, chunks=(ROWS, -1)) for one in (x, y))
+        for result, arrays, passes in (
+            (linalg.qr(a, "r"), {"a": x}, 1),
+            (linalg.qr(a).Q, {"a": x}, 2),
+            (linalg.svd(a, full_matrices=False).U, {"a": x}, 2),
+            (linalg.pca(a, 2)[1], {"a": x}, 1),
+            (linalg.ridge(a, b, [1.0, 2.0]), {"a": x, "b": y}, 1),
+            (linalg.lstsq(a, b, 1e-4)[0], {"a": x, "b": y}, 2),
+            (linalg.pinv(a, 1e-5), {"a": x}, 2),
+            (linalg.svd_compressed(a, 2, n_power_iter=1)[1], {"a": x}, 2),
+        ):
+            with dask.config.set(scheduler="sync"):
+                expected, none, _ = run_by_ranks(result, arrays, "")
+            assert not none
+            for made in {"a", "ab"} if "b" in arrays else {"a"}:
+                found, counts, plan = run_by_ranks(result, arrays, made)
+                assert found.keys() == expected.keys()
+                for key in expected:
+                    np.testing.assert_array_equal(found[key], expected[key], strict=True)
+                assert counts.keys() == {(name, number) for name in made for number in range(len(ROWS))}
+                assert len(set(counts.values())) == 1
+                assert plan.cost.passes == passes
+                if condition == 1 and dtype != "int32":
+                    assert set(counts.values()) == {passes}
+                assert "made by the ranks for each pass" in repr(plan)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex64"])
+def test_tall_results_that_do_not_fit(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q by Dask's tasks, whose chunks come and go, and what is made of it."""
+
+    def fits(problem: ProgramProblem, arrays: object) -> bool:
         if sum(problem.chunks["a"][0]) > 200:
             raise ProjectedMemoryError("too large", {}, {})
+        return True
 
-    monkeypatch.setattr(factorize, "_check_fit", check)
-
-
-@pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize("dtype", ["float64", "complex64", "int32"])
-def test_results_are_those_of_matrices_that_fit(dtype: str) -> None:
-    rng = np.random.default_rng()
-    x, y = ((20 * rng.standard_normal((900, n))).astype(dtype) for n in (12, 2))
-    a, b = da.from_array(x, chunks=(150, 5)), da.from_array(y, chunks=(150, 2))
-    kind = np.dtype("float64" if dtype == "int32" else dtype)
-    x, y = x.astype(kind), y.astype(kind)
-    near = {"rtol": 1e-3 if dtype == "complex64" else 1e-9, "atol": 1e-3 if dtype == "complex64" else 1e-9}
-
+    monkeypatch.setattr(factorize, "_fits", fits)
+    x = (20 * noise(np.random.default_rng(), (900, 12), dtype)).astype(dtype)
+    a, tolerance = da.from_array(x, chunks=(150, 5)), 1e-3 if dtype == "complex64" else 1e-9
     q, r = da.compute(*linalg.qr(a))
     assert_qr(x, q, r)
     assert linalg.qr(a, "r").chunks == ((5, 5, 2), (5, 5, 2))
     u, s, vh = da.compute(*linalg.svd(a, full_matrices=False))
-    np.testing.assert_allclose((u * s) @ vh, x, rtol=0, atol=near["atol"] * 100)
-    np.testing.assert_allclose(s, np.linalg.svd(x, compute_uv=False), **near)
-    solution, residuals, rank, values = linalg.lstsq(a, b)
-    expected = np.linalg.lstsq(x, y, rcond=None)
-    assert_least_squares(x, solution.compute(), y)
-    np.testing.assert_allclose(residuals.compute(), expected[1], **near)
-    np.testing.assert_allclose(values.compute(), expected[3], **near)
-    assert rank == 12
-    np.testing.assert_allclose(linalg.pinv(a).compute(), np.linalg.pinv(x), **near)
-    gram = x.conj().T @ x
-    found = linalg.ridge(a, b[:, 0], [0.0, 2.5]).compute()
-    for alpha, weights in zip([0.0, 2.5], found, strict=True):
-        np.testing.assert_allclose(weights, np.linalg.solve(gram + alpha * np.eye(12), x.conj().T @ y[:, 0]), **near)
-    components, variances, mean = da.compute(*linalg.pca(a, 3))
-    centred = x - x.mean(axis=0)
-    np.testing.assert_allclose(mean, x.mean(axis=0), **near)
-    np.testing.assert_allclose(variances, np.linalg.svd(centred, compute_uv=False)[:3] ** 2 / 899, **near)
-    np.testing.assert_allclose(abs((components @ centred.conj().T) ** 2).sum(axis=1) / 899, variances, **near)
+    np.testing.assert_allclose((u * s) @ vh, x, rtol=0, atol=tolerance * 100)
+    np.testing.assert_allclose(s, np.linalg.svd(x, compute_uv=False), rtol=tolerance)
+    np.testing.assert_allclose(linalg.pinv(a).compute(), np.linalg.pinv(x), rtol=tolerance, atol=tolerance)
     _, leading, _ = linalg.svd_compressed(a, 2, n_power_iter=4)
     np.testing.assert_allclose(leading.compute(), s[:2], rtol=1e-2)
 
 
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _fail(block: Any, block_info: Any = None) -> Any:
+    if block_info[0]["chunk-location"][0] == 20:
+        raise ValueError("no such file")
+    return block
+
+
 def test_workers_with_little_memory() -> None:
-    """A matrix that is made chunk by chunk, and is larger than what is left of it."""
+    """Matrices that are made chunk by chunk, of columns beside each other too, and are larger than the memory."""
     with (
         LocalCluster(2, threads_per_worker=1, memory_limit="300MiB", dashboard_address="127.0.0.1:0") as cluster,
-        Client(cluster),
+        Client(cluster) as client,
     ):
-        a = da.random.default_rng(5).standard_normal((600_000, 100), chunks=(25_000, 100))
-        r, (components, variances, _) = da.compute(linalg.qr(a, "r"), linalg.pca(a, 3))
-        np.testing.assert_allclose(r.T @ r / len(a), np.eye(100), atol=0.02)
+        da.ones(10, chunks=5).sum().compute()
+        before = client.run(_peak)
+        rng = da.random.default_rng(5)
+        a = rng.standard_normal((700_000, 100), chunks=(12_500, 50)) + 3
+        y = rng.standard_normal((700_000, 1), chunks=(12_500, 1))
+        assert "made by the ranks for each pass" in str(linalg.explain(linalg.pca(a, 3)[0]))
+        r, (components, variances, mean), weights = da.compute(
+            linalg.qr(a - 3, "r"), linalg.pca(a, 3), linalg.ridge(a, y, np.arange(20.0))
+        )
+        np.testing.assert_allclose(r.T @ r / len(a), np.eye(100), atol=0.05)
         np.testing.assert_allclose(components @ components.T, np.eye(3), atol=1e-12)
+        np.testing.assert_allclose(mean, 3, atol=0.01)
         assert (variances > 0.9).all()
+        assert weights.shape == (20, 100, 1)
+        assert all(client.run(_peak)[worker] - before[worker] < 100 * 2**20 for worker in before)
+        with pytest.raises(ValueError, match="no such file") as caught:
+            linalg.pca(a.map_blocks(_fail, dtype=a.dtype), 3)[0].compute()
+        assert "chunk (20, 0) of A can't be made" in "".join(caught.value.__notes__)
+        # Where all chunks need one thing, Dask makes R of them.
+        centred = linalg.qr(a - a.mean(axis=0), "r").compute()
+        np.testing.assert_allclose(centred.T @ centred / len(a), np.eye(100), atol=0.05)

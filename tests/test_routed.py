@@ -66,6 +66,21 @@ def test_pivots_come_from_the_whole_column(routed):
     np.testing.assert_allclose(x, np.linalg.inv(a), atol=1e-12)
 
 
+def test_covariances(routed):
+    x = random(8, 600)
+    for function in (da.cov, da.corrcoef, np.cov, np.corrcoef):
+        with dask.config.set({"distmm.minimum-flops": 0}):
+            made = function(cut(x, 3, 150))
+        assert made.chunks == ((3, 3, 2), (3, 3, 2))
+        runs, found = routed(made)
+        assert runs == 1
+        np.testing.assert_allclose(found, getattr(np, function.__name__)(x), atol=1e-13)
+    with dask.config.set({"distmm.minimum-flops": 0}):
+        weighted, both = da.cov(cut(x, 3, 150), fweights=np.ones(600, int)), np.cov(cut(x, 3, 150), cut(x, 3, 150))
+    np.testing.assert_allclose(weighted.compute(), np.cov(x), atol=1e-13)
+    np.testing.assert_allclose(both.compute(), np.cov(x, x), atol=1e-13)
+
+
 # SciPy, which Dask calls.
 @pytest.mark.filterwarnings("ignore:Calling .* with arguments of dtype=bool:DeprecationWarning")
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16"])

@@ -104,6 +104,7 @@ def _replace_functions() -> None:
         _replace(owner, {name: ours for name, ours in ways.items() if isinstance(owner, type) == name.startswith("__")})
     if not planning():
         _replace(dask.array.linalg, routed.DASKS)
+        _replace(dask.array, routed.STATISTICS)
         for owner in (dask.array, sys.modules["dask.array.rechunk"]):
             _replace(owner, {"rechunk": rechunk})
         for module in compats(".linalg"):

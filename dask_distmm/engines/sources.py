@@ -26,6 +26,10 @@ class Source:
     def __init__(self, call: Callable[[], Any], retries: int = 0) -> None:
         self._call, self._retries, self.wanted = call, retries, True
 
+    def again(self) -> Source:
+        """Return the same source, for one more use."""
+        return Source(self._call, self._retries)
+
     def make(self) -> Any:
         """Return what the call returns."""
         while True:
@@ -45,6 +49,10 @@ class SourceChunk:
 
     def __init__(self, source: Source, view: Callable[[Any], Any]) -> None:
         self.source, self.view = source, view
+
+    def again(self) -> SourceChunk:
+        """Return the same chunk, to be made once more."""
+        return SourceChunk(self.source.again(), self.view)
 
 
 class ChunkLoader:

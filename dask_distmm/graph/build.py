@@ -52,6 +52,7 @@ from dask_distmm.planning import (
     restrict,
 )
 from dask_distmm.planning.placement import CLEARLY
+from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
 from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import (
@@ -407,7 +408,7 @@ def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks
         name: [task() for task in given.tasks] if isinstance(given, ChunkTasks) else given
         for name, given in zip(problem.inputs, inputs, strict=True)
     }
-    if isinstance(problem, Problem):
+    if isinstance(problem, Problem | ProgramProblem):
         problem = dataclasses.replace(problem, by_ranks=(False, False))
     operands = {
         name: [x.T if problem.is_turned(name) else x for x in found[problem.source_of(name)]]

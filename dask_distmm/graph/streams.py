@@ -36,12 +36,17 @@ class Streams:
     names: list[dict[Key, Key]]
 
 
-def self_contained(upstream: Mapping[Key, GraphNode], keys: Iterable[Key]) -> dict[Key, Task] | None:
-    """Return tasks that make chunks from their sources, each a chain of tasks that no other chunk needs; else None."""
+def self_contained(
+    upstream: Mapping[Key, GraphNode], keys: Iterable[Key], *, trees: bool = False
+) -> dict[Key, Task] | None:
+    """Return tasks that make chunks from their sources, each a chain of tasks that no other chunk needs; else None.
+
+    With `trees` a task of a chain may need several others.
+    """
     found: dict[Key, Task] = {}
     taken: set[Key] = set()
     for key in keys:
-        chain = _chain(upstream, key)
+        chain = _chain(upstream, key, most=len(upstream) if trees else 1)
         if chain is None or not taken.isdisjoint(chain.keys()):
             return None
         # What is no task, as an open store, is for all chunks.
@@ -51,29 +56,29 @@ def self_contained(upstream: Mapping[Key, GraphNode], keys: Iterable[Key]) -> di
     return found
 
 
-def _chain(upstream: Mapping[Key, GraphNode], key: Key) -> dict[Key, Any] | None:
-    """Return the task that makes a chunk, the one that it needs, and so on; with small data beside them.
+def _chain(upstream: Mapping[Key, GraphNode], key: Key, most: int) -> dict[Key, Any] | None:
+    """Return the task that makes a chunk, those that it needs, and so on; with small data beside them.
 
-    None where a task needs several others, or what is not in the graph: they would all be in memory at once.
+    None where a task needs more than `most` others, or what is not in the graph: they would all be in memory at once.
     """
     found: dict[Key, GraphNode] = {}
-    while True:
-        task = upstream.get(key)
-        while isinstance(task, Alias):
-            task = upstream.get(task.target)
+    todo = [key]
+    while todo:
+        task = upstream.get(todo.pop())
+        if isinstance(task, Alias):
+            found |= {task.key: task} if found else {}
+            todo.append(task.target)
+            continue
         if not isinstance(task, Task):
             return None
         needed = {name: upstream.get(name) for name in task.dependencies}
         others = [name for name, node in needed.items() if not isinstance(node, DataNode)]
         data = {name: node for name, node in needed.items() if isinstance(node, DataNode)}
-        if len(others) > 1 or any(map(_has_data, (task, *data.values()))):
+        if len(others) > most or any(map(_has_data, (task, *data.values()))):
             return None
         found |= {task.key: task} | data
-        if not others:
-            return found
-        (key,) = others
-        if not isinstance(upstream.get(key), Task):
-            return None
+        todo += (name for name in others if name not in found)
+    return found
 
 
 def _has_data(node: Any) -> bool:

@@ -294,6 +294,13 @@ def can_be_made(*arrays: Any, sampled: bool = False) -> bool:
     return not is_annotated(graph) and _tasks_of(graph, keys) is not None
 
 
+def tasks_of_chunks(array: Any) -> ChunkTasks | None:
+    """Return the tasks by which ranks make the chunks of a lazy array, each a tree of its own; None if they can't."""
+    keys = _some_keys(array, sampled=False)
+    made = None if is_annotated(array.dask) else _tasks_of(array.dask, keys, trees=True)
+    return ChunkTasks([made[key] for key in keys]) if made is not None else None
+
+
 def _some_keys(array: Any, sampled: bool) -> list[Any]:
     if not sampled:
         return list(flatten(array.__dask_keys__()))
@@ -303,8 +310,8 @@ def _some_keys(array: Any, sampled: bool) -> list[Any]:
     return [(array.name, *place) for place in places]
 
 
-def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any]) -> dict[Any, Task] | None:
-    return self_contained(convert_legacy_graph(dict(optimize(graph, keys))), keys)
+def _tasks_of(graph: HighLevelGraph, keys: Sequence[Any], *, trees: bool = False) -> dict[Any, Task] | None:
+    return self_contained(convert_legacy_graph(dict(optimize(graph, keys))), keys, trees=trees)
 
 
 def build_waves(products: Sequence[tuple[Problem, Scheme, Mapping[str, Any]]]) -> HighLevelGraph:

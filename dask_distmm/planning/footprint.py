@@ -160,7 +160,7 @@ def _in_the_making(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArra
     return held
 
 
-def is_by_ranks(problem: Problem, operand: str) -> bool:
+def is_by_ranks(problem: Any, operand: str) -> bool:
     """Whether ranks make an operand's chunks themselves when they need them."""
     return operand in ("a", "b") and problem.by_ranks["ab".index(operand)]
 

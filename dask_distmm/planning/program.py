@@ -19,6 +19,7 @@ from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolErr
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, Part, chunk_elements
 from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.footprint import is_by_ranks, made_ahead
 from dask_distmm.planning.model import Estimate, speeds
 from dask_distmm.planning.placement import Placement, Where, in_range, over_limit
 from dask_distmm.programs.check import all_flags, peak_bytes
@@ -63,11 +64,18 @@ class ProgramProblem(Computation):
     array: str = "numpy"
     # Whether the user gives A up: its chunks may go as soon as they have been read for the last time.
     overwrite_a: bool = False
+    # Whether ranks make the chunks of A and B, each time that they need them.
+    by_ranks: tuple[bool, bool] = (False, False)
 
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the matrices that are read."""
         return tuple(self.chunks)
+
+    @property
+    def given_up(self) -> tuple[str, ...]:
+        """A, if it is to be overwritten."""
+        return ("a",) if self.overwrite_a and not self.by_ranks[0] else ()
 
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which makes only some outputs."""
@@ -106,7 +114,8 @@ class ProgramProblem(Computation):
         """Return the steps of a rank, if `owners` have the chunks of rows."""
         rows, cols = Rows(self.chunks["a"][0], owners, ranks), {name: sum(x[1]) for name, x in self.chunks.items()}
         wanted = [one.name for one in self.wanted]
-        return record(self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, rank)
+        made = [name for name in self.chunks if is_by_ranks(self, name)]
+        return record(self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, rank, made)
 
     def check(self) -> None:
         """Raise for a builder or an array that there is not; numbers of rows need not be known."""
@@ -197,7 +206,7 @@ def plan_program(
     if not roster:
         raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
     where, participants = where or {}, (*roster, *sources)
-    workers = _workers_of_rows(problem, len(roster), where.get("a"))
+    workers = _workers_of_rows(problem, len(roster), where.get("a", where.get("b")))
     ranks = tuple(sorted(set(workers)))
     plan = ProgramPlacement(
         problem=problem,
@@ -255,6 +264,14 @@ def _project(plan: ProgramPlacement) -> tuple[dict[str, int], int]:
     for name, chunks in problem.chunks.items():
         elements = chunk_elements((tuple(max(0, size) for size in chunks[0]), (sum(chunks[1]),)))
         sizes = elements * dtype_from_name(problem.dtypes[name]).itemsize
+        if is_by_ranks(problem, name):
+            for index in plan.ranks:
+                # One in use, and some ahead; as they are made, and converted.
+                own = int((owners == index).sum())
+                count = min(own, 1 + made_ahead(plan.participants[index].nthreads))
+                converted = own and problem.dtypes[name] != problem.compute_type
+                held[index] += count * sizes.max() + converted * int(elements.max()) * problem.dtype.itemsize
+            continue
         holders = plan.where.get(name, owners)
         held += np.bincount(holders, sizes, len(held))
         copied = holders != owners

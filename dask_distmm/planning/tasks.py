@@ -76,13 +76,18 @@ def with_tasks(made: Plan, workers: Sequence[Worker], costs: DaskCosts, *, lazy:
 def program_by_tasks(
     problem: ProgramProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts
 ) -> Estimate:
-    """Return what Dask's own tasks would take for a program: QR of each chunk, and of all R."""
+    """Return what Dask's own tasks would take for a program: QR of each chunk, and of all R; of `cov` a product."""
     rows, cols = (sum(sizes) for sizes in problem.chunks["a"])
     chunks, threads = len(problem.chunks["a"][0]), sum(worker.nthreads for worker in workers)
     flops = 4 * (rows + chunks * cols) * cols**2 * (4 if problem.dtype.kind == "c" else 1)
     moved = chunks * cols**2 * problem.dtype.itemsize
-    rate = machine.rate(problem.compute_type) * min(threads, chunks) * _QR_SHARE
-    phases = [Phase(flops, rate), Phase(waited={"dask": moved})]
+    rate, touched = machine.rate(problem.compute_type) * min(threads, chunks), 0.0
+    if problem.builder == "cov":
+        # Means, differences and their transposes are read and written beside the product.
+        flops, touched = flops / 2, 4 * rows * cols * problem.dtype.itemsize
+    else:
+        rate *= _QR_SHARE
+    phases = [Phase(flops, rate, touched), Phase(waited={"dask": moved})]
     work = Work(phases, seconds=costs.start + chunks * _QR_TASKS * costs.task, moved=moved)
     return estimate(work, machine, "dask", (chunks, 1, 1))
 

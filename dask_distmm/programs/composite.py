@@ -61,6 +61,30 @@ def svd(p: Recorder, operands: Operands, wanted: Wanted, *, by_sum: bool = False
     _store(p, wanted, s=s, vh=vh)
 
 
+def polar(p: Recorder, operands: Operands, wanted: Wanted) -> None:
+    """Decompose A = U P: of R = W diag(s) V^H these are Q W V^H and V diag(s) V^H."""
+    a = operands["a"]
+    n = a.cols
+    left, s, vh, positive = p.small(n, n), p.small(1, n, p.real), p.small(n, n), p.small(n, n)
+    u, r = p.tall(n), p.small(n, n)
+
+    def right() -> Buffer:
+        p.on_root("singular_vectors", [r], [left, s, vh])
+        p.on_root("multiply", [vh], [left])
+        return left
+
+    if "u" in wanted:
+        tall_qr(p, a, u, r, right)
+    else:
+        r = tall_r(p, a)
+        right()
+    _end(p, operands)
+    if "u" in wanted:
+        p.store_tall("u", u)
+    p.on_root("hermitian", [s, vh], [positive])
+    _store(p, wanted, h=positive)
+
+
 def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None) -> None:
     """Invert: X = R^-1 Q^H of a matrix of full rank, X = V S^+ U^H with `rtol`."""
     a = operands["a"]
@@ -90,53 +114,108 @@ def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None)
 def svd_compressed(
     p: Recorder, operands: Operands, wanted: Wanted, *, k: int, width: int, iterations: int, seed: int
 ) -> None:
-    """Find leading singular values by a random projection (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1)."""
+    """Find leading singular values by a random projection (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1).
+
+    X = orth(A^H orth(A X)) takes one pass over A, as A^H orth(Y) is A^H Y R^-1. So does the last projection, if Y is
+    near enough to orthogonal columns, as it is where X has singular vectors; else A is read again.
+    """
     a = operands["a"]
-    n = a.cols
-    x, q = p.small(n, width), p.tall(width)
-    p.on_root("normal", [], [x], seed=seed)
-    for turn in range(iterations + 1):  # Q = orth(A X), X = orth(A^H Q)
-        p.give(x)
-        y, q = p.tall(width), p.tall(width)
+    n, x, y, u = a.cols, p.small(a.cols, width), p.tall(width), p.tall(k)
+    p.new(x)
+    p.call("normal", x, seed=seed)
+    for _ in range(iterations):
+        x = _iterated(p, a, x)
+    right, s, left = p.small(n, k), p.small(1, k, p.real), p.small(k, width)
+    vh, turned = p.small(k, n), p.small(width, k)
+    z, once, usable, first = p.small(n, width), p.flag(), p.flag(), p.small(width, width)
+
+    def finish(basis: Tall, divisor: Buffer | None = None) -> None:
+        # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
+        p.on_root("singular_vectors", [z], [right, s, left], by_left=True)
+        p.on_root("adjoint", [right], [vh])
+        p.on_root("adjoint", [left], [turned])
+        if divisor is not None:
+            p.on_root("solve", [divisor], [turned])
+        if "u" in wanted:
+            p.give(turned)
+            for part, target in p.chunks(basis, u):
+                p.new(target)
+                p.call("times", part, turned, target)
+
+    def again() -> None:
+        q = p.tall(width)
+        _project(p, a, y, q, z, first, usable)
+        finish(q)
+
+    if iterations:
+        product = _back_and_forth(p, a, x, y, [first, once, usable])
+        p.on_root("quotient", [first, product], [z])
+        p.give(once, usable, first)
+        p.either(once, lambda: finish(y, first), again)
+    else:
         for chunk, part in p.chunks(a, y):
             p.new(part)
             p.call("times", chunk, x, part)
-        p.drop(x)
-        z = _project(p, a, y, q, last=turn == iterations)
-        p.drop_tall(y)
-        if turn < iterations:
-            p.drop_tall(q)
-            x = p.small(n, width)
-            p.on_root("orthonormalize", [z], [x])
-            p.drop(z)
+        p.on_root("cholesky", [gram(p, y)], [first, once, usable])
+        p.give(usable, first)
+        again()
     _end(p, operands)
-    # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
-    right, s, left = p.small(n, k), p.small(1, k, p.real), p.small(k, width)
-    vh, turned = p.small(k, n), p.small(width, k)
-    p.on_root("singular_vectors", [z], [right, s, left], by_left=True)
-    p.on_root("adjoint", [right], [vh])
-    p.on_root("adjoint", [left], [turned])
-    p.drop(z, right, left)
     if "u" in wanted:
-        p.give(turned)
-        u = p.tall(k)
-        for part, target in p.chunks(q, u):
-            p.new(target)
-            p.call("times", part, turned, target)
-            p.drop(part)
         p.store_tall("u", u)
     _store(p, wanted, s=s, vh=vh)
 
 
-def _project(p: Recorder, a: Tall, y: Tall, q: Tall, *, last: bool) -> Buffer:
-    """Return Z = A^H Q on rank 0, and have Q = orth(Y), at last; A is read while the Gram matrix of Q is made."""
-    width = y.cols
-    z, r = p.small(a.cols, width), p.small(width, width)
-    g = gram(p, y)
+def _back_and_forth(p: Recorder, a: Tall, x: Buffer, y: Tall, factor: list[Buffer]) -> Buffer:
+    """Have Y = A X, and its R on rank 0 with what that is good for; return A^H Y on rank 0."""
+    g, product = p.zeros(y.cols, y.cols), p.zeros(*x.shape)
+    for chunk, part in p.chunks(a, y):
+        p.new(part)
+        p.call("back_and_forth", chunk, x, part, product, g)
+    p.add_up(g, product)
+    p.on_root("cholesky", [g], factor)
+    return product
+
+
+def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
+    """Return an orthonormal basis of A^H A X, its columns near to singular vectors, on all ranks."""
+    (n, width), y = x.shape, p.tall(x.shape[1])
     first, once, usable = p.small(width, width), p.flag(), p.flag()
-    p.on_root("cholesky", [g], [first, once, usable])
-    p.drop(g, once)
-    p.give(usable, first)
+    z, quick, found = p.small(n, width), p.small(n, width), p.small(n, width)
+    product = _back_and_forth(p, a, x, y, [first, once, usable])
+    p.on_root("quotient", [first, product], [z])
+    p.on_root("orthonormalize", [z], [quick])
+    p.drop(x, product, first, once)
+    p.give(usable, quick)
+
+    def by_gram() -> None:
+        p.new(found)
+        p.call("copy", quick, found)
+
+    def by_reflections() -> None:
+        q = p.tall(width)
+        tsqr(p, y, q, p.small(width, width))
+        _adjoint_times(p, a, q, z)
+        p.on_root("orthonormalize", [z], [found])
+        p.give(found)
+
+    p.either(usable, by_gram, by_reflections)
+    p.drop_tall(y)
+    p.drop(z, quick)
+    return found
+
+
+def _adjoint_times(p: Recorder, a: Tall, q: Tall, z: Buffer) -> None:
+    """Have Z = A^H Q on rank 0."""
+    product = p.zeros(*z.shape)
+    for whole, part in p.chunks(a, q):
+        p.call("adjoint_times", whole, part, product)
+    p.add_up(product)
+    p.on_root("copy", [product], [z])
+
+
+def _project(p: Recorder, a: Tall, y: Tall, q: Tall, z: Buffer, first: Buffer, usable: Buffer) -> None:
+    """Have Q = orth(Y), and Z = A^H Q on rank 0; A is read while the Gram matrix of Q is made."""
+    width, r = y.cols, p.small(y.cols, y.cols)
 
     def by_gram() -> None:
         h, product, second, good = p.zeros(width, width), p.zeros(a.cols, width), p.small(width, width), p.flag()
@@ -149,7 +228,7 @@ def _project(p: Recorder, a: Tall, y: Tall, q: Tall, *, last: bool) -> Buffer:
         p.on_root("quotient", [second, product], [z])
         p.drop(h, product)
         p.give(good, second)
-        p.either(good, lambda: divide(p, second, q) if last else None, again)
+        p.either(good, lambda: divide(p, second, q), again)
 
     def again() -> None:
         p.drop_tall(q)
@@ -157,26 +236,35 @@ def _project(p: Recorder, a: Tall, y: Tall, q: Tall, *, last: bool) -> Buffer:
 
     def reflections() -> None:
         tsqr(p, y, q, r)
-        product = p.zeros(a.cols, width)
-        for whole, part in p.chunks(a, q):
-            p.call("adjoint_times", whole, part, product)
-        p.add_up(product)
-        p.on_root("copy", [product], [z])
-        p.drop(product)
+        _adjoint_times(p, a, q, z)
 
     p.either(usable, by_gram, reflections)
-    p.drop(first, r)
-    return z
+
+
+def _moments(p: Recorder, a: Tall) -> tuple[Buffer, Buffer, Buffer]:
+    """Return on rank 0 the number of rows, the means of columns, and the Gram matrix of the centred rows."""
+    count, mean, g = p.zeros(1, 1, p.real), p.zeros(1, a.cols), p.zeros(a.cols, a.cols)
+    for (chunk,) in p.chunks(a):
+        p.call("moments", chunk, count, mean, g)
+    p.add_up(count, mean, g, op="merge_moments")
+    return count, mean, g
+
+
+def cov(p: Recorder, operands: Operands, wanted: Wanted, *, ddof: int, correlation: bool) -> None:
+    """Compute covariances of columns, or correlations: A is read once."""
+    a = operands["a"]
+    c = p.small(a.cols, a.cols)
+    count, _, g = _moments(p, a)
+    _end(p, operands)
+    p.on_root("covariance", [count, g], [c], ddof=ddof, correlation=correlation)
+    _store(p, wanted, c=c)
 
 
 def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int) -> None:
     """Find principal components. A is read once, if the variances that are wanted are not too far apart."""
     a = operands["a"]
     n = a.cols
-    count, mean, g = p.zeros(1, 1, p.real), p.zeros(1, n), p.zeros(n, n)
-    for (chunk,) in p.chunks(a):
-        p.call("moments", chunk, count, mean, g)
-    p.add_up(count, mean, g, op="merge_moments")
+    count, mean, g = _moments(p, a)
     variances, components, good = p.small(1, k, p.real), p.small(k, n), p.flag()
     p.on_root("principal", [count, g], [variances, components, good])
     p.give(good)
@@ -318,9 +406,11 @@ def _store(p: Recorder, wanted: Wanted, **outputs: Buffer) -> None:
 BUILDERS: Mapping[str, Callable[..., None]] = {
     "qr": qr,
     "svd": svd,
+    "polar": polar,
     "pinv": pinv,
     "svd_compressed": svd_compressed,
     "pca": pca,
+    "cov": cov,
     "lstsq": lstsq,
     "ridge": ridge,
     "cg": cg,
@@ -334,12 +424,19 @@ BUILDERS: Mapping[str, Callable[..., None]] = {
 
 
 def record(
-    kind: str, options: Mapping[str, Any], rows: Rows, cols: Mapping[str, int], dtype: str, wanted: Wanted, me: int
+    kind: str,
+    options: Mapping[str, Any],
+    rows: Rows,
+    cols: Mapping[str, int],
+    dtype: str,
+    wanted: Wanted,
+    me: int,
+    made: Wanted = (),
 ) -> tuple[Step, ...]:
-    """Return the steps of rank `me`; `cols` has the columns of each operand by name."""
+    """Return the steps of rank `me`; `cols` has the columns of each operand by name, `made` those that ranks make."""
     options = dict(options)
     p = Recorder(me, rows, dtype, finite=options.pop("finite", True))
-    operands = {name: Tall(name, size, operand=True) for name, size in cols.items()}
+    operands = {name: Tall(name, size, operand=True, made=name in made) for name, size in cols.items()}
     p.make(*operands.values())
     BUILDERS[kind](p, operands, wanted, **options)
     return p.end()

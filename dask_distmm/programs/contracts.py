@@ -33,10 +33,12 @@ def _cubic(factor: float) -> Flops:
 
 CONTRACTS: dict[str, Contract] = {
     # Chunks of rows.
-    # C += A^H A, the lower triangle; C += A^H B; D = A X; R = B - A X; s += the squared norms of columns.
+    # C += A^H A, the lower triangle; C += A^H B; D = A X; Y = A X with C += A^H Y and G += Y^H Y; R = B - A X;
+    # s += the squared norms of columns.
     "gram": Contract("ru", lambda a, g: a[0] * a[1] ** 2),
     "adjoint_times": Contract("rru", lambda a, b, c: 2 * a[0] * a[1] * b[1]),
     "times": Contract("rrw", lambda a, x, d: 2 * a[0] * a[1] * x[1]),
+    "back_and_forth": Contract("rrwuu", lambda a, x, *_: 4 * a[0] * a[1] * x[1] + a[0] * x[1] ** 2),
     "residual": Contract("rrrw", lambda a, x, b, r: 2 * a[0] * a[1] * x[1]),
     "square_norms": Contract("ru", lambda r, s: 2 * r[0] * r[1]),
     # G += B^H B with B = A R^-1, which is not kept, or is Q; Q = Q R^-1, Q = Q W, X = W Q^H.
@@ -74,6 +76,8 @@ CONTRACTS: dict[str, Contract] = {
     "pseudo_inverse": Contract("rrw", _cubic(1)),
     "singular_values": Contract("rw", _cubic(3)),
     "singular_vectors": Contract("rwww", _cubic(20)),
+    "covariance": Contract("rrw", _none),
+    "hermitian": Contract("rrw", lambda s, vh, _: 2.0 * vh[0] ** 3),
     "principal": Contract("rrwww", _cubic(9)),
     "principal_of_r": Contract("rrww", _cubic(20)),
     # Least squares: from R and A^H B; one step of refinement; from R of [A B]. Ridge: from A^H A and A^H B, or that R.

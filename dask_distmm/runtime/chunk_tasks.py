@@ -20,6 +20,7 @@ from dask_distmm.errors import EngineError, call_user, in_words
 from dask_distmm.planning import Placement, Plan, Problem
 from dask_distmm.planning.cuts import overlaps
 from dask_distmm.planning.footprint import is_by_ranks
+from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import check_chunks
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def pack_tasks(
-    plan: Plan, tasks: Mapping[str, Sequence[Any]], retries: int = 0, at_once: Mapping[str, int] | None = None
+    plan: Placement, tasks: Mapping[str, Sequence[Any]], retries: int = 0, at_once: Mapping[str, int] | None = None
 ) -> dict[str, bytes]:
     """Return for each rank's address the tasks of those chunks that it needs, pickled, and how it may run them."""
     found = {}
@@ -43,8 +44,11 @@ def pack_tasks(
     return found
 
 
-def _needed_chunks(plan: Plan, rank: int, operand: str) -> NDArray[np.int64]:
+def _needed_chunks(plan: Placement, rank: int, operand: str) -> NDArray[np.int64]:
     """Return the numbers of an operand's chunks of which a rank needs any part."""
+    if isinstance(plan, ProgramPlacement):
+        return np.flatnonzero(np.array(plan.owners) == rank)
+    assert isinstance(plan, Plan)
     r0, r1, c0, c1 = plan.region(rank)
     along = plan.k_range(rank)
     ranges = ((r0, r1), along) if operand == "a" else (along, (c0, c1))
@@ -90,4 +94,5 @@ def _view(plan: Placement, operand: str, number: int, made: Any) -> Any:
 
 def by_ranks(problem: Any) -> list[str]:
     """Return the operands of a computation whose chunks ranks make."""
-    return [name for name in "ab" if isinstance(problem, Problem) and is_by_ranks(problem, name)]
+    known = isinstance(problem, Problem | ProgramProblem)
+    return [name for name in "ab" if known and is_by_ranks(problem, name)]

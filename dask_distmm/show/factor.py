@@ -6,6 +6,7 @@ from dask.utils import format_bytes, format_time
 
 from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement
@@ -91,8 +92,10 @@ def _run_text(run: Placement) -> str:
 def program_text(plan: ProgramPlacement) -> str:
     """Return the text of the plan of a program."""
     problem, cost = plan.problem, plan.cost
+    made = ", made by the ranks for each pass"
     matrices = [
         f"  {name.upper():10}{_size(rows)} x {sum(cols)} {problem.dtypes[name]}, {len(rows)} chunks of rows"
+        + made * is_by_ranks(problem, name)
         for name, (rows, cols) in problem.chunks.items()
     ]
     outputs = ", ".join(f"{one.name} {_size(one.chunks[0])} x {_size(one.chunks[1])}" for one in problem.outputs)

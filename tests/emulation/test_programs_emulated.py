@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import dask.array as da
@@ -13,6 +14,7 @@ from residuals import assert_least_squares, assert_qr
 
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.planning import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
 from dask_distmm.testing import run_jobs
@@ -24,19 +26,28 @@ def run(make_peers, monkeypatch):
     state = sys.modules["dask_distmm.engines.peer.state"].PeerState
     monkeypatch.setattr(state, "solver", lambda self: QueuedKernels(self.stream))
 
-    def run(results, *matrices, nranks=3):
+    def run(results, *matrices, nranks=3, made=False):
         problem = problem_of(results[0])
         rng, rows = np.random.default_rng(), problem.chunks["a"][0]
         cuts = np.cumsum([0, *rows])
         where = {name: rng.integers(0, nranks, len(rows)).astype(np.int32) for name in problem.operands}
         workers = [Worker(f"w{index}") for index in range(nranks)]
+        problem = dataclasses.replace(problem, by_ranks=(made, False))
+        if made:
+            del where["a"]
         plan = plan_program(problem, workers, where, engine="peer")
         chunks = {
             (name, number): x[cuts[number] : cuts[number + 1]].copy()
             for name, x in zip(problem.operands, matrices, strict=True)
             for number in range(len(rows))
         }
-        found = run_jobs(ranks, ProgramPlacement.from_wire(plan.to_wire()), chunks)
+        there = {key: chunk for key, chunk in chunks.items() if key[0] in where}
+
+        def sources(rank):
+            numbers = [number for number, owner in enumerate(plan.owners) if owner == rank]
+            return {("a", n): SourceChunk(Source(lambda n=n: chunks["a", n]), np.copy) for n in numbers if made}
+
+        found = run_jobs(ranks, ProgramPlacement.from_wire(plan.to_wire()), there, sources=sources)
         assert all(isinstance(chunk, devices.ndarray) for chunk in found.values())
         return {
             one.name: np.concatenate([np.asarray(found[one.name, number]) for number in range(one.count)])
@@ -58,6 +69,10 @@ def test_tall_matrices(run, condition):
     u, v = (np.linalg.qr(rng.standard_normal((size, 6)))[0] for size in (200, 6))
     a, b = (u * np.geomspace(1, 1 / condition, 6)) @ v.T, rng.standard_normal((200, 2))
     x, y = cupy_array(a, (40, 6)), cupy_array(b, (40, 2))
+    for result in (linalg.qr(x), linalg.svdvals(x)) if condition < 1e20 else ():
+        found, expected = (run((result[0],), a, made=made) for made in (True, False))
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-12)
     found = run(linalg.qr(x), a)
     assert_qr(a, found["q"], found["r"])
     found = run(linalg.svd(x, full_matrices=False), a)
@@ -65,4 +80,5 @@ def test_tall_matrices(run, condition):
     found = run(linalg.pca(x), a)
     np.testing.assert_allclose(found["mean"][0], a.mean(axis=0), atol=1e-15)
     if condition < 1e20:
-        assert_least_squares(a, run(linalg.lstsq(x, y), a, b)["x"], b)
+        for made in (False, True):
+            assert_least_squares(a, run(linalg.lstsq(x, y), a, b, made=made)["x"], b)

@@ -11,6 +11,7 @@ from test_epilogs import computed, finished, on_gpus
 
 import dask_distmm
 from dask_distmm import linalg
+from dask_distmm.arrays.linalg import factorize
 from dask_distmm.testing import assert_nothing_left
 
 pytestmark = pytest.mark.engines("peer", "cusolvermp")
@@ -344,3 +345,22 @@ def test_products_with_a_triangle(clusters, nworkers, dtype):
     ones = np.triu(a, 1) + np.eye(90, dtype=dtype)
     found = computed(client, linalg.trmm(on_gpus(a), on_gpus(b), trans="C", unit_diagonal=True))
     np.testing.assert_allclose(found, ones.conj().T @ b, **near)
+
+
+@on_one_host
+def test_tall_matrices_whose_chunks_ranks_make(clusters, nworkers, monkeypatch):
+    import cupy
+
+    client, _ = clusters(nworkers)
+    random = da.random.RandomState(3, RandomState=cupy.random.RandomState)
+    x = random.standard_normal((8000, 50), chunks=(400, 50)) + 1
+    a = computed(client, x)
+    monkeypatch.setattr(factorize, "_fits", lambda problem, arrays: False)
+    q, r = (computed(client, one) for one in client.persist(linalg.qr(x)))
+    assert factorize.problem_of(linalg.qr(x).Q).by_ranks == (True, False)
+    assert residual(q @ r, a, norm(a), len(a)) < GATE
+    assert residual(q.T @ q, np.eye(50), 1, len(a)) < GATE
+    _, variances, mean = (computed(client, one) for one in client.persist(linalg.pca(x, 4)))
+    np.testing.assert_allclose(mean, a.mean(axis=0), atol=1e-12)
+    np.testing.assert_allclose(variances, np.linalg.svd(a - mean, compute_uv=False)[:4] ** 2 / 7999, rtol=1e-12)
+    assert_nothing_left(client)

@@ -8,6 +8,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+import scipy.linalg
 from matrices import noise
 from ranks import on_ranks
 from residuals import assert_least_squares, assert_qr
@@ -266,3 +267,30 @@ def test_a_plan_says_what_it_does():
     text = repr(linalg.explain(linalg.lstsq(da.ones((4000, 10), chunks=1000), da.ones(4000, chunks=1000))[0]))
     for line in ("Plan: lstsq on 1 of 1 workers", "A is read 2 times", "gram", "solve_normal", "reads A", "flops"):
         assert line in text
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_covariances_and_polar_factors(dtype):
+    rng, rows = np.random.default_rng(), (60, 0, 90, 3, 47)
+    a = noise(rng, (200, 7), dtype)
+    deviations = np.cov(a, rowvar=False), np.corrcoef(a, rowvar=False)
+    for mean in (0, 1e6):
+        x = da.from_array(a + mean, chunks=(rows, 3))
+        for made, expected in zip((linalg.cov(x, rowvar=False), linalg.corrcoef(x.T)), deviations, strict=True):
+            # The rounding of the elements of A is a share of its mean.
+            near = 1e3 * np.finfo(dtype).eps * (1 + mean)
+            np.testing.assert_allclose(on_ranks((made,), {"a": a + mean})["c"], expected, atol=near)
+            np.testing.assert_allclose(made.compute(), expected, atol=near)
+    # A drift from row to row, and few rows in each strip.
+    drift = a + 1e3 * np.arange(200)[:, None]
+    made = linalg.cov(da.from_array(drift, chunks=(rows, 3)), rowvar=False)
+    np.testing.assert_allclose(on_ranks((made,), {"a": drift})["c"], np.cov(drift, rowvar=False), rtol=1e-12)
+    y = da.from_array(a, chunks=(rows, 3))
+    u, p = linalg.polar(y)
+    found = on_ranks((u, p), {"a": a})
+    expected = scipy.linalg.polar(a)
+    for mine, theirs in zip((found["u"], found["h"], *dask.compute(u, p)), (*expected, *expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-12)
+    assert (found["h"] == found["h"].conj().T).all()
+    for one, theirs in zip(linalg.polar(y.T, "left"), scipy.linalg.polar(a.T, "left"), strict=True):
+        np.testing.assert_allclose(one.compute(), theirs, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,14 +16,18 @@ from dask.base import is_dask_collection, tokenize
 from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
 
+from dask_distmm.arrays.choice import budget_now
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SolveOptions
+from dask_distmm.arrays.outputs import is_lazy
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
+from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
 from dask_distmm.graph.factor import build_factor_graph
+from dask_distmm.graph.waves import tasks_of_chunks
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.computation_kinds import plan_computation, problem_from_wire
@@ -36,6 +41,8 @@ from dask_distmm.runtime.keys import barrier_name, output_name
 _ALL, _EACH = 4, 2
 # A tall matrix that is smaller than this share of the workers' memory fits without a closer look.
 _SMALL = 1 / 8
+# Builders that need the means of columns, which R does not have.
+_CENTRED = ("pca", "cov")
 # By the characters of types; E is bfloat16.
 _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
@@ -134,7 +141,7 @@ def factorize(
     chunks, dtypes = tuple(array.chunks for array in arrays), tuple(array.dtype.name for array in arrays)
     names = [array.name for array in arrays]
     described: Any = (task, chunks, dtypes, outputs, *request, method, overwrite)
-    return _arrays(FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described), arrays)
+    return _arrays(FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described), arrays, {})
 
 
 def by_program(
@@ -147,7 +154,8 @@ def by_program(
 ) -> dict[str, Array]:
     """Return outputs of a program as lazy arrays, all of them of one run: by name their chunks and types.
 
-    Operands are in chunks of rows, the same of all. `ProjectedMemoryError` if the workers can't hold them.
+    Operands are in chunks of rows, the same of all. Where the workers can't hold them ranks make the chunks of
+    those that are lazy, for each pass; `ProjectedMemoryError` if that can't be, or is too much.
     """
     dtype, arrays = common_type(operands), _native(operands)
     chunks = {name: _known(array.chunks) for name, array in zip(operands, arrays, strict=True)}
@@ -158,24 +166,50 @@ def by_program(
     described: Any = (builder, options, dtype.name, chunks, dtypes, outputs, *request)
     names = [array.name for array in arrays]
     problem = ProgramProblem(f"{builder}-{tokenize(repr((names, *described)))}", *described)
-    _check_fit(problem, arrays)
-    return _arrays(problem, arrays)
-
-
-def _check_fit(problem: ProgramProblem, arrays: Sequence[Array]) -> None:
-    """Raise `ProjectedMemoryError` if the workers that are there can't hold a program's matrices."""
-    client = current_client()
-    sizes = [array.nbytes for array in arrays]
-    if client is None or np.isnan(sizes).any():
-        return
+    made: dict[str, ChunkTasks] = {}
     try:
-        known = recent_snapshot(client, problem)
-        if known is not None and sum(sizes) > _SMALL * sum(worker.memory_limit for worker in known.workers):
-            plan_computation(problem, known.workers, engine=known.engines)
+        if made := _made_by_ranks(problem, arrays):
+            problem = dataclasses.replace(problem, by_ranks=("a" in made, "b" in made))
+            _fits(problem, arrays)
     except ProjectedMemoryError:
-        raise
+        rows = arrays[0].chunks[0]
+        if builder in _CENTRED or len(rows) == 1 or any(rows in sizes for sizes, _ in wanted.values()):
+            raise
+        # R of A and B beside each other has the same R, solutions, residuals and singular values.
+        small = dict(zip(operands, reduced(*arrays)[1:], strict=True))
+        return by_program(builder, small, wanted, how=how, **options)
     except DistMMError:
         pass  # It is said when the result is computed, if it is still so.
+    return _arrays(problem, arrays, made)
+
+
+def _made_by_ranks(problem: ProgramProblem, arrays: Sequence[Array]) -> dict[str, ChunkTasks]:
+    """Return the tasks of those lazy operands of a program that does not fit whose chunks ranks can make."""
+    failure: ProjectedMemoryError | None = None
+    try:
+        if _fits(problem, arrays):
+            return {}
+    except ProjectedMemoryError as error:
+        failure = error
+    tasks = {name: tasks_of_chunks(x) for name, x in zip(problem.operands, arrays, strict=True) if is_lazy(x)}
+    found = {name: made for name, made in tasks.items() if made is not None}
+    if failure is not None and not found:
+        raise failure
+    return found
+
+
+def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
+    """Whether the workers can hold a program's matrices, and Dask would spill none of those that are still to be made.
+
+    True where that is not known; `ProjectedMemoryError` if they can't.
+    """
+    client, size = current_client(), sum(array.nbytes for array in arrays)
+    known = None if client is None or np.isnan(size) else recent_snapshot(client, problem)
+    if known is None or size <= _SMALL * sum(worker.memory_limit for worker in known.workers):
+        return True
+    plan = plan_computation(problem, known.workers, engine=known.engines)
+    budget = budget_now() if any(map(is_lazy, arrays)) else None
+    return budget is None or all(plan.projected_bytes[one.address] <= budget.of(one) for one in plan.participants)
 
 
 def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
@@ -221,9 +255,11 @@ def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions
     return engine, check_workers(how.get("workers")), read_options(), array, bool(how.get("overwrite_a"))
 
 
-def _arrays(problem: FactorProblem | ProgramProblem, arrays: Sequence[Array]) -> dict[str, Array]:
-    """Return the outputs of a run as lazy arrays."""
-    graph = build_factor_graph(problem, arrays)
+def _arrays(
+    problem: FactorProblem | ProgramProblem, arrays: Sequence[Array], made: Mapping[str, ChunkTasks]
+) -> dict[str, Array]:
+    """Return the outputs of a run as lazy arrays; `made` has the tasks of operands whose chunks ranks make."""
+    graph = build_factor_graph(problem, arrays, made)
     prototype = next(x._meta for x in arrays if array_kind(x._meta) == problem.array)
     return {
         one.name: Array(

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from typing import Unpack
+import warnings
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import adjoint, by_program, computed, goes_by_rows, row_chunks, rows_of, times
+from dask_distmm.arrays.linalg.factorize import (
+    adjoint,
+    by_program,
+    common_type,
+    computed,
+    goes_by_rows,
+    matrix,
+    operand,
+    row_chunks,
+    rows_of,
+    times,
+    unchecked,
+)
 from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, Operand, RunOptions, public
 from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import right_vectors, svd
+from dask_distmm.arrays.request import check_names, check_workers
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.program import ProgramProblem
 
 
 @public(RunOptions, COMPRESSED)
@@ -33,7 +49,8 @@ def svd_compressed(
 
     The products of the matrix and random vectors are made orthonormal; the matrix is projected on these and
     decomposed: N. Halko, P. G. Martinsson, J. A. Tropp, SIAM Review 53 (2011), algorithms 4.4 and 5.1. The matrix is
-    read ``2 + 2 n_power_iter`` times, each time by one collective product; persist it where it fits into memory.
+    read ``2 + 2 n_power_iter`` times, each time by one collective product; a tall one, whose rows stay where they are,
+    ``1 + n_power_iter`` times, or once more. Persist it where it fits into memory.
 
     Parameters
     ----------
@@ -164,9 +181,89 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
             "variances": (row_chunks(k), np.empty(0, a.dtype).real.dtype.name),
             "mean": (row_chunks(n), a.dtype.name),
         }
-        with contextlib.suppress(ProjectedMemoryError):
-            found = by_program("pca", {"a": rows_of(a)}, wanted, how=how, k=k)
-            return found["components"].rechunk({1: a.chunks[1]}), found["variances"][0], found["mean"][0]
+        found = by_program("pca", {"a": rows_of(a)}, wanted, how=how, k=k)
+        return found["components"].rechunk({1: a.chunks[1]}), found["variances"][0], found["mean"][0]
     mean = a.mean(axis=0)
     s, vh = right_vectors(a - mean, how)
     return vh[:k], s[:k] ** 2 / (len(a) - 1), mean
+
+
+@public(RunOptions)
+def cov(
+    m: Any, y: Any = None, rowvar: bool = True, bias: bool = False, ddof: int | None = None, **how: Unpack[RunOptions]
+) -> Any:
+    """Return the covariance matrix of variables, as ``numpy.cov``.
+
+    Of many more observations than variables it is one run, which reads them once: chunks are centred around their own
+    means, so that large means cost no digits.
+
+    Parameters
+    ----------
+    m : array, (n, observations), or (observations, n) without `rowvar`
+        The variables; one of them if it is 1-D.
+    y : array, optional
+        More variables, in the same form.
+    rowvar : bool
+        Whether variables are rows.
+    bias : bool
+        Whether sums are divided by the number of observations, and not by one less.
+    ddof : int, optional
+        Takes the place of `bias`: sums are divided by the number of observations less `ddof`.
+
+    Returns
+    -------
+    array, (n, n)
+        Of one variable its variance, (). In float64 or complex128.
+    """
+    return _covariances({"m": m, "y": y}, rowvar, int(not bias) if ddof is None else ddof, False, how)
+
+
+@public(RunOptions)
+def corrcoef(x: Any, y: Any = None, rowvar: bool = True, **how: Unpack[RunOptions]) -> Any:
+    """Return the correlation coefficients of variables, as ``numpy.corrcoef``; see `cov`.
+
+    Parameters
+    ----------
+    x, y, rowvar
+        As for `cov`.
+
+    Returns
+    -------
+    array, (n, n)
+        Of one variable 1, ().
+    """
+    return _covariances({"x": x, "y": y}, rowvar, 1, True, how)
+
+
+def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation: bool, how: RunOptions) -> Any:
+    """Return covariances, or correlations."""
+    variables = [_observations(name, x, rowvar) for name, x in given.items() if x is not None]
+    if not variables or len({len(x) for x in variables}) > 1:
+        counts = " and ".join(str(len(x)) for x in variables)
+        raise PlanError(f"{' and '.join(given)} must have as many observations, got {counts}")
+    rows = variables[0].chunks[0]
+    a = variables[0] if len(variables) == 1 else da.concatenate([x.rechunk({0: rows}) for x in variables], axis=1)
+    check_names(None, how.get("engine"), kind=ProgramProblem.kind)
+    check_workers(how.get("workers"))
+    if len(a) <= ddof:
+        warnings.warn(f"{len(a)} observations leave no degree of freedom", RuntimeWarning, stacklevel=4)
+    cols, n = a.chunks[1], a.shape[1]
+    if goes_by_rows(a, how):
+        wanted: dict[str, tuple[Chunks, str]] = {"c": (((n,), (n,)), a.dtype.name)}
+        options = {"ddof": ddof, "correlation": correlation}
+        c = by_program("cov", {"a": rows_of(a)}, wanted, how=unchecked(how), **options)["c"].rechunk((cols, cols))
+    else:
+        centred = a - a.mean(axis=0)
+        c = times(centred.T, centred.conj(), how) * np.true_divide(1, max(len(a) - ddof, 0))
+        if correlation:
+            sizes = da.sqrt(da.diagonal(c).real)
+            c = c / sizes[:, None] / sizes
+            c = da.clip(c.real, -1, 1) + 1j * da.clip(c.imag, -1, 1) if c.dtype.kind == "c" else da.clip(c, -1, 1)
+    return c[0, 0] if n == 1 else c
+
+
+def _observations(name: str, x: Any, rowvar: bool) -> Array:
+    """Return a matrix with a column for each variable, in the type in which NumPy has covariances."""
+    array = operand(name, x)
+    found = matrix(name, array if array.ndim == 1 or not rowvar else array.T, vector=True)
+    return found.astype(np.result_type(common_type({name: found}), np.float64))

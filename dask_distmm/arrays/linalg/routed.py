@@ -148,6 +148,32 @@ def _svd_compressed(
     )
 
 
+def _cov(
+    m: Any,
+    y: Any = None,
+    rowvar: bool = True,
+    bias: bool = False,
+    ddof: int | None = None,
+    fweights: Any = None,
+    aweights: Any = None,
+    *,
+    dtype: Any = None,
+) -> Any:
+    if fweights is not None or aweights is not None or dtype is not None or not isinstance(ddof, int | None):
+        return NotImplemented
+    return _covariances(lambda: leading.cov(m, None, bool(rowvar), bool(bias), ddof), m, y, rowvar, ddof or 1)
+
+
+def _corrcoef(x: Any, y: Any = None, rowvar: bool = True) -> Any:
+    return _covariances(lambda: leading.corrcoef(x, None, bool(rowvar)), x, y, rowvar, 1)
+
+
+def _covariances(make: Callable[[], Any], m: Any, y: Any, rowvar: Any, ddof: int) -> Any:
+    if y is not None or not isinstance(m, Array) or m.ndim != 2 or not len(m.T if rowvar else m) > ddof:
+        return NotImplemented
+    return _take(make, m, dasks="good") if _by_rows(m.T if rowvar else m) else NotImplemented
+
+
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have a function leave arguments that it does not have to Dask's own, whose error names that one."""
     signature = inspect.signature(function)
@@ -240,6 +266,10 @@ _NUMPYS: dict[str, Callable[..., Any]] = {
         )
     },
 }
+
+
+# Of ``dask.array``.
+STATISTICS: Mapping[str, Callable[..., Any]] = {"cov": _checked(_cov), "corrcoef": _checked(_corrcoef)}
 NUMPYS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **{getattr(np.linalg, name): function for name, function in _NUMPYS.items()},
     np.kron: _numpys(array_api.kron),

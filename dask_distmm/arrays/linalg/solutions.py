@@ -418,12 +418,7 @@ def lstsq(
     """
     a, b = matrix("a", a, unknown_rows=True), operand("b", b)
     if goes_by_rows(a, how):
-        try:
-            return least_squares_by_rows(a, b, rcond, how)
-        except ProjectedMemoryError:
-            # R of A and B beside each other has the same solution, residuals and singular values.
-            _, r, right = reduced(*_same_rows(a, b))
-            a, b = r.rechunk({1: a.chunks[1]}), right if b.ndim > 1 else right[:, 0]
+        return least_squares_by_rows(a, b, rcond, how)
     if rcond is not None:
         return least_squares_of_any_rank(a, b, rcond, how)
     columns, (m, n) = matrix("b", b, vector=True), a.shape
@@ -525,12 +520,7 @@ def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[
     n, k, count = a.shape[1], columns.shape[1], len(alphas)
     dtype = common_type({"a": a, "b": b}).name
     wanted: dict[str, tuple[Chunks, str]] = {"x": (((n,), (k * count,)), dtype)}
-    values = tuple(alphas.tolist())
-    try:
-        x = by_program("ridge", {"a": slabs, "b": columns}, wanted, how=how, alphas=values)["x"]
-    except ProjectedMemoryError:
-        _, r, right = reduced(slabs, columns)
-        x = by_program("ridge", {"a": r, "b": right}, wanted, how=how, alphas=values)["x"]
+    x = by_program("ridge", {"a": slabs, "b": columns}, wanted, how=how, alphas=tuple(alphas.tolist()))["x"]
     if np.ndim(alpha):
         x = x.reshape(n, count, k).transpose(1, 0, 2)
     return x[..., 0] if b.ndim == 1 else x

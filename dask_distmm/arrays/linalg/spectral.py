@@ -401,6 +401,16 @@ def polar(a: Operand, side: Literal["right", "left"] = "right", **how: Unpack[Fa
     """
     a = computed("a", a)
     method = how.get("method", "auto")
+    if a.shape[0] < a.shape[1] and side == "left":
+        u, p = polar(adjoint(a), **how)
+        return adjoint(u), p
+    if side == "right" and goes_by_rows(a, how):
+        slabs, cols, dtype = rows_of(a), a.chunks[1], a.dtype.name
+        rows, whole = slabs.chunks
+        wanted: dict[str, tuple[Chunks, str]] = {"u": ((rows, whole), dtype), "h": ((whole, whole), dtype)}
+        with contextlib.suppress(ProjectedMemoryError):
+            found = by_program("polar", {"a": slabs}, wanted, how=how)
+            return in_columns(found["u"], cols), found["h"].rechunk((cols, cols))
     if a.size and (method == "columns" or (method == "auto" and _quicker_by_polar(a, True))):
         u = unitary_factor(a, how)
         return u, times(adjoint(u), a, how) if side == "right" else times(a, adjoint(u), how)

@@ -30,11 +30,14 @@ _DEVICE_BYTES, _HOST_BYTES = 2**29, 2**22
 def add_gram(kernels: Kernels, a: Any, g: Any) -> None:
     """Add the lower triangle of ``A^H A``, of a matrix of any memory order, to that of a column-major matrix."""
     a = a if min(a.strides) == a.itemsize else kernels.xp.array(a, order="C")
+    if _by_columns(a) or g.dtype.kind != "c":
+        _gram(kernels, a, g, beta=1)
+        return
+    # Of a row-major matrix it is the conjugate.
     found = kernels.empty(g.shape, g.dtype)
     found[...] = 0
     _gram(kernels, a, found)
-    # Of a row-major matrix it is the conjugate.
-    g += found if _by_columns(a) or g.dtype.kind != "c" else kernels.xp.conjugate(found, out=found)
+    g += kernels.xp.conjugate(found, out=found)
 
 
 def is_near(kernels: Kernels, gram: Any) -> bool:
@@ -119,10 +122,10 @@ def _by_columns(a: Any) -> bool:
     return bool(a.strides[0] < a.strides[1])
 
 
-def _gram(kernels: Kernels, q: Any, gram: Any) -> None:
+def _gram(kernels: Kernels, q: Any, gram: Any, beta: int = 0) -> None:
     """Write the lower triangle of ``Q^H Q`` to a column-major matrix of zeros; of a row-major Q the conjugate of that.
 
-    Where calls are asynchronous the matrix may hold anything.
+    Where calls are asynchronous the matrix may hold anything. With `beta` 1 it is added to what is there.
     """
     n, columns = q.shape[1], _by_columns(q)
     if columns or kernels.asynchronous:
@@ -130,10 +133,12 @@ def _gram(kernels: Kernels, q: Any, gram: Any) -> None:
         for start, stop in _columns(n):
             strip, below, target = q[:, start:stop], q[:, start:], gram[start:, start:stop]
             if columns:
-                kernels.gemm(below, strip, target, "C", "N", alpha=1, beta=0)
+                kernels.gemm(below, strip, target, "C", "N", alpha=1, beta=beta)
             else:
-                kernels.gemm(below.T, strip.T, target, "N", "C", alpha=1, beta=0)
+                kernels.gemm(below.T, strip.T, target, "N", "C", alpha=1, beta=beta)
     else:
+        if beta:
+            kernels.xp.negative(gram, out=gram)
         kernels.herk(q.T, gram)
         # To multiply a complex infinity by -1 is an invalid operation, to turn its sign is none.
         kernels.xp.negative(gram, out=gram)

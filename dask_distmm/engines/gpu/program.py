@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy as cp
@@ -14,6 +14,8 @@ from dask_distmm.engines.base import ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.factor import SolverState
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
+from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.programs.steps import Buffer
 
@@ -32,7 +34,9 @@ class GpuProgramJob(ProgramJob):
         super().prepare()
         for event in self._ready:
             cp.cuda.Stream.null.wait_event(event)
-        self.chunks = {key: cp.asarray(chunk) for key, chunk in self.chunks.items()}
+        self.chunks = {
+            key: chunk if isinstance(chunk, SourceChunk) else cp.asarray(chunk) for key, chunk in self.chunks.items()
+        }
         # Others may ask for them from the vote on.
         cp.cuda.Stream.null.synchronize()
 
@@ -47,6 +51,24 @@ class GpuProgramJob(ProgramJob):
 
     def _complete(self) -> None:
         self._stream.synchronize()
+
+    def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
+        threads = self.plan.participants[self.me].nthreads
+        ahead = made_ahead(threads) * sum(self.plan.problem.by_ranks)
+        # Threads work on the default stream of this device, as tasks do.
+        make = functools.partial(_on_device, self.plan.problem.dtype)
+        return ChunkLoader(uses, threads, ahead, make, cp.cuda.Device().use)
+
+    def _taken(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
+        made, complete = super()._taken(loads, chunk)
+        self._stream.wait_event(complete)
+        return made
+
+    def _free(self, arrays: dict[str, Any], buffer: Buffer) -> None:
+        if buffer.is_operand and buffer.name not in self._operands:
+            # Its memory goes to the next chunk that is made.
+            cp.cuda.Stream.null.wait_event(record(self._stream))
+        super()._free(arrays, buffer)
 
     def _new(self, buffer: Buffer) -> Any:
         # Chunks of outputs are freed by others, on the stream that these use.
@@ -87,3 +109,11 @@ class GpuProgramJob(ProgramJob):
             found = contiguous(found)
             cp.cuda.Stream.null.synchronize()
         return found
+
+
+def _on_device(dtype: np.dtype, source: Source, chunks: Sequence[SourceChunk]) -> dict[SourceChunk, tuple[Any, Any]]:
+    """Make chunks; return them on the device, and the event after which they may be read."""
+    made = source.make()
+    arrays = {chunk: cp.asarray(chunk.view(made), dtype) for chunk in chunks}
+    complete = record(cp.cuda.Stream.null)
+    return {chunk: (array, complete) for chunk, array in arrays.items()}

@@ -1,16 +1,18 @@
 """One participant's side of a program: its rank's steps, one after the other.
 
 What a rank publishes others get by `Comm.fetch`, as soon as it is there; chunks of operands that are elsewhere are
-asked for before the first step.
+asked for before the first step. Those that this rank makes are made in threads, some ahead of the steps, once for each
+pass over the operand, and dropped.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.programs.kernels import ProgramKernels
+from dask_distmm.engines.sources import ChunkLoader, SourceChunk
+from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.programs.steps import TURN, Buffer, Call, Drop, If, Loop, Make, New, Publish, Pull, Step, Store
 
@@ -44,7 +48,8 @@ class ProgramJob(Job[ProgramPlacement]):
         self._pulls: dict[tuple[int, int], Future[Sequence[Any]]] = {}
         self._result: dict[ResultKey, Any] = {}
         self._error: BaseException | None = None
-        self._operands = 0
+        # Chunks of operands that were here before the run, and are still needed.
+        self._operands: set[str] = set()
 
     def prepare(self) -> None:
         """Record this rank's steps."""
@@ -53,18 +58,18 @@ class ProgramJob(Job[ProgramPlacement]):
 
     def execute(self) -> dict[ResultKey, Any]:
         """Take all steps."""
-        makes = [step for step in self._steps if isinstance(step, Make)]
-        for step in makes:
-            if (step.operand, step.number) not in self.chunks:
-                self._asked[step.operand, step.number] = self._ask(step)
-        self._operands = len(makes)
+        for step in self._steps:
+            if isinstance(step, Make) and not self._is_made(step):
+                self._operands.add(step.buffer.name)
+                if (step.operand, step.number) not in self.chunks:
+                    self._asked[step.operand, step.number] = self._ask(step)
         began = time.perf_counter()
-        self.timings["wait"] = 0.0
+        self.timings |= {"wait": 0.0} | ({"load": 0.0} if any(self.plan.problem.by_ranks) else {})
         # What is infinite or no number is looked at where it matters.
         with np.errstate(all="ignore"):
             self._take_all(self._steps, 0.0, 1.0)
         self._complete()
-        self.timings["work"] = time.perf_counter() - began - self.timings["wait"]
+        self.timings["work"] = time.perf_counter() - began - self.timings["wait"] - self.timings.get("load", 0.0)
         if self.kernels.blas.asynchronous:
             self.timings["compute"] = self.timings["work"]
         return self._result
@@ -76,19 +81,49 @@ class ProgramJob(Job[ProgramPlacement]):
         pulls = (step for step in steps if isinstance(step, Pull))
         for pull in itertools.islice(pulls, _AHEAD):
             self._ask_for(pull)
-        for number, step in enumerate(steps, start=1):
-            self.ended.check()
-            if isinstance(step, If):
-                branch = step.then if self._arrays[step.flag.name].all() else step.otherwise
-                self._take_all(branch, before + share * (number - 1) / len(steps), share / len(steps))
-            elif isinstance(step, Loop):
-                self._repeat(step, before + share * (number - 1) / len(steps), share / len(steps))
-            else:
-                self._take(step)
-                if isinstance(step, Pull):
-                    for pull in itertools.islice(pulls, 1):
-                        self._ask_for(pull)
-            self.progress(before + share * number / len(steps))
+        uses = [self.chunks[step.operand, step.number].again() for step in steps if self._is_made(step)]
+        loads, made = self._loader(uses) if uses else None, collections.deque(uses)
+        try:
+            for number, step in enumerate(steps, start=1):
+                self.ended.check()
+                if isinstance(step, If):
+                    branch = step.then if self._arrays[step.flag.name].all() else step.otherwise
+                    self._take_all(branch, before + share * (number - 1) / len(steps), share / len(steps))
+                elif isinstance(step, Loop):
+                    self._repeat(step, before + share * (number - 1) / len(steps), share / len(steps))
+                elif loads is not None and self._is_made(step):
+                    self._begin(step, self._taken(loads, made.popleft()))
+                else:
+                    self._take(step)
+                    if isinstance(step, Pull):
+                        for pull in itertools.islice(pulls, 1):
+                            self._ask_for(pull)
+                self.progress(before + share * number / len(steps))
+        finally:
+            if loads is not None:
+                loads.close()
+
+    def _is_made(self, step: Step) -> TypeGuard[Make]:
+        """Whether a step takes a chunk that this rank makes."""
+        return isinstance(step, Make) and isinstance(self.chunks.get((step.operand, step.number)), SourceChunk)
+
+    def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
+        """Return what makes chunks in this order."""
+        threads = self.plan.participants[self.me].nthreads
+        return ChunkLoader(uses, threads, made_ahead(threads) * sum(self.plan.problem.by_ranks))
+
+    def _taken(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
+        """Return a chunk once it is made."""
+        began = time.perf_counter()
+        found = loads.take(chunk, self.ended.check)
+        self.timings["load"] += time.perf_counter() - began
+        return found
+
+    def _begin(self, step: Make, chunk: Any) -> None:
+        """Have a chunk of an operand, in the type that is computed in."""
+        name = step.buffer.name
+        self._arrays[name] = self.kernels.xp.asarray(chunk, self.plan.problem.dtype)
+        self._lengths[name] = len(chunk)
 
     def _repeat(self, loop: Loop, before: float, share: float) -> None:
         outside, flag = self._offset, self._arrays[loop.flag.name]
@@ -128,9 +163,8 @@ class ProgramJob(Job[ProgramPlacement]):
                 arrays[buffer.name] = self._new(buffer)
                 if zero:
                     arrays[buffer.name][...] = 0
-            case Make(buffer, operand, number):
-                arrays[buffer.name] = self._chunk(operand, number)
-                self._lengths[buffer.name] = len(arrays[buffer.name])
+            case Make(_, operand, number):
+                self._begin(step, self._chunk(operand, number))
             case Publish(key, buffers):
                 self._held[key + self._offset] = None
                 self._future(key + self._offset).set_result([self._lent(arrays[buffer.name]) for buffer in buffers])
@@ -143,9 +177,9 @@ class ProgramJob(Job[ProgramPlacement]):
             case Store(buffer, output, number):
                 self._result[output, number] = self._handed_over(arrays.pop(buffer.name), tall=bool(buffer.like))
             case Drop(buffer):
-                del arrays[buffer.name]
-                if buffer.is_operand:
-                    self._operands -= 1
+                self._free(arrays, buffer)
+                if buffer.name in self._operands:
+                    self._operands.discard(buffer.name)
                     if not self._operands:
                         self.on_gathered()
 
@@ -172,12 +206,16 @@ class ProgramJob(Job[ProgramPlacement]):
         return self.comm.fetch(int(self.plan.where[step.operand][step.number]), "input", boxes, False)
 
     def _chunk(self, operand: str, number: int) -> Any:
-        """Return a chunk of an operand in the type that is computed in."""
+        """Return a chunk of an operand that was there before the run."""
         if (operand, number) in self._asked:
             (chunk,) = wait_checked(self._asked.pop((operand, number)), self.ended.check)
         else:
             chunk = self.chunks[operand, number]
-        return self.kernels.xp.asarray(chunk, self.plan.problem.dtype)
+        return chunk
+
+    def _free(self, arrays: dict[str, Any], buffer: Buffer) -> None:
+        """Free a buffer."""
+        del arrays[buffer.name]
 
     def _lent(self, array: Any) -> Any:
         """Return what others get of an array."""

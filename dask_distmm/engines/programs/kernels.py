@@ -24,6 +24,8 @@ from dask_distmm.programs.steps import COUNT, FLAG
 _ONCE = 100
 # Singular values from a Gram matrix are as good as from A if the largest is at most this many times the least of them.
 _SPREAD = 32
+# Means are those of as many strips of rows; these are centred around the means of the first one before.
+_AROUND = 8
 # A product with an inverse loses this factor against a solution at most.
 _WELL = 16
 
@@ -35,6 +37,7 @@ class ProgramKernels(IterationKernels):
         self.blas, self.xp = kernels, kernels.xp
         # By the number of an array that divides others: itself, its inverse, and whether that is as good.
         self._inverses: dict[int, tuple[Any, Any, bool]] = {}
+        self._spare = np.empty(0)
 
     def empty(self, shape: tuple[int, int], dtype: np.dtype, *, tall: bool) -> Any:
         """Return a new matrix."""
@@ -59,6 +62,13 @@ class ProgramKernels(IterationKernels):
         """D = A X."""
         self.xp.matmul(a, x, out=d)
 
+    def back_and_forth(self, a: Any, x: Any, y: Any, c: Any, g: Any) -> None:
+        """Y = A X, C += A^H Y, G += Y^H Y: rows of A are in the cache when they are needed again."""
+        for rows in strips_of(self.blas, a):
+            self.times(a[rows], x, y[rows])
+            self.adjoint_times(a[rows], y[rows], c)
+        self.gram(y, g)
+
     def residual(self, a: Any, x: Any, b: Any, r: Any) -> None:
         """R = B - A X; B is repeated for each of the solutions that are side by side in X."""
         self.xp.matmul(a, x, out=r)
@@ -73,7 +83,7 @@ class ProgramKernels(IterationKernels):
     def gram_of_quotient(self, r: Any, a: Any, g: Any) -> None:
         """G += B^H B of B = A R^-1, which is not kept."""
         for rows in strips_of(self.blas, a):
-            part = self.xp.empty((len(a[rows]), a.shape[1]), a.dtype)
+            part = self._scratch(a[rows])
             self._divide_into(a[rows], r, part)
             add_gram(self.blas, part, g)
 
@@ -91,7 +101,7 @@ class ProgramKernels(IterationKernels):
     def multiply(self, w: Any, q: Any) -> None:
         """Q = Q W."""
         for rows in strips_of(self.blas, q):
-            q[rows] = q[rows] @ w
+            q[rows] = self.xp.matmul(q[rows], w, out=self._scratch(q[rows]))
 
     def times_adjoint(self, w: Any, q: Any, x: Any) -> None:
         """X = W Q^H."""
@@ -117,12 +127,20 @@ class ProgramKernels(IterationKernels):
 
     def moments(self, a: Any, count: Any, mean: Any, g: Any) -> None:
         """Add rows to the moments of others (Chan, Golub, LeVeque 1983): part by part, each around its own means."""
-        for rows in strips_of(self.blas, a):
-            own = a[rows].mean(axis=0)[None]
-            part = self.blas.empty(g.shape, g.dtype)
-            part[...] = 0
-            add_gram(self.blas, a[rows] - own, part)
-            self.merge_moments(self.xp.full((1, 1), len(a[rows]), count.dtype), own, part, count, mean, g)
+        strips = list(strips_of(self.blas, a))
+        for at in range(0, len(strips), _AROUND):
+            some = strips[at : at + _AROUND]
+            own, rest, part = a[some[0]].mean(axis=0)[None], self._zeros(mean), self._zeros(g)
+            for rows in some:
+                centred = self.xp.subtract(a[rows], own, out=self._scratch(a[rows]))
+                rest += centred.sum(axis=0)
+                add_gram(self.blas, centred, part)
+            # The first strip is an eighth of these rows, so its means cost a digit at most.
+            size = len(a[some[0].start : some[-1].stop])
+            rest /= size
+            part -= rest.conj().T @ (rest * size)
+            own += rest
+            self.merge_moments(self.xp.full((1, 1), size, count.dtype), own, part, count, mean, g)
 
     def merge_moments(self, other_count: Any, other_mean: Any, other_g: Any, count: Any, mean: Any, g: Any) -> None:
         """Add moments to others."""
@@ -225,8 +243,8 @@ class ProgramKernels(IterationKernels):
             at += size
 
     def orthonormalize(self, z: Any, x: Any) -> None:
-        """X = the Q of Z."""
-        x[...] = self.xp.linalg.qr(z)[0]
+        """X = the left singular vectors of Z; zeros if that is not finite."""
+        x[...] = self._svd(z)[0] if self._is_finite(z) else 0
 
     def solve(self, r: Any, b: Any) -> None:
         """B = R^-1 B."""
@@ -264,6 +282,22 @@ class ProgramKernels(IterationKernels):
         else:
             factors = unit_factors(self.blas, left if by_left else right.conj().T)
         u[...], s[0], vh[...] = left * factors, values[:k], right * factors.conj()[:, None]
+
+    def hermitian(self, s: Any, vh: Any, h: Any) -> None:
+        """H = V diag(s) V^H, exactly Hermitian."""
+        found = (vh.conj().T * s) @ vh
+        h[...] = (found + found.conj().T) / 2
+
+    def covariance(self, count: Any, g: Any, c: Any, *, ddof: int, correlation: bool) -> None:
+        """Covariances, or correlations, as NumPy has them: of variables, not of their conjugates."""
+        lower = self.xp.tril(g)
+        c[...] = (lower.conj() + self.xp.tril(g, -1).T) / self.xp.maximum(count - ddof, 0)
+        if correlation:
+            sizes = self.xp.sqrt(self.blas.diagonal(c).real)[None]
+            c /= sizes.T
+            c /= sizes
+            for part in (c.real, c.imag) if c.dtype.kind == "c" else (c,):
+                self.xp.clip(part, -1, 1, out=part)
 
     def principal(self, count: Any, g: Any, variances: Any, components: Any, good: Any) -> None:
         """Compute the leading eigenvalues and eigenvectors, and whether these are as good as those by R."""
@@ -373,6 +407,19 @@ class ProgramKernels(IterationKernels):
             x[:, cols] = vh.conj().T @ (along * factors[:, None])
 
     # Helpers
+
+    def _scratch(self, like: Any) -> Any:
+        """Return memory for a matrix, row-major, which the next call may have too: new memory costs page faults."""
+        if self.blas.asynchronous:
+            return self.xp.empty(like.shape, like.dtype)
+        if self._spare.dtype != like.dtype or self._spare.size < like.size:
+            self._spare = self.xp.empty(like.size, like.dtype)
+        return self._spare[: like.size].reshape(like.shape)
+
+    def _zeros(self, like: Any) -> Any:
+        found = self.blas.empty(like.shape, like.dtype)
+        found[...] = 0
+        return found
 
     def _copy(self, a: Any) -> Any:
         found = self.blas.empty(a.shape, a.dtype)

@@ -246,7 +246,7 @@ class Freezer:
         states = {address: self._scheduler.workers[address] for address in addresses}
         tasks = {name: keys[problem.source_of(name)] for name in made_there}
         packed: dict[str, bytes] = {}
-        if isinstance(made, Plan) and tasks:
+        if tasks:
             terms = barrier.ts.retries, _at_once(barrier.ts, map(states.__getitem__, made.workers))
             packed = await asyncio.to_thread(pack_tasks, made, tasks, *terms)
         return FrozenPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted, packed)
