@@ -84,7 +84,7 @@ def program_by_tasks(
     rate, touched = machine.rate(problem.compute_type) * min(threads, chunks), 0.0
     if problem.builder == "cov":
         # Means, differences and their transposes are read and written beside the product.
-        flops, touched = flops / 2, 4 * rows * cols * problem.dtype.itemsize
+        flops, touched = flops // 2, 4.0 * rows * cols * problem.dtype.itemsize
     else:
         rate *= _QR_SHARE
     phases = [Phase(flops, rate, touched), Phase(waited={"dask": moved})]
