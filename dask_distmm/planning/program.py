@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.config import Options
 from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError
+from dask_distmm.numeric.sparse import SHARE
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, Part, chunk_elements
 from dask_distmm.planning.demand import Worker
@@ -63,6 +64,8 @@ class ProgramProblem(Computation):
     array: str = "numpy"
     # Whether the user gives A up: its chunks may go as soon as they have been read for the last time.
     overwrite_a: bool = False
+    # Operands whose chunks are sparse.
+    sparse: tuple[str, ...] = ()
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -254,14 +257,15 @@ def _project(plan: ProgramPlacement) -> tuple[dict[str, int], int]:
     owners = np.array(plan.ranks)[list(plan.owners)]
     for name, chunks in problem.chunks.items():
         elements = chunk_elements((tuple(max(0, size) for size in chunks[0]), (sum(chunks[1]),)))
-        sizes = elements * dtype_from_name(problem.dtypes[name]).itemsize
+        share = SHARE if name in problem.sparse else 1
+        sizes = elements * (dtype_from_name(problem.dtypes[name]).itemsize * share)
         holders = plan.where.get(name, owners)
         held += np.bincount(holders, sizes, len(held))
         copied = holders != owners
         fetched += int(sizes[copied].sum())
         if problem.dtypes[name] != problem.compute_type:
             copied[:] = True
-        held += np.bincount(owners, np.where(copied, elements * problem.dtype.itemsize, 0), len(held))
+        held += np.bincount(owners, np.where(copied, elements * (problem.dtype.itemsize * share), 0), len(held))
     for rank, index in enumerate(plan.ranks):
         steps = plan.steps(rank)
         held[index] += max(peak_bytes(steps, flags) for flags in all_flags([steps]))

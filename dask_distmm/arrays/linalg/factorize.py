@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from dask._task_spec import DependenciesMapping
-from dask.array.core import Array, concatenate
+from dask.array.core import Array, blockwise, concatenate
 from dask.array.linalg import tsqr
 from dask.array.utils import meta_from_array
 from dask.base import is_dask_collection, tokenize
@@ -16,19 +17,20 @@ from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SolveOptions
+from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.config import read_options
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
 from dask_distmm.graph.factor import build_factor_graph
+from dask_distmm.numeric.sparse import SHARE, beside, compressed, dense, sparse_package
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.computation_kinds import plan_computation, problem_from_wire
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
 from dask_distmm.planning.program import ProgramProblem
-from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import current_client, recent_snapshot
 from dask_distmm.runtime.keys import barrier_name, output_name
 
@@ -40,8 +42,8 @@ _SMALL = 1 / 8
 _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
 
-def operand(name: str, x: Any) -> Array:
-    """Return an operand as an array of numbers."""
+def operand(name: str, x: Any, *, sparse: bool = False) -> Array:
+    """Return an operand as an array of numbers; its chunks may be sparse only if that is said."""
     if hasattr(x, "to_numpy") and not is_dask_collection(x):
         x = x.to_numpy()  # of pandas and the like
     try:
@@ -50,7 +52,14 @@ def operand(name: str, x: Any) -> Array:
         raise PlanError(f"{name} is a {type(x).__name__} of which no array can be made: {error}") from error
     if array.dtype.kind not in "biufcV":
         raise PlanError(f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128: convert it")
-    if (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
+    if sparse_package(array._meta):
+        if not sparse:
+            raise PlanError(
+                f"the chunks of {name} are sparse ({type(array._meta).__name__}); expected dense ones: convert them by "
+                f"{name}.map_blocks(lambda x: x.toarray()), todense() of the package sparse; or use what takes sparse "
+                "rows: gram, pca, svd_compressed, qr, svd, svdvals, lstsq, ridge"
+            )
+    elif (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
         raise PlanError(
             f"the chunks of {name} are {kind}; expected numpy.ndarray or cupy.ndarray: convert by map_blocks"
         )
@@ -63,9 +72,12 @@ def filled(array: Array) -> Array:
     return array if chunks == array.chunks else array.rechunk(chunks)
 
 
-def matrix(name: str, x: Any, *, vector: bool = False, unknown_rows: bool = False) -> Array:
-    """Return an operand as a matrix of known chunks; with `unknown_rows` only those of columns are."""
-    array = operand(name, x)
+def matrix(name: str, x: Any, *, vector: bool = False, unknown_rows: bool = False, sparse_rows: bool = False) -> Array:
+    """Return an operand as a matrix of known chunks; with `unknown_rows` only those of columns are.
+
+    With `sparse_rows` its chunks may be sparse, if it has not more columns than rows.
+    """
+    array = operand(name, x, sparse=sparse_rows)
     if array.ndim == 1 and vector:
         array = array[:, None]
     if array.ndim != 2:
@@ -73,6 +85,11 @@ def matrix(name: str, x: Any, *, vector: bool = False, unknown_rows: bool = Fals
         raise PlanError(f"{name} must be {expected}, got {array.ndim}-D: loop over the matrices of a stack")
     if any(np.isnan(size) for size in itertools.chain(*array.chunks[unknown_rows:])):
         raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
+    if sparse_package(array._meta) and (array.shape[1] == 0 or array.shape[0] < array.shape[1]):
+        raise PlanError(
+            f"{name} is sparse and {array.shape[0]} x {array.shape[1]}; expected columns, and not more of them than "
+            "rows: transpose it, or make its chunks dense by map_blocks"
+        )
     return array
 
 
@@ -88,9 +105,9 @@ def row_chunks(size: int) -> Chunks:
     return (1,), (size,)
 
 
-def computed(name: str, x: Any, *, vector: bool = False) -> Array:
+def computed(name: str, x: Any, *, vector: bool = False, sparse_rows: bool = False) -> Array:
     """Return an operand as a matrix of the type in which it is computed, for products and Dask's functions."""
-    array = matrix(name, x, vector=vector)
+    array = matrix(name, x, vector=vector, sparse_rows=sparse_rows)
     return array.astype(common_type({name: array}))
 
 
@@ -119,6 +136,8 @@ def factorize(
     **options: Any,
 ) -> dict[str, Array]:
     """Return outputs of a factorization as lazy arrays, all of them of one run."""
+    for name, x in operands.items():
+        operand(name, x)
     dtype, arrays = common_type(operands), _native(operands)
     shapes = [array.shape for array in arrays]
     b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
@@ -140,20 +159,22 @@ def by_program(
     operands: Mapping[str, Array],
     wanted: Mapping[str, tuple[Chunks, str]],
     *,
-    how: RunOptions | FactorOptions,
+    how: RunOptions | FactorOptions | ProductOptions,
+    dtype: Any = None,
     **options: Any,
 ) -> dict[str, Array]:
     """Return outputs of a program as lazy arrays, all of them of one run: by name their chunks and types.
 
     Operands are in chunks of rows, the same of all. `ProjectedMemoryError` if the workers can't hold them.
     """
-    dtype, arrays = common_type(operands), _native(operands)
+    dtype, arrays = dtype or common_type(operands), _native(operands)
     chunks = {name: _known(array.chunks) for name, array in zip(operands, arrays, strict=True)}
     dtypes = {name: array.dtype.name for name, array in zip(operands, arrays, strict=True)}
     outputs = tuple(Output(name, _known(sizes), kind) for name, (sizes, kind) in wanted.items())
     request = _request(ProgramProblem.kind, arrays, how)
     options["finite"] = bool(how.get("check_finite", True))
-    described: Any = (builder, options, dtype.name, chunks, dtypes, outputs, *request)
+    sparse = tuple(name for name, array in zip(operands, arrays, strict=True) if sparse_package(array._meta))
+    described: Any = (builder, options, dtype.name, chunks, dtypes, outputs, *request, sparse)
     names = [array.name for array in arrays]
     problem = ProgramProblem(f"{builder}-{tokenize(repr((names, *described)))}", *described)
     _check_fit(problem, arrays)
@@ -163,7 +184,7 @@ def by_program(
 def _check_fit(problem: ProgramProblem, arrays: Sequence[Array]) -> None:
     """Raise `ProjectedMemoryError` if the workers that are there can't hold a program's matrices."""
     client = current_client()
-    sizes = [array.nbytes for array in arrays]
+    sizes = [array.nbytes * (SHARE if sparse_package(array._meta) else 1) for array in arrays]
     if client is None or np.isnan(sizes).any():
         return
     try:
@@ -176,8 +197,15 @@ def _check_fit(problem: ProgramProblem, arrays: Sequence[Array]) -> None:
         pass  # It is said when the result is computed, if it is still so.
 
 
+def left_beyond_memory(a: Array) -> contextlib.AbstractContextManager[None]:
+    """Let what does not fit into memory go on behind a with block; of sparse rows it is an error."""
+    return contextlib.nullcontext() if sparse_package(a._meta) else contextlib.suppress(ProjectedMemoryError)
+
+
 def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
     """Return Q and, column by column, R of tall matrices beside each other, by Dask's tasks: chunks come and go."""
+    if sparse_package(a._meta):
+        raise  # noqa: PLE0704
     dtype = common_type({str(number): x for number, x in enumerate((a, *beside))})
     columns = np.cumsum([x.shape[1] for x in (a, *beside)])
     q, r = tsqr(concatenate([rows_of(x).astype(dtype) for x in (a, *beside)], axis=1).rechunk({1: -1}))
@@ -186,7 +214,15 @@ def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
 
 def rows_of(a: Array) -> Array:
     """Return a matrix in chunks of rows."""
-    return a if len(a.chunks[1]) == 1 else a.rechunk({1: -1})
+    if len(a.chunks[1]) == 1 or not sparse_package(a._meta):
+        return a if len(a.chunks[1]) == 1 else a.rechunk({1: -1})
+    meta = compressed(a._meta)
+    new = {"n": a.shape[1]}
+    return blockwise(_beside, "mn", a, "mk", new_axes=new, concatenate=False, dtype=a.dtype, meta=meta)
+
+
+def _beside(blocks: Sequence[Any]) -> Any:
+    return beside(list(map(compressed, blocks)))
 
 
 def goes_by_rows(a: Array, how: RunOptions | FactorOptions) -> bool:
@@ -194,6 +230,11 @@ def goes_by_rows(a: Array, how: RunOptions | FactorOptions) -> bool:
     (m, n), method = a.shape, how.get("method") or "auto"
     engine = ENGINES.get(how.get("engine") or "")
     able = engine is None or ProgramProblem.kind in engine.computes
+    if sparse_package(a._meta):
+        if method not in ("auto", "rows") or not able:
+            given = f"method={method!r}" if able else f"engine={how.get('engine')!r}"
+            raise PlanError(f"{given} is not for sparse rows: leave it out")
+        return True
     if method not in ("auto", "rows") or (method == "auto" and not able):
         return False
     if method == "rows" and not 0 < n <= m and not np.isnan(m):
@@ -212,17 +253,17 @@ def _native(operands: Mapping[str, Array]) -> list[Array]:
     return [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
 
 
-def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions) -> tuple[Any, ...]:
+def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions | ProductOptions) -> tuple[Any, ...]:
     """Return engine, workers, settings, what the chunks are, and whether A is given up."""
     _, engine = check_names(None, how.get("engine"), kind=kind)
-    array = "cupy" if "cupy" in {array_kind(array._meta) for array in arrays} else "numpy"
+    array = "cupy" if any(on_device(array._meta) for array in arrays) else "numpy"
     return engine, check_workers(how.get("workers")), read_options(), array, bool(how.get("overwrite_a"))
 
 
 def _arrays(problem: FactorProblem | ProgramProblem, arrays: Sequence[Array]) -> dict[str, Array]:
     """Return the outputs of a run as lazy arrays."""
     graph = build_factor_graph(problem, arrays)
-    prototype = next(x._meta for x in arrays if array_kind(x._meta) == problem.array)
+    prototype = next(dense(x._meta) for x in arrays if on_device(x._meta) == (problem.array == "cupy"))
     return {
         one.name: Array(
             graph,

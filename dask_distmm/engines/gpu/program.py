@@ -14,6 +14,7 @@ from dask_distmm.engines.base import ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.factor import SolverState
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.programs.steps import Buffer
 
@@ -32,7 +33,7 @@ class GpuProgramJob(ProgramJob):
         super().prepare()
         for event in self._ready:
             cp.cuda.Stream.null.wait_event(event)
-        self.chunks = {key: cp.asarray(chunk) for key, chunk in self.chunks.items()}
+        self.chunks = {key: _on_device(chunk) for key, chunk in self.chunks.items()}
         # Others may ask for them from the vote on.
         cp.cuda.Stream.null.synchronize()
 
@@ -87,3 +88,9 @@ class GpuProgramJob(ProgramJob):
             found = contiguous(found)
             cp.cuda.Stream.null.synchronize()
         return found
+
+
+def _on_device(chunk: Any) -> Any:
+    if not sparse_package(chunk):
+        return cp.asarray(chunk)
+    return rows_from([cp.asarray(part) for part in (chunk.data, chunk.indices, chunk.indptr)], chunk.shape[1])

@@ -18,6 +18,7 @@ from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.programs.kernels import ProgramKernels
+from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.programs.steps import TURN, Buffer, Call, Drop, If, Loop, Make, New, Publish, Pull, Step, Store
 
@@ -130,7 +131,7 @@ class ProgramJob(Job[ProgramPlacement]):
                     arrays[buffer.name][...] = 0
             case Make(buffer, operand, number):
                 arrays[buffer.name] = self._chunk(operand, number)
-                self._lengths[buffer.name] = len(arrays[buffer.name])
+                self._lengths[buffer.name] = arrays[buffer.name].shape[0]
             case Publish(key, buffers):
                 self._held[key + self._offset] = None
                 self._future(key + self._offset).set_result([self._lent(arrays[buffer.name]) for buffer in buffers])
@@ -174,10 +175,14 @@ class ProgramJob(Job[ProgramPlacement]):
     def _chunk(self, operand: str, number: int) -> Any:
         """Return a chunk of an operand in the type that is computed in."""
         if (operand, number) in self._asked:
-            (chunk,) = wait_checked(self._asked.pop((operand, number)), self.ended.check)
+            found = wait_checked(self._asked.pop((operand, number)), self.ended.check)
+            chunk = rows_from(found, self.plan.whole(operand, number)[-1]) if len(found) > 1 else found[0]
         else:
             chunk = self.chunks[operand, number]
-        return self.kernels.xp.asarray(chunk, self.plan.problem.dtype)
+        dtype = self.plan.problem.dtype
+        if sparse_package(chunk):
+            return chunk if chunk.dtype == dtype else chunk.astype(dtype)
+        return self.kernels.xp.asarray(chunk, dtype)
 
     def _lent(self, array: Any) -> Any:
         """Return what others get of an array."""
@@ -200,7 +205,8 @@ class ProgramJob(Job[ProgramPlacement]):
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return chunks of operands, or what this rank has published."""
         if kind == "input":
-            return super().serve(kind, boxes, flat)
+            found = [self.chunks[self.plan.problem.operands[operand], number] for operand, number, *_ in boxes.tolist()]
+            return [part for x in found for part in ([x.data, x.indices, x.indptr] if sparse_package(x) else [x])]
         self.ended.check()
         return list(self._future(int(boxes[0, 0])).result())
 
