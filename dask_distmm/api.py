@@ -83,8 +83,8 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
     a, b : dask.array.Array or array_like
         op(A) is (m, k) and op(B) (k, n), or either is a batch of matrices, with more axes before these; see `batch`.
         Without anything else asked for 1-D operands are taken as NumPy's matmul does. Types that no engine
-        multiplies (object, sparse, masked), and programs without a cluster go to Dask's own function, unless the call
-        asks for what only a run can do.
+        multiplies (object, masked), and programs without a cluster go to Dask's own function, unless the call asks for
+        what only a run can do. Sparse chunks are multiplied by tasks.
     c : dask.array.Array or array_like, optional
         Broadcasts against D, with its batch axes. Needs `beta`; with ``beta=0`` it is not read.
     alpha, beta : number

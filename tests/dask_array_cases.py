@@ -16,6 +16,38 @@ def close(found, expected) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
+def check_linalg(client: Client, rng: np.random.Generator) -> None:
+    a, b, tall = rng.standard_normal((40, 40)), rng.standard_normal((40, 3)), rng.standard_normal((200, 4))
+    s = a @ a.T + 40 * np.eye(40)
+    x, y, t, v = (dask_array.from_array(one, chunks=(20, one.shape[1])) for one in (a, b, tall, tall[:, :1]))
+    p, r = dask_array.from_array(s, chunks=20), dask_array.from_array(a, chunks=20)
+    ways = {
+        "solve": (lambda: dask_array.linalg.solve(r, y), np.linalg.solve(a, b)),
+        "np.solve": (lambda: np.linalg.solve(x, y), np.linalg.solve(a, b)),
+        "inv": (lambda: dask_array.linalg.inv(r), np.linalg.inv(a)),
+        "np.inv": (lambda: np.linalg.inv(x), np.linalg.inv(a)),
+        "cholesky": (
+            lambda: dask_array.linalg.cholesky(dask_array.from_array(s, chunks=(20, 7))),
+            np.linalg.cholesky(s).T,
+        ),
+        "np.cholesky": (lambda: np.linalg.cholesky(p), np.linalg.cholesky(s)),
+        "lstsq": (lambda: dask_array.linalg.lstsq(t, v)[0], np.linalg.lstsq(tall, tall[:, :1])[0]),
+        "np.det": (lambda: np.linalg.det(x), np.linalg.det(a)),
+        "np.eigvalsh": (lambda: np.linalg.eigvalsh(p), np.linalg.eigvalsh(s)),
+        "np.eigh": (lambda: np.linalg.eigh(p)[0], np.linalg.eigvalsh(s)),
+        "svd": (lambda: dask_array.linalg.svd(t)[1], np.linalg.svd(tall)[1]),
+        "ours": (lambda: dask_distmm.linalg.svdvals(t), np.linalg.svd(tall)[1]),
+    }
+    runs = client.run_on_scheduler(count_runs)
+    for name, (way, expected) in ways.items():
+        found = way()
+        assert isinstance(found, dask_array.Array), name
+        np.testing.assert_allclose(found.compute(), expected, rtol=1e-7, atol=1e-9, err_msg=name)
+        assert (runs := runs + 1) == client.run_on_scheduler(count_runs), name
+    q, upper = np.linalg.qr(t)
+    close((q @ upper).compute(), tall)
+
+
 def check(client: Client) -> None:
     rng = np.random.default_rng()
     a, b = rng.standard_normal((60, 20)), rng.standard_normal((20, 20))
@@ -45,6 +77,7 @@ def check(client: Client) -> None:
         held = ((x + 1) @ y).persist()
         close(((held * 2)[:7] @ y.T).compute(), (((a + 1) @ b * 2) @ b.T)[:7])
         assert dask_distmm.explain(x, y).method
+        check_linalg(client, rng)
         # Dask and the package both refuse a mixture.
         raises((TypeError, ValueError, NotImplementedError), lambda: x @ s)
     assert "dask_array" in raises(dask_distmm.PlanError, lambda: dask_distmm.matmul(x, s))

@@ -201,7 +201,7 @@ def words(text):
     return sorted(" ".join(line) for line in lines if line[0] != "order")
 
 
-@pytest.mark.parametrize("name", ["product", "least_squares", "nearest", "perceptron", "linear_layer"])
+@pytest.mark.parametrize("name", ["product", "least_squares", "nearest", "counts", "perceptron", "linear_layer"])
 def test_examples_print_what_the_page_says(name):
     if name == "linear_layer":
         pytest.importorskip("torch", reason="PyTorch is no requirement; .ci/run installs it at its end")

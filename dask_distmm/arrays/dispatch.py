@@ -39,6 +39,7 @@ from dask_distmm.arrays.numpy_functions import contracted_axes, numpys_first
 from dask_distmm.arrays.outputs import rechunk
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import parse
+from dask_distmm.arrays.sparse import is_sparse, multiply_sparse
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, ProjectedMemoryError
@@ -52,7 +53,7 @@ _replaced: dict[tuple[Any, str], Any] = {}
 def enable() -> None:
     """Route Dask's matrix products here until `disable`. Doing it again changes nothing.
 
-    Products of the package dask-array too, if it has been imported; so import it before, or do this again.
+    Those of the package dask-array too, if it has been imported; so import it before, or do this again.
 
     Raises
     ------
@@ -102,6 +103,9 @@ def _replace_functions() -> None:
     ways |= {"__matmul__": _matmul, "__rmatmul__": _reflected_matmul}
     for owner in owners():
         _replace(owner, {name: ours for name, ours in ways.items() if isinstance(owner, type) == name.startswith("__")})
+    package = sys.modules.get("dask_array")
+    if package is not None:
+        _replace(package.linalg, routed.DASKS)
     if not planning():
         _replace(dask.array.linalg, routed.DASKS)
         _replace(dask.array, routed.STATISTICS)
@@ -109,7 +113,8 @@ def _replace_functions() -> None:
             _replace(owner, {"rechunk": rechunk})
         for module in compats(".linalg"):
             _replace(module, routed.ARRAY_API, adds=True)
-    _replace(Array, {"__array_function__": numpys_first}, lambda make, before: make(before, is_enabled))
+    for kind in {Array, getattr(package, "Array", Array)}:
+        _replace(kind, {"__array_function__": numpys_first}, lambda make, before: make(before, is_enabled))
 
 
 def _replace(
@@ -202,6 +207,8 @@ def _product(a: Any, b: Any) -> Any:
     # Planned arrays have no product that this could be left to.
     if planning():
         return multiply(parse(a, b))
+    if is_sparse(a) or is_sparse(b):
+        return multiply_sparse(a, b) if max(a.ndim, b.ndim) < 3 else NotImplemented
     if why_leave(a, b, minimum_flops()) is not None:
         return NotImplemented
     raises = raises_beyond_memory()

@@ -13,6 +13,7 @@ import dask.array.routines
 import numpy as np
 from dask.array.rechunk import rechunk
 
+from dask_distmm.arrays.sparse import is_sparse, multiply_sparse
 from dask_distmm.numeric.types import FP8, Types, supported
 from dask_distmm.planning import ENGINES
 from dask_distmm.runtime.chunks import array_kind
@@ -21,9 +22,15 @@ from dask_distmm.runtime.client import current_client
 # Dask's own functions, whatever is installed under their names later
 
 
-dask_matmul: Callable[..., Any] = dask.array.routines.matmul
+_stock_matmul: Callable[..., Any] = dask.array.routines.matmul
 dask_tensordot: Callable[..., Any] = dask.array.routines.tensordot
 dask_rechunk: Callable[..., Any] = rechunk
+
+
+def dask_matmul(a: da.Array, b: da.Array) -> da.Array:
+    """Multiply by tasks: by Dask's own function, which has no product of sparse chunks."""
+    found: da.Array = multiply_sparse(a, b) if is_sparse(a) or is_sparse(b) else _stock_matmul(a, b)
+    return found
 
 
 # Why a product is left to Dask's own function
@@ -35,6 +42,8 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
         return f"the operands have {a.ndim} and {b.ndim} dimensions; a run is of matrices; for batches there is matmul"
     kinds = {name: array_kind(array._meta) for name, array in (("A", a), ("B", b))}
     for name, kind in kinds.items():
+        if is_sparse({"A": a, "B": b}[name]):
+            return f"the chunks of {name} are sparse ({kind}), and multiplied by tasks where they are"
         if kind not in ("numpy", "cupy"):
             return (
                 f"the chunks of {name} are {kind}; engines take numpy.ndarray and cupy.ndarray: convert by map_blocks"

@@ -26,6 +26,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.arrays.tensors import is_tensor, shared_array, tensor_meta, tensor_of
 from dask_distmm.errors import PlanError
+from dask_distmm.numeric.sparse import compressed, sparse_package
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,6 +72,8 @@ def plain(x: Any) -> Any:
 
 def as_array(x: Any) -> Array:
     """Return a ``dask.array.core.Array`` of an array of any kind or an array_like."""
+    if sparse_package(x):
+        return dask.array.core.from_array(compressed(x), chunks=x.shape, asarray=False)
     return dask.array.core.asanyarray(plain(x))
 
 

@@ -19,6 +19,7 @@ from dask.array.chunk_types import is_valid_chunk_type
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from dask_distmm.arrays.fallback import added_in_64_bits
+from dask_distmm.arrays.kinds import any_kind, kind_of
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
 from dask_distmm.errors import PlanError
@@ -96,6 +97,8 @@ def numpys_first(before: Callable[..., Any], wanted: Callable[[], bool]) -> Call
     @functools.wraps(before)
     def answer(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         ours = _OURS.get(func)
+        if ours is not None and kind_of(self):
+            ours = any_kind(ours)
         if ours is not None and wanted() and all(issubclass(type(self), x) or is_valid_chunk_type(x) for x in types):
             try:
                 result = ours(*args, **kwargs)

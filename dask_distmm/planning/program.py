@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.config import Options
 from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError
+from dask_distmm.numeric.sparse import SHARE
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, Part, chunk_elements
 from dask_distmm.planning.demand import Worker
@@ -66,6 +67,8 @@ class ProgramProblem(Computation):
     overwrite_a: bool = False
     # Whether ranks make the chunks of A and B, each time that they need them.
     by_ranks: tuple[bool, bool] = (False, False)
+    # Operands whose chunks are sparse.
+    sparse: tuple[str, ...] = ()
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -263,7 +266,8 @@ def _project(plan: ProgramPlacement) -> tuple[dict[str, int], int]:
     owners = np.array(plan.ranks)[list(plan.owners)]
     for name, chunks in problem.chunks.items():
         elements = chunk_elements((tuple(max(0, size) for size in chunks[0]), (sum(chunks[1]),)))
-        sizes = elements * dtype_from_name(problem.dtypes[name]).itemsize
+        share = SHARE if name in problem.sparse else 1
+        sizes = elements * dtype_from_name(problem.dtypes[name]).itemsize * share
         if is_by_ranks(problem, name):
             for index in plan.ranks:
                 # One in use, and some ahead; as they are made, and converted.
@@ -278,7 +282,7 @@ def _project(plan: ProgramPlacement) -> tuple[dict[str, int], int]:
         fetched += int(sizes[copied].sum())
         if problem.dtypes[name] != problem.compute_type:
             copied[:] = True
-        held += np.bincount(owners, np.where(copied, elements * problem.dtype.itemsize, 0), len(held))
+        held += np.bincount(owners, np.where(copied, elements * (problem.dtype.itemsize * share), 0), len(held))
     for rank, index in enumerate(plan.ranks):
         steps = plan.steps(rank)
         held[index] += max(peak_bytes(steps, flags) for flags in all_flags([steps]))

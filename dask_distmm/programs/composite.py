@@ -36,6 +36,13 @@ def qr(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     _store(p, wanted, r=r)
 
 
+def gram_matrix(p: Recorder, operands: Operands, wanted: Wanted) -> None:
+    """Compute A^H A, of which only the lower triangle counts."""
+    g = gram(p, operands["a"])
+    _end(p, operands)
+    _store(p, wanted, g=g)
+
+
 def svd(p: Recorder, operands: Operands, wanted: Wanted, *, by_sum: bool = False) -> None:
     """Decompose A = U diag(s) V^H; `by_sum`: with the signs that Dask's vectors have."""
     a = operands["a"]
@@ -260,13 +267,13 @@ def cov(p: Recorder, operands: Operands, wanted: Wanted, *, ddof: int, correlati
     _store(p, wanted, c=c)
 
 
-def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int) -> None:
-    """Find principal components. A is read once, if the variances that are wanted are not too far apart."""
+def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int, spread: int) -> None:
+    """Find principal components. A is read once, if the deviations that are wanted are within a factor of `spread`."""
     a = operands["a"]
     n = a.cols
     count, mean, g = _moments(p, a)
     variances, components, good = p.small(1, k, p.real), p.small(k, n), p.flag()
-    p.on_root("principal", [count, g], [variances, components, good])
+    p.on_root("principal", [count, g], [variances, components, good], spread=spread)
     p.give(good)
 
     def centred() -> Iterator[Buffer]:
@@ -404,6 +411,7 @@ def _store(p: Recorder, wanted: Wanted, **outputs: Buffer) -> None:
 
 
 BUILDERS: Mapping[str, Callable[..., None]] = {
+    "gram": gram_matrix,
     "qr": qr,
     "svd": svd,
     "polar": polar,

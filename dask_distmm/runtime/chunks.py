@@ -12,6 +12,7 @@ import numpy as np
 
 from dask_distmm.engines.base import ChunkKey, ResultKey
 from dask_distmm.errors import EngineError
+from dask_distmm.numeric.sparse import compressed, sparse_package
 from dask_distmm.numeric.types import carried, typed
 from dask_distmm.planning import ENGINES, Placement
 
@@ -28,13 +29,18 @@ def array_module(array: Any) -> Any:
     return np if array_kind(array) != "cupy" else importlib.import_module("cupy")
 
 
+def on_device(array: Any) -> bool:
+    """Whether an array, dense or sparse, is CuPy's."""
+    return array_kind(array) == "cupy" or sparse_package(array) == "cupyx"
+
+
 def ready_event(chunks: Iterable[Any]) -> list[Any]:
     """Return the CUDA event after which chunks have their contents, in a list; empty if there is nothing to wait for.
 
     The task that made a CuPy array has put the work on the default stream, which all threads share. Where each
     thread has one of its own (``CUPY_CUDA_PER_THREAD_DEFAULT_STREAM``) this waits until the device has done all.
     """
-    if not any(array_kind(chunk) == "cupy" for chunk in chunks):
+    if not any(map(on_device, chunks)):
         return []
     import cupy
 
@@ -71,7 +77,7 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
 
     Some arrays have chunks of another type than they say: Dask's Cholesky factors of integers have integers for
     zeros, its LU factors of narrow integers float64 instead of float32. Such chunks are converted within their kind,
-    as NumPy's functions with ``dtype`` do (``same_kind``).
+    as NumPy's functions with ``dtype`` do (``same_kind``). Sparse chunks are for programs, in compressed rows.
     """
     problem = plan.problem
     checked = {}
@@ -79,6 +85,14 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
         sizes, dtype = problem.chunks_of(operand), problem.dtype_of(operand)
         i, j = divmod(index, len(sizes[1]))
         shape = (sizes[0][i], sizes[1][j])
+        if sparse_package(chunk):
+            if problem.kind != "program":
+                raise EngineError(
+                    f"chunk {problem.place_of(operand, index)} of {operand.upper()} is a {type(chunk).__name__}, and "
+                    "the array does not say that its chunks are sparse: pass meta= where it is made, or make chunks "
+                    "dense by map_blocks(lambda x: x.toarray())"
+                )
+            chunk = compressed(chunk)  # noqa: PLW2901
         chunk, expected = typed(chunk, dtype), carried(dtype, array_kind(chunk))  # noqa: PLW2901
         found_shape = getattr(chunk, "shape", ())
         # -1 stands for what is not known.

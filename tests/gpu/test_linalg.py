@@ -330,6 +330,34 @@ def test_tall_matrices(clusters, nworkers, dtype, condition):
     assert_nothing_left(client)
 
 
+def _rows_on_gpus(block):
+    import cupy
+    import cupyx.scipy.sparse
+
+    return cupyx.scipy.sparse.csr_matrix(cupy.asarray(block))
+
+
+@on_one_host
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sparse_rows(clusters, nworkers, dtype):
+    import cupyx.scipy.sparse
+
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    a = np.where(rng.random((2000, 60)) < 0.1, rng.standard_normal((2000, 60)), 0).astype(dtype)
+    b, near = rng.standard_normal((2000, 3)).astype(dtype), {"rtol": 0, "atol": 1e3 * np.finfo(dtype).eps}
+    meta = cupyx.scipy.sparse.csr_matrix((0, 0), dtype=dtype)
+    s = da.from_array(a, chunks=(700, 60)).map_blocks(_rows_on_gpus, dtype=dtype, meta=meta)
+    gram = a.T.astype("float64") @ a
+    np.testing.assert_allclose(computed(client, linalg.gram(s)) / abs(gram).max(), gram / abs(gram).max(), **near)
+    variances = computed(client, linalg.pca(s, 5)[1])
+    np.testing.assert_allclose(variances, np.linalg.eigvalsh(np.cov(a.astype("float64").T))[::-1][:5], **near)
+    x = computed(client, linalg.lstsq(s, on_gpus(b))[0])
+    np.testing.assert_allclose(x, np.linalg.lstsq(a, b, rcond=None)[0], **near)
+    np.testing.assert_allclose(computed(client, dask_distmm.matmul(s, on_gpus(b[:60]))), a @ b[:60], **near)
+    assert_nothing_left(client)
+
+
 @on_one_host
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_with_a_triangle(clusters, nworkers, dtype):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from dask._task_spec import DependenciesMapping
-from dask.array.core import Array, concatenate
+from dask.array.core import Array, blockwise, concatenate
 from dask.array.linalg import tsqr
 from dask.array.utils import meta_from_array
 from dask.base import is_dask_collection, tokenize
@@ -18,7 +19,7 @@ from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.choice import budget_now
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.public import FactorOptions, RunOptions, SolveOptions
+from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
 from dask_distmm.arrays.outputs import is_lazy
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse
@@ -28,12 +29,13 @@ from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
 from dask_distmm.graph.factor import build_factor_graph
 from dask_distmm.graph.waves import tasks_of_chunks
+from dask_distmm.numeric.sparse import SHARE, beside, compressed, dense, sparse_package
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, Output
 from dask_distmm.planning.computation_kinds import plan_computation, problem_from_wire
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
 from dask_distmm.planning.program import ProgramProblem
-from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import current_client, recent_snapshot
 from dask_distmm.runtime.keys import barrier_name, output_name
 
@@ -47,8 +49,8 @@ _CENTRED = ("pca", "cov")
 _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
 
-def operand(name: str, x: Any) -> Array:
-    """Return an operand as an array of numbers."""
+def operand(name: str, x: Any, *, sparse: bool = False) -> Array:
+    """Return an operand as an array of numbers; its chunks may be sparse only if that is said."""
     if hasattr(x, "to_numpy") and not is_dask_collection(x):
         x = x.to_numpy()  # of pandas and the like
     try:
@@ -57,7 +59,14 @@ def operand(name: str, x: Any) -> Array:
         raise PlanError(f"{name} is a {type(x).__name__} of which no array can be made: {error}") from error
     if array.dtype.kind not in "biufcV":
         raise PlanError(f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128: convert it")
-    if (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
+    if sparse_package(array._meta):
+        if not sparse:
+            raise PlanError(
+                f"the chunks of {name} are sparse ({type(array._meta).__name__}); expected dense ones: convert them by "
+                f"{name}.map_blocks(lambda x: x.toarray()), todense() of the package sparse; or use what takes sparse "
+                "rows: gram, pca, svd_compressed, qr, svd, svdvals, lstsq, ridge"
+            )
+    elif (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
         raise PlanError(
             f"the chunks of {name} are {kind}; expected numpy.ndarray or cupy.ndarray: convert by map_blocks"
         )
@@ -70,9 +79,20 @@ def filled(array: Array) -> Array:
     return array if chunks == array.chunks else array.rechunk(chunks)
 
 
-def matrix(name: str, x: Any, *, vector: bool = False, unknown_rows: bool = False, stack: bool = False) -> Array:
-    """Return an operand as a matrix of known chunks; with `unknown_rows` only those of columns are."""
-    array = operand(name, x)
+def matrix(
+    name: str,
+    x: Any,
+    *,
+    vector: bool = False,
+    unknown_rows: bool = False,
+    stack: bool = False,
+    sparse_rows: bool = False,
+) -> Array:
+    """Return an operand as a matrix of known chunks; with `unknown_rows` only those of columns are.
+
+    With `sparse_rows` its chunks may be sparse, if it has not more columns than rows.
+    """
+    array = operand(name, x, sparse=sparse_rows)
     if stack and array.ndim > 2:
         return array
     if array.ndim == 1 and vector:
@@ -82,6 +102,11 @@ def matrix(name: str, x: Any, *, vector: bool = False, unknown_rows: bool = Fals
         raise PlanError(f"{name} must be {expected}, got {array.ndim}-D: loop over the matrices of a stack")
     if any(np.isnan(size) for size in itertools.chain(*array.chunks[unknown_rows:])):
         raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
+    if sparse_package(array._meta) and (array.shape[1] == 0 or array.shape[0] < array.shape[1]):
+        raise PlanError(
+            f"{name} is sparse and {array.shape[0]} x {array.shape[1]}; expected columns, and not more of them than "
+            "rows: transpose it, or make its chunks dense by map_blocks"
+        )
     return array
 
 
@@ -97,9 +122,9 @@ def row_chunks(size: int) -> Chunks:
     return (1,), (size,)
 
 
-def computed(name: str, x: Any, *, vector: bool = False) -> Array:
+def computed(name: str, x: Any, *, vector: bool = False, sparse_rows: bool = False) -> Array:
     """Return an operand as a matrix of the type in which it is computed, for products and Dask's functions."""
-    array = matrix(name, x, vector=vector)
+    array = matrix(name, x, vector=vector, sparse_rows=sparse_rows)
     return array.astype(common_type({name: array}))
 
 
@@ -128,6 +153,8 @@ def factorize(
     **options: Any,
 ) -> dict[str, Array]:
     """Return outputs of a factorization as lazy arrays, all of them of one run."""
+    for name, x in operands.items():
+        operand(name, x)
     dtype, arrays = common_type(operands), _native(operands)
     shapes = [array.shape for array in arrays]
     b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
@@ -149,7 +176,8 @@ def by_program(
     operands: Mapping[str, Array],
     wanted: Mapping[str, tuple[Chunks, str]],
     *,
-    how: RunOptions | FactorOptions,
+    how: RunOptions | FactorOptions | ProductOptions,
+    dtype: Any = None,
     **options: Any,
 ) -> dict[str, Array]:
     """Return outputs of a program as lazy arrays, all of them of one run: by name their chunks and types.
@@ -157,15 +185,17 @@ def by_program(
     Operands are in chunks of rows, the same of all. Where the workers can't hold them ranks make the chunks of
     those that are lazy, for each pass; `ProjectedMemoryError` if that can't be, or is too much.
     """
-    dtype, arrays = common_type(operands), _native(operands)
+    dtype, arrays = dtype or common_type(operands), _native(operands)
     chunks = {name: _known(array.chunks) for name, array in zip(operands, arrays, strict=True)}
     dtypes = {name: array.dtype.name for name, array in zip(operands, arrays, strict=True)}
     outputs = tuple(Output(name, _known(sizes), kind) for name, (sizes, kind) in wanted.items())
     request = _request(ProgramProblem.kind, arrays, how)
     options["finite"] = bool(how.get("check_finite", True))
+    sparse = tuple(name for name, array in zip(operands, arrays, strict=True) if sparse_package(array._meta))
     described: Any = (builder, options, dtype.name, chunks, dtypes, outputs, *request)
     names = [array.name for array in arrays]
-    problem = ProgramProblem(f"{builder}-{tokenize(repr((names, *described)))}", *described)
+    problem = ProgramProblem(f"{builder}-{tokenize(repr((names, *described, sparse)))}", *described)
+    problem = dataclasses.replace(problem, sparse=sparse)
     made: dict[str, ChunkTasks] = {}
     try:
         if made := _made_by_ranks(problem, arrays):
@@ -173,7 +203,7 @@ def by_program(
             _fits(problem, arrays)
     except ProjectedMemoryError:
         rows = arrays[0].chunks[0]
-        if builder in _CENTRED or len(rows) == 1 or any(rows in sizes for sizes, _ in wanted.values()):
+        if sparse or builder in _CENTRED or len(rows) == 1 or any(rows in sizes for sizes, _ in wanted.values()):
             raise
         # R of A and B beside each other has the same R, solutions, residuals and singular values.
         small = dict(zip(operands, reduced(*arrays)[1:], strict=True))
@@ -191,7 +221,8 @@ def _made_by_ranks(problem: ProgramProblem, arrays: Sequence[Array]) -> dict[str
             return {}
     except ProjectedMemoryError as error:
         failure = error
-    tasks = {name: tasks_of_chunks(x) for name, x in zip(problem.operands, arrays, strict=True) if is_lazy(x)}
+    lazy = {name: x for name, x in zip(problem.operands, arrays, strict=True) if is_lazy(x)}
+    tasks = {name: tasks_of_chunks(x) for name, x in lazy.items() if not sparse_package(x._meta)}
     found = {name: made for name, made in tasks.items() if made is not None}
     if failure is not None and not found:
         raise failure
@@ -203,7 +234,8 @@ def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
 
     True where that is not known; `ProjectedMemoryError` if they can't.
     """
-    client, size = current_client(), sum(array.nbytes for array in arrays)
+    sizes = [array.nbytes * (SHARE if sparse_package(array._meta) else 1) for array in arrays]
+    client, size = current_client(), sum(sizes)
     known = None if client is None or np.isnan(size) else recent_snapshot(client, problem)
     if known is None or size <= _SMALL * sum(worker.memory_limit for worker in known.workers):
         return True
@@ -212,8 +244,15 @@ def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
     return budget is None or all(plan.projected_bytes[one.address] <= budget.of(one) for one in plan.participants)
 
 
+def left_beyond_memory(a: Array) -> contextlib.AbstractContextManager[None]:
+    """Let what does not fit into memory go on behind a with block; of sparse rows it is an error."""
+    return contextlib.nullcontext() if sparse_package(a._meta) else contextlib.suppress(ProjectedMemoryError)
+
+
 def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
     """Return Q and, column by column, R of tall matrices beside each other, by Dask's tasks: chunks come and go."""
+    if sparse_package(a._meta):
+        raise  # noqa: PLE0704
     dtype = common_type({str(number): x for number, x in enumerate((a, *beside))})
     columns = np.cumsum([x.shape[1] for x in (a, *beside)])
     q, r = tsqr(concatenate([rows_of(x).astype(dtype) for x in (a, *beside)], axis=1).rechunk({1: -1}))
@@ -222,7 +261,15 @@ def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
 
 def rows_of(a: Array) -> Array:
     """Return a matrix in chunks of rows."""
-    return a if len(a.chunks[1]) == 1 else a.rechunk({1: -1})
+    if len(a.chunks[1]) == 1 or not sparse_package(a._meta):
+        return a if len(a.chunks[1]) == 1 else a.rechunk({1: -1})
+    meta = compressed(a._meta)
+    new = {"n": a.shape[1]}
+    return blockwise(_beside, "mn", a, "mk", new_axes=new, concatenate=False, dtype=a.dtype, meta=meta)
+
+
+def _beside(blocks: Sequence[Any]) -> Any:
+    return beside(list(map(compressed, blocks)))
 
 
 def goes_by_rows(a: Array, how: RunOptions | FactorOptions) -> bool:
@@ -230,6 +277,11 @@ def goes_by_rows(a: Array, how: RunOptions | FactorOptions) -> bool:
     (m, n), method = a.shape, how.get("method") or "auto"
     engine = ENGINES.get(how.get("engine") or "")
     able = engine is None or ProgramProblem.kind in engine.computes
+    if sparse_package(a._meta):
+        if method not in ("auto", "rows") or not able:
+            given = f"method={method!r}" if able else f"engine={how.get('engine')!r}"
+            raise PlanError(f"{given} is not for sparse rows: leave it out")
+        return True
     if method not in ("auto", "rows") or (method == "auto" and not able):
         return False
     if method == "rows" and not 0 < n <= m and not np.isnan(m):
@@ -248,10 +300,10 @@ def _native(operands: Mapping[str, Array]) -> list[Array]:
     return [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
 
 
-def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions) -> tuple[Any, ...]:
+def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions | ProductOptions) -> tuple[Any, ...]:
     """Return engine, workers, settings, what the chunks are, and whether A is given up."""
     _, engine = check_names(None, how.get("engine"), kind=kind)
-    array = "cupy" if "cupy" in {array_kind(array._meta) for array in arrays} else "numpy"
+    array = "cupy" if any(on_device(array._meta) for array in arrays) else "numpy"
     return engine, check_workers(how.get("workers")), read_options(), array, bool(how.get("overwrite_a"))
 
 
@@ -260,7 +312,7 @@ def _arrays(
 ) -> dict[str, Array]:
     """Return the outputs of a run as lazy arrays; `made` has the tasks of operands whose chunks ranks make."""
     graph = build_factor_graph(problem, arrays, made)
-    prototype = next(x._meta for x in arrays if array_kind(x._meta) == problem.array)
+    prototype = next(dense(x._meta) for x in arrays if on_device(x._meta) == (problem.array == "cupy"))
     return {
         one.name: Array(
             graph,

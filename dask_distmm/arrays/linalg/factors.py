@@ -209,7 +209,7 @@ def qr(a: Operand, mode: Literal["reduced", "complete", "r"] = "reduced", **how:
     >>> linalg.qr([[3.0, 0.0], [4.0, 5.0]]).R.shape
     (2, 2)
     """
-    a = matrix("a", a, unknown_rows=mode != "complete")
+    a = matrix("a", a, unknown_rows=mode != "complete", sparse_rows=True)
     if mode != "complete" and goes_by_rows(a, how):
         cols, slabs, dtype = a.chunks[1], rows_of(a), common_type({"a": a}).name
         rows, whole = slabs.chunks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import warnings
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from dask_distmm.arrays.linalg.factorize import (
     common_type,
     computed,
     goes_by_rows,
+    left_beyond_memory,
     matrix,
     operand,
     row_chunks,
@@ -30,9 +30,14 @@ from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, Operand, Ru
 from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import right_vectors, svd
 from dask_distmm.arrays.request import check_names, check_workers
-from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.errors import PlanError
+from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.program import ProgramProblem
+
+# Deviations from a Gram matrix are as good as from the matrix if the largest is at most this many times the least.
+# Those of sparse rows are computed in float64, and are as good as a covariance matrix has them.
+_SPREAD, _SPARSE_SPREAD = 32, 2**12
 
 
 @public(RunOptions, COMPRESSED)
@@ -89,7 +94,7 @@ def svd_compressed(
     >>> s.compute().round(6)
     array([3.])
     """
-    a = computed("a", a)
+    a = computed("a", a, sparse_rows=True)
     if not 1 <= k <= min(a.shape):
         raise PlanError(f"k must be between 1 and {min(a.shape)}, got {k}")
     for name, value in (("n_power_iter", n_power_iter), ("n_oversamples", n_oversamples), ("seed", seed or 0)):
@@ -98,11 +103,11 @@ def svd_compressed(
     seed = secrets.randbits(64) if seed is None else seed
     m, n = a.shape
     if m < n and goes_by_rows(a.T, how):
-        with contextlib.suppress(ProjectedMemoryError):
+        with left_beyond_memory(a):
             found = _compressed_by_rows(adjoint(a), k, n_power_iter, n_oversamples, seed, how)
             return adjoint(found[2]), found[1], adjoint(found[0])
     if goes_by_rows(a, how):
-        with contextlib.suppress(ProjectedMemoryError):
+        with left_beyond_memory(a):
             return _compressed_by_rows(a, k, n_power_iter, n_oversamples, seed, how)
     count, turned = min(k + n_oversamples, m, n), adjoint(a)
     vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
@@ -135,12 +140,14 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     """Return the principal components of the rows of a matrix: right singular vectors of its centred columns.
 
     A tall matrix is read once, for means and the Gram matrix of the centred rows, if the variances that are asked for
-    are not too far apart for that; otherwise again, for its QR factorization.
+    are not too far apart for that; otherwise again, for its QR factorization. Sparse rows are not made dense in the
+    first case: a product of their means is subtracted from their Gram matrix, in float64. Columns that are filled
+    beyond a half, in which that would lose digits, are centred first.
 
     Parameters
     ----------
     a : array, (m, n)
-        m samples of n features; m is at least 2.
+        m samples of n features; m is at least 2. Chunks may be sparse where m >= n.
     n_components : int, optional
         How many; min(m, n) by default.
 
@@ -167,7 +174,9 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     >>> variances.compute().round(6), mean.compute()
     (array([4.]), array([2., 1.]))
     """
-    a = computed("a", a)
+    a = matrix("a", a, sparse_rows=True)
+    sparse, given = bool(sparse_package(a._meta)), common_type({"a": a})
+    dtype = np.result_type(given, np.float64) if sparse else given
     most = min(a.shape)
     k = most if n_components is None else n_components
     if len(a) < 2:
@@ -177,13 +186,20 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     if goes_by_rows(a, how):
         n = a.shape[1]
         wanted: dict[str, tuple[Chunks, str]] = {
-            "components": (((k,), (n,)), a.dtype.name),
-            "variances": (row_chunks(k), np.empty(0, a.dtype).real.dtype.name),
-            "mean": (row_chunks(n), a.dtype.name),
+            "components": (((k,), (n,)), dtype.name),
+            "variances": (row_chunks(k), np.empty(0, dtype).real.dtype.name),
+            "mean": (row_chunks(n), dtype.name),
         }
-        with contextlib.suppress(ProjectedMemoryError):
-            found = by_program("pca", {"a": rows_of(a)}, wanted, how=how, k=k)
-            return found["components"].rechunk({1: a.chunks[1]}), found["variances"][0], found["mean"][0]
+        spread = _SPARSE_SPREAD if sparse else _SPREAD
+        with left_beyond_memory(a):
+            found = by_program("pca", {"a": rows_of(a)}, wanted, how=how, dtype=dtype, k=k, spread=spread)
+            components = found["components"].astype(given).rechunk({1: a.chunks[1]})
+            return (
+                components,
+                found["variances"][0].astype(np.empty(0, given).real.dtype),
+                found["mean"][0].astype(given),
+            )
+    a = a.astype(dtype)
     mean = a.mean(axis=0)
     s, vh = right_vectors(a - mean, how)
     return vh[:k], s[:k] ** 2 / (len(a) - 1), mean

@@ -7,11 +7,20 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import common_type, computed, matrix, operand, plus_ones
+from dask_distmm.arrays.linalg.factorize import (
+    by_program,
+    common_type,
+    computed,
+    matrix,
+    operand,
+    plus_ones,
+    rows_of,
+)
 from dask_distmm.arrays.linalg.public import PRODUCT, Operand, ProductOptions, public
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import parse
-from dask_distmm.errors import NotSquareError
+from dask_distmm.errors import NotSquareError, PlanError
+from dask_distmm.numeric.sparse import sparse_package
 
 
 @public(ProductOptions, PRODUCT)
@@ -38,7 +47,13 @@ def gram(x: Operand, **how: Unpack[ProductOptions]) -> Array:
     array([[10., 14.],
            [14., 20.]])
     """
-    x = computed("x", x)
+    x = computed("x", x, sparse_rows=True)
+    if sparse_package(x._meta):
+        if how.get("method") is not None:
+            raise PlanError(f"method={how['method']!r} is not for sparse rows: leave it out")
+        n = x.shape[1]
+        g = by_program("gram", {"a": rows_of(x)}, {"g": (((n,), (n,)), x.dtype.name)}, how=how)["g"]
+        return mirrored(g.rechunk((x.chunks[1],) * 2), lower=True, hermitian=True)
     return mirrored(multiply(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
 
 

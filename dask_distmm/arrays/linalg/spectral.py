@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from typing import Any, Literal, Unpack, overload
 
@@ -18,6 +17,7 @@ from dask_distmm.arrays.linalg.factorize import (
     factorize,
     goes_by_rows,
     inner_chunks,
+    left_beyond_memory,
     matrix,
     operand,
     row_chunks,
@@ -38,7 +38,7 @@ from dask_distmm.arrays.linalg.public import (
 )
 from dask_distmm.arrays.linalg.qdwh import unitary_factor
 from dask_distmm.arrays.linalg.stacks import of_stacks
-from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.errors import PlanError
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.runtime.chunks import array_kind
 
@@ -248,7 +248,7 @@ def svd(a: Operand, full_matrices: bool = True, compute_uv: bool = True, **how: 
     >>> linalg.svd([[0.0, 2.0], [1.0, 0.0]]).S.compute()
     array([2., 1.])
     """
-    a = matrix("a", a, unknown_rows=not (full_matrices and compute_uv))
+    a = matrix("a", a, unknown_rows=not (full_matrices and compute_uv), sparse_rows=True)
     m, n = a.shape
     full, method = full_matrices and compute_uv and m != n, how.get("method", "auto")
     if full and method != "auto" and method != "local" and a.size:
@@ -269,7 +269,7 @@ def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -
         found = _decomposition(adjoint(a), False, compute_uv, how)
         return (adjoint(found[2]), found[1], adjoint(found[0])) if compute_uv else found
     if goes_by_rows(a, how):
-        with contextlib.suppress(ProjectedMemoryError):
+        with left_beyond_memory(a):
             return svd_by_rows(a, compute_uv, how)
     shared, tall = method == "columns", _goes_by_r(a, how)
     if tall and not compute_uv:
@@ -408,7 +408,7 @@ def polar(a: Operand, side: Literal["right", "left"] = "right", **how: Unpack[Fa
         slabs, cols, dtype = rows_of(a), a.chunks[1], a.dtype.name
         rows, whole = slabs.chunks
         wanted: dict[str, tuple[Chunks, str]] = {"u": ((rows, whole), dtype), "h": ((whole, whole), dtype)}
-        with contextlib.suppress(ProjectedMemoryError):
+        with left_beyond_memory(slabs):
             found = by_program("polar", {"a": slabs}, wanted, how=how)
             return in_columns(found["u"], cols), found["h"].rechunk((cols, cols))
     if a.size and (method == "columns" or (method == "auto" and _quicker_by_polar(a, True))):

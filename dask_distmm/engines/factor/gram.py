@@ -50,8 +50,8 @@ def is_near(kernels: Kernels, gram: Any) -> bool:
 def strips_of(kernels: Kernels, a: Any) -> Iterator[slice]:
     """Yield slices of the rows of a matrix, of a size that is worth a call of BLAS."""
     size = _DEVICE_BYTES if kernels.asynchronous else _HOST_BYTES
-    step = max(a.shape[1], size // max(1, a.itemsize * a.shape[1]))
-    for start in range(0, len(a), step):
+    step = max(a.shape[1], size // max(1, a.dtype.itemsize * a.shape[1]))
+    for start in range(0, a.shape[0], step):
         yield slice(start, start + step)
 
 

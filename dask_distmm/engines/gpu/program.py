@@ -15,6 +15,7 @@ from dask_distmm.engines.gpu.factor import SolverState
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
+from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.programs.steps import Buffer
@@ -35,7 +36,7 @@ class GpuProgramJob(ProgramJob):
         for event in self._ready:
             cp.cuda.Stream.null.wait_event(event)
         self.chunks = {
-            key: chunk if isinstance(chunk, SourceChunk) else cp.asarray(chunk) for key, chunk in self.chunks.items()
+            key: chunk if isinstance(chunk, SourceChunk) else _on_device(chunk) for key, chunk in self.chunks.items()
         }
         # Others may ask for them from the vote on.
         cp.cuda.Stream.null.synchronize()
@@ -56,7 +57,7 @@ class GpuProgramJob(ProgramJob):
         threads = self.plan.participants[self.me].nthreads
         ahead = made_ahead(threads) * sum(self.plan.problem.by_ranks)
         # Threads work on the default stream of this device, as tasks do.
-        make = functools.partial(_on_device, self.plan.problem.dtype)
+        make = functools.partial(_made_on_device, self.plan.problem.dtype)
         return ChunkLoader(uses, threads, ahead, make, cp.cuda.Device().use)
 
     def _taken(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
@@ -111,9 +112,17 @@ class GpuProgramJob(ProgramJob):
         return found
 
 
-def _on_device(dtype: np.dtype, source: Source, chunks: Sequence[SourceChunk]) -> dict[SourceChunk, tuple[Any, Any]]:
+def _made_on_device(
+    dtype: np.dtype, source: Source, chunks: Sequence[SourceChunk]
+) -> dict[SourceChunk, tuple[Any, Any]]:
     """Make chunks; return them on the device, and the event after which they may be read."""
     made = source.make()
     arrays = {chunk: cp.asarray(chunk.view(made), dtype) for chunk in chunks}
     complete = record(cp.cuda.Stream.null)
     return {chunk: (array, complete) for chunk, array in arrays.items()}
+
+
+def _on_device(chunk: Any) -> Any:
+    if not sparse_package(chunk):
+        return cp.asarray(chunk)
+    return rows_from([cp.asarray(part) for part in (chunk.data, chunk.indices, chunk.indptr)], chunk.shape[1])

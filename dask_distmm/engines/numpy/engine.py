@@ -45,6 +45,7 @@ from dask_distmm.engines.panels import ChunkBlock, Panel, panels, twins
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
+from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import dtype_from_name, stored
 from dask_distmm.planning import Plan
 from dask_distmm.planning.plan import Rect
@@ -308,7 +309,8 @@ class NumpyEngine(Engine):
         """Return what does a participant's part of a run."""
         for (operand, number), chunk in side.chunks.items():
             made = not isinstance(chunk, SourceChunk)  # else looked at later
-            if made and (not isinstance(chunk, np.ndarray) or chunk.ndim != 2):
+            fits = type(chunk) is np.ndarray or sparse_package(chunk) == "scipy"
+            if made and (not fits or chunk.ndim != 2):
                 raise EngineError(
                     f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the numpy engine needs "
                     "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray)"

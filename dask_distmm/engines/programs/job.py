@@ -21,6 +21,7 @@ from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checke
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
+from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.programs.steps import TURN, Buffer, Call, Drop, If, Loop, Make, New, Publish, Pull, Step, Store
@@ -122,8 +123,12 @@ class ProgramJob(Job[ProgramPlacement]):
     def _begin(self, step: Make, chunk: Any) -> None:
         """Have a chunk of an operand, in the type that is computed in."""
         name = step.buffer.name
-        self._arrays[name] = self.kernels.xp.asarray(chunk, self.plan.problem.dtype)
-        self._lengths[name] = len(chunk)
+        dtype = self.plan.problem.dtype
+        if sparse_package(chunk):
+            self._arrays[name] = chunk if chunk.dtype == dtype else chunk.astype(dtype)
+        else:
+            self._arrays[name] = self.kernels.xp.asarray(chunk, dtype)
+        self._lengths[name] = chunk.shape[0]
 
     def _repeat(self, loop: Loop, before: float, share: float) -> None:
         outside, flag = self._offset, self._arrays[loop.flag.name]
@@ -208,7 +213,8 @@ class ProgramJob(Job[ProgramPlacement]):
     def _chunk(self, operand: str, number: int) -> Any:
         """Return a chunk of an operand that was there before the run."""
         if (operand, number) in self._asked:
-            (chunk,) = wait_checked(self._asked.pop((operand, number)), self.ended.check)
+            found = wait_checked(self._asked.pop((operand, number)), self.ended.check)
+            chunk = rows_from(found, self.plan.whole(operand, number)[-1]) if len(found) > 1 else found[0]
         else:
             chunk = self.chunks[operand, number]
         return chunk
@@ -238,7 +244,8 @@ class ProgramJob(Job[ProgramPlacement]):
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return chunks of operands, or what this rank has published."""
         if kind == "input":
-            return super().serve(kind, boxes, flat)
+            found = [self.chunks[self.plan.problem.operands[operand], number] for operand, number, *_ in boxes.tolist()]
+            return [part for x in found for part in ([x.data, x.indices, x.indptr] if sparse_package(x) else [x])]
         self.ended.check()
         return list(self._future(int(boxes[0, 0])).result())
 
