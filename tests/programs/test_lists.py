@@ -29,6 +29,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("svd_compressed", {"k": 3, "width": 5, "iterations": 2, "seed": 0}, ("u", "s", "vh")),
     ("pca", {"k": 2}, ("components", "variances", "mean")),
     ("cov", {"ddof": 1, "correlation": True}, ("c",)),
+    ("gram", {}, ("g",)),
+    ("pca", {"k": 2, "spread": 32}, ("components", "variances", "mean")),
     ("lstsq", {"rtol": None}, ("x", "residuals", "rank", "s")),
     ("lstsq", {"rtol": 1e-8}, ("x", "residuals", "rank", "s")),
     ("ridge", {"alphas": (1.0, 2.0)}, ("x",)),
