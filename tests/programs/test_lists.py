@@ -27,7 +27,6 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("pinv", {"rtol": None}, ("x",)),
     ("pinv", {"rtol": 1e-3}, ("x",)),
     ("svd_compressed", {"k": 3, "width": 5, "iterations": 2, "seed": 0}, ("u", "s", "vh")),
-    ("pca", {"k": 2}, ("components", "variances", "mean")),
     ("cov", {"ddof": 1, "correlation": True}, ("c",)),
     ("gram", {}, ("g",)),
     ("pca", {"k": 2, "spread": 32}, ("components", "variances", "mean")),
