@@ -65,7 +65,7 @@ TRANSITIONS = (("waiting", "no-worker"), ("no-worker", "released"), ("no-worker"
 # What modules have, with the parameters of calls.
 MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "dask._task_spec": dict.fromkeys(
-        ("Alias", "DataNode", "GraphNode", "List", "Task", "TaskRef", "convert_legacy_graph"), ()
+        ("Alias", "DataNode", "DependenciesMapping", "GraphNode", "List", "Task", "TaskRef", "convert_legacy_graph"), ()
     ),
     "dask.array.core": {"_HANDLED_FUNCTIONS": ()},
     "dask.array.optimization": {"optimize": ("dsk", "keys")},

@@ -344,6 +344,7 @@ def test_workers_without_the_package_can_be_asked() -> None:
 
 
 def test_the_command_asks_all_workers(client: Client) -> None:
+    registered = cloudpickle.list_registry_pickle_by_value()
     done = CliRunner().invoke(main, ["check", "--scheduler", client.scheduler.address, "--json"])
     found = json.loads(done.stdout)
     assert done.exit_code == found["status"]
@@ -352,7 +353,7 @@ def test_the_command_asks_all_workers(client: Client) -> None:
     for one in found["workers"].values():
         assert (one["threads"], one["nanny"]) == (1, True)
         assert one["versions"] == found["client"]["versions"]
-    assert not cloudpickle.list_registry_pickle_by_value()
+    assert cloudpickle.list_registry_pickle_by_value() == registered
 
 
 def test_a_cluster_that_is_not_there_is_2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,8 +159,8 @@ def test_ranks_return_what_they_have_gathered(method, nranks, operand, same, see
     brought = []
 
     class Watched(type(ENGINE)):
-        def job(self, plan, me, *args):
-            job = super().job(plan, me, *args)
+        def job(self, side):
+            job, me = super().job(side), side.me
             execute = job.execute
 
             def watched():

@@ -90,7 +90,7 @@ def test_independent_ranks_go_on_without_the_others():
     assert run.waiting_for == {"b", "c"}
     assert run.share == pytest.approx(0.1)
     assert run.silent({"a": 0.0, "b": 90.0, "c": 0.0}, 100.0, 50.0) == ["c"]
-    with pytest.raises(ProtocolError, match="goes on without it"):
+    with pytest.raises(ProtocolError, match="continues without it"):
         run.answer("a", 3)
     run.answer("b", 3)
     assert run.lose(["c"])

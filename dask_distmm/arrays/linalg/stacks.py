@@ -21,6 +21,7 @@ from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from dask.utils import parse_bytes
 
+from dask_distmm.arrays.kinds import ndim_of
 from dask_distmm.arrays.linalg.factorize import common_type, operand
 from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.config import parsed
@@ -101,7 +102,8 @@ def _least_squares(a: Any, b: Any, limit: float) -> tuple[Any, ...]:
     residuals = (abs(columns - a @ x) ** 2).sum(axis=-2)
     if a.shape[-2] <= a.shape[-1]:
         residuals = residuals[..., :0]
-    return x[..., 0] if b.ndim == 1 else x, residuals, kept.sum(axis=-1), s
+    rank, s = np.broadcast_to(kept.sum(axis=-1), x.shape[:-2]), np.broadcast_to(s, x.shape[:-2] + s.shape[-1:])
+    return x[..., 0] if b.ndim == 1 else x, residuals, rank, s
 
 
 def _limit(a: Array, rcond: float | None) -> float:
@@ -154,7 +156,7 @@ def of_stacks(function: Callable[P, T]) -> Callable[P, T]:
 def _ndim_of(x: Any) -> int:
     """Return the number of dimensions; 0 of what no array can be made of."""
     try:
-        return int(np.ndim(x))
+        return ndim_of(x)
     except ValueError:
         return 0
 
