@@ -23,7 +23,7 @@ from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.footprint import is_by_ranks, made_ahead
 from dask_distmm.planning.model import Estimate, speeds
 from dask_distmm.planning.placement import Placement, Where, in_range, over_limit
-from dask_distmm.programs.check import all_flags, peak_bytes
+from dask_distmm.programs.check import peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.model import Cost, Rates, Span, cost
 from dask_distmm.programs.recorder import Rows
@@ -284,6 +284,5 @@ def _project(plan: ProgramPlacement) -> tuple[dict[str, int], int]:
             copied[:] = True
         held += np.bincount(owners, np.where(copied, elements * (problem.dtype.itemsize * share), 0), len(held))
     for rank, index in enumerate(plan.ranks):
-        steps = plan.steps(rank)
-        held[index] += max(peak_bytes(steps, flags) for flags in all_flags([steps]))
+        held[index] += peak_bytes(plan.steps(rank))
     return {worker.address: int(size) for worker, size in zip(plan.participants, held, strict=True)}, fetched

@@ -8,6 +8,8 @@ before it is freed. It does not know whether numbers are right.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -79,33 +81,56 @@ def check(lists: Lists) -> None:
         _expect(not left, f"ranks leave {left}")
 
 
-def peak_bytes(steps: Sequence[Step], flags: Mapping[str, bool]) -> int:
-    """Return the most bytes that a rank holds beside its operands; what it has published it holds until the end."""
-    live = peak = 0
-    published: set[str] = set()
-    # The bytes of what is published and dropped: what was so before a turn is freed at its end.
-    kept: list[int] = []
-    before: list[int] = []
-    for step in flatten(steps, flags, _TURNS):
+def peak_bytes(steps: Sequence[Step]) -> int:
+    """Return the most bytes that a rank holds beside its operands, whatever the flags are.
+
+    What it has published it holds until the end of the next turn of a loop, or of the run.
+    """
+    return _holding(steps, _Held()).peak
+
+
+@dataclasses.dataclass
+class _Held:
+    """What a rank holds: bytes, the names that are published, and the bytes of those that are dropped, by number."""
+
+    live: int = 0
+    peak: int = 0
+    published: set[str] = dataclasses.field(default_factory=set)
+    kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    count: int = 0
+
+
+def _holding(steps: Sequence[Step], held: _Held) -> _Held:
+    for step in steps:
         match step:
             case New(buffer):
-                live += buffer.nbytes
+                held.live += buffer.nbytes
             case Publish(_, buffers):
-                published |= {buffer.name for buffer in buffers}
-            case Drop(buffer) if buffer.name in published:
-                published.remove(buffer.name)
-                kept.append(buffer.nbytes)
+                held.published |= {buffer.name for buffer in buffers}
+            case Drop(buffer) if buffer.name in held.published:
+                held.published.remove(buffer.name)
+                held.count += 1
+                held.kept[held.count] = buffer.nbytes
             case Drop(buffer) if not buffer.is_operand:
-                live -= buffer.nbytes
-            case Turn(_, starts=True):
-                before.append(len(kept))
-            case Turn():
-                count = before.pop()
-                live -= sum(kept[:count])
-                kept[:count] = []
-                before = [max(0, one - count) for one in before]
-        peak = max(peak, live)
-    return peak
+                held.live -= buffer.nbytes
+            case If(_, then, otherwise):
+                held = _more([_holding(branch, copy.deepcopy(held)) for branch in (then, otherwise)])
+            case Loop(_, body, most):
+                none = copy.deepcopy(held)
+                for _ in range(min(_TURNS, most)):
+                    before = list(held.kept)
+                    held = _holding(body, held)
+                    held.live -= sum(held.kept.pop(number, 0) for number in before)
+                held = _more([none, held])
+        held.peak = max(held.peak, held.live)
+    return held
+
+
+def _more(ways: Sequence[_Held]) -> _Held:
+    """Return what a rank holds at most after one of several ways, which have the same buffers."""
+    found = max(ways, key=lambda way: way.live)
+    found.peak = max(way.peak for way in ways)
+    return found
 
 
 def _expect(good: bool, what: str) -> None:

@@ -105,7 +105,13 @@ def test_programs_come_to_their_end(case, ranks, data):
     check(lists)
     for flags in all_flags([lists[0]]):
         assert cost(lists, Rates(1e9, 1e9, 1e9, 1e-3), flags).messages % max(1, ranks - 1) == 0
-        assert peak_bytes(lists[0], flags) > 0
+    assert peak_bytes(lists[0]) > 0
+
+
+def test_memory_of_many_branches():
+    """Twenty power iterations have millions of combinations of flags."""
+    few, many = (("svd_compressed", {"k": 3, "width": 5, "iterations": n, "seed": 0}, ("u",)) for n in (1, 20))
+    assert peak_bytes(recorded(few, [0, 1], 2, [9, 9])[0]) <= peak_bytes(recorded(many, [0, 1], 2, [9, 9])[0])
 
 
 def mutated(number, steps):
@@ -163,7 +169,7 @@ def test_loops_that_run_ahead_are_found():
         ]
         if waiting:
             check(lists)
-            assert peak_bytes(lists[0], {}) <= 4
+            assert peak_bytes(lists[0]) <= 4
             # The turn before the loop, and all turns that are expected.
             assert cost(lists, Rates(1.0, 1.0, 1.0, 1.0)).messages == 12
             continue
