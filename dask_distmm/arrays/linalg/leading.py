@@ -26,7 +26,7 @@ from dask_distmm.arrays.linalg.factorize import (
     unchecked,
 )
 from dask_distmm.arrays.linalg.factors import qr
-from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, Operand, RunOptions, public
+from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, MOMENTS, Operand, RunOptions, public
 from dask_distmm.arrays.linalg.qdwh import with_noise
 from dask_distmm.arrays.linalg.spectral import right_vectors, svd
 from dask_distmm.arrays.request import check_names, check_workers
@@ -205,7 +205,7 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     return vh[:k], s[:k] ** 2 / (len(a) - 1), mean
 
 
-@public(RunOptions)
+@public(RunOptions, MOMENTS)
 def cov(
     m: Any, y: Any = None, rowvar: bool = True, bias: bool = False, ddof: int | None = None, **how: Unpack[RunOptions]
 ) -> Any:
@@ -231,11 +231,18 @@ def cov(
     -------
     array, (n, n)
         Of one variable its variance, (). In float64 or complex128.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.cov([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]]).compute()
+    array([[ 1., -1.],
+           [-1.,  1.]])
     """
     return _covariances({"m": m, "y": y}, rowvar, int(not bias) if ddof is None else ddof, False, how)
 
 
-@public(RunOptions)
+@public(RunOptions, MOMENTS)
 def corrcoef(x: Any, y: Any = None, rowvar: bool = True, **how: Unpack[RunOptions]) -> Any:
     """Return the correlation coefficients of variables, as ``numpy.corrcoef``; see `cov`.
 
@@ -248,6 +255,13 @@ def corrcoef(x: Any, y: Any = None, rowvar: bool = True, **how: Unpack[RunOption
     -------
     array, (n, n)
         Of one variable 1, ().
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.corrcoef([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]]).compute().round(6)
+    array([[ 1., -1.],
+           [-1.,  1.]])
     """
     return _covariances({"x": x, "y": y}, rowvar, 1, True, how)
 

@@ -124,12 +124,16 @@ POLAR = (
     "on all workers: that of its products and factorizations; on one: that of `svd`",
 )
 COMPRESSED = (
-    "tall and wide matrices: one run, which reads them 2 + 2 `n_power_iter` times; others: a run for each product",
+    "tall and wide matrices: one run, which reads them 1 + `n_power_iter` times, or once again; others: many runs",
     "vectors: k + `n_oversamples` for each row and column",
 )
 COMPONENTS = (
     "tall matrices: one run, which reads them once or twice; others: as `svd`",
     "tall matrices: n x n; others as `svd`",
+)
+MOMENTS = (
+    "many more observations than variables: one run, which reads them once; others: a product on all workers",
+    "observations stay where they are, n x n; others: those of the product",
 )
 TURNS = (
     "one run for the whole iteration: each worker has rows of A",
