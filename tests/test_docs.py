@@ -183,7 +183,7 @@ def test_the_first_program_as_a_script(tmp_path):
     (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
         [sys.executable, "program.py"], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[-1]) > 0
@@ -209,7 +209,7 @@ def test_examples_print_what_the_page_says(name):
     printed = re.match(r"\n```text\n(.*?)```", section, re.DOTALL)[1]
     done = subprocess.run(
         [sys.executable, DOCS / "examples" / f"{name}.py"], capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert words(done.stdout) == words(printed)
