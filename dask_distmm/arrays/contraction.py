@@ -34,19 +34,14 @@ Product = Callable[[Array, Array], Any]
 
 def contract(a: Array, left: str, b: Array, right: str, out: str, product: Product) -> Any:
     """Return the contraction of two arrays whose axes have letters; NotImplemented where it is no product."""
-    both = set(left) & set(right)
-    batch, rows, cols = ([x for x in out if (x in left, x in right) == of] for of in ((1, 1), (1, 0), (0, 1)))
-    summed = "".join(x for x in left if x in both and x not in out)
-    once = all(len(set(one)) == len(one) for one in (left, right, out))
-    if not once or not summed or not (rows or cols) or {*left, *right} != {*out, *summed}:
+    batch, rows, cols, summed = _roles(a, left, b, right, out)
+    if not summed or not (rows or cols) or np.isnan([*a.shape, *b.shape]).any():
         return NotImplemented
-    if any(a.shape[left.index(x)] != b.shape[right.index(x)] for x in both) or np.isnan([*a.shape, *b.shape]).any():
-        return NotImplemented  # Dask's own function has the error to raise, or takes a length of 1 for any
     if batch or len(summed) > 1:
         _, (a, b) = unify_chunks(a, left, b, right, warn=False)
     # An axis of length 1 stands in for none; vectors do without.
-    down = ["".join(rows)] if batch or rows else []
-    along = ["".join(cols)] if batch or cols else []
+    down = [rows] if batch or rows else []
+    along = [cols] if batch or cols else []
     if planning() and (batch or max(map(len, (rows, cols, summed))) > 1):
         return NotImplemented
     sizes = dict(zip(left + right, a.chunks + b.chunks, strict=True))
@@ -79,9 +74,10 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
         letters = "".join(x for x in found if x in needed) if left else out
         made = NotImplemented
         if len(taken) == 2:
-            made = contract(taken[0][1], taken[0][0], taken[1][1], taken[1][0], letters, product)
-        if made is NotImplemented and len(taken) == 2:
-            made = _by_tensordot(taken[0][1], taken[0][0], taken[1][1], taken[1][0], letters)
+            (first, a), (second, b) = taken
+            made = contract(a, first, b, second, letters, product)
+            if made is NotImplemented:
+                made = _by_tensordot(a, first, b, second, letters)
         if made is NotImplemented:
             if len(arrays) == 2:
                 return NotImplemented
@@ -92,15 +88,24 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
 
 def _by_tensordot(a: Array, left: str, b: Array, right: str, out: str) -> Any:
     """Return a contraction of Dask's tasks that call BLAS: chunk by chunk ``einsum`` is much slower."""
-    both = [x for x in left if x in right]
-    if not both or {*both} & {*out} or {*left, *right} != {*out, *both} or np.result_type(a, b).kind not in "fc":
+    batch, _, _, summed = _roles(a, left, b, right, out)
+    if not summed or batch or planning() or np.result_type(a, b).kind not in "fc":
         return NotImplemented
-    if len(left) + len(right) != len(out) + 2 * len(both) or planning():
-        return NotImplemented
-    if any(a.shape[left.index(x)] != b.shape[right.index(x)] for x in both):
-        return NotImplemented
-    found = dask_tensordot(a, b, axes=([left.index(x) for x in both], [right.index(x) for x in both]))
-    return _merged(found, "".join(x for x in left + right if x not in both), list(out))
+    found = dask_tensordot(a, b, axes=([left.index(x) for x in summed], [right.index(x) for x in summed]))
+    return _merged(found, "".join(x for x in left + right if x not in summed), list(out))
+
+
+def _roles(a: Array, left: str, b: Array, right: str, out: str) -> tuple[str, str, str, str]:
+    """Return the axes that are kept of both, of A alone, of B alone, and that are summed over.
+
+    None is summed over where the sum is of another kind, or Dask's own function has an error to raise.
+    """
+    batch, rows, cols = ("".join(x for x in out if (x in left, x in right) == of) for of in ((1, 1), (1, 0), (0, 1)))
+    summed = "".join(x for x in left if x in right and x not in out)
+    once = all(len(set(one)) == len(one) for one in (left, right, out))
+    # Dask's own function takes a length of 1 for any.
+    fit = all(a.shape[left.index(x)] == b.shape[right.index(x)] for x in batch + summed)
+    return batch, rows, cols, summed if once and fit and {*left, *right} == {*out, *summed} else ""
 
 
 def parsed(args: Sequence[Any]) -> tuple[str, list[Array]] | None:

@@ -33,7 +33,7 @@ from dask.array.core import Array
 
 from dask_distmm.arrays.contraction import contract, einsum, parsed
 from dask_distmm.arrays.fallback import why_leave
-from dask_distmm.arrays.kinds import any_kind, as_array, compats, kinds, ndim_of, owners, planning
+from dask_distmm.arrays.kinds import COMPAT_LINALG, any_kind, as_array, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.numpy_functions import contracted_axes, numpys_first
 from dask_distmm.arrays.outputs import rechunk
@@ -101,7 +101,8 @@ def is_enabled() -> bool:
 def _replace_functions() -> None:
     ways: dict[str, Callable[..., Any]] = {"matmul": _matmul, "tensordot": _tensordot, "einsum": _einsum}
     ways |= {"__matmul__": _matmul, "__rmatmul__": _reflected_matmul}
-    for owner in owners():
+    places = owners()
+    for owner in places:
         _replace(owner, {name: ours for name, ours in ways.items() if isinstance(owner, type) == name.startswith("__")})
     package = sys.modules.get("dask_array")
     if package is not None:
@@ -111,8 +112,9 @@ def _replace_functions() -> None:
         _replace(dask.array, routed.STATISTICS)
         for owner in (dask.array, sys.modules["dask.array.rechunk"]):
             _replace(owner, {"rechunk": rechunk})
-        for module in compats(".linalg"):
-            _replace(module, routed.ARRAY_API, adds=True)
+        for owner in places:
+            if owner.__name__.endswith(COMPAT_LINALG):
+                _replace(owner, routed.ARRAY_API, adds=True)
     for kind in {Array, getattr(package, "Array", Array)}:
         _replace(kind, {"__array_function__": numpys_first}, lambda make, before: make(before, is_enabled))
 

@@ -41,8 +41,8 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
     if max(a.ndim, b.ndim) > most:
         return f"the operands have {a.ndim} and {b.ndim} dimensions; a run is of matrices; for batches there is matmul"
     kinds = {name: array_kind(array._meta) for name, array in (("A", a), ("B", b))}
-    for name, kind in kinds.items():
-        if is_sparse({"A": a, "B": b}[name]):
+    for (name, kind), array in zip(kinds.items(), (a, b), strict=True):
+        if is_sparse(array):
             return f"the chunks of {name} are sparse ({kind}), and multiplied by tasks where they are"
         if kind not in ("numpy", "cupy"):
             return (

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
@@ -120,7 +120,7 @@ def owners() -> list[Any]:
     """Return the modules and classes of this process in which the ways to multiply arrays have their names."""
     found: list[Any] = [dask.array.routines, dask.array]
     if not planning():
-        found += compats("") + compats(".linalg")
+        found += _compats()
     else:
         # Its `@` asks no module, it raises NotImplementedError.
         found.append(dask.array.Array)
@@ -130,11 +130,22 @@ def owners() -> list[Any]:
     return found
 
 
-def compats(part: str) -> list[Any]:
-    """Return ``array_api_compat.dask.array``, or a part of it, and copies of it that other packages bring."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("array_api_compat.dask.array")
-    return [module for name, module in list(sys.modules.items()) if name.endswith(f"array_api_compat.dask.array{part}")]
+# How the names of array-api-compat's modules end, also those of copies that other packages bring.
+COMPAT = "array_api_compat.dask.array"
+COMPAT_LINALG = f"{COMPAT}.linalg"
+
+
+def _compats() -> list[Any]:
+    if _has_compat():
+        with contextlib.suppress(ImportError):
+            importlib.import_module(COMPAT)
+    return [module for name, module in list(sys.modules.items()) if name.endswith((COMPAT, COMPAT_LINALG))]
+
+
+@functools.cache
+def _has_compat() -> bool:
+    """Whether array-api-compat is installed: to look for it takes as long as all else in `enable`."""
+    return importlib.util.find_spec(COMPAT.partition(".")[0]) is not None
 
 
 def any_kind(function: Callable[P, T]) -> Callable[P, T]:

@@ -9,12 +9,13 @@ messages, order of collective calls. Speed, types of the hardware and what hangs
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import itertools
 import sys
 import threading
 import types
 from collections import defaultdict
-from queue import Queue
+from queue import Empty, Queue
 
 import compiled
 import ml_dtypes
@@ -175,6 +176,15 @@ def _apply(name, attributes, x, dtype, rows):
     if name.startswith("GELU"):
         return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     return x
+
+
+def taken(queue):
+    """Return what another rank puts into a queue; where none comes, the stacks of all say why."""
+    try:
+        return queue.get(timeout=_TIMEOUT)
+    except Empty:
+        faulthandler.dump_traceback()
+        raise
 
 
 class Hub:
@@ -395,7 +405,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
         for pointer, size, peer, comm in local.sends:
             comm.hub.boxes[comm.rank, peer].put((pointer, size))
         for pointer, size, peer, comm in local.receives:
-            source, sent = comm.hub.boxes[peer, comm.rank].get(timeout=_TIMEOUT)
+            source, sent = taken(comm.hub.boxes[peer, comm.rank])
             assert sent == size, f"{sent} bytes were sent, {size} are expected"
             ctypes.memmove(pointer, source, size)
         for comm in {c for *_, c in (*local.sends, *local.receives)}:
@@ -403,7 +413,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
             for peer in {p for _, _, p, c in local.receives if c is comm}:
                 comm.hub.read[comm.rank, peer].put(True)
             for peer in {p for _, _, p, c in local.sends if c is comm}:
-                comm.hub.read[peer, comm.rank].get(timeout=_TIMEOUT)
+                taken(comm.hub.read[peer, comm.rank])
 
     def all_gather(src, dst, size, kind, handle, stream):
         comm = world.handles[handle]

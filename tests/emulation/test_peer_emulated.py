@@ -235,9 +235,12 @@ def test_sums_of_several_products_are_finished_by_the_kernel(make_peers, tight, 
     ranks, world = make_peers()
     case = Case(epilog, "float32", alpha=-1.5)
     del world.epilogs[:]
-    with tight(2**12):
-        case.check(*run_case(ranks, case, "allgather", 3, 1, False, amax=False))
-    assert max(len(schedule.depth) for schedule in schedules.block_schedules(ranks.jobs[-1].plan)) > 2
+    depths = []
+    for _ in range(3):  # Chunks are drawn: a sum can be one product.
+        with tight(2**10):
+            case.check(*run_case(ranks, case, "allgather", 3, 1, False, amax=False))
+        depths += [len(schedule.depth) for schedule in schedules.block_schedules(ranks.jobs[-1].plan)]
+    assert max(depths) > 2
     assert set(world.epilogs) == {""}
 
 

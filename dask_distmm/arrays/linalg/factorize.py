@@ -251,8 +251,6 @@ def left_beyond_memory(a: Array) -> contextlib.AbstractContextManager[None]:
 
 def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
     """Return Q and, column by column, R of tall matrices beside each other, by Dask's tasks: chunks come and go."""
-    if sparse_package(a._meta):
-        raise  # noqa: PLE0704
     dtype = common_type({str(number): x for number, x in enumerate((a, *beside))})
     columns = np.cumsum([x.shape[1] for x in (a, *beside)])
     q, r = tsqr(concatenate([rows_of(x).astype(dtype) for x in (a, *beside)], axis=1).rechunk({1: -1}))

@@ -13,6 +13,7 @@ from dask_distmm.arrays.linalg.factorize import (
     factorize,
     goes_by_rows,
     inner_chunks,
+    left_beyond_memory,
     matrix,
     reduced,
     row_chunks,
@@ -20,7 +21,7 @@ from dask_distmm.arrays.linalg.factorize import (
 )
 from dask_distmm.arrays.linalg.public import PANELS, TALL, FactorOptions, Operand, QRResult, public
 from dask_distmm.arrays.linalg.stacks import of_stacks
-from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.errors import PlanError
 from dask_distmm.planning.computation import Chunks
 
 
@@ -214,10 +215,10 @@ def qr(a: Operand, mode: Literal["reduced", "complete", "r"] = "reduced", **how:
         cols, slabs, dtype = a.chunks[1], rows_of(a), common_type({"a": a}).name
         rows, whole = slabs.chunks
         results = {"r": ((whole, whole), dtype)} | ({} if mode == "r" else {"q": ((rows, whole), dtype)})
-        try:
+        found: dict[str, Array] = {}
+        with left_beyond_memory(a):
             found = by_program("qr", {"a": slabs}, results, how=how)
-        except ProjectedMemoryError:
-            found = dict(zip("qr", reduced(slabs), strict=True))
+        found = found or dict(zip("qr", reduced(slabs), strict=True))
         r = found["r"].rechunk((cols, cols))
         return r if mode == "r" else QRResult(in_columns(found["q"], cols), r)
     inner, (rows, cols) = inner_chunks(a), a.chunks
