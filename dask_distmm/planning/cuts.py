@@ -13,6 +13,7 @@ product of too few elements leaves multiprocessors idle: with k = 8192 and 16384
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -83,12 +84,15 @@ _IMBALANCE = 1.05
 _IMBALANCE_MADE = 2.0
 
 
-def cut(length: int, parts: int, *chunkings: Sequence[int], imbalance: float = _IMBALANCE) -> Bounds:
+@functools.lru_cache(maxsize=64)
+def cut(length: int, parts: int, *chunkings: tuple[int, ...], imbalance: float = _IMBALANCE) -> Bounds:
     """Cut ``range(length)`` into `parts` parts of about the same size, none empty."""
+    if parts == 1:
+        return 0, length
     even = np.arange(parts + 1) * length // parts
     edges: np.ndarray | None = None
-    for sizes in chunkings:
-        found = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    for sizes in dict.fromkeys(chunkings):
+        found = chunk_edges(sizes)
         edges = np.unique(found) if edges is None else np.intersect1d(edges, found)
     if edges is not None and len(edges) > parts:
         right = np.clip(np.searchsorted(edges, even), 1, len(edges) - 1)
@@ -159,12 +163,22 @@ def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def chunk_edges(sizes: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return where chunks of certain sizes begin, from 0 on, and where the last one ends."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def overlap_sizes(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
+    """Return how much of each chunk (rows) of certain sizes is in each part of `cuts` (columns); negative: nothing."""
+    edges, bounds = chunk_edges(tuple(sizes)), np.asarray(cuts)
+    low, high = np.maximum(edges[:-1, None], bounds[:-1]), np.minimum(edges[1:, None], bounds[1:])
+    return np.asarray(high - low)
+
+
 def largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
     """Return for each chunk of certain sizes the part of `cuts` that covers most of it."""
-    edges = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-    low = np.maximum(edges[:-1, None], np.asarray(cuts[:-1]))
-    high = np.minimum(edges[1:, None], np.asarray(cuts[1:]))
-    return np.asarray(np.argmax(high - low, axis=1))
+    return np.asarray(np.argmax(overlap_sizes(sizes, cuts), axis=1))
 
 
 def chunk_owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], ranks: int) -> NDArray[np.int32]:

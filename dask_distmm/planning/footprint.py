@@ -6,7 +6,6 @@ C-ordered, unless they are small or have another type than is computed in.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, redistribution
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.chunk_order import free_axes
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.cuts import Bounds
+from dask_distmm.planning.cuts import Bounds, chunk_edges
 from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Packing, Plan
@@ -196,9 +195,3 @@ def _in_whole_chunks(sizes: tuple[int, ...], cuts: Bounds) -> tuple[NDArray[np.i
     edges = chunk_edges(sizes)
     starts = edges[np.searchsorted(edges, cuts[:-1], "right") - 1]
     return starts, edges[np.searchsorted(edges, cuts[1:], "left")]
-
-
-@functools.lru_cache(maxsize=16)
-def chunk_edges(sizes: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return where chunks of certain sizes begin, from 0 on, and where the last one ends."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])

@@ -27,9 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.layout import ChunkGrid, redistribution
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.cuts import Bounds, overlaps, reduce_cuts
+from dask_distmm.planning.cuts import Bounds, overlap_sizes, overlaps, reduce_cuts
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.wire import HERE
@@ -143,8 +142,13 @@ class Plan(Placement):
         nranks = len(self.ranks)
         if self.grid[2] > 1 and self.method == "allreduce":
             return np.diag(self.final_elements)
-        rows, cols = (tuple(np.diff(cut).tolist()) for cut in self.final_cuts)
-        return redistribution(ChunkGrid(self.problem.out_chunks), ChunkGrid((rows, cols))).traffic(self.owners, nranks)
+        rows, cols = (
+            np.maximum(overlap_sizes(sizes, bounds), 0)
+            for sizes, bounds in zip(self.problem.out_chunks, self.final_cuts, strict=True)
+        )
+        of_rows = np.zeros((len(rows), nranks, cols.shape[1]), np.int64)
+        np.add.at(of_rows, (np.arange(len(rows))[:, None], self.owners.reshape(len(rows), len(cols))), cols)
+        return np.einsum("ip,irq->rpq", rows, of_rows).reshape(nranks, -1)
 
     def coords(self, rank: int) -> tuple[int, int, int]:
         """Return (i, j, l) of a rank; l varies fastest."""
