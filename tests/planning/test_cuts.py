@@ -14,7 +14,7 @@ chunkings = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda 
 def test_cut_covers_and_is_balanced(sizes, data):
     length = sum(sizes)
     parts = data.draw(st.integers(1, length))
-    found = cut(length, parts, sizes)
+    found = cut(length, parts, tuple(sizes))
     assert (found[0], found[-1], len(found)) == (0, length, parts + 1)
     widths = np.diff(found)
     assert widths.min() > 0
@@ -22,10 +22,10 @@ def test_cut_covers_and_is_balanced(sizes, data):
 
 
 def test_cut_prefers_edges_that_all_chunkings_share():
-    assert cut(100, 2, [49, 51]) == (0, 49, 100)
-    assert cut(100, 2, [49, 51], [50, 50]) == (0, 50, 100)
-    assert cut(100, 2, [30, 70]) == (0, 50, 100)
-    assert cut(90, 3, [30, 30, 30], [15] * 6) == (0, 30, 60, 90)
+    assert cut(100, 2, (49, 51)) == (0, 49, 100)
+    assert cut(100, 2, (49, 51), (50, 50)) == (0, 50, 100)
+    assert cut(100, 2, (30, 70)) == (0, 50, 100)
+    assert cut(90, 3, (30, 30, 30), (15,) * 6) == (0, 30, 60, 90)
 
 
 @given(chunkings, st.data())

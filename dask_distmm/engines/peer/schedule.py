@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from dask_distmm.engines.panels import ChunkBlock, blocks_between, chunk_blocks_of, coalesce
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cuts import full_side, padded, pieces_that_fill, unit
-from dask_distmm.planning.cuts import chunk_edges
+from dask_distmm.planning.cuts import chunk_edges, full_side, padded, pieces_that_fill, unit
 from dask_distmm.planning.peer.block_schedule import PANELS, BlockSchedule, extent_multiple
 from dask_distmm.planning.peer.streams import Stream, stream_cuts
 from dask_distmm.planning.placement import EVERYWHERE

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.cuts import Bounds, padded
-from dask_distmm.planning.cuts import chunk_edges
+from dask_distmm.planning.cuts import Bounds, chunk_edges, padded
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.peer.block_schedule import PANELS, extent_multiple, longest_depth, multiplied_sizes
 from dask_distmm.planning.plan import Plan, once
