@@ -104,6 +104,11 @@ CALLS = [
     Call("linalg.gram", lambda x: linalg.gram(x.t), lambda x: x.t.T @ x.t),
     Call("linalg.gram", lambda x: linalg.gram(x.i), lambda x: (x.i.T @ x.i).astype(float)),
     Call("linalg.cg", lambda x: linalg.cg(x.s, x.v, rtol=1e-12)[0], lambda x: _solved(x.s, x.v)),
+    Call(
+        "linalg.cg",
+        lambda x: linalg.cg(lambda y, rows: 3 * y[rows], x.v, M=lambda y, rows: y[rows])[0],
+        lambda x: x.v / 3,
+    ),
     Call("linalg.minres", lambda x: linalg.minres(x.s, x.v, rtol=1e-12)[0], lambda x: _solved(x.s, x.v)),
     Call("linalg.gmres", lambda x: linalg.gmres(x.a, x.v, rtol=1e-12)[0], lambda x: _solved(x.a, x.v)),
     Call("linalg.gmres", lambda x: linalg.gmres(x.q, x.j[:6], rtol=1e-12), lambda x: (_solved(x.q, x.j[:6]), 0)),

@@ -234,9 +234,7 @@ def elementwise(
         c = inputs["c"].astype(dtype) * beta
         x = x + (c * inputs["scale_c"].astype(dtype) if "scale_c" in formula.scales else c)
     if formula.function:
-        function = call_user("function", "the function given as epilog can't be unpickled", _load, formula.function)
-        what = f"the epilog {getattr(function, '__name__', type(function).__name__)} has failed"
-        d = call_user("function", what, function, x, **{name: inputs[name] for name in formula.names})
+        d = call_function(formula.function, "epilog", x, **{name: inputs[name] for name in formula.names})
         return (d.astype(dtype),)
     if "bias" in formula.inputs:
         x = x + inputs["bias"].astype(dtype)
@@ -310,9 +308,15 @@ def _joined(formula: Formula, name: str, parts: list[Any]) -> Any:
     return functools.reduce(together, parts)
 
 
+def call_function(pickled: bytes, role: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a user's function, which was given as `role`."""
+    function = call_user("function", f"the function given as {role} can't be unpickled", _load, pickled)
+    what = f"the {role} {getattr(function, '__name__', type(function).__name__)} has failed"
+    return call_user("function", what, function, *args, **kwargs)
+
+
 @functools.lru_cache(maxsize=64)
 def _load(pickled: bytes) -> Callable[..., Any]:
-    """Return a user's function, unpickled from `Formula.function`."""
     found: Callable[..., Any] = pickle.loads(pickled)
     return found
 

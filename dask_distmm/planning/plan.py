@@ -148,7 +148,8 @@ class Plan(Placement):
         )
         of_rows = np.zeros((len(rows), nranks, cols.shape[1]), np.int64)
         np.add.at(of_rows, (np.arange(len(rows))[:, None], self.owners.reshape(len(rows), len(cols))), cols)
-        return np.einsum("ip,irq->rpq", rows, of_rows).reshape(nranks, -1)
+        traffic: NDArray[np.int64] = np.einsum("ip,irq->rpq", rows, of_rows).reshape(nranks, -1)
+        return traffic
 
     def coords(self, rank: int) -> tuple[int, int, int]:
         """Return (i, j, l) of a rank; l varies fastest."""

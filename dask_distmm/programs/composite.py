@@ -444,7 +444,9 @@ def record(
     """Return the steps of rank `me`; `cols` has the columns of each operand by name, `made` those that ranks make."""
     options = dict(options)
     p = Recorder(me, rows, dtype, finite=options.pop("finite", True))
+    functions = options.pop("functions", {})
     operands = {name: Tall(name, size, operand=True, made=name in made) for name, size in cols.items()}
     p.make(*operands.values())
+    operands |= {name: Tall(name, sum(rows.sizes), function=function) for name, function in functions.items()}
     BUILDERS[kind](p, operands, wanted, **options)
     return p.end()

@@ -92,6 +92,7 @@ CONTRACTS: dict[str, Contract] = {
     "put": Contract("rw", _none),
     "take": Contract("rw", _none),
     "times_into": Contract("rrw", lambda a, x, y: 2 * a[0] * a[1] * x[1]),
+    "apply": Contract("rw", _none),
     "assemble": Contract("wr", _none),
     "total": Contract("wr", _none),
     "dots": Contract("wr", lambda out, *x: sum(2 * one[0] * one[1] for one in x[::2])),

@@ -7,6 +7,8 @@ alike, from sums in the same order.
 
 from __future__ import annotations
 
+import itertools
+
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
 
@@ -97,9 +99,15 @@ class Vectors:
 
     def times(self, operand: str, whole: Buffer) -> Buffer:
         """Return the product of a matrix and a vector that all ranks have."""
-        product = self.new(cols=whole.shape[1])
-        for number, chunk in self.p.numbered(self.operands[operand]):
-            self.p.call("times_into", chunk, whole, product, at=self.places[number][1])
+        product, matrix = self.new(cols=whole.shape[1]), self.operands[operand]
+        firsts = list(itertools.accumulate(self.p.rows.sizes, initial=0))
+        for number, chunk in self.p.numbered(matrix):
+            _, start, size = self.places[number]
+            if matrix.function:
+                where = {"at": start, "first": firsts[number], "size": size}
+                self.p.call("apply", whole, product, function=matrix.function, role=operand.upper(), **where)
+            else:
+                self.p.call("times_into", chunk, whole, product, at=start)
         return product
 
     def dots(self, *pairs: tuple[Buffer, Buffer]) -> Buffer:

@@ -39,6 +39,8 @@ class Tall:
     cols: int
     operand: bool = False
     made: bool = False
+    # A user's function that multiplies by some of its rows, pickled: then there are no chunks.
+    function: bytes = b""
 
 
 Operands = Mapping[str, Tall]

@@ -68,3 +68,6 @@ def test_kernels_of_iterations_do_not_mix(monkeypatch):
         linalg.lsqr(x, y, calc_var=True)[1], linalg.lsmr(x, y)[0],
     ):  # fmt: skip
         run_strictly(monkeypatch, made, operands)
+    operands["a"] = b
+    for made in (linalg.cg(lambda x, rows: 3 * x[rows], y)[0], linalg.lobpcg(lambda x, rows: x[rows], y)[0]):
+        run_strictly(monkeypatch, made, operands)

@@ -15,7 +15,9 @@ from ranks import on_ranks
 
 from dask_distmm import PlanError, linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.engines.base import Side
 from dask_distmm.errors import MatrixError, NotSquareError
+from dask_distmm.testing import network
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 N = 60
@@ -361,16 +363,102 @@ def test_layouts():
     assert (x.chunks, len(problem_of(x).chunks["a"][0])) == (((20, 20, 20),), 3)
 
 
+def laplacian(x, rows):
+    """Return rows of the product with tridiag(-1, 2, -1) + 0.1 I."""
+    found = 2.1 * x[rows]
+    found[1:] -= x[rows.start : rows.stop - 1]
+    found[:-1] -= x[rows.start + 1 : rows.stop]
+    if rows.start:
+        found[0] -= x[rows.start - 1]
+    if rows.stop < len(x):
+        found[-1] -= x[rows.stop]
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_functions_in_place_of_matrices(dtype):
+    """The same results as of the matrix: of each solver of a square one, with a function as preconditioner."""
+    rng = np.random.default_rng()
+    a = laplacian(np.eye(N), slice(0, N)).astype(dtype)
+    inverse = np.linalg.inv(a).astype(dtype)
+    b = noise(rng, (N,), dtype)
+    y = da.from_array(b, chunks=13)
+    m = inverse + 0.1 * np.diag(np.diag(inverse))
+    tight = 1e3 * np.finfo(dtype).eps
+    for function in ("cg", "minres", "gmres"):
+        for given in ({}, {"M": lambda x, rows: (m @ x)[rows]}):
+            results = getattr(linalg, function)(laplacian, y, rtol=tight, **given)
+            x, info = dask.compute(*results)
+            made = on_ranks(results, {"a": b[:, None], "b": b[:, None]})
+            for found in (x, made["x"][:, 0]):
+                assert (found.dtype, info) == (np.dtype(dtype), 0)
+                assert np.linalg.norm(a @ found - b) <= 20 * tight * np.linalg.norm(a, 2) * np.linalg.norm(found)
+    exact = np.linalg.eigvalsh(a.astype("complex128"))
+    w, v = dask.compute(*linalg.eigsh(laplacian, 4, which="LA", v0=y, ncv=30))
+    np.testing.assert_allclose(w, exact[-4:], atol=tight * 10)
+    np.testing.assert_allclose(a @ v, v * w, atol=tight * 100)
+    x = da.from_array(noise(rng, (N, 3), dtype), chunks=(13, 3))
+    w, _ = dask.compute(*linalg.lobpcg(laplacian, x, maxiter=60, M=lambda x, rows: (inverse @ x)[rows], largest=False))
+    np.testing.assert_allclose(w, exact[:3], atol=tight * 100)
+
+
+def test_functions_that_fail():
+    """A user's error arrives as it is; what is returned has to fit."""
+    b = da.ones(6, chunks=3)
+
+    def broken(x, rows):
+        raise LookupError(f"rows {rows.start}")
+
+    with pytest.raises(LookupError, match="rows 0"):
+        dask.compute(*linalg.cg(broken, b))
+    with pytest.raises(ValueError, match="read-only"):
+        dask.compute(*linalg.cg(lambda x, rows: x.__setitem__(0, 1), b))
+    for function, said in (
+        (lambda x, rows: x, r"A returned float64 of shape \(6, 1\) for rows 0 to 3"),
+        (lambda x, rows: 1j * x[rows], r"returned complex128 .* expected float64 of shape \(3, 1\)"),
+    ):
+        with pytest.raises(MatrixError, match=said):
+            dask.compute(*linalg.cg(function, b))
+    with pytest.raises(PlanError, match="A is a function, so v0 must be passed"):
+        linalg.eigsh(laplacian, 2)
+
+
+def test_progress_follows_the_residual(monkeypatch):
+    """A solver that ends long before its last turn has come all the way by then."""
+    rng = np.random.default_rng()
+    a, b = hermitian(rng, "float64", np.geomspace(1, 30, N)), noise(rng, (N,), "float64")
+    for name in ("cg", "minres", "gmres", "lsqr", "lsmr"):
+        seen = []
+
+        def side(plan, me, *more, seen=seen):
+            return Side(plan, me, *more, progress=seen.append if me == plan.ranks[0] else lambda share: None)
+
+        monkeypatch.setattr(network, "Side", side)
+        results = getattr(linalg, name)(da.from_array(a, chunks=(17, N)), da.from_array(b, chunks=17))
+        on_ranks(results[:1], {"a": a, "b": b[:, None]})
+        inside = [one for one in seen if one < 1]
+        assert min(np.diff(inside)) > -1e-9, name
+        assert len({round(one, 2) for one in inside}) > 5, name
+
+
 def test_arguments_that_are_refused():
     a, b = da.eye(6, chunks=3), da.ones(6, chunks=3)
     for arguments, options, said in (
         ((a[:5], b), {}, "A must be square, got 5 x 6"),
-        ((a, b[:5]), {}, r"A is 6 x 6, so b must have shape \(6,\); it has \(5,\)"),
+        ((a, b[:5]), {}, r"A has 6 rows, so b must have shape \(6,\); it has \(5,\)"),
         ((a, da.ones((6, 2))), {}, "so b must have shape"),
         ((a, b, b[:2]), {}, r"so x0 must have shape \(6,\); it has \(2,\)"),
         ((a, b), {"M": a[:, :2]}, "so M must be 6 x 6, or its diagonal"),
-        ((a, b), {"M": lambda x: x}, "M is a function; expected an array"),
-        ((lambda x: x, b), {}, "A is a function; expected an array"),
+        (
+            (a, b),
+            {"M": scipy.sparse.linalg.aslinearoperator(np.eye(6))},
+            "M is a MatrixLinearOperator, which multiplies",
+        ),
+        (
+            (scipy.sparse.linalg.aslinearoperator(np.eye(6)), b),
+            {},
+            r"for example lambda x, rows: A.matmat\(x\)\[rows\]",
+        ),
         ((a, b), {"maxiter": 0}, "maxiter must be at least 1, got 0"),
         ((a, b), {"rtol": -1.0}, "rtol must be at least 0"),
         ((a, b), {"callback": print}, "callback must be None: workers can't call"),

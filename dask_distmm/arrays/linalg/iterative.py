@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from dask.array import zeros_like
 from dask.array.core import Array
+from distributed.protocol.pickle import dumps
 
 from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, rows_of, times
 from dask_distmm.arrays.linalg.norms import norm
@@ -36,8 +37,10 @@ def cg(
 
     Parameters
     ----------
-    A : array, (n, n)
-        The matrix, of any chunks; where rows are in fewer chunks than columns they are cut as columns are.
+    A : array, (n, n), or function
+        The matrix, of any chunks; where rows are in fewer chunks than columns they are cut as columns are. Or a
+        function ``A(x, rows)`` that workers call: it returns the rows of ``A @ x`` in the slice `rows`, one chunk of b.
+        x, (n, 1), is a NumPy or CuPy array, as the chunks of b are.
     b : array, (n,) or (n, 1)
         The right-hand side.
     x0 : array, (n,) or (n, 1), optional
@@ -46,9 +49,9 @@ def cg(
         The iteration ends if ``norm(b - A @ x)`` is below ``max(rtol * norm(b), atol)``, or is 0.
     maxiter : int, optional
         The most iterations; 10 n by default.
-    M : array, (n, n) or (n,), optional
+    M : array, (n, n) or (n,), or function, optional
         A preconditioner: an approximation of the inverse of A, Hermitian and positive definite; (n,) stands for the
-        diagonal of a diagonal one.
+        diagonal of a diagonal one. Or a function, as A can be.
     callback : None
         Workers can't call a function of the client: pass maxiter, look at x, and go on with ``x0=x``.
 
@@ -63,7 +66,9 @@ def cg(
     Raises
     ------
     PlanError
-        The shapes do not fit each other, or A or M is a function.
+        The shapes do not fit each other.
+    MatrixError
+        When it is computed: a function returns another shape or type than is expected.
 
     Examples
     --------
@@ -95,8 +100,8 @@ def minres(
 
     Parameters
     ----------
-    A : array, (n, n)
-        The matrix, of any chunks.
+    A : array, (n, n), or function
+        The matrix, of any chunks, or a function, as of `cg`.
     b : array, (n,) or (n, 1)
         The right-hand side.
     x0 : array, (n,) or (n, 1), optional
@@ -107,7 +112,7 @@ def minres(
         What is subtracted from the diagonal.
     maxiter : int, optional
         The most iterations; 5 n by default.
-    M : array, (n, n) or (n,), optional
+    M : array, (n, n) or (n,), or function, optional
         A preconditioner, as of `cg`.
     callback : None
         As of `cg`.
@@ -124,7 +129,7 @@ def minres(
     Raises
     ------
     PlanError
-        The shapes do not fit each other, or A or M is a function.
+        The shapes do not fit each other.
     MatrixError
         When it is computed: M is not positive definite.
 
@@ -159,8 +164,8 @@ def gmres(
 
     Parameters
     ----------
-    A : array, (n, n)
-        The matrix, of any chunks.
+    A : array, (n, n), or function
+        The matrix, of any chunks, or a function, as of `cg`.
     b : array, (n,) or (n, 1)
         The right-hand side.
     x0 : array, (n,) or (n, 1), optional
@@ -171,7 +176,7 @@ def gmres(
         Iterations between restarts; min(20, n) by default.
     maxiter : int, optional
         The most restarts; 10 n by default.
-    M : array, (n, n) or (n,), optional
+    M : array, (n, n) or (n,), or function, optional
         A preconditioner, as of `cg`, of any kind.
     callback, callback_type : None
         As of `cg`.
@@ -186,7 +191,9 @@ def gmres(
     Raises
     ------
     PlanError
-        The shapes do not fit each other, or A or M is a function.
+        The shapes do not fit each other.
+    MatrixError
+        When it is computed: a function returns another shape or type than is expected.
 
     Examples
     --------
@@ -228,8 +235,8 @@ def eigsh(
 
     Parameters
     ----------
-    A : array, (n, n)
-        The matrix, of any chunks; it is taken for Hermitian.
+    A : array, (n, n), or function
+        The matrix, of any chunks; it is taken for Hermitian. Or a function, as of `cg`, with v0 in place of b.
     k : int
         How many eigenvalues, less than n.
     M, sigma, Minv, OPinv : None
@@ -237,7 +244,7 @@ def eigsh(
     which : {"LM", "SM", "LA", "SA", "BE"}
         Those of largest or smallest magnitude, the (algebraically) largest or smallest ones, or half of each.
     v0 : array, (n,), optional
-        Where to start; random by default.
+        Where to start; random by default, but for a function, which is called for the chunks of `v0`.
     ncv : int, optional
         The most vectors; min(n, max(2 k + 1, 20)) by default.
     maxiter : int, optional
@@ -276,7 +283,7 @@ def eigsh(
         if value is not None:
             raise PlanError(f"{name} must be None: use eigh for pairs of matrices and eigenvalues near a number")
     _check(None, how, maxiter, tol=tol)
-    a = _rows_of_square(A)
+    a, functions = _operator(A, v0, "v0")
     n, dtype = len(a), common_type({"A": a})
     if not 1 <= k < n:
         raise PlanError(f"k must be between 1 and {n - 1}, got {k}: use eigh for all eigenvalues")
@@ -291,7 +298,7 @@ def eigsh(
     if return_eigenvectors:
         wanted["v"] = (a.chunks[0], (k,)), dtype.name
     seed = secrets.randbits(64) if rng is None else rng
-    found = by_program("eigsh", operands, wanted, how=how, seed=seed, **options)
+    found = by_program("eigsh", operands, wanted, how=how, seed=seed, **options, **functions)
     w = found["w"][0].astype(np.empty(0, dtype).real.dtype)
     return (w, found["v"]) if return_eigenvectors else w
 
@@ -318,13 +325,13 @@ def lobpcg(
 
     Parameters
     ----------
-    A : array, (n, n)
-        The matrix, of any chunks; it is taken for Hermitian.
+    A : array, (n, n), or function
+        The matrix, of any chunks; it is taken for Hermitian. Or a function, as of `cg`, with X in place of b.
     X : array, (n, k)
         Where to start: independent columns, at most n / 5 of them.
     B, Y : None
         For pairs of matrices use `eigh`.
-    M : array, (n, n) or (n,), optional
+    M : array, (n, n) or (n,), or function, optional
         A preconditioner, as of `cg`.
     tol : float, optional
         The iteration ends if the norms of all residuals are at most this; ``sqrt(eps) * n`` by default.
@@ -364,11 +371,11 @@ def lobpcg(
         raise PlanError(f"verbosityLevel must be 0: workers print nothing; got {verbosityLevel}")
     _check_false(retLambdaHistory=retLambdaHistory, retResidualNormsHistory=retResidualNormsHistory)
     _check(None, how, maxiter, tol=tol or 0)
-    a, x = _rows_of_square(A), matrix("X", X)
+    (a, functions), x = _operator(A, X, "X"), matrix("X", X)
     n, k = len(a), x.shape[1]
     if len(x) != n or not 1 <= k <= n // 5:
         raise PlanError(f"A is {n} x {n}, so X must have {n} rows and 1 to {n // 5} columns; it is {len(x)} x {k}")
-    operands = {"a": a, "g": x} | ({} if M is None else {"m": _preconditioner(M, a)})
+    operands = {"a": a, "g": x} | _preconditioner(M, a, functions)
     dtype = common_type({"A": a, "X": x})
     if any(one.dtype.kind == "c" for one in operands.values()):
         dtype = np.result_type(dtype, np.complex64)
@@ -379,7 +386,7 @@ def lobpcg(
         "w": (((1,), (k,)), "float64"),
         "v": ((a.chunks[0], (k,)), dtype.name),
     }
-    found = by_program("lobpcg", operands, wanted, how=how, **options)
+    found = by_program("lobpcg", operands, wanted, how=how, **options, **functions)
     return found["w"][0].astype(np.empty(0, dtype).real.dtype), found["v"]
 
 
@@ -511,7 +518,9 @@ def _least_squares(
     **options: Any,
 ) -> tuple[Array, Array, Array]:
     """Return x, the estimate of variances and some numbers; by default up to `most` n iterations, or min(m, n)."""
-    a = matrix("A", _no_function("A", a))
+    if _pickled("A", a) is not None:
+        raise PlanError("A is a function; expected an array: workers multiply by its rows and by their adjoint")
+    a = matrix("A", a)
     _check(None, how, maxiter, **limits)
     if not min(a.shape):
         raise PlanError(f"A must have rows and columns, got {a.shape[0]} x {a.shape[1]}")
@@ -561,12 +570,11 @@ def _solved(
 ) -> tuple[Any, Any]:
     """Return x and info of a square matrix; by default up to `most` n iterations."""
     _check(callback, how, maxiter, **options)
-    a = _rows_of_square(a)
+    a, functions = _operator(a, b, "b")
     n = len(a)
     given = {"b": _vector("b", b, a)}
     given |= {"g": _vector("x0", x0, a)} if x0 is not None else {}
-    if m is not None:
-        given["m"] = _preconditioner(m, a)
+    given |= _preconditioner(m, a, functions)
     given = {name: x.rechunk((a.chunks[0], -1)) for name, x in given.items()}
     dtype = common_type({"A": a, "b": given["b"]})
     if any(x.dtype.kind == "c" for x in given.values()):
@@ -579,7 +587,7 @@ def _solved(
         options["restart"] = min(int(options["restart"]), n)
     if kind != "cg":
         options["eps"] = float(np.finfo(dtype).eps)
-    found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **options)
+    found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **options, **functions)
     return found["x"][:, 0], found["info"][0, 0]
 
 
@@ -599,35 +607,56 @@ def _check(callback: Any, how: RunOptions, maxiter: int | None, **limits: float)
             raise PlanError(f"{name} must be at least 0, got {limit}")
 
 
-def _no_function(name: str, x: Any) -> Any:
-    if callable(x) or hasattr(x, "matvec"):
-        raise PlanError(f"{name} is a {type(x).__name__}; expected an array: workers multiply by its rows")
-    return x
+# Users' functions in place of matrices, pickled, by the names of these; an option of the builder.
+Functions = dict[str, dict[str, bytes]]
 
 
-def _rows_of_square(x: Any) -> Array:
-    """Return a square matrix in chunks of rows, cut as the axis that is in more chunks."""
-    a = matrix("A", _no_function("A", x))
-    if a.shape[0] != a.shape[1]:
-        raise NotSquareError(f"A must be square, got {a.shape[0]} x {a.shape[1]}")
+def _operator(x: Any, like: Any, name: str) -> tuple[Array, Functions]:
+    """Return a square matrix in chunks of rows, cut as the axis that is in more chunks; or a function.
+
+    What is in the rows of a function is `like`, a vector or some, and stands in for the matrix.
+    """
+    if (pickled := _pickled("A", x)) is not None:
+        if like is None:
+            raise PlanError(f"A is a function, so {name} must be passed: its chunks say which rows each worker has")
+        rows = matrix(name, like, vector=True)
+        a, functions = rows.rechunk((rows.chunks[0], -1)), {"functions": {"a": pickled}}
+    else:
+        a, functions = matrix("A", x), {}
+        if a.shape[0] != a.shape[1]:
+            raise NotSquareError(f"A must be square, got {a.shape[0]} x {a.shape[1]}")
+        a = a.rechunk((max(a.chunks, key=len), -1))
     if not len(a):
         raise PlanError("A must have at least one row, got 0 x 0")
-    return a.rechunk((max(a.chunks, key=len), -1))
+    return a, functions
 
 
-def _preconditioner(m: Any, a: Array) -> Array:
-    """Return a preconditioner as a matrix, or as a column: the diagonal of one."""
-    found, n = operand("M", _no_function("M", m)), len(a)
+def _pickled(name: str, x: Any) -> bytes | None:
+    """Return a function as bytes; None for an array."""
+    if hasattr(x, "matvec"):
+        raise PlanError(
+            f"{name} is a {type(x).__name__}, which multiplies all rows at once; expected an array or a function that "
+            f"returns some rows, for example lambda x, rows: {name}.matmat(x)[rows]"
+        )
+    return dumps(x) if callable(x) else None
+
+
+def _preconditioner(m: Any, a: Array, functions: Functions) -> dict[str, Array]:
+    """Return a preconditioner as a matrix, or as a column: the diagonal of one; a function goes to the others."""
+    if m is None:
+        return {}
+    if (pickled := _pickled("M", m)) is not None:
+        functions.setdefault("functions", {})["m"] = pickled
+        return {}
+    found, n = operand("M", m), len(a)
     if found.shape not in ((n, n), (n,)):
         raise PlanError(f"A is {n} x {n}, so M must be {n} x {n}, or its diagonal; it has shape {found.shape}")
-    return matrix("M", found, vector=True)
+    return {"m": matrix("M", found, vector=True)}
 
 
 def _vector(name: str, x: Any, a: Array) -> Array:
     """Return a vector as a column in the rows of a matrix."""
     column, rows = matrix(name, x, vector=True), len(a)
     if column.shape != (rows, 1):
-        raise PlanError(
-            f"A is {rows} x {a.shape[1]}, so {name} must have shape ({rows},); it has {operand(name, x).shape}"
-        )
+        raise PlanError(f"A has {rows} rows, so {name} must have shape ({rows},); it has {operand(name, x).shape}")
     return column

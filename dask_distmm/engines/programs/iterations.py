@@ -13,6 +13,7 @@ import numpy as np
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.spectral import not_finite
 from dask_distmm.errors import MatrixError
+from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.programs.iterative import BIDIAGONAL, CG, GMRES, LANCZOS, LSMR, LSQR, MINRES
 
 # Where the numbers of `cg` are.
@@ -38,6 +39,16 @@ class IterationKernels:
 
     blas: Kernels
     xp: Any
+    # How far the residual of a loop has come, from 0 to 1; the largest one so far.
+    reached = _largest = 0.0
+
+    def _report(self, residual: float, limit: float) -> None:
+        """Note how far a residual has come on its way to a limit, on a logarithmic scale."""
+        if math.isfinite(residual) and residual > 0 < limit:
+            self._largest = max(self._largest, residual)
+            way = math.log(self._largest / limit)
+            come = math.log(self._largest / residual) / way if way > 0 else 1.0
+            self.reached = min(1.0, max(self.reached, come))
 
     # Vectors. What they are multiplied by is the first of some numbers.
 
@@ -52,6 +63,21 @@ class IterationKernels:
     def times_into(self, a: Any, x: Any, y: Any, *, at: int) -> None:
         """Y = A X, in the rows of a chunk."""
         self.xp.matmul(a, x, out=y[at : at + len(a)])
+
+    def apply(self, x: Any, y: Any, *, function: bytes, role: str, at: int, first: int, size: int) -> None:
+        """Y = A X of a user's function in place of A, in the rows of a chunk."""
+        rows, shape = slice(first, first + size), (size, x.shape[1])
+        given = x.view()
+        if self.xp is np:
+            given.flags.writeable = False
+        found = call_function(function, role, given, rows)
+        fits = found.shape == shape or (shape[1] == 1 and found.shape == (size,))
+        if not fits or not np.can_cast(found.dtype, y.dtype, "same_kind"):
+            raise MatrixError(
+                f"the function given as {role} returned {found.dtype} of shape {found.shape} for rows {first} to "
+                f"{first + size} and x of shape {x.shape}; expected {y.dtype} of shape {shape}"
+            )
+        y[at : at + size] = found.reshape(shape)
 
     def adjoint_from(self, a: Any, x: Any, y: Any, *, at: int) -> None:
         """Y += A^H X, of the rows of a chunk."""
@@ -142,6 +168,7 @@ class IterationKernels:
 
     def _cg_go(self, rr: Any, state: Any, go: Any) -> None:
         norm, rho = math.sqrt(abs(rr.real)), state[0, _RHO].item()
+        self._report(norm, state[0, _LIMIT].real)
         state[0, _MET] = met = norm < state[0, _LIMIT].real or norm == 0
         # What is infinite or no number, or not to be divided by, ends the loop.
         go[...] = not met and rho and np.isfinite(rho) and math.isfinite(norm) and not state[0, _BROKEN]
@@ -208,6 +235,7 @@ class IterationKernels:
             compatible = s.phibar / (norm * size) if norm * size else np.inf
             least = s.root / norm if norm else np.inf
             stop = int(s.stop)
+            self._report(min(least, compatible), rtol)
             if not stop and np.isfinite(norm * size):
                 for reached, number in (
                     (1 + least <= 1, 2),
@@ -290,6 +318,7 @@ class IterationKernels:
             square = s.r2norm**2 - damp**2 * s.xxnorm
             s.r1norm = np.copysign(np.sqrt(abs(square)), square) if damp > 0 else s.r2norm
             tests = s.r2norm / s.normb, s.normar / (s.norma * s.r2norm + eps), 1 / (s.conda + eps)
+            self._report(min(tests[0] / btol if btol else np.inf, tests[1] / atol if atol else np.inf), 1.0)
             s.stop = _stop_of_least_squares(s, *tests, atol, btol, conlim, s.count >= maxiter)
             s.old_alpha = s.alpha
             go[...] = not s.stop and np.isfinite(s.r2norm)
@@ -343,6 +372,7 @@ class IterationKernels:
             s.normx = np.float64(self.blas.host(self.xp.linalg.norm(x)))
             product = s.norma * s.normr
             tests = s.normr / s.normb, s.normar / product if product else np.inf, 1 / s.conda
+            self._report(min(tests[0] / btol if btol else np.inf, tests[1] / atol if atol else np.inf), 1.0)
             s.stop = _stop_of_least_squares(s, *tests, atol, btol, conlim, s.count >= maxiter)
             go[...] = not s.stop and np.isfinite(s.normr)
 
@@ -427,6 +457,7 @@ class IterationKernels:
             r, z = np.sqrt(sums[0].real)
             s.count += 1
             s.met = r <= s.limit
+            self._report(r, s.limit)
             s.factor = max(eps, s.factor / 4) if s.residual <= s.goal else min(1.0, 1.5 * s.factor)
             s.goal = s.residual * min(s.factor, s.limit / r)
             s.start, s.scale, s.column = z, 1 / z if z else 0.0, 0
@@ -505,6 +536,7 @@ class IterationKernels:
                     f"{converged.sum()} of {k} eigenvalues have converged after {maxiter} restarts: pass a larger "
                     "maxiter=, ncv= or tol="
                 )
+            self.reached = float(converged.mean())
             go[...] = not converged.all()
             kept = min(k + (most - k) // 2, most - 1) if go.all() else k
             chosen = order[:kept] if go.all() else np.sort(order[:k])
@@ -588,6 +620,7 @@ class IterationKernels:
     def lobpcg_test(self, sums: Any, state: Any, go: Any, *, tol: float) -> None:
         """Say whether a residual is still large."""
         state[0, 0] = worst = np.sqrt(sums[0].max())
+        self._report(worst, tol)
         go[...] = worst > tol
 
     def block_products(self, out: Any, s: Any, w: Any) -> None:

@@ -131,7 +131,7 @@ class ProgramJob(Job[ProgramPlacement]):
         self._lengths[name] = chunk.shape[0]
 
     def _repeat(self, loop: Loop, before: float, share: float) -> None:
-        outside, flag = self._offset, self._arrays[loop.flag.name]
+        outside, flag, come = self._offset, self._arrays[loop.flag.name], before
         pulls = [step for step in loop.body if isinstance(step, Pull)]
         for turn in range(loop.most):
             if not flag.all():
@@ -143,16 +143,17 @@ class ProgramJob(Job[ProgramPlacement]):
             for step in loop.body:
                 self.ended.check()
                 if isinstance(step, If):
-                    self._take_all(step.then if self._arrays[step.flag.name].all() else step.otherwise, before, 0.0)
+                    self._take_all(step.then if self._arrays[step.flag.name].all() else step.otherwise, come, 0.0)
                 elif isinstance(step, Loop):
-                    self._repeat(step, before, 0.0)
+                    self._repeat(step, come, 0.0)
                 else:
                     self._take(step)
             # In a turn all wait for each other: others have what was published before it.
             for key in held:
                 if key in self._held:
                     del self._held[key], self._published[key]
-            self.progress(before + share * (turn + 1) / loop.most)
+            come = before + share * max(self.kernels.reached, (turn + 1) / loop.most)
+            self.progress(come)
         self._offset = outside
 
     def _take(self, step: Step) -> None:
