@@ -137,6 +137,14 @@ def check_tall(kind, dtype, *, hidden=False, scale=1.0):
         g = linalg.gram(s)
         assert problem_of(g.rechunk(3)).builder == "gram"
         close(g, (wide.conj().T @ wide).astype(dtype), dtype)
+    c = (wide.T - wide.mean(axis=0)[:, None]) @ centred.conj() / 299
+    scale_c = 1e3 * eps * np.abs(c).max()
+    np.testing.assert_allclose(linalg.cov(s, rowvar=False).compute(), c, atol=scale_c)
+    if not hidden:
+        with enabled():
+            np.testing.assert_allclose(da.cov(s.T).compute(), c, atol=scale_c)
+    found = linalg.corrcoef(s, rowvar=False).compute()
+    np.testing.assert_allclose(found, np.corrcoef(wide, rowvar=False), atol=1e4 * eps)
     components, variances, mean = linalg.pca(s, 4)
     assert components.dtype == np.dtype(dtype)
     c, v, mu = dask.compute(components, variances, mean)
@@ -222,6 +230,8 @@ def test_what_sparse_chunks_are_not_for():
     for function in (linalg.cholesky, linalg.inv, linalg.lu, linalg.eigh, linalg.det, linalg.polar, linalg.pinv):
         with pytest.raises(PlanError, match=r"sparse \(csr_array\); expected dense ones: convert them by a.map_blocks"):
             function(s)
+    with pytest.raises(PlanError, match="m and y must be dense"):
+        linalg.cov(s, s)
     with pytest.raises(PlanError, match="the chunks of b are sparse"):
         linalg.lstsq(s, s[:, :1])
     with pytest.raises(PlanError, match="a is sparse and 10 x 40; expected columns, and not more of them than rows"):

@@ -64,7 +64,7 @@ def operand(name: str, x: Any, *, sparse: bool = False) -> Array:
             raise PlanError(
                 f"the chunks of {name} are sparse ({type(array._meta).__name__}); expected dense ones: convert them by "
                 f"{name}.map_blocks(lambda x: x.toarray()), todense() of the package sparse; or use what takes sparse "
-                "rows: gram, pca, svd_compressed, qr, svd, svdvals, lstsq, ridge"
+                "rows: gram, cov, corrcoef, pca, svd_compressed, qr, svd, svdvals, lstsq, ridge"
             )
     elif (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
         raise PlanError(

@@ -217,7 +217,7 @@ def cov(
     Parameters
     ----------
     m : array, (n, observations), or (observations, n) without `rowvar`
-        The variables; one of them if it is 1-D.
+        The variables; one of them if it is 1-D. Chunks may be sparse where there are as many observations as variables.
     y : array, optional
         More variables, in the same form.
     rowvar : bool
@@ -272,6 +272,8 @@ def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation:
     if not variables or len({len(x) for x in variables}) > 1:
         counts = " and ".join(str(len(x)) for x in variables)
         raise PlanError(f"{' and '.join(given)} must have as many observations, got {counts}")
+    if len(variables) > 1 and any(sparse_package(x._meta) for x in variables):
+        raise PlanError(f"{' and '.join(given)} must be dense: pass sparse variables as one matrix")
     rows = variables[0].chunks[0]
     a = variables[0] if len(variables) == 1 else da.concatenate([x.rechunk({0: rows}) for x in variables], axis=1)
     check_names(None, how.get("engine"), kind=ProgramProblem.kind)
@@ -295,6 +297,6 @@ def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation:
 
 def _observations(name: str, x: Any, rowvar: bool) -> Array:
     """Return a matrix with a column for each variable, in the type in which NumPy has covariances."""
-    array = operand(name, x)
-    found = matrix(name, array if array.ndim == 1 or not rowvar else array.T, vector=True)
+    array = operand(name, x, sparse=True)
+    found = matrix(name, array if array.ndim == 1 or not rowvar else array.T, vector=True, sparse_rows=True)
     return found.astype(np.result_type(common_type({name: found}), np.float64))

@@ -32,6 +32,7 @@ from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
 from dask_distmm.arrays.linalg.stacks import by_tasks
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import MissingEngineError, NotSquareError, PlanError, ProjectedMemoryError
+from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.planning.computation_kinds import plan_computation
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.program import ProgramProblem
@@ -171,7 +172,8 @@ def _corrcoef(x: Any, y: Any = None, rowvar: bool = True) -> Any:
 def _covariances(make: Callable[[], Any], m: Any, y: Any, rowvar: Any, ddof: int) -> Any:
     if y is not None or not isinstance(m, Array) or m.ndim != 2 or not len(m.T if rowvar else m) > ddof:
         return NotImplemented
-    return _take(make, m, dasks="good") if _by_rows(m.T if rowvar else m) else NotImplemented
+    dasks: Dasks = "none" if sparse_package(m._meta) else "good"
+    return _take(make, m, dasks=dasks) if _by_rows(m.T if rowvar else m) else NotImplemented
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
