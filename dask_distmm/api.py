@@ -13,30 +13,19 @@ from dask_distmm.arrays.request import UnknownChunksError, parse
 from dask_distmm.planning import Explanation
 from dask_distmm.typing import (
     AllOptions,
+    AnyEpilog,
     ArrayLike,
     AuxEpilog,
     EpilogFunction,
     MatmulOptions,
-    PlainEpilog,
+    NoOther,
     WithAux,
 )
 
 __all__ = ["explain", "matmul"]
 
 
-# mypy prints all overloads of a call that fits none: there are as few as results need.
-@overload
-def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    c: ArrayLike | None = None,
-    *,
-    epilog: PlainEpilog | EpilogFunction | None = None,
-    result_amax: Literal[False] = False,
-    **options: Unpack[MatmulOptions],
-) -> da.Array: ...
-
-
+# Type checkers take the first that fits: the last one is for calls that ask for nothing beside D.
 @overload
 def matmul(
     a: ArrayLike,
@@ -55,7 +44,7 @@ def matmul(
     b: ArrayLike,
     c: ArrayLike | None = None,
     *,
-    epilog: PlainEpilog | EpilogFunction | None = None,
+    epilog: AnyEpilog | EpilogFunction | NoOther | None = None,
     result_amax: Literal[True],
     **options: Unpack[MatmulOptions],
 ) -> WithAux: ...
@@ -67,10 +56,22 @@ def matmul(
     b: ArrayLike,
     c: ArrayLike | None = None,
     *,
-    epilog: PlainEpilog | EpilogFunction | None = None,
+    epilog: AnyEpilog | EpilogFunction | NoOther | None = None,
     result_amax: bool,
     **options: Unpack[MatmulOptions],
 ) -> da.Array | WithAux: ...
+
+
+@overload
+def matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    c: ArrayLike | None = None,
+    *,
+    epilog: AnyEpilog | EpilogFunction | NoOther | None = None,
+    result_amax: Literal[False] = False,
+    **options: Unpack[MatmulOptions],
+) -> da.Array: ...
 
 
 @any_kind

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
-from dask_distmm.numeric.epilog_names import AuxEpilog, PlainEpilog
+from dask_distmm.numeric.epilog_names import AnyEpilog, AuxEpilog, PlainEpilog
 from dask_distmm.planning.distribution import Distribution
 
 if TYPE_CHECKING:
     import dask.array as da
 
 __all__ = [
+    "AnyEpilog",
     "ArrayLike",
     "AuxEpilog",
     "Batch",
@@ -48,8 +49,23 @@ class SupportsShape(Protocol):
         """Lengths of the axes."""
 
 
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Nothing(Protocol[T_co]):
+    """What no value is, and every value resembles, as ``Nothing[Never]``.
+
+    For a call that fits no overload mypy names the wrong argument if each argument resembles what an overload takes,
+    and else prints all overloads.
+    """
+
+    def __sizeof__(self) -> T_co: ...  # type: ignore[override]
+
+
+NoOther: TypeAlias = Nothing[Never]
+
 # An array, or nested lists of numbers. Text is neither; `numpy.typing.ArrayLike` would allow it.
-ArrayLike: TypeAlias = SupportsShape | list[Any] | tuple[Any, ...]
+ArrayLike: TypeAlias = SupportsShape | list[Any] | tuple[Any, ...] | NoOther
 # D, and the auxiliary outputs by name.
 WithAux: TypeAlias = "tuple[da.Array, dict[str, da.Array]]"
 
@@ -73,11 +89,11 @@ class SharedOptions(TypedDict, total=False):
     """Options of all functions that multiply."""
 
     alpha: complex
-    op_a: Op
-    op_b: Op
-    method: Method | None
-    engine: Engine | None
-    workers: Sequence[str] | int | None
+    op_a: Op | NoOther
+    op_b: Op | NoOther
+    method: Method | NoOther | None
+    engine: Engine | NoOther | None
+    workers: Sequence[str] | int | NoOther | None
 
 
 class GroupedOptions(SharedOptions, total=False):
@@ -92,26 +108,26 @@ class PreparedOptions(SharedOptions, total=False):
 
     beta: complex | None
     out_chunks: Chunks | None
-    distributions: Sequence[Distribution | None] | None
+    distributions: Sequence[Distribution | None] | NoOther | None
     logger: logging.Logger | None
     a_type: DType | None
     b_type: DType | None
     result_type: DType | None
     quantization_scales: Mapping[str, Any] | None
-    compute_type: ComputeType | None
+    compute_type: ComputeType | NoOther | None
 
 
 class MatmulOptions(PreparedOptions, total=False):
     """Options of `dask_distmm.matmul` and `explain` but `epilog` and `result_amax`, which decide what is returned."""
 
-    epilog_inputs: Mapping[str, ArrayLike] | None
-    bias_axis: Literal[-1, 0]
-    batch: Batch | None
-    gathered: Literal["a", "b"] | None
+    epilog_inputs: Mapping[str, ArrayLike] | NoOther | None
+    bias_axis: Literal[-1, 0] | NoOther
+    batch: Batch | NoOther | None
+    gathered: Literal["a", "b"] | NoOther | None
 
 
 class AllOptions(MatmulOptions, total=False):
     """Options of `dask_distmm.matmul` and `explain`."""
 
-    epilog: PlainEpilog | AuxEpilog | EpilogFunction | None
+    epilog: AnyEpilog | EpilogFunction | NoOther | None
     result_amax: bool

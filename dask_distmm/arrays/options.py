@@ -93,4 +93,4 @@ def takes(
 
 def _annotation_text(annotation: Any) -> str:
     """Return an annotation as it is written."""
-    return str(getattr(annotation, "__forward_arg__", annotation))
+    return str(getattr(annotation, "__forward_arg__", annotation)).replace(" | NoOther", "")

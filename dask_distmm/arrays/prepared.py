@@ -38,12 +38,12 @@ from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import Snapshot, current_client, free_workspaces, snapshot
 from dask_distmm.typing import (
     AllOptions,
+    AnyEpilog,
     ArrayLike,
-    AuxEpilog,
     Engine,
     EpilogFunction,
     Method,
-    PlainEpilog,
+    Op,
     PreparedOptions,
     WithAux,
 )
@@ -238,7 +238,8 @@ class Matmul:
         self, a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[PreparedOptions]
     ) -> None:
         arrays = dict(zip("ab", as_operands(a, b), strict=True)) | ({} if c is None else {"c": da.asanyarray(c)})
-        self._operands = Operands(arrays, {"a": options.pop("op_a", "N"), "b": options.pop("op_b", "N")})
+        ops = {"a": cast(Op, options.pop("op_a", "N")), "b": cast(Op, options.pop("op_b", "N"))}
+        self._operands = Operands(arrays, ops)
         self._finalizer = weakref.finalize(self, self._operands.release)
         # Arguments of `parse` beside the arrays, to which op() is applied already.
         self._asked = cast(AllOptions, options)
@@ -255,7 +256,7 @@ class Matmul:
 
     def plan(
         self,
-        epilog: PlainEpilog | AuxEpilog | EpilogFunction | None = None,
+        epilog: AnyEpilog | EpilogFunction | None = None,
         epilog_inputs: Mapping[str, ArrayLike] | None = None,
         bias_axis: Literal[-1, 0] = -1,
         result_amax: bool = False,

@@ -124,7 +124,7 @@ class Request:
 
 def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Request:
     """Return the request of a user, checked."""
-    asked: AllOptions = {**DEFAULTS, **options}
+    asked: dict[str, Any] = {**DEFAULTS, **options}
     a, b = as_operands(a, b)
     check_numbers(a, b)
     batch = check_batch(asked["batch"], is_batch=max(a.ndim, b.ndim) > 2)
