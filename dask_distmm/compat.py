@@ -16,7 +16,7 @@ from typing import Any
 from dask_distmm._version import TESTED_DASK
 from dask_distmm.errors import MissingEngineError
 
-# What is called, with the parameters of the call, and what is read or set: of a scheduler and of a worker.
+# Methods that are called, with the parameters of the call, and attributes: of a scheduler and of a worker.
 SCHEDULER = {
     "_create_taskstate_from_graph": ("dsk", "keys", "ordered"),
     "_add_to_memory": ("ts", "ws", "recommendations", "client_msgs", "type", "typename"),
@@ -62,7 +62,7 @@ CLASSES = {
     "distributed.diagnostics.plugin.WorkerPlugin": ("setup", "teardown"),
 }
 TRANSITIONS = (("waiting", "no-worker"), ("no-worker", "released"), ("no-worker", "erred"), ("released", "erred"))
-# What modules have, with the parameters of calls.
+# Names in modules, with the parameters of calls.
 MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "dask._task_spec": dict.fromkeys(
         ("Alias", "DataNode", "DependenciesMapping", "GraphNode", "List", "Task", "TaskRef", "convert_legacy_graph"), ()

@@ -58,7 +58,7 @@ class ProjectedMemoryError(DistMMError, MemoryError):
     Parameters
     ----------
     message
-        What was projected, what the limit is, what to do.
+        The projected bytes, the limit, and what to do.
     projected
         Projected bytes for each worker address.
     limit
@@ -96,7 +96,7 @@ class MissingEngineError(EngineError):
 
 
 class NoWorkersError(MissingEngineError):
-    """There is no worker at all now: the cluster has not started any yet, or all are being started again."""
+    """The cluster has no worker at this time: none has started yet, or all are being restarted."""
 
 
 class ProtocolError(DistMMError):

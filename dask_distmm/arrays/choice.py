@@ -42,7 +42,7 @@ class Decision:
     # With waves there is a plan if one run would do, too.
     plan: Plan | None = None
     scheme: Scheme | None = None
-    # What is known of the cluster.
+    # The cluster, as far as the client knows it.
     known: Snapshot | None = None
     # Why the product is left to Dask; empty if it is not.
     left: str = ""
@@ -66,7 +66,7 @@ def why_not_run(request: Request, *, cluster: bool) -> str | None:
     reason = why_not(request.a, request.b, request.types, cluster=cluster, most=most) or unfit(request.extras)
     if reason is None:
         return None
-    # Workers that are only imagined are no demand; and where there are none at all, all of D is in one place anyway.
+    # Imagined workers are not a demand; and without workers all of D is in one place anyway.
     met = ("workers=",) * (not cluster) + ("epilog=", "gathered=") * (current_client() is None)
     named = [text for text in request.named if not text.startswith(met)]
     if named:
@@ -108,7 +108,7 @@ def why_left(request: Request, problem: Problem, found: Decision) -> str:
     if plan is not None and plan.by_tasks is not None and not plan.worth_it:
         seconds = format_time(plan.by_tasks.seconds), format_time(plan.seconds)
         return "its own tasks are expected to take {}, a run {}".format(*seconds)
-    # Ranks on GPUs that make the chunks themselves are quicker: no task for each, and GPUs multiply meanwhile.
+    # Ranks on GPUs that make the chunks themselves are faster: they need no task for each, and GPUs multiply meanwhile.
     if not by_itself or plan is not None or scheme is None or (scheme.by_ranks and found.on_gpus):
         return ""
     alone = scheme.name in ("rows", "cols") or (scheme.name == "sums" and (rows, cols) == (1, 1))
@@ -156,7 +156,7 @@ def _scheme_by_ranks(
     It takes less memory, too: chunks are dropped as soon as they are multiplied.
     """
     arrays = operands_under(request.a, request.b, problem)
-    # What is lazy here may be in memory for another collection of the same name.
+    # A chunk that is lazy here may be in memory for another collection of the same name.
     lazy_a, lazy_b = (is_lazy(x) and (x.name, 0, 0) not in client.futures for x in arrays)
     lazy = [lazy_a, not problem.shared and lazy_b]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")

@@ -33,7 +33,7 @@ Product = Callable[[Array, Array], Any]
 
 
 def contract(a: Array, left: str, b: Array, right: str, out: str, product: Product) -> Any:
-    """Return the contraction of two arrays whose axes have letters; NotImplemented where it is no product."""
+    """Return the contraction of two arrays whose axes have letters; NotImplemented if it is not a product."""
     batch, rows, cols, summed = _roles(a, left, b, right, out)
     if not summed or not (rows or cols) or np.isnan([*a.shape, *b.shape]).any():
         return NotImplemented
@@ -57,7 +57,7 @@ def contract(a: Array, left: str, b: Array, right: str, out: str, product: Produ
 
 
 def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
-    """Return a contraction of arrays, two at a time in the cheapest order; pairs that are no products are Dask's.
+    """Return a contraction of arrays, two at a time in the cheapest order; other pairs are left to Dask.
 
     Of two operands that is NotImplemented.
     """

@@ -114,7 +114,7 @@ def free_replicas(*arrays: da.Array) -> int:
     """
     client = current_client()
     if client is None:
-        raise EngineError("there is no cluster with replicas; make a distributed.Client")
+        raise EngineError("there is no cluster with replicas; create a distributed.Client")
     names = [view_of(as_array(array)).array.name for array in arrays] or None
     answer = client.sync(ask, client.scheduler, FreeReplicas(names))
     # A scheduler that does not know the request has run nothing.
@@ -234,7 +234,7 @@ def _assemble(shape: tuple[int, int], dtype: str, corners: Sequence[tuple[int, i
 
 
 def _owns(part: Any) -> bool:
-    """Whether an array is no small part of a larger one, which it would keep in memory."""
+    """Whether an array is most of the larger one that it would keep in memory."""
     base = getattr(part, "base", None)
     return base is None or getattr(base, "nbytes", part.nbytes) <= part.nbytes
 

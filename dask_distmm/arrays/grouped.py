@@ -71,13 +71,13 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
     -------
     list of dask.array.Array
         In the order of `pairs`, with NumPy's dtype for each product. Compute all in one ``dask.compute`` to have them
-        balanced; each can also be used alone, and costs its own work only. The chunks of a product depend on how it
+        balanced; each can be used by itself, and costs only its own work. The chunks of a product depend on how it
         is computed: one, slabs of rows, or ``(op(A).chunks[0], op(B).chunks[1])``.
 
     Raises
     ------
     PlanError
-        As `matmul`; also for operands that are no matrices. The message names the product.
+        As `matmul`; also for operands that are not matrices. The message names the product.
     ProjectedMemoryError
         A worker would have to hold more than it may.
 

@@ -50,7 +50,7 @@ HINTS = {
     "dtype": "pass result_type=..., or convert the operands by astype",
     "out_dtype": "pass result_type=...",
     "chunks": "pass out_chunks=...",
-    "out": "there are no results in place: a result is a new lazy array",
+    "out": "results can't be written into an existing array: a result is a new lazy array",
     "axes": "for contractions over other axes enable() takes da.tensordot and da.einsum",
 }
 

@@ -4,7 +4,7 @@ The chunks of the array underneath are multiplied, turned without a copy, and BL
 ``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
 
 Nothing of a graph is interpreted. Dask gives an array a name that follows from what it is made of: if ``x`` depends on
-one array alone, and the transpose of that array would have the name of ``x``, then ``x`` is its transpose. What was cut
+only one array, and the transpose of that array would have the name of ``x``, then ``x`` is its transpose. What was cut
 otherwise can't be seen in this way: while `enable` is in force the names of arrays that are rechunked are noted. A run
 takes any chunks, so nothing has to be cut for it.
 """
@@ -94,7 +94,7 @@ def operands_under(a: da.Array, b: da.Array, problem: Problem) -> list[da.Array]
 
 
 def is_lazy(x: da.Array) -> bool:
-    """Whether an array's chunks are still to be made, as far as its graph tells: they are no futures and no data."""
+    """Whether an array's chunks are still to be made, as far as its graph tells: they are neither futures nor data."""
     layer = x.dask.layers.get(x.name)
     if layer is None or not layer.is_materialized():
         return True

@@ -100,12 +100,12 @@ class Request:
 
     @property
     def plain(self) -> bool:
-        """Whether NumPy's matmul does the same: there is no formula, and no other types."""
+        """Whether NumPy's matmul does the same: no formula, and the usual types."""
         return self.formula.plain and self.types.usual
 
     @property
     def demands(self) -> list[str]:
-        """The options that only collective runs can meet, as text; for plain tasks those of the call itself alone."""
+        """The options that only collective runs can meet, as text; for plain tasks only those of the call itself."""
         if self.batch == "items":
             found = list(self.named)
         else:

@@ -120,7 +120,7 @@ def to_torch(array: da.Array | str, worker: Any = None) -> dict[tuple[int, ...],
     Raises
     ------
     PlanError
-        This is no task, and no worker was given. Also a ValueError.
+        The call is outside a task, and no worker was given. Also a ValueError.
 
     Examples
     --------
@@ -132,7 +132,7 @@ def to_torch(array: da.Array | str, worker: Any = None) -> dict[tuple[int, ...],
         worker = worker or get_worker()
     except ValueError:
         raise PlanError(
-            "to_torch() gives the chunks of the process that calls it, and this one is no worker's: call it in a task, "
+            "to_torch() returns chunks of the calling worker, but this process is not a worker: call it in a task, "
             "or by client.run(f, D.name), where f(name, dask_worker) calls to_torch(name, dask_worker)"
         ) from None
     name = array if isinstance(array, str) else array.name

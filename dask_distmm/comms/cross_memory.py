@@ -32,7 +32,7 @@ _STRETCHES = 1024
 # One thread copies 4 to 6 GB/s, and two twice as much: parts of this many bytes are read by at most this many threads,
 # which leave most cores to others.
 _PART_BYTES, _MOST_READERS, _CORES_A_READER = 2**24, 4, 4
-# prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY): where Yama lets ancestors read alone, all processes of the user may.
+# prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY): if Yama lets only ancestors read, this lets all processes of the user.
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
 # By its address and value another process can tell that it reads this one, and not a later one of the same number.

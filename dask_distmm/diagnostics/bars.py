@@ -53,7 +53,7 @@ def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) 
     Parameters
     ----------
     *x : dask collection, distributed.Future, or nested lists or dicts of these
-        What is being computed: ``x = C.persist()`` or ``x = client.compute(C)``.
+        The running computation: ``x = C.persist()`` or ``x = client.compute(C)``.
     notebook : bool, optional
         Whether to show HTML in a notebook and return at once. By default, whether this is a Jupyter kernel.
     file : file object, optional

@@ -28,7 +28,7 @@ from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.scheduler.records import KERNELS, Record, progress_of
 
 _UPDATE_MILLISECONDS = 500
-# What is said where tables stand still; the plots continue.
+# The notice where tables are not renewed; the plots continue.
 _STILL = (
     f" <b>Bokeh {bokeh.__version__} does not renew tables</b>: reload the page, or install another Bokeh (not 3.9)."
     if bokeh.__version__.startswith("3.9.")

@@ -11,10 +11,10 @@ barrier, has the multiply run once all inputs are in memory, and puts the chunks
 
 Where only some chunks of D are wanted, culling makes barriers for parts of the multiply, each of which depends on the
 rows of chunks of A and the columns of chunks of B that its part needs. A product under `enable` that is left to Dask
-where its own tasks are quicker may be left to them in part, too: the chunks have the same keys then.
+where its own tasks are faster may be left to them in part, too: the chunks have the same keys then.
 
 The same graph runs without a cluster too (``compute(scheduler="threads")``): then the barrier gets all chunks and
-multiplies alone.
+multiplies them in this process.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class DaskTasks:
-    """What decides whether Dask's own tasks make some chunks of D in place of runs."""
+    """The inputs of the choice whether Dask's own tasks make some chunks of D in place of runs."""
 
     workers: tuple[Worker, ...]
     engines: tuple[str, ...]
@@ -375,7 +375,7 @@ class Alone:
 
 
 def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, **waited_for: None) -> Alone:
-    """Multiply in this process, where there is no cluster.
+    """Multiply in this process, without a cluster.
 
     On a worker it has the plugin installed on the scheduler, which takes this task then: a scheduler that was started
     again has lost it.
@@ -383,10 +383,10 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, **waited_
     try:
         worker = get_worker()
         # A task on a worker may compute something by itself, without the cluster, and in threads of its own.
-        alone = worker.active_threads.get(threading.get_ident()) != barrier_key(wire["name"])
+        isolated = worker.active_threads.get(threading.get_ident()) != barrier_key(wire["name"])
     except ValueError:
-        alone = True
-    if alone:
+        isolated = True
+    if isolated:
         return _run_alone(problem_from_wire(wire), inputs)
     from distributed.protocol.pickle import dumps
 

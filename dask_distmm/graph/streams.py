@@ -49,7 +49,7 @@ def self_contained(
         chain = _chain(upstream, key, most=len(upstream) if trees else 1)
         if chain is None or not taken.isdisjoint(chain.keys()):
             return None
-        # What is no task, as an open store, is for all chunks.
+        # A node that is not a task, for example an open store, is shared by all chunks.
         taken.update(name for name, node in list(chain.items())[1:] if isinstance(node, Task))
         last = next(iter(chain.values()))
         found[key] = Task.fuse(*chain.values(), key=last.key) if len(chain) > 1 else last

@@ -25,7 +25,7 @@ _WIDEST = 256
 
 
 class Span(NamedTuple):
-    """Where a matrix lies: address of its first element and strides, in bytes."""
+    """Storage of a matrix: address of its first element and strides, in bytes."""
 
     pointer: int
     row_stride: int

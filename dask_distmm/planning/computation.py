@@ -158,7 +158,7 @@ class Computation(Wired):
         return ("a",) if self.overwrite_a else ()
 
     def keeping(self) -> Self:
-        """Return the same computation, by which nothing is given up."""
+        """Return the same computation, which frees no operand early."""
         return dataclasses.replace(self, overwrite_a=False) if self.overwrite_a else self  # type: ignore[type-var]
 
     def making(self, outputs: Collection[str]) -> Self:
@@ -172,7 +172,7 @@ class Computation(Wired):
 
     @property
     def engine_alone(self) -> str:
-        """Name of the engine where there is no cluster to choose by."""
+        """Name of the engine to use without a cluster."""
         return self.engine if self.engine != "auto" else engine_alone(self.array, self.kind)
 
     def machine_of_tasks(self, engine: str) -> Machine:

@@ -60,7 +60,7 @@ def plan_computation(
     A factorization or a program is for the first engine that can run it in the memory that there is.
     """
     if isinstance(problem, Problem):
-        return plan(problem, roster, where, engine=engine, sources=sources, quickly=True)
+        return plan(problem, roster, where, engine=engine, sources=sources, shortlisted=True)
     assert isinstance(problem, FactorProblem | ProgramProblem)
     planned: Any = plan_factorization if isinstance(problem, FactorProblem) else plan_program
     *first, last = engine

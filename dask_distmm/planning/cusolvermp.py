@@ -4,7 +4,7 @@ The rates are shares of a product's, of fp64 on H200s with NVLink: cuSOLVER on o
 and cuSOLVERMp 0.9.1 on two (eigh: 16384, the others 32768, the better one of 1 x 2 and 2 x 1 processes). Those of
 triangular systems and of values alone have not been measured. Workspaces are counted in panels of all rows, of which
 the library broadcasts one while another is made, and for an eigen decomposition in matrices: the ones that LAPACK's
-syevd has, dealt out to the ranks.
+syevd has, distributed over the ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CusolvermpModel(EngineModel):
         return task.kind == "eigh" and task.b_shape is None and task.subset is None
 
     def share(self, way: str, ranks: int) -> float:
-        """Return the share of a product's rate at which a factorization runs on so many ranks."""
+        """Return the share of a product's rate at which a factorization runs on `ranks` ranks."""
         return (_ALONE if ranks == 1 else _TOGETHER)[way]
 
     def workspace(self, work: FactorPlan, rank: int) -> int:

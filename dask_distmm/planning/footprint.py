@@ -94,7 +94,7 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
 
 
 def _lies_in_slabs(plan: Plan, operand: str) -> bool:
-    """Whether an operand of which nothing is known lies in whole slabs as ranks need them: see `chunk_order`."""
+    """Whether an operand of which nothing is known is stored in whole slabs as ranks need them: see `chunk_order`."""
     (p, q, s), counts = plan.grid, plan.problem.chunk_counts(operand)
     parts = (p, s) if operand == "a" else (s, q)
     axis = int(parts[1] > 1)

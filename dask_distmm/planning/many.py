@@ -60,7 +60,7 @@ class ChainPlan(Explanation):
 # Batches: many products of one shape. Whole items to workers, or a collective run for each? Pure
 
 
-# Groups of products of different shapes: which run alone, which as a collective, in what order. Pure
+# Groups of products of different shapes: which run as one task, which as a collective, in what order. Pure
 
 
 # Slabs lower than this keep BLAS from its speed.
@@ -119,12 +119,12 @@ def _try(
     spread: Sequence[float],
 ) -> tuple[float, list[Share]]:
     """Return the time of all, and the shares, if just `runs` are collective."""
-    alone = [i for i in range(len(seconds)) if i not in runs]
-    share = sum(seconds[i] for i in alone) / slots
+    separate = [i for i in range(len(seconds)) if i not in runs]
+    share = sum(seconds[i] for i in separate) / slots
     cuts: dict[int, Sizes] = {}
     longest: dict[int, float] = {}
     pieces: list[float] = []
-    for i in alone:
+    for i in separate:
         m = sum(rows[i])
         wanted = math.ceil(seconds[i] / (share * _LARGEST_PIECE)) if share else 1
         most = min(m // _LEAST_ROWS, int(seconds[i] / (overhead * WORTH)) if overhead else m)
@@ -134,7 +134,7 @@ def _try(
         found = [seconds[i] * size / m + waits if m else 0.0 for size in cuts[i]]
         longest[i] = max(found)
         pieces += [each + overhead for each in found]
-    order = sorted(alone, key=lambda i: (-longest[i], i))
+    order = sorted(separate, key=lambda i: (-longest[i], i))
     ranks = {i: rank for rank, i in enumerate(order)}
     shares = [
         Share(True, (), 0, collective[i] or 0.0) if i in runs else Share(False, cuts[i], ranks[i], longest[i])
@@ -160,7 +160,7 @@ class GroupPlan(Shown):
     shapes
         (m, n, k) of each product.
     shares
-        What becomes of each; None where Dask's own function would run, or nothing is multiplied.
+        How each is computed; None where Dask's own function would run, or nothing is multiplied.
     slots
         Tasks that run at the same time.
     seconds
@@ -260,7 +260,7 @@ class Pool:
     workers: int
     # Tasks that run at the same time.
     slots: int
-    # Bytes that each of these may hold; 0 where there is no limit.
+    # Bytes that each of these may hold; 0 if unlimited.
     memory: int = 0
 
     @classmethod
@@ -398,7 +398,7 @@ class BatchPlan(Explanation):
     Parameters
     ----------
     batch
-        What is multiplied.
+        The products.
     way
         ``"items"``: plain tasks, of whole items each; ``"collective"``: collective runs.
     reason

@@ -40,7 +40,7 @@ Numbers = Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Phase:
-    """What ranks do until all of them meet; see the roofline above."""
+    """The work of ranks until all of them meet; see the roofline above."""
 
     # Floating-point operations, and those that a rank does in a second.
     flops: Numbers = 0.0
@@ -179,7 +179,7 @@ class EngineModel:
         raise NotImplementedError
 
     def native_epilog(self, plan: Any) -> str | None:
-        """Return the epilog that the library does in a plan, ``""`` for a factor alone, None for none."""
+        """Return the epilog that the library does in a plan, ``""`` for only a factor, None for nothing."""
         return None
 
     def independent(self, plan: Any) -> bool:
@@ -201,7 +201,7 @@ class EngineModel:
         return bool(task.shareable) and not self.collective
 
     def share(self, way: str, ranks: int) -> float:
-        """Return the share of a product's rate at which a factorization runs on so many ranks; 0 for that of CPUs.
+        """Return the share of a product's rate at which a factorization runs on `ranks` ranks; 0 for that of CPUs.
 
         Ways are ``"cholesky"``, ``"lu"``, ``"qr"``, ``""`` for triangular systems, ``"eigh"``, ``"svd"``, ``"values"``.
         """
@@ -241,7 +241,7 @@ def models_of(names: Sequence[str]) -> list[EngineModel]:
 
 
 def engine_alone(array: str, kind: str = "product") -> str:
-    """Return the name of the engine for chunks of a kind where there is no cluster to choose by: it needs no peers.
+    """Return the name of the engine for chunks of a kind without a cluster: it needs no peers.
 
     Factorizations by one process need none of the libraries that several share.
     """

@@ -94,7 +94,7 @@ Where = Mapping[str, NDArray[np.int32]]
 
 # In place of the participant that holds a chunk: every rank has it.
 EVERYWHERE = -1
-# Estimates are not better than this: what is quicker is expected in that share of the other one's time.
+# Estimates are not more accurate: a choice counts as faster if it is expected to take this share of the other's time.
 CLEARLY = 0.9
 
 
@@ -293,7 +293,7 @@ def _gib(size: int) -> str:
 def match_ranks(costs: NDArray[Any]) -> list[int]:
     """Return for each rank (row) a worker (column) of its own, so that the costs of all pairs together are least."""
     rows, least = np.arange(len(costs)), costs.min(axis=1)
-    # Mostly each rank has a worker that is best for it alone. SciPy's optimizers take 14 MiB and 0.1 s to import.
+    # Mostly each rank has a worker of its own that is best for it. SciPy's optimizers take 14 MiB and 0.1 s to import.
     for chosen in (rows, costs.argmin(axis=1)):
         if len(set(chosen.tolist())) == len(rows) and np.array_equal(costs[rows, chosen], least):
             return list(chosen.tolist())

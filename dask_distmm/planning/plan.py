@@ -226,10 +226,10 @@ class Plan(Placement):
             shape = (problem.m, problem.n)
             if kind == "input":
                 if not 0 <= operand < len(problem.operands):
-                    raise ProtocolError(f"there is no operand {operand}")
+                    raise ProtocolError(f"operand {operand} does not exist")
                 sizes = problem.chunks_of(problem.operands[operand])
                 if not 0 <= index < len(sizes[0]) * len(sizes[1]):
-                    raise ProtocolError(f"there is no chunk {index} of operand {operand}")
+                    raise ProtocolError(f"chunk {index} of operand {operand} does not exist")
                 shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
             if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
                 raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")

@@ -128,12 +128,12 @@ def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.
     return held, np.maximum(moved, 0.0)
 
 
-# One way is looked at for each so many seconds that the product is expected to take, and these many at least; and a
-# worker that has so large a share of the chunks may best do it all.
+# The expected seconds of the product for which one more candidate is examined; the least number of candidates; and the
+# share of the chunks from which one worker may best do it all.
 _SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05
-# Bytes of earlier sums count so many times as much as bytes of inputs where ranks are matched to workers.
+# Weight of bytes of earlier sums, relative to bytes of inputs, where ranks are matched to workers.
 _BEGUN = 4
 
 
@@ -143,7 +143,7 @@ def plan(
     where: Where | None = None,
     *,
     engine: str | Sequence[str] = "numpy",
-    quickly: bool = False,
+    shortlisted: bool = False,
     sources: Sequence[Worker] = (),
     orders: tuple[str, str] = ("C", "C"),
     groups: Sequence[tuple[str, ...]] = (),
@@ -158,7 +158,7 @@ def plan(
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
     raw_a, raw_b, raw_sums = _raw(where)
     situation = Situation(tuple(roster), tuple(sources), raw_a, raw_b, orders, tuple(sorted(groups)), raw_sums)
-    ways = _shortlist(anonymous, situation, names) if quickly else dict.fromkeys(names)
+    ways = _shortlist(anonymous, situation, names) if shortlisted else dict.fromkeys(names)
     for name in ways:
         try:
             made = _plan(anonymous, situation, name, ways[name])
@@ -167,7 +167,7 @@ def plan(
             failure = error
             continue
         found.append(dataclasses.replace(made, problem=problem, where=where, replica_runs=replica_runs))
-    if not found and quickly:
+    if not found and shortlisted:
         more: dict[str, Any] = {"sources": sources, "orders": orders, "groups": groups, "replica_runs": replica_runs}
         return plan(problem, roster, where, engine=engine, **more)
     if not found:
@@ -289,7 +289,7 @@ def _consider(problem: Problem, situation: Situation, engine: str, way: Way) -> 
     """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
     every = ENGINES[engine].cuts(problem, way) or [
         (*grid_cuts(problem, way[1]), None),
-        # To move nothing may be quicker than to share the work evenly.
+        # Moving nothing may be faster than sharing the work evenly.
         *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, way[1])] if cuts is not None),
     ]
     found = [_cut(problem, situation, engine, way[0], *cuts) for cuts in every]

@@ -33,7 +33,7 @@ NATIVE_EPILOGS = ("relu", "gelu", "bias", "relu_bias", "gelu_bias")
 
 
 def library_epilog(problem: Problem) -> str | None:
-    """Return the epilog that NVIDIA's libraries have for a formula, ``""`` for a factor alone, or None."""
+    """Return the epilog that NVIDIA's libraries have for a formula, ``""`` for only a factor, or None."""
     formula = problem.formula
     if (
         formula.trivial

@@ -181,13 +181,13 @@ class ProgramPlacement(Placement):
             raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
         if kind == "part":
             if len(boxes) != 1 or boxes[0, 0] < 0:
-                raise ProtocolError(f"there is no part {boxes[:, 0].tolist()}")
+                raise ProtocolError(f"part {boxes[:, 0].tolist()} does not exist")
             return
         names = self.problem.operands
         for operand, number, *box in boxes.tolist():
             known = 0 <= operand < len(names) and 0 <= number < len(self.owners)
             if not known or tuple(box) != self.whole(names[operand], number):
-                raise ProtocolError(f"there is no part {box} of chunk {number} of operand {operand}")
+                raise ProtocolError(f"part {box} of chunk {number} of operand {operand} does not exist")
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""

@@ -1,7 +1,7 @@
 """The seconds that Dask takes around a run, and the work of its own tasks for the same. Pure.
 
-Around a run there are so many seconds, and more for each chunk of operands and outputs. A graph of Dask's own tasks has
-some, too, and more for each task. Of b x b blocks a Cholesky factorization has (b-2)(b-1)b/6 products of blocks, a
+Dask adds a fixed time to each run, and more for each chunk of operands and outputs; to a graph of its own tasks a fixed
+time, and more for each task. Of b x b blocks a Cholesky factorization has (b-2)(b-1)b/6 products of blocks, a
 triangular system b(b-1)/2 for each column of blocks of its right-hand sides, and a few other tasks for each block.
 Each worker gets what it lacks of the smaller operand and its share of partial products; of a triangular system only
 parts of the right-hand sides.
@@ -24,9 +24,9 @@ from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.program import ProgramProblem
 
-# Of so many partial products Dask makes one sum.
+# Number of partial products of which Dask makes one sum.
 _SUMMED = 4
-# LAPACK's QR of a chunk, as NumPy calls it, runs at this share of a product's rate; each chunk takes so many tasks.
+# LAPACK's QR of a chunk, as NumPy calls it, runs at this share of a product's rate; and tasks for each chunk.
 _QR_SHARE, _QR_TASKS = 0.25, 6
 
 

@@ -84,7 +84,7 @@ class Scheme:
     # Projected peak of a worker's memory, and what it may hold.
     peak_bytes: int
     budget_bytes: int
-    # Where the waves of several products follow one another: the name of them all, empty for a product alone, and the
+    # Where the waves of several products follow one another: the name of them all, empty for a single product, and the
     # number of waves of the products before.
     series: str = ""
     before: int = 0
@@ -218,13 +218,13 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | Non
     )
 
 
-# The choice of a scheme: which waves fit into the memory of the workers, and which are quickest. Pure
+# The choice of a scheme: which waves fit into the memory of the workers, and which are fastest. Pure
 
 
 # Where a product can be cut into waves: at edges of all chunks along an axis. Pure
 
 
-# D is cut into so many blocks along an axis.
+# Number of blocks of D along an axis.
 BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -246,7 +246,7 @@ def grouped(edges: Sequence[int], groups: int) -> tuple[int, ...]:
     return tuple(edges[round(i * count / groups)] for i in range(groups + 1))
 
 
-# The choice of a scheme: which waves fit into the memory of the workers, and which are quickest. Pure
+# The choice of a scheme: which waves fit into the memory of the workers, and which are fastest. Pure
 
 
 # Blocks of D one after the other, for operands in host memory and a D that does not fit on the GPUs. Pure
@@ -312,7 +312,7 @@ _FEWEST = 8
 _SHORTEST = 0.1
 # Where ranks make chunks themselves memory does not limit a wave: so long ones are lost with a worker (seconds).
 _LONGEST = 4.0
-# The finest waves are looked at first where they are no more than this: mostly they tell that none fit.
+# If the finest waves are at most this many, they are examined first: mostly they show that none fit.
 _FEW = 500
 # A panel in flight takes this share of the budget at most, and the buffers of a GPU this one of its memory.
 _PANEL_SHARE, _BUFFER_SHARE = 16, 8
@@ -599,7 +599,7 @@ class _Fitting:
                 loaded, largest = loaded + len(mine), max(largest, float(mine.max()))
             elif not lazy:
                 total += (chunk_bytes(problem, operand).sum() - mine.sum()) / count
-        # What is loaded for the next wave, in whole chunks; and one more in the making.
+        # Chunks loaded for the next wave, and one more that is being made.
         total += largest * (math.ceil(loaded / count) + 1)
         if scheme.waves[number].last:
             # Chunks of the wave before, on their way out.

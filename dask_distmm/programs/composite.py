@@ -1,4 +1,4 @@
-"""What users call on tall matrices: one run each, whatever it is made of. Only what is wanted is made.
+"""The functions of users on tall matrices: one run each, whatever it is made of. Only what is wanted is made.
 
 Each builder takes operands by name and returns nothing: it leaves steps. `outputs` says which outputs one has, with
 their shapes; a tall output has chunks of rows, as the operands.
@@ -187,16 +187,16 @@ def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
     """Return an orthonormal basis of A^H A X, its columns near to singular vectors, on all ranks."""
     (n, width), y = x.shape, p.tall(x.shape[1])
     first, once, usable = p.small(width, width), p.flag(), p.flag()
-    z, quick, found = p.small(n, width), p.small(n, width), p.small(n, width)
+    z, basis, found = p.small(n, width), p.small(n, width), p.small(n, width)
     product = _back_and_forth(p, a, x, y, [first, once, usable])
     p.on_root("quotient", [first, product], [z])
-    p.on_root("orthonormalize", [z], [quick])
+    p.on_root("orthonormalize", [z], [basis])
     p.drop(x, product, first, once)
-    p.give(usable, quick)
+    p.give(usable, basis)
 
     def by_gram() -> None:
         p.new(found)
-        p.call("copy", quick, found)
+        p.call("copy", basis, found)
 
     def by_reflections() -> None:
         q = p.tall(width)
@@ -207,7 +207,7 @@ def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
 
     p.either(usable, by_gram, by_reflections)
     p.drop_tall(y)
-    p.drop(z, quick)
+    p.drop(z, basis)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What kernels promise, whoever implements them: which arguments they read, update and write, and their flops.
+"""Contracts of kernels, whoever implements them: which arguments they read, update and write, and their flops.
 
 Nothing else counts flops or knows roles. A tall argument is a chunk of rows, m x n; all others are small.
 """

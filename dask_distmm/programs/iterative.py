@@ -458,7 +458,7 @@ def eigsh(
         v.whole(w, go, inside, into=whole)
         p.drop(first, second, w)
 
-    # The kernel raises an error where nothing has converged in so many turns.
+    # The kernel raises an error if nothing has converged within the allowed turns.
     p.loop(go, cycle, maxiter + 1, min(maxiter, 10))
     if "v" in wanted:
         v.store("v", basis, k)

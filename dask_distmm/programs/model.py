@@ -99,7 +99,7 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
 
 
 def _turns(turns: int, step: FlatStep) -> int:
-    """Return how many times what follows a step is done, if the step is done so many times."""
+    """Return how many times the steps after a step are done, if the step is done `turns` times."""
     if not isinstance(step, Turn):
         return turns
     return turns * step.loop.expected if step.starts else turns // step.loop.expected

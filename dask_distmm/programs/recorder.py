@@ -1,4 +1,4 @@
-"""What builders are written in: the steps of one rank, as a program of MPI would be written.
+"""The language of builders: the steps of one rank, as a program of MPI would be written.
 
 A builder is run once for each rank. All runs call the same methods in the same order, so that names of buffers and
 numbers of messages agree; each leaves the steps of its own rank. Small matrices are on rank 0 (`on_root`, `add_up`)

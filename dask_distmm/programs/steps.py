@@ -93,7 +93,7 @@ class If:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
-    """Repeat a list as long as a flag is set that all ranks have from rank 0: at most so many times.
+    """Repeat a list as long as a flag is set that all ranks have from rank 0, up to a limit of turns.
 
     In each turn all ranks wait for each other. So at the end of a turn nobody needs what was published before it.
     """
@@ -136,7 +136,7 @@ FlatStep = Step | Turn
 def flatten(steps: Sequence[Step], flags: Mapping[str, bool], turns: int = 1) -> Iterator[FlatStep]:
     """Yield the steps that are run with certain values of the flags; True for those that are not named.
 
-    A loop whose flag is True has so many `turns`, others have none.
+    A loop whose flag is True has `turns` turns, others have none.
     """
     yield from _flat(steps, flags, turns, itertools.count(1), 0)
 

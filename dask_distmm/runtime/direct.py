@@ -260,7 +260,7 @@ def give_up(scheduler: Scheduler, barrier: TaskState, keys: Iterable[Any], stimu
 
 
 def wait_again(scheduler: Scheduler, barrier: TaskState, stimulus_id: str) -> None:
-    """Let a parked task wait for inputs that it has given up: Dask makes them again."""
+    """Let a parked task wait for inputs whose chunks were freed: Dask recomputes them."""
     if barrier.state == "no-worker":
         scheduler.transitions({barrier.key: "waiting"}, stimulus_id)
 

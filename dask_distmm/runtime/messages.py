@@ -277,7 +277,7 @@ class End(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Forget(Message):
-    """All ranks have read the operands that the user gives up: participants hold their chunks no longer."""
+    """All ranks have read the operands that may be freed: participants release their chunks."""
 
     operation = "distmm-forget"
     run_id: int

@@ -133,7 +133,7 @@ class ReplicaStore:
         """Return some of this worker's own chunks, once it has them."""
         if (sharing := self._sharing.get(run_id)) is None:
             raise ProtocolError(f"run {run_id!r} makes no replicas here")
-        # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
+        # Shielded: a peer that cancels its request must not cancel the future, for which others wait too.
         await asyncio.shield(asyncio.wrap_future(sharing.ready))
         names = {number: name for name, number in _MATRICES.items()}
         return [sharing.chunks[names[matrix], index] for matrix, index in boxes[:, :2].tolist()]

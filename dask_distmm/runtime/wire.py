@@ -93,7 +93,7 @@ def post(message: Message, epoch: str = "") -> dict[str, Any]:
 
 
 async def ask(rpc: Any, request: Call[A], epoch: str = "") -> A | None:
-    """Send a request; return the answer, or None if the other end does not know it: there is no dask_distmm."""
+    """Send a request; return the answer, or None if the other end does not know it: dask_distmm is missing there."""
     wire = await getattr(rpc, request.operation)(**_enveloped(request, epoch))
     if not isinstance(wire, Mapping):
         return None

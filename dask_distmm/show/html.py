@@ -398,7 +398,7 @@ def _layout(plan: Plan) -> str:
             _result_parts(plan),
         ]
         if plan.grid[0] > 1 and plan.grid[1] > 1:
-            note = "<div>What is striped is needed by all ranks that it names.</div>"
+            note = "<div>Striped parts are needed by all ranks that they name.</div>"
         if plan.grid[2] > 1:
             note = "<div>Each rank gets sums for all of D from its parts of A and B; these are added up as drawn.</div>"
     drawn = []

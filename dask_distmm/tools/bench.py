@@ -25,7 +25,7 @@ TITLES = ("N", "chunks", "dask_distmm s", "dask s", "x dask", "numpy s", "x nump
 def run_bench(
     scheduler: str | None, workers: int | None, sizes: Sequence[int] | None, grids: Sequence[int], dtype: str
 ) -> Iterator[dict[str, Any]]:
-    """Measure, size by size; give the median seconds of each case. NumPy has its turn only beside CPU workers here."""
+    """Measure, size by size; yield the median seconds of each case. NumPy is measured only with local CPU workers."""
     settings = {"distmm.minimum-flops": 0, "distmm.enabled": None}
     with dask.config.set(settings), connected(scheduler, workers, "bench") as client:
         roster = ask_roster(client, Demand("auto", "numpy", (dtype, dtype, dtype)))

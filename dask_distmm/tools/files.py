@@ -91,7 +91,7 @@ class Source:
         self.place = place
         with opened(place) as found:
             self.shape, self.dtype, self.ndim = tuple(found.shape), np.dtype(found.dtype), len(found.shape)
-            # What is read at once: a shard or a chunk; None in an .npy file.
+            # Shape of the part that is read at once: a shard or a chunk; None in an .npy file.
             self.stored = getattr(found, "shards", None) or getattr(found, "chunks", None)
 
     def __getitem__(self, index: Any) -> Any:

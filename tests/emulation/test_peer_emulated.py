@@ -66,7 +66,7 @@ def test_little_room_for_buffers(make_peers, tight, method, size, cut, dtype):
     with tight(size, cut):
         made = conformance(ranks, method, 3, dtype, own_out_chunks=True)
     schedule = schedules.block_schedules(made)[0]
-    if method == "local" and not schedule.lies[schedule.stationary]:
+    if method == "local" and not schedule.in_place[schedule.stationary]:
         assert len(schedule.depth if cut == "depth" and dtype == "float64" else schedule.parts) > 2
 
 

@@ -49,7 +49,7 @@ def test_chunks_stay_in_host_memory_where_they_do_not_fit_or_a_rank_is_alone(cou
     if expected:
         # No participant maps chunks of another one, nor multiplies one as it lies.
         assert not any(read.any() for read in peer_reads(made, "ab").values())
-        assert not any(any(one.lies) for one in block_schedules(made))
+        assert not any(any(one.in_place) for one in block_schedules(made))
         assert not PEER.independent(made)
 
 

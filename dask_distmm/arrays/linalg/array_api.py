@@ -33,7 +33,7 @@ Product = Callable[[Any, Any], Any]
 
 
 def _stack(name: str, x: Any, least: int = 2) -> Array:
-    """Return an operand of at least so many dimensions."""
+    """Return an operand with at least the given number of dimensions."""
     array = operand(name, x)
     if array.ndim < least:
         raise PlanError(f"{name} must be at least {least}-D, got {array.ndim}-D")

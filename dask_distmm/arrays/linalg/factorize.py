@@ -299,7 +299,7 @@ def _native(operands: Mapping[str, Array]) -> list[Array]:
 
 
 def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions | ProductOptions) -> tuple[Any, ...]:
-    """Return engine, workers, settings, what the chunks are, and whether A is given up."""
+    """Return engine, workers, settings, what the chunks are, and whether A's chunks may be freed."""
     _, engine = check_names(None, how.get("engine"), kind=kind)
     array = "cupy" if any(on_device(array._meta) for array in arrays) else "numpy"
     return engine, check_workers(how.get("workers")), read_options(), array, bool(how.get("overwrite_a"))

@@ -109,7 +109,7 @@ def minres(
     rtol : float
         The iteration ends if ``norm(b - A @ x)`` is about ``rtol * norm(A) * norm(x)``, or is as small as it can be.
     shift : float
-        What is subtracted from the diagonal.
+        The number that is subtracted from each diagonal element.
     maxiter : int, optional
         The most iterations; 5 n by default.
     M : array, (n, n) or (n,), or function, optional
@@ -202,7 +202,7 @@ def gmres(
     array([0.5 , 0.25])
     """
     if callback_type is not None:
-        raise PlanError("callback_type must be None: there is no callback; see callback")
+        raise PlanError("callback_type must be None: callbacks are not supported")
     if restart is not None and restart < 1:
         raise PlanError(f"restart must be at least 1, got {restart}")
     options = {"rtol": rtol, "atol": atol, "restart": restart or 20}
@@ -256,7 +256,7 @@ def eigsh(
     mode : {"normal"}
         The only one here.
     rng : int, optional
-        Seed for the random vectors: the same seed and the same chunks give the same result, up to rounding.
+        Seed for the random vectors: with the same seed and the same chunks the result is the same, up to rounding.
 
     Returns
     -------
@@ -347,7 +347,7 @@ def lobpcg(
     w : array, (k,), real
         In descending order; ascending if not `largest`.
     v : array, (n, k)
-        Orthonormal columns. Whether residuals are small, ``A @ v - v * w`` says: there is no warning.
+        Orthonormal columns. If residuals stay large no warning is given: check ``A @ v - v * w``.
 
     Raises
     ------
@@ -366,7 +366,7 @@ def lobpcg(
     given: dict[str, Any] = {"B": B, "Y": Y, "restartControl": restartControl}
     for name, value in given.items():
         if value is not None:
-            raise PlanError(f"{name} must be None: use eigh for pairs of matrices; there are no restarts")
+            raise PlanError(f"{name} must be None: use eigh for pairs of matrices; restarts are not supported")
     if verbosityLevel:
         raise PlanError(f"verbosityLevel must be 0: workers print nothing; got {verbosityLevel}")
     _check_false(retLambdaHistory=retLambdaHistory, retResidualNormsHistory=retResidualNormsHistory)

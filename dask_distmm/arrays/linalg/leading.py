@@ -66,9 +66,9 @@ def svd_compressed(
     n_power_iter : int
         Iterations that make the result more accurate where singular values decrease slowly.
     n_oversamples : int
-        So many more random vectors than `k` are taken.
+        Number of random vectors in addition to `k`.
     seed : int, optional
-        Of the random vectors: the same seed and the same chunks give the same result, up to rounding.
+        Seed for the random vectors: with the same seed and the same chunks the result is the same, up to rounding.
 
     Returns
     -------
@@ -158,7 +158,7 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     variances : array, (k,), real
         In descending order, of m - 1 degrees of freedom.
     mean : array, (n,)
-        What is to be subtracted from each row before it is multiplied by the components.
+        The vector to subtract from each row before multiplying it by the components.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What functions of `dask_distmm.linalg` share: options of a run, the check of every value, their names in errors.
+"""Common to functions of `dask_distmm.linalg`: options of a run, the check of every value, their names in errors.
 
 A function is annotated ``**how: Unpack[RunOptions]``, and its values by types; `public` makes its signature and its
 docstring list the options and the costs, and refuses what is not among the options and what the annotations do not
@@ -68,9 +68,9 @@ class SolveOptions(RunOptions, total=False):
 
 
 class FactorOptions(SolveOptions, total=False):
-    """The options of functions that can give up A.
+    """The options of functions that can free A's chunks early.
 
-    Its chunks go as soon as all workers have read them, unless others want them: a client that holds them, other tasks.
+    The chunks are freed as soon as all workers have read them, unless a client or another task needs them.
     """
 
     overwrite_a: bool
@@ -88,7 +88,7 @@ class ProductOptions(TypedDict, total=False):
     method: Method | None
 
 
-# What functions cost: where they run, and what a worker holds beside its chunks of operands and results.
+# Costs of functions: where they run, and what a worker holds beside its chunks of operands and results.
 Cost: TypeAlias = tuple[str, str]
 _SHARE = "its share of the matrix and two panels; on one worker the whole matrix"
 _ROWS = "tall matrices: chunks of rows stay where they are, n x n matrices travel"

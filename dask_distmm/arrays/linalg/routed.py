@@ -308,7 +308,7 @@ def _by_rows(a: Any) -> bool:
 
 
 def _on_host(a: Any) -> bool:
-    """Whether chunks are NumPy's: some of Dask's functions have them meet NumPy's arrays, or give them to SciPy."""
+    """Whether chunks are NumPy's: some of Dask's functions combine them with NumPy's arrays, or pass them to SciPy."""
     return isinstance(a, Array) and isinstance(a._meta, np.ndarray)
 
 

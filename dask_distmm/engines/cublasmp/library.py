@@ -2,7 +2,7 @@
 
 A `Group` is what the ranks of a plan share and keep between runs: communicator, process grids, a registered
 workspace, descriptors. To make or to free one of these is collective, so all ranks do it in the same order:
-they see the same runs in the same order, and each decision rests on these alone.
+they see the same runs in the same order, and each decision rests only on these.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _matrix_descriptor(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
 def _try_to_allocate(size: int) -> None:
     """Raise if the device has not so much memory left, outside of any pool."""
     if cp.cuda.runtime.memGetInfo()[0] < size:
-        # As CuPy does for its own arrays before it gives up.
+        # As CuPy does for its own arrays before it raises an error.
         gc.collect()
         cp.get_default_memory_pool().free_all_blocks()
     pointer = cp.cuda.runtime.malloc(size)

@@ -143,7 +143,7 @@ class SharedExecution(Execution):
                 f"cuSOLVERMp's getrf has swapped row {at} with row {int(found[at])}, counted from 0: expected one of "
                 f"{at} to {self.columns.matrices[0].shape[0] - 1}; use another engine, or method='local'"
             )
-        # Among numbers that are NaN there is no largest one.
+        # If all numbers are NaN, none is the largest.
         found = np.where(wrong, rows, found)
         for panel in range(self.columns.matrices[0].count):
             start, stop, _ = self.columns.place(panel)

@@ -156,7 +156,7 @@ class SharedEigh:
         self._exponent = 0 if abs(exponent) <= _MODERATE else max(-most, min(most, exponent))
         if self._exponent:
             with np.errstate(all="ignore"):
-                # What is above the diagonal may be anything.
+                # Elements above the diagonal are arbitrary.
                 turned = a.T
                 turned *= math.ldexp(1.0, -self._exponent)
 
@@ -437,7 +437,7 @@ class Execution:
             apply(self.kernels, operation, place, panel, columns)
 
     def _is_short(self, step: Apply) -> bool:
-        """Whether an update takes no longer than the next panel alone."""
+        """Whether an update takes no longer than the next panel by itself."""
         name, start = step.operation.name, self.columns.place(step.key.panel).start
         columns = self.columns.local(self.rank, step.first, step.stop)
         return name == self._factored and is_short(name, self.columns.rows - start, columns.stop - columns.start)

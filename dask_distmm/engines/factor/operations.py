@@ -77,7 +77,7 @@ def apply(kernels: Kernels, operation: Operation, place: DiagonalBlock, panel: S
 def update_lower(
     kernels: Kernels, place: DiagonalBlock, panel: Sequence[Any], columns: Any, blocks: Sequence[tuple[int, int]]
 ) -> None:
-    """Apply a panel of a Cholesky factorization to block columns of A, in the lower triangle alone."""
+    """Apply a panel of a Cholesky factorization to block columns of A, only in the lower triangle."""
     rows, at = panel[0], 0
     if not blocks:
         return

@@ -62,7 +62,7 @@ class GpuFactorJob(FactorJob):
         return chunk
 
     def _make_room(self) -> None:
-        """Free what the engine keeps for its next run: there is no memory left."""
+        """Free what the engine keeps for its next run, if memory is short."""
 
     def _given_back(self, made: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return chunks of outputs as the user has given those of the operands: CuPy's, or NumPy's."""

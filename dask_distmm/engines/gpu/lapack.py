@@ -90,7 +90,7 @@ class SolverKernels:
 
     @contextlib.contextmanager
     def ahead(self, *, further: bool = False) -> Iterator[None]:
-        """Let the calls inside run beside those outside that follow; after those before, or those ahead alone."""
+        """Let the calls inside run beside those outside that follow; after those before, or only after those ahead."""
         if not further:
             self._ahead.stream.wait_event(record(self._main.stream))
         self._now = self._ahead

@@ -216,7 +216,7 @@ class Answer:
 
 
 class Block(NamedTuple):
-    """A matrix and where it lies: rows and columns of D, or of a panel."""
+    """A matrix and its place: rows and columns of D, or of a panel."""
 
     r0: int
     r1: int

@@ -41,7 +41,7 @@ class OperandBuffers:
         made = cp.empty(tuple(full), dtype, order=order)
         return made[: shape[0], : shape[1]]
 
-    def lies(self, operand: int, rect: Rect) -> bool:
+    def in_place(self, operand: int, rect: Rect) -> bool:
         """Whether a part of an operand is in one chunk of this GPU such that the library can multiply it in place."""
         if self._sources.is_in_host(operand):
             return False

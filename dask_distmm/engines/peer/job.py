@@ -124,9 +124,9 @@ class PeerJob(Job[Plan]):
             self._sources.allocate()
         work: Schedule | StreamSteps
         if stream is not None:
-            work = make_steps(plan, self.rank, stream, self._buffers.lies)
+            work = make_steps(plan, self.rank, stream, self._buffers.in_place)
         else:
-            work = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.lies)
+            work = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.in_place)
         self._buffers.allocate(work.slots)
         triangle = square_on_diagonal(plan, self.rank, self._epilog)
         by_library = self._epilog is not None

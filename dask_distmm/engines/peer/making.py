@@ -6,9 +6,9 @@ event tells when a chunk is complete, and the stream of GEMMs waits for it.
 
 Memory. A chunk's memory comes from CuPy's pool in the order of its thread's stream (CuPy's own pool has free blocks for
 each stream; RMM's waits where a block goes from one stream to another). When the last reference is dropped, the pool
-may give it to the next task of that thread at once, whose kernels come later *on that stream*, but not later than a
+may hand it to the next task of that thread at once, whose kernels come later *on that stream*, but not later than a
 GEMM on another one. So a reference is kept until the event behind the last work that reads the chunk is done, as the
-host has seen it (`Streaming`). What a task allocates and frees itself is used on its thread's stream alone; so are the
+host has seen it (`Streaming`). What a task allocates and frees itself is used only on its thread's stream; so are the
 original of a chunk that is converted, and what is copied to the GPU: all of that may be dropped at once.
 
 These streams and CUDA's default stream wait for each other (they are not created as non-blocking). Without that, tasks
@@ -118,7 +118,7 @@ def bits(array: Any) -> Any:
 
 
 def lying(array: Any, wanted: str = "") -> DeviceView | None:
-    """Return where a matrix lies, if its rows (order ``"C"``) or columns (``"F"``) are dense; None if not."""
+    """Return the storage of a matrix if its rows (order ``"C"``) or columns (``"F"``) are dense; None if not."""
     (rows, cols), (down, across), size = array.shape, map(int, array.strides), int(array.itemsize)
     pointer = int(array.data.ptr)
     if pointer % size:

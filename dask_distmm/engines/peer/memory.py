@@ -149,7 +149,7 @@ def _attribute(name: Any, pointer: int) -> int | None:
 
 
 class Mappings:
-    """Other processes' allocations, as this process sees them. Used by the engine's thread alone."""
+    """Other processes' allocations, as this process sees them. Used only by the engine's thread."""
 
     def __init__(self) -> None:
         self._mapped: dict[bytes, collections.OrderedDict[int, int]] = {}

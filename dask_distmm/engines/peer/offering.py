@@ -46,7 +46,7 @@ def make_offer(
 
 
 def add(offer: Offer, exporter: Exporter, operand: int, number: int, array: Any) -> None:
-    """Tell in an offer where a matrix lies, which can be exported."""
+    """Tell in an offer where a matrix is stored, which can be exported."""
     allocation = exporter.find(array.data.ptr)
     assert allocation is not None
     offer.add(operand, number, allocation, span_of(array))

@@ -201,7 +201,7 @@ class Expected:
         known &= (number >= 0) & (number < self._count[np.where(known, operand, 0), participant])
         if not known.all():
             at = int(np.argmin(known))
-            raise self._malformed(int(participant[at]), f"there is no matrix {number[at]} of operand {table[at, 0]}")
+            raise self._malformed(int(participant[at]), f"matrix {number[at]} of operand {table[at, 0]} does not exist")
         flagged = [(index, *one.flags, 0, FLAG_BYTES) for index, one in enumerate(told) if one and one.flags]
         flags = np.array(flagged, np.int64).reshape(-1, 1 + _TOLD)
         owners, where = np.concatenate([participant, flags[:, 0]]), np.concatenate([table[:, 2:], flags[:, 1:]])
@@ -239,7 +239,7 @@ class Expected:
             large |= np.abs(numbers) > _MOST
         if (strange | large).any():
             at = int(np.argmax(strange | large))
-            what = f"there is no allocation {allocation[at]}" if strange[at] else "numbers out of range"
+            what = f"allocation {allocation[at]} does not exist" if strange[at] else "numbers out of range"
             raise self._malformed(int(owners[at]), what)
         far = [(count - 1) * stride for count, stride in ((rows, down), (cols, across))]
         low, high = (offset + f(0, far[0]) + f(0, far[1]) for f in (np.minimum, np.maximum))

@@ -177,7 +177,7 @@ _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
 
 
 class DeviceView(NamedTuple):
-    """A matrix on this GPU: where it lies, and which axis is dense."""
+    """A matrix on this GPU: its address, and which axis is dense."""
 
     span: Span
     order: str

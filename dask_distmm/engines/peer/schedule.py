@@ -64,7 +64,7 @@ def made_orders(plan: Plan) -> tuple[str, str]:
     return a, b
 
 
-def make_steps(plan: Plan, rank: int, stream: Stream, lies: Callable[[int, Rect], bool]) -> StreamSteps:
+def make_steps(plan: Plan, rank: int, stream: Stream, in_place: Callable[[int, Rect], bool]) -> StreamSteps:
     """Return the steps of a rank."""
     problem, region, along_k = plan.problem, plan.region(rank), plan.k_range(rank)
     multiple, numbers = extent_multiple(problem), itertools.count()
@@ -88,7 +88,7 @@ def make_steps(plan: Plan, rank: int, stream: Stream, lies: Callable[[int, Rect]
     for operand in (0, 1):
         if not problem.by_ranks[operand]:
             rect = (*region[:2], *along_k) if operand == 0 else (*along_k, *region[2:])
-            resident = load(operand, region, along_k, 0, lies(operand, rect))
+            resident = load(operand, region, along_k, 0, in_place(operand, rect))
     own_cuts, depth_cuts = (list(itertools.pairwise(cuts)) for cuts in stream_cuts(plan, rank, stream))
     steps = list[StreamStep]()
     for own, depth in itertools.product(own_cuts, depth_cuts):
@@ -122,17 +122,21 @@ class _Segment(NamedTuple):
 
     start: int
     stop: int
-    lies: bool
+    in_place: bool
 
 
-def make_schedule(plan: Plan, rank: int, block_schedule: BlockSchedule, lies: Callable[[int, Rect], bool]) -> Schedule:
+def make_schedule(
+    plan: Plan, rank: int, block_schedule: BlockSchedule, in_place: Callable[[int, Rect], bool]
+) -> Schedule:
     """Return the schedule of a rank."""
-    return _ScheduleBuilder(plan, rank, block_schedule, lies).make()
+    return _ScheduleBuilder(plan, rank, block_schedule, in_place).make()
 
 
 class _ScheduleBuilder:
-    def __init__(self, plan: Plan, rank: int, block_schedule: BlockSchedule, lies: Callable[[int, Rect], bool]) -> None:
-        self.plan, self.rank, self.block_schedule, self.lies = plan, rank, block_schedule, lies
+    def __init__(
+        self, plan: Plan, rank: int, block_schedule: BlockSchedule, in_place: Callable[[int, Rect], bool]
+    ) -> None:
+        self.plan, self.rank, self.block_schedule, self.in_place = plan, rank, block_schedule, in_place
         self.multiple, self.side = extent_multiple(plan.problem), full_side(plan.problem)
         self.stationary, self.streamed = block_schedule.stationary, 1 - block_schedule.stationary
         self.numbers, self.panels = itertools.count(), itertools.count()
@@ -193,7 +197,7 @@ class _ScheduleBuilder:
         return Product(stationary, (panel,), add) if self.stationary == 0 else Product((panel,), stationary, add)
 
     def _panel_slot(self, segment: _Segment) -> Slot | None:
-        return None if segment.lies else (self.streamed, next(self.panels) % PANELS)
+        return None if segment.in_place else (self.streamed, next(self.panels) % PANELS)
 
     def _load(self, operand: int, own: tuple[int, int], depth: tuple[int, int], slot: Slot | None, at: int) -> Load:
         rect = (*own, *depth) if operand == 0 else (*depth, *own)
@@ -209,7 +213,7 @@ class _ScheduleBuilder:
         found: list[Load] = []
         slot, at = (self.stationary, epoch % self.block_schedule.stationary_buffers), 0
         for segment in self._segments(self.stationary, part, depth):
-            if segment.lies:
+            if segment.in_place:
                 found.append(self._load(self.stationary, (segment.start, segment.stop), depth, None, 0))
                 continue
             length = segment.stop - segment.start
@@ -237,7 +241,7 @@ class _ScheduleBuilder:
         for slab, to in slabs:
             pieces: list[_Segment] = []
             for segment in self._segments(self.streamed, slab, depth):
-                if segment.lies:
+                if segment.in_place:
                     pieces.append(segment)
                     continue
                 for run in self._runs(segment, depth):
@@ -282,7 +286,7 @@ class _ScheduleBuilder:
             most = max(holders[at], key=lambda holder: holders[at][holder])
             behind = (ranks.index(most) - self.rank) % count if most in ranks else count
             away = self.plan.from_host or set(holders[at]) != {me}
-            return not segments[at].lies, away, behind if whole else 0, (at - first) % len(segments)
+            return not segments[at].in_place, away, behind if whole else 0, (at - first) % len(segments)
 
         return [segments[at] for at in sorted(range(len(segments)), key=key)]
 
@@ -291,10 +295,10 @@ class _ScheduleBuilder:
         edges = self._edges(operand, span)
         found: list[_Segment] = []
         for start, stop in itertools.pairwise(edges):
-            lies = self.lies(operand, (start, stop, *depth) if operand == 0 else (*depth, start, stop))
-            if found and not lies and not found[-1].lies:
+            in_place = self.in_place(operand, (start, stop, *depth) if operand == 0 else (*depth, start, stop))
+            if found and not in_place and not found[-1].in_place:
                 start = found.pop().start  # noqa: PLW2901
-            found.append(_Segment(start, stop, lies))
+            found.append(_Segment(start, stop, in_place))
         return found
 
     def _edges(self, operand: int, span: tuple[int, int]) -> list[int]:

@@ -170,11 +170,11 @@ class IterationKernels:
         norm, rho = math.sqrt(abs(rr.real)), state[0, _RHO].item()
         self._report(norm, state[0, _LIMIT].real)
         state[0, _MET] = met = norm < state[0, _LIMIT].real or norm == 0
-        # What is infinite or no number, or not to be divided by, ends the loop.
+        # An infinite or NaN value, or a divisor of zero, ends the loop.
         go[...] = not met and rho and np.isfinite(rho) and math.isfinite(norm) and not state[0, _BROKEN]
 
     def info(self, state: Any, info: Any, *, count: int, met: int, most: int) -> None:
-        """0 if the limit was met before so many turns, else the number of turns, as SciPy has it."""
+        """0 if the limit was met before the last turn, else the number of turns, as SciPy has it."""
         turns = int(state[0, count].real)
         info[...] = 0 if state[0, met].real and turns < most else max(1, turns)
 
@@ -491,7 +491,7 @@ class IterationKernels:
             small[: at + 1, at], small[at, : at + 1] = column, column.conj()
             small[at, at] = column[at].real
             s.beta = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
-            # What stays may be small only.
+            # Vectors that stay may have small values only.
             s.norm = max(s.norm, abs(small).max())
             s.broken = s.beta <= 10 * eps * s.norm or at + 1 >= n
             s.scale = 0.0 if s.broken else 1 / s.beta

@@ -41,7 +41,7 @@ class ProgramJob(Job[ProgramPlacement]):
         # Rows of chunks of operands by their names, also when they are gone.
         self._lengths: dict[str, int] = {}
         self._published: dict[int, Future[Sequence[Any]]] = {}
-        # What is published already, in order; the turns of all loops so far; what is added to numbers of messages.
+        # Keys published so far, in order; the turns of all loops so far; the offset of numbers of messages.
         self._held: dict[int, None] = {}
         self._turns = self._offset = 0
         self._asked: dict[ChunkKey, Future[Sequence[Any]]] = {}
@@ -66,7 +66,7 @@ class ProgramJob(Job[ProgramPlacement]):
                     self._asked[step.operand, step.number] = self._ask(step)
         began = time.perf_counter()
         self.timings |= {"wait": 0.0} | ({"load": 0.0} if any(self.plan.problem.by_ranks) else {})
-        # What is infinite or no number is looked at where it matters.
+        # Infinities and NaN are checked for where they matter.
         with np.errstate(all="ignore"):
             self._take_all(self._steps, 0.0, 1.0)
         self._complete()

@@ -5,7 +5,7 @@ only the lower triangle of a Gram matrix counts. Flags are on the host.
 
 Chunks of rows of A may be sparse, in compressed rows. Products with small matrices read them as they are; their Gram
 matrices are dense, and added up in place: a product of sparse matrices for each block of columns, or of rows that are
-made dense strip by strip, whichever is faster. What needs Q makes them dense.
+made dense strip by strip, whichever is faster. Programs that need Q make them dense.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ the two rows of Z on both sides of the cut. The matrix is torn between ranks' ro
     rank 2   [20:30)  \              cut at 20, all ranks merge
     rank 3   [30:40)  /  cut at 30  /
 
-What is below a rank's own rows is merged by this rank alone. For a cut between ranks both neighbours publish a row of
-Z, and the eigenvalues of their part. All ranks that merge take these very numbers, and so come to the same decisions
+Parts within a rank's own rows are merged by this rank only. For a cut between ranks both neighbours publish a row of Z,
+and the eigenvalues of their part. All ranks that merge take these very numbers, and so come to the same decisions
 (`deflation`). Each solves the secular equation for itself: where its roots differ by rounding, so do its rows of U.
 
 A tridiagonal matrix is torn at an element off its diagonal. With the eigenvectors of its two parts it becomes a
@@ -50,7 +50,7 @@ _FIRST, _BOTH, _SECOND = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """What is left of ``diag(d) + rho z z^T`` after deflation, and the order of the columns of eigenvectors."""
+    """The rest of ``diag(d) + rho z z^T`` after deflation, and the order of the columns of eigenvectors."""
 
     # d and z of what is left, (k,); the poles ascend.
     poles: NDArray[np.float64]
@@ -59,8 +59,8 @@ class Merge:
     rho: float
     # Eigenvalues that are found, (n - k,).
     deflated: NDArray[np.float64]
-    # The columns of the two parts, (n,): those that are not zero in the first part's rows alone, those that are not
-    # in any, those in the second part's rows alone; and those of `deflated`.
+    # The columns of the two parts, (n,): those that are not zero only in the first part's rows, those that are not
+    # in any, those only in the second part's rows; and those of `deflated`.
     columns: NDArray[np.int64]
     # How many columns the first three of these groups have; their sum is k.
     counts: tuple[int, int, int]
@@ -151,7 +151,7 @@ Pair = tuple[Vector, Vector]
 
 
 class Ends(NamedTuple):
-    """What others need of a part: its eigenvalues and one row of its eigenvectors, in the order of Z's columns."""
+    """The data of a part for others: its eigenvalues and one row of its eigenvectors, in the order of Z's columns."""
 
     values: Vector
     row: Vector
@@ -184,7 +184,7 @@ class Products(Protocol):
 
     @property
     def merging(self) -> Merging:
-        """What merges take beside products."""
+        """The parts of a merge beside products."""
         ...
 
     def empty(self, shape: tuple[int, int], dtype: np.dtype) -> Any:

@@ -82,7 +82,7 @@ def roots(poles: Vector, weights: Vector, rho: float, which: NDArray[np.int64]) 
 
 
 class _Search:
-    """The search of some roots, all at the same time; those that are found are left alone."""
+    """The search of some roots, all at the same time; those that are found are not changed further."""
 
     def __init__(self, poles: Vector, squares: Vector, inverse: float, which: NDArray[np.int64]) -> None:
         self._poles, self._squares, self._inverse = poles, squares, inverse
@@ -103,7 +103,7 @@ class _Search:
         near, far, rest = np.where(low, p, q), np.where(low, q, p), np.where(low, rest, -rest)
         a, b = rest * gap + near + far, near * gap
         guess = _root(a, b, rest, np.zeros(len(which), bool))
-        # The last root is not below that of the last pole alone, nor above that with all weights on this pole.
+        # The last root is not below that of the last pole by itself, nor above that with all weights on this pole.
         guess = np.where(last, q / inverse, np.where(low, guess, -guess))
         self._low = np.where(low | last, 0.0, -gap / 2)
         self._high = np.where(last, squares.sum() / inverse, np.where(low, gap / 2, 0.0))
@@ -177,7 +177,7 @@ class Solved(Protocol):
 
 
 class Merging(Protocol):
-    """What merges take beside products of matrices. Matrices are column-major and in float64."""
+    """The parts of a merge beside products of matrices. Matrices are column-major and in float64."""
 
     def secular(self, poles: Vector, weights: Vector, rho: float) -> Solved:
         """Solve the secular equation of at least one pole."""

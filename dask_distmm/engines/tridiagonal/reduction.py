@@ -167,7 +167,7 @@ class HostReduction:
 def reflector(x: NDArray[Any]) -> tuple[NDArray[Any], Any, float]:
     """Return v, tau and beta of ``(I - tau v v^H)^H x = beta e_0``; v begins with 1, and beta is real.
 
-    What is far below the rounding of a matrix of about the size of 1 counts as zero.
+    Numbers far below the rounding of a matrix of about the size of 1 count as zero.
     """
     wide = x.astype(np.result_type(x.dtype, np.float64))
     head, rest = complex(wide[0]), wide[1:]

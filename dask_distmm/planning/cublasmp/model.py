@@ -38,7 +38,7 @@ from dask_distmm.planning.problem import Problem, library_epilog
 
 
 def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
-    """Return the epilog that cuBLASMp does, ``""`` for a factor alone; None where it can't do all of the formula."""
+    """Return the epilog that cuBLASMp does, ``""`` for only a factor; None where it can't do all of the formula."""
     if len(plan.ranks) == 1:
         return None
     formula, found = plan.problem.formula, library_epilog(plan.problem)
@@ -132,7 +132,7 @@ class _Moved:
 
 
 def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
-    """Return the number of the chunk that is exactly a rank's tile, as it lies, or None if no single one is."""
+    """Return the number of the chunk that is exactly a rank's tile, as it is stored, or None if no single one is."""
     shape = tile.layout.local_shape(rank)
     if tile.local(rank) != shape or 0 in shape or tile.conjugated:
         return None
@@ -153,7 +153,7 @@ def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
 
 @once
 def _lying(plan: Plan) -> dict[str, list[bool]]:
-    """Return for A, B and D whether each rank's tile is one chunk as it lies."""
+    """Return for A, B and D whether each rank's tile is one chunk as it is stored."""
     tiles, ranks = make_tiles(plan), range(len(plan.ranks))
     each = {"a": tiles.a, "b": tiles.b, "d": tiles.d}
     return {

@@ -110,12 +110,12 @@ class FactorPlacement(Placement):
         if kind == "panel":
             part, panel = boxes[0, :2].tolist()
             if len(boxes) != 1 or not (0 <= part < len(PARTS) and 0 <= panel < self.work.numbers(PARTS[part])):
-                raise ProtocolError(f"there is no part {part} of a panel {panel}")
+                raise ProtocolError(f"part {part} of panel {panel} does not exist")
             return
         for matrix, index, r0, r1, c0, c1 in boxes.tolist():
             names = self.problem.operands if kind == "input" else tuple(one.name for one in self.problem.outputs)
             if not 0 <= matrix < len(names):
-                raise ProtocolError(f"there is no matrix {matrix} of kind {kind!r}")
+                raise ProtocolError(f"matrix {matrix} of kind {kind!r} does not exist")
             shape = self._shape(kind, names[matrix], index)
             if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
                 raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
@@ -129,7 +129,7 @@ class FactorPlacement(Placement):
             return layout.local_shape(index)
         rows, cols = self.problem.chunks_of(name)
         if not 0 <= index < len(rows) * len(cols):
-            raise ProtocolError(f"there is no chunk {index} of {name!r}")
+            raise ProtocolError(f"chunk {index} of {name!r} does not exist")
         i, j = divmod(index, len(cols))
         return rows[i], cols[j]
 
@@ -143,7 +143,7 @@ class FactorPlacement(Placement):
 
 
 def work_of(problem: FactorProblem, engine: str, count: int, width: int, method: str) -> FactorPlan:
-    """Return the layout and the steps of so many ranks of an engine."""
+    """Return the layout and the steps of the given number of ranks of an engine."""
     model, shared = ENGINES[engine], method == "columns"
     return factor_plan(problem.task, count, width, carries=model.by_panels, collective=model.collective, shared=shared)
 
@@ -153,7 +153,7 @@ def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
     return (chunks[1], chunks[0]) if transposed else chunks
 
 
-# How a Factorization is computed by so many ranks
+# How a Factorization is computed by a given number of ranks
 
 
 # The phases of each kind of problem: which panels, in which order, are applied to which block columns
@@ -243,7 +243,7 @@ def _substitution(
     return Phase(Operation("substitute", lower, op, unit), "lower" if lower else "upper", order, targets)
 
 
-# How a Factorization is computed by so many ranks
+# How a Factorization is computed by a given number of ranks
 
 
 # The steps of one rank, from the phases: with one panel of lookahead
@@ -418,7 +418,7 @@ def factor_plan(
 class FactorPlan:
     """How `ranks` ranks compute `problem`: the layout of its matrices, and each rank's program."""
 
-    # What is computed.
+    # The factorization.
     problem: Factorization
     # Number of ranks.
     ranks: int

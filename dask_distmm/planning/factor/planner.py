@@ -215,7 +215,7 @@ def _consider(
 
 
 def _work(made: FactorPlacement, moved: float) -> Work:
-    """Return the work of a plan in which so many bytes move between workers."""
+    """Return the work of a plan, given the bytes that move between workers."""
     problem, work, model, way = made.problem, made.work, ENGINES[made.engine], way_of(made.problem.task)
     count, panels = len(made.ranks), work.columns.matrices[0].count
     rate = problem.options.machine(made.engine).rate(problem.task.dtype)
@@ -256,8 +256,8 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
     """Return the bytes that each participant holds at most.
 
     Its chunks of the operands; a rank also its block columns, two panels that are under way, and at the end its part
-    of every output and its chunks of that. Chunks of an operand that is given up are gone before there are any of the
-    outputs. A spectral decomposition has a workspace, and its vectors, before they are
+    of every output and its chunks of that. Chunks of an operand with donated memory are freed before any chunk of the
+    outputs exists. A spectral decomposition has a workspace, and its vectors, before they are
     cut into chunks; a library has its workspace.
     """
     problem, size, npart = made.problem, made.problem.dtype.itemsize, len(made.participants)

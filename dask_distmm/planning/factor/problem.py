@@ -25,7 +25,7 @@ class FactorProblem(Computation):
 
     # Names the computation everywhere; the arrays of its outputs are called after it.
     name: str
-    # What is computed.
+    # The factorization.
     task: Factorization
     # For each input of the task Dask's chunk sizes along both axes, and the name of its type: ranks convert it.
     chunks: tuple[Chunks, ...]
@@ -163,7 +163,7 @@ class TaskOutput:
     matrix: int | None
     # How it is taken out of what a rank holds.
     form: Form
-    # What ranks hold of it.
+    # How ranks hold it.
     turned: Turned = Turned()
 
     @property

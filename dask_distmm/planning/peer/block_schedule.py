@@ -129,7 +129,7 @@ class BlockSchedule:
     # Most rows or columns of a panel of the streamed operand.
     width: int
     # For A and B, whether all of the rank's part is in single chunks on its own GPU, as far as a plan can tell.
-    lies: tuple[bool, bool]
+    in_place: tuple[bool, bool]
     # For A and B, the number of chunks that the rank reads and other participants have.
     others: tuple[float, float]
     # Bytes of one buffer for a stationary part and of one buffer for a panel; 0 where chunks are used in place.
@@ -174,7 +174,7 @@ def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
     problem, (p, q, s) = plan.problem, plan.grid
     (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
     extents, sizes, multiple = (r1 - r0, c1 - c0), multiplied_sizes(problem), extent_multiple(problem)
-    lies = (
+    in_place = (
         _lies(plan, 0, plan.ranks[rank], (r0, r1, k0, k1)),
         _lies(plan, 1, plan.ranks[rank], (k0, k1, c0, c1)),
     )
@@ -190,12 +190,12 @@ def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
     room = problem.options.buffer_bytes
     own, kk = extents[stationary], k1 - k0
     rows, depth, stationary_bytes = own, kk, 0
-    if not lies[stationary] or multiple > 1:
-        # What is streamed again comes from host memory again: sums that take more memory are the lesser evil.
+    if not in_place[stationary] or multiple > 1:
+        # Each pass over the streamed operand reads host memory again: sums that take more memory cost less.
         wide = problem.sum_type != problem.compute_type and not plan.from_host
         rows, depth = _fit(own, kk, sizes[stationary], room // 2, wide, multiple)
     depth = min(depth, longest_depth(problem, extents))
-    if not lies[stationary] or multiple > 1:
+    if not in_place[stationary] or multiple > 1:
         stationary_bytes = padded(rows, multiple) * padded(depth, multiple) * sizes[stationary]
     parts, cuts = _even(r0 if stationary == 0 else c0, own, rows), _even(k0, kk, depth)
     streamed = 1 - stationary
@@ -207,11 +207,11 @@ def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
     wanted = max(-(-extents[streamed] // fewest), min(_LEAST_WIDTH, extents[streamed]))
     width = max(multiple, _down(min(padded(wanted, unit(wanted, multiple)), most), multiple))
     panel_bytes = 0
-    if not lies[streamed] or multiple > 1:
+    if not in_place[streamed] or multiple > 1:
         panel_bytes = min(width, padded(extents[streamed], multiple)) * padded(depth, multiple) * sizes[streamed]
     again = (len(parts) - 1) * (len(cuts) - 1) > 1
     panels = PANELS if again else min(PANELS, -(-extents[streamed] // width))
-    return BlockSchedule(stationary, parts, cuts, width, lies, others, stationary_bytes, panel_bytes, panels)
+    return BlockSchedule(stationary, parts, cuts, width, in_place, others, stationary_bytes, panel_bytes, panels)
 
 
 def longest_depth(problem: Problem, extents: tuple[int, int]) -> int:

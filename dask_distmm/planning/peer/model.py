@@ -1,6 +1,6 @@
 """The model of the engine `peer`: GPUs that read each other's memory. Pure.
 
-Beside the roofline a run of several ranks, or of chunks of others, has 4 messages (2 for a rank that is alone), 2 more
+Beside the roofline a run of several ranks, or of chunks of others, has 4 messages (2 for a single rank), 2 more
 for sums of others, 1 where several ranks pull parts of both A and B, 0.75 each time that twice as many chunks are
 pulled: as two H200 took for small products; 0.5 more on a grid of two dimensions, where a rank has less of both A and B
 (`benchmarks.gpu.model`).
@@ -133,7 +133,7 @@ class PeerModel(EngineModel):
             sizes = problem.itemsize("a"), problem.itemsize("b")
             each = ([_elements(plan)[one][rank] * sizes[one] for one in x.made] for rank, x in enumerate(streams(plan)))
             least = np.array([*map(sum, each)]) / machine.host_bandwidth
-        # What ranks make is nobody's.
+        # Chunks that ranks make belong to no worker.
         needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, made=True)
         home = sum(held[list(plan.ranks), ranks] for _, held in needs.values())
         link, pulled, away = "ranks", needed - home, 1 - home / np.maximum(needed, 1.0)
@@ -191,11 +191,11 @@ class PeerModel(EngineModel):
         what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
         parts, depth = len(schedule.parts) - 1, len(schedule.depth) - 1
         cut = f" in {parts} x {depth} parts" if parts * depth > 1 else ""
-        lies = " as it lies" if schedule.lies[schedule.stationary] and not schedule.stationary_bytes else ""
-        padded = "; padded to multiples of 16, which GEMMs are quick with" if extent_multiple(plan.problem) > 1 else ""
+        stored = " as it is stored" if schedule.in_place[schedule.stationary] and not schedule.stationary_bytes else ""
+        padded = "; padded to multiples of 16, where GEMMs are fast" if extent_multiple(plan.problem) > 1 else ""
         read = "; A and B from host memory" if plan.from_host else ""
         return [
-            f"  pulls     {names[0]} held{cut}{lies}, {names[1]} in panels of up to {schedule.width} {what[0]}; "
+            f"  pulls     {names[0]} held{cut}{stored}, {names[1]} in panels of up to {schedule.width} {what[0]}; "
             f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}{read}"
         ]
 

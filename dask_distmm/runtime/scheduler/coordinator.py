@@ -335,7 +335,7 @@ class Coordinator:
         )
 
     def gathered(self, message: Gathered) -> None:
-        """Note that a rank has read all it needs; when all have, chunks that the user gives up go."""
+        """Note that a rank has read all it needs; when all have, chunks that may be freed are released."""
         run = self.queue.get(message.run_id)
         if run is not None and run.gathered(message.worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
             direct.give_up(self.scheduler, ts, run.giving_up, f"distmm-given-up-{run.run_id}")

@@ -280,12 +280,12 @@ class Freezer:
             orders=(order_a, order_b),
             groups=self._groups.orders(engines),
             replica_runs=replica_runs,
-            quickly=True,
+            shortlisted=True,
         )
         return made, keys, held
 
     def _may_give_up(self, barrier: Barrier, problem: Computation, keys: Mapping[str, Sequence[Any]]) -> bool:
-        """Whether nobody else wants the chunks of the operands that are given up, and Dask could make them again."""
+        """Whether nobody else needs the chunks of the operands that may be freed, and Dask could recompute them."""
         found = (self._scheduler.tasks.get(key) for name in problem.given_up for key in keys[name])
         return all(
             ts is not None and ts.run_spec and not ts.who_wants and set(ts.waiters or ()) <= {barrier.ts}

@@ -329,7 +329,7 @@ class WorkerSide:
         return Vote("OK", offer=job.offer)
 
     async def start(self, request: messages.Start) -> Done:
-        """Let the engine do this worker's part, and give its chunks of D to Dask; answer when that is done."""
+        """Let the engine do this worker's part, and hand its chunks of D to Dask; answer when that is done."""
         run_id = request.run_id
         if run_id not in self.runs:
             return Done("lost" if self._closed else "refused", f"run {run_id} was not prepared here, or is over")
@@ -470,7 +470,7 @@ class WorkerSide:
                 loan = cross_memory.lend(own, request.place)
                 return Delivery("OK", loan=loan) if loan else Delivery("OK", data=[to_serialize(x) for x in own])
             plan.check_boxes(kind, table)
-            # Shielded: a peer that gives up its request must not cancel the future, for which others wait too.
+            # Shielded: a peer that cancels its request must not cancel the future, for which others wait too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
             lends = job.lends and cross_memory.is_near(request.place)
             data = await asyncio.to_thread(job.serve, kind, table, request.flat and not lends)
@@ -531,7 +531,7 @@ def _release(request: messages.Release) -> None:
 
 
 def _forget(runs: Mapping[int, tuple[Placement, Job[Any]]], message: messages.Forget) -> None:
-    """Have a run's job hold the chunks no longer that the user gives up: all ranks have read them."""
+    """Have a run's job release the chunks of operands that may be freed: all ranks have read them."""
     if message.run_id in runs:
         plan, job = runs[message.run_id]
         job.forget(plan.problem.given_up)
